@@ -1,0 +1,33 @@
+# Python 3.11 to 3.13 and make are all that has to be there; everything else goes into .venv.
+PYTHON ?= $(shell for p in python3.12 python3.13 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup check test chaos bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Penstock needs Python 3.11, 3.12 or 3.13 on PATH (or make PYTHON=/path/to/python)."; exit 1; }
+	@echo "Setting up $(VENV) with $(PYTHON) (about a minute, once) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[app,dev]'
+	@touch $@
+
+check: setup
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports --no-cache > .venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
+	@$(BIN)/basedpyright --level error
+
+test: check
+	@$(BIN)/pytest
+
+chaos: setup
+	@$(BIN)/pytest tests/chaos --chaos-rounds 20
+
+bench: setup
+	@for name in control recovery; do $(BIN)/penstock bench $$name || exit 1; done
+
+clean:
+	@rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,1 @@
+"""The benchmarks of `penstock bench NAME`: each measures itself beside a baseline in the same run."""

@@ -1,0 +1,1 @@
+"""The command `penstock`: puts the others together; nobody imports it."""

@@ -1,0 +1,1 @@
+"""When it runs: the loop, the planner, the ledger, submit and poll, the reconciler."""

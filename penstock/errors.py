@@ -1,0 +1,128 @@
+"""Every error that Penstock raises on purpose.
+
+PenstockError
+ +-- ConfigError                 a setting is wrong; the message names file, line and the nearest right key
+ +-- RunError                    a run cannot start or go on
+ |    +-- RunLocked              somebody else holds the run or the Redis database
+ |    +-- RunMismatch            the run directory belongs to another configuration
+ |    +-- LedgerError            the ledger cannot be used here
+ |         +-- IllegalTransition a state change that the transition table does not allow: a bug of ours
+ +-- BlobError
+ |    +-- BlobMissing
+ |    +-- BlobCorrupt
+ +-- SessionError                carries the HTTP status that the session server answers
+ |    +-- BadRequest 400, NotFound 404, Busy 409, Expired 410, TooLarge 413,
+ |        NothingToTrain 422, Invariant 500, Upstream 502
+ +-- InfrastructureFailure       tried again, counted towards `max_failures`
+ |    +-- EngineUnreachable      tried again, counted as nothing: submission pauses
+ +-- PolicyFailure               what the policy did wrong: scored, never tried again
+ +-- StageError                  a stage cannot treat its input: a broken pipeline
+ +-- BatchError                  what a trainer's reader meets
+      +-- Stalled                no batch came in time; the message says why
+
+Each takes one message, so that it survives JSON.
+"""
+
+from typing import ClassVar
+
+
+class PenstockError(Exception):
+    """`retryable` says whether the same work may succeed later without anybody changing anything."""
+
+    retryable: ClassVar[bool] = False
+
+
+class ConfigError(PenstockError):
+    pass
+
+
+class RunError(PenstockError):
+    pass
+
+
+class RunLocked(RunError):
+    pass
+
+
+class RunMismatch(RunError):
+    pass
+
+
+class LedgerError(RunError):
+    pass
+
+
+class IllegalTransition(LedgerError):
+    pass
+
+
+class BlobError(PenstockError):
+    pass
+
+
+class BlobMissing(BlobError):
+    pass
+
+
+class BlobCorrupt(BlobError):
+    pass
+
+
+class SessionError(PenstockError):
+    status_code: ClassVar[int] = 500
+
+
+class BadRequest(SessionError):
+    status_code = 400
+
+
+class NotFound(SessionError):
+    status_code = 404
+
+
+class Busy(SessionError):
+    status_code = 409
+
+
+class Expired(SessionError):
+    status_code = 410
+
+
+class TooLarge(SessionError):
+    status_code = 413
+
+
+class NothingToTrain(SessionError):
+    status_code = 422
+
+
+class Invariant(SessionError):
+    status_code = 500
+
+
+class Upstream(SessionError):
+    status_code = 502
+
+
+class InfrastructureFailure(PenstockError):
+    retryable = True
+
+
+class EngineUnreachable(InfrastructureFailure):
+    pass
+
+
+class PolicyFailure(PenstockError):
+    pass
+
+
+class StageError(PenstockError):
+    pass
+
+
+class BatchError(PenstockError):
+    pass
+
+
+class Stalled(BatchError):
+    pass
