@@ -6,12 +6,14 @@ function runs to its end and keeps its thread until then: nothing can interrupt 
 """
 
 import asyncio
+import contextlib
 import contextvars
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
 
 from penstock.errors import InfrastructureFailure
 
@@ -21,7 +23,7 @@ T = TypeVar("T")
 # A job may have one call for its own bytes and one for the library it uses under way: with Python's default of
 # cores + 4, 256 concurrent rollouts queued behind each other's files and name look-ups.
 IO_THREADS_PER_JOB = 2
-# Threads cost 60 KB each when used; more than this many blocking calls at once is a sign of a wrong design.
+# 512 threads in use take 48 MB. More blocking calls at once need a second process, not more threads.
 IO_THREADS_MAX = 512
 # For loops that nobody sized.
 DEFAULT_CONCURRENCY = 64
@@ -48,8 +50,12 @@ class Pool(ThreadPoolExecutor):
             self._free.release()
             raise
         # When the thread is free, not when the caller stopped waiting.
-        call.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free.release))
+        call.add_done_callback(lambda _: self._freed(loop))
         return await asyncio.wrap_future(call)
+
+    def _freed(self, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits for a thread
+            loop.call_soon_threadsafe(self._free.release)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         if self._work_queue.qsize() >= BACKLOG_MAX:
@@ -72,12 +78,17 @@ class IoPool(Pool):
         super().shutdown(wait, cancel_futures=cancel_futures)
 
 
-_pools: WeakKeyDictionary[asyncio.AbstractEventLoop, IoPool] = WeakKeyDictionary()
+_pools: dict[asyncio.AbstractEventLoop, IoPool] = {}
 
 
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """The cores that this process may use: its affinity, and a container's share of the CPU's time."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota_us, period_us = cpu_max.read_text().split()
+    except OSError:
+        return allowed
+    return allowed if quota_us == "max" else min(allowed, math.ceil(int(quota_us) / int(period_us)))
 
 
 def install(loop: asyncio.AbstractEventLoop, *, concurrency: int = DEFAULT_CONCURRENCY) -> IoPool:
@@ -85,6 +96,8 @@ def install(loop: asyncio.AbstractEventLoop, *, concurrency: int = DEFAULT_CONCU
     threads = min(IO_THREADS_PER_JOB * concurrency, IO_THREADS_MAX)
     pool = IoPool(threads=threads, cpu=Pool(name="cpu", threads=cores()))
     loop.set_default_executor(pool)
+    for closed in [other for other in list(_pools) if other.is_closed()]:
+        _pools.pop(closed, None)
     _pools[loop] = pool
     return pool
 

@@ -3,6 +3,7 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from support.waiting import wait_until_async
 from penstock import offload
 from penstock.errors import InfrastructureFailure
 from penstock.event_loop import event_loop_factory
-from penstock.offload import in_cpu_thread, in_io_thread
+from penstock.offload import Pool, in_cpu_thread, in_io_thread
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]], *, concurrency: int | None = None) -> None:
@@ -46,21 +47,25 @@ def test_the_io_pool_is_twice_the_concurrency_up_to_a_bound_and_the_default_exec
 ) -> None:
     async def main() -> None:
         assert (await asyncio.to_thread(threading.current_thread)).name.startswith("penstock-io")
+        assert offload.install(asyncio.get_running_loop(), concurrency=concurrency).threads == threads
 
     run(main, concurrency=concurrency)
-    loop = event_loop_factory(concurrency=concurrency)()
-    assert offload.install(loop, concurrency=concurrency).threads == threads
-    loop.close()
 
 
 def test_the_cpu_pool_is_as_wide_as_the_cores_it_may_use() -> None:
-    assert offload.cores() == len(os.sched_getaffinity(0))
-
     async def main() -> None:
         pool = offload.install(asyncio.get_running_loop())
         assert pool.cpu.threads == offload.cores()
 
     run(main)
+
+
+@pytest.mark.parametrize(("content", "quota"), [("150000 100000", 2), ("20000 100000", 1), ("max 100000", 1_000_000)])
+def test_the_cores_are_those_of_the_affinity_and_of_a_container(tmp_path: Path, content: str, quota: int) -> None:
+    (tmp_path / "cpu.max").write_text(content)
+    affinity = len(os.sched_getaffinity(0))
+    assert offload.cores(tmp_path / "cpu.max") == min(affinity, quota)
+    assert offload.cores(tmp_path / "missing") == affinity
 
 
 @pytest.mark.parametrize("in_thread", [in_io_thread, in_cpu_thread])
@@ -105,51 +110,69 @@ def test_cancelled_while_it_waits_the_function_never_runs() -> None:
     run(main)
 
 
+class Held:
+    """A function that, once started, ends when it is released."""
+
+    def __init__(self) -> None:
+        self.started, self.released, self.ended = threading.Event(), threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.started.set()
+        assert self.released.wait(30)
+        self.ended.set()
+
+
 def test_cancelled_while_it_runs_the_caller_goes_on_and_the_function_keeps_its_thread() -> None:
     async def main() -> None:
-        started, gate, ended = threading.Event(), threading.Event(), threading.Event()
-
-        def body() -> None:
-            started.set()
-            gate.wait()
-            ended.set()
-
-        pool = offload.install(asyncio.get_running_loop(), concurrency=1)
-        pool.cpu.shutdown()
-        pool.cpu = offload.Pool(name="cpu", threads=1)
-        first = asyncio.create_task(in_cpu_thread(body))
-        await wait_until_async(started.is_set)
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        assert not ended.is_set()
-        second = asyncio.create_task(in_cpu_thread(ended.is_set))
-        gate.set()
-        assert await second, "the second call ran beside the first on a pool of one thread"
+        held = Held()
+        with Pool(name="cpu", threads=1) as pool:
+            first = asyncio.create_task(pool.run(held))
+            await wait_until_async(held.started.is_set)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            assert not held.ended.is_set()
+            second = asyncio.create_task(pool.run(held.ended.is_set))
+            await asyncio.sleep(0)
+            held.released.set()
+            assert await second, "it ran beside the first, on a pool of one thread"
 
     run(main)
 
 
 def test_the_runner_ends_both_pools_and_waits_for_abandoned_calls() -> None:
-    started, ended = threading.Event(), threading.Event()
-
-    def body() -> None:
-        started.set()
-        gate.wait()
-        ended.set()
-
-    gate = threading.Event()
+    held = Held()
 
     async def main() -> None:
         await in_io_thread(int)
-        abandoned = asyncio.create_task(in_cpu_thread(body))
-        await wait_until_async(started.is_set)
+        abandoned = asyncio.create_task(in_cpu_thread(held))
+        await wait_until_async(held.started.is_set)
         abandoned.cancel()
-        asyncio.get_running_loop().call_soon(gate.set)
+        asyncio.get_running_loop().call_soon(held.released.set)
 
     run(main)
-    assert ended.is_set()
+    assert held.ended.is_set()
     assert penstock_threads() == []
+
+
+def test_a_pool_that_was_shut_down_refuses() -> None:
+    async def main() -> None:
+        pool = Pool(name="cpu", threads=1)
+        pool.shutdown()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="after shutdown"):
+                await pool.run(int)
+
+    run(main)
+
+
+def test_pools_of_closed_loops_are_forgotten() -> None:
+    async def main() -> None:
+        await in_io_thread(int)
+
+    for _ in range(3):
+        run(main)
+    assert len(offload._pools) == 1
 
 
 def test_a_pool_whose_threads_are_stuck_refuses_instead_of_growing(monkeypatch: pytest.MonkeyPatch) -> None:
