@@ -185,7 +185,7 @@ class LoopLag:
                 failing = False
 
 
-async def publish_to(redis: "AsyncRedis") -> Publish:
+def publish_to(redis: "AsyncRedis") -> Publish:
     """What LoopLag takes as `publish`: one key a process, gone LAG_TTL_S after its last sign."""
 
     async def publish(summary: LagSummary) -> None:

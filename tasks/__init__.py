@@ -1,1 +1,6 @@
 """What is queued: the Celery app, one module per queue, and the one way every job is executed."""
+
+from tasks import advantages, encoding, filtering, rollouts
+from tasks.celery_app import app
+
+__all__ = ["advantages", "app", "encoding", "filtering", "rollouts"]

@@ -201,7 +201,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
 def test_others_read_what_each_process_published(server: EmbeddedRedis) -> None:
     async def main() -> None:
         async with redis.asyncio.Redis.from_url(server.url) as client:
-            publish = await publish_to(client)
+            publish = publish_to(client)
             lags = [LoopLag(process=name, window_s=0.02, interval_s=0.005, publish=publish) for name in ("b", "a")]
             async with sampling(lags[0]), sampling(lags[1]):
                 await wait_until_async(lambda: len(read_all(reader)) == 2, what="both processes published")

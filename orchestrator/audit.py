@@ -1,0 +1,85 @@
+"""Does it add up: the ledger against itself and against the manifests on the disk. Only reads; the run may go on."""
+
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from orchestrator import restore, run_dir, schema, sealing
+from orchestrator.reporter import counts
+from orchestrator.states import BatchState, RolloutState
+
+SHOWN_MOST = 20  # of any one kind of problem
+NAME = "rollouts.grp || '-' || rollouts.idx"
+CHECKS = {
+    "rollout {} belongs to no group": f"""
+        SELECT {NAME} FROM rollouts LEFT JOIN groups ON grp = id WHERE id IS NULL""",
+    "rollout {} is open in a closed group": f"""
+        SELECT {NAME} FROM rollouts JOIN groups ON grp = id WHERE groups.state = 'closed'
+        AND rollouts.state NOT IN ('filtered', 'delivered', 'trained', 'dead')""",
+    "rollout {} is open and has no job": f"""
+        SELECT {NAME} FROM rollouts LEFT JOIN jobs ON jobs.id = {NAME}
+        WHERE rollouts.state IN ('planned', 'submitted', 'running')
+        AND coalesce(jobs.state, '') NOT IN ('waiting', 'submitted')""",
+    "group {} is in a stage and has no job": """
+        SELECT groups.id FROM groups LEFT JOIN jobs ON subject = groups.id
+        AND queue IN ('filtering', 'advantages') AND jobs.state IN ('waiting', 'submitted')
+        WHERE groups.state IN ('filtering', 'estimating') AND jobs.id IS NULL""",
+    "rollout {} is batched for a step that is not open": f"""
+        SELECT {NAME} FROM rollouts LEFT JOIN batches USING (step)
+        WHERE rollouts.state = 'batched' AND coalesce(batches.state, '') != 'composed'""",
+    "rollout {} has a step and is in no batch": f"""
+        SELECT {NAME} FROM rollouts WHERE step IS NOT NULL AND state NOT IN ('batched', 'delivered', 'trained')""",
+}
+
+
+def audit(directory: Path) -> dict[str, Any]:
+    """`balanced` is true when the counts add up and no problem was found."""
+    connection = schema.open_for_reading(Path(run_dir.read(directory)["ledger"]))
+    try:
+        connection.execute("BEGIN")  # one moment of the ledger for all questions; the manifests are read after it
+        found = _counts(connection)
+        manifests = _manifests(directory)
+        problems = [*_structure(connection), *_deliveries(connection, manifests)]
+    finally:
+        connection.close()
+    return {**found, "balanced": found["balanced"] and not problems, "problems": problems, "steps": len(manifests)}
+
+
+def _counts(connection: sqlite3.Connection) -> dict[str, Any]:
+    meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
+    states = Counter({RolloutState(state): count for state, count in restore.count_by(connection, "state")})
+    reasons = Counter(dict(restore.count_by(connection, "reason")))
+    return counts(meta.get("rollouts_planned", 0), states, reasons, meta.get("fenced", 0))
+
+
+def _structure(connection: sqlite3.Connection) -> Iterator[str]:
+    """Every rollout belongs to a group; every open one has something that will move it."""
+    for text, query in CHECKS.items():
+        for (subject,) in connection.execute(f"{query} LIMIT {SHOWN_MOST}"):
+            yield text.format(subject)
+
+
+def _manifests(directory: Path) -> dict[int, list[str]]:
+    paths = sorted(directory.glob("batches/step_*/manifest.json"))
+    return {int(path.parent.name.removeprefix("step_")): sealing.sealed_rollouts(path) for path in paths}
+
+
+def _deliveries(connection: sqlite3.Connection, manifests: dict[int, list[str]]) -> Iterator[str]:
+    """The manifests are the truth: each rollout in one of them at most, and the ledger knows it."""
+    step_of: dict[str, int] = {}
+    for step, rollouts in manifests.items():
+        for rollout in rollouts:
+            if rollout in step_of:
+                yield f"rollout {rollout} is in step {step_of[rollout]} and in step {step}"
+            step_of[rollout] = step
+    in_ledger = "SELECT grp || '-' || idx, step FROM rollouts WHERE state IN ('delivered', 'trained')"
+    delivered: dict[str, int] = dict(connection.execute(in_ledger).fetchall())
+    for rollout in sorted(delivered.keys() - step_of.keys())[:SHOWN_MOST]:
+        yield f"rollout {rollout} is delivered in step {delivered[rollout]}, whose manifest does not name it"
+    steps = "SELECT step FROM batches WHERE state = ?"
+    settled = {step for (step,) in connection.execute(steps, (BatchState.DELIVERED,))}
+    for rollout in sorted(step_of.keys() - delivered.keys())[:SHOWN_MOST]:
+        if step_of[rollout] in settled:  # any other was sealed after our look at the ledger
+            yield f"rollout {rollout} is in the manifest of step {step_of[rollout]}; the ledger does not know"

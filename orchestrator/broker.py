@@ -1,0 +1,89 @@
+"""The orchestrator's line to Redis: every question is asked until it is answered, and an outage says so.
+
+What is asked must be safe to ask twice: after a broken connection nobody knows whether the first time counted.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import redis.asyncio
+from redis.exceptions import AuthenticationError, RedisError
+
+from penstock.errors import ConfigError
+
+logger = logging.getLogger("penstock.broker")
+
+T = TypeVar("T")
+SOCKET_TIMEOUT_S = 5.0  # above the longest XREAD block
+RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
+REMIND_S = 10.0
+START_PATIENCE_S = 15.0  # containers start in any order
+
+
+class Broker:
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.client = redis.asyncio.Redis.from_url(url, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=5)
+        self.trouble: str | None = None
+        """why Redis is not answering just now"""
+        self.outages = 0
+
+    async def ask(self, question: Callable[[redis.asyncio.Redis], Awaitable[T]]) -> T:
+        """The answer, however long Redis is away."""
+        pause_s, said_at, since = RETRY_FIRST_S, 0.0, time.monotonic()
+        while True:
+            try:
+                answer = await question(self.client)
+            except (RedisError, OSError) as error:
+                self._down(error)
+                if time.monotonic() - said_at > REMIND_S:
+                    said_at = time.monotonic()
+                    logger.warning("action=redis_away for_s=%.0f %s", said_at - since, self.trouble)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MOST_S)
+            else:
+                self._up()
+                return answer
+
+    async def start(self) -> None:
+        """A first contact that does not come about is the user's to mend: wrong address, wrong password."""
+        give_up_at = time.monotonic() + START_PATIENCE_S
+        while True:
+            try:
+                await self.client.ping()
+                return
+            except AuthenticationError as error:
+                raise ConfigError(
+                    f"Redis at {address(self._url)} refuses the password ({error}): "
+                    "put the right one into PENSTOCK_REDIS_URL=redis://:PASSWORD@HOST:PORT/NUMBER"
+                ) from error
+            except (RedisError, OSError) as error:
+                if "NOAUTH" in str(error) or time.monotonic() > give_up_at:
+                    raise ConfigError(
+                        f"Redis at {address(self._url)} cannot be used ({error}): "
+                        "start it, or set redis_url (PENSTOCK_REDIS_URL) to the right one"
+                    ) from error
+                logger.warning("action=redis_awaited at=%s error=%s", address(self._url), error)
+                await asyncio.sleep(1)
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+    def _down(self, error: Exception) -> None:
+        if self.trouble is None:
+            self.outages += 1
+        self.trouble = f"Redis at {address(self._url)} does not answer ({error}); waiting for it, nothing is lost"
+
+    def _up(self) -> None:
+        if self.trouble is not None:
+            logger.info("action=redis_back at=%s", address(self._url))
+        self.trouble = None
+
+
+def address(url: str) -> str:
+    """`url` without its password: what may stand in a log."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"

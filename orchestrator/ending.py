@@ -1,0 +1,101 @@
+"""How a run comes to rest: a drain leaves everything to be resumed, a finish leaves nothing behind."""
+
+import asyncio
+import logging
+import shutil
+import time
+from typing import Any
+
+import orjson
+
+from orchestrator.broker import Broker
+from orchestrator.ledger import Ledger
+from orchestrator.replies import Replies
+from orchestrator.states import IN_FLIGHT, GroupState, JobState, RolloutState
+from penstock import keys, plans
+from penstock.config import RunConfig
+from penstock.messages import Queue
+from penstock.offload import in_io_thread
+from tasks import app
+
+logger = logging.getLogger("penstock.orchestrator")
+
+TICK_S = 0.1
+
+
+class Ending:
+    def __init__(self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, replies: Replies) -> None:
+        self._config = config
+        self._run = run
+        self._ledger = ledger
+        self._broker = broker
+        self._replies = replies
+
+    async def drain(self) -> None:
+        """Take back what no worker has begun, and wait for what one has, within `drain_s`."""
+        try:
+            async with asyncio.timeout(self._config.recovery.drain_s):
+                await self._withdraw()
+                while self._submitted():
+                    await asyncio.sleep(TICK_S)
+        except TimeoutError:
+            logger.warning("action=drain_timeout running=%d replies wait for the resumed run", self._submitted())
+
+    async def finish(self) -> None:
+        """The last step is delivered: what is still open is of no use to anybody."""
+        self._close_everything()
+        await self._ledger.committed()
+        await self._withdraw()
+        running = await self._leases()
+        if running:
+            await self.revoke([lease.rpartition(".")[0] for lease in running])
+        give_up_at = time.monotonic() + self._config.recovery.lease_s
+        while await self._leases() and time.monotonic() < give_up_at:
+            await asyncio.sleep(TICK_S)
+        leases = await self._leases()
+        if leases:
+            await self._broker.ask(lambda client: client.hdel(keys.LEASES, *leases))
+        await self._replies.delete()
+        await in_io_thread(shutil.rmtree, self._config.store_dir / plans.FOLDER, ignore_errors=True)
+
+    async def revoke(self, task_ids: list[str]) -> None:
+        """Saves work, and is never needed: the ledger has settled the jobs before."""
+        app.conf.update(broker_url=self._config.redis_url)
+        await in_io_thread(app.control.revoke, task_ids, terminate=True)
+
+    def _close_everything(self) -> None:
+        for job in list(self._ledger.jobs.values()):
+            self._ledger.end(job, JobState.CANCELLED)
+        for group in list(self._ledger.groups.values()):
+            for rollout in group.of(*IN_FLIGHT):
+                self._ledger.move(rollout, RolloutState.FILTERED, reason="run_ended")
+            self._ledger.enter(group, GroupState.CLOSED)
+
+    def _submitted(self) -> int:
+        return sum(job.state is JobState.SUBMITTED for job in self._ledger.jobs.values())
+
+    async def _withdraw(self) -> None:
+        """Empty the queues; what was in them waits again, and counts as nothing."""
+        for queue in Queue:
+            for message in await self._broker.ask(lambda client, queue=queue: _emptied(client, queue)):
+                job = self._ledger.jobs.get(_job_of(message))
+                if job is not None and job.state is JobState.SUBMITTED:
+                    self._ledger.wait(job)
+
+    async def _leases(self) -> list[str]:
+        """The leases of this run's executions."""
+        leases: Any = await self._broker.ask(lambda client: client.hkeys(keys.LEASES))
+        return [lease.decode() for lease in leases if lease.startswith(self._run.encode())]
+
+
+async def _emptied(client: Any, queue: Queue) -> list[bytes]:
+    async with client.pipeline(transaction=True) as pipe:
+        pipe.lrange(queue, 0, -1)
+        pipe.delete(queue)
+        messages, _ = await pipe.execute()
+    return messages
+
+
+def _job_of(message: bytes) -> str:
+    task_id = str(orjson.loads(message).get("headers", {}).get("id", ""))
+    return task_id.split(".")[1] if task_id.count(".") == 2 else ""

@@ -1,0 +1,203 @@
+"""The run's truth: what is open, in memory; everything, in SQLite.
+
+Every method is synchronous and leaves the records consistent. What is changed between two awaits of the caller becomes
+one transaction; `committed()` returns when all changes so far are on the disk. Nothing that depends on a change may
+leave the process before that.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from pathlib import Path
+
+from orchestrator import restore
+from orchestrator.records import Batch, Group, Job, Rollout, Row, Value
+from orchestrator.states import UNGENERATED, BatchState, GroupState, JobState, RolloutState, check
+from orchestrator.writer import Writer
+from penstock.messages import Queue, RolloutResult, shortened
+
+
+class Ledger:
+    def __init__(self, path: Path) -> None:
+        kept = restore.read(path)
+        self._writer = Writer(path)
+        self.groups: dict[str, Group] = kept.groups
+        """the open ones, in the order of planning"""
+        self.jobs: dict[str, Job] = kept.jobs
+        """those that are neither settled nor dead, and the encoding jobs of open batches"""
+        self.batches: dict[int, Batch] = kept.batches
+        """those that are not delivered"""
+        self.meta: dict[str, Value] = kept.meta
+        self.waiting: dict[str, Job] = {id: job for id, job in self.jobs.items() if job.state is JobState.WAITING}
+        """jobs to be submitted"""
+        self.states: Counter[RolloutState] = kept.states
+        self.reasons: Counter[str] = kept.reasons
+        """filtered rollouts by reason"""
+        self._changed: dict[int, tuple[str, Rollout | Group | Job | Batch]] = {}
+        self._changed_meta: set[str] = set()
+        self._events: list[Row] = []
+        self._last_commit: asyncio.Future[None] | None = None
+
+    @property
+    def ungenerated(self) -> int:
+        return sum(self.states[state] for state in UNGENERATED)
+
+    def number(self, key: str) -> int:
+        value = self.meta.get(key, 0)
+        assert isinstance(value, int)
+        return value
+
+    def count(self, key: str, by: int = 1) -> int:
+        self.set(key, self.number(key) + by)
+        return self.number(key)
+
+    def set(self, key: str, value: Value) -> None:
+        self.meta[key] = value
+        self._changed_meta.add(key)
+
+    def event(self, subject: str, action: str, detail: str = "") -> None:
+        self._events.append((time.time(), subject, action, detail))
+
+    # groups and rollouts
+
+    def plan(self, *, environment: str, example: int, size: int) -> Group:
+        ordinal = self.count("groups_planned")
+        group = Group(id=f"g{ordinal:07d}", ordinal=ordinal, environment=environment, example=example)
+        group.rollouts = [Rollout(group=group.id, index=index) for index in range(size)]
+        self.count("rollouts_planned", size)
+        self.states[RolloutState.PLANNED] += size
+        self.groups[group.id] = group
+        self._touch("groups", group)
+        for rollout in group.rollouts:
+            self._touch("rollouts", rollout)
+            self.add_job(rollout.id, Queue.ROLLOUTS, group.id)
+        return group
+
+    def rollout(self, job: Job) -> Rollout:
+        return self.groups[job.subject].rollouts[int(job.id.rpartition("-")[2])]
+
+    def move(
+        self, rollout: Rollout, state: RolloutState, *, reason: str | None = None, error: str | None = None
+    ) -> None:
+        check(rollout.id, rollout.state, state)
+        self.states[rollout.state] -= 1
+        self.states[state] += 1
+        if reason:
+            self.reasons[reason] += 1
+        rollout.state, rollout.reason = state, reason
+        rollout.error = shortened(error) if error else rollout.error
+        self._touch("rollouts", rollout)
+
+    def generated(self, rollout: Rollout, result: RolloutResult) -> None:
+        rollout.result = result
+        self.move(rollout, RolloutState.GENERATED)
+
+    def enter(self, group: Group, state: GroupState) -> None:
+        group.state = state
+        self._touch("groups", group)
+        if state is GroupState.CLOSED:
+            self.groups.pop(group.id)
+
+    # jobs
+
+    def add_job(self, id: str, queue: Queue, subject: str) -> Job:
+        job = self.jobs[id] = self.waiting[id] = Job(id=id, queue=queue, subject=subject)
+        self._touch("jobs", job)
+        return job
+
+    def submit(self, job: Job) -> None:
+        """The next attempt: to be committed before its message is published."""
+        job.attempt += 1
+        job.sequence = self.count("sequence")
+        job.state = JobState.SUBMITTED
+        self.waiting.pop(job.id)
+        self._touch("jobs", job)
+        if job.queue is Queue.ROLLOUTS and (rollout := self.rollout(job)).state is not RolloutState.SUBMITTED:
+            self.move(rollout, RolloutState.SUBMITTED)
+
+    def wait(self, job: Job, *, error: str | None = None, failures: int = 0, losses: int = 0) -> None:
+        """The attempt came to nothing: `job` is to be submitted again."""
+        job.state = JobState.WAITING
+        self.waiting[job.id] = job
+        job.failures += failures
+        job.losses += losses
+        job.error = error or job.error
+        self._touch("jobs", job)
+
+    def end(self, job: Job, state: JobState, *, result: str | None = None) -> None:
+        job.state, job.result = state, result
+        self.waiting.pop(job.id, None)
+        self._touch("jobs", job)
+        if job.queue is not Queue.ENCODING:
+            self.jobs.pop(job.id)
+
+    # batches
+
+    def compose(self, step: int, groups: list[Group]) -> Batch:
+        batch = self.batches[step] = Batch(step=step, formation=self.count("formation"), groups=groups)
+        self._touch("batches", batch)
+        for group in groups:
+            self.enter(group, GroupState.BATCHED)
+            for rollout in group.of(RolloutState.ADMITTED):
+                rollout.step = step
+                self.move(rollout, RolloutState.BATCHED)
+        return batch
+
+    def dissolve(self, batch: Batch) -> None:
+        """Back to admitted: the step will be formed again."""
+        for group in batch.groups:
+            for rollout in group.of(RolloutState.BATCHED):
+                rollout.step = None
+                self.move(rollout, RolloutState.ADMITTED)
+            self.enter(group, GroupState.ADMITTED)
+        self._forget(batch)
+
+    def deliver(self, batch: Batch) -> None:
+        batch.state = BatchState.DELIVERED
+        self._touch("batches", batch)
+        for group in batch.groups:
+            for rollout in group.of(RolloutState.BATCHED):
+                self.move(rollout, RolloutState.DELIVERED)
+            self.enter(group, GroupState.CLOSED)
+        self.set("steps_delivered", batch.step)
+        self.set("formation", 0)
+        self._forget(batch)
+
+    def _forget(self, batch: Batch) -> None:
+        self.batches.pop(batch.step)
+        for job in [job for job in self.jobs.values() if job.subject == str(batch.step)]:
+            if job.state is not JobState.SETTLED:
+                self.end(job, JobState.CANCELLED)
+            self.jobs.pop(job.id)
+
+    # committing
+
+    @property
+    def trouble(self) -> str | None:
+        return self._writer.trouble
+
+    def _touch(self, table: str, record: Rollout | Group | Job | Batch) -> None:
+        self._changed[id(record)] = (table, record)
+
+    async def committed(self) -> None:
+        self._hand_over()
+        if self._last_commit is not None:
+            await asyncio.shield(self._last_commit)
+
+    def _hand_over(self) -> None:
+        changes: dict[str, list[Row]] = {}
+        for table, record in self._changed.values():
+            changes.setdefault(table, []).append(record.row())
+        if self._changed_meta:
+            changes["meta"] = [(key, self.meta[key]) for key in self._changed_meta]
+        if self._events:
+            changes["events"] = self._events
+        if not changes:
+            return
+        self._changed, self._changed_meta, self._events = {}, set(), []
+        loop = asyncio.get_running_loop()
+        done = self._last_commit = loop.create_future()
+        self._writer.put(changes, lambda: loop.call_soon_threadsafe(done.set_result, None))
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,104 @@
+"""One orchestrator a run, one run a Redis database: a lock file, and a lock in Redis that holds an epoch."""
+
+import asyncio
+import fcntl
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from orchestrator.broker import Broker
+from penstock import keys
+from penstock.errors import RunLocked
+
+logger = logging.getLogger("penstock.lock")
+
+TTL_S = 10
+KEEP_S = 2.0
+HOLD = """
+local held = redis.call('GET', KEYS[1])
+if held and held ~= ARGV[1] and held ~= ARGV[3] then return held end
+redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+return ARGV[1]
+"""
+RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
+
+
+class RunLock:
+    def __init__(self, run_dir: Path, broker: Broker, *, run: str, epoch: int) -> None:
+        self._broker = broker
+        self._run = run
+        self._mine = orjson.dumps(
+            {"run": run, "epoch": epoch, "host": socket.gethostname(), "pid": os.getpid(), "run_dir": str(run_dir)}
+        )
+
+    async def acquire(self) -> None:
+        """Waits for a dead holder's lock to lapse; a living holder renews it and is named."""
+        last_ttl_ms = None
+        while (holder := await self._hold()) != self._mine:
+            if self._left_behind(holder):
+                await self._hold(instead_of=holder)
+                continue
+            ttl_ms = await self._broker.ask(lambda client: client.pttl(keys.LOCK))
+            if last_ttl_ms is not None and ttl_ms > last_ttl_ms:
+                raise RunLocked(f"this Redis database is in use: {describe(holder)}. One run per database: "
+                                "put another number at the end of the Redis URL, or stop that run")  # fmt: skip
+            last_ttl_ms = ttl_ms
+            logger.info("action=lock_awaited lapses_in_s=%.1f holder=%s", ttl_ms / 1000, describe(holder))
+            await asyncio.sleep(1)
+
+    async def keep(self) -> None:
+        """Renews for ever; creates the lock again after a flush; raises when somebody else holds it."""
+        while True:
+            await asyncio.sleep(KEEP_S)
+            await self.check()
+
+    async def check(self) -> None:
+        holder = await self._hold()
+        if holder != self._mine:
+            raise RunLocked(f"another orchestrator has taken over: {describe(holder)}; this one stops writing")
+
+    async def release(self) -> None:
+        await self._broker.ask(lambda client: client.eval(RELEASE, 1, keys.LOCK, self._mine))
+
+    async def _hold(self, instead_of: bytes = b"") -> bytes:
+        return await self._broker.ask(
+            lambda client: client.eval(HOLD, 1, keys.LOCK, self._mine, TTL_S, instead_of)  # pyright: ignore[reportReturnType]
+        )
+
+    def _left_behind(self, holder: bytes) -> bool:
+        """A former self: this host's lock file is ours, so whoever wrote that is dead."""
+        held: dict[str, Any] = orjson.loads(holder)
+        return held["run"] == self._run and held["host"] == socket.gethostname()
+
+
+def describe(holder: bytes) -> str:
+    held: dict[str, Any] = orjson.loads(holder)
+    return f"run {held['run']} in {held['run_dir']}, process {held['pid']} on {held['host']}"
+
+
+def lock_directory(run_dir: Path) -> IO[str]:
+    """Held until the file is closed or the process ends, however it ends."""
+    file = (run_dir / "lock").open("a+")
+    deadline = time.monotonic() + 1
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                file.close()
+                raise RunLocked(
+                    f"{run_dir} is being driven by {holder}: stop it first, or use another run_dir"
+                ) from None
+            time.sleep(0.05)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file

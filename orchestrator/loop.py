@@ -1,0 +1,170 @@
+"""The orchestrator: a few duties on one event loop, which share the ledger and nothing else.
+
+    drive          plan groups, form steps, submit what waits, seal what is encoded
+    read_replies   apply what the workers answered, commit, trim the stream
+    reconcile      find what was lost and have it submitted again
+    report         say what is happening, every second
+    lock.keep      stay the only one
+
+`drive` sleeps until a reply, a loss or half a second wakes it. A duty that raises ends them all.
+"""
+
+import asyncio
+import logging
+
+from orchestrator import crash_points, sealing
+from orchestrator.broker import Broker
+from orchestrator.composer import Composer
+from orchestrator.ending import Ending
+from orchestrator.engine_gate import EngineGate
+from orchestrator.ledger import Ledger
+from orchestrator.lock import RunLock
+from orchestrator.planner import Planner
+from orchestrator.reconciler import POLL_S, Reconciler
+from orchestrator.records import Batch
+from orchestrator.replies import Replies
+from orchestrator.reporter import Reporter
+from orchestrator.stages import Stages
+from orchestrator.stopping import Phase, Stopping
+from orchestrator.submission import Submitter
+from penstock import keys
+from penstock.config import RunConfig
+from penstock.loop_lag import LoopLag
+from penstock.messages import EncodeResult
+from penstock.offload import in_io_thread
+
+logger = logging.getLogger("penstock.orchestrator")
+
+WAKE_S = 0.5
+CATCH_UP_S = 5.0  # replies that take longer than this to apply: the losses are looked for in the next round
+
+
+class Orchestrator:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        run: str,
+        ledger: Ledger,
+        broker: Broker,
+        lock: RunLock,
+        lag: LoopLag,
+        stopping: Stopping,
+    ) -> None:
+        self.config = config
+        self.run_id = run
+        self.ledger = ledger
+        self.broker = broker
+        self.lock = lock
+        self.lag = lag
+        self.stopping = stopping
+        self.gate = EngineGate()
+        self.stages = Stages(config, ledger, self.gate)
+        self.planner = Planner(config, ledger)
+        self.composer = Composer(config, ledger)
+        self.submitter = Submitter(config, run, ledger, broker, self.gate)
+        self.replies = Replies(run, broker, ledger)
+        self.reconciler = Reconciler(config, run, ledger, broker, self.stages)
+        self.ending = Ending(config, run, ledger, broker, self.replies)
+        self.reporter = Reporter(self)
+        self.changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until the last step is delivered, or somebody stops it; what is open then waits in the ledger."""
+        self.deliver_what_is_sealed()
+        duties = [self.lag.run, self.lock.keep, self.reporter.run, self.read_replies, self.reconcile]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(duty()) for duty in duties]
+            await self.stopping.unless_stopped(self.drive_to_rest())
+            for task in tasks:
+                task.cancel()
+        await self.reporter.write()
+
+    async def drive_to_rest(self) -> None:
+        await self.drive()
+        if self.done:
+            await self.ending.finish()
+        else:
+            await self.ending.drain()
+
+    @property
+    def done(self) -> bool:
+        return self.ledger.number("steps_delivered") >= self.config.steps
+
+    async def drive(self) -> None:
+        while self.stopping.phase is Phase.RUNNING and not self.done:
+            more_to_plan = self.planner.plan()
+            crash_points.passed("planned")
+            if self.composer.compose():
+                await self.ledger.committed()
+                crash_points.passed("composed")
+            await self.submitter.submit(list(self.ledger.waiting.values()))
+            if encoded := self.composer.encoded():
+                await self.seal(*encoded)
+            elif not more_to_plan:
+                await self.wait_for_change()
+
+    async def wait_for_change(self) -> None:
+        try:
+            async with asyncio.timeout(WAKE_S):
+                await self.changed.wait()
+        except TimeoutError:
+            pass
+        self.changed.clear()
+
+    async def seal(self, batch: Batch, ranks: list[EncodeResult]) -> None:
+        crash_points.passed("encoded")
+        await self.lock.check()
+        path = sealing.manifest_path(self.config.run_dir, batch.step)
+        await in_io_thread(sealing.seal, path, sealing.manifest(self.run_id, batch, ranks))
+        crash_points.passed("sealed")
+        self.ledger.deliver(batch)
+        await self.ledger.committed()
+        crash_points.passed("delivered")
+        logger.info(
+            "action=delivered step=%d rollouts=%d", batch.step, sum(len(group.rollouts) for group in batch.groups)
+        )
+
+    def deliver_what_is_sealed(self) -> None:
+        """The manifest on the disk is the truth: a crash may have kept the ledger from saying so."""
+        for batch in list(self.ledger.batches.values()):
+            if sealing.manifest_path(self.config.run_dir, batch.step).exists():
+                self.ledger.deliver(batch)
+
+    async def read_replies(self) -> None:
+        while True:
+            replies = await self.replies.read()
+            if not replies:
+                continue
+            crash_points.passed("replies_read")
+            for reply in replies:
+                self.stages.apply(reply)
+            self.changed.set()
+            await self.ledger.committed()
+            crash_points.passed("replies_committed")
+            await self.replies.trim()
+
+    async def reconcile(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            seen = await self.reconciler.look()
+            last_id = await self.replies.last_id()
+            self.replies.start_over_if_behind(last_id)
+            if not await self.caught_up_with(last_id):
+                continue
+            findings = self.reconciler.judge(seen)
+            self.changed.set()
+            await self.ledger.committed()
+            if expired := findings.expired_leases:
+                await self.broker.ask(lambda client, expired=expired: client.hdel(keys.LEASES, *expired))
+            if findings.revoke:
+                await self.ending.revoke(findings.revoke)
+
+    async def caught_up_with(self, last_id: str) -> bool:
+        try:
+            async with asyncio.timeout(CATCH_UP_S):
+                while self.replies.behind(last_id):
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,153 @@
+"""Finds what was lost: once a second, the ledger's submitted jobs against the leases and the queues.
+
+Only polls that were really made count, and only by this process's clock: a paused orchestrator, a flushed Redis or
+another host's clock condemns nobody.
+"""
+
+import logging
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.broker import Broker
+from orchestrator.ledger import Ledger
+from orchestrator.records import Job
+from orchestrator.stages import Stages
+from orchestrator.states import JobState, RolloutState
+from penstock import keys
+from penstock.config import RunConfig
+from penstock.messages import Queue
+from tasks import envelope
+
+logger = logging.getLogger("penstock.reconciler")
+
+POLL_S = 1.0
+COUNTED_MOST_S = 2 * POLL_S  # what one poll may add to anybody's silence, however long ago the last one was
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What Redis said at one moment."""
+
+    leases: dict[str, str]
+    depths: dict[Queue, int]
+    oldest: dict[Queue, int | None]
+    """sequence of the oldest queued message; None when it is not one of ours"""
+
+
+@dataclass(kw_only=True)
+class Watch:
+    """What the polls have shown of one submitted attempt."""
+
+    attempt: int
+    running_s: float = 0.0
+    missing_s: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Beat:
+    value: str
+    silent_s: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Findings:
+    expired_leases: list[str] = field(default_factory=list[str])
+    revoke: list[str] = field(default_factory=list[str])
+    """Celery task ids of attempts that are still running and no longer wanted"""
+
+
+class Reconciler:
+    def __init__(self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, stages: Stages) -> None:
+        self._config = config
+        self._run = run
+        self._ledger = ledger
+        self._broker = broker
+        self._stages = stages
+        self._beats: dict[str, Beat] = {}
+        self._watched: dict[str, Watch] = {}
+        self._polled_at: float | None = None
+        self.latest = Snapshot(leases={}, depths={}, oldest={})
+
+    async def look(self) -> Snapshot:
+        async def ask(client: Any) -> list[Any]:
+            async with client.pipeline(transaction=True) as pipe:
+                pipe.hgetall(keys.LEASES)
+                for queue in Queue:
+                    pipe.llen(queue)
+                    pipe.lindex(queue, -1)
+                return await pipe.execute()
+
+        leases, *queues = await self._broker.ask(ask)
+        return Snapshot(
+            leases={field.decode(): value.decode() for field, value in leases.items()},
+            depths=dict(zip(Queue, queues[::2], strict=True)),
+            oldest={queue: envelope.sequence_of(message) if message else None
+                    for queue, message in zip(Queue, queues[1::2], strict=True)},
+        )  # fmt: skip
+
+    def judge(self, seen: Snapshot) -> Findings:
+        """To be called when every reply that was in the stream at the time of `seen` has been applied."""
+        self.latest = seen
+        now = time.monotonic()
+        passed_s = min(now - self._polled_at, COUNTED_MOST_S) if self._polled_at is not None else 0.0
+        self._polled_at = now
+        findings = Findings()
+        alive = self._alive(seen, passed_s, findings)
+        submitted = [job for job in self._ledger.jobs.values() if job.state is JobState.SUBMITTED]
+        for job in submitted:
+            self._judge_job(job, seen, passed_s, alive.get((job.id, job.attempt)), findings)
+        self._watched = {job.id: self._watched[job.id] for job in submitted}
+        return findings
+
+    def _alive(self, seen: Snapshot, passed_s: float, findings: Findings) -> dict[tuple[str, int], bool]:
+        """(job, attempt) -> whether one of its leases beats; nothing for those that have none."""
+        beats: dict[str, Beat] = {}
+        alive: dict[tuple[str, int], bool] = defaultdict(bool)
+        for lease, value in seen.leases.items():
+            before = self._beats.get(lease)
+            silent_s = before.silent_s + passed_s if before and before.value == value else 0.0
+            beats[lease] = Beat(value=value, silent_s=silent_s)
+            beating = silent_s < self._config.recovery.lease_s
+            if not beating:
+                findings.expired_leases.append(lease)
+            run, _, rest = lease.partition(".")
+            job, _, rest = rest.partition(".")
+            if run == self._run:
+                alive[job, int(rest.partition(".")[0])] |= beating
+        self._beats = beats
+        return alive
+
+    def _judge_job(self, job: Job, seen: Snapshot, passed_s: float, alive: bool | None, findings: Findings) -> None:
+        watch = self._watched.get(job.id)
+        if watch is None or watch.attempt != job.attempt:
+            watch = self._watched[job.id] = Watch(attempt=job.attempt)
+        if alive:
+            watch.missing_s = 0.0
+            watch.running_s += passed_s
+            self._running(job)
+            if watch.running_s > self._timeout_s(job) + self._config.recovery.lease_s:
+                findings.revoke.append(f"{self._run}.{job.id}.{job.attempt}")
+                self._stages.lost(job, f"still running {watch.running_s:.0f} s after its start, over its time-out")
+        elif alive is False:
+            self._stages.lost(job, "the worker's lease expired")
+        elif self._may_be_queued(job, seen):
+            watch.missing_s = 0.0
+        else:
+            watch.missing_s += passed_s
+            if watch.missing_s > self._config.recovery.lease_s:
+                self._stages.lost(job, "neither queued, nor running, nor answered")
+
+    def _may_be_queued(self, job: Job, seen: Snapshot) -> bool:
+        oldest = seen.oldest[job.queue]
+        return seen.depths[job.queue] > 0 and (oldest is None or oldest <= job.sequence)
+
+    def _timeout_s(self, job: Job) -> float:
+        if job.queue is Queue.ROLLOUTS:
+            return self._config.rollouts.timeout_s
+        return self._config.recovery.stage_timeout_s
+
+    def _running(self, job: Job) -> None:
+        if job.queue is Queue.ROLLOUTS and (rollout := self._ledger.rollout(job)).state is RolloutState.SUBMITTED:
+            self._ledger.move(rollout, RolloutState.RUNNING)

@@ -1,0 +1,86 @@
+"""What the ledger keeps: groups with their rollouts, jobs, batches. Each knows its row; the ledger changes them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from orchestrator.states import BatchState, GroupState, JobState, RolloutState
+from penstock.messages import Queue, RolloutResult
+
+Value = str | int | float | None
+Row = tuple[Value, ...]
+
+
+@dataclass(kw_only=True, eq=False)
+class Rollout:
+    group: str
+    index: int
+    state: RolloutState = RolloutState.PLANNED
+    reason: str | None = None
+    """why it was filtered"""
+    step: int | None = None
+    advantage: float | None = None
+    result: RolloutResult | None = None
+    error: str | None = None
+
+    @property
+    def id(self) -> str:
+        return f"{self.group}-{self.index}"
+
+    def row(self) -> Row:
+        result = self.result.model_dump_json() if self.result else None
+        return (self.group, self.index, self.state, self.reason, self.step, self.advantage, result, self.error)
+
+
+@dataclass(kw_only=True, eq=False)
+class Group:
+    id: str
+    ordinal: int
+    """its place in the order of planning"""
+    environment: str
+    example: int
+    state: GroupState = GroupState.COLLECTING
+    rollouts: list[Rollout] = field(default_factory=list[Rollout])
+
+    def row(self) -> Row:
+        return (self.id, self.ordinal, self.environment, self.example, self.state)
+
+    def of(self, *states: RolloutState) -> list[Rollout]:
+        return [rollout for rollout in self.rollouts if rollout.state in states]
+
+
+@dataclass(kw_only=True, eq=False)
+class Job:
+    id: str
+    queue: Queue
+    subject: str
+    """the group, or the step, that it serves"""
+    attempt: int = 0
+    """how often it was submitted"""
+    sequence: int = 0
+    state: JobState = JobState.WAITING
+    failures: int = 0
+    losses: int = 0
+    error: str | None = None
+    result: str | None = None
+    """kept for encoding jobs only: sealing needs every rank's"""
+
+    def row(self) -> Row:
+        return (self.id, self.queue, self.subject, self.attempt, self.sequence, self.state,
+                self.failures, self.losses, self.error, self.result)  # fmt: skip
+
+
+@dataclass(kw_only=True, eq=False)
+class Batch:
+    step: int
+    formation: int
+    state: BatchState = BatchState.COMPOSED
+    groups: list[Group] = field(default_factory=list[Group])
+
+    def row(self) -> Row:
+        return (self.step, self.formation, self.state)
+
+    def rollouts(self) -> Iterable[Rollout]:
+        return (rollout for group in self.groups for rollout in group.of(RolloutState.BATCHED))
+
+    def job_id(self, data_rank: int) -> str:
+        return f"s{self.step:06d}f{self.formation}r{data_rank}"

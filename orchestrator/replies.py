@@ -1,0 +1,92 @@
+"""The run's stream of replies: read from a position that the ledger keeps, trimmed behind it."""
+
+import logging
+from typing import Any
+
+from pydantic import ValidationError
+
+from orchestrator.broker import Broker
+from orchestrator.ledger import Ledger
+from penstock import keys
+from penstock.messages import Reply
+
+logger = logging.getLogger("penstock.replies")
+
+BLOCK_MS = 1000
+AT_ONCE = 100  # about 3 ms of the loop to decode and apply
+START = "0-0"
+
+
+class Replies:
+    def __init__(self, run: str, broker: Broker, ledger: Ledger) -> None:
+        self._run = run
+        self._stream = keys.replies(run)
+        self._broker = broker
+        self._ledger = ledger
+        self._outages_seen = -1
+
+    @property
+    def position(self) -> str:
+        return str(self._ledger.meta.get("position", START))
+
+    async def read(self) -> list[Reply]:
+        """The next replies, or none after a second. The caller applies them and commits; then `trim` may follow."""
+        if self._outages_seen != self._broker.outages:
+            self._outages_seen = self._broker.outages
+            self.start_over_if_behind(await self.last_id())
+        answer: Any = await self._broker.ask(
+            lambda client: client.xread({self._stream: self.position}, count=AT_ONCE, block=BLOCK_MS)
+        )
+        entries = _entries(answer)
+        if not entries:
+            return []
+        self._ledger.set("position", entries[-1][0].decode())
+        return [reply for id, fields in entries if (reply := self._parse(id, fields))]
+
+    def start_over_if_behind(self, last_id: str) -> None:
+        """A stream that is gone, or has not reached our position, is another stream: read it from its start."""
+        if _order(last_id) < _order(self.position):
+            logger.warning("action=replies_from_start stream=%s position=%s", self._stream, self.position)
+            self._ledger.set("position", START)
+
+    async def last_id(self) -> str:
+        """The id of the newest reply that was ever in the stream."""
+
+        async def ask(client: Any) -> str:
+            if not await client.exists(self._stream):
+                return START
+            return (await client.xinfo_stream(self._stream))["last-generated-id"].decode()
+
+        return await self._broker.ask(ask)
+
+    def behind(self, id: str) -> bool:
+        return _order(self.position) < _order(id)
+
+    async def trim(self) -> None:
+        await self._broker.ask(lambda client: client.xtrim(self._stream, minid=self.position, approximate=True))
+
+    async def delete(self) -> None:
+        await self._broker.ask(lambda client: client.delete(self._stream))
+
+    def _parse(self, id: bytes, fields: dict[bytes, bytes]) -> Reply | None:
+        try:
+            reply = Reply.model_validate_json(fields.get(b"reply", b""))
+        except ValidationError as error:
+            logger.error("action=reply_unreadable id=%s errors=%d", id.decode(), error.error_count())
+            self._ledger.event(id.decode(), "reply_unreadable", f"{error.error_count()} errors")
+            return None
+        return reply if reply.run == self._run else None
+
+
+def _entries(answer: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """XREAD's answer is a list of streams in RESP2 and a mapping in RESP3."""
+    if not answer:
+        return []
+    streams = list(answer.values()) if isinstance(answer, dict) else [entries for _, entries in answer]
+    entries = streams[0]
+    return entries[0] if entries and isinstance(entries[0], list) else entries
+
+
+def _order(id: str) -> tuple[int, int]:
+    milliseconds, _, number = id.partition("-")
+    return int(milliseconds), int(number)

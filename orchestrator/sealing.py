@@ -1,0 +1,65 @@
+"""A step's manifest: created once, never replaced. From then on the step is delivered, whatever the ledger says."""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+import orjson
+
+from orchestrator.records import Batch
+from penstock.messages import EncodeResult
+
+
+def manifest_path(run_dir: Path, step: int) -> Path:
+    return run_dir / "batches" / f"step_{step:06d}" / "manifest.json"
+
+
+def manifest(run: str, batch: Batch, ranks: list[EncodeResult]) -> bytes:
+    return orjson.dumps(
+        {
+            "run": run,
+            "step": batch.step,
+            "formation": batch.formation,
+            "rollouts": {
+                rollout.id: {"group": rollout.group, "advantage": rollout.advantage} for rollout in batch.rollouts()
+            },
+            "ranks": [rank.model_dump(mode="json") for rank in ranks],
+            "totals": {
+                "rollouts": sum(1 for _ in batch.rollouts()),
+                "groups": len(batch.groups),
+                "samples": sum(rank.samples for rank in ranks),
+                "loss_tokens": sum(rank.loss_tokens for rank in ranks),
+            },
+        },
+        option=orjson.OPT_INDENT_2,
+    )
+
+
+def seal(path: Path, content: bytes) -> None:
+    """All or nothing, and durable. A manifest that is there already stays: FileExistsError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".manifest-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            Path(temporary).unlink()
+    for directory in (path.parent, path.parent.parent):
+        _sync_directory(directory)
+
+
+def sealed_rollouts(path: Path) -> list[str]:
+    return list(orjson.loads(path.read_bytes())["rollouts"])
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,81 @@
+"""From a configuration to a running orchestrator, and from any end of it back to an exit that says why."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable
+from typing import Any
+
+from orchestrator import crash_points, run_dir, schema
+from orchestrator.broker import Broker
+from orchestrator.ledger import Ledger
+from orchestrator.lock import RunLock, lock_directory
+from orchestrator.loop import Orchestrator
+from orchestrator.stopping import Stopping
+from penstock.config import RunConfig
+from penstock.errors import PenstockError
+from penstock.event_loop import event_loop_factory
+from penstock.loop_lag import LagLimits, LoopLag, publish_to
+
+logger = logging.getLogger("penstock.orchestrator")
+
+LEAVE_S = 3.0
+IO_CONCURRENCY = 8  # plans, manifests and the status file: a handful of small files at once
+
+
+def run(config: RunConfig) -> dict[str, Any]:
+    """Drive the run to its end, or to where somebody stops it; returns its last status."""
+    crash_points.arm(config.testing.crash_at)
+    identity = run_dir.enter(config)
+    config.ledger_path.parent.mkdir(parents=True, exist_ok=True)
+    schema.refuse_network_file_system(config.ledger_path.parent)
+    with (
+        lock_directory(config.run_dir),
+        asyncio.Runner(loop_factory=event_loop_factory(concurrency=IO_CONCURRENCY)) as runner,
+    ):
+        try:
+            return runner.run(_run(config, identity.id))
+        except BaseExceptionGroup as group:
+            raise _cause(group) from group
+
+
+async def _run(config: RunConfig, run: str) -> dict[str, Any]:
+    stopping = Stopping()
+    stopping.listen()
+    broker = Broker(config.redis_url)
+    await broker.start()
+    ledger = Ledger(config.ledger_path)
+    try:
+        lock = RunLock(config.run_dir.resolve(), broker, run=run, epoch=ledger.count("epoch"))
+        await lock.acquire()
+        try:
+            orchestrator = Orchestrator(
+                config, run=run, ledger=ledger, broker=broker, lock=lock, lag=_lag(config, broker), stopping=stopping
+            )
+            await orchestrator.run()
+            return orchestrator.reporter.status()
+        finally:
+            await _within(LEAVE_S, ledger.committed())
+            await _within(LEAVE_S, lock.release())
+    finally:
+        ledger.close()
+        await broker.close()
+
+
+async def _within(seconds: float, parting: Awaitable[None]) -> None:
+    """A disk or a Redis that is away must not keep the process: both are safe to leave as they are."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await parting
+
+
+def _lag(config: RunConfig, broker: Broker) -> LoopLag:
+    lag = config.lag
+    limits = LagLimits(p90_s=lag.p90_s, p99_s=lag.p99_s, max_s=lag.max_s)
+    return LoopLag(process="orchestrator", interval_s=lag.interval_s, limits=limits, publish=publish_to(broker.client))
+
+
+def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error that ended the duties: ours before foreign ones."""
+    found = [_cause(error) if isinstance(error, BaseExceptionGroup) else error for error in group.exceptions]
+    return next((error for error in found if isinstance(error, PenstockError)), found[0])

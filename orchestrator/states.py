@@ -1,0 +1,67 @@
+"""The states of rollouts, groups, jobs and batches, and which change into which. Anything else is a bug and raises."""
+
+from enum import StrEnum
+
+from penstock.errors import IllegalTransition
+
+
+class RolloutState(StrEnum):
+    PLANNED = "planned"
+    SUBMITTED = "submitted"
+    RUNNING = "running"
+    GENERATED = "generated"
+    FILTERED = "filtered"
+    ADMITTED = "admitted"
+    BATCHED = "batched"
+    DELIVERED = "delivered"
+    TRAINED = "trained"
+    DEAD = "dead"
+
+
+class GroupState(StrEnum):
+    COLLECTING = "collecting"
+    FILTERING = "filtering"
+    ESTIMATING = "estimating"
+    ADMITTED = "admitted"
+    BATCHED = "batched"
+    CLOSED = "closed"
+    """delivered, or nothing is left of it"""
+
+
+class JobState(StrEnum):
+    WAITING = "waiting"
+    """to be submitted, for the first time or again"""
+    SUBMITTED = "submitted"
+    SETTLED = "settled"
+    DEAD = "dead"
+    """its attempts are used up"""
+    CANCELLED = "cancelled"
+    """nobody needs it any more"""
+
+
+class BatchState(StrEnum):
+    COMPOSED = "composed"
+    DELIVERED = "delivered"
+
+
+_R = RolloutState
+TRANSITIONS: dict[RolloutState, frozenset[RolloutState]] = {
+    _R.PLANNED: frozenset({_R.SUBMITTED, _R.FILTERED}),
+    # A reply may come before the lease was ever seen: submitted -> generated.
+    _R.SUBMITTED: frozenset({_R.RUNNING, _R.GENERATED, _R.FILTERED, _R.DEAD}),
+    _R.RUNNING: frozenset({_R.SUBMITTED, _R.GENERATED, _R.FILTERED, _R.DEAD}),
+    _R.GENERATED: frozenset({_R.FILTERED, _R.ADMITTED, _R.DEAD}),
+    _R.ADMITTED: frozenset({_R.BATCHED, _R.FILTERED}),
+    _R.BATCHED: frozenset({_R.ADMITTED, _R.DELIVERED}),
+    _R.DELIVERED: frozenset({_R.TRAINED}),
+    _R.FILTERED: frozenset(),
+    _R.TRAINED: frozenset(),
+    _R.DEAD: frozenset(),
+}
+IN_FLIGHT = frozenset({_R.PLANNED, _R.SUBMITTED, _R.RUNNING, _R.GENERATED, _R.ADMITTED, _R.BATCHED})
+UNGENERATED = frozenset({_R.PLANNED, _R.SUBMITTED, _R.RUNNING})
+
+
+def check(rollout: str, old: RolloutState, new: RolloutState) -> None:
+    if new not in TRANSITIONS[old]:
+        raise IllegalTransition(f"rollout {rollout} cannot go from {old} to {new}")

@@ -1,0 +1,188 @@
+"""The configuration of a run and its workers: TOML, then `PENSTOCK_*` variables, then flags.
+
+The only reader of the environment. Every process reads the same file; a wrong key or value is reported with
+file, line and the nearest right key.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from penstock.config_errors import describe, unknown_variable
+from penstock.errors import ConfigError
+
+DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
+SHORTCUTS = {"PENSTOCK_REDIS_URL": "redis_url", "PENSTOCK_STORE": "store", "PENSTOCK_RUN_DIR": "run_dir"}
+CONFIG_VARIABLE = "PENSTOCK_CONFIG"
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Rollouts(Section):
+    group_size: PositiveInt = 8
+    min_group_size: PositiveInt | None = None
+    """a group with fewer finished rollouts is dropped; default max(2, half the group)"""
+    max_in_flight: PositiveInt = 1024
+    """rollouts planned and not yet generated: bounds queue, ledger memory and the engine's backlog"""
+    timeout_s: PositiveFloat = 3600.0
+
+    @property
+    def smallest_group(self) -> int:
+        return self.min_group_size or min(self.group_size, max(2, -(-self.group_size // 2)))
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Rollouts":
+        if self.max_in_flight < self.group_size:
+            raise ValueError(f"max_in_flight ({self.max_in_flight}) must hold one group ({self.group_size})")
+        if self.smallest_group > self.group_size:
+            raise ValueError(f"min_group_size ({self.smallest_group}) is larger than group_size ({self.group_size})")
+        return self
+
+
+class Batch(Section):
+    unit: Literal["groups", "rollouts"] = "groups"
+    size: PositiveInt = 16
+    data_ranks: PositiveInt = 1
+    max_empty_batches: PositiveInt = 10
+    """the run stops after this many batches' worth of groups in a row were dropped"""
+
+
+class Recovery(Section):
+    lease_s: PositiveFloat = 10.0
+    """a worker whose lease stands still for this long is taken for dead"""
+    max_failures: PositiveInt = 3
+    max_losses: PositiveInt = 20
+    stage_timeout_s: PositiveFloat = 600.0
+    """filtering, advantage and encoding jobs"""
+    max_formations: PositiveInt = 3
+    """a step that cannot be encoded is formed again at most this often, then the run stops"""
+    drain_s: PositiveFloat = 60.0
+    """how long a stopping process waits for what is running"""
+
+
+class Lag(Section):
+    interval_s: Annotated[float, Field(gt=0, le=0.1)] = 0.05
+    p90_s: PositiveFloat = 0.05
+    p99_s: PositiveFloat = 0.25
+    max_s: PositiveFloat = 1.0
+
+
+class Noop(Section):
+    """Bodies that do nothing: they measure the pipe and stand in for the stages in tests."""
+
+    rollout_s: Annotated[float, Field(ge=0)] = 0.0
+    stage_s: Annotated[float, Field(ge=0)] = 0.0
+    failure_rate: Share = 0.0
+    """share of attempts, of any job, that fail with an infrastructure failure"""
+    policy_error_rate: Share = 0.0
+    drop_rate: Share = 0.0
+    engine_down_while: Path | None = None
+    """rollouts find the engine unreachable while this file exists"""
+    wedge_while: Path | None = None
+    """a rollout blocks its whole event loop while this file exists"""
+
+
+class Testing(Section):
+    crash_at: str | None = None
+    """`POINT` or `POINT:N`: the orchestrator kills itself when it passes POINT for the Nth time"""
+
+
+class RunConfig(Section):
+    run_dir: Path = Path("runs/default")
+    redis_url: str = DEFAULT_REDIS_URL
+    """with its password, if it has one, in PENSTOCK_REDIS_URL rather than in a file"""
+    store: str | None = None
+    """where blobs and plans live, `file:///...`; default: `store` under the run directory"""
+    ledger_dir: Path | None = None
+    """a local disk for the ledger; default: the run directory"""
+    steps: PositiveInt = 10
+    seed: int = 0
+    environment: str = "noop"
+    rollouts: Rollouts = Rollouts()
+    batch: Batch = Batch()
+    recovery: Recovery = Recovery()
+    lag: Lag = Lag()
+    noop: Noop = Noop()
+    testing: Testing = Testing()
+
+    @model_validator(mode="after")
+    def _local(self) -> "RunConfig":
+        if not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("redis_url must look like redis://host:port/number (or rediss://, unix://)")
+        if self.store is not None and not self.store.startswith("file:///"):
+            raise ValueError("store must be a shared directory: file:///absolute/path")
+        return self
+
+    @property
+    def store_dir(self) -> Path:
+        return Path(self.store.removeprefix("file://")) if self.store else self.run_dir.resolve() / "store"
+
+    @property
+    def ledger_path(self) -> Path:
+        return (self.ledger_dir or self.run_dir).resolve() / "ledger.sqlite"
+
+
+def load(
+    path: Path | None, *, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ
+) -> RunConfig:
+    """Read `path` (or the file that PENSTOCK_CONFIG names, or nothing), then the environment, then `flags`."""
+    if path is None and CONFIG_VARIABLE in environ:
+        path = Path(environ[CONFIG_VARIABLE])
+    text = _read(path) if path else ""
+    try:
+        values: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for keys, value in _from_environment(environ):
+        _set(values, keys, value)
+    for key, value in (flags or {}).items():
+        if value is not None:
+            _set(values, key.split("."), value)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(describe(error, RunConfig, path, text)) from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+
+
+def _from_environment(environ: Mapping[str, str]) -> list[tuple[list[str], str]]:
+    """`PENSTOCK_RECOVERY__LEASE_S=5` sets `lease_s` in `[recovery]`."""
+    found: list[tuple[list[str], str]] = []
+    for name, value in environ.items():
+        if not name.startswith("PENSTOCK_") or name == CONFIG_VARIABLE:
+            continue
+        keys = [SHORTCUTS[name]] if name in SHORTCUTS else name.removeprefix("PENSTOCK_").lower().split("__")
+        if not _exists(RunConfig, keys):
+            raise ConfigError(unknown_variable(name, RunConfig, [*SHORTCUTS, CONFIG_VARIABLE]))
+        found.append((keys, value))
+    return found
+
+
+def _exists(model: type[BaseModel], keys: list[str]) -> bool:
+    field = model.model_fields.get(keys[0])
+    if field is None or len(keys) == 1:
+        return field is not None
+    return (
+        isinstance(field.annotation, type)
+        and issubclass(field.annotation, BaseModel)
+        and _exists(field.annotation, keys[1:])
+    )
+
+
+def _set(values: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        values = values.setdefault(key, {})
+    values[keys[-1]] = value

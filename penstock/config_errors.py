@@ -1,0 +1,53 @@
+"""A wrong setting in the user's words: file, line, what is wrong, the nearest right key."""
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+
+def describe(error: ValidationError, model: type[BaseModel], path: Path | None, text: str) -> str:
+    return "\n".join(
+        _line(problem["type"], problem["msg"], [str(part) for part in problem["loc"]], model, path, text)
+        for problem in error.errors()
+    )
+
+
+def _line(kind: str, message: str, keys: list[str], model: type[BaseModel], path: Path | None, text: str) -> str:
+    where = f"{path}, line {number}" if (number := line_of(text, keys)) else str(path or "environment or flags")
+    name = ".".join(keys)
+    if kind == "extra_forbidden":
+        nearest = difflib.get_close_matches(name, list(all_keys(model)), n=1, cutoff=0.0)
+        return f"{where}: there is no setting {name!r}; the nearest is {nearest[0]!r}"
+    return f"{where}: {name + ': ' if name else ''}{message.removeprefix('Value error, ')}"
+
+
+def unknown_variable(name: str, model: type[BaseModel], others: Sequence[str]) -> str:
+    known = [*others, *("PENSTOCK_" + key.replace(".", "__").upper() for key in all_keys(model))]
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"environment: {name} is not a setting; the nearest is {nearest[0]}"
+
+
+def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from all_keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def line_of(text: str, keys: Sequence[str]) -> int | None:
+    """The line that sets `keys`, in the plain TOML that people write: `[table]` headers and `key = value` lines."""
+    table: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line):
+            table = [part.strip().strip("\"'") for part in header[1].split(".")]
+            if table == list(keys):
+                return number
+        elif setting := re.match(r"\s*([\w.\"'-]+)\s*=", line):
+            here = [*table, *(part.strip("\"'") for part in setting[1].split("."))]
+            if here == list(keys[: len(here)]):
+                return number
+    return None

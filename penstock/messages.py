@@ -1,0 +1,164 @@
+"""What travels between processes: jobs out, replies back. A few hundred bytes each, 4 KB at most.
+
+Nothing here names a path, a class or a host: keys are relative to the store that each process has in its own
+configuration, environments are names that the worker's own configuration resolves.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+MESSAGE_LIMIT_BYTES = 4096
+ERROR_CHARACTERS = 600  # enough for a cause and what to do; a traceback stays in the worker's log
+METRICS_LIMIT = 32
+
+
+class Queue(StrEnum):
+    ROLLOUTS = "rollouts"
+    FILTERING = "filtering"
+    ADVANTAGES = "advantages"
+    ENCODING = "encoding"
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Job(Message):
+    """One submission of one unit of work."""
+
+    run: str
+    """id of the run that asked"""
+    job: str
+    attempt: int
+    """counts the submissions of this job, from 1; with `job` it makes the Celery task id, never used twice"""
+    sequence: int
+    """place in the run's order of submissions"""
+    timeout_s: float
+    """the worker ends the body after this long"""
+
+    @property
+    def task_id(self) -> str:
+        return f"{self.run}.{self.job}.{self.attempt}"
+
+
+class RolloutJob(Job):
+    queue: Literal[Queue.ROLLOUTS] = Queue.ROLLOUTS
+    group: str
+    environment: str
+    example: int
+    seed: int
+
+
+class FilterJob(Job):
+    queue: Literal[Queue.FILTERING] = Queue.FILTERING
+    plan: str
+    """key of the group's plan in the store"""
+
+
+class AdvantageJob(Job):
+    queue: Literal[Queue.ADVANTAGES] = Queue.ADVANTAGES
+    plan: str
+
+
+class EncodeJob(Job):
+    queue: Literal[Queue.ENCODING] = Queue.ENCODING
+    plan: str
+    """key of the step's plan in the store"""
+    step: int
+    data_rank: int
+
+
+AnyJob = RolloutJob | FilterJob | AdvantageJob | EncodeJob
+
+
+class RolloutResult(Message):
+    queue: Literal[Queue.ROLLOUTS] = Queue.ROLLOUTS
+    reward: FiniteFloat
+    policy_error: str | None = None
+    """what the policy did wrong (time-out, context limit, ...): scored, in the baseline, never tried again"""
+    turns: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    metrics: Annotated[dict[str, FiniteFloat], Field(max_length=METRICS_LIMIT)] = {}
+
+
+class FilterResult(Message):
+    queue: Literal[Queue.FILTERING] = Queue.FILTERING
+    dropped: dict[str, str] = {}
+    """rollout -> the reason that drops it"""
+
+
+class AdvantageResult(Message):
+    queue: Literal[Queue.ADVANTAGES] = Queue.ADVANTAGES
+    advantages: dict[str, FiniteFloat] = {}
+    dropped: str | None = None
+    """the reason why the whole group is of no use (zero variance)"""
+
+
+class EncodeResult(Message):
+    queue: Literal[Queue.ENCODING] = Queue.ENCODING
+    file: str
+    """key of the rank's file"""
+    samples: int
+    loss_tokens: int
+
+
+Result = Annotated[RolloutResult | FilterResult | AdvantageResult | EncodeResult, Field(discriminator="queue")]
+
+
+class Outcome(StrEnum):
+    DONE = "done"
+    FAILED = "failed"
+    """counts towards `max_failures`"""
+    UNREACHABLE = "unreachable"
+    """the engine is away: counts as nothing, submission pauses"""
+    RELEASED = "released"
+    """the worker is stopping: submitted again at once, counts as nothing"""
+
+
+class Reply(Message):
+    run: str
+    job: str
+    attempt: int
+    execution: str
+    """random id of this execution of the message: one message may be executed twice"""
+    worker: str
+    outcome: Outcome
+    result: Result | None = None
+    error: Annotated[str, Field(max_length=ERROR_CHARACTERS)] | None = None
+    duration_s: float = 0.0
+
+
+class GroupMember(Message):
+    rollout: str
+    result: RolloutResult
+
+
+class GroupPlan(Message):
+    """A group's finished rollouts, kept in the store because a group may be large."""
+
+    group: str
+    members: list[GroupMember]
+
+
+class StepMember(Message):
+    rollout: str
+    group: str
+    advantage: FiniteFloat
+    result: RolloutResult
+
+
+class StepPlan(Message):
+    """What a step is made of."""
+
+    step: int
+    formation: int
+    """how often this step was composed: a step that cannot be encoded is formed again"""
+    data_ranks: int
+    members: list[StepMember]
+
+
+def shortened(error: str) -> str:
+    return error if len(error) <= ERROR_CHARACTERS else error[: ERROR_CHARACTERS - 1] + "…"

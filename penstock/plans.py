@@ -1,0 +1,61 @@
+"""The plans of groups and steps: JSON files in the store, named by key in a message, because they grow.
+
+Written by the orchestrator alone, from its ledger, before every submission of a job that needs one: a plan that is lost
+is written again.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from penstock.errors import BlobCorrupt, BlobMissing
+from penstock.messages import Message
+
+Plan = TypeVar("Plan", bound=Message)
+FOLDER = "plans"
+
+
+def group_key(group: str) -> str:
+    return f"{FOLDER}/{group}.json"
+
+
+def step_key(step: int, formation: int) -> str:
+    return f"{FOLDER}/step_{step:06d}.{formation}.json"
+
+
+def write(store: Path, key: str, plan: Message) -> None:
+    folder = store / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".plan-")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(plan.model_dump_json())
+        Path(temporary).rename(_path(store, key))
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read(store: Path, key: str, model: type[Plan]) -> Plan:
+    try:
+        return model.model_validate_json(_path(store, key).read_bytes())
+    except FileNotFoundError as error:
+        raise BlobMissing(
+            f"the plan {key} is not in the store {store}: do worker and orchestrator share it?"
+        ) from error
+    except ValidationError as error:
+        raise BlobCorrupt(f"the plan {key} cannot be read: {error.error_count()} errors") from error
+
+
+def delete(store: Path, key: str) -> None:
+    _path(store, key).unlink(missing_ok=True)
+
+
+def _path(store: Path, key: str) -> Path:
+    folder, _, name = key.partition("/")
+    if folder != FOLDER or "/" in name or name.startswith("."):
+        raise BlobMissing(f"{key!r} is not the key of a plan")
+    return store / FOLDER / name

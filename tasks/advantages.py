@@ -1,0 +1,16 @@
+"""The queue `advantages`: the group estimator over one group. Runs on prefork."""
+
+from penstock import plans
+from penstock.messages import AdvantageJob, GroupPlan, Queue
+from tasks import noop
+from tasks.celery_app import app
+from tasks.settings import settings
+from tasks.stage_process import stage_process
+
+
+@app.task(name="penstock.advantages.run", queue=Queue.ADVANTAGES, pydantic=True)
+def run(job: AdvantageJob) -> None:
+    config = settings()
+    stage_process().execute(
+        job, lambda: noop.advantages(job, plans.read(config.store_dir, job.plan, GroupPlan), config.noop)
+    )

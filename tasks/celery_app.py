@@ -1,0 +1,56 @@
+"""The Celery app: explicit task names, four queues, JSON only, early acknowledgement, no result backend.
+
+Losses are found by leases (`leases.py`) and the orchestrator, so a broker connection that resets repeats nothing and a
+killed worker strands nothing: docs/decisions.md, "Early acknowledgement".
+"""
+
+from typing import Any
+
+import kombu
+import orjson
+from celery import Celery
+from kombu.serialization import register
+
+from penstock.messages import Queue
+from tasks.settings import settings
+
+CONTENT_TYPE = "application/x-orjson"
+SOCKET_TIMEOUT_S = 30  # kombu's default waits for ever on a half-open connection; above its own BRPOP block of seconds
+
+
+def _dumps(value: object) -> str:
+    return orjson.dumps(value).decode()
+
+
+register("orjson", _dumps, orjson.loads, CONTENT_TYPE, "utf-8")
+
+
+def _configuration() -> dict[str, Any]:
+    return {
+        "broker_url": settings().redis_url,
+        "broker_connection_retry_on_startup": True,
+        "broker_connection_max_retries": None,
+        "broker_transport_options": {
+            "socket_timeout": SOCKET_TIMEOUT_S,
+            "socket_connect_timeout": 5,
+            "socket_keepalive": True,
+            "body_encoding": "utf-8",
+        },
+        "task_serializer": "orjson",
+        "accept_content": ["orjson", "json"],  # remote control speaks `json`
+        "task_ignore_result": True,
+        "task_acks_late": False,
+        "worker_disable_prefetch": True,
+        "worker_prefetch_multiplier": 1,
+        "task_queues": [kombu.Queue(name, kombu.Exchange(name), routing_key=name) for name in Queue],
+        "task_default_queue": Queue.ROLLOUTS,
+        "task_create_missing_queues": False,
+        "worker_send_task_events": True,
+        "worker_hijack_root_logger": True,
+        "worker_cancel_long_running_tasks_on_connection_loss": False,
+        "worker_proc_alive_timeout": 30.0,
+    }
+
+
+app = Celery("penstock")
+app.add_defaults(_configuration)

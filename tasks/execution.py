@@ -1,0 +1,131 @@
+"""Lease -> body -> reply, the same for every job: `AsyncProcess` on asyncio workers, `SyncProcess` in prefork children.
+
+Whatever the body does, exactly one reply is written before the lease ends; a failure is raised again afterwards, so
+that Flower shows it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import redis
+import redis.asyncio
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+from penstock.config import RunConfig
+from penstock.loop_lag import LagLimits, LoopLag, publish_to
+from penstock.messages import AnyJob, Outcome, Reply, Result
+from tasks.leases import LeaseKeeper
+from tasks.outbox import Outbox
+from tasks.replies import Execution, send, take_lease
+
+logger = logging.getLogger("penstock.execution")
+
+SOCKET_TIMEOUT_S = 5.0  # Redis answers within milliseconds; a longer silence is a dead connection
+
+
+def process_name() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+class AsyncProcess:
+    """What the executions of one asyncio worker share."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.name = process_name()
+        self._sync_client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)
+        self._client = redis.asyncio.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)
+        lag = config.lag
+        self.lag = LoopLag(
+            process=f"rollouts@{self.name}",
+            interval_s=lag.interval_s,
+            limits=LagLimits(p90_s=lag.p90_s, p99_s=lag.p99_s, max_s=lag.max_s),
+            publish=publish_to(self._client),
+        )
+        self._silence_s = config.recovery.lease_s / 2
+        self._outbox = Outbox(self._client)
+        self._leases = LeaseKeeper(self._sync_client, worker=self.name, alive=self._ticks)
+
+    def _ticks(self) -> bool:
+        return time.monotonic() - self.lag.last_tick < self._silence_s
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(self.lag.run()), asyncio.create_task(self._outbox.run())]
+        await asyncio.sleep(0)
+        self._leases.start()
+        try:
+            yield
+        finally:
+            self._leases.stop()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._client.aclose()
+            self._sync_client.close()
+
+    async def execute(self, job: AnyJob, body: Callable[[], Awaitable[Result]]) -> None:
+        execution = Execution(job=job, worker=self.name)
+        value = self._leases.take(execution.lease)
+        started = time.monotonic()
+        failure: BaseException | None = None
+        try:
+            await self._outbox.write(lambda pipe: take_lease(pipe, execution.lease, value))
+            async with asyncio.timeout(job.timeout_s):
+                reply = execution.reply(Outcome.DONE, result=await body())
+        except BaseException as error:  # noqa: BLE001  whatever a body does becomes its reply, then goes on its way
+            failure, reply = error, execution.failed(error)
+        try:
+            reply = _timed(reply, started)
+            await self._outbox.write(lambda pipe: send(pipe, reply, execution.lease))
+        finally:
+            self._leases.drop(execution.lease)
+        _raise_unless_done(failure, reply)
+
+
+class SyncProcess:
+    """What the executions of one prefork child share: it runs one at a time."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.name = process_name()
+        backoff = Retry(ExponentialBackoff(cap=2.0, base=0.1), retries=-1)  # a reply is tried until it succeeds
+        self._client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S, retry=backoff)
+        self._leases = LeaseKeeper(
+            redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S), worker=self.name
+        )
+        self._leases.start()
+
+    def execute(self, job: AnyJob, body: Callable[[], Result]) -> None:
+        execution = Execution(job=job, worker=self.name)
+        value = self._leases.take(execution.lease)
+        started = time.monotonic()
+        failure: BaseException | None = None
+        try:
+            with self._client.pipeline() as pipe:
+                take_lease(pipe, execution.lease, value)
+                pipe.execute()
+            reply = execution.reply(Outcome.DONE, result=body())
+        except BaseException as error:  # noqa: BLE001  as above
+            failure, reply = error, execution.failed(error)
+        try:
+            with self._client.pipeline() as pipe:
+                send(pipe, _timed(reply, started), execution.lease)
+                pipe.execute()
+        finally:
+            self._leases.drop(execution.lease)
+        _raise_unless_done(failure, reply)
+
+
+def _timed(reply: Reply, started: float) -> Reply:
+    return reply.model_copy(update={"duration_s": round(time.monotonic() - started, 6)})
+
+
+def _raise_unless_done(failure: BaseException | None, reply: Reply) -> None:
+    """What the policy did wrong is a result like any other; everything else shows as a failure."""
+    if failure is not None and reply.outcome is not Outcome.DONE:
+        raise failure

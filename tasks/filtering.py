@@ -1,0 +1,16 @@
+"""The queue `filtering`: token filters over one group. Runs on prefork."""
+
+from penstock import plans
+from penstock.messages import FilterJob, GroupPlan, Queue
+from tasks import noop
+from tasks.celery_app import app
+from tasks.settings import settings
+from tasks.stage_process import stage_process
+
+
+@app.task(name="penstock.filtering.run", queue=Queue.FILTERING, pydantic=True)
+def run(job: FilterJob) -> None:
+    config = settings()
+    stage_process().execute(
+        job, lambda: noop.filtering(job, plans.read(config.store_dir, job.plan, GroupPlan), config.noop)
+    )

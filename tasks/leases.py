@@ -1,0 +1,78 @@
+"""A worker process's leases: one field per running execution, renewed by one thread with one command a second.
+
+A lease exists before the body starts and ends after its reply is written. The thread stops renewing when the process
+is no longer alive by its own measure (an event loop that does not tick), so a wedged worker looks like a dead one.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import redis
+
+from penstock import keys
+
+logger = logging.getLogger("penstock.leases")
+
+RENEW_S = 1.0
+
+
+class LeaseKeeper:
+    def __init__(self, client: redis.Redis, *, worker: str, alive: Callable[[], bool] = lambda: True) -> None:
+        self._client = client
+        self._worker = worker
+        self._alive = alive
+        self._held: set[str] = set()
+        self._beat = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._renew_until_stopped, name="penstock-leases", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=2 * RENEW_S)
+
+    def take(self, lease: str) -> str:
+        """From now on `lease` is renewed; returns the value with which the caller writes it first."""
+        self._held.add(lease)
+        return self._value()
+
+    def drop(self, lease: str) -> None:
+        self._held.discard(lease)
+
+    def _value(self) -> str:
+        return f"{self._worker}:{self._beat}"
+
+    def _renew_until_stopped(self) -> None:
+        failing_since: float | None = None
+        while not self._stop.wait(RENEW_S):
+            if not self._alive():
+                logger.warning(
+                    "action=lease_withheld worker=%s held=%d the event loop stands", self._worker, len(self._held)
+                )
+                continue
+            try:
+                self._renew()
+            except (redis.RedisError, OSError) as error:
+                if failing_since is None:
+                    failing_since = time.monotonic()
+                    logger.warning("action=lease_renewal_fails worker=%s error=%s", self._worker, error)
+            else:
+                if failing_since is not None:
+                    logger.info("action=lease_renewal_back after_s=%.1f", time.monotonic() - failing_since)
+                failing_since = None
+
+    def _renew(self) -> None:
+        self._beat += 1
+        value = self._value()
+        fields: dict[Any, Any] = dict.fromkeys(list(self._held), value)
+        if not fields:
+            return
+        with self._client.pipeline(transaction=True) as pipe:
+            pipe.hset(keys.LEASES, mapping=fields)
+            pipe.expire(keys.LEASES, keys.LEASES_TTL_S)
+            pipe.execute()

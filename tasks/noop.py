@@ -1,0 +1,80 @@
+"""Stages that do nothing, for a set time and with set faults: pure functions of the job and the configuration.
+
+They fill the same places as the real stages, so that the pipe can be tested and measured by itself.
+"""
+
+import asyncio
+import time
+
+import xxhash
+
+from penstock.config import Noop
+from penstock.errors import EngineUnreachable, InfrastructureFailure
+from penstock.messages import (
+    AdvantageJob,
+    AdvantageResult,
+    EncodeJob,
+    EncodeResult,
+    FilterJob,
+    FilterResult,
+    GroupPlan,
+    Job,
+    RolloutJob,
+    RolloutResult,
+    StepPlan,
+)
+
+
+async def rollout(job: RolloutJob, noop: Noop) -> RolloutResult:
+    while noop.wedge_while and noop.wedge_while.exists():
+        time.sleep(0.05)  # noqa: ASYNC251  the point is to block the loop
+    if noop.engine_down_while and noop.engine_down_while.exists():
+        raise EngineUnreachable("the engine does not answer")
+    _fail_sometimes(job, noop)
+    if noop.rollout_s:
+        await asyncio.sleep(noop.rollout_s)
+    failed = chance(job.seed, job.job, "policy") < noop.policy_error_rate
+    return RolloutResult(
+        reward=0.0 if failed else round(chance(job.seed, job.job, "reward"), 6),
+        policy_error="noop" if failed else None,
+        turns=1,
+        completion_tokens=1 + int(100 * chance(job.seed, job.job, "tokens")),
+    )
+
+
+def filtering(job: FilterJob, plan: GroupPlan, noop: Noop) -> FilterResult:
+    _work(job, noop)
+    dropped = {m.rollout: "noop" for m in plan.members if chance(0, m.rollout, "drop") < noop.drop_rate}
+    return FilterResult(dropped=dropped)
+
+
+def advantages(job: AdvantageJob, plan: GroupPlan, noop: Noop) -> AdvantageResult:
+    _work(job, noop)
+    mean = sum(member.result.reward for member in plan.members) / len(plan.members)
+    return AdvantageResult(advantages={member.rollout: member.result.reward - mean for member in plan.members})
+
+
+def encoding(job: EncodeJob, plan: StepPlan, noop: Noop) -> EncodeResult:
+    _work(job, noop)
+    mine = plan.members[job.data_rank :: plan.data_ranks]
+    return EncodeResult(
+        file=f"batches/step_{job.step:06d}/rank_{job.data_rank:02d}",
+        samples=len(mine),
+        loss_tokens=sum(member.result.completion_tokens for member in mine),
+    )
+
+
+def chance(seed: int, *what: object) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments."""
+    return xxhash.xxh3_64_intdigest("/".join(map(str, what)).encode(), seed=seed & 0xFFFF_FFFF) / 2**64
+
+
+def _work(job: Job, noop: Noop) -> None:
+    _fail_sometimes(job, noop)
+    if noop.stage_s:
+        time.sleep(noop.stage_s)
+
+
+def _fail_sometimes(job: Job, noop: Noop) -> None:
+    if chance(0, job.run, job.job, job.attempt) < noop.failure_rate:
+        raise InfrastructureFailure(f"attempt {job.attempt} fails by configuration (noop.failure_rate)")

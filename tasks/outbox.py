@@ -1,0 +1,61 @@
+"""Everything that an asyncio worker writes to Redis: one connection, one writer, many executions in one pipeline.
+
+A write is tried until it succeeds: leases and replies are safe to repeat. What waits here is bounded by the executions
+that wait for it, at most `-c` of them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+logger = logging.getLogger("penstock.outbox")
+
+Write = Callable[[Any], object]
+"""adds its commands to a pipeline"""
+RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
+PIPELINE_WRITES = 128  # keeps one round trip's parsing on the loop under a millisecond
+
+
+class Outbox:
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._client = client
+        self._waiting: list[tuple[Write, asyncio.Future[None]]] = []
+        self._filled = asyncio.Event()
+
+    async def write(self, write: Write) -> None:
+        """Put `write` into the next pipeline and wait until Redis has executed it."""
+        written = asyncio.get_running_loop().create_future()
+        self._waiting.append((write, written))
+        self._filled.set()
+        await written
+
+    async def run(self) -> None:
+        while True:
+            await self._filled.wait()
+            batch, self._waiting = self._waiting[:PIPELINE_WRITES], self._waiting[PIPELINE_WRITES:]
+            if not self._waiting:
+                self._filled.clear()
+            await self._send(batch)
+
+    async def _send(self, batch: list[tuple[Write, asyncio.Future[None]]]) -> None:
+        pause_s = RETRY_FIRST_S
+        while True:
+            try:
+                async with self._client.pipeline(transaction=True) as pipe:
+                    for write, _ in batch:
+                        write(pipe)
+                    await pipe.execute()
+                break
+            except (RedisError, OSError) as error:
+                logger.warning(
+                    "action=redis_write_waits writes=%d again_in_s=%.1f error=%s", len(batch), pause_s, error
+                )
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MOST_S)
+        for _, written in batch:
+            if not written.done():
+                written.set_result(None)

@@ -1,0 +1,24 @@
+"""The compute worker: `celery -A workers.compute worker -Q filtering,advantages,encoding -c 4`. Prefork."""
+
+import signal
+from types import FrameType
+from typing import NoReturn
+
+from celery.signals import worker_process_init
+
+from tasks import app
+from workers.start import announce
+
+__all__ = ["app"]
+
+announce(app)
+
+
+def _stop(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit("stopping")
+
+
+@worker_process_init.connect
+def _release_on_cold_stop(**_: object) -> None:
+    """A cold stop ends children by SIGTERM: the running job then replies `released` on its way out."""
+    signal.signal(signal.SIGTERM, _stop)

@@ -1,0 +1,29 @@
+"""The rollout worker: `celery -A workers.rollouts worker -Q rollouts -c 256`. One event loop, many rollouts."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from tasks import app, rollouts
+from tasks.execution import AsyncProcess
+from tasks.settings import settings
+from workers.asyncio_pool import AsyncioPool
+from workers.start import announce
+
+
+class RolloutPool(AsyncioPool):
+    """Opens what the executions share before the first job, and closes it after the last."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:
+        process = AsyncProcess(settings())
+        async with process.running():
+            rollouts.process = process
+            yield
+
+    def loop_lag(self) -> dict[str, Any] | None:
+        return rollouts.process.lag.summary().as_dict() if rollouts.process else None
+
+
+announce(app)
+app.conf.worker_pool = f"{__name__}:{RolloutPool.__name__}"
