@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -56,7 +56,7 @@ class Ending:
         if leases:
             await self._broker.ask(lambda client: client.hdel(keys.LEASES, *leases))
         await self._replies.delete()
-        await in_io_thread(shutil.rmtree, self._config.store_dir / plans.FOLDER, ignore_errors=True)
+        await in_io_thread(_delete_plans, self._config.store_dir, self._run)
 
     async def revoke(self, task_ids: list[str]) -> None:
         """Saves work, and is never needed: the ledger has settled the jobs before."""
@@ -86,6 +86,11 @@ class Ending:
         """The leases of this run's executions."""
         leases: Any = await self._broker.ask(lambda client: client.hkeys(keys.LEASES))
         return [lease.decode() for lease in leases if lease.startswith(self._run.encode())]
+
+
+def _delete_plans(store: Path, run: str) -> None:
+    for key in plans.keys(store, run):
+        plans.delete(store, key)
 
 
 async def _emptied(client: Any, queue: Queue) -> list[bytes]:

@@ -20,7 +20,7 @@ from orchestrator.engine_gate import EngineGate
 from orchestrator.ledger import Ledger
 from orchestrator.lock import RunLock
 from orchestrator.planner import Planner
-from orchestrator.reconciler import POLL_S, Reconciler
+from orchestrator.reconciler import Reconciler
 from orchestrator.records import Batch
 from orchestrator.replies import Replies
 from orchestrator.reporter import Reporter
@@ -146,7 +146,7 @@ class Orchestrator:
 
     async def reconcile(self) -> None:
         while True:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self.reconciler.poll_s)
             seen = await self.reconciler.look()
             last_id = await self.replies.last_id()
             self.replies.start_over_if_behind(last_id)

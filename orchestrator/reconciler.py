@@ -22,8 +22,8 @@ from tasks import envelope
 
 logger = logging.getLogger("penstock.reconciler")
 
-POLL_S = 1.0
-COUNTED_MOST_S = 2 * POLL_S  # what one poll may add to anybody's silence, however long ago the last one was
+POLL_MOST_S = 1.0
+POLLS_A_LEASE = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,7 @@ class Reconciler:
         self._ledger = ledger
         self._broker = broker
         self._stages = stages
+        self.poll_s = min(POLL_MOST_S, config.recovery.lease_s / POLLS_A_LEASE)
         self._beats: dict[str, Beat] = {}
         self._watched: dict[str, Watch] = {}
         self._polled_at: float | None = None
@@ -91,7 +92,8 @@ class Reconciler:
         """To be called when every reply that was in the stream at the time of `seen` has been applied."""
         self.latest = seen
         now = time.monotonic()
-        passed_s = min(now - self._polled_at, COUNTED_MOST_S) if self._polled_at is not None else 0.0
+        # However long ago the last poll was, this one adds no more than two polls' worth to anybody's silence.
+        passed_s = min(now - self._polled_at, 2 * self.poll_s) if self._polled_at is not None else 0.0
         self._polled_at = now
         findings = Findings()
         alive = self._alive(seen, passed_s, findings)

@@ -78,7 +78,7 @@ class Reporter:
     def waiting_for(self) -> list[str]:
         """Every reason why the run is not moving as it could, in the user's words."""
         own = self._orchestrator
-        causes = [own.broker.trouble, own.ledger.trouble, own.gate.trouble, own.submitter.trouble]
+        causes = [own.broker.trouble, own.ledger.trouble, own.gate.trouble, own.submitter.plan_files.trouble]
         now = time.monotonic()
         unattended = [
             f"nobody takes jobs from the queue {queue}: start a worker: {START_WORKERS[queue]}"

@@ -1,33 +1,24 @@
 """Waiting jobs become messages: plan file, ledger, queue, in this order. The only place that publishes."""
 
-import logging
-from pathlib import Path
 from typing import Any
 
 from orchestrator import crash_points
 from orchestrator.broker import Broker
 from orchestrator.engine_gate import EngineGate
 from orchestrator.ledger import Ledger
-from orchestrator.records import Batch, Group, Job
-from orchestrator.states import JobState, RolloutState
-from penstock import plans
+from orchestrator.plan_files import PlanFiles
+from orchestrator.records import Job
+from orchestrator.states import JobState
 from penstock.config import RunConfig
 from penstock.messages import (
     AdvantageJob,
     AnyJob,
     EncodeJob,
     FilterJob,
-    GroupMember,
-    GroupPlan,
     Queue,
     RolloutJob,
-    StepMember,
-    StepPlan,
 )
-from penstock.offload import in_io_thread
 from tasks import envelope
-
-logger = logging.getLogger("penstock.submission")
 
 AT_ONCE = 50  # one commit and one command: about 2 ms of the loop
 
@@ -39,8 +30,7 @@ class Submitter:
         self._ledger = ledger
         self._broker = broker
         self._gate = gate
-        self._store = config.store_dir
-        self.trouble: str | None = None
+        self.plan_files = PlanFiles(config, run, ledger)
 
     async def submit(self, jobs: list[Job]) -> None:
         """Stages before rollouts: finished work moves on before more is begun."""
@@ -61,7 +51,8 @@ class Submitter:
                 await self._submit_some([job])
 
     async def _submit_some(self, jobs: list[Job]) -> None:
-        if not await self._plans_written(jobs):
+        stages = [job for job in jobs if job.queue is not Queue.ROLLOUTS]
+        if stages and not await self.plan_files.ensure(stages):
             return
         # A late reply may have settled a job while its plan was being written.
         jobs = [job for job in jobs if job.state is JobState.WAITING]
@@ -85,13 +76,13 @@ class Submitter:
                     **common, group=group.id, environment=group.environment, example=group.example, seed=seed
                 )
             case Queue.FILTERING:
-                return FilterJob(**common, plan=plans.group_key(job.subject))
+                return FilterJob(**common, plan=self.plan_files.key(job))
             case Queue.ADVANTAGES:
-                return AdvantageJob(**common, plan=plans.group_key(job.subject))
+                return AdvantageJob(**common, plan=self.plan_files.key(job))
             case Queue.ENCODING:
                 batch = self._ledger.batches[int(job.subject)]
-                plan, data_rank = plans.step_key(batch.step, batch.formation), int(job.id.rpartition("r")[2])
-                return EncodeJob(**common, plan=plan, step=batch.step, data_rank=data_rank)
+                data_rank = int(job.id.rpartition("r")[2])
+                return EncodeJob(**common, plan=self.plan_files.key(job), step=batch.step, data_rank=data_rank)
 
     def _common(self, job: Job) -> dict[str, Any]:
         rollout = job.queue is Queue.ROLLOUTS
@@ -102,45 +93,3 @@ class Submitter:
             "sequence": job.sequence,
             "timeout_s": self._config.rollouts.timeout_s if rollout else self._config.recovery.stage_timeout_s,
         }
-
-    async def _plans_written(self, jobs: list[Job]) -> bool:
-        """False when the store does not take them: the jobs stay waiting and are tried again."""
-        wanted = dict(self._plan(job) for job in jobs if job.queue is not Queue.ROLLOUTS)
-        if not wanted:
-            return True
-        try:
-            await in_io_thread(write_plans, self._store, wanted)
-        except OSError as error:
-            self.trouble = f"the store {self._store} cannot be written ({error.strerror}): jobs wait, nothing is lost"
-            logger.error("action=store_waits %s", self.trouble)
-            return False
-        self.trouble = None
-        return True
-
-    def _plan(self, job: Job) -> tuple[str, GroupPlan | StepPlan]:
-        if job.queue is Queue.ENCODING:
-            batch = self._ledger.batches[int(job.subject)]
-            return plans.step_key(batch.step, batch.formation), step_plan(batch, self._config.batch.data_ranks)
-        return plans.group_key(job.subject), group_plan(self._ledger.groups[job.subject])
-
-
-def write_plans(store: Path, wanted: dict[str, GroupPlan | StepPlan]) -> None:
-    for key, plan in wanted.items():
-        plans.write(store, key, plan)
-
-
-def group_plan(group: Group) -> GroupPlan:
-    """All that were generated: a dropped rollout's reward still counts in the baseline."""
-    finished = [(rollout.id, rollout.result) for rollout in group.rollouts if rollout.state is not RolloutState.DEAD]
-    return GroupPlan(
-        group=group.id, members=[GroupMember(rollout=id, result=result) for id, result in finished if result]
-    )
-
-
-def step_plan(batch: Batch, data_ranks: int) -> StepPlan:
-    members = [
-        StepMember(rollout=rollout.id, group=rollout.group, advantage=rollout.advantage or 0.0, result=rollout.result)
-        for rollout in batch.rollouts()
-        if rollout.result
-    ]
-    return StepPlan(step=batch.step, formation=batch.formation, data_ranks=data_ranks, members=members)

@@ -18,12 +18,17 @@ Plan = TypeVar("Plan", bound=Message)
 FOLDER = "plans"
 
 
-def group_key(group: str) -> str:
-    return f"{FOLDER}/{group}.json"
+def group_key(run: str, group: str) -> str:
+    return f"{FOLDER}/{run}.{group}.json"
 
 
-def step_key(step: int, formation: int) -> str:
-    return f"{FOLDER}/step_{step:06d}.{formation}.json"
+def step_key(run: str, step: int, formation: int) -> str:
+    return f"{FOLDER}/{run}.step_{step:06d}.{formation}.json"
+
+
+def keys(store: Path, run: str) -> set[str]:
+    """Those of `run` that are there."""
+    return {f"{FOLDER}/{path.name}" for path in (store / FOLDER).glob(f"{run}.*.json")}
 
 
 def write(store: Path, key: str, plan: Message) -> None:

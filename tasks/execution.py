@@ -49,7 +49,9 @@ class AsyncProcess:
         )
         self._silence_s = config.recovery.lease_s / 2
         self._outbox = Outbox(self._client)
-        self._leases = LeaseKeeper(self._sync_client, worker=self.name, alive=self._ticks)
+        self._leases = LeaseKeeper(
+            self._sync_client, worker=self.name, lease_s=config.recovery.lease_s, alive=self._ticks
+        )
 
     def _ticks(self) -> bool:
         return time.monotonic() - self.lag.last_tick < self._silence_s
@@ -95,9 +97,8 @@ class SyncProcess:
         self.name = process_name()
         backoff = Retry(ExponentialBackoff(cap=2.0, base=0.1), retries=-1)  # a reply is tried until it succeeds
         self._client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S, retry=backoff)
-        self._leases = LeaseKeeper(
-            redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S), worker=self.name
-        )
+        own_client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)
+        self._leases = LeaseKeeper(own_client, worker=self.name, lease_s=config.recovery.lease_s)
         self._leases.start()
 
     def execute(self, job: AnyJob, body: Callable[[], Result]) -> None:

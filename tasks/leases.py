@@ -16,12 +16,16 @@ from penstock import keys
 
 logger = logging.getLogger("penstock.leases")
 
-RENEW_S = 1.0
+RENEW_MOST_S = 1.0
+RENEWALS_A_LEASE = 5  # a lease outlives four renewals that fail or come late
 
 
 class LeaseKeeper:
-    def __init__(self, client: redis.Redis, *, worker: str, alive: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, client: redis.Redis, *, worker: str, lease_s: float, alive: Callable[[], bool] = lambda: True
+    ) -> None:
         self._client = client
+        self._every_s = min(RENEW_MOST_S, lease_s / RENEWALS_A_LEASE)
         self._worker = worker
         self._alive = alive
         self._held: set[str] = set()
@@ -34,7 +38,7 @@ class LeaseKeeper:
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join(timeout=2 * RENEW_S)
+        self._thread.join(timeout=2 * RENEW_MOST_S)
 
     def take(self, lease: str) -> str:
         """From now on `lease` is renewed; returns the value with which the caller writes it first."""
@@ -49,7 +53,7 @@ class LeaseKeeper:
 
     def _renew_until_stopped(self) -> None:
         failing_since: float | None = None
-        while not self._stop.wait(RENEW_S):
+        while not self._stop.wait(self._every_s):
             if not self._alive():
                 logger.warning(
                     "action=lease_withheld worker=%s held=%d the event loop stands", self._worker, len(self._held)

@@ -1,0 +1,189 @@
+"""A whole Penstock of real processes on this machine: Redis, workers, orchestrators, each to be killed at will."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from penstock import keys
+from penstock.embedded_redis import EmbeddedRedis
+from support.waiting import wait_until
+
+BIN = Path(sys.executable).parent
+DEFAULTS: dict[str, Any] = {
+    "steps": 3,
+    "batch": {"size": 4},
+    "rollouts": {"group_size": 4},
+    "recovery": {"lease_s": 2.0, "drain_s": 20.0},
+}
+
+
+RUN_DIR_AT_THE_END = ["batches", "ledger.sqlite", "lock", "run.json", "status.json"]
+
+
+class Process:
+    """In a process group of its own, with its output in a file."""
+
+    def __init__(self, name: str, command: list[str], environment: dict[str, str], directory: Path) -> None:
+        self.name = name
+        self.log = directory / f"{name}.log"
+        with self.log.open("wb") as log:
+            self._popen = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=directory, start_new_session=True
+            )
+        self.pid = self._popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._popen.poll()
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def children(self) -> list[int]:
+        tasks = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+        return [int(pid) for pid in tasks.read_text().split()]
+
+    def signal(self, signum: signal.Signals) -> None:
+        os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self._popen.wait(10)
+
+    def wait(self, timeout_s: float = 60) -> int:
+        try:
+            return self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} does not end; its last words:\n{self.text[-3000:]}") from None
+
+    def end(self) -> None:
+        """Whatever is left of it, children included."""
+        for signum in (signal.SIGCONT, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signum)
+        self._popen.wait(10)
+
+
+class Cluster:
+    def __init__(self, directory: Path, *, appendonly: bool = True, **settings: Any) -> None:
+        self.directory = directory
+        self.run_dir = directory / "run"
+        self.redis_server = EmbeddedRedis(directory / "redis", appendonly=appendonly)
+        self.redis_server.start()
+        self.redis = redis.Redis.from_url(self.redis_server.url)
+        self.config = directory / "penstock.toml"
+        self.store = directory / "store"
+        self.configure(**settings)
+        self.processes: list[Process] = []
+
+    def configure(self, **settings: Any) -> None:
+        values: dict[str, Any] = {"run_dir": str(self.run_dir), "store": f"file://{self.store}"} | DEFAULTS
+        for key, value in settings.items():
+            values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
+        self.config.write_text(toml(values))
+
+    def start(self, name: str, *command: str, **variables: str) -> Process:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
+        environment |= {
+            "PENSTOCK_CONFIG": str(self.config),
+            "PENSTOCK_REDIS_URL": self.redis_server.url,
+            "PYTHONPATH": str(Path(__file__).parent.parent.parent),
+            **variables,
+        }
+        process = Process(f"{len(self.processes)}-{name}", list(command), environment, self.directory)
+        self.processes.append(process)
+        return process
+
+    def rollout_worker(self, concurrency: int = 32, **variables: str) -> Process:
+        name = f"rollouts{len(self.processes)}@test"
+        command = [str(BIN / "celery"), "-A", "workers.rollouts", "worker", "-Q", "rollouts", "-l", "INFO", "-n", name]
+        return self.start("rollout-worker", *command, "-c", str(concurrency), **variables)
+
+    def compute_worker(self, concurrency: int = 1) -> Process:
+        name = f"compute{len(self.processes)}@test"
+        queues = "filtering,advantages,encoding"
+        command = [str(BIN / "celery"), "-A", "workers.compute", "worker", "-Q", queues, "-l", "INFO", "-n", name]
+        return self.start("compute-worker", *command, "-c", str(concurrency))
+
+    def orchestrator(self, *arguments: str, **variables: str) -> Process:
+        return self.start("orchestrator", str(BIN / "penstock"), "run", str(self.config), *arguments, **variables)
+
+    def penstock(self, *arguments: str, **variables: str) -> Process:
+        process = self.start("penstock", str(BIN / "penstock"), *arguments, **variables)
+        process.wait()
+        return process
+
+    def status(self) -> dict[str, Any]:
+        path = self.run_dir / "status.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def leases(self) -> list[str]:
+        return [lease.decode() for lease in self.redis.hkeys(keys.LEASES)]  # type: ignore[union-attr]
+
+    def wait_running(self, at_least: int, of: str = "") -> None:
+        """`of` is part of the jobs' names: "-filter", "-advantages"."""
+        running = lambda: sum(of in lease for lease in self.leases()) >= at_least  # noqa: E731
+        wait_until(running, timeout_s=30, what=f"{at_least} running executions")
+
+    def audit(self) -> dict[str, Any]:
+        from orchestrator.audit import audit
+
+        return audit(self.run_dir)
+
+    def finish(self, orchestrator: Process, timeout_s: float = 60) -> dict[str, Any]:
+        """The run ends by itself, everything adds up, and nothing is left over."""
+        assert orchestrator.wait(timeout_s) == 0, orchestrator.text[-3000:]
+        assert_nothing_left(self)
+        found = self.audit()
+        assert found["balanced"], found["problems"]
+        assert found["in_flight"] == 0
+        return found
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.end()
+        self.redis.close()
+        self.redis_server.stop()
+
+
+def assert_nothing_left(cluster: Cluster) -> None:
+    ours = {key.decode() for key in cluster.redis.scan_iter("penstock:*")} - {keys.LEASES}
+    assert {key for key in ours if not key.startswith("penstock:lag:")} == set()
+    assert cluster.leases() == []
+    assert sorted(path.name for path in cluster.run_dir.iterdir()) == RUN_DIR_AT_THE_END
+    assert not [path for path in cluster.store.rglob("*") if path.is_file()]
+    assert not list(cluster.run_dir.rglob(".*"))
+
+
+def assert_keys_have_an_end(client: redis.Redis) -> None:
+    """Every key of ours goes away by itself, should nobody remove it."""
+    endless = [key for key in client.scan_iter("penstock:*") if client.ttl(key) == -1]
+    assert not endless, f"keys of ours without a TTL: {endless}"
+
+
+def toml(values: dict[str, Any]) -> str:
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if key not in tables]
+    for name, table in tables.items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+@contextmanager
+def cluster_in(directory: Path, **settings: Any) -> Iterator[Cluster]:
+    cluster = Cluster(directory, **settings)
+    try:
+        yield cluster
+        if cluster.redis_server.running:
+            assert_keys_have_an_end(cluster.redis)
+    finally:
+        cluster.stop()
