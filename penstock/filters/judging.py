@@ -1,0 +1,106 @@
+"""From settings to filters, from filters to verdicts. Custom rules come by name from the process's own registry."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVar
+
+from penstock.errors import ConfigError
+from penstock.filters.rules import (
+    Difficulty,
+    FindToken,
+    Gibberish,
+    GroupRewards,
+    MatchGroup,
+    Overlong,
+    Repetition,
+    RolloutTokens,
+    Stale,
+    ZeroVariance,
+)
+from penstock.filters.verdicts import Match, Mode, Verdict
+from penstock.registry import lookup
+
+BUILT_IN = ("gibberish", "repetition", "overlong", "stale", "zero_variance", "difficulty")
+Rule = TypeVar("Rule")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterSettings:
+    gibberish: Gibberish = field(default_factory=Gibberish)
+    repetition: Repetition = field(default_factory=Repetition)
+    overlong: Overlong = field(default_factory=Overlong)
+    stale: Stale = field(default_factory=Stale)
+    zero_variance: ZeroVariance = field(default_factory=ZeroVariance)
+    difficulty: Difficulty = field(default_factory=Difficulty)
+    custom: Mapping[str, Mode] = field(default_factory=dict[str, Mode])
+    """Name -> mode of the rules over tokens that the process registers itself."""
+    custom_groups: Mapping[str, Mode] = field(default_factory=dict[str, Mode])
+    """The same for rules over groups."""
+
+    def __post_init__(self) -> None:
+        modes = {name: getattr(self, name).mode for name in BUILT_IN}
+        for name, mode in [*modes.items(), *self.custom.items(), *self.custom_groups.items()]:
+            if mode not in tuple(Mode):
+                raise ConfigError(f"filters: the mode of {name} is {mode!r}; choose one of {', '.join(Mode)}")
+        names = Counter([*BUILT_IN, *self.custom, *self.custom_groups])
+        if twice := [name for name, times in names.items() if times > 1]:
+            raise ConfigError(f"filters: {', '.join(twice)} names two filters; rename the custom one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter(Generic[Rule]):
+    name: str
+    mode: Mode
+    rule: Rule
+
+
+def rollout_filters(
+    settings: FilterSettings, *, vocab_size: int, custom: Mapping[str, FindToken] | None = None
+) -> tuple[Filter[FindToken], ...]:
+    """The filters over tokens that are not off; the first that drops names the reason."""
+    if settings.gibberish.mode != Mode.OFF and vocab_size < 1:
+        raise ConfigError(f"filters.gibberish needs the model's vocab_size, not {vocab_size}: set it, or mode = 'off'")
+    built_in: list[Filter[FindToken]] = [
+        Filter(
+            name="gibberish",
+            mode=settings.gibberish.mode,
+            rule=partial(settings.gibberish.find, vocab_size=vocab_size),
+        ),
+        Filter(name="repetition", mode=settings.repetition.mode, rule=settings.repetition.find),
+        Filter(name="overlong", mode=settings.overlong.mode, rule=settings.overlong.find),
+        Filter(name="stale", mode=settings.stale.mode, rule=settings.stale.find),
+    ]
+    return _active(built_in, settings.custom, custom or {}, setting="filters.custom")
+
+
+def group_filters(
+    settings: FilterSettings, *, needs_variance: bool, custom: Mapping[str, MatchGroup] | None = None
+) -> tuple[Filter[MatchGroup], ...]:
+    """The filters over groups that are not off; `needs_variance` is the advantage recipe's."""
+    variance_mode = settings.zero_variance.mode if needs_variance else Mode.OFF
+    built_in: list[Filter[MatchGroup]] = [
+        Filter(name="zero_variance", mode=variance_mode, rule=settings.zero_variance.matches),
+        Filter(name="difficulty", mode=settings.difficulty.mode, rule=settings.difficulty.matches),
+    ]
+    return _active(built_in, settings.custom_groups, custom or {}, setting="filters.custom_groups")
+
+
+def _active(
+    built_in: list[Filter[Rule]], modes: Mapping[str, Mode], custom: Mapping[str, Rule], *, setting: str
+) -> tuple[Filter[Rule], ...]:
+    added = [Filter(name=name, mode=mode, rule=lookup(custom, name, setting=setting)) for name, mode in modes.items()]
+    return tuple(each for each in [*built_in, *added] if each.mode != Mode.OFF)
+
+
+def judge(rollout: RolloutTokens, filters: Sequence[Filter[FindToken]]) -> Verdict:
+    found = [(each, each.rule(rollout)) for each in filters]
+    return Verdict(
+        matches=tuple(Match(filter=f.name, mode=f.mode, token=int(token)) for f, token in found if token is not None)
+    )
+
+
+def judge_group(group: GroupRewards, filters: Sequence[Filter[MatchGroup]]) -> Verdict:
+    """The part of the verdict that every rollout of the group gets."""
+    return Verdict(matches=tuple(Match(filter=f.name, mode=f.mode, token=None) for f in filters if f.rule(group)))

@@ -1,0 +1,60 @@
+"""What filters say: a mode each, matches with the token where they were seen, a verdict, counts over many."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Mode(StrEnum):
+    OFF = "off"
+    MONITOR = "monitor"
+    """Counted, nothing else."""
+    MASK = "mask"
+    """Delivered with loss mask 0, so that group and denominator stay."""
+    DROP = "drop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    filter: str
+    mode: Mode
+    token: int | None
+    """Index into the rollout's tokens; None where the group as a whole matched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the filters saw, in their order: a rollout's own verdict + its group's."""
+
+    matches: tuple[Match, ...] = ()
+
+    def __add__(self, later: "Verdict") -> "Verdict":
+        return Verdict(matches=self.matches + later.matches)
+
+    @property
+    def drop_reason(self) -> str | None:
+        return next((match.filter for match in self.matches if match.mode == Mode.DROP), None)
+
+    @property
+    def masked(self) -> bool:
+        return self.drop_reason is None and any(match.mode == Mode.MASK for match in self.matches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    matched: Counter[str]
+    """Rollouts by filter, whatever its mode: one counts for every filter that matches it."""
+    dropped: Counter[str]
+    """Rollouts by reason: one counts once."""
+    masked: int
+
+
+def count(verdicts: Iterable[Verdict]) -> Counts:
+    matched, dropped, masked = Counter[str](), Counter[str](), 0
+    for verdict in verdicts:
+        matched.update(match.filter for match in verdict.matches)
+        masked += verdict.masked
+        if reason := verdict.drop_reason:
+            dropped[reason] += 1
+    return Counts(matched=matched, dropped=dropped, masked=masked)
