@@ -17,11 +17,12 @@ def test_a_killed_rollout_worker_s_rollouts_run_elsewhere(tmp_path: Path) -> Non
         first.kill()
         cluster.rollout_worker()
         found = cluster.finish(run)
+        assert cluster.events("lost") >= 16
     assert found["delivered"] == found["planned"] == 48
 
 
 def test_a_killed_compute_worker_and_a_killed_child_lose_nothing(tmp_path: Path) -> None:
-    with cluster_in(tmp_path, noop={"stage_s": 0.5}) as cluster:
+    with cluster_in(tmp_path, noop={"stage_s": 0.2}) as cluster:
         cluster.rollout_worker()
         first = cluster.compute_worker(concurrency=2)
         run = cluster.orchestrator()
@@ -29,6 +30,69 @@ def test_a_killed_compute_worker_and_a_killed_child_lose_nothing(tmp_path: Path)
         os.kill(first.children()[0], signal.SIGKILL)
         wait_until(lambda: cluster.status().get("step", 0) >= 1, timeout_s=30, what="a step")
         first.kill()
+        cluster.compute_worker(concurrency=2)
+        found = cluster.finish(run)
+    assert found["delivered"] == found["planned"] == 48
+
+
+def test_a_worker_paused_past_its_lease_comes_back_and_is_fenced(tmp_path: Path) -> None:
+    with cluster_in(tmp_path, steps=6, noop={"rollout_s": 0.5}) as cluster:
+        cluster.compute_worker()
+        paused = cluster.rollout_worker(concurrency=8)
+        run = cluster.orchestrator()
+        cluster.wait_running(8)
+        paused.signal(signal.SIGSTOP)
+        cluster.rollout_worker(concurrency=8)
+        wait_until(lambda: cluster.events("lost") >= 8, timeout_s=30, what="the paused worker's leases to expire")
+        wait_until(lambda: cluster.status().get("step", 0) >= 2, timeout_s=30, what="others to do its work")
+        paused.signal(signal.SIGCONT)
+        found = cluster.finish(run)
+    assert found["delivered"] == 96
+    assert found["fenced"] >= 8
+
+
+def test_a_wedged_event_loop_looks_like_a_dead_worker(tmp_path: Path) -> None:
+    wedge = tmp_path / "wedge"
+    with cluster_in(tmp_path, noop={"rollout_s": 0.3}) as cluster:
+        wedge.touch()
+        cluster.compute_worker()
+        wedged = cluster.rollout_worker(concurrency=8, PENSTOCK_NOOP__WEDGE_WHILE=str(wedge))
+        run = cluster.orchestrator()
+        cluster.wait_running(1)
+        cluster.rollout_worker(concurrency=8)
+        wait_until(lambda: cluster.events("lost") >= 1, timeout_s=30, what="the wedged worker's leases to expire")
+        wedge.unlink()
+        found = cluster.finish(run)
+        assert "action=lease_withheld" in wedged.text
+    assert found["delivered"] == 48
+
+
+def test_a_stopping_worker_releases_what_it_runs_and_nothing_is_counted(tmp_path: Path) -> None:
+    with cluster_in(tmp_path, noop={"rollout_s": 2.0, "stage_s": 0.3}) as cluster:
+        compute = cluster.compute_worker()
+        first = cluster.rollout_worker()
+        run = cluster.orchestrator()
+        cluster.wait_running(16)
+        first.signal(signal.SIGQUIT)
+        cluster.rollout_worker()
+        cluster.wait_running(1, of="-filter")
+        compute.signal(signal.SIGQUIT)
+        cluster.compute_worker()
+        cluster.finish(run)
+        assert cluster.events("released") >= 17
+        assert cluster.events("lost") == 0
+        assert cluster.ledger("SELECT sum(failures) + sum(losses) FROM jobs") == [(0,)]
+
+
+def test_a_message_delivered_twice_counts_once(tmp_path: Path) -> None:
+    with cluster_in(tmp_path) as cluster:
+        run = cluster.orchestrator()
+        wait_until(lambda: cluster.redis.llen("rollouts") == 48, timeout_s=30, what="48 queued rollouts")
+        messages = cluster.redis.lrange("rollouts", 0, -1)
+        cluster.redis.delete("rollouts")
+        cluster.redis.rpush("rollouts", *(message for message in messages for _ in range(2)))
+        cluster.rollout_worker()
         cluster.compute_worker()
         found = cluster.finish(run)
     assert found["delivered"] == found["planned"] == 48
+    assert found["fenced"] >= 24

@@ -12,6 +12,8 @@ from typing import Any
 
 import redis
 
+from orchestrator.audit import audit
+from orchestrator.schema import open_for_reading
 from penstock import keys
 from penstock.embedded_redis import EmbeddedRedis
 from support.waiting import wait_until
@@ -114,8 +116,9 @@ class Cluster:
         command = [str(BIN / "celery"), "-A", "workers.compute", "worker", "-Q", queues, "-l", "INFO", "-n", name]
         return self.start("compute-worker", *command, "-c", str(concurrency))
 
-    def orchestrator(self, *arguments: str, **variables: str) -> Process:
-        return self.start("orchestrator", str(BIN / "penstock"), "run", str(self.config), *arguments, **variables)
+    def orchestrator(self, **variables: str) -> Process:
+        command = [str(BIN / "penstock"), "run", str(self.config), "--run-dir", str(self.run_dir)]
+        return self.start("orchestrator", *command, **variables)
 
     def penstock(self, *arguments: str, **variables: str) -> Process:
         process = self.start("penstock", str(BIN / "penstock"), *arguments, **variables)
@@ -126,6 +129,17 @@ class Cluster:
         path = self.run_dir / "status.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
+    def ledger(self, query: str) -> list[tuple[Any, ...]]:
+        run = json.loads((self.run_dir / "run.json").read_text())
+        connection = open_for_reading(Path(run["ledger"]))
+        try:
+            return connection.execute(query).fetchall()
+        finally:
+            connection.close()
+
+    def events(self, action: str) -> int:
+        return self.ledger(f"SELECT count(*) FROM events WHERE action = '{action}'")[0][0]
+
     def leases(self) -> list[str]:
         return [lease.decode() for lease in self.redis.hkeys(keys.LEASES)]  # type: ignore[union-attr]
 
@@ -135,8 +149,6 @@ class Cluster:
         wait_until(running, timeout_s=30, what=f"{at_least} running executions")
 
     def audit(self) -> dict[str, Any]:
-        from orchestrator.audit import audit
-
         return audit(self.run_dir)
 
     def finish(self, orchestrator: Process, timeout_s: float = 60) -> dict[str, Any]:

@@ -1,0 +1,109 @@
+"""The orchestrator is killed at every point of its write-ahead order, paused, drained: the run goes on where it was."""
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.cluster import Cluster, cluster_in
+from support.waiting import wait_until
+
+from orchestrator.crash_points import POINTS
+from penstock import keys
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Redis and workers that outlive many runs, one after the other."""
+    with cluster_in(tmp_path_factory.mktemp("cluster"), steps=2, noop={"drop_rate": 0.1}) as cluster:
+        cluster.rollout_worker()
+        cluster.compute_worker()
+        yield cluster
+
+
+@pytest.mark.parametrize("point", [*POINTS, "replies_read:3", "submitted:4"])
+def test_a_kill_at_any_point_of_the_write_ahead_order_is_made_good(shared: Cluster, point: str) -> None:
+    shared.run_dir = shared.directory / point
+    crashed = shared.orchestrator(PENSTOCK_TESTING__CRASH_AT=point)
+    assert crashed.wait() == -signal.SIGKILL
+    found = shared.finish(shared.orchestrator())
+    assert found["steps"] == 2
+
+
+def test_replies_that_come_twice_and_in_any_order_count_once(shared: Cluster) -> None:
+    shared.run_dir = shared.directory / "replies"
+    crashed = shared.orchestrator(PENSTOCK_TESTING__CRASH_AT="published")
+    assert crashed.wait() == -signal.SIGKILL
+    stream = wait_until(lambda: next(shared.redis.scan_iter(keys.replies("*")), None), what="replies")
+    wait_until(lambda: shared.redis.xlen(stream) == 32, timeout_s=30, what="a reply to each of the 32 rollouts")
+    replies = [fields for _, fields in shared.redis.xrange(stream)] * 3
+    random.Random(7).shuffle(replies)
+    shared.redis.delete(stream)
+    for fields in replies:
+        shared.redis.xadd(stream, fields)
+    shared.redis.expire(stream, 600)
+    found = shared.finish(shared.orchestrator())
+    assert found["fenced"] == 64
+
+
+def test_a_paused_orchestrator_condemns_nobody(shared: Cluster) -> None:
+    shared.run_dir = shared.directory / "paused"
+    run = shared.orchestrator()
+    wait_until(lambda: shared.redis.exists(keys.LOCK), timeout_s=30, what="the lock")
+    run.signal(signal.SIGSTOP)
+    wait_until(lambda: not shared.redis.exists(keys.LOCK), timeout_s=30, what="the lock to lapse")
+    run.signal(signal.SIGCONT)
+    shared.finish(run)
+    assert shared.events("lost") == 0
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_a_run_that_is_stopped_is_resumed(tmp_path: Path, presses: int) -> None:
+    with cluster_in(tmp_path, noop={"rollout_s": 0.5}) as cluster:
+        cluster.rollout_worker(concurrency=8)
+        cluster.compute_worker()
+        run = cluster.orchestrator()
+        cluster.wait_running(8)
+        for _ in range(presses):
+            run.signal(signal.SIGINT)
+        assert run.wait() == 0
+        stopped = cluster.audit()
+        assert stopped["balanced"]
+        assert stopped["in_flight"] > 0
+        if presses == 1:
+            assert cluster.ledger("SELECT count(*) FROM jobs WHERE state = 'submitted'") == [(0,)]
+        found = cluster.finish(cluster.orchestrator())
+        assert cluster.ledger("SELECT sum(failures) FROM jobs") == [(0,)]
+    assert found["delivered"] == 48
+
+
+def test_an_unreachable_engine_pauses_the_run_and_counts_as_nothing(tmp_path: Path) -> None:
+    down = tmp_path / "engine-down"
+    down.touch()
+    with cluster_in(tmp_path, noop={"engine_down_while": str(down)}) as cluster:
+        cluster.rollout_worker()
+        cluster.compute_worker()
+        run = cluster.orchestrator()
+
+        def says_so() -> bool:
+            return any("engine cannot be reached" in cause for cause in cluster.status().get("waiting_for", []))
+
+        wait_until(says_so, timeout_s=30, what="the status to name the engine")
+        wait_until(lambda: cluster.ledger("SELECT sum(attempt) FROM jobs")[0][0] >= 48 + 2, timeout_s=30, what="scouts")
+        down.unlink()
+        found = cluster.finish(run)
+        assert cluster.ledger("SELECT sum(failures) + sum(losses) FROM jobs") == [(0,)]
+    assert found["delivered"] == 48
+
+
+def test_failures_are_tried_again_and_then_dead(tmp_path: Path) -> None:
+    settings = {"failure_rate": 0.35, "policy_error_rate": 0.2}
+    with cluster_in(tmp_path, noop=settings, recovery={"max_failures": 2}) as cluster:
+        cluster.rollout_worker()
+        cluster.compute_worker()
+        found = cluster.finish(cluster.orchestrator())
+        policy_errors = cluster.ledger("SELECT count(*) FROM rollouts WHERE result LIKE '%:\"noop\"%'")
+    assert found["dead"] > 0
+    assert found["steps"] == 3
+    assert policy_errors[0][0] > 0

@@ -1,0 +1,62 @@
+"""Redis is killed, flushed and cut off in mid-run: everybody waits, and what it forgot is done again."""
+
+from pathlib import Path
+
+import pytest
+from support.cluster import Cluster, cluster_in
+from support.waiting import wait_until
+
+
+def busy(cluster: Cluster) -> None:
+    """Some rollouts run, many are queued."""
+    cluster.wait_running(8)
+
+
+def restart(cluster: Cluster) -> None:
+    cluster.redis_server.kill()
+
+    def waits() -> bool:
+        return any("does not answer" in cause for cause in cluster.status().get("waiting_for", []))
+
+    wait_until(waits, timeout_s=30, what="the status to say that Redis is away")
+    cluster.redis_server.restart()
+
+
+def flush(cluster: Cluster) -> None:
+    cluster.redis.flushall()
+
+
+def reset_connections(cluster: Cluster) -> None:
+    for kind in ("normal", "pubsub"):
+        cluster.redis.client_kill_filter(_type=kind, skipme=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "appendonly"),
+    [(restart, True), (restart, False), (flush, True), (reset_connections, True)],
+    ids=["killed with AOF", "killed without AOF", "flushed", "connections reset"],
+)
+def test_nothing_is_lost_when_redis(tmp_path: Path, fault: object, appendonly: bool) -> None:
+    with cluster_in(tmp_path, appendonly=appendonly, noop={"rollout_s": 0.4, "stage_s": 0.05}) as cluster:
+        cluster.rollout_worker(concurrency=8)
+        cluster.compute_worker()
+        run = cluster.orchestrator()
+        busy(cluster)
+        fault(cluster)  # type: ignore[operator]
+        found = cluster.finish(run, timeout_s=90)
+        assert cluster.ledger("SELECT sum(failures) FROM jobs") == [(0,)]
+    assert found["delivered"] == found["planned"] == 48
+
+
+def test_messages_are_small_and_carry_no_readable_arguments(tmp_path: Path) -> None:
+    with cluster_in(tmp_path) as cluster:
+        run = cluster.orchestrator()
+        wait_until(lambda: cluster.redis.llen("rollouts") == 48, timeout_s=30, what="48 queued rollouts")
+        messages = cluster.redis.lrange("rollouts", 0, -1)
+        worker, compute = cluster.rollout_worker(), cluster.compute_worker()
+        cluster.finish(run)
+        assert all(b'"argsrepr":""' in message for message in messages)
+        assert max(map(len, messages)) < 4096
+        for text in (worker.text, compute.text, run.text):
+            assert "timeout_s" not in text
+            assert '"seed"' not in text
