@@ -12,6 +12,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.lock import RunLock, lock_directory
 from orchestrator.loop import Orchestrator
 from orchestrator.stopping import Stopping
+from penstock import stacks
 from penstock.config import RunConfig
 from penstock.errors import PenstockError
 from penstock.event_loop import event_loop_factory
@@ -42,6 +43,7 @@ def run(config: RunConfig) -> dict[str, Any]:
 async def _run(config: RunConfig, run: str) -> dict[str, Any]:
     stopping = Stopping()
     stopping.listen()
+    stacks.show_on_signal(asyncio.get_running_loop())
     broker = Broker(config.redis_url)
     await broker.start()
     ledger = Ledger(config.ledger_path)

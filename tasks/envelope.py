@@ -10,15 +10,9 @@ from typing import Any
 import orjson
 
 from penstock.errors import StageError
-from penstock.messages import MESSAGE_LIMIT_BYTES, AnyJob, Queue
-from tasks.celery_app import CONTENT_TYPE
+from penstock.messages import MESSAGE_LIMIT_BYTES, AnyJob
+from tasks.celery_app import CONTENT_TYPE, task_name
 
-TASK_NAMES = {
-    Queue.ROLLOUTS: "penstock.rollouts.run",
-    Queue.FILTERING: "penstock.filtering.run",
-    Queue.ADVANTAGES: "penstock.advantages.run",
-    Queue.ENCODING: "penstock.encoding.run",
-}
 SEQUENCE_HEADER = "penstock_sequence"
 ORIGIN = "penstock"
 EMBED: dict[str, None] = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
@@ -38,7 +32,7 @@ def encode(job: AnyJob) -> bytes:
                 "delivery_mode": 2,
                 "delivery_info": {"exchange": "", "routing_key": job.queue},
                 "priority": 0,
-                "body_encoding": None,
+                "body_encoding": "utf-8",
                 "delivery_tag": str(uuid.uuid4()),
             },
         }
@@ -51,7 +45,7 @@ def encode(job: AnyJob) -> bytes:
 def _headers(job: AnyJob) -> dict[str, Any]:
     return {
         "lang": "py",
-        "task": TASK_NAMES[job.queue],
+        "task": task_name(job.queue),
         "id": job.task_id,
         "shadow": None,
         "eta": None,

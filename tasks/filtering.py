@@ -3,12 +3,12 @@
 from penstock import plans
 from penstock.messages import FilterJob, GroupPlan, Queue
 from tasks import noop
-from tasks.celery_app import app
+from tasks.celery_app import app, task_name
 from tasks.settings import settings
 from tasks.stage_process import stage_process
 
 
-@app.task(name="penstock.filtering.run", queue=Queue.FILTERING, pydantic=True)
+@app.task(name=task_name(Queue.FILTERING), pydantic=True)
 def run(job: FilterJob) -> None:
     config = settings()
     stage_process().execute(

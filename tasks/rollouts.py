@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from penstock.errors import StageError
 from penstock.messages import Queue, RolloutJob, RolloutResult
 from tasks import noop
-from tasks.celery_app import app
+from tasks.celery_app import app, task_name
 from tasks.execution import AsyncProcess
 from tasks.settings import settings
 
@@ -17,7 +17,7 @@ process: AsyncProcess | None = None
 """set by the worker before its first job: what its executions share"""
 
 
-@app.task(name="penstock.rollouts.run", queue=Queue.ROLLOUTS, pydantic=True)
+@app.task(name=task_name(Queue.ROLLOUTS), pydantic=True)
 async def run(job: RolloutJob) -> None:
     assert process is not None, "rollouts run on the asyncio pool: celery -A workers.rollouts worker -Q rollouts"
     await process.execute(job, lambda: _body(job.environment)(job))

@@ -104,7 +104,7 @@ class Chaos:
 
     def pause_orchestrator(self) -> None:
         self.run.signal(signal.SIGSTOP)
-        self.until(lambda: not self.cluster.leases())
+        self.until(lambda: self.cluster.redis.llen("rollouts") == 0)
         self.run.signal(signal.SIGCONT)
 
     def kill_redis(self) -> None:

@@ -1,0 +1,67 @@
+"""The orchestrator's hand-made message against the one that Celery and kombu put into Redis."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from penstock.embedded_redis import EmbeddedRedis
+from penstock.errors import StageError
+from penstock.messages import AdvantageJob, AnyJob, EncodeJob, FilterJob, RolloutJob
+from tasks import app, envelope
+from tasks.celery_app import task_name
+
+COMMON: dict[str, Any] = {"run": "0123456789ab", "attempt": 2, "sequence": 17, "timeout_s": 60.0}
+JOBS: list[AnyJob] = [
+    RolloutJob(**COMMON, job="g0000001-3", group="g0000001", environment="noop", example=0, seed=1),
+    FilterJob(**COMMON, job="g0000001-filter", plan="plans/a.json"),
+    AdvantageJob(**COMMON, job="g0000001-advantages", plan="plans/a.json"),
+    EncodeJob(**COMMON, job="s000001f1r0", plan="plans/b.json", step=1, data_rank=0),
+]
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as server:
+        app.conf.update(broker_url=server.url)
+        with redis.Redis.from_url(server.url) as client:
+            yield client
+        app.pool.force_close_all()
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.queue)
+def test_ours_is_what_celery_sends(client: redis.Redis, job: AnyJob) -> None:
+    task = app.tasks[task_name(job.queue)]
+    task.apply_async((job,), task_id=job.task_id, argsrepr="", kwargsrepr="", ignore_result=True)
+    theirs = json.loads(client.rpop(job.queue))  # type: ignore[arg-type]
+    ours = json.loads(envelope.encode(job))
+
+    assert ours["headers"].pop(envelope.SEQUENCE_HEADER) == 17
+    assert ours["headers"] | {"origin": None} == theirs["headers"] | {"origin": None}
+    assert json.loads(ours["body"]) == json.loads(theirs["body"])
+    for message in (ours, theirs):
+        del message["headers"], message["body"]
+        del message["properties"]["delivery_tag"], message["properties"]["reply_to"]  # random
+        for name in ("argsrepr", "kwargsrepr"):  # options that kombu copies and nobody reads
+            message["properties"].pop(name, None)
+        del message["properties"]["delivery_info"]  # theirs names the exchange that ours does without
+    assert ours == theirs
+
+
+def test_the_sequence_is_read_back_and_foreign_messages_have_none() -> None:
+    assert envelope.sequence_of(envelope.encode(JOBS[0])) == 17
+    assert envelope.sequence_of(b'{"headers": {}}') is None
+    assert envelope.sequence_of(b"not json") is None
+    assert envelope.sequence_of(b'{"headers": {"penstock_sequence": "x"}}') is None
+
+
+def test_a_message_over_the_limit_is_refused() -> None:
+    with pytest.raises(StageError, match="4096"):
+        envelope.encode(FilterJob(**COMMON, job="g0000001-filter", plan="p" * 5000))
+
+
+def test_two_encodings_of_one_job_have_tags_of_their_own() -> None:
+    tags = {json.loads(envelope.encode(JOBS[0]))["properties"]["delivery_tag"] for _ in range(10)}
+    assert len(tags) == 10
