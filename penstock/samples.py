@@ -45,7 +45,7 @@ class Addition:
     prompt_ids: Ids
     completion_ids: Ids
     completion_logprobs: Logprobs
-    completion_mask: Mask | None
+    completion_mask: Mask | None = None
     chunks: tuple[Chunk, ...]
     agent: str
     engine: str
@@ -94,6 +94,10 @@ class Samples:
     def lengths(self) -> list[int]:
         """Tokens of each sample."""
         return [sample.sequence.tokens for sample in self._samples]
+
+    def last_turns(self) -> list[int]:
+        """The turn that extended each sample last."""
+        return [sample.turns[-1] for sample in self._samples]
 
     def known(self) -> list[Known]:
         """What `read_turn` needs to recognise the prompt of the next response."""

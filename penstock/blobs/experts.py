@@ -57,8 +57,13 @@ def seal_experts(
     }
     metadata = {"format": FORMAT, "rollout": rollout, "attempt": str(attempt)}
     head = tensors.header(layout, metadata, size=HEAD)
-    part.append(table, routed_valid)
-    return store.commit(part, key, head=head)
+    mark = part.mark()
+    try:
+        part.append(table, routed_valid)
+        return store.commit(part, key, head=head)
+    except BaseException:
+        part.reset(mark)
+        raise
 
 
 class Experts:

@@ -51,32 +51,37 @@ class Part:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     @classmethod
-    def recover(cls, path: Path, length: int) -> "Part":
-        """A part with a reserved head that another process left behind: its first `length` bytes are good."""
+    def recover(cls, path: Path, length: int, *, reserve_head: bool = False) -> "Part":
+        """A part that another process left behind, cut to the `length` that is known to be good."""
         part = cls.__new__(cls)
-        part.path, part.length = path, length
-        part._head, part._tail = bytearray(HEAD), xxhash.xxh3_64()
-        with path.open("rb") as file:
-            file.seek(HEAD)
-            for start in range(HEAD, length, BYTES_PER_READ):
-                part._tail.update(file.read(min(BYTES_PER_READ, length - start)))
-            if file.tell() != max(length, HEAD):
-                raise BlobUnwritten(f"{path} holds {file.tell()} of the {length} bytes that its log names: start again")
+        part.path, part._head, part._tail = path, bytearray(HEAD if reserve_head else 0), xxhash.xxh3_64()
+        with path.open("r+b") as file:
+            part.length = file.seek(len(part._head))
+            while piece := file.read(min(BYTES_PER_READ, length - part.length)):
+                part._digest(memoryview(piece))
+            file.truncate(part.length)
+        if part.length != length:
+            raise BlobUnwritten(f"{path} has only {part.length} of the {length} bytes that were recorded: start again")
         return part
 
     def append(self, *pieces: Piece) -> None:
-        """All of them or none: a failed append leaves bytes beyond `length`, which nobody reads."""
-        views = [_bytes(piece) for piece in pieces if len(piece)]
+        """All of them or none."""
+        views = [view.cast("B") for view in map(view_of, pieces) if view.nbytes]
         with _writing(self.path):
             descriptor = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                self.length = _write_all(descriptor, views, self.length)
+                _write_all(descriptor, views, self.length)
+            except OSError:
+                os.ftruncate(descriptor, self.length)
+                raise
             finally:
                 os.close(descriptor)
         for view in views:
-            missing = HEAD - len(self._head)
-            self._head += view[:missing]
-            self._tail.update(view[missing:])
+            self._digest(view)
+
+    def tail_checksum(self) -> str:
+        """Of what was appended behind the head so far."""
+        return self._tail.hexdigest()
 
     def mark(self) -> Mark:
         return Mark(length=self.length, tail=self._tail.copy())
@@ -99,6 +104,12 @@ class Part:
     def discard(self) -> None:
         self.path.unlink(missing_ok=True)
 
+    def _digest(self, view: memoryview) -> None:
+        missing = HEAD - len(self._head)
+        self._head += view[:missing]
+        self._tail.update(view[missing:])
+        self.length += len(view)
+
 
 def checksum(content: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
     """What `Part.commit` returns for a file of these bytes."""
@@ -107,11 +118,11 @@ def checksum(content: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
     return state.hexdigest()
 
 
-def _bytes(piece: Piece) -> memoryview:
-    return (piece.data if isinstance(piece, np.ndarray) else memoryview(piece)).cast("B")
+def view_of(piece: Piece) -> memoryview:
+    return piece.data if isinstance(piece, np.ndarray) else memoryview(piece)
 
 
-def _write_all(descriptor: int, views: list[memoryview], offset: int) -> int:
+def _write_all(descriptor: int, views: list[memoryview], offset: int) -> None:
     pending = deque(views)
     while pending:
         written = os.pwritev(descriptor, list(islice(pending, BUFFERS_PER_WRITE)), offset)
@@ -120,7 +131,6 @@ def _write_all(descriptor: int, views: list[memoryview], offset: int) -> int:
             written -= pending.popleft().nbytes
         if written:
             pending[0] = pending[0][written:]
-    return offset
 
 
 @contextmanager

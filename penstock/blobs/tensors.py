@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.blobs.parts import Piece
 from penstock.blobs.store import BlobRef, Store
 from penstock.errors import BlobCorrupt
 
@@ -36,10 +37,14 @@ class Tensors:
 
 
 def write(store: Store, key: str, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> BlobRef:
-    """The same arrays in any order give the same bytes; wide dtypes come first, so that each is aligned."""
+    return store.put(key, pieces(arrays, metadata))
+
+
+def pieces(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> list[Piece]:
+    """What to write. The same arrays in any order give the same bytes; wide dtypes come first: all are aligned."""
     ordered = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     layout = {name: (arrays[name].dtype, arrays[name].shape) for name in ordered}
-    return store.put(key, [header(layout, metadata), *(np.ascontiguousarray(arrays[name]) for name in ordered)])
+    return [header(layout, metadata), *(np.ascontiguousarray(arrays[name]) for name in ordered)]
 
 
 def read(store: Store, ref: BlobRef, *, verify: bool = True) -> Tensors:
