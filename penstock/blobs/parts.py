@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from penstock.errors import BlobUnwritten
+from penstock.errors import BlobCorrupt, BlobMissing, BlobUnwritten
 
 Piece = bytes | bytearray | memoryview | np.ndarray[Any, Any]
 
@@ -55,13 +55,15 @@ class Part:
         """A part that another process left behind, cut to the `length` that is known to be good."""
         part = cls.__new__(cls)
         part.path, part._head, part._tail = path, bytearray(HEAD if reserve_head else 0), xxhash.xxh3_64()
+        if not path.is_file():
+            raise BlobMissing(f"{path} is gone: what it was to become cannot be finished")
         with path.open("r+b") as file:
             part.length = file.seek(len(part._head))
             while piece := file.read(min(BYTES_PER_READ, length - part.length)):
                 part._digest(memoryview(piece))
-            file.truncate(part.length)
-        if part.length != length:
-            raise BlobUnwritten(f"{path} has only {part.length} of the {length} bytes that were recorded: start again")
+            if part.length != length:
+                raise BlobCorrupt(f"{path} has only {part.length} of the {length} bytes that were written")
+            file.truncate(length)
         return part
 
     def append(self, *pieces: Piece) -> None:

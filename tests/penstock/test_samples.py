@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.plain_samples import PlainTurn, merge
+from support.plain_samples import merge
+from support.turn_structures import turn_structures
 
 from penstock.errors import Invariant, PolicyFailure
 from penstock.routed_experts import RouteFormat, Routes
@@ -216,52 +217,27 @@ def test_a_sample_keeps_nothing_of_what_was_read() -> None:
     assert addition.prompt_ids.tolist() == [5]
 
 
-@st.composite
-def conversations(draw: st.DrawFn) -> tuple[list[PlainTurn], dict[str, Any]]:
-    """Agents that take turns, extend, go back, diverge; payloads whole, short, long, late, missing or with holes."""
-    small = st.integers(0, 3)
-    histories: dict[str, list[list[int]]] = {"a": [[]], "b": [[]]}
-    turns: list[PlainTurn] = []
-    for number in range(draw(st.integers(0, 7))):
-        agent = draw(st.sampled_from("ab"))
-        history = draw(st.sampled_from(histories[agent]))
-        prompt = history + draw(st.lists(small, min_size=0 if history else 1, max_size=3))
-        completion = draw(st.lists(small, max_size=3))
-        histories[agent].append(prompt + completion)
-        tokens = len(prompt) + len(completion)
-        start, end = (
-            draw(st.integers(0, tokens)),
-            draw(st.sampled_from([tokens - 1, tokens - 1, tokens, tokens + 2, 1])),
-        )
-        start = 0 if draw(st.booleans()) else start
-        holes = draw(st.sets(st.integers(0, tokens), max_size=2)) if draw(st.booleans()) else set[int]()
-        sent = range(start, max(start, end)) if draw(st.integers(0, 3)) else range(0)
-        rows = {position: [[number * 40 + position]] for position in sent if position not in holes}
-        logprobs = [-(number + index / 8) for index in range(len(completion))]
-        turns.append(PlainTurn(prompt=prompt, completion=completion, logprobs=logprobs, rows=rows, agent=agent))
-    limits = {"max_seq_len": draw(st.integers(1, 12))} if draw(st.booleans()) else {}
-    return turns, limits
-
-
 def as_routes(rows: dict[int, Any], dtype: Any) -> Routes | None:
     if not rows:
         return None
     first, end = min(rows), max(rows) + 1
-    array = np.array([rows.get(position, [[0]]) for position in range(first, end)], dtype)
+    array = np.array([rows.get(position, [[0, 0]]) for position in range(first, end)], dtype)
     valid = np.array([position in rows for position in range(first, end)])
     return routes_of(array, first, None if valid.all() else valid)
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
-@given(case=conversations(), error=st.booleans(), dtype=st.sampled_from([np.uint8, np.uint16]))
+@given(case=turn_structures(), error=st.booleans(), dtype=st.sampled_from([np.uint8, np.uint16]))
 def test_samples_rows_and_validity_equal_the_plain_rule(case: Any, error: bool, dtype: Any) -> None:
     turns, limits = case
     expected, ambiguous = merge(turns, error=error, **limits)
     recorder = Recorder(**limits)
-    scale = 1 if dtype == np.uint8 else 200
+
+    def scaled(row: list[list[int]]) -> list[list[int]]:
+        return [[value * (1 if dtype == np.uint8 else 200) for value in layer] for layer in row]
+
     for turn in turns:
-        rows = {position: [[row[0][0] % 256 * scale]] for position, row in turn.rows.items()}
-        routes = as_routes(rows, dtype)
+        routes = as_routes({position: scaled(row) for position, row in turn.rows.items()}, dtype)
         recorder.turn(turn.prompt, turn.completion, turn.logprobs, routes=routes, agent=turn.agent)
     columns, valid = recorder.columns(error="failed" if error else ""), routed_valid_of(recorder.samples)
     assert columns.truncated.tolist() == [sample.truncated for sample in expected]
@@ -275,4 +251,4 @@ def test_samples_rows_and_validity_equal_the_plain_rule(case: Any, error: bool, 
         assert columns.logprobs[where].tobytes() == np.array(sample.logprobs, np.float32).tobytes()
         assert valid[where].tobytes() == bytes(position in sample.rows for position in range(len(sample.ids)))
         placed = {position: row.tolist() for position, row in recorder.rows_by_position(index).items()}
-        assert placed == {position: [[row[0][0] % 256 * scale]] for position, row in sample.rows.items()}
+        assert placed == {position: scaled(row) for position, row in sample.rows.items()}

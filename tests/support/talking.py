@@ -34,6 +34,15 @@ def answer_to(messages: Sequence[dict[str, Any]]) -> str:
     return f"answer {xxhash.xxh3_64_intdigest(json.dumps(messages).encode()) % 1000}"
 
 
+def spoken(said: Sequence[str]) -> list[dict[str, Any]]:
+    """The conversation in which `said` is what the user says."""
+    messages: list[dict[str, Any]] = []
+    for text in said:
+        messages.append(user(text))
+        messages.append(assistant(answer_to(messages)))
+    return messages
+
+
 def rows_of(ids: Sequence[int], dtype: Any = np.uint8) -> np.ndarray:
     """One row for every token but the last, never all zeros."""
     positions, tokens = np.arange(len(ids) - 1), np.array(ids[:-1])
@@ -66,7 +75,7 @@ async def chat(session: Session, messages: Sequence[dict[str, Any]], *, agent: s
 
 
 async def talk(session: Session, said: Sequence[str], *, after: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-    """A conversation in which `said` is what the user says; returns its messages."""
+    """The same, recorded."""
     messages = list(after)
     for text in said:
         messages.append(user(text))

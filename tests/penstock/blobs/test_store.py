@@ -225,10 +225,10 @@ def test_a_part_is_taken_up_by_another_process(store: Store) -> None:
     assert store.open(ref)[HEAD:].tobytes() == b"keptmore"
 
 
-def test_a_part_shorter_than_its_log_says_is_refused(store: Store) -> None:
+def test_a_part_that_is_shorter_than_it_was_is_refused(store: Store) -> None:
     left = store.part("rows", suffix="part", reserve_head=True)
     left.append(b"kept")
-    with pytest.raises(BlobUnwritten, match="has only 4100 of the 5000 bytes"):
+    with pytest.raises(BlobCorrupt, match="has only 4100 of the 5000 bytes"):
         Part.recover(left.path, 5000, reserve_head=True)
 
 
