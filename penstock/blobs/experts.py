@@ -24,7 +24,7 @@ Missing = Literal[-1, 0, "dummy"]
 Layers = slice | Sequence[int]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
     """Rows that follow one another in the file and in a sample."""
 

@@ -27,7 +27,7 @@ class Mode(StrEnum):
     """Whatever is asked: sub-agents, compacted contexts."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
     """The messages up to a turn's answer, this included. START is the place before the first turn."""
 

@@ -5,6 +5,7 @@ that the log never names rows that are not there.
 """
 
 import mmap
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from penstock.blobs import BlobRef, Store
 from penstock.blobs.columns import write_columns
 from penstock.blobs.experts import seal_experts
-from penstock.blobs.parts import Part
+from penstock.blobs.parts import GrowingFile, Part
 from penstock.blobs.tensors import Tensors
 from penstock.errors import BlobCorrupt, BlobMissing, Upstream
 from penstock.recording.conversation import Mode
@@ -44,13 +45,19 @@ class SessionSettings:
     logprobs_mode: str = "processed"
 
 
+def unsealed(store: Store, under: str) -> list[str]:
+    """Keys of the sessions below a directory whose recording has not ended: what a new process may recover."""
+    logs = store.path(under).rglob(f".{COLUMNS}.{LOG}")
+    return sorted(log.parent.relative_to(store.root).as_posix() for log in logs)
+
+
 class Spool:
     def __init__(
         self,
         store: Store,
         settings: SessionSettings,
         *,
-        log: Part,
+        log: GrowingFile,
         rows: Part | None = None,
         rows_state: RowsState | None = None,
     ) -> None:
@@ -62,7 +69,8 @@ class Spool:
 
     @classmethod
     def create(cls, store: Store, settings: SessionSettings) -> "Spool":
-        log = store.part(f"{settings.key}/{COLUMNS}", suffix=LOG)
+        log = GrowingFile(store.part_path(f"{settings.key}/{COLUMNS}", LOG))
+        log.create()
         log.append(*frame({"settings": asdict(settings)}, {}))
         return cls(store, settings, log=log)
 
@@ -70,17 +78,16 @@ class Spool:
     def recover(cls, store: Store, key: str) -> tuple["Spool", list[Entry]]:
         """What a killed process left of the session at `key`, up to its last whole turn."""
         path = store.part_path(f"{key}/{COLUMNS}", LOG)
-        if not path.is_file():
-            raise BlobMissing(f"no session was recorded at {key} in {store.root}, or it was sealed or closed")
         found = list(frames(_mapped(path)))
         if not found:
             raise BlobCorrupt(f"the log of the session at {key} has no whole frame: it cannot come back")
         entries = [read_entry(body) for body, _ in found[1:]]
-        state = entries[-1][1] if entries else None
+        state, end = entries[-1][1] if entries else None, found[-1][1]
+        os.truncate(path, end)
         spool = cls(
             store,
             msgspec.json.decode(found[0][0].metadata["settings"], type=SessionSettings),
-            log=Part.recover(path, found[-1][1]),
+            log=GrowingFile(path, length=end),
             rows=_recover_rows(store, f"{key}/{EXPERTS}", state),
             rows_state=state,
         )
@@ -180,12 +187,15 @@ def _recover_rows(store: Store, key: str, state: RowsState | None) -> Part | Non
         return None
     if not path.exists() and blob.exists():
         blob.rename(path)  # killed between two steps of sealing, so nobody was told of the blob
-    part = Part.recover(path, state.length, reserve_head=True)
+    part = Part.recover(path, state.length)
     if part.tail_checksum() != state.checksum:
         raise BlobCorrupt(f"the routed rows of the session at {key} are not those that were recorded")
     return part
 
 
 def _mapped(path: Path) -> Bytes:
-    with path.open("rb") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    try:
+        with path.open("rb") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    except FileNotFoundError:
+        raise BlobMissing(f"{path} is not there: nothing was recorded, or it was sealed or closed") from None
