@@ -78,29 +78,27 @@ class Match:
 
 
 def longest_in_text(text: memoryview, known: Sequence[Fingerprint]) -> Match | None:
-    """`text` is a JSON list of ids without its brackets. Text with spaces matches nothing: decode it and ask again."""
-    boundary = b","[0]
-    return _longest(
+    """`text` is a JSON list of ids without its brackets. With spaces in it, it matches nothing: decode it first."""
+    found = _longest(
         text,
         [
             (print_.text_bytes, index, print_.text_digest)
             for index, print_ in enumerate(known)
-            if print_.tokens
-            and (
-                print_.text_bytes == len(text)
-                or (print_.text_bytes < len(text) and text[print_.text_bytes] == boundary)
-            )
+            if print_.tokens and bytes(text[print_.text_bytes : print_.text_bytes + 1]) in (b",", b"")
         ],
     )
+    if found and bytes(text[known[found.index].text_bytes :]).translate(None, b"0123456789,"):
+        return None  # a longer sequence may be there, spelled otherwise
+    return found
 
 
 def longest_in_ids(ids: Ids, known: Sequence[Fingerprint]) -> Match | None:
     return _longest(
-        ids.data.cast("B"),
+        ids.view(np.uint8).data,
         [
             (print_.tokens * ids.itemsize, index, print_.ids_digest)
             for index, print_ in enumerate(known)
-            if 0 < print_.tokens <= len(ids)
+            if print_.tokens
         ],
     )
 
@@ -109,6 +107,8 @@ def _longest(data: memoryview, candidates: list[tuple[int, int, int]]) -> Match 
     """Candidates are (length in bytes, index, digest of the first so many bytes)."""
     hashed, done, found = xxhash.xxh3_128(), 0, list[int]()
     for length, index, digest in sorted(candidates, key=lambda candidate: (candidate[0], -candidate[1])):
+        if length > len(data):
+            break
         hashed.update(data[done:length])
         done = length
         if hashed.intdigest() == digest:

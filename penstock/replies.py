@@ -51,6 +51,7 @@ class NamedLogprob(TokenLogprob, gc=False):
 
 
 AnyLogprob = TypeVar("AnyLogprob", bound=TokenLogprob)
+Value = TypeVar("Value")
 
 
 class TokenLogprobs(msgspec.Struct, Generic[AnyLogprob]):
@@ -126,14 +127,22 @@ def read_reply(text: bytes, endpoint: Endpoint) -> Reply[Any]:
     return (CHAT_REPLY if endpoint is Endpoint.CHAT else GENERATE_REPLY).decode(text)
 
 
-def read_ids(raw: bytes) -> Ids:
+def read_part(raw: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[Value], name: str) -> Value:
+    """A part of a reply by type; msgspec's message names places inside of it, so the part is named here."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.DecodeError as error:
+        raise Upstream(f"the engine's answer is malformed: {error} of {name}") from None
+
+
+def read_ids(raw: bytes, name: str) -> Ids:
     """A JSON list of ids: from text to array where it is compact, else by type, which says what is wrong with it."""
     inner = raw[1:-1]
     if raw[:1] != b"[" or inner.translate(None, b"0123456789,"):
-        return np.array(TOKEN_IDS.decode(raw), np.int32)
+        return np.array(read_part(raw, TOKEN_IDS, name), np.int32)
     if not inner:
         return np.empty(0, np.int32)
     ids = np.fromstring(inner, np.int64, sep=",")
     if ids.max() > MAX_TOKEN_ID:
-        raise Upstream(f"token id {ids.max()} exceeds {MAX_TOKEN_ID}")
+        raise Upstream(f"the engine's answer is malformed: an id above {MAX_TOKEN_ID} in {name}")
     return ids.astype(np.int32)

@@ -24,9 +24,10 @@ from penstock.replies import (
     NamedLogprob,
     OutputToken,
     read_ids,
+    read_part,
     read_reply,
 )
-from penstock.routed_experts import RouteFormat, Routes, Wanted, WireObject, read_lists, read_object, read_string
+from penstock.routed_experts import WIRE_OBJECT, RouteFormat, Routes, Wanted, read_lists, read_object, read_string
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,12 +162,13 @@ def _prompt(raw: bytes | None, cuts: Cuts, known: Sequence[Known], asked_ids: Id
     if cuts.prompt is not None:
         if raw is None or not raw.startswith(b"[" + MARKED):
             raise Upstream("the known prompt ids were cut at the wrong place")
-        return cuts.match, read_ids(b"[" + raw[1 + len(MARKED) :].removeprefix(b","))
-    ids = asked_ids if raw is None else read_ids(raw)
+        return cuts.match, read_ids(b"[" + raw[1 + len(MARKED) :].removeprefix(b","), "prompt_token_ids")
+    ids = asked_ids if raw is None else read_ids(raw, "prompt_token_ids")
     if ids is None:
         raise Upstream("the engine's answer has no prompt_token_ids, and the request named no ids")
     if not len(ids):
         raise Upstream("the engine's answer has an empty prompt_token_ids")
+    ids = np.ascontiguousarray(ids, np.int32)
     match = longest_in_ids(ids, [sample.sequence for sample in known])
     return match, ids[known[match.index].sequence.tokens :] if match else ids
 
@@ -176,7 +178,7 @@ def _completion(choice: Choice[Any]) -> tuple[Ids, Logprobs]:
         return _sglang_completion(choice.meta_info.output_token_logprobs, choice.meta_info.completion_tokens)
     if choice.token_ids == ABSENT or choice.logprobs is None:
         raise Upstream("the engine's answer has neither token_ids with logprobs nor meta_info.output_token_logprobs")
-    ids, content = read_ids(bytes(choice.token_ids)), choice.logprobs.content
+    ids, content = read_ids(bytes(choice.token_ids), "token_ids"), choice.logprobs.content
     if len(ids) != len(content):
         raise Upstream(f"the engine's answer has {len(ids)} token_ids but {len(content)} logprobs")
     if len(ids) and isinstance(content[0], NamedLogprob):
@@ -203,7 +205,7 @@ def _routes(body: bytes, cuts: Cuts, routed: msgspec.Raw, wanted: Wanted, route_
         return None
     if cuts.experts is None and raw[:1] == b"[":
         return read_lists(raw, wanted, route_format)
-    wire = msgspec.json.decode(raw, type=WireObject) if raw[:1] == b"{" else None
+    wire = read_part(raw, WIRE_OBJECT, "routed_experts") if raw[:1] == b"{" else None
     quoted = bytes(wire.data) if wire else raw
     if cuts.experts is None:
         text = _text(quoted)
@@ -239,7 +241,7 @@ def _address(buffer: msgspec.Raw | bytes) -> int:
 
 
 def _message(raw: msgspec.Raw) -> bytes:
-    message = MESSAGE.decode(raw)
+    message = read_part(raw, MESSAGE, "message")
     if message.content is None and not message.tool_calls:
         raise Upstream("the engine's message has neither content nor tool calls")
     return bytes(raw)

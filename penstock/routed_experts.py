@@ -133,6 +133,9 @@ class WireObject(msgspec.Struct):
     dtype: str | None = None
 
 
+WIRE_OBJECT = msgspec.json.Decoder(WireObject)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Payload:
     """Base64 text and what it holds."""
@@ -148,7 +151,7 @@ class Payload:
 def read_object(wire: WireObject, text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
     """The wanted rows of the form with a shape; `text` is the base64 of its data."""
     rows, layers, topk = wire.shape
-    learned = route_format.learned(layers=layers, topk=topk, wire=wire.dtype or "uint8")
+    learned = route_format.learned(layers=layers, topk=topk, wire="uint8" if wire.dtype is None else wire.dtype)
     return _read(Payload(text=text, rows=rows, start=wanted.start(rows, wire.start), format=learned), wanted)
 
 
@@ -171,6 +174,8 @@ def read_lists(raw: bytes, wanted: Wanted, route_format: RouteFormat) -> Routes 
         return None
     try:
         values = np.array(msgspec.json.decode(b"[" + b",".join(map(bytes, new)) + b"]", type=Lists), np.int32)
+    except msgspec.DecodeError as error:
+        raise Upstream(f"routed experts: {error}") from None
     except ValueError:
         raise Upstream("routed experts: lists of different lengths") from None
     if values.ndim != 3:
@@ -232,10 +237,9 @@ def _read(payload: Payload, wanted: Wanted) -> Routes | None:
 
 
 def _routes(values: NDArray[Any], first: int, wanted: Wanted, layout: RouteFormat) -> Routes | None:
-    values = values[: max(0, wanted.until - first)]
-    if not len(values):
+    rows = _narrowed(values, layout)[: max(0, wanted.until - first)]
+    if not len(rows):
         return None
-    rows = _narrowed(values, layout)
     valid = _captured(rows, layout)
     if valid is not None and not valid.any():
         return None
