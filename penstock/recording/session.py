@@ -98,7 +98,11 @@ class Session:
     @classmethod
     async def recover(cls, store: Store, key: str, *, route_format: RouteFormat = ANY_FORMAT) -> "Session":
         """The session that another process recorded at `key`, with every turn that it committed."""
-        spool, entries = await in_io_thread(Spool.recover, store, key)
+        return await in_io_thread(cls._recovered, store, key, route_format)
+
+    @classmethod
+    def _recovered(cls, store: Store, key: str, route_format: RouteFormat) -> "Session":
+        spool, entries = Spool.recover(store, key)
         session = cls(spool, route_format=route_format)
         for entry in entries:
             session._samples.add(entry.addition)

@@ -99,8 +99,7 @@ class Spool:
         mark = part and part.mark()
         try:
             if part:
-                part.append(*rows)
-                state = self._state_with(part, rows[0])
+                state = self._append_rows(part, rows)
             self._log.append(*entry_frame(entry, state))
         except BaseException:
             if part and mark:
@@ -157,18 +156,12 @@ class Spool:
             self._rows = self._store.part(f"{self.settings.key}/{EXPERTS}", suffix=ROWS, reserve_head=True)
         return self._rows
 
-    def _state_with(self, part: Part, rows: Rows) -> RowsState:
-        state = RowsState(
-            layers=rows.shape[1],
-            topk=rows.shape[2],
-            dtype=rows.dtype.name,
-            length=part.length,
-            checksum=part.tail_checksum(),
-        )
-        before = self._rows_state or state
-        if (before.layers, before.topk, before.dtype) != (state.layers, state.topk, state.dtype):
-            raise Upstream(f"routed experts changed within a session: {rows.shape[1:]} {rows.dtype}, before {before}")
-        return state
+    def _append_rows(self, part: Part, rows: Sequence[Rows]) -> RowsState:
+        shape, dtype, before = rows[0].shape[1:], rows[0].dtype.name, self._rows_state
+        if before and (before.layers, before.topk, before.dtype) != (*shape, dtype):
+            raise Upstream(f"routed experts changed within a session: now {shape} {dtype}, before {before}")
+        part.append(*rows)
+        return RowsState(layers=shape[0], topk=shape[1], dtype=dtype, length=part.length, checksum=part.tail_checksum())
 
     def _conversation(self, lines: Sequence[Sequence[int]]) -> bytes:
         """The messages of each line as JSON, put together from what every turn added."""

@@ -46,6 +46,19 @@ def test_rows_are_read_by_position_whatever_came_between(store: Store, dtype: An
     assert experts.routed_valid.tolist() == [1, 1, 1, 1, 1, 0, 1, 1, 0, 0]
 
 
+@pytest.mark.parametrize("missing", [-1, 0, "dummy"])
+def test_any_range_is_a_slice_of_the_whole(store: Store, missing: Any) -> None:
+    experts, _ = some_experts(store)
+    for sample, length in ((0, 6), (1, 4), (2, 3)):
+        whole = np.empty((length, 3, 2), np.int16)
+        experts.read(sample, 0, length, whole, missing=missing)
+        for start in range(length + 1):
+            for stop in range(start, length + 1):
+                out = np.full((stop - start, 3, 2), 99, np.int16)
+                experts.read(sample, start, stop, out, missing=missing)
+                np.testing.assert_array_equal(out, whole[start:stop])
+
+
 @pytest.mark.parametrize("layers", [slice(1, 3), [2, 0], [1], slice(0, 0)])
 def test_a_reader_takes_the_layers_it_needs(store: Store, layers: Any) -> None:
     experts, rows = some_experts(store)
