@@ -1,0 +1,282 @@
+"""A session: one conversation with the policy, recorded turn by turn. No HTTP here; both doors use it.
+
+State changes only in plain functions on the loop's thread, so each change is whole and no lock is ever held across an
+await; files are written in threads, by whoever holds the session's one slot. A turn is in memory only if it is on disk.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from penstock.blobs import BlobRef, Store
+from penstock.errors import BadRequest, Busy, Invariant, NotFound, NothingToTrain
+from penstock.fingerprints import Ids
+from penstock.offload import in_io_thread
+from penstock.recording.conversation import START, Conversation, Message, Mode, Request
+from penstock.recording.spool import SessionSettings, Spool
+from penstock.recording.turn_log import Entry
+from penstock.responses import ANY_FORMAT, Known, Turn
+from penstock.routed_experts import RouteFormat
+from penstock.samples import Circumstances, Samples
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+ORDINARY = Circumstances()
+
+
+class State(StrEnum):
+    OPEN = "open"
+    SEALED = "sealed"
+    """Its blobs are being written, or were."""
+    CLOSED = "closed"
+
+
+class Claim:
+    """The slot of a session, while it is taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What is needed to send a request and to read its answer."""
+
+    request: Request
+    turns: int
+    """Committed turns when this was prepared."""
+    history_ids: Ids
+    """Linear mode: tokens of the conversation so far, to which those of `request.appended` are added."""
+    routes_from: int
+    """The first routed row to ask for, where the prompt that is sent begins with `history_ids`."""
+    known: Sequence[Known]
+    """For `read_turn`, as is the next."""
+    route_format: RouteFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sealed:
+    """A recorded rollout."""
+
+    columns: BlobRef
+    experts: BlobRef | None
+    """None when no routed rows came."""
+    sample_lengths: tuple[int, ...]
+    turns: int
+    completion_tokens: int
+    version_first: int
+    version_last: int
+    truncated: bool
+    metrics: Mapping[str, float]
+
+
+class Session:
+    def __init__(self, spool: Spool, *, route_format: RouteFormat = ANY_FORMAT) -> None:
+        self.settings = spool.settings
+        self._spool = spool
+        self._samples = Samples(max_samples=self.settings.max_samples)
+        self._conversation = Conversation(mode=self.settings.mode, append_roles=frozenset(self.settings.append_roles))
+        self._route_format = route_format
+        self._state = State.OPEN
+        self._claim: Claim | None = None
+        self._recording: asyncio.Task[bool] | None = None
+        self._sealing: asyncio.Task[Sealed] | None = None
+
+    @classmethod
+    async def start(
+        cls, store: Store, settings: SessionSettings, *, route_format: RouteFormat = ANY_FORMAT
+    ) -> "Session":
+        return cls(await in_io_thread(Spool.create, store, settings), route_format=route_format)
+
+    @classmethod
+    async def recover(cls, store: Store, key: str, *, route_format: RouteFormat = ANY_FORMAT) -> "Session":
+        """The session that another process recorded at `key`, with every turn that it committed."""
+        return await in_io_thread(cls._recovered, store, key, route_format)
+
+    @classmethod
+    def _recovered(cls, store: Store, key: str, route_format: RouteFormat) -> "Session":
+        spool, entries = Spool.recover(store, key)
+        session = cls(spool, route_format=route_format)
+        for entry in entries:
+            session._samples.add(entry.addition)
+            request = session._conversation.request(entry.parent, orjson.loads(entry.appended))
+            session._conversation.commit(session._conversation.answered(request, orjson.loads(entry.answer)))
+        return session
+
+    @property
+    def turns(self) -> int:
+        return len(self._samples.turns)
+
+    def token_ids(self) -> Ids:
+        """The sample that the last turn belongs to, up to its end."""
+        return self._samples.ids(self.turns - 1) if self.turns else np.empty(0, np.int32)
+
+    async def records(self) -> list[bytes]:
+        """What was committed with each turn; in linear mode without those that were discarded."""
+        self._require_open()
+        turns = self._conversation.line() if self.settings.mode is Mode.LINEAR else range(self.turns)
+        return await in_io_thread(self._spool.records, turns)
+
+    @contextlib.contextmanager
+    def claim(self) -> Generator[Claim]:
+        """The one slot, for a chat from before its request is read until it is committed. Closing beats busy."""
+        self._require_open()
+        if self._claim is not None:
+            raise Busy("session already has an in-flight chat completion")
+        claim = self._claim = Claim()
+        try:
+            yield claim
+        finally:
+            self._claim = None
+
+    def prepare(self, claim: Claim, messages: object = None) -> Prepared:
+        """Checks a request, changes nothing. Without messages, only tokens go in and out."""
+        self._require_open()
+        self._require_slot(claim)
+        if messages is None:
+            request = self._conversation.request(self.turns - 1, [])
+        else:
+            request = self._conversation.prepare(messages)
+        history_ids, routes_from = self._history(request)
+        return Prepared(
+            request=request,
+            turns=self.turns,
+            history_ids=history_ids,
+            routes_from=routes_from,
+            known=self._samples.known(),
+            route_format=self._route_format,
+        )
+
+    async def commit(
+        self,
+        claim: Claim,
+        prepared: Prepared,
+        turn: Turn,
+        circumstances: Circumstances = ORDINARY,
+        *,
+        record: bytes = b"",
+    ) -> bool:
+        """Whether the turn was recorded: it is not when the session was closed meanwhile. Once begun it is finished,
+        even when the caller is cancelled; on any error nothing of it remains. `record` is kept for `records`."""
+        self._require_slot(claim)
+        self._recording = asyncio.create_task(self._record(prepared, turn, circumstances, record))
+        try:
+            return await _to_the_end(self._recording)
+        finally:
+            self._recording = None
+
+    async def seal(self, *, error: str = "", extras: Mapping[str, NDArray[np.float32]] | None = None) -> Sealed:
+        """Writes the blobs, once: who asks again gets the same answer. After a failure the session is open again."""
+        if self._sealing is None:
+            self._require_open()
+            if self._claim is not None:
+                raise Busy("session already has an in-flight chat completion")
+            if not self.turns:
+                raise NothingToTrain(f"session {self.settings.session} recorded no turn: there is nothing to train on")
+            self._state = State.SEALED
+            self._sealing = asyncio.create_task(self._seal(error, extras or {}))
+        return await asyncio.shield(self._sealing)
+
+    async def close(self) -> None:
+        """Removes what is not sealed. A turn under way is not recorded any more."""
+        if self._is_closed():
+            raise self._not_found()
+        self._state = State.CLOSED
+        await _to_the_end(asyncio.create_task(self._discard()))
+
+    async def _discard(self) -> None:
+        if under_way := [task for task in (self._recording, self._sealing) if task]:
+            await asyncio.wait(under_way)
+        await in_io_thread(self._spool.discard)
+
+    def _history(self, request: Request) -> tuple[Ids, int]:
+        if self.settings.mode is Mode.OPEN or request.parent is START:
+            return np.empty(0, np.int32), 0
+        turn = request.parent.turn
+        parent = self._samples.turns[turn]
+        if parent.truncated:
+            raise BadRequest(f"the conversation has reached max_seq_len ({self.settings.max_seq_len}): end it here")
+        extends = self._samples.last_turns()[parent.sample] == turn
+        return self._samples.ids(turn), self._samples.known()[parent.sample].rows_from if extends else 0
+
+    async def _record(self, prepared: Prepared, turn: Turn, circumstances: Circumstances, record: bytes) -> bool:
+        if self._is_closed():
+            return False
+        if self.turns != prepared.turns:
+            session = self.settings.session
+            log.error("action=invariant session=%s turns=%d prepared=%d", session, self.turns, prepared.turns)
+            raise Invariant(f"session {session} has {self.turns} turns; the request was prepared with {prepared.turns}")
+        answer: Message = {"role": "assistant", **orjson.loads(turn.message)} if turn.message else {}
+        checkpoint = self._conversation.answered(prepared.request, answer)
+        addition, rows = self._samples.place(turn, circumstances)
+        entry = Entry(
+            addition=addition,
+            parent=prepared.request.parent.turn,
+            appended=orjson.dumps(prepared.request.appended),
+            answer=orjson.dumps(answer),
+            record=record,
+        )
+        await in_io_thread(self._spool.write, entry, rows)
+        if self._is_closed():
+            return False
+        self._samples.add(addition, turn.sequence)
+        self._conversation.commit(checkpoint)
+        if turn.routes:
+            self._route_format = turn.routes.format
+        return True
+
+    async def _seal(self, error: str, extras: Mapping[str, NDArray[np.float32]]) -> Sealed:
+        turns = self._samples.turns
+        lines = [self._conversation.line(turn) for turn in self._samples.last_turns()]
+        try:
+            columns, experts = await in_io_thread(self._spool.seal, self._samples, lines, error=error, extras=extras)
+        except BaseException:
+            self._sealing = None
+            if not self._is_closed():
+                self._state = State.OPEN
+            raise
+        return Sealed(
+            columns=columns,
+            experts=experts,
+            sample_lengths=tuple(self._samples.lengths()),
+            turns=len(turns),
+            completion_tokens=sum(len(turn.completion_ids) for turn in turns),
+            version_first=min(turn.version_first for turn in turns),
+            version_last=max(turn.version_last for turn in turns),
+            truncated=any(turn.truncated for turn in turns),
+            metrics=self._samples.metrics(),
+        )
+
+    def _is_closed(self) -> bool:
+        return self._state is State.CLOSED
+
+    def _require_open(self) -> None:
+        if self._state is not State.OPEN:
+            raise self._not_found()
+
+    def _require_slot(self, claim: Claim) -> None:
+        if self._claim is not claim:
+            raise Invariant(f"session {self.settings.session}: only whoever holds the slot may use it")
+
+    def _not_found(self) -> NotFound:
+        return NotFound(f"session not found: session_id={self.settings.session}")
+
+
+async def _to_the_end(task: asyncio.Task[T]) -> T:
+    """Waits until the task is done, and only then lets a cancellation through."""
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        if not task.cancelled() and (error := task.exception()):
+            log.error("action=failed_unseen error=%r: whoever waited for it was cancelled", error)
+        raise

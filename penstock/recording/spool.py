@@ -1,0 +1,194 @@
+"""The files of a session while it is recorded: the log of its turns, and the routed rows in a part of the later blob.
+
+Blocks: every method is called in a thread, one at a time. A turn is on disk as a whole or not at all; rows go first, so
+that the log never names rows that are not there.
+"""
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.blobs import BlobRef, Store
+from penstock.blobs.columns import write_columns
+from penstock.blobs.experts import seal_experts
+from penstock.blobs.parts import GrowingFile, Part
+from penstock.blobs.tensors import Tensors
+from penstock.errors import BlobCorrupt, BlobMissing, Upstream
+from penstock.recording.conversation import Mode
+from penstock.recording.turn_log import Bytes, Entry, RowsState, entry_frame, frame, frames, read_entry
+from penstock.routed_experts import Rows
+from penstock.sample_columns import columns_of, routed_valid_of
+from penstock.samples import Samples
+
+COLUMNS, EXPERTS = "columns.safetensors", "experts.safetensors"
+LOG, ROWS = "log", "rows"  # end the temporary names, by which a later process finds the files
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSettings:
+    session: str
+    key: str
+    """Directory of the session's files in the store; names an execution, so that no two write the same."""
+    rollout: str
+    attempt: int
+    mode: Mode = Mode.OPEN
+    append_roles: tuple[str, ...] = ("tool", "user")
+    """Who may speak in what a linear conversation is continued with."""
+    max_seq_len: int | None = None
+    max_samples: int | None = None
+    logprobs_mode: str = "processed"
+
+
+def unsealed(store: Store, under: str) -> list[str]:
+    """Keys of the sessions below a directory whose recording has not ended: what a new process may recover."""
+    logs = store.path(under).rglob(f".{COLUMNS}.{LOG}")
+    return sorted(log.parent.relative_to(store.root).as_posix() for log in logs)
+
+
+class Spool:
+    def __init__(
+        self,
+        store: Store,
+        settings: SessionSettings,
+        *,
+        log: GrowingFile,
+        rows: Part | None = None,
+        rows_state: RowsState | None = None,
+    ) -> None:
+        self._store = store
+        self.settings = settings
+        self._log = log
+        self._rows = rows
+        self._rows_state = rows_state
+
+    @classmethod
+    def create(cls, store: Store, settings: SessionSettings) -> "Spool":
+        log = GrowingFile(store.part_path(f"{settings.key}/{COLUMNS}", LOG))
+        log.create()
+        log.append(*frame({"settings": asdict(settings)}, {}))
+        return cls(store, settings, log=log)
+
+    @classmethod
+    def recover(cls, store: Store, key: str) -> tuple["Spool", list[Entry]]:
+        """What a killed process left of the session at `key`, up to its last whole turn."""
+        path = store.part_path(f"{key}/{COLUMNS}", LOG)
+        found = list(frames(_mapped(path)))
+        if not found:
+            raise BlobCorrupt(f"the log of the session at {key} has no whole frame: it cannot come back")
+        entries = [read_entry(body) for body, _ in found[1:]]
+        state, end = entries[-1][1] if entries else None, found[-1][1]
+        os.truncate(path, end)
+        spool = cls(
+            store,
+            msgspec.json.decode(found[0][0].metadata["settings"], type=SessionSettings),
+            log=GrowingFile(path, length=end),
+            rows=_recover_rows(store, f"{key}/{EXPERTS}", state),
+            rows_state=state,
+        )
+        return spool, [entry for entry, _ in entries]
+
+    def write(self, entry: Entry, rows: Sequence[Rows]) -> None:
+        """A committed turn. `rows` are those of its chunks, in one write."""
+        state, part = self._rows_state, self._rows_part() if rows else None
+        mark = part and part.mark()
+        try:
+            if part:
+                state = self._append_rows(part, rows)
+            self._log.append(*entry_frame(entry, state))
+        except BaseException:
+            if part and mark:
+                part.reset(mark)
+            raise
+        self._rows_state = state
+
+    def seal(
+        self, samples: Samples, lines: Sequence[Sequence[int]], *, error: str, extras: Mapping[str, NDArray[np.float32]]
+    ) -> tuple[BlobRef, BlobRef | None]:
+        """Columns and, where rows came, experts. `lines` are the turns of each sample's conversation."""
+        settings, experts, state = self.settings, None, self._rows_state
+        columns = columns_of(
+            samples,
+            rollout=settings.rollout,
+            attempt=settings.attempt,
+            logprobs_mode=settings.logprobs_mode,
+            error=error,
+            extras=extras,
+            conversation=self._conversation(lines),
+        )
+        ref = write_columns(self._store, f"{settings.key}/{COLUMNS}", columns)
+        if self._rows and state:
+            experts = seal_experts(
+                self._store,
+                f"{settings.key}/{EXPERTS}",
+                self._rows,
+                chunks=samples.chunks(),
+                routed_valid=routed_valid_of(samples),
+                row=(state.layers, state.topk),
+                dtype=np.dtype(state.dtype),
+                rollout=settings.rollout,
+                attempt=settings.attempt,
+            )
+            self._rows = None
+        self.discard()
+        return ref, experts
+
+    def records(self, turns: Sequence[int]) -> list[bytes]:
+        bodies = self._turn_bodies()
+        return [bodies[turn].arrays["record"].tobytes() for turn in turns]
+
+    def discard(self) -> None:
+        """Removes what is not sealed."""
+        self._log.discard()
+        if self._rows:
+            self._rows.discard()
+
+    def _turn_bodies(self) -> list[Tensors]:
+        return [body for body, _ in frames(_mapped(self._log.path)[: self._log.length])][1:]
+
+    def _rows_part(self) -> Part:
+        if self._rows is None:
+            self._rows = self._store.part(f"{self.settings.key}/{EXPERTS}", suffix=ROWS, reserve_head=True)
+        return self._rows
+
+    def _append_rows(self, part: Part, rows: Sequence[Rows]) -> RowsState:
+        shape, dtype, before = rows[0].shape[1:], rows[0].dtype.name, self._rows_state
+        if before and (before.layers, before.topk, before.dtype) != (*shape, dtype):
+            raise Upstream(f"routed experts changed within a session: now {shape} {dtype}, before {before}")
+        part.append(*rows)
+        return RowsState(layers=shape[0], topk=shape[1], dtype=dtype, length=part.length, checksum=part.tail_checksum())
+
+    def _conversation(self, lines: Sequence[Sequence[int]]) -> bytes:
+        """The messages of each line as JSON, put together from what every turn added."""
+        spoken: list[bytes] = []
+        for body in self._turn_bodies():
+            appended, answer = (body.arrays[name].tobytes() for name in ("appended", "answer"))
+            spoken.append(b",".join(text for text in (appended[1:-1], answer) if text not in (b"", b"{}")))
+        messages = (b",".join(spoken[turn] for turn in line if spoken[turn]) for line in lines)
+        return b"[" + b",".join(b"[" + texts + b"]" for texts in messages) + b"]"
+
+
+def _recover_rows(store: Store, key: str, state: RowsState | None) -> Part | None:
+    path, blob = store.part_path(key, ROWS), store.path(key)
+    if state is None:
+        path.unlink(missing_ok=True)  # made for a turn that was never committed
+        return None
+    if not path.exists() and blob.exists():
+        blob.rename(path)  # killed between two steps of sealing, so nobody was told of the blob
+    part = Part.recover(path, state.length)
+    if part.tail_checksum() != state.checksum:
+        raise BlobCorrupt(f"the routed rows of the session at {key} are not those that were recorded")
+    return part
+
+
+def _mapped(path: Path) -> Bytes:
+    try:
+        with path.open("rb") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    except FileNotFoundError:
+        raise BlobMissing(f"{path} is not there: nothing was recorded, or it was sealed or closed") from None

@@ -1,0 +1,158 @@
+from typing import Any
+
+import pytest
+
+from penstock.errors import BadRequest
+from penstock.recording.conversation import Conversation, Mode
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def said(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def conversation(mode: Mode = Mode.LINEAR, roles: str = "user tool") -> Conversation:
+    return Conversation(mode=mode, append_roles=frozenset(roles.split()))
+
+
+def talk(talked: Conversation, *turns: tuple[list[dict[str, Any]], dict[str, Any]]) -> Conversation:
+    for messages, answer in turns:
+        talked.commit(talked.answered(talked.prepare(messages), answer))
+    return talked
+
+
+FIRST = ([SYSTEM, user("1")], said("one"))
+SECOND = ([*FIRST[0], FIRST[1], user("2")], said("two"))
+THIRD = ([*SECOND[0], SECOND[1], user("3")], said("three"))
+
+
+def test_a_request_goes_on_from_the_last_answer() -> None:
+    talked = talk(conversation(), FIRST)
+    request = talked.prepare(SECOND[0])
+    assert request.parent.turn == 0
+    assert request.appended == [user("2")]
+    assert talk(talked, SECOND, THIRD).line() == [0, 1, 2]
+
+
+def test_none_empty_text_and_empty_list_are_equal() -> None:
+    answers = [said(None), said(""), said([]), {"role": "assistant"}]
+    extras = [{}, {"tool_calls": None}, {"tool_calls": []}, {"reasoning_content": ""}, {"name": "ignored", "id": 7}]
+    talked = talk(conversation(), ([user("1")], said(None, tool_calls=[])))
+    for answer in answers:
+        for extra in extras:
+            assert talked.prepare([user("1"), {**answer, **extra}, user("2")]).parent.turn == 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        said("One"),
+        said("one", reasoning_content="hm"),
+        said("one", tool_calls=[{"id": "1"}]),
+        {"role": "user", "content": "one"},
+        said([{"type": "text", "text": "one"}]),
+    ],
+)
+def test_what_makes_a_message_another_one(changed: dict[str, Any]) -> None:
+    talked = talk(conversation(), FIRST, SECOND)
+    with pytest.raises(BadRequest, match="diverge"):
+        talked.prepare([*FIRST[0], changed, user("2"), SECOND[1], user("3")])
+
+
+def test_the_order_of_keys_in_tool_calls_does_not_matter() -> None:
+    talked = talk(conversation(), ([user("1")], said(None, tool_calls=[{"id": "a", "function": {"name": "f"}}])))
+    echo = said(None, tool_calls=[{"function": {"name": "f"}, "id": "a"}])
+    assert talked.prepare([user("1"), echo, {"role": "tool", "content": "4"}]).parent.turn == 0
+
+
+def test_going_back_discards_one_answer() -> None:
+    talked = talk(conversation(), FIRST, SECOND)
+    again = talked.prepare([*FIRST[0], FIRST[1], user("another 2")])
+    assert again.parent.turn == 0
+    assert again.appended == [user("another 2")]
+    talked.commit(talked.answered(again, said("two'")))
+    assert talked.line() == [0, 2]
+    assert talked.line(1) == [0, 1]
+
+
+def test_going_back_over_two_answers_is_refused_and_changes_nothing() -> None:
+    talked = talk(conversation(), FIRST, SECOND, THIRD)
+    with pytest.raises(BadRequest, match="at most one generated message"):
+        talked.prepare([*FIRST[0], FIRST[1], user("another 2")])
+    assert talked.line() == [0, 1, 2]
+    assert talked.prepare([*THIRD[0], THIRD[1], user("4")]).parent.turn == 2
+
+
+def test_after_going_back_the_next_step_back_is_counted_along_the_new_line() -> None:
+    talked = talk(conversation(), FIRST, SECOND, ([*FIRST[0], FIRST[1], user("2'")], said("two'")))
+    assert talked.prepare([*FIRST[0], FIRST[1], user("2''")]).parent.turn == 0
+    with pytest.raises(BadRequest, match="only tool, user may be appended"):
+        talked.prepare([*SECOND[0], SECOND[1], user("3")])  # the discarded answer is nobody's message now
+
+
+def test_the_first_request_may_be_repeated() -> None:
+    talked = talk(conversation(), FIRST)
+    again = talked.prepare(FIRST[0])
+    assert again.parent.turn == -1
+    assert again.appended == FIRST[0]
+    talked.commit(talked.answered(again, said("uno")))
+    assert talked.line() == [1]
+    assert talked.prepare([*FIRST[0], said("uno"), user("2")]).parent.turn == 1
+
+
+def test_another_first_request_is_refused() -> None:
+    talked = talk(conversation(), FIRST)
+    with pytest.raises(BadRequest, match="diverge"):
+        talked.prepare([SYSTEM, user("something else")])
+    with pytest.raises(BadRequest, match="diverge"):
+        talked.prepare([SYSTEM])
+
+
+@pytest.mark.parametrize("role", ["system", "assistant", "developer"])
+def test_only_allowed_roles_may_be_appended(role: str) -> None:
+    talked = talk(conversation(), FIRST)
+    with pytest.raises(BadRequest, match=rf"messages\[4\] has role '{role}': only tool, user may be appended"):
+        talked.prepare([*SECOND[0], {"role": role, "content": "x"}])
+    assert talk(conversation(roles=role), FIRST).prepare([*FIRST[0], FIRST[1], {"role": role}]).parent.turn == 0
+
+
+def test_a_request_that_appends_nothing_is_refused() -> None:
+    talked = talk(conversation(), FIRST, SECOND)
+    for messages in ([*SECOND[0], SECOND[1]], [*FIRST[0], FIRST[1]]):
+        with pytest.raises(BadRequest, match="nothing to answer"):
+            talked.prepare(messages)
+
+
+def test_open_mode_takes_whatever_comes() -> None:
+    talked = talk(conversation(Mode.OPEN), FIRST, SECOND, THIRD)
+    assert talked.prepare([user("a sub-agent")]).parent.turn == -1
+    back = talked.prepare([*FIRST[0], FIRST[1], said("words in its mouth"), user("?")])
+    assert back.parent.turn == 0
+    assert len(back.appended) == 2
+    assert talked.prepare([*THIRD[0], THIRD[1], user("4")]).parent.turn == 2
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ([], "at least one"),
+        ({}, "at least one"),
+        ("hello", "at least one"),
+        (["hello"], r"messages\[0\] must be an object"),
+        ([{"content": "no role"}], r"messages\[0\] must be an object with a role"),
+        ([user("1"), {"role": 7}], r"messages\[1\]"),
+        ([user([{"type": "image_url", "image_url": {}}])], "images and the like are not supported"),
+        ([user(["bare text"])], "not text"),
+        ([user({1, 2})], "what JSON cannot"),
+    ],
+)
+@pytest.mark.parametrize("mode", Mode)
+def test_messages_that_are_none(messages: Any, complaint: str, mode: Mode) -> None:
+    with pytest.raises(BadRequest, match=complaint):
+        conversation(mode).prepare(messages)

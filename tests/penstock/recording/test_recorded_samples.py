@@ -1,0 +1,96 @@
+import asyncio
+import base64
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.plain_samples import PlainSample, PlainTurn, merge
+from support.talking import started
+from support.turn_structures import turn_structures
+
+from penstock.blobs import Store
+from penstock.blobs.columns import Columns, read_columns
+from penstock.blobs.experts import Experts
+from penstock.recording import Sealed, Session
+from penstock.responses import Asked, read_turn
+from penstock.routed_experts import CheckRoutes, RouteFormat
+from penstock.samples import Circumstances
+
+SHAPE = (1, 2)
+EVERY_ROW = RouteFormat(check=CheckRoutes.ALL)
+
+
+def body(turn: PlainTurn, dtype: Any) -> bytes:
+    """A response in vLLM's words. A row of zeros says that none was captured."""
+    choice: dict[str, Any] = {
+        "message": {"role": "assistant", "content": "text"},
+        "logprobs": {"content": [{"token": "t", "logprob": logprob} for logprob in turn.logprobs]},
+        "finish_reason": "stop",
+        "token_ids": turn.completion,
+    }
+    if turn.rows:
+        tokens = len(turn.prompt) + len(turn.completion)
+        first, end = min(turn.rows), max(max(turn.rows) + 1, tokens - 1)
+        rows = np.array([turn.rows.get(position, [[0, 0]]) for position in range(first, end)], dtype)
+        data, shape = base64.b64encode(rows.tobytes()).decode(), list(rows.shape)
+        choice["routed_experts"] = {"data": data, "shape": shape, "start": first, "dtype": np.dtype(dtype).name}
+    return json.dumps({"choices": [choice], "prompt_token_ids": turn.prompt}, separators=(",", ":")).encode()
+
+
+async def record(session: Session, turn: PlainTurn, dtype: Any) -> None:
+    with session.claim() as claim:
+        prepared = session.prepare(claim)
+        asked = Asked(max_seq_len=session.settings.max_seq_len)
+        read = read_turn(body(turn, dtype), known=prepared.known, asked=asked, route_format=prepared.route_format)
+        assert await session.commit(claim, prepared, read, Circumstances(agent=turn.agent))
+
+
+async def recorded(store: Store, turns: list[PlainTurn], limits: Any, dtype: Any, killed_after: int) -> Sealed:
+    """Everything through a session, which another process takes over after some turns."""
+    session = await started(store, **limits)
+    for number, turn in enumerate(turns):
+        if number == killed_after:
+            session = await Session.recover(store, session.settings.key, route_format=EVERY_ROW)
+        await record(session, turn, dtype)
+    return await session.seal()
+
+
+def assert_rows(store: Store, sealed: Sealed, columns: Columns, expected: list[PlainSample], dtype: Any) -> None:
+    if sealed.experts is None:
+        assert not any(sample.rows for sample in expected)
+        return
+    experts = Experts(store, sealed.experts)
+    assert experts.rows.dtype == dtype
+    for index, sample in enumerate(expected):
+        out = np.empty((len(sample.ids), *SHAPE), np.int32)
+        experts.read(index, 0, len(sample.ids), out)
+        rows = [sample.rows.get(position, [[-1, -1]]) for position in range(len(sample.ids))]
+        assert out.tobytes() == np.array(rows, np.int32).reshape(out.shape).tobytes()
+        valid = bytes(position in sample.rows for position in range(len(sample.ids)))
+        assert experts.routed_valid[columns.sample(index)].tobytes() == valid
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    case=turn_structures(exact=True).filter(lambda case: bool(case[0])),
+    dtype=st.sampled_from([np.uint8, np.uint16]),
+    killed_after=st.integers(1, 7),
+)
+def test_from_an_engines_bytes_to_the_blobs(case: Any, dtype: Any, killed_after: int) -> None:
+    turns, limits = case
+    expected, _ = merge(turns, **limits)
+    with tempfile.TemporaryDirectory() as root:
+        store = Store(Path(root))
+        sealed = asyncio.run(recorded(store, turns, limits, dtype, killed_after))
+        columns = read_columns(store, sealed.columns)
+        assert sealed.sample_lengths == tuple(len(sample.ids) for sample in expected)
+        assert columns.input_ids.tolist() == [token for sample in expected for token in sample.ids]
+        assert columns.loss_mask.tolist() == [value for sample in expected for value in sample.mask]
+        logprobs = [value for sample in expected for value in sample.logprobs]
+        assert columns.logprobs.tobytes() == np.array(logprobs, np.float32).tobytes()
+        assert columns.truncated.tolist() == [sample.truncated for sample in expected]
+        assert_rows(store, sealed, columns, expected, dtype)

@@ -1,0 +1,215 @@
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from support.talking import assistant, chat, prompt_ids, spoken, started, talk, user
+from support.waiting import wait_until
+
+from penstock.blobs import Store
+from penstock.errors import BadRequest, BlobCorrupt, BlobMissing
+from penstock.recording import Mode, Session, unsealed
+
+T = TypeVar("T")
+
+TESTS = Path(__file__).parents[2]
+KEY = "rollouts/r1/1.aa"
+SAID = [f"number {number}" for number in range(6)]
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(main)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path) -> Any:
+    """What sealing gives when nobody is killed."""
+
+    async def main() -> Any:
+        session = await started(Store(tmp_path / "undisturbed"), mode=Mode.LINEAR)
+        await talk(session, SAID)
+        return await session.seal()
+
+    return run(main())
+
+
+def log_of(store: Store) -> Path:
+    return store.root / KEY / ".columns.safetensors.log"
+
+
+def rows_of_session(store: Store) -> Path:
+    return store.root / KEY / ".experts.safetensors.rows"
+
+
+async def recorded(store: Store, turns: int) -> Session:
+    session = await started(store, mode=Mode.LINEAR)
+    await talk(session, SAID[:turns])
+    return session
+
+
+RECORDER = """
+import asyncio, sys
+from pathlib import Path
+from support.talking import assistant, chat, started, user
+from penstock.blobs import Store
+from penstock.recording import Mode
+
+async def main():
+    session = await started(Store(Path(sys.argv[1])), mode=Mode.LINEAR)
+    messages = []
+    for text in sys.argv[2:]:
+        messages.append(user(text))
+        messages.append(assistant(await chat(session, messages)))
+        print(session.turns, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("killed_after", [0, 1, 3, 6])
+def test_a_killed_process_leaves_every_turn_that_it_answered(store: Store, undisturbed: Any, killed_after: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    command = [sys.executable, "-c", RECORDER, str(store.root), *SAID]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as recorder:
+        assert recorder.stdout
+        for line in recorder.stdout if killed_after else []:
+            if int(line) >= killed_after:
+                break
+        if not killed_after:
+            wait_until(lambda: log_of(store).exists() and log_of(store).stat().st_size)
+        os.kill(recorder.pid, signal.SIGKILL)
+
+    async def main() -> None:
+        session = await Session.recover(store, KEY)
+        assert killed_after <= session.turns <= len(SAID)
+        messages = spoken(SAID[: session.turns])
+        assert session.token_ids().tolist() == (prompt_ids(messages)[:-1] if messages else [])
+        await talk(session, SAID[session.turns :], after=messages)
+        assert await session.seal() == undisturbed
+
+    run(main())
+
+
+def test_a_turn_that_was_being_written_is_dropped_wherever_it_was_cut(store: Store, undisturbed: Any) -> None:
+    async def two_turns() -> int:
+        session = await recorded(store, 1)
+        whole = log_of(store).stat().st_size
+        await talk(session, SAID[1:2], after=spoken(SAID[:1]))
+        return whole
+
+    first = run(two_turns())
+    log, rows = log_of(store).read_bytes(), rows_of_session(store).read_bytes()
+
+    async def recover(cut: int) -> None:
+        log_of(store).write_bytes(log[:cut])
+        rows_of_session(store).write_bytes(rows)
+        session = await Session.recover(store, KEY)
+        assert session.turns == (2 if cut == len(log) else 1)
+        assert log_of(store).stat().st_size == (first if cut < len(log) else len(log))
+
+    for cut in [*range(first, len(log), 37), len(log) - 1, len(log)]:
+        run(recover(cut))
+
+    async def damaged_and_continued() -> None:
+        for flipped in range(first, len(log), 41):
+            torn = bytearray(log)
+            torn[flipped] ^= 1
+            log_of(store).write_bytes(torn)
+            assert (await Session.recover(store, KEY)).turns == 1
+        session = await Session.recover(store, KEY)
+        await talk(session, SAID[1:], after=spoken(SAID[:1]))
+        assert await session.seal() == undisturbed
+
+    run(damaged_and_continued())
+
+
+def test_killed_before_anything_was_whole(store: Store) -> None:
+    with pytest.raises(BlobMissing, match=KEY):
+        run(Session.recover(store, KEY))
+    assert unsealed(store, "rollouts") == []
+    run(recorded(store, 0))
+    assert unsealed(store, "rollouts") == [KEY]
+    assert run(Session.recover(store, KEY)).turns == 0
+    log_of(store).write_bytes(log_of(store).read_bytes()[:-1])
+    with pytest.raises(BlobCorrupt, match=f"{KEY} has no whole frame"):
+        run(Session.recover(store, KEY))
+
+
+def test_rows_that_are_not_those_recorded_are_refused(store: Store) -> None:
+    run(recorded(store, 2))
+    rows = rows_of_session(store).read_bytes()
+    rows_of_session(store).write_bytes(rows[:-1] + bytes([rows[-1] ^ 1]))
+    with pytest.raises(BlobCorrupt, match="not those that were recorded"):
+        run(Session.recover(store, KEY))
+    rows_of_session(store).write_bytes(rows[:-1])
+    with pytest.raises(BlobCorrupt, match="has only"):
+        run(Session.recover(store, KEY))
+    rows_of_session(store).unlink()
+    with pytest.raises(BlobMissing, match="is gone"):
+        run(Session.recover(store, KEY))
+
+
+def test_rows_of_a_turn_that_was_never_committed_do_not_stay(store: Store) -> None:
+    run(recorded(store, 0))
+    rows_of_session(store).write_bytes(bytes(5000))
+
+    async def main() -> None:
+        session = await Session.recover(store, KEY)
+        await chat(session, [user("hello")])
+        sealed = await session.seal()
+        assert sealed.experts
+        assert sealed.experts.size < 4096 + 1000
+
+    run(main())
+
+
+def test_killed_while_sealing_the_session_is_as_before(store: Store, undisturbed: Any, tmp_path: Path) -> None:
+    """The last steps of sealing are two: the experts file gets its name, the log goes."""
+
+    async def sealed_but_for_the_last_step() -> None:
+        session = await recorded(store, len(SAID))
+        shutil.copy(log_of(store), tmp_path / "log")
+        await session.seal()
+        shutil.copy(tmp_path / "log", log_of(store))
+
+    run(sealed_but_for_the_last_step())
+
+    async def main() -> None:
+        session = await Session.recover(store, KEY)
+        assert session.turns == len(SAID)
+        assert await session.seal() == undisturbed
+        assert unsealed(store, "rollouts") == []
+        with pytest.raises(BlobMissing, match="or it was sealed or closed"):
+            await Session.recover(store, KEY)
+
+    run(main())
+
+
+def test_a_recovered_conversation_goes_on_and_back_as_before(store: Store) -> None:
+    run(recorded(store, 3))
+    messages = spoken(SAID[:3])
+
+    async def main() -> None:
+        session = await Session.recover(store, KEY)
+        other = [*messages[:4], user("another way")]
+        with session.claim() as claim:
+            assert session.prepare(claim, other).request.parent.turn == 1
+            with pytest.raises(BadRequest, match="at most one"):
+                session.prepare(claim, [*messages[:2], user("too far back")])
+            with pytest.raises(BadRequest, match="diverge"):
+                session.prepare(claim, [user("number 0"), assistant("no"), user("1")])
+        assert len(await session.records()) == 3
+
+    run(main())

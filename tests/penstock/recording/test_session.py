@@ -1,0 +1,442 @@
+import ast
+import asyncio
+import gc
+import inspect
+import json
+import threading
+import tracemalloc
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.talking import LAYERS, TOPK, chat, prompt_ids, rows_of, started, talk, turn_for, user
+from support.waiting import wait_until_async
+
+from penstock.blobs import Store
+from penstock.blobs.columns import read_columns
+from penstock.blobs.experts import Experts
+from penstock.errors import BadRequest, BlobUnwritten, Busy, Invariant, NotFound, NothingToTrain, PolicyFailure
+from penstock.event_loop import event_loop_factory
+from penstock.offload import in_io_thread
+from penstock.recording import Mode, Session
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]], *, concurrency: int = 8) -> None:
+    with asyncio.Runner(loop_factory=event_loop_factory(concurrency=concurrency)) as runner:
+        runner.run(main())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
+
+
+def files(store: Store) -> list[str]:
+    return sorted(path.name for path in store.root.rglob("*") if path.is_file())
+
+
+def test_a_conversation_is_one_sample_with_its_rows(store: Store) -> None:
+    async def main() -> None:
+        session = await started(store, mode=Mode.LINEAR)
+        messages = await talk(session, ["hello", "and", "bye"])
+        ids = prompt_ids(messages)[:-1]
+        assert session.token_ids().tolist() == ids
+        assert len(await session.records()) == 3
+        sealed = await session.seal(extras={"reward": np.ones(len(ids), np.float32)})
+        assert sealed.sample_lengths == (len(ids),)
+        assert (sealed.turns, sealed.truncated, sealed.metrics["samples"]) == (3, False, 1)
+        columns = read_columns(store, sealed.columns)
+        assert columns.input_ids.tolist() == ids
+        assert columns.loss_mask.sum() == sealed.completion_tokens
+        assert columns.extras["reward"].sum() == len(ids)
+        assert json.loads(columns.conversation.tobytes()) == [messages]
+        assert sealed.experts
+        experts, out = Experts(store, sealed.experts), np.empty((len(ids), LAYERS, TOPK), np.int16)
+        experts.read(0, 0, len(ids), out)
+        np.testing.assert_array_equal(out[:-1], rows_of(ids))
+        assert (out[-1] == -1).all()
+        assert experts.routed_valid.tolist() == [1] * (len(ids) - 1) + [0]
+        assert files(store) == ["columns.safetensors", "experts.safetensors"]
+
+    run(main)
+
+
+def test_without_routed_rows_there_is_no_experts_file(store: Store) -> None:
+    async def main() -> None:
+        session = await started(store)
+        await chat(session, [user("hello")], routed=False)
+        sealed = await session.seal()
+        assert sealed.experts is None
+        assert files(store) == ["columns.safetensors"]
+
+    run(main)
+
+
+def test_an_error_masks_the_whole_rollout(store: Store) -> None:
+    async def main() -> None:
+        session = await started(store)
+        await talk(session, ["hello"])
+        columns = read_columns(store, (await session.seal(error="out of turns")).columns)
+        assert columns.error == "out of turns"
+        assert not columns.loss_mask.any()
+
+    run(main)
+
+
+def test_history_is_the_stored_tokens_and_only_new_rows_are_asked_for(store: Store) -> None:
+    async def main() -> None:
+        session = await started(store, mode=Mode.LINEAR)
+        messages = await talk(session, ["hello", "and"])
+        with session.claim() as claim:
+            prepared = session.prepare(claim, [*messages, user("bye")])
+            assert prepared.history_ids.tolist() == session.token_ids().tolist()
+            assert prepared.request.appended == [user("bye")]
+            assert prepared.routes_from == len(prepared.history_ids) - 1
+            back = session.prepare(claim, [*messages[:2], user("another way")])
+            assert back.history_ids.tolist() == prompt_ids(messages[:2])[:-1]
+            assert back.routes_from == 0
+
+    run(main)
+
+
+def test_going_back_starts_another_sample_and_both_are_kept(store: Store) -> None:
+    async def main() -> None:
+        session = await started(store, mode=Mode.LINEAR)
+        messages = await talk(session, ["hello", "and"])
+        other = await talk(session, ["another way"], after=messages[:2])
+        longer = await talk(session, ["on we go"], after=other)
+        with pytest.raises(BadRequest, match="at most one"):
+            await talk(session, ["a third way"], after=messages[:2])
+        assert session.turns == 4
+        assert session.token_ids().tolist() == prompt_ids(longer)[:-1]
+        assert len(await session.records()) == 3
+        columns = read_columns(store, (await session.seal()).columns)
+        assert columns.sample_offsets.tolist() == [0, len(prompt_ids(messages)) - 1, columns.input_ids.size]
+        assert columns.metrics["breaks"] == 1
+        assert json.loads(columns.conversation.tobytes()) == [messages, longer]
+
+    run(main)
+
+
+def test_agents_may_interleave_in_mode_open(store: Store) -> None:
+    async def main() -> None:
+        session = await started(store)
+        first = await talk(session, ["hello"])
+        other = [user("a sub-agent's task")]
+        await chat(session, other, agent="sub")
+        first = await talk(session, ["and"], after=first)
+        sealed = await session.seal()
+        assert sealed.sample_lengths == (len(prompt_ids(first)) - 1, sealed.sample_lengths[1])
+        assert len(sealed.sample_lengths) == 2
+        assert sealed.metrics["breaks"] == 0
+
+    run(main)
+
+
+def test_tokens_alone_are_recorded_without_messages(store: Store) -> None:
+    async def main() -> None:
+        session = await started(store)
+        messages = [user("1")]
+        for _ in range(2):
+            with session.claim() as claim:
+                prepared = session.prepare(claim)
+                assert await session.commit(claim, prepared, turn_for(prepared, messages))
+            messages += [{"role": "assistant", "content": "?"}, user("2")]
+        sealed = await session.seal()
+        assert sealed.turns == 2
+
+    run(main)
+
+
+def test_a_truncated_conversation_ends(store: Store) -> None:
+    async def main() -> None:
+        session = await started(store, mode=Mode.LINEAR, max_seq_len=8)
+        messages = await talk(session, ["hello"])
+        with pytest.raises(BadRequest, match=r"max_seq_len \(8\)"):
+            await talk(session, ["and"], after=messages)
+        sealed = await session.seal()
+        assert sealed.sample_lengths == (8,)
+        assert sealed.truncated
+
+    run(main)
+
+
+def test_too_many_samples_are_the_policys_failure(store: Store) -> None:
+    async def main() -> None:
+        session = await started(store, max_samples=1)
+        await talk(session, ["hello"])
+        with pytest.raises(PolicyFailure, match="1 samples"):
+            await talk(session, ["something else"])
+        assert (await session.seal()).turns == 1
+
+    run(main)
+
+
+def test_one_chat_at_a_time(store: Store) -> None:
+    async def main() -> None:
+        session, won, inside = await started(store), list[int](), asyncio.Event()
+
+        async def one(number: int) -> None:
+            with session.claim():
+                won.append(number)
+                await inside.wait()
+
+        tasks = [asyncio.create_task(one(number)) for number in range(20)]
+        await wait_until_async(lambda: sum(task.done() for task in tasks) == 19)
+        inside.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert len(won) == 1
+        refused = [error for error in results if error]
+        assert all(isinstance(error, Busy) for error in refused)
+        assert str(refused[0]) == "session already has an in-flight chat completion"
+        await talk(session, ["the slot is free again"])
+
+    run(main)
+
+
+def test_closing_beats_busy(store: Store) -> None:
+    async def main() -> None:
+        session = await started(store)
+        with session.claim() as claim:
+            await session.close()
+            for refused in (session.claim().__enter__, lambda: session.prepare(claim, [user("x")])):
+                with pytest.raises(NotFound, match=r"^session not found: session_id=s1$"):
+                    refused()
+            with pytest.raises(NotFound):
+                await session.seal()
+            with pytest.raises(NotFound):
+                await session.close()
+        assert files(store) == []
+
+    run(main)
+
+
+def test_what_closes_meanwhile_is_not_recorded(store: Store) -> None:
+    async def main() -> None:
+        session = await started(store)
+        with session.claim() as claim:
+            prepared = session.prepare(claim, [user("hello")])
+            await session.close()
+            assert not await session.commit(claim, prepared, turn_for(prepared, [user("hello")]))
+        assert session.turns == 0
+        assert files(store) == []
+
+    run(main)
+
+
+async def ticks(count: int = 10) -> None:
+    """Enough turns of the loop for everything that can go on to go on."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class BlockedPool:
+    """Both threads of the loop's I/O pool wait: a write has begun but cannot end."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+
+    async def __aenter__(self) -> "BlockedPool":
+        self.tasks = [asyncio.create_task(in_io_thread(self.release.wait)) for _ in range(2)]
+        await ticks()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.release.set()
+        await asyncio.gather(*self.tasks)
+
+
+def test_closing_while_a_turn_is_written_removes_it(store: Store) -> None:
+    async def main() -> None:
+        session, recorded = await started(store), list[bool]()
+
+        async def one() -> None:
+            with session.claim() as claim:
+                prepared = session.prepare(claim, [user("hello")])
+                recorded.append(await session.commit(claim, prepared, turn_for(prepared, [user("hello")])))
+
+        async with BlockedPool() as pool:
+            chatting = asyncio.create_task(one())
+            await ticks()
+            closing = asyncio.create_task(session.close())
+            await ticks()
+            assert not closing.done()
+            pool.release.set()
+            await asyncio.gather(chatting, closing)
+        assert recorded == [False]
+        assert files(store) == []
+
+    run(main, concurrency=1)
+
+
+@pytest.mark.parametrize("cancels", [1, 3])
+def test_a_cancelled_commit_is_finished_before_the_slot_is_free(store: Store, cancels: int) -> None:
+    async def main() -> None:
+        session = await started(store)
+        async with BlockedPool() as pool:
+            chatting = asyncio.create_task(chat(session, [user("hello")]))
+            await ticks()
+            for _ in range(cancels):
+                chatting.cancel()
+                await ticks()
+                with pytest.raises(Busy):
+                    session.claim().__enter__()
+            pool.release.set()
+            with pytest.raises(asyncio.CancelledError):
+                await chatting
+        assert session.turns == 1
+        await talk(session, ["the slot is free again"])
+
+    run(main, concurrency=1)
+
+
+def test_cancelled_anywhere_memory_and_disk_agree(store: Store) -> None:
+    async def main() -> None:
+        session, messages, finished = await started(store), list[dict[str, Any]](), 0
+        for count in range(40):
+            chatting = asyncio.create_task(chat(session, [*messages, user(f"{count}")]))
+            await ticks(count % 13)
+            chatting.cancel()
+            results = await asyncio.gather(chatting, return_exceptions=True)
+            finished += isinstance(results[0], str)
+        assert finished <= session.turns
+        again = await Session.recover(store, session.settings.key)
+        assert again.turns == session.turns
+        assert await again.records() == await session.records()
+        assert again.token_ids().tolist() == session.token_ids().tolist()
+        await talk(session, ["the slot is free again"])
+
+    run(main)
+
+
+def test_every_way_out_frees_the_slot_and_commits_nothing(store: Store) -> None:
+    async def main() -> None:
+        session, never = await started(store), asyncio.Event()
+
+        async def cancelled_while_sending() -> None:
+            with session.claim() as claim:
+                session.prepare(claim, [user("hello")])
+                await never.wait()
+
+        async def failed() -> None:
+            with session.claim() as claim:
+                session.prepare(claim, "no messages")
+
+        sending = asyncio.create_task(cancelled_while_sending())
+        await asyncio.sleep(0)
+        sending.cancel()
+        results = await asyncio.gather(sending, failed(), return_exceptions=True)
+        assert [type(error) for error in results] == [asyncio.CancelledError, BadRequest]
+        assert session.turns == 0
+        await talk(session, ["the slot is free again"])
+
+    run(main)
+
+
+def test_only_the_holder_uses_the_slot_and_only_as_prepared(store: Store) -> None:
+    async def main() -> None:
+        session = await started(store)
+        with session.claim() as old:
+            stale = session.prepare(old, [user("hello")])
+        await talk(session, ["hello"])
+        with session.claim() as claim:
+            with pytest.raises(Invariant, match="holds the slot"):
+                session.prepare(old, [user("hello")])
+            with pytest.raises(Invariant, match="holds the slot"):
+                await session.commit(old, stale, turn_for(stale, [user("hello")]))
+            with pytest.raises(Invariant, match="has 1 turns; the request was prepared with 0"):
+                await session.commit(claim, stale, turn_for(stale, [user("hello")]))
+        assert session.turns == 1
+
+    run(main)
+
+
+def test_a_write_that_fails_leaves_the_turns_before(store: Store) -> None:
+    async def main() -> None:
+        session = await started(store)
+        messages = await talk(session, ["hello"])
+        log = next(store.root.rglob(".columns*"))
+        log.rename(log.with_name("elsewhere"))
+        with pytest.raises(BlobUnwritten, match="cannot write"):
+            await talk(session, ["and"], after=messages)
+        assert session.turns == 1
+        log.with_name("elsewhere").rename(log)
+        messages = await talk(session, ["and"], after=messages)
+        sealed = await session.seal()
+        assert sealed.experts
+        ids = read_columns(store, sealed.columns).input_ids
+        out = np.empty((len(ids), LAYERS, TOPK), np.uint8)
+        Experts(store, sealed.experts).read(0, 0, len(ids), out, missing=0)
+        np.testing.assert_array_equal(out[:-1], rows_of(ids.tolist()))
+
+    run(main)
+
+
+def test_a_seal_that_fails_can_be_tried_again(store: Store) -> None:
+    async def main() -> None:
+        for obstacle in ("columns.safetensors", "experts.safetensors"):
+            session = await started(store, key=obstacle.partition(".")[0])
+            messages = await talk(session, ["hello"])
+            blocked = store.root / session.settings.key / obstacle
+            blocked.mkdir()
+            with pytest.raises(BlobUnwritten):
+                await session.seal()
+            await talk(session, ["still open"], after=messages)
+            blocked.rmdir()
+            sealed = await session.seal()
+            assert sealed.turns == 2
+            assert sealed.experts
+            assert len(Experts(store, sealed.experts).rows) == sealed.sample_lengths[0] - 1
+
+    run(main)
+
+
+def test_sealing_twice_gives_one_answer_and_nothing_is_sealed_twice(store: Store) -> None:
+    async def main() -> None:
+        session = await started(store)
+        with pytest.raises(NothingToTrain, match="recorded no turn"):
+            await session.seal()
+        await talk(session, ["hello"])
+        with session.claim(), pytest.raises(Busy):
+            await session.seal()
+        first, second = await asyncio.gather(session.seal(), session.seal())
+        assert first is second
+        with pytest.raises(NotFound):
+            session.claim().__enter__()
+        await session.close()
+        assert read_columns(store, first.columns).rollout == "r1"
+
+    run(main)
+
+
+def test_an_idle_session_costs_its_columns(store: Store) -> None:
+    async def main() -> None:
+        said = [letter * 600 for letter in "abcdefghij"]
+        await talk(await started(store, key="imports"), said)
+        gc.collect()
+        tracemalloc.start()
+        session = await started(store)
+        await talk(session, said)
+        gc.collect()
+        used, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        columns = read_columns(store, (await session.seal()).columns)
+        recorded = columns.input_ids.nbytes + columns.loss_mask.nbytes + columns.logprobs.nbytes
+        assert used < 1.2 * recorded
+
+    run(main)
+
+
+def test_nothing_is_awaited_between_a_decision_and_the_change_that_follows() -> None:
+    tree = ast.parse(inspect.getsource(inspect.getmodule(Session)))  # type: ignore[arg-type]
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    assert all(isinstance(functions[name], ast.FunctionDef) for name in ("claim", "prepare", "_history"))
+    assert not any(isinstance(node, ast.AsyncWith) for node in ast.walk(tree))
+    record = list(ast.walk(functions["_record"]))
+    last_await = max(node.lineno for node in record if isinstance(node, ast.Await))
+    calls = {
+        node.func.attr: node.lineno for node in record if isinstance(node, ast.Call) and hasattr(node.func, "attr")
+    }
+    assert all(calls[name] > last_await for name in ("_is_closed", "add", "commit"))

@@ -1,0 +1,44 @@
+"""Malformed answers are refused with the right words, by the quick way and by the full one, and change nothing."""
+
+import dataclasses
+
+import pytest
+from support.malformed import LAYERS, PROMPT, TABLE, Malformed, said
+from support.reading import agree, ask
+from support.strict_reference import Question
+
+from penstock.errors import Upstream
+
+
+def question(dialect: str, known: list[tuple[list[int], int]] | None = None) -> Question:
+    return Question(
+        endpoint="generate" if dialect == "generate" else "chat",
+        known=known or [],
+        prompt=None if dialect == "vllm" else PROMPT,
+        layers=LAYERS if dialect == "sglang" else None,
+    )
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang", "generate"])
+def test_what_the_table_bends_is_good(dialect: str) -> None:
+    form = "bare" if dialect == "sglang" else "object"
+    assert agree(said(dialect, form).body(), question(dialect)) is not None
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: f"{case.dialect}: {case.name}")
+def test_is_refused(case: Malformed) -> None:
+    with pytest.raises(Upstream) as refusal:
+        ask(case.body, question(case.dialect))
+    assert case.says in str(refusal.value)
+    assert agree(case.body, question(case.dialect)) is None
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: f"{case.dialect}: {case.name}")
+def test_is_refused_where_the_prompt_is_known(case: Malformed) -> None:
+    known = question(case.dialect, [(PROMPT[:2], 0)])
+    agree(case.body, dataclasses.replace(known, topk=2, layers=2))
+
+
+def test_the_table_is_long_and_without_repetition() -> None:
+    assert len({(case.dialect, case.name) for case in TABLE}) == len(TABLE) >= 60
+    assert len({(case.dialect, case.body) for case in TABLE}) >= len(TABLE) - 4

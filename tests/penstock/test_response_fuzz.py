@@ -1,0 +1,135 @@
+"""Thousands of bent bodies: what the strict reference rejects is never read, what it reads is read alike."""
+
+import base64
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from support.engine_replies import DIALECTS, FORMS, Said, compact
+from support.mutations import mutated, scrambled
+from support.reading import agree, answer_of, ask
+from support.strict_reference import Question
+
+BODIES_A_ROUND = 100
+PROMPT, COMPLETION = [5, 70, 800, 9000, 10_000, 5, 5, 70], [31, 32, 33, 34]
+TOKENS = len(PROMPT) + len(COMPLETION)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A good answer to bend, and what is known when it comes."""
+
+    said: Said
+    question: Question
+
+    def held(self, body: bytes) -> tuple[int, int]:
+        """Where the base64 of rows that are known lies in the compact body."""
+        rows = self.said.rows
+        rows_from = max((rows_from for _, rows_from in self.question.known), default=0)
+        if rows is None or self.said.form == "lists" or not rows_from:
+            return 0, 0
+        choice = self.said.reply()["choices"][0]
+        payload = choice.get("routed_experts") or choice["meta_info"]["routed_experts"]
+        text = payload["data"] if isinstance(payload, dict) else payload
+        row_bytes = rows[0].size * (4 if self.said.form == "bare" else rows.itemsize)
+        header_bytes = len(base64.b64decode(text)) - len(rows) * row_bytes
+        at = body.index(text.encode())
+        return at + (header_bytes + 2) // 3 * 4, at + (header_bytes + rows_from * row_bytes) // 3 * 4
+
+
+def starts() -> list[Start]:
+    rng = np.random.default_rng(1)
+    found = list[Start]()
+    for dialect in DIALECTS:
+        for form in [*FORMS, None]:
+            for known, taught in [
+                ([], False),
+                ([(PROMPT[:5], 4)], True),
+                ([(PROMPT[:3], 2), (PROMPT, 8), ([1, 2], 1)], True),
+            ]:
+                dtype = rng.choice(["uint8", "uint16", "int32"]) if form in ("object", "npy") else "int32"
+                rows = None if form is None else rng.integers(0, 9, (TOKENS - 1, 2, 2)).astype(dtype)
+                found.append(
+                    Start(
+                        Said(prompt=PROMPT, completion=COMPLETION, rows=rows, dialect=dialect, form=form or ""),
+                        Question(
+                            endpoint="generate" if dialect == "generate" else "chat",
+                            known=known,
+                            prompt=None if dialect == "vllm" else PROMPT,
+                            layers=2 if form == "bare" or taught else None,
+                            topk=2 if taught else None,
+                            wire=str(dtype) if taught else None,
+                            experts=9 if rng.random() < 0.5 else None,
+                        ),
+                    )
+                )
+    return found
+
+
+STARTS = starts()
+
+
+def test_every_start_is_good() -> None:
+    for start in STARTS:
+        turn = agree(start.said.body(), start.question)
+        assert turn is not None
+        assert (turn.routes is None) == (start.said.rows is None)
+
+
+def test_bent_structure(fuzz_rounds: int) -> None:
+    accepted = 0
+    for number in range(fuzz_rounds):
+        rng = random.Random(number)
+        for _ in range(BODIES_A_ROUND):
+            start = rng.choice(STARTS)
+            accepted += agree(mutated(start.said.reply(), rng), start.question) is not None
+    assert 0.2 < accepted / (fuzz_rounds * BODIES_A_ROUND) < 0.8, "the fuzz bends too much or too little"
+
+
+def test_bent_bytes(fuzz_rounds: int) -> None:
+    accepted = 0
+    for number in range(fuzz_rounds):
+        rng = random.Random(-1 - number)
+        for _ in range(BODIES_A_ROUND):
+            start = rng.choice(STARTS)
+            body = start.said.body()
+            accepted += agree(scrambled(body, start.held(body), rng), start.question) is not None
+    assert 0.2 < accepted / (fuzz_rounds * BODIES_A_ROUND) < 0.8, "the fuzz bends too much or too little"
+
+
+@pytest.mark.parametrize("start", [start for start in STARTS if start.question.known and start.said.rows is not None])
+def test_rows_that_are_held_are_not_looked_at(start: Start) -> None:
+    """Even bytes that would end the string or are no JSON at all: they are skipped by their length."""
+    body = start.said.body()
+    plain = answer_of(ask(body, start.question))
+    first, end = start.held(body)
+    if start.said.form != "lists":
+        assert end > first
+    for seed in range(20):
+        noise = random.Random(seed).randbytes(end - first)
+        assert answer_of(ask(body[:first] + noise + body[end:], start.question)) == plain
+        assert answer_of(ask(body[:first] + b'"' * (end - first) + body[end:], start.question)) == plain
+
+
+def test_a_key_inside_a_string_is_no_key() -> None:
+    said = Said(
+        prompt=PROMPT,
+        completion=COMPLETION,
+        rows=np.ones((TOKENS - 1, 2, 2), np.uint8),
+        content='"routed_experts":"AAAA","prompt_token_ids":[5,70],{"routed_experts":{"data":"',
+    )
+    assert agree(said.body(), Question(known=[([5, 70], 1)])) is not None
+
+
+def test_keys_elsewhere_are_not_taken_for_the_real_ones() -> None:
+    said = Said(prompt=PROMPT, completion=COMPLETION, rows=np.ones((TOKENS - 1, 2, 2), np.uint8))
+    decoys = {"routed_experts": "AAAA", "prompt_token_ids": PROMPT}
+    for decoy in decoys:
+        reply = said.reply()
+        reply["choices"][0]["message"][decoy] = decoys[decoy]
+        turn = agree(compact(reply), Question(known=[(PROMPT[:3], 2)]))
+        assert turn is not None
+        assert turn.extends == 0
+        assert turn.routes is not None
+        assert turn.routes.first == 2

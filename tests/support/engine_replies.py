@@ -1,0 +1,127 @@
+"""Replies as engines give them, for tests: three dialects, four forms of routed experts, as dictionaries to be bent."""
+
+import base64
+import io
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+DIALECTS = ("vllm", "sglang", "generate")
+FORMS = ("object", "npy", "bare", "lists")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What an engine means to say."""
+
+    prompt: list[int]
+    completion: list[int]
+    logprobs: list[float] = field(default_factory=list[float])
+    rows: NDArray[Any] | None = None
+    """Routed experts `[rows, layers, topk]`, from `start` on."""
+    start: int = 0
+    dialect: str = "vllm"
+    form: str = "object"
+    content: str = 'Grüße, "Welt" \\ {"routed_experts":"x"}\n'
+
+    def reply(self) -> dict[str, Any]:
+        return {"vllm": vllm_reply, "sglang": sglang_reply, "generate": generate_reply}[self.dialect](self)
+
+    def body(self) -> bytes:
+        return compact(self.reply())
+
+
+def compact(reply: Any) -> bytes:
+    return json.dumps(reply, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def vllm_reply(said: Said) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": said.content, "tool_calls": []},
+        "logprobs": {"content": _content(said, [f"t{token}" for token in said.completion])},
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "token_ids": said.completion,
+        **_routed(said),
+    }
+    return {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1762300000,
+        "model": "policy",
+        "choices": [choice],
+        "usage": {"prompt_tokens": len(said.prompt), "completion_tokens": len(said.completion)},
+        "prompt_logprobs": None,
+        "prompt_token_ids": said.prompt,
+        "kv_transfer_params": None,
+    }
+
+
+def sglang_reply(said: Said) -> dict[str, Any]:
+    """SGLang does not repeat the prompt's ids."""
+    tokens = [[logprob, token, None] for logprob, token in zip(_logprobs(said), said.completion, strict=True)]
+    meta_info = {
+        "id": "1",
+        "finish_reason": {"type": "stop", "matched": 2},
+        "prompt_tokens": len(said.prompt),
+        "weight_version": "7",
+        "output_token_logprobs": tokens,
+        "completion_tokens": len(said.completion),
+        **_routed(said),
+    }
+    message = {"role": "assistant", "content": said.content, "reasoning_content": None, "tool_calls": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "meta_info": meta_info}
+    return {"id": "1", "object": "chat.completion", "choices": [choice], "usage": {"prompt_tokens": len(said.prompt)}}
+
+
+def generate_reply(said: Said) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "logprobs": {"content": _content(said, [f"token_id:{token}" for token in said.completion])},
+        "finish_reason": "length",
+        "token_ids": said.completion,
+        **_routed(said),
+    }
+    return {"request_id": "1", "choices": [choice], "prompt_logprobs": None, "kv_transfer_params": None}
+
+
+def _logprobs(said: Said) -> list[float]:
+    return said.logprobs or [-0.25 * (token % 7) for token in said.completion]
+
+
+def _content(said: Said, names: list[str]) -> list[dict[str, Any]]:
+    return [
+        {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": []}
+        for name, logprob in zip(names, _logprobs(said), strict=True)
+    ]
+
+
+def _routed(said: Said) -> dict[str, Any]:
+    return {} if said.rows is None else {"routed_experts": routed(said.rows, said.form, said.start)}
+
+
+def routed(rows: NDArray[Any], form: str, start: int = 0) -> Any:
+    match form:
+        case "object":
+            shown = {"data": text(rows.tobytes()), "shape": list(rows.shape)}
+            return (
+                shown
+                | ({"start": start} if start else {})
+                | ({} if rows.dtype == np.uint8 else {"dtype": rows.dtype.name})
+            )
+        case "npy":
+            file = io.BytesIO()
+            np.save(file, rows)
+            return text(file.getvalue())
+        case "bare":
+            return text(rows.astype(np.int32).tobytes())
+        case _:
+            return rows.tolist()
+
+
+def text(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -1,0 +1,226 @@
+"""Answers that an engine must not give: each is refused, with a message that says why, and changes nothing."""
+
+import copy
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from support.engine_replies import Said, compact, routed
+
+PROMPT = [11, 12, 13, 14]
+COMPLETION = [21, 22, 23]
+LAYERS, TOPK = 2, 2
+ROWS = np.arange(1, 1 + 6 * LAYERS * TOPK, dtype=np.uint8).reshape(6, LAYERS, TOPK)
+"""One a token but for the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Malformed:
+    name: str
+    dialect: str
+    body: bytes
+    says: str
+    """Part of the message."""
+
+
+class Gone:
+    """In place of a value: the key is left out."""
+
+
+def said(dialect: str, form: str = "object") -> Said:
+    return Said(prompt=PROMPT, completion=COMPLETION, rows=ROWS, dialect=dialect, form=form)
+
+
+def bent(reply: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with another value at `choices.0.logprobs`."""
+    reply = copy.deepcopy(reply)
+    *way, last = [int(step) if step.isdigit() else step for step in path.split(".")]
+    at: Any = reply
+    for step in way:
+        at = at[step]
+    if value is Gone:
+        del at[last]
+    else:
+        at[last] = value
+    return reply
+
+
+MESSAGE = "choices.0.message"
+LOGPROBS = "choices.0.logprobs"
+LOGPROB = "choices.0.logprobs.content.1.logprob"
+IDS = "choices.0.token_ids"
+EXPERTS = "choices.0.routed_experts"
+META = "choices.0.meta_info"
+OUTPUT = "choices.0.meta_info.output_token_logprobs"
+
+VLLM: list[tuple[str, str, Any, str]] = [
+    ("no choices key", "choices", Gone, "choices"),
+    ("choices null", "choices", None, "choices"),
+    ("choices an object", "choices", {}, "choices"),
+    ("choices empty", "choices", [], "0 choices"),
+    ("first choice null", "choices.0", None, "choices[0]"),
+    ("first choice a list", "choices.0", [], "choices[0]"),
+    ("no message", MESSAGE, Gone, "of message"),
+    ("message null", MESSAGE, None, "of message"),
+    ("message a string", MESSAGE, "hello", "of message"),
+    ("content null, no tool calls", f"{MESSAGE}.content", None, "neither content nor tool calls"),
+    ("content missing, no tool calls", f"{MESSAGE}.content", Gone, "neither content nor tool calls"),
+    ("content a number", f"{MESSAGE}.content", 5, "content"),
+    ("tool calls an object", f"{MESSAGE}.tool_calls", {}, "tool_calls"),
+    ("tool calls of strings", f"{MESSAGE}.tool_calls", ["f"], "tool_calls"),
+    ("finish reason a number", "choices.0.finish_reason", 3, "finish_reason"),
+    ("no prompt ids", "prompt_token_ids", Gone, "no prompt_token_ids"),
+    ("prompt ids null", "prompt_token_ids", None, "no prompt_token_ids"),
+    ("prompt ids empty", "prompt_token_ids", [], "empty prompt_token_ids"),
+    ("prompt ids an object", "prompt_token_ids", {}, "of prompt_token_ids"),
+    ("prompt id a bool", "prompt_token_ids.2", True, "got `bool`"),
+    ("prompt id null", "prompt_token_ids.0", None, "got `null`"),
+    ("prompt id negative", "prompt_token_ids.1", -1, ">= 0"),
+    ("prompt id a float", "prompt_token_ids.3", 14.0, "got `float`"),
+    ("prompt id a string", "prompt_token_ids.3", "14", "got `str`"),
+    ("prompt id a list", "prompt_token_ids.3", [14], "got `array`"),
+    ("prompt id beyond int32", "prompt_token_ids.3", 2**31, "above 2147483647"),
+    ("prompt id beyond int64", "prompt_token_ids.0", 2**70, "above 2147483647"),
+    ("no token ids", IDS, Gone, "neither token_ids"),
+    ("token ids null", IDS, None, "neither token_ids"),
+    ("token ids a string", IDS, "21,22,23", "of token_ids"),
+    ("token id a bool", f"{IDS}.0", False, "got `bool`"),
+    ("token id negative", f"{IDS}.0", -5, ">= 0"),
+    ("token id a float", f"{IDS}.0", 21.5, "got `float`"),
+    ("token id beyond int32", f"{IDS}.0", 2**31, "above 2147483647"),
+    ("a token id too many", IDS, [*COMPLETION, 24], "4 token_ids but 3 logprobs"),
+    ("a token id too few", IDS, COMPLETION[:2], "2 token_ids but 3 logprobs"),
+    ("no logprobs", LOGPROBS, Gone, "neither token_ids"),
+    ("logprobs null", LOGPROBS, None, "neither token_ids"),
+    ("logprobs a list", LOGPROBS, [], "logprobs"),
+    ("logprobs without content", f"{LOGPROBS}.content", Gone, "content"),
+    ("logprobs content null", f"{LOGPROBS}.content", None, "content"),
+    ("logprob missing", LOGPROB, Gone, "logprob"),
+    ("logprob null", LOGPROB, None, "got `null`"),
+    ("logprob a bool", LOGPROB, True, "got `bool`"),
+    ("logprob a string", LOGPROB, "-0.5", "got `str`"),
+    ("logprob above zero", LOGPROB, 0.0011, "<= 0.001"),
+    ("logprob one", LOGPROB, 1, "<= 0.001"),
+    ("logprob NaN", LOGPROB, float("nan"), "malformed"),
+    ("logprob infinite", LOGPROB, float("-inf"), "malformed"),
+    ("logprob beyond float32", LOGPROB, -1e39, "logprob"),
+    ("experts a number", EXPERTS, 5, "neither base64"),
+    ("experts true", EXPERTS, True, "neither base64"),
+    ("experts without data", f"{EXPERTS}.data", Gone, "data"),
+    ("experts data a number", f"{EXPERTS}.data", 5, "neither base64"),
+    ("experts data empty", f"{EXPERTS}.data", "", "0 characters"),
+    ("experts not base64", f"{EXPERTS}.data", "!" * 32, "not base64"),
+    ("experts url-safe base64", f"{EXPERTS}.data", "-_" * 16, "not base64"),
+    ("experts unpadded", f"{EXPERTS}.data", "A" * 31, "31 characters"),
+    ("experts padded in the middle", f"{EXPERTS}.data", "AA==" * 8, "base64"),
+    ("experts padded too much", f"{EXPERTS}.data", "A" * 30 + "==", "padding"),
+    ("experts without shape", f"{EXPERTS}.shape", Gone, "shape"),
+    ("experts shape of two", f"{EXPERTS}.shape", [6, 4], "shape"),
+    ("experts shape of strings", f"{EXPERTS}.shape", ["6", "2", "2"], "shape"),
+    ("experts shape of floats", f"{EXPERTS}.shape", [6.0, 2, 2], "shape"),
+    ("experts shape negative", f"{EXPERTS}.shape", [-6, -2, 2], "shape"),
+    ("experts shape of no layers", f"{EXPERTS}.shape", [6, 0, 2], "neither can be zero"),
+    ("experts shape longer than data", f"{EXPERTS}.shape", [6, 3, 2], "32 characters"),
+    ("experts too few rows", EXPERTS, routed(ROWS[:5], "object"), "5 rows"),
+    ("experts too many rows", EXPERTS, routed(np.repeat(ROWS, 2, 0)[:8], "object"), "8 rows"),
+    ("experts of an unknown type", f"{EXPERTS}.dtype", "float16", "'float16'"),
+    ("experts of a type that does not fit", f"{EXPERTS}.dtype", "uint16", "32 characters"),
+    ("experts start negative", f"{EXPERTS}.start", -1, "start"),
+    ("experts start a bool", f"{EXPERTS}.start", True, "start"),
+    ("experts start that does not fit", f"{EXPERTS}.start", 3, "do not fit 7 tokens"),
+    ("experts negative ids", EXPERTS, routed(-ROWS.astype(np.int32), "object"), "below 0"),
+    ("experts ids beyond 65535", EXPERTS, routed(ROWS.astype(np.int32) + 65536, "object"), "above 65535"),
+    ("experts as npy in Fortran order", EXPERTS, routed(np.asfortranarray(ROWS), "npy"), ".npy header"),
+    ("experts as npy of floats", EXPERTS, routed(ROWS.astype(np.float32), "npy"), ".npy header"),
+    ("experts as npy, big-endian", EXPERTS, routed(ROWS.astype(">u2"), "npy"), ".npy header"),
+    ("experts as npy of two dimensions", EXPERTS, routed(ROWS.reshape(6, 4), "npy"), ".npy header"),
+    ("experts as npy, cut short", EXPERTS, routed(ROWS, "npy")[:-4], "characters of base64"),
+    ("experts as npy, header only", EXPERTS, routed(ROWS, "npy")[:20], ".npy header"),
+    ("experts as npy of too few rows", EXPERTS, routed(ROWS[:4], "npy"), "4 rows"),
+    ("experts bare, layers unknown", EXPERTS, routed(ROWS, "bare"), "configure"),
+    ("experts as lists, ragged", EXPERTS, [*ROWS.tolist()[:5], [[1, 2], [3]]], "different lengths"),
+    ("experts as lists, flat", EXPERTS, [1, 2, 3, 4, 5, 6], "got `int`"),
+    ("experts as lists, empty ones", EXPERTS, [[]] * 6, "empty lists"),
+    ("experts as lists of bools", EXPERTS, [[[True, False]]] * 6, "got `bool`"),
+    ("experts as lists with negative ids", EXPERTS, [[[-1, 2]]] * 6, ">= 0"),
+    ("experts as lists of too few rows", EXPERTS, ROWS.tolist()[:3], "3 rows"),
+]
+
+SGLANG: list[tuple[str, str, Any, str]] = [
+    ("meta_info a string", META, "", "meta_info"),
+    ("no meta_info", META, Gone, "neither token_ids"),
+    ("no output_token_logprobs", OUTPUT, Gone, "neither token_ids"),
+    ("output_token_logprobs an object", OUTPUT, {}, "output_token_logprobs"),
+    ("output token an object", f"{OUTPUT}.0", {"logprob": -1.0}, "output_token_logprobs"),
+    ("output token without id", f"{OUTPUT}.0", [-1.0], "output_token_logprobs"),
+    ("output token empty", f"{OUTPUT}.0", [], "output_token_logprobs"),
+    ("output token id a bool", f"{OUTPUT}.0", [-1.0, True, None], "got `bool`"),
+    ("output token id null", f"{OUTPUT}.0", [-1.0, None, None], "got `null`"),
+    ("output token id a float", f"{OUTPUT}.0", [-1.0, 21.0, None], "got `float`"),
+    ("output token id negative", f"{OUTPUT}.0", [-1.0, -21, None], ">= 0"),
+    ("output token logprob null", f"{OUTPUT}.0", [None, 21, None], "got `null`"),
+    ("output token logprob a bool", f"{OUTPUT}.0", [False, 21, None], "got `bool`"),
+    ("output token logprob NaN", f"{OUTPUT}.0", [float("nan"), 21, None], "malformed"),
+    ("output token logprob positive", f"{OUTPUT}.0", [0.5, 21, None], "<= 0.001"),
+    ("no completion_tokens", f"{META}.completion_tokens", Gone, "completion_tokens"),
+    ("completion_tokens null", f"{META}.completion_tokens", None, "completion_tokens"),
+    ("completion_tokens a bool", f"{META}.completion_tokens", True, "completion_tokens"),
+    ("completion_tokens a float", f"{META}.completion_tokens", 3.0, "completion_tokens"),
+    ("completion_tokens a string", f"{META}.completion_tokens", "3", "completion_tokens"),
+    ("completion_tokens too many", f"{META}.completion_tokens", 4, "completion_tokens 4"),
+    ("weight_version a list", f"{META}.weight_version", [], "weight_version"),
+    ("experts bare, too short to divide", f"{META}.routed_experts", routed(ROWS[:5], "bare"), "no whole number"),
+    ("experts bare, not base64", f"{META}.routed_experts", "?" * 128, "not base64"),
+    ("experts bare, negative", f"{META}.routed_experts", routed(-ROWS.astype(np.int32), "bare"), "below 0"),
+    ("message gone", MESSAGE, Gone, "of message"),
+]
+
+GENERATE: list[tuple[str, str, Any, str]] = [
+    ("names other tokens", f"{LOGPROBS}.content.0.token", "token_id:22", "other tokens"),
+    ("names tokens by text", f"{LOGPROBS}.content.0.token", " the", "other tokens"),
+    ("names no token", f"{LOGPROBS}.content.0.token", Gone, "token"),
+    ("token name null", f"{LOGPROBS}.content.0.token", None, "got `null`"),
+    ("no token ids", IDS, Gone, "neither token_ids"),
+]
+
+GOOD = said("vllm").body()
+RAW: list[tuple[str, bytes, str]] = [
+    ("empty body", b"", "malformed"),
+    ("not JSON", b"upstream connect error", "malformed"),
+    ("a list", b"[]", "Expected `object`"),
+    ("null", b"null", "Expected `object`"),
+    ("cut short", GOOD[:-1], "truncated"),
+    ("something behind", GOOD + b"{}", "trailing"),
+    ("not UTF-8", GOOD.replace("Grüße".encode(), b"Gr\xfc\xdfe"), "UTF-8"),
+    ("a byte order mark", b"\xef\xbb\xbf" + GOOD, "malformed"),
+    ("UTF-16", GOOD.decode().encode("utf-16"), "UTF-8"),
+    ("NaN where nobody looks", GOOD.replace(b'"created":1762300000', b'"created":NaN'), "malformed"),
+    ("Infinity where nobody looks", GOOD.replace(b'"created":1762300000', b'"created":Infinity'), "malformed"),
+    ("a leading zero", GOOD.replace(b'"prompt_token_ids":[11', b'"prompt_token_ids":[011'), "malformed"),
+    ("a trailing comma", GOOD.replace(b"13,14]", b"13,14,]"), "malformed"),
+    ("a missing comma", GOOD.replace(b"13,14]", b"13 14]"), "malformed"),
+    ("half a surrogate pair", GOOD.replace(b'"model":"policy"', b'"model":"\\ud83d"'), "malformed"),
+    ("a raw newline in a string", GOOD.replace(b'"policy"', b'"pol\nicy"'), "malformed"),
+    ("two choices", compact(bent(json.loads(GOOD), "choices", json.loads(GOOD)["choices"] * 2)), "2 choices"),
+    ("ten thousand brackets", GOOD.replace(b'"model":"policy"', b'"model":' + b"[" * 10_000 + b"]" * 10_000), "nested"),
+]
+
+TABLE = [
+    *[Malformed(name=name, dialect="vllm", body=body, says=says) for name, body, says in RAW],
+    *[
+        Malformed(
+            name=name,
+            dialect=dialect,
+            body=json.dumps(bent(reply, path, value), separators=(",", ":")).encode(),
+            says=says,
+        )
+        for dialect, reply, cases in [
+            ("vllm", said("vllm").reply(), VLLM),
+            ("sglang", said("sglang", "bare").reply(), SGLANG),
+            ("generate", said("generate").reply(), GENERATE),
+        ]
+        for name, path, value, says in cases
+    ],
+]

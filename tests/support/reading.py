@@ -1,0 +1,95 @@
+"""Ours and the strict reference on the same question: what one rejects the other rejects, what both take is equal."""
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.errors import Upstream
+from penstock.fingerprints import Fingerprint
+from penstock.replies import Endpoint
+from penstock.responses import Asked, Known, Turn, read_turn, without_routes
+from penstock.routed_experts import CheckRoutes, RouteFormat
+from support import strict_reference as reference
+
+
+def ask(body: bytes, question: reference.Question) -> Turn:
+    return read_turn(
+        body,
+        known=[Known(sequence=fingerprint(ids), rows_from=rows_from) for ids, rows_from in question.known],
+        asked=Asked(
+            endpoint=Endpoint.CHAT if question.endpoint == "chat" else Endpoint.GENERATE,
+            prompt_ids=None if question.prompt is None else np.array(question.prompt, np.int32),
+            routes_from=question.routes_from,
+            max_seq_len=question.max_seq_len,
+        ),
+        route_format=RouteFormat(
+            layers=question.layers,
+            topk=question.topk,
+            experts=question.experts,
+            wire=question.wire,
+            check=CheckRoutes.ALL,
+        ),
+    )
+
+
+def fingerprint(ids: Sequence[int]) -> Fingerprint:
+    return Fingerprint.of(np.array(ids, np.int32))
+
+
+def answer_of(turn: Turn) -> reference.Answer:
+    """A turn in the reference's words."""
+    rows = dict[int, list[list[int]]]()
+    if turn.routes is not None:
+        valid = np.ones(len(turn.routes.rows), np.bool_) if turn.routes.valid is None else turn.routes.valid
+        rows = {turn.routes.first + at: turn.routes.rows[at].tolist() for at in np.flatnonzero(valid).tolist()}
+    return reference.Answer(
+        extends=turn.extends,
+        matches=turn.matches,
+        prefix_tokens=turn.prefix_tokens,
+        prompt=turn.prompt_ids.tolist(),
+        completion=turn.completion_ids.tolist(),
+        logprobs=turn.completion_logprobs.tolist(),
+        rows=rows,
+        finish_reason=turn.finish_reason,
+        version=turn.version,
+        message=None if turn.message is None else json.loads(turn.message),
+        truncated=turn.truncated,
+        overlong_prompt=turn.overlong_prompt,
+    )
+
+
+def agree(body: bytes, question: reference.Question) -> Turn | None:
+    """The turn that both read; None where both reject."""
+    try:
+        expected = reference.read(body, question)
+    except reference.Rejected as rejection:
+        expected = rejection
+    try:
+        turn = ask(body, question)
+    except Upstream as error:
+        turn = error
+    if isinstance(turn, Upstream) or isinstance(expected, reference.Rejected):
+        assert isinstance(turn, Upstream), f"read, but the reference says {expected!r}: {body[:2000]}"
+        assert isinstance(expected, reference.Rejected), f"{turn!r}, but the reference reads it: {body[:2000]}"
+        return None
+    assert answer_of(turn) == expected, body[:2000]
+    check_whole(body, question, turn)
+    return turn
+
+
+def check_whole(body: bytes, question: reference.Question, turn: Turn) -> None:
+    """What a turn says beside the reference's answer: the sequence it makes, and the client's body."""
+    held = question.known[turn.extends][0] if turn.extends is not None else []
+    sequence = [*held, *turn.prompt_ids.tolist(), *turn.completion_ids.tolist()]
+    assert turn.tokens == turn.sequence.tokens == len(sequence)
+    assert turn.sequence.text_digest == fingerprint(sequence).text_digest
+    assert turn.sequence.ids_digest == fingerprint(sequence).ids_digest
+    for_client = without_routes(body, turn)
+    choice = json.loads(for_client)["choices"][0]
+    assert choice.get("routed_experts") is None or (choice.get("meta_info") or {}).get("routed_experts") is None
+    if turn.payload is None:
+        assert for_client == body
+    else:
+        start, end = turn.payload
+        assert for_client == body[:start] + b"null" + body[end:]

@@ -1,0 +1,293 @@
+"""What a response says, read slowly and strictly: all of the JSON, all of the base64, Python lists, no shortcut.
+
+Only what the contract says is not looked at is not looked at: base64 of rows that are held already.
+"""
+
+import base64
+import binascii
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Never
+
+import numpy as np
+
+MAX_ID = 2**31 - 1
+FLOAT32_MIN = -3.4028234663852886e38
+SIZES = {"uint8": 1, "uint16": 2, "uint32": 4, "int16": 2, "int32": 4, "int64": 8}
+NPY = re.compile(
+    rb"\{'descr': '[|<]([ui][1248])', 'fortran_order': False, 'shape': \((\d{1,9}), (\d{1,9}), (\d{1,9})\), \} *\n"
+)
+
+
+class Rejected(Exception):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What the reader is told beside the body."""
+
+    endpoint: str = "chat"
+    known: list[tuple[list[int], int]]
+    """Sequences of open samples, and the first row that each still wants."""
+    prompt: list[int] | None = None
+    routes_from: int = 0
+    max_seq_len: int | None = None
+    layers: int | None = None
+    topk: int | None = None
+    experts: int | None = None
+    wire: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    extends: int | None
+    matches: int
+    prefix_tokens: int
+    prompt: list[int]
+    completion: list[int]
+    logprobs: list[float]
+    rows: dict[int, list[list[int]]]
+    """By token position; rows of zeros, where top-k is above 1, are left out."""
+    finish_reason: str | None
+    version: int | None
+    message: Any
+    truncated: bool
+    overlong_prompt: bool
+
+
+def need(condition: bool, what: str) -> None:
+    if not condition:
+        raise Rejected(what)
+
+
+def read(body: bytes, question: Question) -> Answer:
+    reply = parsed(body)
+    choice = only_choice(reply)
+    meta_info = choice.get("meta_info") or {}
+    check_shapes(choice, meta_info, question.endpoint)
+    prompt = first_not_none(reply.get("prompt_token_ids"), choice.get("prompt_token_ids"))
+    prompt = question.prompt if prompt is None else ids(prompt)
+    need(prompt is not None and len(prompt) > 0, "prompt")
+    assert prompt is not None
+    completion, logprobs = completed(choice, meta_info, question.endpoint)
+    matching = [i for i, (held, _) in enumerate(question.known) if held and prompt[: len(held)] == held]
+    extends = max(matching, key=lambda i: len(question.known[i][0])) if matching else None
+    held, rows_from = ([], 0) if extends is None else question.known[extends]
+    tokens = len(prompt) + len(completion)
+    limit = tokens if question.max_seq_len is None else question.max_seq_len
+    payload = first_not_none(choice.get("routed_experts"), meta_info.get("routed_experts"))
+    rows = {} if payload is None else routed(payload, tokens, rows_from, question)
+    kept = max(0, limit - len(prompt))
+    return Answer(
+        extends=extends,
+        matches=len(matching),
+        prefix_tokens=len(held),
+        prompt=prompt[len(held) : limit],
+        completion=completion[:kept],
+        logprobs=[float(np.float32(value)) for value in logprobs[:kept]],
+        rows={at: row for at, row in rows.items() if at < min(tokens, limit)},
+        finish_reason=choice.get("finish_reason"),
+        version=version(meta_info.get("weight_version")),
+        message=choice["message"] if question.endpoint == "chat" else None,
+        truncated=tokens > limit,
+        overlong_prompt=len(prompt) > limit,
+    )
+
+
+def parsed(body: bytes) -> dict[str, Any]:
+    def refuse(constant: str) -> Never:
+        raise Rejected(constant)
+
+    try:
+        reply = json.loads(body.decode(), parse_constant=refuse)
+        json.dumps(reply, ensure_ascii=False).encode()  # finds half surrogate pairs
+    except (UnicodeError, ValueError, RecursionError) as error:
+        raise Rejected("not JSON") from error
+    need(isinstance(reply, dict), "not an object")
+    return reply
+
+
+def only_choice(reply: dict[str, Any]) -> dict[str, Any]:
+    choices = reply.get("choices")
+    need(isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict), "choices")
+    assert isinstance(choices, list)
+    return choices[0]
+
+
+def check_shapes(choice: dict[str, Any], meta_info: Any, endpoint: str) -> None:
+    need(isinstance(meta_info, dict) and isinstance(choice.get("meta_info"), dict | None), "meta_info")
+    need(isinstance(choice.get("finish_reason"), str | None), "finish_reason")
+    need(type(meta_info.get("completion_tokens")) in (int, type(None)), "completion_tokens")
+    need(type(meta_info.get("weight_version")) in (int, str, type(None)), "weight_version")
+    if choice.get("logprobs") is not None:
+        listed(choice["logprobs"], endpoint)
+    if meta_info.get("output_token_logprobs") is not None:
+        output_tokens(meta_info["output_token_logprobs"])
+    if endpoint == "chat":
+        message = choice.get("message")
+        need(isinstance(message, dict), "message")
+        assert isinstance(message, dict)
+        calls = message.get("tool_calls")
+        need(isinstance(message.get("content"), str | None), "content")
+        need(calls is None or (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)), "calls")
+        need(message.get("content") is not None or bool(calls), "neither content nor calls")
+
+
+def completed(choice: dict[str, Any], meta_info: dict[str, Any], endpoint: str) -> tuple[list[int], list[float]]:
+    if meta_info.get("output_token_logprobs") is not None:
+        pairs = output_tokens(meta_info["output_token_logprobs"])
+        need(meta_info.get("completion_tokens") == len(pairs), "completion_tokens")
+        return [token for _, token in pairs], [value for value, _ in pairs]
+    need(choice.get("token_ids") is not None and choice.get("logprobs") is not None, "tokens")
+    tokens, named = ids(choice["token_ids"]), listed(choice["logprobs"], endpoint)
+    need(len(tokens) == len(named), "lengths")
+    if endpoint == "generate":
+        need(all(name == f"token_id:{token}" for token, (name, _) in zip(tokens, named, strict=True)), "names")
+    return tokens, [value for _, value in named]
+
+
+def listed(logprobs: Any, endpoint: str) -> list[tuple[Any, float]]:
+    need(isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list), "logprobs")
+    entries = logprobs["content"]
+    need(all(isinstance(entry, dict) for entry in entries), "logprobs.content")
+    if endpoint == "generate":
+        need(all(isinstance(entry.get("token"), str) for entry in entries), "token")
+    return [(entry.get("token"), logprob(entry.get("logprob"))) for entry in entries]
+
+
+def output_tokens(tokens: Any) -> list[tuple[float, int]]:
+    need(isinstance(tokens, list), "output_token_logprobs")
+    need(all(isinstance(token, list) and len(token) >= 2 for token in tokens), "output_token_logprobs")
+    return [(logprob(token[0]), ids([token[1]])[0]) for token in tokens]
+
+
+def ids(values: Any) -> list[int]:
+    need(isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_ID for value in values), "ids")
+    return values
+
+
+def logprob(value: Any) -> float:
+    need(type(value) in (int, float), "logprob")
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise Rejected("logprob") from error
+    need(math.isfinite(number) and FLOAT32_MIN <= number <= 1e-3, "logprob")
+    return number
+
+
+def version(said: str | int | None) -> int | None:
+    if isinstance(said, str):
+        return int(said) if re.fullmatch("[0-9]+", said) else None
+    return said
+
+
+def first_not_none(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def routed(payload: Any, tokens: int, rows_from: int, question: Question) -> dict[int, list[list[int]]]:
+    if isinstance(payload, list):
+        start = start_of(len(payload), None, tokens, question)
+        new = {start + at: row for at, row in enumerate(payload) if start + at >= rows_from}
+        wire, shape = "int32", list_shape(list(new.values()))
+        if not new:
+            return {}
+    elif isinstance(payload, dict):
+        shape, wire = payload.get("shape"), first_not_none(payload.get("dtype"), "uint8")
+        need(isinstance(shape, list) and len(shape) == 3 and all(type(n) is int and n >= 0 for n in shape), "shape")
+        need(isinstance(wire, str) and isinstance(payload.get("data"), str), "data")
+        need(type(payload.get("start")) in (int, type(None)) and (payload.get("start") or 0) >= 0, "start")
+        start = start_of(shape[0], payload.get("start"), tokens, question)
+        new = from_base64(payload["data"], 0, shape, wire, start, rows_from)
+    else:
+        need(isinstance(payload, str), "neither text nor object nor lists")
+        header_bytes, shape, wire = npy_or_bare(payload, tokens, question)
+        start = start_of(shape[0], None, tokens, question)
+        new = from_base64(payload, header_bytes, shape, wire, start, rows_from)
+    agree(shape[1], shape[2], wire, question)
+    return checked(new, shape[2], wire, question)
+
+
+def start_of(rows: int, said: int | None, tokens: int, question: Question) -> int:
+    starts = [question.routes_from, 0] if said is None else [said]
+    fitting = [start for missing in (1, 0) for start in starts if rows == tokens - missing - start]
+    need(bool(fitting), "rows")
+    return fitting[0]
+
+
+def list_shape(rows: list[Any]) -> list[int]:
+    need(all(isinstance(row, list) and all(isinstance(layer, list) for layer in row) for row in rows), "lists")
+    layers = {len(row) for row in rows}
+    topk = {len(layer) for row in rows for layer in row}
+    need(len(layers) <= 1 and len(topk) <= 1, "ragged")
+    need(all(type(n) is int and 0 <= n <= 65535 for row in rows for layer in row for n in layer), "ids")
+    return [len(rows), layers.pop() if layers else 0, topk.pop() if topk else 0]
+
+
+def npy_or_bare(text: str, tokens: int, question: Question) -> tuple[int, list[int], str]:
+    if text.startswith("k05VTVBZ"):
+        preamble = decoded(text[:16])
+        fixed = 10 if preamble[6:7] == b"\x01" else 12
+        header_bytes = fixed + int.from_bytes(preamble[8:fixed], "little")
+        found = NPY.fullmatch(decoded(text[: (header_bytes + 2) // 3 * 4])[fixed:header_bytes])
+        need(found is not None, "header")
+        assert found is not None
+        return header_bytes, [int(n) for n in found.groups()[1:]], np.dtype(found[1].decode()).name
+    need(question.layers is not None and len(text) % 4 == 0, "bare")
+    assert question.layers is not None
+    size = len(text) // 4 * 3 - text[-2:].count("=")
+    for missing in (1, 0):
+        for start in (question.routes_from, 0):
+            rows = tokens - missing - start
+            topk = question.topk or (size // 4 // (rows * question.layers) if rows > 0 else 0)
+            if rows >= 0 and topk and rows * question.layers * topk * 4 == size:
+                return 0, [rows, question.layers, topk], "int32"
+    raise Rejected("bare size")
+
+
+def from_base64(
+    text: str, header_bytes: int, shape: list[int], wire: str, start: int, rows_from: int
+) -> dict[int, list[list[int]]]:
+    need(wire in SIZES and shape[1] > 0 and shape[2] > 0, "shape or dtype")
+    row_bytes = shape[1] * shape[2] * SIZES[wire]
+    size = header_bytes + shape[0] * row_bytes
+    need(len(text) == (size + 2) // 3 * 4, "length")
+    first = max(start, rows_from)
+    if first >= start + shape[0]:
+        return {}
+    held = (header_bytes + (first - start) * row_bytes) // 3 * 4
+    data = decoded("A" * held + text[held:])
+    need(len(data) == size, "padding")
+    values = np.frombuffer(data[header_bytes:], wire).reshape(shape)
+    return {at: values[at - start].tolist() for at in range(first, start + shape[0])}
+
+
+def decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise Rejected("base64") from error
+
+
+def agree(layers: int, topk: int, wire: str, question: Question) -> None:
+    for said, before in [(layers, question.layers), (topk, question.topk), (wire, question.wire)]:
+        need(before is None or said == before, "not as before")
+    need(layers > 0 and topk > 0 and wire in SIZES, "shape or dtype")
+    highest = {"uint8": 255, "int16": 32767}.get(wire, 65535)
+    need(question.experts is None or question.experts - 1 <= highest, "too narrow")
+
+
+def checked(rows: dict[int, list[list[int]]], topk: int, wire: str, question: Question) -> dict[int, list[list[int]]]:
+    narrow = wire == "uint8" or (question.experts is not None and question.experts <= 256)
+    experts = question.experts or (256 if narrow else 65536)
+    captured = {}
+    for at, row in rows.items():
+        flat = [expert for layer in row for expert in layer]
+        need(all(0 <= expert < experts for expert in flat), "expert id")
+        if topk == 1 or any(flat):
+            captured[at] = row
+    return captured
