@@ -10,6 +10,7 @@ PenstockError
  +-- BlobError
  |    +-- BlobMissing
  |    +-- BlobCorrupt
+ |    +-- BlobUnwritten          the store took nothing: disk full, no rights; tried again
  +-- SessionError                carries the HTTP status that the session server answers
  |    +-- BadRequest 400, NotFound 404, Busy 409, Expired 410, TooLarge 413,
  |        NothingToTrain 422, Invariant 500, Upstream 502
@@ -66,6 +67,10 @@ class BlobMissing(BlobError):
 
 class BlobCorrupt(BlobError):
     pass
+
+
+class BlobUnwritten(BlobError):
+    retryable = True
 
 
 class SessionError(PenstockError):
