@@ -1,0 +1,116 @@
+"""An engine's JSON by type, in the three dialects; values are checked while they are decoded.
+
+Whether the parts of a reply agree with each other is for `responses.py` to say.
+"""
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import Upstream
+from penstock.fingerprints import Ids
+
+Logprobs = NDArray[np.float32]
+
+MAX_TOKEN_ID = 2**31 - 1
+LOGPROB_ROUNDING = 1e-3
+"""Engines round: a logprob may be this much above 0."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+Logprob = Annotated[float, msgspec.Meta(ge=float(np.finfo(np.float32).min), le=LOGPROB_ROUNDING)]
+ABSENT = msgspec.Raw(b"null")
+
+
+class Endpoint(StrEnum):
+    """What the request was sent to. A chat may be answered in vLLM's dialect or in SGLang's; the answer shows which."""
+
+    CHAT = "/v1/chat/completions"
+    GENERATE = "/inference/v1/generate"
+
+
+class AnyObject(msgspec.Struct):
+    pass
+
+
+class Message(msgspec.Struct):
+    content: str | None = None
+    tool_calls: list[AnyObject] | None = None
+
+
+class TokenLogprob(msgspec.Struct, gc=False):
+    logprob: Logprob
+
+
+class TokenLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+
+
+class OutputToken(msgspec.Struct, array_like=True, gc=False):
+    """SGLang's `[logprob, token_id, ...]`."""
+
+    logprob: Logprob
+    token_id: TokenId
+
+
+class MetaInfo(msgspec.Struct):
+    """Where SGLang says what it did."""
+
+    output_token_logprobs: list[OutputToken] | None = None
+    completion_tokens: int | None = None
+    weight_version: str | int | None = None
+    routed_experts: msgspec.Raw = ABSENT
+
+
+class Choice(msgspec.Struct):
+    message: msgspec.Raw = ABSENT
+    logprobs: TokenLogprobs | None = None
+    token_ids: msgspec.Raw = ABSENT
+    prompt_token_ids: msgspec.Raw = ABSENT
+    routed_experts: msgspec.Raw = ABSENT
+    finish_reason: str | None = None
+    meta_info: MetaInfo | None = None
+
+
+class Reply(msgspec.Struct):
+    choices: list[Choice]
+    prompt_token_ids: msgspec.Raw = ABSENT
+
+    @property
+    def choice(self) -> Choice:
+        if len(self.choices) != 1:
+            raise Upstream(f"the engine answered with {len(self.choices)} choices: exactly one can be recorded")
+        return self.choices[0]
+
+    @property
+    def prompt(self) -> bytes | None:
+        """The prompt's ids as JSON; engines put them on the reply or on the choice."""
+        for raw in (self.prompt_token_ids, self.choice.prompt_token_ids):
+            if raw != ABSENT:
+                return bytes(raw)
+        return None
+
+
+REPLY = msgspec.json.Decoder(Reply)
+TOKEN_IDS = msgspec.json.Decoder(list[TokenId])
+MESSAGE = msgspec.json.Decoder(Message)
+
+
+def read_reply(text: bytes) -> Reply:
+    text.decode()  # msgspec does not look at the encoding of what it skips
+    return REPLY.decode(text)
+
+
+def read_ids(raw: bytes) -> Ids:
+    """A JSON list of ids: from text to array where it is compact, else by type, which says what is wrong with it."""
+    inner = raw[1:-1]
+    if raw[:1] != b"[" or inner.translate(None, b"0123456789,"):
+        return np.array(TOKEN_IDS.decode(raw), np.int32)
+    if not inner:
+        return np.empty(0, np.int32)
+    ids = np.fromstring(inner, np.int64, sep=",")
+    if ids.max() > MAX_TOKEN_ID:
+        raise Upstream(f"token id {ids.max()} exceeds {MAX_TOKEN_ID}")
+    return ids.astype(np.int32)

@@ -1,0 +1,230 @@
+"""One inference response -> one validated Turn; the routed experts are cut out of the bytes.
+
+Speaks vLLM chat, SGLang chat and token-in/token-out `/inference/v1/generate`. What is known from earlier turns is
+recognised, not decoded: a turn holds the new prompt ids and the new rows only. The quick way (cut, decode the rest by
+type) and the full way (decode everything by type) give the same turn; what the quick way doubts, the full one decides.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from penstock.cuts import MARK, MARKED, Cuts, Span, find_cuts
+from penstock.errors import Upstream
+from penstock.fingerprints import Fingerprint, Ids, Match, longest_in_ids
+from penstock.replies import (
+    ABSENT,
+    MESSAGE,
+    Choice,
+    Endpoint,
+    Logprobs,
+    MetaInfo,
+    OutputToken,
+    read_ids,
+    read_reply,
+)
+from penstock.routed_experts import RouteFormat, Routes, Wanted, WireObject, read_routes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """An open sample that the response may extend."""
+
+    sequence: Fingerprint
+    rows_from: int
+    """The first token position whose routed experts are still wanted: normally `sequence.tokens - 1`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the request said, as far as the answer need not repeat it."""
+
+    endpoint: Endpoint = Endpoint.CHAT
+    prompt_ids: Ids | None = None
+    """Used where the answer has no `prompt_token_ids`."""
+    routes_from: int = 0
+    """The first row asked for (SGLang: `routed_experts_start_len`)."""
+    max_seq_len: int | None = None
+    """Tokens of prompt and completion together; what exceeds it is cut."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What one response adds. Arrays are memory of their own: nothing of the body stays referenced."""
+
+    extends: int | None
+    """Which of the known sequences the prompt begins with, the longest; None starts a sample."""
+    matches: int
+    """How many of the known sequences the prompt begins with."""
+    prefix_tokens: int
+    """Length of that sequence: prompt ids that are not repeated here."""
+    prompt_ids: Ids
+    """The prompt from `prefix_tokens` on."""
+    completion_ids: Ids
+    completion_logprobs: Logprobs
+    routes: Routes | None
+    """Rows still wanted; None when none came."""
+    sequence: Fingerprint
+    """Of the whole prompt and completion: what a later prompt may begin with."""
+    finish_reason: str | None
+    version: int | None
+    """The policy version, where the engine names one."""
+    message: bytes | None
+    """The assistant's message as JSON; None from token-in/token-out."""
+    truncated: bool
+    overlong_prompt: bool
+    payload: Span | None
+    """Where the routed experts lie in the body."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prefix_tokens + len(self.prompt_ids)
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + len(self.completion_ids)
+
+
+NOTHING = Known(sequence=Fingerprint(), rows_from=0)
+CHAT, ANY_FORMAT = Asked(), RouteFormat()
+
+
+def read_turn(
+    body: bytes, *, known: Sequence[Known] = (), asked: Asked = CHAT, route_format: RouteFormat = ANY_FORMAT
+) -> Turn:
+    """Validate a response and take what is new in it; `Upstream` says what an engine must not have said."""
+    cuts = find_cuts(body, [sample.sequence for sample in known], [sample.rows_from for sample in known], route_format)
+    if cuts != Cuts():
+        try:
+            return _read(body, cuts, known, asked, route_format)
+        except Upstream:
+            pass  # perhaps the cut was wrong and not the engine: the full way decides
+    return _read(body, Cuts(), known, asked, route_format)
+
+
+def without_routes(body: bytes, turn: Turn) -> bytes:
+    """The body for the client: byte for byte the engine's, with `null` for the routed experts."""
+    if turn.payload is None:
+        return body
+    start, end = turn.payload
+    view = memoryview(body)
+    return b"".join([view[:start], b"null", view[end:]])
+
+
+def _read(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked, route_format: RouteFormat) -> Turn:
+    try:
+        return _turn(body, cuts, known, asked, route_format)
+    except UnicodeDecodeError as error:
+        raise Upstream(f"the engine's answer is not UTF-8: {error.reason} at byte {error.start}") from None
+    except RecursionError:
+        raise Upstream("the engine's answer is nested too deeply") from None
+    except msgspec.DecodeError as error:
+        raise Upstream(f"the engine's answer is malformed: {error}") from None
+
+
+def _turn(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked, route_format: RouteFormat) -> Turn:
+    rest = cuts.rest(body)
+    reply = read_reply(rest)
+    choice, meta_info = reply.choice, reply.choice.meta_info or MetaInfo()
+    match, prompt_ids = _prompt(reply.prompt, cuts, known, asked.prompt_ids)
+    completion_ids, logprobs = _completion(choice, meta_info)
+    before = known[match.index] if match else NOTHING
+    prefix_tokens = before.sequence.tokens
+    prompt_tokens = prefix_tokens + len(prompt_ids)
+    tokens = prompt_tokens + len(completion_ids)
+    limit = tokens if asked.max_seq_len is None else asked.max_seq_len
+    prompt_ids = prompt_ids[: max(0, limit - prefix_tokens)]
+    completion_ids = completion_ids[: max(0, limit - prompt_tokens)]
+    routed = choice.routed_experts if meta_info.routed_experts == ABSENT else meta_info.routed_experts
+    wanted = Wanted(tokens=tokens, first=before.rows_from, until=min(tokens, limit), asked_from=asked.routes_from)
+    return Turn(
+        extends=match.index if match else None,
+        matches=match.matches if match else 0,
+        prefix_tokens=prefix_tokens,
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        completion_logprobs=logprobs[: len(completion_ids)],
+        routes=_routes(body, cuts, routed, wanted, route_format),
+        sequence=before.sequence.extended(prompt_ids, completion_ids),
+        finish_reason=choice.finish_reason,
+        version=_version(meta_info.weight_version),
+        message=_message(choice.message) if asked.endpoint is Endpoint.CHAT else None,
+        truncated=tokens > limit,
+        overlong_prompt=prompt_tokens > limit,
+        payload=_payload(rest, cuts, routed),
+    )
+
+
+def _prompt(raw: bytes | None, cuts: Cuts, known: Sequence[Known], asked_ids: Ids | None) -> tuple[Match | None, Ids]:
+    """The known sequence that the prompt begins with, and the ids behind it."""
+    if cuts.prompt is not None:
+        if raw is None or not raw.startswith(b"[" + MARKED):
+            raise Upstream("the known prompt ids were cut at the wrong place")
+        return cuts.match, read_ids(b"[" + raw[1 + len(MARKED) :].removeprefix(b","))
+    ids = asked_ids if raw is None else read_ids(raw)
+    if ids is None:
+        raise Upstream("the engine's answer has no prompt_token_ids, and the request named no ids")
+    if not len(ids):
+        raise Upstream("the engine's answer has an empty prompt_token_ids")
+    match = longest_in_ids(ids, [sample.sequence for sample in known])
+    return match, ids[known[match.index].sequence.tokens :] if match else ids
+
+
+def _completion(choice: Choice, meta_info: MetaInfo) -> tuple[Ids, Logprobs]:
+    if meta_info.output_token_logprobs is not None:
+        return _sglang_completion(meta_info.output_token_logprobs, meta_info.completion_tokens)
+    if choice.token_ids == ABSENT or choice.logprobs is None:
+        raise Upstream("the engine's answer has neither token_ids with logprobs nor meta_info.output_token_logprobs")
+    ids, content = read_ids(bytes(choice.token_ids)), choice.logprobs.content
+    if len(ids) != len(content):
+        raise Upstream(f"the engine's answer has {len(ids)} token_ids but {len(content)} logprobs")
+    return ids, np.array([token.logprob for token in content], np.float32)
+
+
+def _sglang_completion(tokens: list[OutputToken], completion_tokens: int | None) -> tuple[Ids, Logprobs]:
+    if completion_tokens != len(tokens):
+        raise Upstream(f"meta_info has {len(tokens)} output_token_logprobs but completion_tokens {completion_tokens}")
+    ids = np.array([token.token_id for token in tokens], np.int32)
+    return ids, np.array([token.logprob for token in tokens], np.float32)
+
+
+def _routes(body: bytes, cuts: Cuts, raw: msgspec.Raw, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    if cuts.experts is None:
+        return None if raw == ABSENT else read_routes(memoryview(raw), None, wanted, route_format)
+    marked = bytes(raw)
+    if marked[:1] == b"{":
+        marked = bytes(msgspec.json.decode(marked, type=WireObject).data)
+    if marked != MARKED:
+        raise Upstream("the routed experts were cut at the wrong place")
+    return read_routes(memoryview(raw), memoryview(body)[slice(*cuts.experts)], wanted, route_format)
+
+
+def _payload(rest: bytes, cuts: Cuts, raw: msgspec.Raw) -> Span | None:
+    """Where the routed experts' JSON lies in the body."""
+    if raw == ABSENT:
+        return None
+    if cuts.experts is None:
+        start = _address(raw) - _address(rest)
+        return start, start + len(memoryview(raw))
+    before, _, behind = bytes(raw).partition(MARK)
+    return cuts.experts[0] - len(before), cuts.experts[1] + len(behind)
+
+
+def _address(buffer: msgspec.Raw | bytes) -> int:
+    return np.frombuffer(buffer, np.uint8).ctypes.data
+
+
+def _message(raw: msgspec.Raw) -> bytes:
+    message = MESSAGE.decode(raw)
+    if message.content is None and not message.tool_calls:
+        raise Upstream("the engine's message has neither content nor tool calls")
+    return bytes(raw)
+
+
+def _version(said: str | int | None) -> int | None:
+    """SGLang's `weight_version` is a free text: a number where the trainer numbers its updates."""
+    if isinstance(said, str):
+        return int(said) if said.isascii() and said.isdecimal() else None
+    return said

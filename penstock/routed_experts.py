@@ -1,0 +1,292 @@
+"""Routed experts as engines send them: four forms on the wire, and those rows of a payload that are still wanted.
+
+Base64 is positional, so only the characters from the first wanted row on are decoded; those before it are never looked
+at. Rows are known by their absolute token position, not by their order of arrival.
+"""
+
+import binascii
+import re
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import pybase64
+from numpy.typing import NDArray
+
+from penstock.errors import Upstream
+
+Rows = NDArray[np.uint8] | NDArray[np.uint16]
+Text = bytes | memoryview
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Lists = list[list[list[Annotated[int, msgspec.Meta(ge=0, le=65535)]]]]
+
+WIRE_DTYPES = {name: np.dtype(name) for name in ("uint8", "uint16", "uint32", "int16", "int32", "int64")}
+SHAPELESS_WIRE = "int32"
+"""What SGLang's bare string holds, and what nested lists are taken for."""
+NPY_MAGIC_TEXT = pybase64.b64encode(b"\x93NUMPY")
+NPY_HEADER = re.compile(
+    rb"\{'descr': '[|<]([ui][1248])', 'fortran_order': False, 'shape': \((\d{1,9}), (\d{1,9}), (\d{1,9})\), \} *\n"
+)
+SAMPLED_ROWS = 16
+"""Zero rows come in runs (a cached prefix, a payload never captured): a few rows, evenly spread, meet them."""
+
+
+class CheckRoutes(StrEnum):
+    """Which new rows are looked at for zeros, an engine's way of saying that it captured nothing."""
+
+    SAMPLE = "sample"
+    ALL = "all"
+    OFF = "off"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteFormat:
+    """What is known of an engine's rows: from the configuration, then from the first ones that came."""
+
+    layers: int | None = None
+    """Needed for SGLang's bare string, which has no shape."""
+    topk: int | None = None
+    experts: int | None = None
+    """Experts of a layer. Up to 256 are kept as u8, more (or an unknown number, sent as wide integers) as u16."""
+    wire: str | None = None
+    """The integers' type on the wire."""
+    check: CheckRoutes = CheckRoutes.SAMPLE
+
+    @property
+    def row_bytes(self) -> int | None:
+        """Size of one row on the wire."""
+        if self.layers is None or self.topk is None or self.wire is None:
+            return None
+        return self.layers * self.topk * WIRE_DTYPES[self.wire].itemsize
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        narrow = self.wire == "uint8" or (self.experts is not None and self.experts <= 256)
+        return np.dtype(np.uint8 if narrow else np.uint16)
+
+    def learned(self, *, layers: int, topk: int, wire: str) -> "RouteFormat":
+        """This format completed by what a payload says of itself; they must agree."""
+        if (self.layers, self.topk, self.wire) == (layers, topk, wire):
+            return self
+        for what, before, now in [
+            ("layers", self.layers, layers),
+            ("top-k", self.topk, topk),
+            ("type", self.wire, wire),
+        ]:
+            if before not in (None, now):
+                raise Upstream(f"routed experts: {what} is {now}, but {before} is configured or came before")
+        if wire not in WIRE_DTYPES:
+            raise Upstream(f"routed experts: type {wire!r} is none of {', '.join(WIRE_DTYPES)}")
+        if layers < 1 or topk < 1:
+            raise Upstream(f"routed experts: {layers} layers and top-k {topk}; neither can be zero")
+        if self.experts is not None and self.experts - 1 > np.iinfo(WIRE_DTYPES[wire]).max:
+            raise Upstream(f"routed experts: {wire} cannot number the {self.experts} experts of the configuration")
+        return replace(self, layers=layers, topk=topk, wire=wire)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """The new rows of one response."""
+
+    first: int
+    """Token position of the first row."""
+    rows: Rows
+    """`[rows, layers, topk]`"""
+    valid: NDArray[np.bool_] | None
+    """False where the engine captured nothing; None when every row counts."""
+    format: RouteFormat
+    """With what these rows taught: pass it on with the next response."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which rows of a response are still wanted, and how many it must have."""
+
+    tokens: int
+    """Of the response: prompt and completion."""
+    first: int
+    """Rows before this position are held already."""
+    until: int
+    """Rows from this position on belong to tokens that were cut."""
+    asked_from: int = 0
+    """The start that the request asked for; an engine may or may not have obeyed."""
+
+    def start(self, rows: int, said: int | None = None) -> int:
+        """Position of a payload's first row. Every token has one but the last, which some engines send as well."""
+        starts = (self.asked_from, 0) if said is None else (said,)
+        for missing in (1, 0):
+            for start in starts:
+                if rows == self.tokens - missing - start:
+                    return start
+        raise Upstream(f"routed experts: {rows} rows from {starts[-1]} on do not fit {self.tokens} tokens")
+
+
+class WireObject(msgspec.Struct):
+    """The form that carries its shape."""
+
+    data: msgspec.Raw
+    shape: tuple[Count, Count, Count]
+    start: Count | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payload:
+    """Base64 text and what it holds."""
+
+    text: Text
+    rows: int
+    start: int
+    format: RouteFormat
+    header_bytes: int = 0
+    """Bytes before the first row: a `.npy` header."""
+
+
+def read_routes(raw: Text, text: Text | None, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    """The wanted rows of a payload: `raw` is its JSON, `text` its base64 where that was cut out of the JSON before."""
+    match bytes(raw[:1]):
+        case b"[":
+            return _read_lists(raw, wanted, route_format)
+        case b"{":
+            payload = _object_payload(raw, text, wanted, route_format)
+        case b'"':
+            payload = _string_payload(_string(raw) if text is None else text, wanted, route_format)
+        case _:
+            raise Upstream("routed experts: neither base64 nor an object nor lists")
+    return _read_payload(payload, wanted)
+
+
+def npy_header(text: Text, route_format: RouteFormat) -> tuple[int, int, RouteFormat]:
+    """Length in bytes of the header of a base64 `.npy` file, and the rows and the format that it states."""
+    preamble = _decode(text[:16])
+    fixed = 10 if preamble[6:7] == b"\x01" else 12
+    header_bytes = fixed + int.from_bytes(preamble[8:fixed], "little")
+    found = NPY_HEADER.fullmatch(_decode(text[: base64_length(header_bytes)])[fixed:header_bytes])
+    if found is None:
+        raise Upstream("routed experts: not the .npy header of a little-endian, C-ordered array of 3 dimensions")
+    rows, layers, topk = map(int, found.groups()[1:])
+    wire = np.dtype(found[1].decode()).name
+    return header_bytes, rows, route_format.learned(layers=layers, topk=topk, wire=wire)
+
+
+def base64_length(size: int) -> int:
+    return -(-size // 3) * 4
+
+
+def _string(raw: Text) -> Text:
+    """A JSON string's content."""
+    quoted = bytes(raw)
+    if b"\\" in quoted:
+        return msgspec.json.decode(quoted, type=str).encode()
+    return memoryview(quoted)[1:-1]
+
+
+def _object_payload(raw: Text, text: Text | None, wanted: Wanted, route_format: RouteFormat) -> Payload:
+    wire = msgspec.json.decode(raw, type=WireObject)
+    if text is None:
+        data = memoryview(wire.data)
+        if bytes(data[:1]) != b'"':
+            raise Upstream("routed experts: data is not a base64 string")
+        text = _string(data)
+    rows, layers, topk = wire.shape
+    learned = route_format.learned(layers=layers, topk=topk, wire=wire.dtype or "uint8")
+    return Payload(text=text, rows=rows, start=wanted.start(rows, wire.start), format=learned)
+
+
+def _string_payload(text: Text, wanted: Wanted, route_format: RouteFormat) -> Payload:
+    if bytes(text[: len(NPY_MAGIC_TEXT)]) != NPY_MAGIC_TEXT:
+        return _bare_payload(text, wanted, route_format)
+    header_bytes, rows, learned = npy_header(text, route_format)
+    return Payload(text=text, rows=rows, start=wanted.start(rows), format=learned, header_bytes=header_bytes)
+
+
+def _bare_payload(text: Text, wanted: Wanted, route_format: RouteFormat) -> Payload:
+    """SGLang's string without a shape: the configuration knows the layers, division gives top-k."""
+    layers, size = route_format.layers, len(text) // 4 * 3 - bytes(text[-2:]).count(b"=")
+    if layers is None:
+        raise Upstream("routed experts: a bare string has no shape; configure the model's number of MoE layers")
+    for missing in (1, 0):
+        for start in (wanted.asked_from, 0):
+            rows = wanted.tokens - missing - start
+            row_values = layers * (route_format.topk or (size // 4 // max(rows * layers, 1)))
+            if rows >= 0 and row_values and size == rows * row_values * 4:
+                learned = route_format.learned(layers=layers, topk=row_values // layers, wire=SHAPELESS_WIRE)
+                return Payload(text=text, rows=rows, start=start, format=learned)
+    raise Upstream(
+        f"routed experts: {size} bytes are no whole number of int32 rows of {layers} layers for {wanted.tokens} tokens"
+    )
+
+
+def _read_payload(payload: Payload, wanted: Wanted) -> Routes | None:
+    layout, row_bytes = payload.format, payload.format.row_bytes
+    assert layout.wire is not None
+    assert row_bytes is not None
+    size = payload.header_bytes + payload.rows * row_bytes
+    if len(payload.text) != base64_length(size):
+        raise Upstream(f"routed experts: {len(payload.text)} characters of base64 for {size} bytes of rows")
+    skipped = max(0, wanted.first - payload.start)
+    if skipped >= payload.rows:
+        return None
+    skipped_bytes = payload.header_bytes + skipped * row_bytes
+    decoded = _decode(payload.text[skipped_bytes // 3 * 4 :])
+    if len(decoded) != size - skipped_bytes // 3 * 3:
+        raise Upstream("routed experts: the base64's padding does not fit its shape")
+    values = np.frombuffer(decoded, WIRE_DTYPES[layout.wire], offset=skipped_bytes % 3)
+    return _routes(values.reshape(-1, layout.layers or 0, layout.topk or 0), payload.start + skipped, wanted, layout)
+
+
+def _read_lists(raw: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    raw_rows = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    start = wanted.start(len(raw_rows))
+    skipped = max(0, wanted.first - start)
+    new = raw_rows[skipped:]
+    if not new:
+        return None
+    lists = msgspec.json.decode(b"[" + b",".join(map(bytes, new)) + b"]", type=Lists)
+    try:
+        values = np.array(lists, np.int32)
+    except ValueError:
+        raise Upstream("routed experts: lists of different lengths") from None
+    if values.ndim != 3:
+        raise Upstream("routed experts: lists of different depths or empty ones")
+    _, layers, topk = values.shape
+    return _routes(values, start + skipped, wanted, route_format.learned(layers=layers, topk=topk, wire=SHAPELESS_WIRE))
+
+
+def _routes(values: NDArray[Any], first: int, wanted: Wanted, layout: RouteFormat) -> Routes | None:
+    rows = _narrowed(values[: max(0, wanted.until - first)], layout)
+    valid = _captured(rows, layout)
+    if not len(rows) or (valid is not None and not valid.any()):
+        return None
+    return Routes(first=first, rows=rows, valid=valid, format=layout)
+
+
+def _narrowed(values: NDArray[Any], layout: RouteFormat) -> Rows:
+    """Expert ids in the type that they are kept in; one that no expert has is malformed."""
+    experts = layout.experts or 1 << layout.dtype.itemsize * 8
+    held = np.iinfo(values.dtype)
+    if values.size and (held.min < 0 > int(values.min()) or held.max >= experts <= int(values.max())):
+        raise Upstream(f"routed experts: an id below 0 or above {experts - 1}")
+    return np.require(values.astype(layout.dtype, copy=False), requirements="A")
+
+
+def _captured(rows: Rows, layout: RouteFormat) -> NDArray[np.bool_] | None:
+    """Which rows hold routes. Zeros mean expert 0 chosen top-k times, which no router does."""
+    if layout.check is CheckRoutes.OFF or layout.topk == 1 or not len(rows):
+        return None
+    flat = rows.reshape(len(rows), -1)
+    if layout.check is CheckRoutes.SAMPLE and len(rows) > SAMPLED_ROWS:
+        sampled = np.linspace(0, len(rows) - 1, SAMPLED_ROWS, dtype=np.intp)
+        if flat[sampled].any(axis=1).all():
+            return None
+    captured: NDArray[np.bool_] = np.any(flat, axis=1)
+    return None if captured.all() else captured
+
+
+def _decode(text: Text) -> bytes:
+    try:
+        return pybase64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise Upstream("routed experts: not base64") from None
