@@ -16,6 +16,11 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int32]
 
 
+def ids_text(ids: Ids) -> bytes:
+    """The ids as engines print them, without the brackets."""
+    return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+
+
 class Fingerprint:
     """A token sequence's length and hashes. Immutable: `extended` makes another one."""
 
@@ -24,7 +29,7 @@ class Fingerprint:
     def __init__(self) -> None:
         self.tokens = 0
         self.text_bytes = 0
-        """Length of the ids as JSON without brackets and spaces."""
+        """Length of `ids_text`."""
         self._text = xxhash.xxh3_128()
         self._ids = xxhash.xxh3_128()
 
@@ -44,12 +49,12 @@ class Fingerprint:
     def _append(self, ids: Ids) -> None:
         if not len(ids):
             return
-        text = memoryview(orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY))[1:-1]
+        text = ids_text(ids)
         if self.tokens:
             self._text.update(b",")
             self.text_bytes += 1
         self._text.update(text)
-        self._ids.update(memoryview(ids))
+        self._ids.update(ids.data)
         self.text_bytes += len(text)
         self.tokens += len(ids)
 
@@ -91,7 +96,7 @@ def longest_in_text(text: memoryview, known: Sequence[Fingerprint]) -> Match | N
 
 def longest_in_ids(ids: Ids, known: Sequence[Fingerprint]) -> Match | None:
     return _longest(
-        memoryview(ids).cast("B"),
+        ids.data.cast("B"),
         [
             (print_.tokens * ids.itemsize, index, print_.ids_digest)
             for index, print_ in enumerate(known)

@@ -4,7 +4,7 @@ Whether the parts of a reply agree with each other is for `responses.py` to say.
 """
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -44,8 +44,17 @@ class TokenLogprob(msgspec.Struct, gc=False):
     logprob: Logprob
 
 
-class TokenLogprobs(msgspec.Struct):
-    content: list[TokenLogprob]
+class NamedLogprob(TokenLogprob, gc=False):
+    """Token-in/token-out has no text to name a token by: `token_id:<id>`."""
+
+    token: str
+
+
+AnyLogprob = TypeVar("AnyLogprob", bound=TokenLogprob)
+
+
+class TokenLogprobs(msgspec.Struct, Generic[AnyLogprob]):
+    content: list[AnyLogprob]
 
 
 class OutputToken(msgspec.Struct, array_like=True, gc=False):
@@ -64,9 +73,12 @@ class MetaInfo(msgspec.Struct):
     routed_experts: msgspec.Raw = ABSENT
 
 
-class Choice(msgspec.Struct):
+NO_META_INFO = MetaInfo()
+
+
+class Choice(msgspec.Struct, Generic[AnyLogprob]):
     message: msgspec.Raw = ABSENT
-    logprobs: TokenLogprobs | None = None
+    logprobs: TokenLogprobs[AnyLogprob] | None = None
     token_ids: msgspec.Raw = ABSENT
     prompt_token_ids: msgspec.Raw = ABSENT
     routed_experts: msgspec.Raw = ABSENT
@@ -74,15 +86,24 @@ class Choice(msgspec.Struct):
     meta_info: MetaInfo | None = None
 
 
-class Reply(msgspec.Struct):
-    choices: list[Choice]
+class Reply(msgspec.Struct, Generic[AnyLogprob]):
+    choices: list[Choice[AnyLogprob]]
     prompt_token_ids: msgspec.Raw = ABSENT
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> Choice[AnyLogprob]:
         if len(self.choices) != 1:
             raise Upstream(f"the engine answered with {len(self.choices)} choices: exactly one can be recorded")
         return self.choices[0]
+
+    @property
+    def meta_info(self) -> MetaInfo:
+        return self.choice.meta_info or NO_META_INFO
+
+    @property
+    def routed(self) -> msgspec.Raw:
+        """The routed experts as JSON; SGLang has them in `meta_info`."""
+        return self.choice.routed_experts if self.choice.routed_experts != ABSENT else self.meta_info.routed_experts
 
     @property
     def prompt(self) -> bytes | None:
@@ -93,14 +114,16 @@ class Reply(msgspec.Struct):
         return None
 
 
-REPLY = msgspec.json.Decoder(Reply)
+CHAT_REPLY = msgspec.json.Decoder(Reply[TokenLogprob])
+GENERATE_REPLY = msgspec.json.Decoder(Reply[NamedLogprob])
 TOKEN_IDS = msgspec.json.Decoder(list[TokenId])
 MESSAGE = msgspec.json.Decoder(Message)
 
 
-def read_reply(text: bytes) -> Reply:
-    text.decode()  # msgspec does not look at the encoding of what it skips
-    return REPLY.decode(text)
+def read_reply(text: bytes, endpoint: Endpoint) -> Reply[Any]:
+    if not text.isascii():
+        text.decode()  # msgspec does not look at the encoding of what it skips
+    return (CHAT_REPLY if endpoint is Endpoint.CHAT else GENERATE_REPLY).decode(text)
 
 
 def read_ids(raw: bytes) -> Ids:

@@ -7,25 +7,26 @@ type) and the full way (decode everything by type) give the same turn; what the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from penstock.cuts import MARK, MARKED, Cuts, Span, find_cuts
 from penstock.errors import Upstream
-from penstock.fingerprints import Fingerprint, Ids, Match, longest_in_ids
+from penstock.fingerprints import Fingerprint, Ids, Match, ids_text, longest_in_ids
 from penstock.replies import (
     ABSENT,
     MESSAGE,
     Choice,
     Endpoint,
     Logprobs,
-    MetaInfo,
+    NamedLogprob,
     OutputToken,
     read_ids,
     read_reply,
 )
-from penstock.routed_experts import RouteFormat, Routes, Wanted, WireObject, read_routes
+from penstock.routed_experts import RouteFormat, Routes, Wanted, WireObject, read_lists, read_object, read_string
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +127,9 @@ def _read(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked, route_f
 
 def _turn(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked, route_format: RouteFormat) -> Turn:
     rest = cuts.rest(body)
-    reply = read_reply(rest)
-    choice, meta_info = reply.choice, reply.choice.meta_info or MetaInfo()
+    reply = read_reply(rest, asked.endpoint)
     match, prompt_ids = _prompt(reply.prompt, cuts, known, asked.prompt_ids)
-    completion_ids, logprobs = _completion(choice, meta_info)
+    completion_ids, logprobs = _completion(reply.choice)
     before = known[match.index] if match else NOTHING
     prefix_tokens = before.sequence.tokens
     prompt_tokens = prefix_tokens + len(prompt_ids)
@@ -137,7 +137,6 @@ def _turn(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked, route_f
     limit = tokens if asked.max_seq_len is None else asked.max_seq_len
     prompt_ids = prompt_ids[: max(0, limit - prefix_tokens)]
     completion_ids = completion_ids[: max(0, limit - prompt_tokens)]
-    routed = choice.routed_experts if meta_info.routed_experts == ABSENT else meta_info.routed_experts
     wanted = Wanted(tokens=tokens, first=before.rows_from, until=min(tokens, limit), asked_from=asked.routes_from)
     return Turn(
         extends=match.index if match else None,
@@ -146,14 +145,14 @@ def _turn(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked, route_f
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
         completion_logprobs=logprobs[: len(completion_ids)],
-        routes=_routes(body, cuts, routed, wanted, route_format),
+        routes=_routes(body, cuts, reply.routed, wanted, route_format),
         sequence=before.sequence.extended(prompt_ids, completion_ids),
-        finish_reason=choice.finish_reason,
-        version=_version(meta_info.weight_version),
-        message=_message(choice.message) if asked.endpoint is Endpoint.CHAT else None,
+        finish_reason=reply.choice.finish_reason,
+        version=_version(reply.meta_info.weight_version),
+        message=_message(reply.choice.message) if asked.endpoint is Endpoint.CHAT else None,
         truncated=tokens > limit,
         overlong_prompt=prompt_tokens > limit,
-        payload=_payload(rest, cuts, routed),
+        payload=_payload(rest, cuts, reply.routed),
     )
 
 
@@ -172,15 +171,23 @@ def _prompt(raw: bytes | None, cuts: Cuts, known: Sequence[Known], asked_ids: Id
     return match, ids[known[match.index].sequence.tokens :] if match else ids
 
 
-def _completion(choice: Choice, meta_info: MetaInfo) -> tuple[Ids, Logprobs]:
-    if meta_info.output_token_logprobs is not None:
-        return _sglang_completion(meta_info.output_token_logprobs, meta_info.completion_tokens)
+def _completion(choice: Choice[Any]) -> tuple[Ids, Logprobs]:
+    if choice.meta_info is not None and choice.meta_info.output_token_logprobs is not None:
+        return _sglang_completion(choice.meta_info.output_token_logprobs, choice.meta_info.completion_tokens)
     if choice.token_ids == ABSENT or choice.logprobs is None:
         raise Upstream("the engine's answer has neither token_ids with logprobs nor meta_info.output_token_logprobs")
     ids, content = read_ids(bytes(choice.token_ids)), choice.logprobs.content
     if len(ids) != len(content):
         raise Upstream(f"the engine's answer has {len(ids)} token_ids but {len(content)} logprobs")
+    if len(ids) and isinstance(content[0], NamedLogprob):
+        _check_names(ids, content)
     return ids, np.array([token.logprob for token in content], np.float32)
+
+
+def _check_names(ids: Ids, content: list[NamedLogprob]) -> None:
+    names = b"token_id:" + ids_text(ids).replace(b",", b",token_id:")
+    if ",".join([token.token for token in content]).encode() != names:
+        raise Upstream("the engine's answer has logprobs of other tokens than its token_ids")
 
 
 def _sglang_completion(tokens: list[OutputToken], completion_tokens: int | None) -> tuple[Ids, Logprobs]:
@@ -190,15 +197,30 @@ def _sglang_completion(tokens: list[OutputToken], completion_tokens: int | None)
     return ids, np.array([token.logprob for token in tokens], np.float32)
 
 
-def _routes(body: bytes, cuts: Cuts, raw: msgspec.Raw, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+def _routes(body: bytes, cuts: Cuts, routed: msgspec.Raw, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    raw = bytes(routed)
+    if cuts.experts is None and routed == ABSENT:
+        return None
+    if cuts.experts is None and raw[:1] == b"[":
+        return read_lists(raw, wanted, route_format)
+    wire = msgspec.json.decode(raw, type=WireObject) if raw[:1] == b"{" else None
+    quoted = bytes(wire.data) if wire else raw
     if cuts.experts is None:
-        return None if raw == ABSENT else read_routes(memoryview(raw), None, wanted, route_format)
-    marked = bytes(raw)
-    if marked[:1] == b"{":
-        marked = bytes(msgspec.json.decode(marked, type=WireObject).data)
-    if marked != MARKED:
+        text = _text(quoted)
+    elif quoted == MARKED:
+        text = memoryview(body)[slice(*cuts.experts)]
+    else:
         raise Upstream("the routed experts were cut at the wrong place")
-    return read_routes(memoryview(raw), memoryview(body)[slice(*cuts.experts)], wanted, route_format)
+    return read_object(wire, text, wanted, route_format) if wire else read_string(text, wanted, route_format)
+
+
+def _text(quoted: bytes) -> bytes | memoryview:
+    """What a JSON string says: not copied unless it has escapes."""
+    if quoted[:1] != b'"':
+        raise Upstream("routed experts: neither base64 nor an object with base64 data nor lists")
+    if b"\\" in quoted:
+        return msgspec.json.decode(quoted, type=str).encode()
+    return memoryview(quoted)[1:-1]
 
 
 def _payload(rest: bytes, cuts: Cuts, raw: msgspec.Raw) -> Span | None:

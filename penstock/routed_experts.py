@@ -23,6 +23,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Lists = list[list[list[Annotated[int, msgspec.Meta(ge=0, le=65535)]]]]
 
 WIRE_DTYPES = {name: np.dtype(name) for name in ("uint8", "uint16", "uint32", "int16", "int32", "int64")}
+WIRE_RANGES = {name: (np.iinfo(dtype).min, np.iinfo(dtype).max) for name, dtype in WIRE_DTYPES.items()}
 SHAPELESS_WIRE = "int32"
 """What SGLang's bare string holds, and what nested lists are taken for."""
 NPY_MAGIC_TEXT = pybase64.b64encode(b"\x93NUMPY")
@@ -81,7 +82,7 @@ class RouteFormat:
             raise Upstream(f"routed experts: type {wire!r} is none of {', '.join(WIRE_DTYPES)}")
         if layers < 1 or topk < 1:
             raise Upstream(f"routed experts: {layers} layers and top-k {topk}; neither can be zero")
-        if self.experts is not None and self.experts - 1 > np.iinfo(WIRE_DTYPES[wire]).max:
+        if self.experts is not None and self.experts - 1 > WIRE_RANGES[wire][1]:
             raise Upstream(f"routed experts: {wire} cannot number the {self.experts} experts of the configuration")
         return replace(self, layers=layers, topk=topk, wire=wire)
 
@@ -144,18 +145,38 @@ class Payload:
     """Bytes before the first row: a `.npy` header."""
 
 
-def read_routes(raw: Text, text: Text | None, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
-    """The wanted rows of a payload: `raw` is its JSON, `text` its base64 where that was cut out of the JSON before."""
-    match bytes(raw[:1]):
-        case b"[":
-            return _read_lists(raw, wanted, route_format)
-        case b"{":
-            payload = _object_payload(raw, text, wanted, route_format)
-        case b'"':
-            payload = _string_payload(_string(raw) if text is None else text, wanted, route_format)
-        case _:
-            raise Upstream("routed experts: neither base64 nor an object nor lists")
-    return _read_payload(payload, wanted)
+def read_object(wire: WireObject, text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    """The wanted rows of the form with a shape; `text` is the base64 of its data."""
+    rows, layers, topk = wire.shape
+    learned = route_format.learned(layers=layers, topk=topk, wire=wire.dtype or "uint8")
+    return _read(Payload(text=text, rows=rows, start=wanted.start(rows, wire.start), format=learned), wanted)
+
+
+def read_string(text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    """The wanted rows of a string: a `.npy` file's base64, or SGLang's bare one."""
+    if bytes(text[: len(NPY_MAGIC_TEXT)]) != NPY_MAGIC_TEXT:
+        return _read(_bare(text, wanted, route_format), wanted)
+    header_bytes, rows, learned = npy_header(text, route_format)
+    start = wanted.start(rows)
+    return _read(Payload(text=text, rows=rows, start=start, format=learned, header_bytes=header_bytes), wanted)
+
+
+def read_lists(raw: bytes, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    """The wanted rows of nested lists; of the others only the brackets are looked at."""
+    rows = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    start = wanted.start(len(rows))
+    first = max(start, wanted.first)
+    new = rows[first - start :]
+    if not new:
+        return None
+    try:
+        values = np.array(msgspec.json.decode(b"[" + b",".join(map(bytes, new)) + b"]", type=Lists), np.int32)
+    except ValueError:
+        raise Upstream("routed experts: lists of different lengths") from None
+    if values.ndim != 3:
+        raise Upstream("routed experts: empty lists")
+    learned = route_format.learned(layers=values.shape[1], topk=values.shape[2], wire=SHAPELESS_WIRE)
+    return _routes(values, first, wanted, learned)
 
 
 def npy_header(text: Text, route_format: RouteFormat) -> tuple[int, int, RouteFormat]:
@@ -175,34 +196,7 @@ def base64_length(size: int) -> int:
     return -(-size // 3) * 4
 
 
-def _string(raw: Text) -> Text:
-    """A JSON string's content."""
-    quoted = bytes(raw)
-    if b"\\" in quoted:
-        return msgspec.json.decode(quoted, type=str).encode()
-    return memoryview(quoted)[1:-1]
-
-
-def _object_payload(raw: Text, text: Text | None, wanted: Wanted, route_format: RouteFormat) -> Payload:
-    wire = msgspec.json.decode(raw, type=WireObject)
-    if text is None:
-        data = memoryview(wire.data)
-        if bytes(data[:1]) != b'"':
-            raise Upstream("routed experts: data is not a base64 string")
-        text = _string(data)
-    rows, layers, topk = wire.shape
-    learned = route_format.learned(layers=layers, topk=topk, wire=wire.dtype or "uint8")
-    return Payload(text=text, rows=rows, start=wanted.start(rows, wire.start), format=learned)
-
-
-def _string_payload(text: Text, wanted: Wanted, route_format: RouteFormat) -> Payload:
-    if bytes(text[: len(NPY_MAGIC_TEXT)]) != NPY_MAGIC_TEXT:
-        return _bare_payload(text, wanted, route_format)
-    header_bytes, rows, learned = npy_header(text, route_format)
-    return Payload(text=text, rows=rows, start=wanted.start(rows), format=learned, header_bytes=header_bytes)
-
-
-def _bare_payload(text: Text, wanted: Wanted, route_format: RouteFormat) -> Payload:
+def _bare(text: Text, wanted: Wanted, route_format: RouteFormat) -> Payload:
     """SGLang's string without a shape: the configuration knows the layers, division gives top-k."""
     layers, size = route_format.layers, len(text) // 4 * 3 - bytes(text[-2:]).count(b"=")
     if layers is None:
@@ -219,46 +213,31 @@ def _bare_payload(text: Text, wanted: Wanted, route_format: RouteFormat) -> Payl
     )
 
 
-def _read_payload(payload: Payload, wanted: Wanted) -> Routes | None:
+def _read(payload: Payload, wanted: Wanted) -> Routes | None:
     layout, row_bytes = payload.format, payload.format.row_bytes
     assert layout.wire is not None
     assert row_bytes is not None
     size = payload.header_bytes + payload.rows * row_bytes
     if len(payload.text) != base64_length(size):
-        raise Upstream(f"routed experts: {len(payload.text)} characters of base64 for {size} bytes of rows")
-    skipped = max(0, wanted.first - payload.start)
-    if skipped >= payload.rows:
+        raise Upstream(f"routed experts: {len(payload.text)} characters of base64 for {size} bytes")
+    first = max(payload.start, wanted.first)
+    skipped_bytes = payload.header_bytes + (first - payload.start) * row_bytes
+    if skipped_bytes >= size:
         return None
-    skipped_bytes = payload.header_bytes + skipped * row_bytes
     decoded = _decode(payload.text[skipped_bytes // 3 * 4 :])
     if len(decoded) != size - skipped_bytes // 3 * 3:
         raise Upstream("routed experts: the base64's padding does not fit its shape")
     values = np.frombuffer(decoded, WIRE_DTYPES[layout.wire], offset=skipped_bytes % 3)
-    return _routes(values.reshape(-1, layout.layers or 0, layout.topk or 0), payload.start + skipped, wanted, layout)
-
-
-def _read_lists(raw: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
-    raw_rows = msgspec.json.decode(raw, type=list[msgspec.Raw])
-    start = wanted.start(len(raw_rows))
-    skipped = max(0, wanted.first - start)
-    new = raw_rows[skipped:]
-    if not new:
-        return None
-    lists = msgspec.json.decode(b"[" + b",".join(map(bytes, new)) + b"]", type=Lists)
-    try:
-        values = np.array(lists, np.int32)
-    except ValueError:
-        raise Upstream("routed experts: lists of different lengths") from None
-    if values.ndim != 3:
-        raise Upstream("routed experts: lists of different depths or empty ones")
-    _, layers, topk = values.shape
-    return _routes(values, start + skipped, wanted, route_format.learned(layers=layers, topk=topk, wire=SHAPELESS_WIRE))
+    return _routes(values.reshape(-1, layout.layers or 0, layout.topk or 0), first, wanted, layout)
 
 
 def _routes(values: NDArray[Any], first: int, wanted: Wanted, layout: RouteFormat) -> Routes | None:
-    rows = _narrowed(values[: max(0, wanted.until - first)], layout)
+    values = values[: max(0, wanted.until - first)]
+    if not len(values):
+        return None
+    rows = _narrowed(values, layout)
     valid = _captured(rows, layout)
-    if not len(rows) or (valid is not None and not valid.any()):
+    if valid is not None and not valid.any():
         return None
     return Routes(first=first, rows=rows, valid=valid, format=layout)
 
@@ -266,21 +245,21 @@ def _routes(values: NDArray[Any], first: int, wanted: Wanted, layout: RouteForma
 def _narrowed(values: NDArray[Any], layout: RouteFormat) -> Rows:
     """Expert ids in the type that they are kept in; one that no expert has is malformed."""
     experts = layout.experts or 1 << layout.dtype.itemsize * 8
-    held = np.iinfo(values.dtype)
-    if values.size and (held.min < 0 > int(values.min()) or held.max >= experts <= int(values.max())):
+    lowest, highest = WIRE_RANGES[layout.wire or SHAPELESS_WIRE]
+    if (lowest < 0 and values.min() < 0) or (highest >= experts and values.max() >= experts):
         raise Upstream(f"routed experts: an id below 0 or above {experts - 1}")
-    return np.require(values.astype(layout.dtype, copy=False), requirements="A")
+    rows = values.astype(layout.dtype, copy=False)
+    return rows if rows.flags.aligned else rows.copy()
 
 
 def _captured(rows: Rows, layout: RouteFormat) -> NDArray[np.bool_] | None:
     """Which rows hold routes. Zeros mean expert 0 chosen top-k times, which no router does."""
-    if layout.check is CheckRoutes.OFF or layout.topk == 1 or not len(rows):
+    if layout.check is CheckRoutes.OFF or layout.topk == 1:
         return None
     flat = rows.reshape(len(rows), -1)
-    if layout.check is CheckRoutes.SAMPLE and len(rows) > SAMPLED_ROWS:
-        sampled = np.linspace(0, len(rows) - 1, SAMPLED_ROWS, dtype=np.intp)
-        if flat[sampled].any(axis=1).all():
-            return None
+    sampled = flat[:: -max(1, len(rows) // SAMPLED_ROWS)]  # from the last one, the likeliest to be missing
+    if layout.check is CheckRoutes.SAMPLE and sampled.any(axis=1).all():
+        return None
     captured: NDArray[np.bool_] = np.any(flat, axis=1)
     return None if captured.all() else captured
 
