@@ -40,6 +40,8 @@ class PackingRules:
             )
         if min(self.token_cost, self.attention_cost) < 0 or self.token_cost + self.attention_cost <= 0:
             raise ConfigError("token_cost and attention_cost must not be negative, and one of them above 0")
+        object.__setattr__(self, "token_cost", float(self.token_cost))
+        object.__setattr__(self, "attention_cost", float(self.attention_cost))
 
 
 @dataclass(frozen=True, kw_only=True)
