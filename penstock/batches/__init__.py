@@ -1,0 +1,30 @@
+"""Training batches: composed by a plan, encoded a rank at a time, sealed by a manifest, read by a trainer.
+
+Imports numpy, safetensors, xxhash and the standard library only: a trainer reads batches in a bare environment.
+"""
+
+from penstock.batches.batch import Batch
+from penstock.batches.encoding import encode_rank
+from penstock.batches.manifest import EncodedRank, Manifest, Totals, read_manifest, seal_manifest
+from penstock.batches.micro_batch import MicroBatch
+from penstock.batches.plan import BatchPlan, PlannedRollout
+from penstock.batches.reader import BatchReader
+from penstock.batches.signals import RunStatus, TrainerState, read_trainer, write_status
+
+__all__ = [
+    "Batch",
+    "BatchPlan",
+    "BatchReader",
+    "EncodedRank",
+    "Manifest",
+    "MicroBatch",
+    "PlannedRollout",
+    "RunStatus",
+    "Totals",
+    "TrainerState",
+    "encode_rank",
+    "read_manifest",
+    "read_trainer",
+    "seal_manifest",
+    "write_status",
+]

@@ -1,0 +1,106 @@
+"""The manifest of a step: the plan it was made from, the ranks' files, the totals over all of them.
+
+Written once, by the orchestrator alone, and never replaced: a step is sealed when its manifest is there, and what no
+manifest names is not part of any batch.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from penstock.batches import files, records
+from penstock.batches.plan import BatchPlan, step_directory
+from penstock.blobs import BlobRef, Store
+from penstock.errors import BatchError, BlobCorrupt, StageError
+from penstock.packing import Normalise
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedRank:
+    """What an encoding job answers."""
+
+    plan: str
+    """digest of the plan that was encoded"""
+    data_rank: int
+    file: BlobRef
+    rollouts_jsonl: BlobRef | None = None
+    micro_batches: int
+    tokens: int
+    """of samples; padding is not counted"""
+    samples: int
+    loss_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Over all ranks, so that a trainer normalises without a collective."""
+
+    loss_tokens: int
+    samples: int
+    rollouts: int
+    groups: int
+    tokens: int
+    oversized: int
+    """samples longer than seq_len, treated by the plan's policy"""
+    denominator: int
+    """the sum of loss_weights * loss over all ranks, divided by this, is the mean that `normalise` names"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    format: Literal["penstock.batch.1"] = "penstock.batch.1"
+    plan: BatchPlan
+    totals: Totals
+    ranks: tuple[EncodedRank, ...]
+
+
+def manifest_path(store: Store, step: int) -> Path:
+    return store.root / step_directory(step) / "manifest.json"
+
+
+def seal_manifest(store: Store, plan: BatchPlan, ranks: Iterable[EncodedRank]) -> Manifest:
+    """Creates the manifest. Sealing the same again changes nothing; sealing something else is refused."""
+    manifest = _manifest(plan, sorted(ranks, key=lambda rank: rank.data_rank))
+    path = manifest_path(store, plan.step)
+    if not files.create(path, records.dumps(manifest)) and read_manifest(store, plan.step) != manifest:
+        raise BatchError(f"step {plan.step} is sealed already, from another plan or other files: {path} stays as it is")
+    return manifest
+
+
+def read_manifest(store: Store, step: int) -> Manifest | None:
+    """None when the step is not sealed."""
+    path = manifest_path(store, step)
+    try:
+        manifest = records.loads(Manifest, path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise BlobCorrupt(f"{path} is not a manifest: {error}") from error
+    if manifest.plan.step != step:
+        raise BlobCorrupt(f"{path} is the manifest of step {manifest.plan.step}")
+    return manifest
+
+
+def _manifest(plan: BatchPlan, ranks: list[EncodedRank]) -> Manifest:
+    if [rank.data_rank for rank in ranks] != list(range(plan.files)):
+        raise StageError(
+            f"step {plan.step} needs files of ranks 0 to {plan.files - 1}, not of {[r.data_rank for r in ranks]}"
+        )
+    strangers = [rank.file.key for rank in ranks if rank.plan != plan.digest]
+    if strangers:
+        raise StageError(f"step {plan.step} was encoded from another plan in {', '.join(strangers)}: encode it again")
+    loss_tokens, samples = sum(rank.loss_tokens for rank in ranks), sum(rank.samples for rank in ranks)
+    rollouts = len(plan.rollouts)
+    totals = Totals(
+        loss_tokens=loss_tokens,
+        samples=samples,
+        rollouts=rollouts,
+        groups=len(plan.groups),
+        tokens=sum(rank.tokens for rank in ranks),
+        oversized=int((plan.lengths > plan.rules.seq_len).sum()),
+        denominator=Normalise.parse(plan.normalise).denominator(
+            loss_tokens=loss_tokens, samples=samples, rollouts=rollouts
+        ),
+    )
+    return Manifest(plan=plan, totals=totals, ranks=tuple(ranks))

@@ -1,0 +1,99 @@
+"""What a step is made of, before anybody has read a token: its rollouts, where their files are, how they are packed.
+
+The orchestrator composes it from replies; every encoding job of the step reads the same one. Two plans of the same
+rollouts are equal whatever the order in which they came.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import isfinite
+from typing import Literal
+
+import numpy as np
+import xxhash
+
+from penstock.batches import records
+from penstock.blobs import BlobRef
+from penstock.errors import StageError
+from penstock.packing import Ints, Normalise, PackingRules
+
+Format = Literal["native", "prime-rl", "prime-rl-2026-05"]
+FIRST_STEP = 0  # the batch of step s is trained into policy version s + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRollout:
+    rollout: str
+    group: str
+    env: str
+    reward: float
+    advantage: float
+    version_first: int
+    """policy version that sampled its first token"""
+    version_last: int
+    sample_lengths: tuple[int, ...]
+    columns: BlobRef
+    experts: BlobRef | None = None
+    masked: bool = False
+    """delivered with loss mask 0: group and denominator stay"""
+
+    def __post_init__(self) -> None:
+        for name in ("reward", "advantage"):
+            number = float(getattr(self, name))  # 1 and 1.0 are the same plan
+            if not isfinite(number):
+                raise StageError(f"rollout {self.rollout} has {name} {number}: it cannot be in a batch")
+            object.__setattr__(self, name, number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    step: int
+    rules: PackingRules
+    rollouts: tuple[PlannedRollout, ...]
+    normalise: str = "token"
+    logprobs_mode: Literal["processed", "raw"] = "processed"
+    extras: tuple[str, ...] = ()
+    """per-token columns of environments and estimators; NaN for the tokens of a rollout that has none"""
+    format: Format = "native"
+    pad_id: int = 0
+
+    def __post_init__(self) -> None:
+        Normalise.parse(self.normalise)
+        in_order = tuple(sorted(self.rollouts, key=lambda rollout: rollout.rollout))
+        for one, other in pairwise(in_order):
+            if one.rollout == other.rollout:
+                raise StageError(f"rollout {one.rollout} is twice in the plan of step {self.step}")
+        object.__setattr__(self, "rollouts", in_order)
+        object.__setattr__(self, "extras", tuple(sorted(set(self.extras))))
+
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        return tuple(sorted({rollout.group for rollout in self.rollouts}))
+
+    @cached_property
+    def envs(self) -> tuple[str, ...]:
+        return tuple(sorted({rollout.env for rollout in self.rollouts}))
+
+    @cached_property
+    def lengths(self) -> Ints:
+        """Of all samples: a rollout's one after the other, rollouts in their order."""
+        return np.array([length for rollout in self.rollouts for length in rollout.sample_lengths], np.int64)
+
+    @cached_property
+    def digest(self) -> str:
+        return xxhash.xxh3_64_hexdigest(records.dumps(self))
+
+    @property
+    def files(self) -> int:
+        """How many encoding jobs the step needs: one a data rank, where the format knows ranks."""
+        return 1 if self.format == "prime-rl-2026-05" else self.rules.data_ranks
+
+    @property
+    def directory(self) -> str:
+        return step_directory(self.step)
+
+
+def step_directory(step: int) -> str:
+    """Key under which the store keeps a step."""
+    return f"batches/step_{step:06d}"
