@@ -12,6 +12,7 @@ from typing import TypeVar
 import redis.asyncio
 from redis.exceptions import AuthenticationError, RedisError
 
+from penstock.cancellation import raise_if_cancelled
 from penstock.errors import ConfigError
 
 logger = logging.getLogger("penstock.broker")
@@ -38,6 +39,7 @@ class Broker:
             try:
                 answer = await question(self.client)
             except (RedisError, OSError) as error:
+                raise_if_cancelled()
                 self._down(error)
                 if time.monotonic() - said_at > REMIND_S:
                     said_at = time.monotonic()
@@ -45,6 +47,7 @@ class Broker:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MOST_S)
             else:
+                raise_if_cancelled()
                 self._up()
                 return answer
 

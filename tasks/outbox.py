@@ -12,6 +12,8 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
+from penstock.cancellation import raise_if_cancelled
+
 logger = logging.getLogger("penstock.outbox")
 
 Write = Callable[[Any], object]
@@ -40,6 +42,7 @@ class Outbox:
             if not self._waiting:
                 self._filled.clear()
             await self._send(batch)
+            raise_if_cancelled()
 
     async def _send(self, batch: list[tuple[Write, asyncio.Future[None]]]) -> None:
         pause_s = RETRY_FIRST_S
@@ -51,6 +54,7 @@ class Outbox:
                     await pipe.execute()
                 break
             except (RedisError, OSError) as error:
+                raise_if_cancelled()
                 logger.warning(
                     "action=redis_write_waits writes=%d again_in_s=%.1f error=%s", len(batch), pause_s, error
                 )
