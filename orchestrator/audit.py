@@ -40,7 +40,7 @@ def audit(directory: Path) -> dict[str, Any]:
     try:
         connection.execute("BEGIN")  # one moment of the ledger for all questions; the manifests are read after it
         found = _counts(connection)
-        manifests = _manifests(directory)
+        manifests = {step: list(content["rollouts"]) for step, content in sealing.manifests(directory).items()}
         problems = [*_structure(connection), *_deliveries(connection, manifests)]
     finally:
         connection.close()
@@ -59,11 +59,6 @@ def _structure(connection: sqlite3.Connection) -> Iterator[str]:
     for text, query in CHECKS.items():
         for (subject,) in connection.execute(f"{query} LIMIT {SHOWN_MOST}"):
             yield text.format(subject)
-
-
-def _manifests(directory: Path) -> dict[int, list[str]]:
-    paths = sorted(directory.glob("batches/step_*/manifest.json"))
-    return {int(path.parent.name.removeprefix("step_")): sealing.sealed_rollouts(path) for path in paths}
 
 
 def _deliveries(connection: sqlite3.Connection, manifests: dict[int, list[str]]) -> Iterator[str]:

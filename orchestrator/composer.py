@@ -19,8 +19,8 @@ class Composer:
 
     def compose(self) -> Batch | None:
         """Form the next step if there is enough; its encoding jobs are created in the same transaction."""
-        step = self._ledger.number("steps_delivered") + 1
-        if self._ledger.batches or step > self._config.steps:
+        step = self._ledger.number("steps_delivered")
+        if self._ledger.batches or step >= self._config.steps:
             return None
         groups = self._take()
         if groups is None:

@@ -159,7 +159,7 @@ class Ledger:
             for rollout in group.of(RolloutState.BATCHED):
                 self.move(rollout, RolloutState.DELIVERED)
             self.enter(group, GroupState.CLOSED)
-        self.set("steps_delivered", batch.step)
+        self.set("steps_delivered", batch.step + 1)
         self.set("formation", 0)
         self._forget(batch)
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -21,6 +22,15 @@ def manifest(run: str, batch: Batch, ranks: list[EncodeResult]) -> bytes:
             "run": run,
             "step": batch.step,
             "formation": batch.formation,
+            "groups": {
+                group.id: {
+                    "ordinal": group.ordinal,
+                    "environment": group.environment,
+                    "example": group.example,
+                    "size": len(group.rollouts),
+                }
+                for group in batch.groups
+            },
             "rollouts": {
                 rollout.id: {"group": rollout.group, "advantage": rollout.advantage} for rollout in batch.rollouts()
             },
@@ -53,8 +63,10 @@ def seal(path: Path, content: bytes) -> None:
         _sync_directory(directory)
 
 
-def sealed_rollouts(path: Path) -> list[str]:
-    return list(orjson.loads(path.read_bytes())["rollouts"])
+def manifests(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """Every sealed step's manifest, in order."""
+    paths = sorted(run_dir.glob("batches/step_*/manifest.json"))
+    return {int(path.parent.name.removeprefix("step_")): orjson.loads(path.read_bytes()) for path in paths}
 
 
 def _sync_directory(directory: Path) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable
 from typing import Any
 
-from orchestrator import crash_points, run_dir, schema
+from orchestrator import crash_points, rebuild, run_dir, schema
 from orchestrator.broker import Broker
 from orchestrator.ledger import Ledger
 from orchestrator.lock import RunLock, lock_directory
@@ -46,6 +46,7 @@ async def _run(config: RunConfig, run: str) -> dict[str, Any]:
     stacks.show_on_signal(asyncio.get_running_loop())
     broker = Broker(config.redis_url)
     await broker.start()
+    rebuild.if_lost(config)
     ledger = Ledger(config.ledger_path)
     try:
         lock = RunLock(config.run_dir.resolve(), broker, run=run, epoch=ledger.count("epoch"))

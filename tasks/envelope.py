@@ -15,6 +15,7 @@ from tasks.celery_app import CONTENT_TYPE, task_name
 
 SEQUENCE_HEADER = "penstock_sequence"
 ORIGIN = "penstock"
+HARD_LIMIT_AFTER_S = 30.0  # a body that does not heed its time-out loses its slot (asyncio) or its process (prefork)
 EMBED: dict[str, None] = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
 
 
@@ -53,7 +54,7 @@ def _headers(job: AnyJob) -> dict[str, Any]:
         "group": None,
         "group_index": None,
         "retries": 0,
-        "timelimit": [None, None],
+        "timelimit": [job.timeout_s + HARD_LIMIT_AFTER_S, None],
         "root_id": job.task_id,
         "parent_id": None,
         "argsrepr": "",

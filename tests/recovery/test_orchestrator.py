@@ -58,6 +58,18 @@ def test_a_paused_orchestrator_condemns_nobody(shared: Cluster) -> None:
     assert shared.events("lost") == 0
 
 
+def test_a_ledger_lost_with_its_disk_is_made_anew_from_the_manifests(shared: Cluster) -> None:
+    shared.run_dir = shared.directory / "lost-ledger"
+    crashed = shared.orchestrator(PENSTOCK_TESTING__CRASH_AT="delivered")
+    assert crashed.wait() == -signal.SIGKILL
+    sealed = (shared.run_dir / "batches/step_000000/manifest.json").read_bytes()
+    for path in shared.run_dir.glob("ledger.sqlite*"):
+        path.unlink()
+    found = shared.finish(shared.orchestrator())
+    assert found["steps"] == 2
+    assert (shared.run_dir / "batches/step_000000/manifest.json").read_bytes() == sealed
+
+
 @pytest.mark.parametrize("presses", [1, 2])
 def test_a_run_that_is_stopped_is_resumed(tmp_path: Path, presses: int) -> None:
     with cluster_in(tmp_path, noop={"rollout_s": 0.5}) as cluster:

@@ -34,7 +34,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.queue)
 def test_ours_is_what_celery_sends(client: redis.Redis, job: AnyJob) -> None:
     task = app.tasks[task_name(job.queue)]
-    task.apply_async((job,), task_id=job.task_id, argsrepr="", kwargsrepr="", ignore_result=True)
+    options = {"argsrepr": "", "kwargsrepr": "", "ignore_result": True, "time_limit": 90.0}
+    task.apply_async((job,), task_id=job.task_id, **options)
     theirs = json.loads(client.rpop(job.queue))  # type: ignore[arg-type]
     ours = json.loads(envelope.encode(job))
 
@@ -44,7 +45,7 @@ def test_ours_is_what_celery_sends(client: redis.Redis, job: AnyJob) -> None:
     for message in (ours, theirs):
         del message["headers"], message["body"]
         del message["properties"]["delivery_tag"], message["properties"]["reply_to"]  # random
-        for name in ("argsrepr", "kwargsrepr"):  # options that kombu copies and nobody reads
+        for name in ("argsrepr", "kwargsrepr", "time_limit"):  # options that kombu copies and nobody reads
             message["properties"].pop(name, None)
         del message["properties"]["delivery_info"]  # theirs names the exchange that ours does without
     assert ours == theirs
