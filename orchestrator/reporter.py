@@ -56,6 +56,7 @@ class Reporter:
     def status(self) -> dict[str, Any]:
         own, ledger = self._orchestrator, self._orchestrator.ledger
         jobs = Counter(job.queue for job in ledger.jobs.values() if job.state is JobState.SUBMITTED)
+        waiting = Counter(job.queue for job in ledger.waiting.values())
         workers = Counter(value.rpartition(":")[0] for value in own.reconciler.latest.leases.values())
         return {
             "run": own.run_id,
@@ -68,6 +69,7 @@ class Reporter:
             "rollouts": counts(
                 ledger.number("rollouts_planned"), ledger.states, ledger.reasons, ledger.number("fenced")
             ),
+            "waiting_jobs": {queue.value: waiting[queue] for queue in Queue},
             "submitted_jobs": {queue.value: jobs[queue] for queue in Queue},
             "queued": {queue.value: own.reconciler.latest.depths.get(queue, 0) for queue in Queue},
             "running_by_worker": dict(workers),
