@@ -7,6 +7,7 @@ from typing import Any
 from tasks import app, rollouts
 from tasks.execution import AsyncProcess
 from tasks.settings import settings
+from workers import event_batches
 from workers.asyncio_pool import AsyncioPool
 from workers.start import announce
 
@@ -26,4 +27,5 @@ class RolloutPool(AsyncioPool):
 
 
 announce(app)
+event_batches.install(app)
 app.conf.worker_pool = f"{__name__}:{RolloutPool.__name__}"
