@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from orchestrator.records import Batch
+from penstock.errors import RunError
 from penstock.messages import EncodeResult
 
 
@@ -66,7 +67,14 @@ def seal(path: Path, content: bytes) -> None:
 def manifests(run_dir: Path) -> dict[int, dict[str, Any]]:
     """Every sealed step's manifest, in order."""
     paths = sorted(run_dir.glob("batches/step_*/manifest.json"))
-    return {int(path.parent.name.removeprefix("step_")): orjson.loads(path.read_bytes()) for path in paths}
+    return {int(path.parent.name.removeprefix("step_")): _read(path) for path in paths}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise RunError(f"the manifest {path} is damaged ({error}): restore it from a copy") from error
 
 
 def _sync_directory(directory: Path) -> None:
