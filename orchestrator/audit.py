@@ -36,7 +36,7 @@ CHECKS = {
 
 def audit(directory: Path) -> dict[str, Any]:
     """`balanced` is true when the counts add up and no problem was found."""
-    with schema.reading(Path(run_dir.read(directory)["ledger"])) as connection:
+    with schema.reading(run_dir.ledger_path(directory)) as connection:
         connection.execute("BEGIN")  # one moment of the ledger for all questions; the manifests are read after it
         found = _counts(connection)
         manifests = {step: list(content["rollouts"]) for step, content in sealing.manifests(directory).items()}
