@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
-from orchestrator.broker import address
 from penstock.config import RunConfig
 from penstock.errors import RunError, RunMismatch
+from penstock.redis_url import address
 
 # What a run is made of: a directory that was begun with other values cannot be gone on with.
 IDENTITY = ("seed", "environment", "rollouts.group_size", "batch.unit", "batch.size", "batch.data_ranks")

@@ -42,7 +42,7 @@ def run(config: RunConfig) -> dict[str, Any]:
 async def _run(config: RunConfig, run: str) -> dict[str, Any]:
     stacks.show_on_signal(asyncio.get_running_loop())
     broker = Broker(config.redis_url)
-    await broker.start()
+    await broker.start(patience_s=config.recovery.redis_patience_s)
     rebuild.if_lost(config)
     ledger = Ledger(config.ledger_path)
     try:
