@@ -1,6 +1,7 @@
 """A step's manifest: created once, never replaced. From then on the step is delivered, whatever the ledger says."""
 
 import contextlib
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 import orjson
 
 from orchestrator.records import Batch
-from penstock.errors import RunError
+from penstock.errors import RunError, RunLocked
 from penstock.messages import EncodeResult
+from penstock.offload import in_io_thread
+
+logger = logging.getLogger("penstock.sealing")
 
 
 def manifest_path(run_dir: Path, step: int) -> Path:
@@ -47,8 +51,33 @@ def manifest(run: str, batch: Batch, ranks: list[EncodeResult]) -> bytes:
     )
 
 
+class Sealer:
+    """Writes manifests as soon as the disk takes them."""
+
+    def __init__(self, run_dir: Path, run: str) -> None:
+        self._run_dir = run_dir
+        self._run = run
+        self.trouble: str | None = None
+
+    async def seal(self, batch: Batch, ranks: list[EncodeResult]) -> bool:
+        """False when the disk does not take it: the step waits and is tried again."""
+        path = manifest_path(self._run_dir, batch.step)
+        try:
+            await in_io_thread(seal, path, manifest(self._run, batch, ranks))
+        except OSError as error:
+            if self.trouble is None:
+                logger.error("action=sealing_waits step=%d path=%s error=%s", batch.step, path, error.strerror)
+            self.trouble = (
+                f"the manifest of step {batch.step} cannot be written ({error.strerror}): "
+                f"make room or mend the disk of {self._run_dir}; nothing is lost"
+            )
+            return False
+        self.trouble = None
+        return True
+
+
 def seal(path: Path, content: bytes) -> None:
-    """All or nothing, and durable. A manifest that is there already stays: FileExistsError."""
+    """All or nothing, and durable. A manifest that is there already stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".manifest-")
     try:
@@ -57,6 +86,11 @@ def seal(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.link(temporary, path)
+    except FileExistsError:
+        # Ours, if only its directory could not be synced the last time.
+        if path.read_bytes() != content:
+            message = f"{path} is there already, and holds another step: does a second orchestrator drive this run?"
+            raise RunLocked(message) from None
     finally:
         with contextlib.suppress(FileNotFoundError):
             Path(temporary).unlink()
