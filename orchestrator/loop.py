@@ -149,9 +149,7 @@ class Orchestrator:
         while True:
             await asyncio.sleep(self.reconciler.poll_s)
             seen = await self.reconciler.look()
-            last_id = await self.replies.last_id()
-            self.replies.start_over_if_behind(last_id)
-            if not await self.caught_up_with(last_id):
+            if not await self.caught_up_with(await self.replies.newest()):
                 continue
             findings = self.reconciler.judge(seen)
             self.changed.set()
@@ -161,10 +159,10 @@ class Orchestrator:
             if findings.revoke:
                 await self.ending.revoke(findings.revoke)
 
-    async def caught_up_with(self, last_id: str) -> bool:
+    async def caught_up_with(self, reply_id: str) -> bool:
         try:
             async with asyncio.timeout(CATCH_UP_S):
-                while self.replies.behind(last_id):
+                while self.replies.behind(reply_id):
                     await asyncio.sleep(0.01)
         except TimeoutError:
             return False
