@@ -51,7 +51,7 @@ class Reporter:
     async def write(self) -> None:
         path = self._orchestrator.config.run_dir / "status.json"
         try:
-            await in_io_thread(run_dir.write_atomically, path, self.status())
+            await in_io_thread(run_dir.write_json, path, self.status())
         except OSError as error:
             if self.trouble is None:
                 logger.error("action=status_unwritten path=%s error=%s", path, error.strerror)

@@ -1,7 +1,5 @@
 """A run's directory: who it is (`run.json`), what it is doing (`status.json`), what it made (`batches/`)."""
 
-import os
-import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from penstock import atomic_files, plans
 from penstock.config import RunConfig
 from penstock.errors import RunError, RunMismatch
 from penstock.redis_url import address
@@ -44,7 +43,10 @@ def enter(config: RunConfig) -> str:
             _refuse_another_configuration(config.run_dir, kept["identity"], content["identity"])
             _refuse_a_second_ledger(config, config.run_dir / kept["ledger"])
         if content != kept:
-            write_atomically(config.run_dir / "run.json", content, durable=True)
+            write_json(config.run_dir / "run.json", content, durable=True)
+        for directory in (config.run_dir, *config.run_dir.glob("batches/*")):
+            atomic_files.sweep(directory)
+        plans.sweep(config.store_dir, content["run"])
     return content["run"]
 
 
@@ -78,18 +80,8 @@ def usable(directory: Path, setting: str = "run_dir") -> Iterator[None]:
         ) from error
 
 
-def write_atomically(path: Path, content: dict[str, Any], *, durable: bool = False) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2))
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        Path(temporary).rename(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+def write_json(path: Path, content: dict[str, Any], *, durable: bool = False) -> None:
+    atomic_files.write(path, orjson.dumps(content, option=orjson.OPT_INDENT_2), durable=durable)
 
 
 def _refuse_another_configuration(run_dir: Path, kept: dict[str, Any], now: dict[str, Any]) -> None:

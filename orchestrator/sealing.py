@@ -1,15 +1,13 @@
 """A step's manifest: created once, never replaced. From then on the step is delivered, whatever the ledger says."""
 
-import contextlib
 import logging
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from orchestrator.records import Batch
+from penstock import atomic_files
 from penstock.errors import RunError, RunLocked
 from penstock.messages import EncodeResult
 from penstock.offload import in_io_thread
@@ -79,23 +77,15 @@ class Sealer:
 def seal(path: Path, content: bytes) -> None:
     """All or nothing, and durable. A manifest that is there already stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".manifest-")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(temporary, path)
+        atomic_files.create(path, content)
     except FileExistsError:
         # Ours, if only its directory could not be synced the last time.
         if path.read_bytes() != content:
             message = f"{path} is there already, and holds another step: does a second orchestrator drive this run?"
             raise RunLocked(message) from None
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            Path(temporary).unlink()
     for directory in (path.parent, path.parent.parent):
-        _sync_directory(directory)
+        atomic_files.sync_directory(directory)
 
 
 def manifests(run_dir: Path) -> dict[int, dict[str, Any]]:
@@ -109,11 +99,3 @@ def _read(path: Path) -> dict[str, Any]:
         return orjson.loads(path.read_bytes())
     except orjson.JSONDecodeError as error:
         raise RunError(f"the manifest {path} is damaged ({error}): restore it from a copy") from error
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
