@@ -36,14 +36,11 @@ CHECKS = {
 
 def audit(directory: Path) -> dict[str, Any]:
     """`balanced` is true when the counts add up and no problem was found."""
-    connection = schema.open_for_reading(Path(run_dir.read(directory)["ledger"]))
-    try:
+    with schema.reading(run_dir.ledger_path(directory)) as connection:
         connection.execute("BEGIN")  # one moment of the ledger for all questions; the manifests are read after it
         found = _counts(connection)
         manifests = {step: list(content["rollouts"]) for step, content in sealing.manifests(directory).items()}
         problems = [*_structure(connection), *_deliveries(connection, manifests)]
-    finally:
-        connection.close()
     return {**found, "balanced": found["balanced"] and not problems, "problems": problems, "steps": len(manifests)}
 
 

@@ -31,7 +31,6 @@ from penstock import keys
 from penstock.config import RunConfig
 from penstock.loop_lag import LoopLag
 from penstock.messages import EncodeResult
-from penstock.offload import in_io_thread
 
 logger = logging.getLogger("penstock.orchestrator")
 
@@ -62,6 +61,7 @@ class Orchestrator:
         self.stages = Stages(config, ledger, self.gate)
         self.planner = Planner(config, ledger)
         self.composer = Composer(config, ledger)
+        self.sealer = sealing.Sealer(config.run_dir, run)
         self.submitter = Submitter(config, run, ledger, broker, self.gate)
         self.replies = Replies(run, broker, ledger)
         self.reconciler = Reconciler(config, run, ledger, broker, self.stages)
@@ -99,9 +99,9 @@ class Orchestrator:
                 await self.ledger.committed()
                 crash_points.passed("composed")
             await self.submitter.submit(list(self.ledger.waiting.values()))
-            if encoded := self.composer.encoded():
-                await self.seal(*encoded)
-            elif not more_to_plan:
+            encoded = self.composer.encoded()
+            sealed = encoded is not None and await self.seal(*encoded)
+            if not sealed and not more_to_plan:
                 await self.wait_for_change()
 
     async def wait_for_change(self) -> None:
@@ -112,11 +112,11 @@ class Orchestrator:
             pass
         self.changed.clear()
 
-    async def seal(self, batch: Batch, ranks: list[EncodeResult]) -> None:
+    async def seal(self, batch: Batch, ranks: list[EncodeResult]) -> bool:
         crash_points.passed("encoded")
         await self.lock.check()
-        path = sealing.manifest_path(self.config.run_dir, batch.step)
-        await in_io_thread(sealing.seal, path, sealing.manifest(self.run_id, batch, ranks))
+        if not await self.sealer.seal(batch, ranks):
+            return False
         crash_points.passed("sealed")
         self.ledger.deliver(batch)
         await self.ledger.committed()
@@ -124,6 +124,7 @@ class Orchestrator:
         logger.info(
             "action=delivered step=%d rollouts=%d", batch.step, sum(len(group.rollouts) for group in batch.groups)
         )
+        return True
 
     def deliver_what_is_sealed(self) -> None:
         """The manifest on the disk is the truth: a crash may have kept the ledger from saying so."""
@@ -148,9 +149,7 @@ class Orchestrator:
         while True:
             await asyncio.sleep(self.reconciler.poll_s)
             seen = await self.reconciler.look()
-            last_id = await self.replies.last_id()
-            self.replies.start_over_if_behind(last_id)
-            if not await self.caught_up_with(last_id):
+            if not await self.caught_up_with(await self.replies.newest()):
                 continue
             findings = self.reconciler.judge(seen)
             self.changed.set()
@@ -160,10 +159,10 @@ class Orchestrator:
             if findings.revoke:
                 await self.ending.revoke(findings.revoke)
 
-    async def caught_up_with(self, last_id: str) -> bool:
+    async def caught_up_with(self, reply_id: str) -> bool:
         try:
             async with asyncio.timeout(CATCH_UP_S):
-                while self.replies.behind(last_id):
+                while self.replies.behind(reply_id):
                     await asyncio.sleep(0.01)
         except TimeoutError:
             return False

@@ -1,15 +1,18 @@
 """A step's manifest: created once, never replaced. From then on the step is delivered, whatever the ledger says."""
 
-import contextlib
-import os
-import tempfile
+import logging
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from orchestrator.records import Batch
+from penstock import atomic_files
+from penstock.errors import RunError, RunLocked
 from penstock.messages import EncodeResult
+from penstock.offload import in_io_thread
+
+logger = logging.getLogger("penstock.sealing")
 
 
 def manifest_path(run_dir: Path, step: int) -> Path:
@@ -46,32 +49,53 @@ def manifest(run: str, batch: Batch, ranks: list[EncodeResult]) -> bytes:
     )
 
 
+class Sealer:
+    """Writes manifests as soon as the disk takes them."""
+
+    def __init__(self, run_dir: Path, run: str) -> None:
+        self._run_dir = run_dir
+        self._run = run
+        self.trouble: str | None = None
+
+    async def seal(self, batch: Batch, ranks: list[EncodeResult]) -> bool:
+        """False when the disk does not take it: the step waits and is tried again."""
+        path = manifest_path(self._run_dir, batch.step)
+        try:
+            await in_io_thread(seal, path, manifest(self._run, batch, ranks))
+        except OSError as error:
+            if self.trouble is None:
+                logger.error("action=sealing_waits step=%d path=%s error=%s", batch.step, path, error.strerror)
+            self.trouble = (
+                f"the manifest of step {batch.step} cannot be written ({error.strerror}): "
+                f"make room or mend the disk of {self._run_dir}; nothing is lost"
+            )
+            return False
+        self.trouble = None
+        return True
+
+
 def seal(path: Path, content: bytes) -> None:
-    """All or nothing, and durable. A manifest that is there already stays: FileExistsError."""
+    """All or nothing, and durable. A manifest that is there already stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".manifest-")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            Path(temporary).unlink()
+        atomic_files.create(path, content)
+    except FileExistsError:
+        # Ours, if only its directory could not be synced the last time.
+        if path.read_bytes() != content:
+            message = f"{path} is there already, and holds another step: does a second orchestrator drive this run?"
+            raise RunLocked(message) from None
     for directory in (path.parent, path.parent.parent):
-        _sync_directory(directory)
+        atomic_files.sync_directory(directory)
 
 
 def manifests(run_dir: Path) -> dict[int, dict[str, Any]]:
     """Every sealed step's manifest, in order."""
     paths = sorted(run_dir.glob("batches/step_*/manifest.json"))
-    return {int(path.parent.name.removeprefix("step_")): orjson.loads(path.read_bytes()) for path in paths}
+    return {int(path.parent.name.removeprefix("step_")): _read(path) for path in paths}
 
 
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
+def _read(path: Path) -> dict[str, Any]:
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise RunError(f"the manifest {path} is damaged ({error}): restore it from a copy") from error

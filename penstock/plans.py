@@ -4,13 +4,12 @@ Written by the orchestrator alone, from its ledger, before every submission of a
 is written again.
 """
 
-import os
-import tempfile
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
 
+from penstock import atomic_files
 from penstock.errors import BlobCorrupt, BlobMissing
 from penstock.messages import Message
 
@@ -32,16 +31,14 @@ def keys(store: Path, run: str) -> set[str]:
 
 
 def write(store: Path, key: str, plan: Message) -> None:
-    folder = store / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".plan-")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(plan.model_dump_json())
-        Path(temporary).rename(_path(store, key))
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    path = _path(store, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_files.write(path, plan.model_dump_json().encode())
+
+
+def sweep(store: Path, run: str) -> None:
+    """What a killed orchestrator of `run` left half-written."""
+    atomic_files.sweep(store / FOLDER, f"{run}.")
 
 
 def read(store: Path, key: str, model: type[Plan]) -> Plan:
