@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import Upstream
-from penstock.fingerprints import Fingerprint, Match, longest_in_text
+from penstock.fingerprints import Fingerprint, Ids, Match, ids_of, longest_in_text
 from penstock.routed_experts import NPY_MAGIC_TEXT, RouteFormat, base64_length, npy_header
 
 MARK = secrets.token_hex(16).encode()
@@ -21,18 +21,31 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
+class KnownPrompt:
+    """A prompt that begins with a known sequence."""
+
+    match: Match
+    ids: Ids
+    """Behind that sequence."""
+    span: Span
+    """The whole list, with its brackets."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cuts:
     experts: Span | None = None
     """The base64 text, without its quotes."""
-    prompt: Span | None = None
-    """The known ids at the start of the prompt, without the bracket before and the comma behind."""
-    match: Match | None = None
-    """The known sequence that those ids are."""
+    prompt: KnownPrompt | None = None
+
+    @property
+    def any(self) -> bool:
+        return self.experts is not None or self.prompt is not None
 
     def rest(self, body: bytes) -> bytes:
         """The body with the mark in place of what was cut."""
         view, parts, done = memoryview(body), list[bytes | memoryview](), 0
-        marks = [(span, mark) for span, mark in [(self.experts, MARK), (self.prompt, MARKED)] if span]
+        marks = [(self.experts, MARK)] if self.experts else []
+        marks += [(self.prompt.span, MARKED)] if self.prompt else []
         for (start, end), mark in sorted(marks):
             parts += [view[done:start], mark]
             done = end
@@ -41,13 +54,7 @@ class Cuts:
 
 def find_cuts(body: bytes, known: Sequence[Fingerprint], known_rows: Iterable[int], route_format: RouteFormat) -> Cuts:
     experts = _find_experts(body, known_rows, route_format)
-    at = _find_prompt(body, experts) if known else None
-    if at is None:
-        return Cuts(experts=experts)
-    match = longest_in_text(memoryview(body)[slice(*at)], known)
-    if match is None:
-        return Cuts(experts=experts)
-    return Cuts(experts=experts, prompt=(at[0], at[0] + known[match.index].text_bytes), match=match)
+    return Cuts(experts=experts, prompt=_find_prompt(body, known, experts or (0, 0)) if known else None)
 
 
 def _is_key(body: bytes, at: int) -> bool:
@@ -91,14 +98,20 @@ def _base64_end(body: bytes, start: int, known_rows: Iterable[int], row_bytes: i
     return body.find(b'"', start)
 
 
-def _find_prompt(body: bytes, experts: Span | None) -> Span | None:
-    """The ids of the prompt, without brackets. Engines print them behind the choices or before."""
-    start, end = experts or (0, 0)
-    key = body.find(PROMPT_KEY, end)
+def _find_prompt(body: bytes, known: Sequence[Fingerprint], experts: Span) -> KnownPrompt | None:
+    """Engines print the prompt behind the choices, some before."""
+    key = body.find(PROMPT_KEY, experts[1])
     if key < 0:
-        key = body.find(PROMPT_KEY, 0, start)
+        key = body.find(PROMPT_KEY, 0, experts[0])
     if not _is_key(body, key):
         return None
     first = key + len(PROMPT_KEY)
-    last = body.find(b"]", first)
-    return (first, last) if last >= 0 else None
+    match = longest_in_text(memoryview(body)[first:], known)
+    if match is None:
+        return None
+    behind = first + known[match.index].text_bytes
+    end = body.find(b"]", behind)
+    ids = ids_of(body[behind:end].removeprefix(b","))
+    if end < 0 or ids is None:  # in text that is not plain ids, a longer sequence may hide
+        return None
+    return KnownPrompt(match=match, ids=ids, span=(first - 1, end + 1))

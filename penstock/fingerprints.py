@@ -15,10 +15,23 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
 
+MAX_TOKEN_ID = 2**31 - 1
+
 
 def ids_text(ids: Ids) -> bytes:
     """The ids as engines print them, without the brackets."""
     return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+
+
+def ids_of(text: bytes) -> Ids | None:
+    """The ids of `ids_text`, straight into an array; None for what may be anything else, an id 0 included."""
+    if not text:
+        return np.empty(0, np.int32)
+    text = b"," + text
+    if text.translate(None, b"0123456789,") or b",," in text or b",0" in text or text.endswith(b","):
+        return None
+    ids = np.fromstring(text[1:], np.int64, sep=",")
+    return ids.astype(np.int32) if ids.max() <= MAX_TOKEN_ID else None
 
 
 class Fingerprint:
@@ -78,18 +91,15 @@ class Match:
 
 
 def longest_in_text(text: memoryview, known: Sequence[Fingerprint]) -> Match | None:
-    """`text` is a JSON list of ids without its brackets. With spaces in it, it matches nothing: decode it first."""
-    found = _longest(
+    """`text` begins with the ids of a compact JSON list, behind its bracket; ids with spaces are not recognised."""
+    return _longest(
         text,
         [
             (print_.text_bytes, index, print_.text_digest)
             for index, print_ in enumerate(known)
-            if print_.tokens and bytes(text[print_.text_bytes : print_.text_bytes + 1]) in (b",", b"")
+            if print_.tokens and bytes(text[print_.text_bytes : print_.text_bytes + 1]) in (b",", b"]")
         ],
     )
-    if found and bytes(text[known[found.index].text_bytes :]).translate(None, b"0123456789,"):
-        return None  # a longer sequence may be there, spelled otherwise
-    return found
 
 
 def longest_in_ids(ids: Ids, known: Sequence[Fingerprint]) -> Match | None:

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import Upstream
-from penstock.fingerprints import Ids
+from penstock.fingerprints import MAX_TOKEN_ID, Ids, ids_of
 
 Logprobs = NDArray[np.float32]
 
-MAX_TOKEN_ID = 2**31 - 1
 LOGPROB_ROUNDING = 1e-3
 """Engines round: a logprob may be this much above 0."""
 
@@ -127,7 +126,7 @@ def read_reply(text: bytes, endpoint: Endpoint) -> Reply[Any]:
     return (CHAT_REPLY if endpoint is Endpoint.CHAT else GENERATE_REPLY).decode(text)
 
 
-def read_part(raw: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[Value], name: str) -> Value:
+def read_part(raw: bytes | memoryview | msgspec.Raw, decoder: msgspec.json.Decoder[Value], name: str) -> Value:
     """A part of a reply by type; msgspec's message names places inside of it, so the part is named here."""
     try:
         return decoder.decode(raw)
@@ -137,12 +136,5 @@ def read_part(raw: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[Value], na
 
 def read_ids(raw: bytes, name: str) -> Ids:
     """A JSON list of ids: from text to array where it is compact, else by type, which says what is wrong with it."""
-    inner = raw[1:-1]
-    if raw[:1] != b"[" or inner.translate(None, b"0123456789,"):
-        return np.array(read_part(raw, TOKEN_IDS, name), np.int32)
-    if not inner:
-        return np.empty(0, np.int32)
-    ids = np.fromstring(inner, np.int64, sep=",")
-    if ids.max() > MAX_TOKEN_ID:
-        raise Upstream(f"the engine's answer is malformed: an id above {MAX_TOKEN_ID} in {name}")
-    return ids.astype(np.int32)
+    ids = ids_of(raw[1:-1]) if raw[:1] == b"[" else None
+    return np.array(read_part(raw, TOKEN_IDS, name), np.int32) if ids is None else ids

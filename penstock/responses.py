@@ -91,6 +91,8 @@ class Turn:
 
 NOTHING = Known(sequence=Fingerprint(), rows_from=0)
 CHAT, ANY_FORMAT = Asked(), RouteFormat()
+WRONG_CUT = "what was cut out of the body is not what it was taken for"
+"""Nobody reads it: the full way follows."""
 
 
 def read_turn(
@@ -98,7 +100,7 @@ def read_turn(
 ) -> Turn:
     """Validate a response and take what is new in it; `Upstream` says what an engine must not have said."""
     cuts = find_cuts(body, [sample.sequence for sample in known], [sample.rows_from for sample in known], route_format)
-    if cuts != Cuts():
+    if cuts.any:
         try:
             return _read(body, cuts, known, asked, route_format)
         except Upstream:
@@ -127,42 +129,78 @@ def _read(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked, route_f
 
 
 def _turn(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked, route_format: RouteFormat) -> Turn:
+    said = _said(body, cuts, known, asked)
+    before = NOTHING if said.match is None else known[said.match.index]
+    prefix_tokens = before.sequence.tokens
+    prompt_tokens = prefix_tokens + len(said.prompt_ids)
+    tokens = prompt_tokens + len(said.completion_ids)
+    limit = tokens if asked.max_seq_len is None else asked.max_seq_len
+    prompt_ids = said.prompt_ids[: max(0, limit - prefix_tokens)]
+    completion_ids = said.completion_ids[: max(0, limit - prompt_tokens)]
+    wanted = Wanted(tokens=tokens, first=before.rows_from, until=min(tokens, limit), asked_from=asked.routes_from)
+    return Turn(
+        extends=said.match.index if said.match else None,
+        matches=said.match.matches if said.match else 0,
+        prefix_tokens=prefix_tokens,
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        completion_logprobs=said.logprobs[: len(completion_ids)],
+        routes=_routes(body, cuts, said.payload, wanted, route_format) if said.payload else None,
+        sequence=before.sequence.extended(prompt_ids, completion_ids),
+        finish_reason=said.finish_reason,
+        version=said.version,
+        message=said.message,
+        truncated=tokens > limit,
+        overlong_prompt=prompt_tokens > limit,
+        payload=said.payload.span if said.payload else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Payload:
+    json: bytes | memoryview
+    """With the mark, where the base64 was cut out."""
+    span: Span
+    """In the body."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Said:
+    """A reply's parts, each valid by itself, without reference to the text that they were decoded from."""
+
+    match: Match | None
+    prompt_ids: Ids
+    completion_ids: Ids
+    logprobs: Logprobs
+    payload: _Payload | None
+    finish_reason: str | None
+    version: int | None
+    message: bytes | None
+
+
+def _said(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked) -> _Said:
     rest = cuts.rest(body)
     reply = read_reply(rest, asked.endpoint)
     match, prompt_ids = _prompt(reply.prompt, cuts, known, asked.prompt_ids)
     completion_ids, logprobs = _completion(reply.choice)
-    before = known[match.index] if match else NOTHING
-    prefix_tokens = before.sequence.tokens
-    prompt_tokens = prefix_tokens + len(prompt_ids)
-    tokens = prompt_tokens + len(completion_ids)
-    limit = tokens if asked.max_seq_len is None else asked.max_seq_len
-    prompt_ids = prompt_ids[: max(0, limit - prefix_tokens)]
-    completion_ids = completion_ids[: max(0, limit - prompt_tokens)]
-    wanted = Wanted(tokens=tokens, first=before.rows_from, until=min(tokens, limit), asked_from=asked.routes_from)
-    return Turn(
-        extends=match.index if match else None,
-        matches=match.matches if match else 0,
-        prefix_tokens=prefix_tokens,
+    return _Said(
+        match=match,
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
-        completion_logprobs=logprobs[: len(completion_ids)],
-        routes=_routes(body, cuts, reply.routed, wanted, route_format),
-        sequence=before.sequence.extended(prompt_ids, completion_ids),
+        logprobs=logprobs,
+        payload=_payload(body, cuts, reply.routed),
         finish_reason=reply.choice.finish_reason,
         version=_version(reply.meta_info.weight_version),
         message=_message(reply.choice.message) if asked.endpoint is Endpoint.CHAT else None,
-        truncated=tokens > limit,
-        overlong_prompt=prompt_tokens > limit,
-        payload=_payload(rest, cuts, reply.routed),
     )
 
 
 def _prompt(raw: bytes | None, cuts: Cuts, known: Sequence[Known], asked_ids: Ids | None) -> tuple[Match | None, Ids]:
     """The known sequence that the prompt begins with, and the ids behind it."""
     if cuts.prompt is not None:
-        if raw is None or not raw.startswith(b"[" + MARKED):
-            raise Upstream("the known prompt ids were cut at the wrong place")
-        return cuts.match, read_ids(b"[" + raw[1 + len(MARKED) :].removeprefix(b","), "prompt_token_ids")
+        if raw != MARKED:
+            raise Upstream(WRONG_CUT)
+        return cuts.prompt.match, cuts.prompt.ids
     ids = asked_ids if raw is None else read_ids(raw, "prompt_token_ids")
     if ids is None:
         raise Upstream("the engine's answer has no prompt_token_ids, and the request named no ids")
@@ -199,45 +237,41 @@ def _sglang_completion(tokens: list[OutputToken], completion_tokens: int | None)
     return ids, np.array([token.logprob for token in tokens], np.float32)
 
 
-def _routes(body: bytes, cuts: Cuts, routed: msgspec.Raw, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
-    raw = bytes(routed)
-    if cuts.experts is None and routed == ABSENT:
-        return None
-    if cuts.experts is None and raw[:1] == b"[":
-        return read_lists(raw, wanted, route_format)
-    wire = read_part(raw, WIRE_OBJECT, "routed_experts") if raw[:1] == b"{" else None
-    quoted = bytes(wire.data) if wire else raw
-    if cuts.experts is None:
-        text = _text(quoted)
-    elif quoted == MARKED:
-        text = memoryview(body)[slice(*cuts.experts)]
-    else:
-        raise Upstream("the routed experts were cut at the wrong place")
-    return read_object(wire, text, wanted, route_format) if wire else read_string(text, wanted, route_format)
-
-
-def _text(quoted: bytes) -> bytes | memoryview:
-    """What a JSON string says: not copied unless it has escapes."""
-    if quoted[:1] != b'"':
-        raise Upstream("routed experts: neither base64 nor an object with base64 data nor lists")
-    if b"\\" in quoted:
-        return msgspec.json.decode(quoted, type=str).encode()
-    return memoryview(quoted)[1:-1]
-
-
-def _payload(rest: bytes, cuts: Cuts, raw: msgspec.Raw) -> Span | None:
-    """Where the routed experts' JSON lies in the body."""
+def _payload(body: bytes, cuts: Cuts, raw: msgspec.Raw) -> _Payload | None:
+    if cuts.experts is not None:
+        before, mark, behind = bytes(raw).partition(MARK)
+        if not mark:
+            raise Upstream(WRONG_CUT)
+        return _Payload(json=bytes(raw), span=(cuts.experts[0] - len(before), cuts.experts[1] + len(behind)))
     if raw == ABSENT:
         return None
-    if cuts.experts is None:
-        start = _address(raw) - _address(rest)
-        return start, start + len(memoryview(raw))
-    before, _, behind = bytes(raw).partition(MARK)
-    return cuts.experts[0] - len(before), cuts.experts[1] + len(behind)
+    if cuts.prompt is not None:
+        raise Upstream(WRONG_CUT)  # what was cut moved the rest: decoded whole, the place can be told
+    start = _address(raw) - _address(body)
+    span = start, start + len(memoryview(raw))
+    return _Payload(json=memoryview(body)[slice(*span)], span=span)
 
 
 def _address(buffer: msgspec.Raw | bytes) -> int:
     return np.frombuffer(buffer, np.uint8).ctypes.data
+
+
+def _routes(body: bytes, cuts: Cuts, payload: _Payload, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    if payload.json[:1] == b"[":
+        return read_lists(payload.json, wanted, route_format)
+    wire = read_part(payload.json, WIRE_OBJECT, "routed_experts") if payload.json[:1] == b"{" else None
+    quoted = memoryview(wire.data if wire else payload.json)
+    if bytes(quoted[:1]) != b'"':
+        raise Upstream("routed experts: neither base64 nor an object with base64 data nor lists")
+    if cuts.experts is not None:
+        if bytes(quoted) != MARKED:
+            raise Upstream(WRONG_CUT)
+        text = memoryview(body)[slice(*cuts.experts)]
+    elif body.find(b"\\", *payload.span) < 0:
+        text = quoted[1:-1]
+    else:
+        text = msgspec.json.decode(quoted, type=str).encode()
+    return read_object(wire, text, wanted, route_format) if wire else read_string(text, wanted, route_format)
 
 
 def _message(raw: msgspec.Raw) -> bytes:
