@@ -57,14 +57,9 @@ def find_cuts(body: bytes, known: Sequence[Fingerprint], known_rows: Iterable[in
     return Cuts(experts=experts, prompt=_find_prompt(body, known, experts or (0, 0)) if known else None)
 
 
-def _is_key(body: bytes, at: int) -> bool:
-    """A quote behind a comma or a brace cannot be an escaped one inside a string."""
-    return at > 0 and body[at - 1] in b",{"
-
-
 def _find_experts(body: bytes, known_rows: Iterable[int], route_format: RouteFormat) -> Span | None:
     key = body.find(EXPERTS_KEY)
-    if not _is_key(body, key):
+    if key < 0:
         return None
     start = key + len(EXPERTS_KEY)
     opening = next((text for text in (b'"', b'{"data":"') if body.startswith(text, start)), None)
@@ -103,7 +98,7 @@ def _find_prompt(body: bytes, known: Sequence[Fingerprint], experts: Span) -> Kn
     key = body.find(PROMPT_KEY, experts[1])
     if key < 0:
         key = body.find(PROMPT_KEY, 0, experts[0])
-    if not _is_key(body, key):
+    if key < 0:
         return None
     first = key + len(PROMPT_KEY)
     match = longest_in_text(memoryview(body)[first:], known)
