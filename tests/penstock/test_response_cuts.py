@@ -35,6 +35,7 @@ def test_keys_inside_a_string_are_no_keys() -> None:
     read(said(content='"routed_experts":"AAAA","prompt_token_ids":[5,70],{"routed_experts":{"data":"').body())
 
 
+@pytest.mark.parametrize("form", ["object", "lists"])
 @pytest.mark.parametrize("place", ["message", "usage", "stop"])
 @pytest.mark.parametrize(
     "decoy",
@@ -47,14 +48,14 @@ def test_keys_inside_a_string_are_no_keys() -> None:
         {'x"routed_experts': "AAAA", ',"prompt_token_ids': PROMPT},
     ],
 )
-def test_keys_at_other_places_are_not_taken_for_the_real_ones(place: str, decoy: dict[str, Any]) -> None:
-    reply = said().reply()
+def test_keys_at_other_places_are_not_taken_for_the_real_ones(form: str, place: str, decoy: dict[str, Any]) -> None:
+    reply = said(form=form).reply()
     at = {"message": reply["choices"][0]["message"], "usage": reply["usage"], "stop": reply["choices"][0]}[place]
     if place == "stop":
         at["stop_reason"] = decoy
     else:
         at |= decoy
-    read(compact(reply))
+    read(compact(reply), Question(known=KNOWN.known))
 
 
 @pytest.mark.parametrize(
