@@ -18,20 +18,22 @@ Ids = NDArray[np.int32]
 MAX_TOKEN_ID = 2**31 - 1
 
 
-def ids_text(ids: Ids) -> bytes:
+def ids_text(ids: NDArray[np.integer]) -> bytes:
     """The ids as engines print them, without the brackets."""
     return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
 
 def ids_of(text: bytes) -> Ids | None:
-    """The ids of `ids_text`, straight into an array; None for what may be anything else, an id 0 included."""
+    """The ids that `ids_text` prints so, straight into an array; None for every other text."""
     if not text:
         return np.empty(0, np.int32)
-    text = b"," + text
-    if text.translate(None, b"0123456789,") or b",," in text or b",0" in text or text.endswith(b","):
+    listed = b"," + text
+    if listed.translate(None, b"0123456789,") or b",," in listed or listed.endswith(b","):
         return None
-    ids = np.fromstring(text[1:], np.int64, sep=",")
-    return ids.astype(np.int32) if ids.max() <= MAX_TOKEN_ID else None
+    ids = np.fromstring(text, np.int64, sep=",")
+    if ids.max() > MAX_TOKEN_ID or (b",0" in listed and ids_text(ids) != text):  # 0 is an id, 01 is none
+        return None
+    return ids.astype(np.int32)
 
 
 class Fingerprint:
