@@ -28,7 +28,7 @@ from penstock.responses import Known, Turn, read_turn
 from penstock.routed_experts import RouteFormat
 
 CASES = {
-    "50 turns": Rollout(turns=50, tokens=60_000, sampled=0.25),  # an agent: short calls, long answers of tools
+    "50 turns": Rollout(turns=50, tokens=60_000, sampled=1 / 6),  # an agent: calls of 200 tokens, answers of 1,000
     "8 turns": Rollout(turns=8, tokens=43_000, sampled=0.5),  # much reasoning
 }
 QUICK_CASES = {name: replace(case, tokens=case.tokens // 40, layers=4) for name, case in CASES.items()}

@@ -5,11 +5,11 @@ of the rest meets the mark at its place, the right thing was cut; where not, the
 """
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import Upstream
-from penstock.fingerprints import Fingerprint, Ids, Match, ids_of, longest_in_text
+from penstock.fingerprints import Fingerprint, Match, longest_in_text
 from penstock.routed_experts import NPY_MAGIC_TEXT, RouteFormat, base64_length, npy_header
 
 MARK = secrets.token_hex(16).encode()
@@ -17,7 +17,26 @@ MARKED = b'"%b"' % MARK
 EXPERTS_KEY = b'"routed_experts":'
 PROMPT_KEY = b'"prompt_token_ids":['
 
+ID_CHARS = 11
+"""An id and its comma, at most."""
+OTHER_CHARS = 4096
+"""What follows the routed experts beside the prompt's ids: usage and the like, some 500 characters in practice."""
+
 Span = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """An open sample that a response may extend."""
+
+    sequence: Fingerprint
+    rows_from: int
+    """The first token position whose routed experts are still wanted: normally `sequence.tokens - 1`."""
+
+    def least_rows(self, chars: int, row_chars: float) -> int:
+        """Rows that begin a body's last `chars` characters, at the least, if it extends this sample."""
+        others = self.sequence.text_bytes + OTHER_CHARS - ID_CHARS * self.sequence.tokens
+        return max(self.rows_from, int((chars - others) / (row_chars + ID_CHARS)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +44,8 @@ class KnownPrompt:
     """A prompt that begins with a known sequence."""
 
     match: Match
-    ids: Ids
-    """Behind that sequence."""
     span: Span
-    """The whole list, with its brackets."""
+    """That sequence's ids, without the bracket before and the comma behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +69,12 @@ class Cuts:
         return b"".join([*parts, view[done:]]) if parts else body
 
 
-def find_cuts(body: bytes, known: Sequence[Fingerprint], known_rows: Iterable[int], route_format: RouteFormat) -> Cuts:
-    experts = _find_experts(body, known_rows, route_format)
+def find_cuts(body: bytes, known: Sequence[Known], route_format: RouteFormat) -> Cuts:
+    experts = _find_experts(body, known, route_format)
     return Cuts(experts=experts, prompt=_find_prompt(body, known, experts or (0, 0)) if known else None)
 
 
-def _find_experts(body: bytes, known_rows: Iterable[int], route_format: RouteFormat) -> Span | None:
+def _find_experts(body: bytes, known: Sequence[Known], route_format: RouteFormat) -> Span | None:
     key = body.find(EXPERTS_KEY)
     if key < 0:
         return None
@@ -69,7 +86,7 @@ def _find_experts(body: bytes, known_rows: Iterable[int], route_format: RouteFor
     if body.startswith(NPY_MAGIC_TEXT, start):
         end = _npy_end(body, start, route_format)
     else:
-        end = _base64_end(body, start, known_rows, route_format.row_bytes)
+        end = _base64_end(body, start, known, route_format.row_bytes)
     return (start, end) if end >= 0 else None
 
 
@@ -82,10 +99,11 @@ def _npy_end(body: bytes, start: int, route_format: RouteFormat) -> int:
     return end if body.startswith(b'"', end) else -1
 
 
-def _base64_end(body: bytes, start: int, known_rows: Iterable[int], row_bytes: int | None) -> int:
-    """The closing quote, searched for behind the known rows of the longest sequence that this can be."""
+def _base64_end(body: bytes, start: int, known: Sequence[Known], row_bytes: int | None) -> int:
+    """The closing quote, searched for behind the rows that the answer must have if it extends a known sample."""
     if row_bytes:
-        for rows in sorted(known_rows, reverse=True):
+        for sample in sorted(known, key=lambda sample: sample.rows_from, reverse=True):
+            rows = sample.least_rows(len(body) - start, row_bytes * 4 / 3)
             end = body.find(b'"', start + rows * row_bytes // 3 * 4)
             length = end - start
             if length >= 0 and length == base64_length(length // 4 * 3 // row_bytes * row_bytes):
@@ -93,7 +111,7 @@ def _base64_end(body: bytes, start: int, known_rows: Iterable[int], row_bytes: i
     return body.find(b'"', start)
 
 
-def _find_prompt(body: bytes, known: Sequence[Fingerprint], experts: Span) -> KnownPrompt | None:
+def _find_prompt(body: bytes, known: Sequence[Known], experts: Span) -> KnownPrompt | None:
     """Engines print the prompt behind the choices, some before."""
     key = body.find(PROMPT_KEY, experts[1])
     if key < 0:
@@ -101,12 +119,7 @@ def _find_prompt(body: bytes, known: Sequence[Fingerprint], experts: Span) -> Kn
     if key < 0:
         return None
     first = key + len(PROMPT_KEY)
-    match = longest_in_text(memoryview(body)[first:], known)
+    match = longest_in_text(memoryview(body)[first:], [sample.sequence for sample in known])
     if match is None:
         return None
-    behind = first + known[match.index].text_bytes
-    end = body.find(b"]", behind)
-    ids = ids_of(body[behind:end].removeprefix(b","))
-    if end < 0 or ids is None:  # in text that is not plain ids, a longer sequence may hide
-        return None
-    return KnownPrompt(match=match, ids=ids, span=(first - 1, end + 1))
+    return KnownPrompt(match=match, span=(first, first + known[match.index].sequence.text_bytes))

@@ -15,25 +15,10 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
 
-MAX_TOKEN_ID = 2**31 - 1
 
-
-def ids_text(ids: NDArray[np.integer]) -> bytes:
+def ids_text(ids: Ids) -> bytes:
     """The ids as engines print them, without the brackets."""
     return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
-
-
-def ids_of(text: bytes) -> Ids | None:
-    """The ids that `ids_text` prints so, straight into an array; None for every other text."""
-    if not text:
-        return np.empty(0, np.int32)
-    listed = b"," + text
-    if listed.translate(None, b"0123456789,") or b",," in listed or listed.endswith(b","):
-        return None
-    ids = np.fromstring(text, np.int64, sep=",")
-    if ids.max() > MAX_TOKEN_ID or (b",0" in listed and ids_text(ids) != text):  # 0 is an id, 01 is none
-        return None
-    return ids.astype(np.int32)
 
 
 class Fingerprint:

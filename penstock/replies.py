@@ -11,15 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import Upstream
-from penstock.fingerprints import MAX_TOKEN_ID, Ids, ids_of
+from penstock.fingerprints import Ids
 
 Logprobs = NDArray[np.float32]
 
+MAX_TOKEN_ID = MAX_VERSION = 2**31 - 1
+"""Both are kept as i32."""
 LOGPROB_ROUNDING = 1e-3
 """Engines round: a logprob may be this much above 0."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 Logprob = Annotated[float, msgspec.Meta(ge=float(np.finfo(np.float32).min), le=LOGPROB_ROUNDING)]
+Version = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 ABSENT = msgspec.Raw(b"null")
 
 
@@ -69,7 +72,7 @@ class MetaInfo(msgspec.Struct):
 
     output_token_logprobs: list[OutputToken] | None = None
     completion_tokens: int | None = None
-    weight_version: str | int | None = None
+    weight_version: str | Version | None = None
     routed_experts: msgspec.Raw = ABSENT
 
 
@@ -90,28 +93,10 @@ class Reply(msgspec.Struct, Generic[AnyLogprob]):
     choices: list[Choice[AnyLogprob]]
     prompt_token_ids: msgspec.Raw = ABSENT
 
-    @property
-    def choice(self) -> Choice[AnyLogprob]:
+    def only_choice(self) -> Choice[AnyLogprob]:
         if len(self.choices) != 1:
             raise Upstream(f"the engine answered with {len(self.choices)} choices: exactly one can be recorded")
         return self.choices[0]
-
-    @property
-    def meta_info(self) -> MetaInfo:
-        return self.choice.meta_info or NO_META_INFO
-
-    @property
-    def routed(self) -> msgspec.Raw:
-        """The routed experts as JSON; SGLang has them in `meta_info`."""
-        return self.choice.routed_experts if self.choice.routed_experts != ABSENT else self.meta_info.routed_experts
-
-    @property
-    def prompt(self) -> bytes | None:
-        """The prompt's ids as JSON; engines put them on the reply or on the choice."""
-        for raw in (self.prompt_token_ids, self.choice.prompt_token_ids):
-            if raw != ABSENT:
-                return bytes(raw)
-        return None
 
 
 CHAT_REPLY = msgspec.json.Decoder(Reply[TokenLogprob])
@@ -136,5 +121,16 @@ def read_part(raw: bytes | memoryview | msgspec.Raw, decoder: msgspec.json.Decod
 
 def read_ids(raw: bytes, name: str) -> Ids:
     """A JSON list of ids: from text to array where it is compact, else by type, which says what is wrong with it."""
-    ids = ids_of(raw[1:-1]) if raw[:1] == b"[" else None
+    ids = compact_ids(raw)
     return np.array(read_part(raw, TOKEN_IDS, name), np.int32) if ids is None else ids
+
+
+def compact_ids(raw: bytes) -> Ids | None:
+    """The ids of a JSON list that has nothing but digits and commas in it; None of every other value."""
+    text = raw[1:-1]
+    if raw[:1] != b"[" or text.translate(None, b"0123456789,"):
+        return None
+    if not text:
+        return np.empty(0, np.int32)
+    ids = np.fromstring(text, np.int64, sep=",")
+    return ids.astype(np.int32) if ids.max() <= MAX_TOKEN_ID else None

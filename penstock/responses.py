@@ -12,31 +12,26 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.cuts import MARK, MARKED, Cuts, Span, find_cuts
+from penstock.cuts import MARK, MARKED, Cuts, Known, Span, find_cuts
 from penstock.errors import Upstream
 from penstock.fingerprints import Fingerprint, Ids, Match, ids_text, longest_in_ids
 from penstock.replies import (
     ABSENT,
+    MAX_VERSION,
     MESSAGE,
+    NO_META_INFO,
     Choice,
     Endpoint,
     Logprobs,
+    MetaInfo,
     NamedLogprob,
     OutputToken,
+    compact_ids,
     read_ids,
     read_part,
     read_reply,
 )
 from penstock.routed_experts import WIRE_OBJECT, RouteFormat, Routes, Wanted, read_lists, read_object, read_string
-
-
-@dataclass(frozen=True, kw_only=True)
-class Known:
-    """An open sample that the response may extend."""
-
-    sequence: Fingerprint
-    rows_from: int
-    """The first token position whose routed experts are still wanted: normally `sequence.tokens - 1`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +94,7 @@ def read_turn(
     body: bytes, *, known: Sequence[Known] = (), asked: Asked = CHAT, route_format: RouteFormat = ANY_FORMAT
 ) -> Turn:
     """Validate a response and take what is new in it; `Upstream` says what an engine must not have said."""
-    cuts = find_cuts(body, [sample.sequence for sample in known], [sample.rows_from for sample in known], route_format)
+    cuts = find_cuts(body, known, route_format)
     if cuts.any:
         try:
             return _read(body, cuts, known, asked, route_format)
@@ -179,29 +174,35 @@ class _Said:
 
 
 def _said(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked) -> _Said:
-    rest = cuts.rest(body)
-    reply = read_reply(rest, asked.endpoint)
-    match, prompt_ids = _prompt(reply.prompt, cuts, known, asked.prompt_ids)
-    completion_ids, logprobs = _completion(reply.choice)
+    reply = read_reply(cuts.rest(body), asked.endpoint)
+    choice = reply.only_choice()
+    meta_info = choice.meta_info or NO_META_INFO
+    match, prompt_ids = _prompt(
+        choice.prompt_token_ids if reply.prompt_token_ids == ABSENT else reply.prompt_token_ids, cuts, known, asked
+    )
+    completion_ids, logprobs = _completion(choice, meta_info)
+    routed = meta_info.routed_experts if choice.routed_experts == ABSENT else choice.routed_experts
     return _Said(
         match=match,
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
         logprobs=logprobs,
-        payload=_payload(body, cuts, reply.routed),
-        finish_reason=reply.choice.finish_reason,
-        version=_version(reply.meta_info.weight_version),
-        message=_message(reply.choice.message) if asked.endpoint is Endpoint.CHAT else None,
+        payload=_payload(body, cuts, routed),
+        finish_reason=choice.finish_reason,
+        version=_version(meta_info.weight_version),
+        message=_message(choice.message) if asked.endpoint is Endpoint.CHAT else None,
     )
 
 
-def _prompt(raw: bytes | None, cuts: Cuts, known: Sequence[Known], asked_ids: Ids | None) -> tuple[Match | None, Ids]:
+def _prompt(raw: msgspec.Raw, cuts: Cuts, known: Sequence[Known], asked: Asked) -> tuple[Match | None, Ids]:
     """The known sequence that the prompt begins with, and the ids behind it."""
     if cuts.prompt is not None:
-        if raw != MARKED:
+        before, mark, behind = bytes(raw).partition(MARKED)
+        ids = compact_ids(b"[" + behind.removeprefix(b","))
+        if before != b"[" or not mark or ids is None:  # in ids with spaces, a longer known sequence may hide
             raise Upstream(WRONG_CUT)
-        return cuts.prompt.match, cuts.prompt.ids
-    ids = asked_ids if raw is None else read_ids(raw, "prompt_token_ids")
+        return cuts.prompt.match, ids
+    ids = asked.prompt_ids if raw == ABSENT else read_ids(bytes(raw), "prompt_token_ids")
     if ids is None:
         raise Upstream("the engine's answer has no prompt_token_ids, and the request named no ids")
     if not len(ids):
@@ -211,9 +212,9 @@ def _prompt(raw: bytes | None, cuts: Cuts, known: Sequence[Known], asked_ids: Id
     return match, ids[known[match.index].sequence.tokens :] if match else ids
 
 
-def _completion(choice: Choice[Any]) -> tuple[Ids, Logprobs]:
-    if choice.meta_info is not None and choice.meta_info.output_token_logprobs is not None:
-        return _sglang_completion(choice.meta_info.output_token_logprobs, choice.meta_info.completion_tokens)
+def _completion(choice: Choice[Any], meta_info: MetaInfo) -> tuple[Ids, Logprobs]:
+    if meta_info.output_token_logprobs is not None:
+        return _sglang_completion(meta_info.output_token_logprobs, meta_info.completion_tokens)
     if choice.token_ids == ABSENT or choice.logprobs is None:
         raise Upstream("the engine's answer has neither token_ids with logprobs nor meta_info.output_token_logprobs")
     ids, content = read_ids(bytes(choice.token_ids), "token_ids"), choice.logprobs.content
@@ -283,6 +284,7 @@ def _message(raw: msgspec.Raw) -> bytes:
 
 def _version(said: str | int | None) -> int | None:
     """SGLang's `weight_version` is a free text: a number where the trainer numbers its updates."""
-    if isinstance(said, str):
-        return int(said) if said.isascii() and said.isdecimal() else None
-    return said
+    if not isinstance(said, str):
+        return said
+    number = int(said) if said.isascii() and said.isdecimal() and len(said) <= len(str(MAX_VERSION)) else None
+    return number if number is not None and number <= MAX_VERSION else None

@@ -8,6 +8,7 @@ import binascii
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Annotated, Any
 
 import msgspec
@@ -55,14 +56,14 @@ class RouteFormat:
     """The integers' type on the wire."""
     check: CheckRoutes = CheckRoutes.SAMPLE
 
-    @property
+    @cached_property
     def row_bytes(self) -> int | None:
         """Size of one row on the wire."""
         if self.layers is None or self.topk is None or self.wire is None:
             return None
         return self.layers * self.topk * WIRE_DTYPES[self.wire].itemsize
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype[Any]:
         narrow = self.wire == "uint8" or (self.experts is not None and self.experts <= 256)
         return np.dtype(np.uint8 if narrow else np.uint16)

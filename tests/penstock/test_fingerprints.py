@@ -3,12 +3,11 @@
 import json
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reading import fingerprint
 
-from penstock.fingerprints import Fingerprint, Match, ids_of, ids_text, longest_in_ids, longest_in_text
+from penstock.fingerprints import Fingerprint, Match, longest_in_ids, longest_in_text
 
 sequences = st.lists(st.integers(0, 2**31 - 1), max_size=8)
 
@@ -52,18 +51,3 @@ def test_text_with_spaces_is_recognised_as_far_as_it_has_none() -> None:
     assert longest_in_text(memoryview(b"1,2,3]"), known) == Match(index=1, matches=2)
     assert longest_in_text(memoryview(b"1, 2,3]"), known) == Match(index=0, matches=1)
     assert longest_in_text(memoryview(b"1 ,2,3]"), known) is None
-
-
-@given(ids=st.lists(st.integers(0, 2**31 - 1) | st.just(0), max_size=20))
-def test_ids_are_read_as_they_are_printed(ids: list[int]) -> None:
-    array = np.array(ids, np.int32)
-    found = ids_of(ids_text(array))
-    assert found is not None
-    assert np.array_equal(found, array)
-
-
-@pytest.mark.parametrize(
-    "text", ["1,,2", ",1", "1,", "01", "1,02", "00", "1, 2", "-1", "1.0", "1e3", "2147483648", "9" * 40]
-)
-def test_ids_in_doubt_are_not_read(text: str) -> None:
-    assert ids_of(text.encode()) is None

@@ -170,6 +170,7 @@ SGLANG: list[tuple[str, str, Any, str]] = [
     ("completion_tokens a float", f"{META}.completion_tokens", 3.0, "completion_tokens"),
     ("completion_tokens a string", f"{META}.completion_tokens", "3", "completion_tokens"),
     ("completion_tokens too many", f"{META}.completion_tokens", 4, "completion_tokens 4"),
+    ("weight_version negative", f"{META}.weight_version", -1, "weight_version"),
     ("weight_version a list", f"{META}.weight_version", [], "weight_version"),
     ("experts bare, too short to divide", f"{META}.routed_experts", routed(ROWS[:5], "bare"), "no whole number"),
     ("experts bare, not base64", f"{META}.routed_experts", "?" * 128, "not base64"),
