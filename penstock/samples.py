@@ -36,7 +36,7 @@ class Circumstances:
     """What to train on of the completion; None is all of it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Addition:
     """A turn as it is kept: what it adds to its sample. Its routed rows are in the experts file."""
 
@@ -154,8 +154,11 @@ class Samples:
         return [chunk for turn in self.turns for chunk in turn.chunks]
 
     def metrics(self) -> dict[str, float]:
-        """Breaks are loud: how often, where first, and how many tokens are context once more because of them."""
+        """Breaks are loud: how often, where first, how many tokens are context once more because of them. Routes are
+        missing where nobody sent a row, a sample's last token apart; without any rows they are not counted."""
         broken_at = [turn.broken_at for turn in self.turns if turn.broken_at is not None]
+        rows = sum(chunk.rows for chunk in self.chunks())
+        due = sum(max(sample.rows_until, sample.sequence.tokens - 1) for sample in self._samples)
         return {
             "samples": len(self._samples),
             "turns": len(self.turns),
@@ -163,6 +166,7 @@ class Samples:
             **({"first_break_position": broken_at[0]} if broken_at else {}),
             "wasted_tokens": sum(broken_at),
             "ambiguous_turns": sum(turn.matches > 1 for turn in self.turns),
+            **({"missing_routes": due - rows} if rows else {}),
         }
 
     def _broken_at(self, turn: Turn, agent: str) -> int | None:

@@ -24,7 +24,7 @@ Missing = Literal[-1, 0, "dummy"]
 Layers = slice | Sequence[int]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
     """Rows that follow one another in the file and in a sample."""
 
@@ -75,26 +75,32 @@ class Experts:
             raise BlobCorrupt(f"blob {ref.key} is {file.metadata.get('format')!r}, expected {FORMAT}")
         self.rows = file.arrays["rows"]  # u8|u16[R, layers, topk]
         self.routed_valid = file.arrays["routed_valid"]  # u8[T], the rollout's samples one after the other
-        self._sample, self._first, self._count = file.arrays["chunks"].T.copy()
+        chunks = file.arrays["chunks"].copy()  # where it lies in the file need not be aligned
+        if self.rows.ndim != 3 or chunks.shape[1:] != (3,) or chunks[:, 2].sum() != len(self.rows):
+            raise BlobCorrupt(f"blob {ref.key} is not a whole experts file: its chunks are not its rows")
+        self._sample, self._first, self._count = chunks.T
         self._row = np.cumsum(self._count) - self._count
-        if self.rows.ndim != 3 or self._count.sum() != len(self.rows):
-            raise BlobCorrupt(f"blob {ref.key} has {len(self.rows)} rows and a table of {self._count.sum()}")
 
     def read(
         self, sample: int, start: int, stop: int, out: Array, *, layers: Layers = slice(None), missing: Missing = -1
     ) -> None:
         """Copies a sample's rows of positions start..stop into `out` [stop-start, layers, topk], of any integer type
         that holds them, and fills the positions that nobody sent."""
-        if missing == "dummy":
-            out[:] = np.arange(self.rows.shape[2])
-        elif missing < 0 and not np.issubdtype(out.dtype, np.signedinteger):
-            raise StageError(f"{out.dtype} cannot hold {missing}: read into int16 or int32, or choose another filling")
-        else:
-            out[:] = missing
-        if out.dtype.itemsize * 8 - (out.dtype.kind == "i") < self.rows.dtype.itemsize * 8:
-            raise StageError(f"{out.dtype} cannot hold expert ids of {self.rows.dtype}: read into a wider type")
+        self._check_type(out.dtype, missing)
+        filling = np.arange(self.rows.shape[2]) if missing == "dummy" else missing
         touched = (self._sample == sample) & (self._first < stop) & (self._first + self._count > start)
-        for chunk in np.flatnonzero(touched):
+        done = start
+        for chunk in np.flatnonzero(touched):  # in a sample, later chunks have later positions
             first, end = max(start, self._first[chunk]), min(stop, self._first[chunk] + self._count[chunk])
             row = self._row[chunk] + first - self._first[chunk]
+            out[done - start : first - start] = filling
             out[first - start : end - start] = self.rows[row : row + end - first, layers]
+            done = end
+        out[done - start :] = filling
+
+    def _check_type(self, dtype: np.dtype[Any], missing: Missing) -> None:
+        signed = dtype.kind == "i"
+        if missing == -1 and not signed:
+            raise StageError(f"{dtype} cannot hold -1: read into int16 or int32, or choose another filling")
+        if dtype.itemsize * 8 - signed < self.rows.dtype.itemsize * 8:
+            raise StageError(f"{dtype} cannot hold expert ids of {self.rows.dtype}: read into a wider type")

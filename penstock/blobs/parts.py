@@ -1,8 +1,4 @@
-"""A file that grows under a temporary name until it is complete, and is then renamed: nobody sees half of it.
-
-No descriptor stays open between two appends, so a thousand recordings cost none, and a part found after a crash is
-taken up where a log says that it was good. One writer a part.
-"""
+"""Files that grow under a temporary name until they are complete, and are then renamed: nobody sees half of one."""
 
 import os
 from collections import deque
@@ -39,32 +35,17 @@ class Mark:
     tail: xxhash.xxh3_64
 
 
-class Part:
-    def __init__(self, path: Path, *, reserve_head: bool = False) -> None:
-        """Creates the file. With `reserve_head` it begins at HEAD, and `commit` is given what comes before."""
-        self.path = path
-        self.length = HEAD if reserve_head else 0
-        self._head = bytearray(self.length)
-        self._tail = xxhash.xxh3_64()
-        with _writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+class GrowingFile:
+    """Appended to by one writer. No descriptor stays open between two appends: a thousand recordings cost none."""
 
-    @classmethod
-    def recover(cls, path: Path, length: int, *, reserve_head: bool = False) -> "Part":
-        """A part that another process left behind, cut to the `length` that is known to be good."""
-        part = cls.__new__(cls)
-        part.path, part._head, part._tail = path, bytearray(HEAD if reserve_head else 0), xxhash.xxh3_64()
-        if not path.is_file():
-            raise BlobMissing(f"{path} is gone: what it was to become cannot be finished")
-        with path.open("r+b") as file:
-            part.length = file.seek(len(part._head))
-            while piece := file.read(min(BYTES_PER_READ, length - part.length)):
-                part._digest(memoryview(piece))
-            if part.length != length:
-                raise BlobCorrupt(f"{path} has only {part.length} of the {length} bytes that were written")
-            file.truncate(length)
-        return part
+    def __init__(self, path: Path, *, length: int = 0) -> None:
+        self.path = path
+        self.length = length
+
+    def create(self) -> None:
+        with _writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     def append(self, *pieces: Piece) -> None:
         """All of them or none."""
@@ -78,7 +59,38 @@ class Part:
                 raise
             finally:
                 os.close(descriptor)
-        for view in views:
+        self.length += sum(len(view) for view in views)
+
+    def discard(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+class Part(GrowingFile):
+    """A blob to be. With `reserve_head` it begins at HEAD, and `commit` is given what comes before."""
+
+    def __init__(self, path: Path, *, reserve_head: bool = False) -> None:
+        super().__init__(path, length=HEAD if reserve_head else 0)
+        self._head = None if reserve_head else bytearray()
+        self._tail = xxhash.xxh3_64()
+
+    @classmethod
+    def recover(cls, path: Path, length: int) -> "Part":
+        """A part with a reserved head that another process left behind: its first `length` bytes are good."""
+        part = cls(path, reserve_head=True)
+        if not path.is_file():
+            raise BlobMissing(f"{path} is gone: what it was to become cannot be finished")
+        with path.open("rb") as file:
+            file.seek(HEAD)
+            while piece := file.read(min(BYTES_PER_READ, length - part.length)):
+                part._tail.update(piece)
+                part.length += len(piece)
+        if part.length != length:
+            raise BlobCorrupt(f"{path} has only {part.length} of the {length} bytes that were written")
+        return part
+
+    def append(self, *pieces: Piece) -> None:
+        super().append(*pieces)
+        for view in map(view_of, pieces):
             self._digest(view)
 
     def tail_checksum(self) -> str:
@@ -89,28 +101,27 @@ class Part:
         return Mark(length=self.length, tail=self._tail.copy())
 
     def reset(self, mark: Mark) -> None:
-        """Forgets what was appended since `mark` was taken."""
+        """Forgets what was appended since `mark` was taken; for parts with a reserved head."""
         self.length, self._tail = mark.length, mark.tail.copy()
 
     def commit(self, target: Path, *, head: bytes = b"") -> tuple[int, str]:
         """Renames to `target` and returns size and checksum. `head` fills the reserved space exactly."""
+        assert len(head) == (HEAD if self._head is None else 0)
         with _writing(target):
             with self.path.open("r+b") as file:
                 file.write(head)
                 file.truncate(self.length)
             self.path.replace(target)
         checksum = self._tail.copy()
-        checksum.update(head or bytes(self._head))
+        checksum.update(head or bytes(self._head or b""))
         return self.length, checksum.hexdigest()
 
-    def discard(self) -> None:
-        self.path.unlink(missing_ok=True)
-
     def _digest(self, view: memoryview) -> None:
-        missing = HEAD - len(self._head)
-        self._head += view[:missing]
-        self._tail.update(view[missing:])
-        self.length += len(view)
+        if self._head is not None and len(self._head) < HEAD and view.nbytes:
+            view, missing = view.cast("B"), HEAD - len(self._head)
+            self._head += view[:missing]
+            view = view[missing:]
+        self._tail.update(view)
 
 
 def checksum(content: np.ndarray[Any, np.dtype[np.uint8]]) -> str:

@@ -56,7 +56,9 @@ class Store:
 
     def part(self, key: str, *, suffix: str | None = None, reserve_head: bool = False) -> Part:
         """A file that will be `key`. A suffix of one's own lets a later process find it; without, it is random."""
-        return Part(self.part_path(key, suffix or secrets.token_hex(8)), reserve_head=reserve_head)
+        part = Part(self.part_path(key, suffix or secrets.token_hex(8)), reserve_head=reserve_head)
+        part.create()
+        return part
 
     def part_path(self, key: str, suffix: str) -> Path:
         path = self.path(key)

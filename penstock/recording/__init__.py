@@ -2,6 +2,6 @@
 
 from penstock.recording.conversation import Mode
 from penstock.recording.session import Claim, Prepared, Sealed, Session
-from penstock.recording.spool import SessionSettings
+from penstock.recording.spool import SessionSettings, unsealed
 
-__all__ = ["Claim", "Mode", "Prepared", "Sealed", "Session", "SessionSettings"]
+__all__ = ["Claim", "Mode", "Prepared", "Sealed", "Session", "SessionSettings", "unsealed"]

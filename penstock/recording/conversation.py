@@ -27,7 +27,7 @@ class Mode(StrEnum):
     """Whatever is asked: sub-agents, compacted contexts."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
     """The messages up to a turn's answer, this included. START is the place before the first turn."""
 
@@ -76,8 +76,10 @@ class Conversation:
             chain = _chain(b"", checked)
         except TypeError as error:
             raise BadRequest(f"messages hold what JSON cannot: {error}") from error
-        parent = self._linear_parent(chain) if self._mode is Mode.LINEAR else self._longest_known(chain)
-        if self._mode is Mode.LINEAR and self._checkpoints:
+        if self._mode is Mode.OPEN:
+            parent = self._longest_known(chain)
+        else:
+            parent = self._linear_parent(chain)
             self._check_appended(checked, parent)
         return Request(parent=parent, appended=checked[parent.messages :])
 
@@ -123,6 +125,8 @@ class Conversation:
         return next((self._by_digest[digest] for digest in reversed(chain) if digest in self._by_digest), START)
 
     def _check_appended(self, messages: Sequence[Message], parent: Checkpoint) -> None:
+        if not self._checkpoints:
+            return
         shared = self._checkpoints[0].messages - 1 if parent is START else parent.messages
         for index, message in enumerate(messages[shared:], shared):
             if message["role"] not in self._append_roles:

@@ -98,7 +98,11 @@ class Session:
     @classmethod
     async def recover(cls, store: Store, key: str, *, route_format: RouteFormat = ANY_FORMAT) -> "Session":
         """The session that another process recorded at `key`, with every turn that it committed."""
-        spool, entries = await in_io_thread(Spool.recover, store, key)
+        return await in_io_thread(cls._recovered, store, key, route_format)
+
+    @classmethod
+    def _recovered(cls, store: Store, key: str, route_format: RouteFormat) -> "Session":
+        spool, entries = Spool.recover(store, key)
         session = cls(spool, route_format=route_format)
         for entry in entries:
             session._samples.add(entry.addition)
@@ -116,6 +120,7 @@ class Session:
 
     async def records(self) -> list[bytes]:
         """What was committed with each turn; in linear mode without those that were discarded."""
+        self._require_open()
         turns = self._conversation.line() if self.settings.mode is Mode.LINEAR else range(self.turns)
         return await in_io_thread(self._spool.records, turns)
 
@@ -162,7 +167,10 @@ class Session:
         even when the caller is cancelled; on any error nothing of it remains. `record` is kept for `records`."""
         self._require_slot(claim)
         self._recording = asyncio.create_task(self._record(prepared, turn, circumstances, record))
-        return await _to_the_end(self._recording)
+        try:
+            return await _to_the_end(self._recording)
+        finally:
+            self._recording = None
 
     async def seal(self, *, error: str = "", extras: Mapping[str, NDArray[np.float32]] | None = None) -> Sealed:
         """Writes the blobs, once: who asks again gets the same answer. After a failure the session is open again."""

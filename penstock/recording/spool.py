@@ -5,6 +5,7 @@ that the log never names rows that are not there.
 """
 
 import mmap
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from penstock.blobs import BlobRef, Store
 from penstock.blobs.columns import write_columns
 from penstock.blobs.experts import seal_experts
-from penstock.blobs.parts import Part
+from penstock.blobs.parts import GrowingFile, Part
 from penstock.blobs.tensors import Tensors
 from penstock.errors import BlobCorrupt, BlobMissing, Upstream
 from penstock.recording.conversation import Mode
@@ -44,13 +45,19 @@ class SessionSettings:
     logprobs_mode: str = "processed"
 
 
+def unsealed(store: Store, under: str) -> list[str]:
+    """Keys of the sessions below a directory whose recording has not ended: what a new process may recover."""
+    logs = store.path(under).rglob(f".{COLUMNS}.{LOG}")
+    return sorted(log.parent.relative_to(store.root).as_posix() for log in logs)
+
+
 class Spool:
     def __init__(
         self,
         store: Store,
         settings: SessionSettings,
         *,
-        log: Part,
+        log: GrowingFile,
         rows: Part | None = None,
         rows_state: RowsState | None = None,
     ) -> None:
@@ -62,7 +69,8 @@ class Spool:
 
     @classmethod
     def create(cls, store: Store, settings: SessionSettings) -> "Spool":
-        log = store.part(f"{settings.key}/{COLUMNS}", suffix=LOG)
+        log = GrowingFile(store.part_path(f"{settings.key}/{COLUMNS}", LOG))
+        log.create()
         log.append(*frame({"settings": asdict(settings)}, {}))
         return cls(store, settings, log=log)
 
@@ -70,17 +78,16 @@ class Spool:
     def recover(cls, store: Store, key: str) -> tuple["Spool", list[Entry]]:
         """What a killed process left of the session at `key`, up to its last whole turn."""
         path = store.part_path(f"{key}/{COLUMNS}", LOG)
-        if not path.is_file():
-            raise BlobMissing(f"no session was recorded at {key} in {store.root}, or it was sealed or closed")
         found = list(frames(_mapped(path)))
         if not found:
             raise BlobCorrupt(f"the log of the session at {key} has no whole frame: it cannot come back")
         entries = [read_entry(body) for body, _ in found[1:]]
-        state = entries[-1][1] if entries else None
+        state, end = entries[-1][1] if entries else None, found[-1][1]
+        os.truncate(path, end)
         spool = cls(
             store,
             msgspec.json.decode(found[0][0].metadata["settings"], type=SessionSettings),
-            log=Part.recover(path, found[-1][1]),
+            log=GrowingFile(path, length=end),
             rows=_recover_rows(store, f"{key}/{EXPERTS}", state),
             rows_state=state,
         )
@@ -92,8 +99,7 @@ class Spool:
         mark = part and part.mark()
         try:
             if part:
-                part.append(*rows)
-                state = self._state_with(part, rows[0])
+                state = self._append_rows(part, rows)
             self._log.append(*entry_frame(entry, state))
         except BaseException:
             if part and mark:
@@ -150,18 +156,12 @@ class Spool:
             self._rows = self._store.part(f"{self.settings.key}/{EXPERTS}", suffix=ROWS, reserve_head=True)
         return self._rows
 
-    def _state_with(self, part: Part, rows: Rows) -> RowsState:
-        state = RowsState(
-            layers=rows.shape[1],
-            topk=rows.shape[2],
-            dtype=rows.dtype.name,
-            length=part.length,
-            checksum=part.tail_checksum(),
-        )
-        before = self._rows_state or state
-        if (before.layers, before.topk, before.dtype) != (state.layers, state.topk, state.dtype):
-            raise Upstream(f"routed experts changed within a session: {rows.shape[1:]} {rows.dtype}, before {before}")
-        return state
+    def _append_rows(self, part: Part, rows: Sequence[Rows]) -> RowsState:
+        shape, dtype, before = rows[0].shape[1:], rows[0].dtype.name, self._rows_state
+        if before and (before.layers, before.topk, before.dtype) != (*shape, dtype):
+            raise Upstream(f"routed experts changed within a session: now {shape} {dtype}, before {before}")
+        part.append(*rows)
+        return RowsState(layers=shape[0], topk=shape[1], dtype=dtype, length=part.length, checksum=part.tail_checksum())
 
     def _conversation(self, lines: Sequence[Sequence[int]]) -> bytes:
         """The messages of each line as JSON, put together from what every turn added."""
@@ -180,12 +180,15 @@ def _recover_rows(store: Store, key: str, state: RowsState | None) -> Part | Non
         return None
     if not path.exists() and blob.exists():
         blob.rename(path)  # killed between two steps of sealing, so nobody was told of the blob
-    part = Part.recover(path, state.length, reserve_head=True)
+    part = Part.recover(path, state.length)
     if part.tail_checksum() != state.checksum:
         raise BlobCorrupt(f"the routed rows of the session at {key} are not those that were recorded")
     return part
 
 
 def _mapped(path: Path) -> Bytes:
-    with path.open("rb") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    try:
+        with path.open("rb") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    except FileNotFoundError:
+        raise BlobMissing(f"{path} is not there: nothing was recorded, or it was sealed or closed") from None

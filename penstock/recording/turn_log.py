@@ -4,13 +4,13 @@ A frame is a length, an xxh3 and a safetensors body; the first holds the session
 turn. Reading ends at the first frame that is not whole: the one that was being written.
 """
 
-import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
+import orjson
 import xxhash
 from numpy.typing import NDArray
 
@@ -66,7 +66,7 @@ def entry_frame(entry: Entry, rows: RowsState | None) -> list[Piece]:
 
 def read_entry(body: tensors.Tensors) -> tuple[Entry, RowsState | None]:
     """Copies: nothing keeps the log mapped."""
-    words: dict[str, Any] = {name: json.loads(text) for name, text in body.metadata.items()}
+    words: dict[str, Any] = {name: orjson.loads(text) for name, text in body.metadata.items()}
     sample, chunks = words["addition"]["sample"], body.arrays["chunks"].tolist()
     arrays: dict[str, Any] = {name: body.arrays[name].copy() for name in ADDITION_ARRAYS if name in body.arrays}
     addition = Addition(
@@ -79,7 +79,7 @@ def read_entry(body: tensors.Tensors) -> tuple[Entry, RowsState | None]:
 
 
 def frame(words: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> list[Piece]:
-    metadata = {name: json.dumps(value) for name, value in words.items()}
+    metadata = {name: orjson.dumps(value).decode() for name, value in words.items()}
     body, checksum = [view_of(piece) for piece in tensors.pieces(arrays, metadata)], xxhash.xxh3_64()
     for view in body:
         checksum.update(view)

@@ -138,6 +138,15 @@ def test_a_broken_prefix_is_loud() -> None:
     assert metrics["wasted_tokens"] == 2 + 2
 
 
+def test_routes_that_nobody_sent_are_counted() -> None:
+    rows, recorder = np.ones((9, 1, 1), np.uint8), Recorder()
+    recorder.turn([1, 2], [3], routes=routes_of(rows[:2]))
+    assert recorder.samples.metrics()["missing_routes"] == 0
+    recorder.turn([1, 2, 3, 4], [5])
+    recorder.turn([1, 2, 3, 4, 5, 6], [7], routes=routes_of(rows[:6]))
+    assert recorder.samples.metrics()["missing_routes"] == 2
+
+
 def test_a_limit_on_samples_is_the_policys_failure_and_changes_nothing() -> None:
     recorder = Recorder(max_samples=1)
     recorder.turn([1], [2])

@@ -14,7 +14,7 @@ from support.waiting import wait_until
 
 from penstock.blobs import Store
 from penstock.errors import BadRequest, BlobCorrupt, BlobMissing
-from penstock.recording import Mode, Session
+from penstock.recording import Mode, Session, unsealed
 
 T = TypeVar("T")
 
@@ -138,7 +138,9 @@ def test_a_turn_that_was_being_written_is_dropped_wherever_it_was_cut(store: Sto
 def test_killed_before_anything_was_whole(store: Store) -> None:
     with pytest.raises(BlobMissing, match=KEY):
         run(Session.recover(store, KEY))
+    assert unsealed(store, "rollouts") == []
     run(recorded(store, 0))
+    assert unsealed(store, "rollouts") == [KEY]
     assert run(Session.recover(store, KEY)).turns == 0
     log_of(store).write_bytes(log_of(store).read_bytes()[:-1])
     with pytest.raises(BlobCorrupt, match=f"{KEY} has no whole frame"):
@@ -188,6 +190,7 @@ def test_killed_while_sealing_the_session_is_as_before(store: Store, undisturbed
         session = await Session.recover(store, KEY)
         assert session.turns == len(SAID)
         assert await session.seal() == undisturbed
+        assert unsealed(store, "rollouts") == []
         with pytest.raises(BlobMissing, match="or it was sealed or closed"):
             await Session.recover(store, KEY)
 

@@ -1,8 +1,10 @@
 import ast
 import asyncio
+import gc
 import inspect
 import json
 import threading
+import tracemalloc
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -405,6 +407,24 @@ def test_sealing_twice_gives_one_answer_and_nothing_is_sealed_twice(store: Store
             session.claim().__enter__()
         await session.close()
         assert read_columns(store, first.columns).rollout == "r1"
+
+    run(main)
+
+
+def test_an_idle_session_costs_its_columns(store: Store) -> None:
+    async def main() -> None:
+        said = [letter * 600 for letter in "abcdefghij"]
+        await talk(await started(store, key="imports"), said)
+        gc.collect()
+        tracemalloc.start()
+        session = await started(store)
+        await talk(session, said)
+        gc.collect()
+        used, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        columns = read_columns(store, (await session.seal()).columns)
+        recorded = columns.input_ids.nbytes + columns.loss_mask.nbytes + columns.logprobs.nbytes
+        assert used < 1.2 * recorded
 
     run(main)
 

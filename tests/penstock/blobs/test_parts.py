@@ -1,0 +1,60 @@
+import resource
+from pathlib import Path
+
+import pytest
+
+from penstock.blobs import Store
+from penstock.blobs.parts import HEAD, Part
+from penstock.errors import BlobCorrupt
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
+
+
+def test_a_part_goes_back_to_a_mark(store: Store) -> None:
+    part = store.part("rows", reserve_head=True)
+    part.append(b"kept")
+    mark = part.mark()
+    part.append(b"a much longer piece that is undone")
+    part.reset(mark)
+    part.append(b", too")
+    ref = store.commit(part, "rows", head=b"h" * HEAD)
+    assert store.open(ref)[HEAD:].tobytes() == b"kept, too"
+
+
+def test_a_part_is_taken_up_by_another_process(store: Store) -> None:
+    left = store.part("rows", suffix="part", reserve_head=True)
+    left.append(b"kept")
+    good = left.length
+    left.append(b"torn")
+    part = Part.recover(store.part_path("rows", "part"), good)
+    part.append(b"more")
+    ref = store.commit(part, "rows", head=b"h" * HEAD)
+    assert store.open(ref)[HEAD:].tobytes() == b"keptmore"
+
+
+def test_a_part_that_is_shorter_than_it_was_is_refused(store: Store) -> None:
+    left = store.part("rows", suffix="part", reserve_head=True)
+    left.append(b"kept")
+    with pytest.raises(BlobCorrupt, match="has only 4100 of the 5000 bytes"):
+        Part.recover(left.path, 5000)
+
+
+def test_more_pieces_than_one_system_call_takes(store: Store) -> None:
+    part = store.part("rows")
+    part.append(*(index.to_bytes(2) for index in range(3000)))
+    ref = store.commit(part, "rows")
+    assert store.open(ref).tobytes() == b"".join(index.to_bytes(2) for index in range(3000))
+
+
+def test_no_descriptor_stays_open(store: Store) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    parts = [store.part(f"p{index}") for index in range(200)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+    try:
+        for part in parts:
+            part.append(b"x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
