@@ -1,6 +1,6 @@
-"""An engine's JSON by type, in the three dialects; values are checked while they are decoded.
+"""What an engine's JSON says, in three dialects: checked by type while it is decoded, then part against part.
 
-Whether the parts of a reply agree with each other is for `responses.py` to say.
+Knows one reply and nothing of earlier ones.
 """
 
 from enum import StrEnum
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import Upstream
-from penstock.fingerprints import Ids
+from penstock.fingerprints import Ids, ids_text
 
 Logprobs = NDArray[np.float32]
 
@@ -134,3 +134,47 @@ def compact_ids(raw: bytes) -> Ids | None:
         return np.empty(0, np.int32)
     ids = np.fromstring(text, np.int64, sep=",")
     return ids.astype(np.int32) if ids.max() <= MAX_TOKEN_ID else None
+
+
+def completion_of(choice: Choice[Any], meta_info: MetaInfo) -> tuple[Ids, Logprobs]:
+    """Token ids and logprobs, as many of one as of the other."""
+    if meta_info.output_token_logprobs is not None:
+        return _sglang_completion(meta_info.output_token_logprobs, meta_info.completion_tokens)
+    if choice.token_ids == ABSENT or choice.logprobs is None:
+        raise Upstream("the engine's answer has neither token_ids with logprobs nor meta_info.output_token_logprobs")
+    ids, content = read_ids(bytes(choice.token_ids), "token_ids"), choice.logprobs.content
+    if len(ids) != len(content):
+        raise Upstream(f"the engine's answer has {len(ids)} token_ids but {len(content)} logprobs")
+    if len(ids) and isinstance(content[0], NamedLogprob):
+        _check_names(ids, content)
+    return ids, np.array([token.logprob for token in content], np.float32)
+
+
+def _sglang_completion(tokens: list[OutputToken], completion_tokens: int | None) -> tuple[Ids, Logprobs]:
+    if completion_tokens != len(tokens):
+        raise Upstream(f"meta_info has {len(tokens)} output_token_logprobs but completion_tokens {completion_tokens}")
+    ids = np.array([token.token_id for token in tokens], np.int32)
+    return ids, np.array([token.logprob for token in tokens], np.float32)
+
+
+def _check_names(ids: Ids, content: list[NamedLogprob]) -> None:
+    names = b"token_id:" + ids_text(ids).replace(b",", b",token_id:")
+    if ",".join([token.token for token in content]).encode() != names:
+        raise Upstream("the engine's answer has logprobs of other tokens than its token_ids")
+
+
+def message_of(choice: Choice[Any]) -> bytes:
+    """The message as JSON."""
+    message = read_part(choice.message, MESSAGE, "message")
+    if message.content is None and not message.tool_calls:
+        raise Upstream("the engine's message has neither content nor tool calls")
+    return bytes(choice.message)
+
+
+def version_of(meta_info: MetaInfo) -> int | None:
+    """SGLang's `weight_version` is a free text: a number where the trainer numbers its updates."""
+    said = meta_info.weight_version
+    if not isinstance(said, str):
+        return said
+    number = int(said) if said.isascii() and said.isdecimal() and len(said) <= len(str(MAX_VERSION)) else None
+    return number if number is not None and number <= MAX_VERSION else None

@@ -7,29 +7,25 @@ type) and the full way (decode everything by type) give the same turn; what the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from penstock.cuts import MARK, MARKED, Cuts, Known, Span, find_cuts
 from penstock.errors import Upstream
-from penstock.fingerprints import Fingerprint, Ids, Match, ids_text, longest_in_ids
+from penstock.fingerprints import Fingerprint, Ids, Match, longest_in_ids
 from penstock.replies import (
     ABSENT,
-    MAX_VERSION,
-    MESSAGE,
     NO_META_INFO,
-    Choice,
     Endpoint,
     Logprobs,
-    MetaInfo,
-    NamedLogprob,
-    OutputToken,
     compact_ids,
+    completion_of,
+    message_of,
     read_ids,
     read_part,
     read_reply,
+    version_of,
 )
 from penstock.routed_experts import WIRE_OBJECT, RouteFormat, Routes, Wanted, read_lists, read_object, read_string
 
@@ -180,7 +176,7 @@ def _said(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked) -> _Sai
     match, prompt_ids = _prompt(
         choice.prompt_token_ids if reply.prompt_token_ids == ABSENT else reply.prompt_token_ids, cuts, known, asked
     )
-    completion_ids, logprobs = _completion(choice, meta_info)
+    completion_ids, logprobs = completion_of(choice, meta_info)
     routed = meta_info.routed_experts if choice.routed_experts == ABSENT else choice.routed_experts
     return _Said(
         match=match,
@@ -189,8 +185,8 @@ def _said(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked) -> _Sai
         logprobs=logprobs,
         payload=_payload(body, cuts, routed),
         finish_reason=choice.finish_reason,
-        version=_version(meta_info.weight_version),
-        message=_message(choice.message) if asked.endpoint is Endpoint.CHAT else None,
+        version=version_of(meta_info),
+        message=message_of(choice) if asked.endpoint is Endpoint.CHAT else None,
     )
 
 
@@ -210,32 +206,6 @@ def _prompt(raw: msgspec.Raw, cuts: Cuts, known: Sequence[Known], asked: Asked) 
     ids = np.ascontiguousarray(ids, np.int32)
     match = longest_in_ids(ids, [sample.sequence for sample in known])
     return match, ids[known[match.index].sequence.tokens :] if match else ids
-
-
-def _completion(choice: Choice[Any], meta_info: MetaInfo) -> tuple[Ids, Logprobs]:
-    if meta_info.output_token_logprobs is not None:
-        return _sglang_completion(meta_info.output_token_logprobs, meta_info.completion_tokens)
-    if choice.token_ids == ABSENT or choice.logprobs is None:
-        raise Upstream("the engine's answer has neither token_ids with logprobs nor meta_info.output_token_logprobs")
-    ids, content = read_ids(bytes(choice.token_ids), "token_ids"), choice.logprobs.content
-    if len(ids) != len(content):
-        raise Upstream(f"the engine's answer has {len(ids)} token_ids but {len(content)} logprobs")
-    if len(ids) and isinstance(content[0], NamedLogprob):
-        _check_names(ids, content)
-    return ids, np.array([token.logprob for token in content], np.float32)
-
-
-def _check_names(ids: Ids, content: list[NamedLogprob]) -> None:
-    names = b"token_id:" + ids_text(ids).replace(b",", b",token_id:")
-    if ",".join([token.token for token in content]).encode() != names:
-        raise Upstream("the engine's answer has logprobs of other tokens than its token_ids")
-
-
-def _sglang_completion(tokens: list[OutputToken], completion_tokens: int | None) -> tuple[Ids, Logprobs]:
-    if completion_tokens != len(tokens):
-        raise Upstream(f"meta_info has {len(tokens)} output_token_logprobs but completion_tokens {completion_tokens}")
-    ids = np.array([token.token_id for token in tokens], np.int32)
-    return ids, np.array([token.logprob for token in tokens], np.float32)
 
 
 def _payload(body: bytes, cuts: Cuts, raw: msgspec.Raw) -> _Payload | None:
@@ -273,18 +243,3 @@ def _routes(body: bytes, cuts: Cuts, payload: _Payload, wanted: Wanted, route_fo
     else:
         text = msgspec.json.decode(quoted, type=str).encode()
     return read_object(wire, text, wanted, route_format) if wire else read_string(text, wanted, route_format)
-
-
-def _message(raw: msgspec.Raw) -> bytes:
-    message = read_part(raw, MESSAGE, "message")
-    if message.content is None and not message.tool_calls:
-        raise Upstream("the engine's message has neither content nor tool calls")
-    return bytes(raw)
-
-
-def _version(said: str | int | None) -> int | None:
-    """SGLang's `weight_version` is a free text: a number where the trainer numbers its updates."""
-    if not isinstance(said, str):
-        return said
-    number = int(said) if said.isascii() and said.isdecimal() and len(said) <= len(str(MAX_VERSION)) else None
-    return number if number is not None and number <= MAX_VERSION else None
