@@ -34,7 +34,7 @@ class Known:
     """The first token position whose routed experts are still wanted: normally `sequence.tokens - 1`."""
 
     def least_rows(self, chars: int, row_chars: float) -> int:
-        """Rows that begin a body's last `chars` characters, at the least, if it extends this sample."""
+        """The fewest rows that the last `chars` characters of a body can begin with, if it extends this sample."""
         others = self.sequence.text_bytes + OTHER_CHARS - ID_CHARS * self.sequence.tokens
         return max(self.rows_from, int((chars - others) / (row_chars + ID_CHARS)))
 
