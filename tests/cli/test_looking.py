@@ -142,5 +142,5 @@ def test_a_wrong_address_in_the_environment_is_refused(
     with pytest.raises(SystemExit):
         main()
     error = capsys.readouterr().err
-    assert error.startswith("penstock: environment: PENSTOCK_REDIS_URL is not the address of a Redis")
+    assert error.startswith("penstock: environment, PENSTOCK_REDIS_URL: is not the address of a Redis")
     assert "hunter2" not in error
