@@ -1,7 +1,7 @@
 """How a command prints: with colours on a terminal, in plain lines elsewhere, as JSON where asked."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +20,7 @@ def on_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-def print_json(content: dict[str, Any]) -> None:
+def print_json(content: Mapping[str, Any]) -> None:
     import orjson
 
     print(orjson.dumps(content, option=orjson.OPT_INDENT_2).decode())
