@@ -151,7 +151,7 @@ def test_success_is_three_values_the_first_zero(request_: Request, recorder: Rec
     assert request_ not in state.active_requests, "Request.on_success no longer ends the task's activity"
 
 
-def test_failure_is_three_values_with_anexception_info(request_: Request, recorder: Recorder) -> None:
+def test_failure_is_three_values_with_an_exception_info(request_: Request, recorder: Recorder) -> None:
     request_.on_accepted(1234, 0.0)
     request_.on_success((1, exception_info(ValueError("no")), 1.5))
     failed = recorder.events[-1]
