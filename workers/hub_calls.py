@@ -12,7 +12,7 @@ from typing import Any
 
 from kombu.asynchronous.hub import Hub
 
-# Each wake-up ends in a message of task events, 0.3 ms of CPU: outcomes of no-op tasks, told one by one, cost 15 %.
+# A turn of the hub for each outcome cost a no-op task 6 to 20 % of its CPU.
 GATHER_S = 0.01
 
 
