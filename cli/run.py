@@ -38,11 +38,12 @@ def run(
         celery -A workers.rollouts worker -Q rollouts -c 256
         celery -A workers.compute worker -Q filtering,advantages,encoding -c 4
     """
-    from orchestrator import start
-    from orchestrator.audit import audit
     from penstock import config as configuration
 
     settings = configuration.load(config, flags={"run_dir": run_dir, "steps": steps})
+    from orchestrator import start  # after the settings: a wrong one is told before Celery is imported
+    from orchestrator.audit import audit
+
     with _shown(live=on_terminal() and not as_json) as watch:
         status = start.run(settings, watch=watch)
     found = audit(settings.run_dir)
