@@ -5,17 +5,15 @@
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import redis
 from celery import Celery
 
+from bench.cpu import cpu_s
+from bench.processes import Process
 from bench.report import Report, Target, median
 from penstock.embedded_redis import EmbeddedRedis
 
@@ -56,7 +54,7 @@ def run(*, quick: bool) -> Report:
     with tempfile.TemporaryDirectory() as directory, EmbeddedRedis(Path(directory), appendonly=False) as server:
         for _ in range(rounds):
             for pool in pools:
-                cpu_ms[pool].append(1e3 * cpu_s(server.url, WORKERS[pool], tasks, Path(directory) / "log") / tasks)
+                cpu_ms[pool].append(1e3 * spent_s(server.url, WORKERS[pool], tasks, Path(directory)) / tasks)
     ratio = median([ours / solo for ours, solo in zip(cpu_ms["asyncio"], cpu_ms["solo"], strict=True)])
     return Report(
         bench="pool",
@@ -67,24 +65,23 @@ def run(*, quick: bool) -> Report:
     )
 
 
-def cpu_s(url: str, options: list[str], tasks: int, log: Path) -> float:
+def spent_s(url: str, options: list[str], tasks: int, directory: Path) -> float:
     """CPU time of one worker and its children over `tasks` messages that wait when it wakes up."""
     app, *rest = options
-    celery = [str(Path(sys.executable).parent / "celery"), "-b", url, "-A", f"bench.pool:{app}", "worker", "-l", "INFO"]
-    command = [*celery, *rest, "--without-mingle", "--without-gossip"]
-    with log.open("wb") as output:
-        worker = subprocess.Popen(command, stdout=output, stderr=output)
+    celery = ["celery", "-b", url, "-A", f"bench.pool:{app}", "worker", "-l", "INFO", *rest]
+    worker = Process("worker", [*celery, "--without-mingle", "--without-gossip"], directory=directory, variables={})
     try:
-        wait_until(lambda: " ready." in log.read_text())
-        worker.send_signal(signal.SIGSTOP)
+        worker.wait_until(lambda: " ready." in worker.output, what="it was ready", timeout_s=TIMEOUT_S)
+        os.kill(worker.pid, signal.SIGSTOP)
         publish(url, tasks)
-        before = spent_s(worker.pid)
-        worker.send_signal(signal.SIGCONT)
-        wait_until(lambda: log.read_text().count(" succeeded in ") == tasks)
-        return spent_s(worker.pid) - before
+        before = cpu_s(worker.pid)
+        os.kill(worker.pid, signal.SIGCONT)
+        worker.wait_until(
+            lambda: worker.output.count(" succeeded in ") == tasks, what="all tasks succeeded", timeout_s=TIMEOUT_S
+        )
+        return cpu_s(worker.pid) - before
     finally:
-        worker.terminate()
-        worker.wait(TIMEOUT_S)
+        worker.kill()
         redis.Redis.from_url(url).flushall()
 
 
@@ -93,17 +90,3 @@ def publish(url: str, tasks: int) -> None:
     with functions.connection_for_write(url) as connection, functions.amqp.Producer(connection) as producer:
         for _ in range(tasks):
             task.apply_async(producer=producer)
-
-
-def spent_s(pid: int) -> float:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") + sum(spent_s(int(child)) for child in children)
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not done():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"a worker took more than {TIMEOUT_S:g} s")
-        time.sleep(0.05)
