@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from bench.bodies import Rollout
 from bench.report import Report, Target, median
 from penstock.blobs import open_store
-from penstock.blobs.parts import Part
 from penstock.responses import Known, Turn, read_turn
-from penstock.routed_experts import RouteFormat
+from penstock.routed_experts import RouteFormat, Routes
 
 CASES = {
     "50 turns": Rollout(turns=50, tokens=60_000, sampled=1 / 6),  # an agent: calls of 200 tokens, answers of 1,000
@@ -47,7 +46,7 @@ class Arrays:
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    rows: NDArray[np.uint8]
+    rows: NDArray[Any]
 
     def same(self, other: "Arrays") -> bool:
         pairs = [(self.ids, other.ids), (self.logprobs, other.logprobs), (self.rows, other.rows)]
@@ -72,38 +71,47 @@ def parse_all(bodies: list[bytes]) -> Arrays:
     return Arrays(ids=np.concatenate(ids), logprobs=np.concatenate(logprobs), rows=np.concatenate(rows))
 
 
-def read_turns(bodies: Iterator[bytes] | list[bytes]) -> Iterator[Turn]:
-    known, route_format = list[Known](), RouteFormat()
-    for body in bodies:
-        turn = read_turn(body, known=known, route_format=route_format)
-        assert turn.routes is not None
-        known, route_format = [Known(sequence=turn.sequence, rows_from=turn.tokens - 1)], turn.routes.format
-        yield turn
+class Recorder:
+    """As much of one as reading needs: what is known when a response comes."""
+
+    def __init__(self) -> None:
+        self._known: list[Known] = []
+        self._route_format = RouteFormat()
+
+    def read(self, body: bytes) -> Turn:
+        turn = read_turn(body, known=self._known, route_format=self._route_format)
+        self._known = [Known(sequence=turn.sequence, rows_from=turn.tokens - 1)]
+        self._route_format = rows_of(turn).format
+        return turn
 
 
-def rows_of(turn: Turn) -> NDArray[Any]:
+def rows_of(turn: Turn) -> Routes:
     assert turn.routes is not None
-    return turn.routes.rows
+    return turn.routes
 
 
-def joined(turns: list[Turn]) -> Arrays:
+def joined(bodies: list[bytes]) -> Arrays:
     """For the comparison only: Penstock itself never puts the chunks together."""
+    recorder = Recorder()
+    turns = [recorder.read(body) for body in bodies]
     ids = [ids for turn in turns for ids in (turn.prompt_ids, turn.completion_ids)]
     logprobs = [
         part for turn in turns for part in (np.zeros(len(turn.prompt_ids), np.float32), turn.completion_logprobs)
     ]
-    rows = np.concatenate([rows_of(turn) for turn in turns])
+    rows = np.concatenate([rows_of(turn).rows for turn in turns])
     return Arrays(ids=np.concatenate(ids), logprobs=np.concatenate(logprobs), rows=rows)
 
 
-def read(bodies: list[bytes]) -> list[tuple[NDArray[Any], ...]]:
+def read(bodies: list[bytes], write: Callable[[NDArray[Any]], None] | None = None) -> list[tuple[NDArray[Any], ...]]:
     """What a recorder does: columns are kept, rows leave memory as they come."""
-    return [(turn.prompt_ids, turn.completion_ids, turn.completion_logprobs) for turn in read_turns(bodies)]
-
-
-def read_and_write(bodies: list[bytes], part: Part) -> None:
-    for turn in read_turns(bodies):
-        part.append(rows_of(turn))
+    recorder, columns = Recorder(), list[tuple[NDArray[Any], ...]]()
+    for body in bodies:
+        turn = recorder.read(body)
+        if write:
+            write(rows_of(turn).rows)
+        columns.append((turn.prompt_ids, turn.completion_ids, turn.completion_logprobs))
+        del turn
+    return columns
 
 
 def copy_and_write(rows: NDArray[np.uint8], target: NDArray[np.uint8], path: Path) -> None:
@@ -129,7 +137,7 @@ def measure(rollout: Rollout, rounds: int, directory: Path) -> dict[str, float]:
     """Median seconds of each way over rounds in which they alternate."""
     bodies = list(rollout.bodies())
     arrays = parse_all(bodies)
-    assert arrays.same(joined(list(read_turns(bodies))))
+    assert arrays.same(joined(bodies))
     store, target = open_store(directory.as_uri()), np.empty_like(arrays.rows)
     taken: dict[str, list[float]] = {"parse all": [], "read": [], "read and write": [], "copy and write": []}
     for _ in range(rounds):
@@ -137,7 +145,7 @@ def measure(rollout: Rollout, rounds: int, directory: Path) -> dict[str, float]:
         for _ in range(REPEATS):
             taken["read"].append(seconds(lambda: read(bodies)))
             part = store.part("rollout/experts", reserve_head=True)
-            taken["read and write"].append(seconds(lambda part=part: read_and_write(bodies, part)))
+            taken["read and write"].append(seconds(lambda part=part: read(bodies, part.append)))
             part.discard()
             path = directory / "plain"
             taken["copy and write"].append(seconds(lambda path=path: copy_and_write(arrays.rows, target, path)))
@@ -148,21 +156,15 @@ def measure(rollout: Rollout, rounds: int, directory: Path) -> dict[str, float]:
 def peak_memory(rollout: Rollout) -> tuple[int, int]:
     """Bytes held at the worst moment of a rollout (one body, the columns so far, what reading allocates), and the
     largest body. Run in a process of its own, bodies one at a time."""
-    columns = peak = largest = 0
-    bodies, current = rollout.bodies(), list[bytes]()
-
-    def one_at_a_time() -> Iterator[bytes]:
-        for body in bodies:
-            current[:] = [body]
-            tracemalloc.start()
-            yield body
-
-    for turn in read_turns(one_at_a_time()):
+    recorder, columns, peak, largest = Recorder(), 0, 0, 0
+    for body in rollout.bodies():
+        tracemalloc.start()
+        turn = recorder.read(body)
         _, allocated = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        largest = max(largest, len(current[0]))
-        peak = max(peak, len(current[0]) + columns + allocated)
+        peak, largest = max(peak, len(body) + columns + allocated), max(largest, len(body))
         columns += BYTES_A_TOKEN * (len(turn.prompt_ids) + len(turn.completion_ids))
+        del turn
     return peak, largest
 
 

@@ -15,6 +15,7 @@ from penstock.routed_experts import NPY_MAGIC_TEXT, RouteFormat, base64_length, 
 MARK = secrets.token_hex(16).encode()
 MARKED = b'"%b"' % MARK
 EXPERTS_KEY = b'"routed_experts":'
+OBJECT_OPENING = b'{"data":"'
 PROMPT_KEY = b'"prompt_token_ids":['
 
 ID_CHARS = 11
@@ -79,10 +80,12 @@ def _find_experts(body: bytes, known: Sequence[Known], route_format: RouteFormat
     if key < 0:
         return None
     start = key + len(EXPERTS_KEY)
-    opening = next((text for text in (b'"', b'{"data":"') if body.startswith(text, start)), None)
-    if opening is None:
+    if body.startswith(OBJECT_OPENING, start):
+        start += len(OBJECT_OPENING)
+    elif body.startswith(b'"', start):
+        start += 1
+    else:
         return None
-    start += len(opening)
     if body.startswith(NPY_MAGIC_TEXT, start):
         end = _npy_end(body, start, route_format)
     else:

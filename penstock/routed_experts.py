@@ -261,12 +261,11 @@ def _captured(rows: Rows, layout: RouteFormat) -> NDArray[np.bool_] | None:
     """Which rows hold routes. Zeros mean expert 0 chosen top-k times, which no router does."""
     if layout.check is CheckRoutes.OFF or layout.topk == 1:
         return None
-    flat = rows.reshape(len(rows), -1)
     if layout.check is CheckRoutes.SAMPLE:
-        sampled = flat[:: -max(1, len(rows) // SAMPLED_ROWS)]  # from the last one, the likeliest to be missing
-        if sampled[:, 0].all() or sampled.any(axis=1).all():
+        sampled = rows[:: -max(1, len(rows) // SAMPLED_ROWS)]  # from the last one, the likeliest to be missing
+        if sampled[:, 0, 0].all() or sampled.any(axis=(1, 2)).all():
             return None
-    captured: NDArray[np.bool_] = np.any(flat, axis=1)
+    captured: NDArray[np.bool_] = np.any(rows.reshape(len(rows), -1), axis=1)
     return None if captured.all() else captured
 
 

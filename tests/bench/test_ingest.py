@@ -3,14 +3,14 @@
 import orjson
 
 from bench.bodies import Rollout
-from bench.ingest import joined, parse_all, read_turns, run
+from bench.ingest import joined, parse_all, run
 
 ROLLOUT = Rollout(turns=4, tokens=50, sampled=0.25, layers=3, topk=2)
 
 
 def test_both_ways_give_the_arrays_that_the_bodies_were_made_of() -> None:
     bodies = list(ROLLOUT.bodies())
-    ours, theirs = joined(list(read_turns(bodies))), parse_all(bodies)
+    ours, theirs = joined(bodies), parse_all(bodies)
     assert ours.same(theirs)
     assert ours.ids.tolist() == ROLLOUT.ids().tolist()
     assert ours.rows.tolist() == ROLLOUT.rows()[:-1].tolist()
