@@ -32,11 +32,6 @@ class Broker:
         self.client = redis.asyncio.Redis.from_url(
             url, socket_timeout=None, socket_connect_timeout=5, retry=Retry(NoBackoff(), retries=0)
         )
-        try:
-            self.client.connection_pool.make_connection()
-        except TypeError:
-            message = f"redis_url has an option after its '?' that a connection does not know: {address(url)}"
-            raise ConfigError(message) from None
         self.trouble: str | None = None
         """why Redis is not answering just now"""
         self.outages = 0

@@ -59,10 +59,6 @@ def test_nobody_there_is_said_after_some_patience() -> None:
     assert "start it, or set redis_url (PENSTOCK_REDIS_URL) to the right one" in message
 
 
-def test_an_option_that_nobody_knows_is_refused() -> None:
-    assert "option after its '?'" in refusal(connected("redis://:hunter2@h:1/0?tiemout=3"))
-
-
 def test_a_question_is_asked_until_redis_is_back(guarded: EmbeddedRedis) -> None:
     async def ask_across_a_crash() -> None:
         broker = Broker(guarded.url)
