@@ -65,7 +65,7 @@ class Broker:
                 refused = isinstance(error, AuthenticationError | ResponseError)
                 if refused or time.monotonic() > give_up_at:
                     raise ConfigError(unusable(self._url, error)) from error
-                logger.warning("action=redis_awaited at=%s error=%s", address(self._url), error)
+                logger.warning("action=redis_awaited at=%s error=%s", address(self._url), _said(error))
                 await asyncio.sleep(min(RETRY_MOST_S, patience_s / 10))
 
     async def close(self) -> None:
@@ -77,7 +77,9 @@ class Broker:
         if self.trouble is None:
             self.outages += 1
             self._down_since, self._said_at = now, -REMIND_S
-        self.trouble = f"Redis at {address(self._url)} does not answer ({error}); waiting for it, nothing is lost"
+        self.trouble = (
+            f"Redis at {address(self._url)} does not answer ({_said(error)}); waiting for it, nothing is lost"
+        )
         if now - self._said_at >= REMIND_S:
             self._said_at = now
             logger.warning("action=redis_away for_s=%.0f %s", now - self._down_since, self.trouble)
@@ -97,6 +99,10 @@ def unusable(url: str, error: Exception) -> str:
             "PENSTOCK_REDIS_URL=redis://:PASSWORD@HOST:PORT/NUMBER"
         )
     return (
-        f"Redis at {address(url)} cannot be used ({error}): "
+        f"Redis at {address(url)} cannot be used ({_said(error)}): "
         "start it, or set redis_url (PENSTOCK_REDIS_URL) to the right one"
     )
+
+
+def _said(error: Exception) -> str:
+    return str(error) or "it takes too long"  # a time-out has no words of its own

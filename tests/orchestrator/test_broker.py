@@ -1,4 +1,5 @@
 import asyncio
+import socket
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -57,6 +58,13 @@ def test_nobody_there_is_said_after_some_patience() -> None:
     message = refusal(connected(f"redis://{NOBODY}"))
     assert f"{NOBODY} cannot be used" in message
     assert "start it, or set redis_url (PENSTOCK_REDIS_URL) to the right one" in message
+
+
+def test_somebody_there_who_says_nothing_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.broker.ANSWER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}/0"
+        assert f"{address} cannot be used (it takes too long): start it" in refusal(connected(f"redis://{address}"))
 
 
 def test_a_question_is_asked_until_redis_is_back(guarded: EmbeddedRedis) -> None:
