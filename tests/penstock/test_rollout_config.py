@@ -32,6 +32,7 @@ def test_an_environment_may_come_from_a_variable() -> None:
         ('[engine]\nurls = ["a:8000"]', r"line 2: engine.urls: give at least one URL that looks like http://host:port"),
         ("[engine]\nretrys = 3", r"line 2: there is no setting 'engine.retrys'; the nearest is 'engine.retries'"),
         ("[policy.sampling]\ntemperature = -1", r"line 2: policy.sampling.temperature: .*greater than or equal to 0"),
+        ("[policy.sampling]\nmore = {n = 2}", r"line 2: policy.sampling.more: n: set by Penstock itself"),
         ("[policy]\nmax_samples = 1000", r"line 2: policy.max_samples: .*less than or equal to 128"),
         ('[environments.x]\nuses = "guess"', r"line 1: environments.x.use: Field required"),
         ('[environments.x]\nuses = "guess"', r"line 2: there is no .*; the nearest is 'environments.NAME.use'"),
