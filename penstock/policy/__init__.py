@@ -1,5 +1,7 @@
-"""How the engine is asked: through the one `EngineClient` of a process."""
+"""What an environment talks to: `RecordedPolicy` asks the engine, through the process's `EngineClient`, and records."""
 
 from penstock.policy.client import EngineClient
+from penstock.policy.dialects import Dialect, Renderer
+from penstock.policy.recorded import RecordedPolicy
 
-__all__ = ["EngineClient"]
+__all__ = ["Dialect", "EngineClient", "RecordedPolicy", "Renderer"]
