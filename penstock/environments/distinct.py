@@ -17,7 +17,7 @@ PROMPT = (
 
 
 class Distinct:
-    def __init__(self, *, largest: Annotated[int, Field(ge=2)] = 100, divisors: Annotated[int, Field(ge=1)] = 10):
+    def __init__(self, *, largest: Annotated[int, Field(ge=2)] = 30, divisors: Annotated[int, Field(ge=1)] = 10):
         """Example i asks for multiples of 2 + i."""
         self.examples = range(2, min(2 + divisors, largest + 1))
         self._largest = largest

@@ -143,7 +143,7 @@ def test_guess_ends_after_its_turns() -> None:
 
 
 def test_distinct_is_worth_less_the_more_say_the_same() -> None:
-    environment = Distinct()
+    environment = Distinct(largest=100)
     assert list(environment.examples) == list(range(2, 12))
     answers = ["Answer: 14", "Answer: 21", "Answer: 14", "Answer: 15", "14", "Answer: 707", "Answer: 0"]
     group = [*map(played, answers), played("Answer: 28", error="timeout")]
