@@ -10,31 +10,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 
-from penstock.config_errors import Keys, Origins, describe, unknown_variable
+from penstock.config_errors import Keys, Origins, describe, table_of, unknown_variable
 from penstock.errors import ConfigError
 from penstock.redis_url import check
+from penstock.rollout_config import Engine, EnvironmentSettings, Policy
+from penstock.sections import Section, Share
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 PREFIX = "PENSTOCK_"
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
 REDIS_VARIABLE = "PENSTOCK_REDIS_URL"
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    # A wrong value may hold a password: no error repeats it.
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
 
 
 class Rollouts(Section):
@@ -119,6 +106,10 @@ class RunConfig(Section):
     steps: PositiveInt = 10
     seed: int = 0
     environment: str = "noop"
+    environments: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")], EnvironmentSettings] = Field(default={})
+    """what a rollout worker loads, by the name that jobs say; default: the built-ins, under their own names"""
+    engine: Engine = Engine()
+    policy: Policy = Policy()
     rollouts: Rollouts = Rollouts()
     batch: Batch = Batch()
     recovery: Recovery = Recovery()
@@ -206,11 +197,9 @@ def _exists(model: type[BaseModel], keys: Keys) -> bool:
     field = model.model_fields.get(keys[0])
     if field is None or len(keys) == 1:
         return field is not None
-    return (
-        isinstance(field.annotation, type)
-        and issubclass(field.annotation, BaseModel)
-        and _exists(field.annotation, keys[1:])
-    )
+    named, table = table_of(field.annotation)
+    rest = keys[2:] if named else keys[1:]
+    return table is not None and bool(rest) and _exists(table, rest)
 
 
 def _set(values: dict[str, Any], keys: Keys, value: Any) -> None:

@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -23,7 +24,7 @@ def describe(error: ValidationError, model: type[BaseModel], path: Path | None, 
 
 def _place(keys: Keys, path: Path | None, text: str, origins: Origins) -> str:
     origin = next((name for set_keys, name in origins.items() if set_keys[: len(keys)] == keys), None)
-    if origin is None and (number := line_of(text, keys)):
+    if origin is None and (number := line_of(text, keys) or line_of(text, keys[:-1])):
         return f"{path}, line {number}"
     return origin or str(path or "configuration")
 
@@ -46,10 +47,18 @@ def unknown_variable(name: str, model: type[BaseModel], prefix: str, others: Seq
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from all_keys(field.annotation, f"{prefix}{name}.")
+        named, table = table_of(field.annotation)
+        if table:
+            yield from all_keys(table, f"{prefix}{name}.{'NAME.' if named else ''}")
         else:
             yield prefix + name
+
+
+def table_of(annotation: Any) -> tuple[bool, type[BaseModel] | None]:
+    """The section that a setting is, and whether there are several, each under a name."""
+    named = get_origin(annotation) is dict
+    kind = get_args(annotation)[1] if named else annotation
+    return named, kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def line_of(text: str, keys: Sequence[str]) -> int | None:
