@@ -14,7 +14,7 @@ from penstock.config import RunConfig
 from penstock.errors import RunError, RunMismatch
 
 # What a run is made of: a directory that was begun with other values cannot be gone on with.
-IDENTITY = ("seed", "environment", "rollouts.group_size", "batch.unit", "batch.size", "batch.data_ranks")
+IDENTITY = ("seed", "environments", "rollouts.group_size", "batch.unit", "batch.size", "batch.data_ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +30,11 @@ def enter(config: RunConfig) -> RunIdentity:
     identity = {key: _value(config, key) for key in IDENTITY}
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            run = uuid.uuid4().hex[:12]
-            write_atomically(path, {"run": run, "identity": identity, "redis": address(config.redis_url),
-                                    "ledger": str(config.ledger_path), "store": str(config.store_dir)})  # fmt: skip
-            return RunIdentity(id=run, new=True)
+        new = not path.exists()
+        if new:
+            _begin(path, config, identity)
         kept = read(config.run_dir)
+        _claim_store(config.store_dir, kept["run"])
     except OSError as error:
         raise RunError(f"the run directory {config.run_dir} cannot be used: {error.strerror}") from error
     different = [f"{key} was {kept['identity'].get(key)!r}, now {value!r}" for key, value in identity.items()
@@ -43,7 +42,22 @@ def enter(config: RunConfig) -> RunIdentity:
     if different:
         raise RunMismatch(f"{config.run_dir} holds a run of another configuration ({'; '.join(different)}): "
                           "use another run_dir, or the settings it was begun with")  # fmt: skip
-    return RunIdentity(id=kept["run"], new=False)
+    return RunIdentity(id=kept["run"], new=new)
+
+
+def _begin(path: Path, config: RunConfig, identity: dict[str, object]) -> None:
+    about = {"redis": address(config.redis_url), "ledger": str(config.ledger_path), "store": str(config.store_dir)}
+    write_atomically(path, {"run": uuid.uuid4().hex[:12], "identity": identity, **about})
+
+
+def _claim_store(store: Path, run: str) -> None:
+    """A store is one run's: steps of two runs would have the same names."""
+    store.mkdir(parents=True, exist_ok=True)
+    owner = store / "run"
+    if not owner.exists():
+        owner.write_text(run)
+    if owner.read_text() != run:
+        raise RunMismatch(f"the store {store} belongs to run {owner.read_text()}: give this run a store of its own")
 
 
 def read(run_dir: Path, name: str = "run.json") -> dict[str, Any]:
@@ -68,7 +82,7 @@ def write_atomically(path: Path, content: dict[str, Any]) -> None:
 
 
 def _value(config: RunConfig, key: str) -> object:
-    value: object = config
+    value: Any = config.model_dump(mode="json")
     for part in key.split("."):
-        value = getattr(value, part)
+        value = value[part]
     return value

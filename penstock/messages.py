@@ -9,9 +9,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
+from penstock.batches.manifest import EncodedRank
+from penstock.blobs import BlobRef
+
 MESSAGE_LIMIT_BYTES = 4096
 ERROR_CHARACTERS = 600  # enough for a cause and what to do; a traceback stays in the worker's log
 METRICS_LIMIT = 32
+SAMPLES_LIMIT = 64  # a rollout in more pieces than this trains on fragments; its environment breaks every prefix
 
 
 class Queue(StrEnum):
@@ -49,6 +53,24 @@ class RolloutJob(Job):
     environment: str
     example: int
     seed: int
+    policy_version: int = 0
+    """the newest that the trainer had published when this was submitted"""
+
+
+class ScoreJob(Job):
+    """Rewards for a whole group, by the environment that played it."""
+
+    queue: Literal[Queue.ROLLOUTS] = Queue.ROLLOUTS
+    environment: str
+    plan: str
+    """key of the group's plan in the store"""
+
+
+class SurveyJob(Job):
+    """How large an environment is: asked once, because only workers load environments."""
+
+    queue: Literal[Queue.ROLLOUTS] = Queue.ROLLOUTS
+    environment: str
 
 
 class FilterJob(Job):
@@ -70,42 +92,66 @@ class EncodeJob(Job):
     data_rank: int
 
 
-AnyJob = RolloutJob | FilterJob | AdvantageJob | EncodeJob
+AnyJob = RolloutJob | ScoreJob | SurveyJob | FilterJob | AdvantageJob | EncodeJob
 
 
 class RolloutResult(Message):
-    queue: Literal[Queue.ROLLOUTS] = Queue.ROLLOUTS
+    answers: Literal["rollout"] = "rollout"
     reward: FiniteFloat
     policy_error: str | None = None
     """what the policy did wrong (time-out, context limit, ...): scored, in the baseline, never tried again"""
     turns: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    tool_tokens: int = 0
+    """of what came between the policy's own completions"""
+    truncated: bool = False
+    sample_lengths: Annotated[tuple[int, ...], Field(max_length=SAMPLES_LIMIT)] = ()
+    version_first: int = 0
+    """policy version that sampled the first token"""
+    version_last: int = 0
+    columns: BlobRef | None = None
+    experts: BlobRef | None = None
     metrics: Annotated[dict[str, FiniteFloat], Field(max_length=METRICS_LIMIT)] = {}
 
 
+class ScoreResult(Message):
+    answers: Literal["score"] = "score"
+    rewards: dict[str, FiniteFloat]
+
+
+class SurveyResult(Message):
+    answers: Literal["survey"] = "survey"
+    examples: int
+    scores_groups: bool
+
+
 class FilterResult(Message):
-    queue: Literal[Queue.FILTERING] = Queue.FILTERING
+    answers: Literal["filter"] = "filter"
     dropped: dict[str, str] = {}
     """rollout -> the reason that drops it"""
+    masked: tuple[str, ...] = ()
+    """rollouts that are delivered with loss mask 0"""
+    matched: dict[str, int] = {}
+    """filter -> how many rollouts it matched, whatever its mode"""
 
 
 class AdvantageResult(Message):
-    queue: Literal[Queue.ADVANTAGES] = Queue.ADVANTAGES
+    answers: Literal["advantage"] = "advantage"
     advantages: dict[str, FiniteFloat] = {}
     dropped: str | None = None
     """the reason why the whole group is of no use (zero variance)"""
+    masked: bool = False
+    """the whole group is delivered with loss mask 0"""
 
 
 class EncodeResult(Message):
-    queue: Literal[Queue.ENCODING] = Queue.ENCODING
-    file: str
-    """key of the rank's file"""
-    samples: int
-    loss_tokens: int
+    answers: Literal["encode"] = "encode"
+    rank: EncodedRank
 
 
-Result = Annotated[RolloutResult | FilterResult | AdvantageResult | EncodeResult, Field(discriminator="queue")]
+AnyResult = RolloutResult | ScoreResult | SurveyResult | FilterResult | AdvantageResult | EncodeResult
+Result = Annotated[AnyResult, Field(discriminator="answers")]
 
 
 class Outcome(StrEnum):
@@ -140,24 +186,11 @@ class GroupPlan(Message):
     """A group's finished rollouts, kept in the store because a group may be large."""
 
     group: str
+    environment: str
+    example: int
+    policy_version: int
+    """the newest when the plan was written"""
     members: list[GroupMember]
-
-
-class StepMember(Message):
-    rollout: str
-    group: str
-    advantage: FiniteFloat
-    result: RolloutResult
-
-
-class StepPlan(Message):
-    """What a step is made of."""
-
-    step: int
-    formation: int
-    """how often this step was composed: a step that cannot be encoded is formed again"""
-    data_ranks: int
-    members: list[StepMember]
 
 
 def shortened(error: str) -> str:

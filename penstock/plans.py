@@ -7,14 +7,13 @@ is written again.
 import os
 import tempfile
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import ValidationError
 
+from penstock.batches import BatchPlan, records
 from penstock.errors import BlobCorrupt, BlobMissing
-from penstock.messages import Message
+from penstock.messages import GroupPlan
 
-Plan = TypeVar("Plan", bound=Message)
 FOLDER = "plans"
 
 
@@ -31,32 +30,43 @@ def keys(store: Path, run: str) -> set[str]:
     return {f"{FOLDER}/{path.name}" for path in (store / FOLDER).glob(f"{run}.*.json")}
 
 
-def write(store: Path, key: str, plan: Message) -> None:
+def write(store: Path, key: str, plan: GroupPlan | BatchPlan) -> None:
     folder = store / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
+    content = plan.model_dump_json().encode() if isinstance(plan, GroupPlan) else records.dumps(plan)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=".plan-")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(plan.model_dump_json())
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
         Path(temporary).rename(_path(store, key))
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
 
 
-def read(store: Path, key: str, model: type[Plan]) -> Plan:
+def read_group(store: Path, key: str) -> GroupPlan:
     try:
-        return model.model_validate_json(_path(store, key).read_bytes())
-    except FileNotFoundError as error:
-        raise BlobMissing(
-            f"the plan {key} is not in the store {store}: do worker and orchestrator share it?"
-        ) from error
+        return GroupPlan.model_validate_json(_read(store, key))
     except ValidationError as error:
         raise BlobCorrupt(f"the plan {key} cannot be read: {error.error_count()} errors") from error
 
 
+def read_step(store: Path, key: str) -> BatchPlan:
+    try:
+        return records.loads(BatchPlan, _read(store, key))
+    except ValueError as error:
+        raise BlobCorrupt(f"the plan {key} cannot be read: {error}") from error
+
+
 def delete(store: Path, key: str) -> None:
     _path(store, key).unlink(missing_ok=True)
+
+
+def _read(store: Path, key: str) -> bytes:
+    try:
+        return _path(store, key).read_bytes()
+    except FileNotFoundError as error:
+        raise BlobMissing(f"the plan {key} is not in {store}: do worker and orchestrator share the store?") from error
 
 
 def _path(store: Path, key: str) -> Path:

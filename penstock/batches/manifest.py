@@ -82,6 +82,13 @@ def read_manifest(store: Store, step: int) -> Manifest | None:
     return manifest
 
 
+def read_manifests(store: Store) -> dict[int, Manifest]:
+    """Every sealed step, in order."""
+    paths = sorted(store.root.glob("batches/step_*/manifest.json"))
+    steps = (int(path.parent.name.removeprefix("step_")) for path in paths)
+    return {step: manifest for step in steps if (manifest := read_manifest(store, step))}
+
+
 def _manifest(plan: BatchPlan, ranks: list[EncodedRank]) -> Manifest:
     if [rank.data_rank for rank in ranks] != list(range(plan.files)):
         raise StageError(
