@@ -15,6 +15,8 @@ from bench.report import Report
 class Bench(StrEnum):
     """The modules of `bench/` that have a `run(quick: bool) -> Report`."""
 
+    CONTROL = "control"
+    RECOVERY = "recovery"
     INGEST = "ingest"
     FILTERS = "filters"
 

@@ -12,9 +12,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """What the run in RUN_DIR is doing, and what it waits for."""
-    from orchestrator import run_dir as directory
-
-    print(orjson.dumps(directory.read(run_dir, "status.json"), option=orjson.OPT_INDENT_2).decode())
+    print((run_dir / "status.json").read_text())
 
 
 def audit(run_dir: Path, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:

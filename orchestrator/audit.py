@@ -38,18 +38,15 @@ CHECKS = {
 
 def audit(directory: Path) -> dict[str, Any]:
     """`balanced` is true when the counts add up and no problem was found."""
-    about = run_dir.read(directory)
-    connection = schema.open_for_reading(Path(about["ledger"]))
-    try:
+    store = Store(run_dir.store_path(directory))
+    with schema.reading(run_dir.ledger_path(directory)) as connection:
         connection.execute("BEGIN")  # one moment of the ledger for all questions; the manifests are read after it
         found = _counts(connection)
         manifests = {
             step: [rollout.rollout for rollout in manifest.plan.rollouts]
-            for step, manifest in read_manifests(Store(Path(about["store"]))).items()
+            for step, manifest in read_manifests(store).items()
         }
         problems = [*_structure(connection), *_deliveries(connection, manifests)]
-    finally:
-        connection.close()
     return {**found, "balanced": found["balanced"] and not problems, "problems": problems, "steps": len(manifests)}
 
 

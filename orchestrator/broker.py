@@ -10,10 +10,13 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import redis.asyncio
-from redis.exceptions import AuthenticationError, RedisError
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from penstock.cancellation import raise_if_cancelled
 from penstock.errors import ConfigError
+from penstock.redis_url import address, has_password
 
 logger = logging.getLogger("penstock.broker")
 
@@ -21,13 +24,20 @@ T = TypeVar("T")
 SOCKET_TIMEOUT_S = 5.0  # above the longest XREAD block
 RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
 REMIND_S = 10.0
-START_PATIENCE_S = 15.0  # containers start in any order
 
 
 class Broker:
     def __init__(self, url: str) -> None:
         self._url = url
-        self.client = redis.asyncio.Redis.from_url(url, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=5)
+        # The retrying is ours: the client's own hides outages, and repeats a refused password for seconds.
+        self.client = redis.asyncio.Redis.from_url(
+            url, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=5, retry=Retry(NoBackoff(), retries=0)
+        )
+        try:
+            self.client.connection_pool.make_connection()
+        except TypeError:
+            message = f"redis_url has an option after its '?' that a connection does not know: {address(url)}"
+            raise ConfigError(message) from None
         self.trouble: str | None = None
         """why Redis is not answering just now"""
         self.outages = 0
@@ -51,26 +61,20 @@ class Broker:
                 self._up()
                 return answer
 
-    async def start(self) -> None:
+    async def start(self, *, patience_s: float) -> None:
         """A first contact that does not come about is the user's to mend: wrong address, wrong password."""
-        give_up_at = time.monotonic() + START_PATIENCE_S
+        give_up_at = time.monotonic() + patience_s
         while True:
             try:
                 await self.client.ping()
                 return
-            except AuthenticationError as error:
-                raise ConfigError(
-                    f"Redis at {address(self._url)} refuses the password ({error}): "
-                    "put the right one into PENSTOCK_REDIS_URL=redis://:PASSWORD@HOST:PORT/NUMBER"
-                ) from error
             except (RedisError, OSError) as error:
-                if "NOAUTH" in str(error) or time.monotonic() > give_up_at:
-                    raise ConfigError(
-                        f"Redis at {address(self._url)} cannot be used ({error}): "
-                        "start it, or set redis_url (PENSTOCK_REDIS_URL) to the right one"
-                    ) from error
+                # An answer that is no welcome stays the same; anything else may be a server that is still starting.
+                refused = isinstance(error, AuthenticationError | ResponseError)
+                if refused or time.monotonic() > give_up_at:
+                    raise ConfigError(unusable(self._url, error)) from error
                 logger.warning("action=redis_awaited at=%s error=%s", address(self._url), error)
-                await asyncio.sleep(1)
+                await asyncio.sleep(min(RETRY_MOST_S, patience_s / 10))
 
     async def close(self) -> None:
         await self.client.aclose()
@@ -86,7 +90,15 @@ class Broker:
         self.trouble = None
 
 
-def address(url: str) -> str:
-    """`url` without its password: what may stand in a log."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
+def unusable(url: str, error: Exception) -> str:
+    """Why the Redis at `url` is of no use, and what to do about it."""
+    if isinstance(error, AuthenticationError):
+        does = "refuses the password" if has_password(url) else "asks for a password"
+        return (
+            f"Redis at {address(url)} {does}: put the right one into the environment, "
+            "PENSTOCK_REDIS_URL=redis://:PASSWORD@HOST:PORT/NUMBER"
+        )
+    return (
+        f"Redis at {address(url)} cannot be used ({error}): "
+        "start it, or set redis_url (PENSTOCK_REDIS_URL) to the right one"
+    )

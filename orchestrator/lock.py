@@ -12,6 +12,7 @@ from typing import IO, Any
 import orjson
 
 from orchestrator.broker import Broker
+from orchestrator.run_dir import usable
 from penstock import keys
 from penstock.errors import RunLocked
 
@@ -83,7 +84,8 @@ def describe(holder: bytes) -> str:
 
 def lock_directory(run_dir: Path) -> IO[str]:
     """Held until the file is closed or the process ends, however it ends."""
-    file = (run_dir / "lock").open("a+")
+    with usable(run_dir):
+        file = (run_dir / "lock").open("a+")
     deadline = time.monotonic() + 1
     while True:
         try:
@@ -98,7 +100,8 @@ def lock_directory(run_dir: Path) -> IO[str]:
                     f"{run_dir} is being driven by {holder}: stop it first, or use another run_dir"
                 ) from None
             time.sleep(0.05)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
+    with usable(run_dir):
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
     return file

@@ -13,14 +13,13 @@
 import asyncio
 import logging
 
-from orchestrator import crash_points
+from orchestrator import crash_points, sealing
 from orchestrator.broker import Broker
 from orchestrator.composer import Composer
 from orchestrator.ending import Ending
 from orchestrator.engine_gate import EngineGate
 from orchestrator.ledger import Ledger
 from orchestrator.lock import RunLock
-from orchestrator.plan_files import batch_plan
 from orchestrator.planner import Planner
 from orchestrator.reconciler import Reconciler
 from orchestrator.records import Batch
@@ -32,12 +31,11 @@ from orchestrator.stopping import Phase, Stopping
 from orchestrator.submission import Submitter
 from orchestrator.trainer import Trainer
 from penstock import keys
-from penstock.batches import read_manifest, seal_manifest
+from penstock.batches import read_manifest
 from penstock.blobs import Store
 from penstock.config import RunConfig
 from penstock.loop_lag import LoopLag
 from penstock.messages import EncodeResult
-from penstock.offload import in_io_thread
 
 logger = logging.getLogger("penstock.orchestrator")
 
@@ -72,6 +70,7 @@ class Orchestrator:
         self.planner = Planner(config, ledger, self.trainer)
         self.composer = Composer(config, ledger, self.trainer)
         self.release = Release(config, ledger, self.trainer)
+        self.sealer = sealing.Sealer(config)
         self.submitter = Submitter(config, run, ledger, broker, self.gate)
         self.replies = Replies(run, broker, ledger)
         self.reconciler = Reconciler(config, run, ledger, broker, self.stages)
@@ -111,9 +110,9 @@ class Orchestrator:
                 await self.ledger.committed()
                 crash_points.passed("composed")
             await self.submitter.submit(list(self.ledger.waiting.values()))
-            if encoded := self.composer.encoded():
-                await self.seal(*encoded)
-            elif not more_to_plan:
+            encoded = self.composer.encoded()
+            sealed = encoded is not None and await self.seal(*encoded)
+            if not sealed and not more_to_plan:
                 await self.wait_for_change()
 
     async def wait_for_change(self) -> None:
@@ -124,16 +123,19 @@ class Orchestrator:
             pass
         self.changed.clear()
 
-    async def seal(self, batch: Batch, ranks: list[EncodeResult]) -> None:
+    async def seal(self, batch: Batch, ranks: list[EncodeResult]) -> bool:
         crash_points.passed("encoded")
         await self.lock.check()
-        plan = batch_plan(self.config, batch)
-        await in_io_thread(seal_manifest, self.store, plan, [result.rank for result in ranks])
+        if not await self.sealer.seal(batch, ranks):
+            return False
         crash_points.passed("sealed")
         self.ledger.deliver(batch)
         await self.ledger.committed()
         crash_points.passed("delivered")
-        logger.info("action=delivered step=%d groups=%d", batch.step, len(batch.groups))
+        logger.info(
+            "action=delivered step=%d rollouts=%d", batch.step, sum(len(group.rollouts) for group in batch.groups)
+        )
+        return True
 
     def deliver_what_is_sealed(self) -> None:
         """The manifest on the disk is the truth: a crash may have kept the ledger from saying so."""
@@ -169,9 +171,7 @@ class Orchestrator:
         while True:
             await asyncio.sleep(self.reconciler.poll_s)
             seen = await self.reconciler.look()
-            last_id = await self.replies.last_id()
-            self.replies.start_over_if_behind(last_id)
-            if not await self.caught_up_with(last_id):
+            if not await self.caught_up_with(await self.replies.newest()):
                 continue
             findings = self.reconciler.judge(seen)
             self.changed.set()
@@ -181,10 +181,10 @@ class Orchestrator:
             if findings.revoke:
                 await self.ending.revoke(findings.revoke)
 
-    async def caught_up_with(self, last_id: str) -> bool:
+    async def caught_up_with(self, reply_id: str) -> bool:
         try:
             async with asyncio.timeout(CATCH_UP_S):
-                while self.replies.behind(last_id):
+                while self.replies.behind(reply_id):
                     await asyncio.sleep(0.01)
         except TimeoutError:
             return False

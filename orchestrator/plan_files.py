@@ -48,8 +48,12 @@ class PlanFiles:
         try:
             await in_io_thread(_write_and_delete, self._store, wanted, stale)
         except OSError as error:
-            self.trouble = f"the store {self._store} cannot be written ({error.strerror}): jobs wait, nothing is lost"
-            logger.error("action=store_waits %s", self.trouble)
+            if self.trouble is None:
+                logger.error("action=store_waits path=%s error=%s", self._store, error.strerror)
+            self.trouble = (
+                f"the store {self._store} cannot be written ({error.strerror}): "
+                "make room or mend its disk; jobs wait, nothing is lost"
+            )
             return False
         self._written = (self._written - stale) | wanted.keys()
         self.trouble = None

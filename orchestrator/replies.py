@@ -33,7 +33,7 @@ class Replies:
         """The next replies, or none after a second. The caller applies them and commits; then `trim` may follow."""
         if self._outages_seen != self._broker.outages:
             self._outages_seen = self._broker.outages
-            self.start_over_if_behind(await self.last_id())
+            await self.newest()
         answer: Any = await self._broker.ask(
             lambda client: client.xread({self._stream: self.position}, count=AT_ONCE, block=BLOCK_MS)
         )
@@ -43,21 +43,22 @@ class Replies:
         self._ledger.set("position", entries[-1][0].decode())
         return [reply for id, fields in entries if (reply := self._parse(id, fields))]
 
-    def start_over_if_behind(self, last_id: str) -> None:
-        """A stream that is gone, or has not reached our position, is another stream: read it from its start."""
-        if _order(last_id) < _order(self.position):
-            logger.warning("action=replies_from_start stream=%s position=%s", self._stream, self.position)
+    async def newest(self) -> str:
+        """The id of the newest reply that was ever in the stream.
+
+        A stream that is gone, or has not reached our position, is another stream: it is read from its start.
+        """
+        position = self.position  # as it is before the question: replies may be read until the answer comes
+        newest = await self._broker.ask(self._last_id)
+        if _order(newest) < _order(position):
+            logger.warning("action=replies_from_start stream=%s position=%s", self._stream, position)
             self._ledger.set("position", START)
+        return newest
 
-    async def last_id(self) -> str:
-        """The id of the newest reply that was ever in the stream."""
-
-        async def ask(client: Any) -> str:
-            if not await client.exists(self._stream):
-                return START
-            return (await client.xinfo_stream(self._stream))["last-generated-id"].decode()
-
-        return await self._broker.ask(ask)
+    async def _last_id(self, client: Any) -> str:
+        if not await client.exists(self._stream):
+            return START
+        return (await client.xinfo_stream(self._stream))["last-generated-id"].decode()
 
     def behind(self, id: str) -> bool:
         return _order(self.position) < _order(id)
@@ -67,6 +68,7 @@ class Replies:
 
     async def delete(self) -> None:
         await self._broker.ask(lambda client: client.delete(self._stream))
+        self._ledger.set("position", START)
 
     def _parse(self, id: bytes, fields: dict[bytes, bytes]) -> Reply | None:
         try:

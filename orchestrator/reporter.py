@@ -33,6 +33,8 @@ class Reporter:
     def __init__(self, orchestrator: "Orchestrator") -> None:
         self._orchestrator = orchestrator
         self._started = time.monotonic()
+        self.trouble: str | None = None
+        """why others cannot see what the run is doing"""
         self._moved_at: dict[Queue, float] = {}
         self._oldest: dict[Queue, int | None] = {}
 
@@ -49,13 +51,18 @@ class Reporter:
     async def write(self) -> None:
         path = self._orchestrator.config.run_dir / "status.json"
         try:
-            await in_io_thread(run_dir.write_atomically, path, self.status())
+            await in_io_thread(run_dir.write_json, path, self.status())
         except OSError as error:
-            logger.error("action=status_unwritten path=%s error=%s", path, error.strerror)
+            if self.trouble is None:
+                logger.error("action=status_unwritten path=%s error=%s", path, error.strerror)
+            self.trouble = f"{path} cannot be written ({error.strerror}): make room or mend its disk"
+        else:
+            self.trouble = None
 
     def status(self) -> dict[str, Any]:
         own, ledger = self._orchestrator, self._orchestrator.ledger
         jobs = Counter(job.kind.queue for job in ledger.jobs.values() if job.state is JobState.SUBMITTED)
+        waiting = Counter(job.kind.queue for job in ledger.waiting.values())
         workers = Counter(value.rpartition(":")[0] for value in own.reconciler.latest.leases.values())
         return {
             "run": own.run_id,
@@ -68,6 +75,7 @@ class Reporter:
             "rollouts": counts(
                 ledger.number("rollouts_planned"), ledger.states, ledger.reasons, ledger.number("fenced")
             ),
+            "waiting_jobs": {queue.value: waiting[queue] for queue in Queue},
             "submitted_jobs": {queue.value: jobs[queue] for queue in Queue},
             "queued": {queue.value: own.reconciler.latest.depths.get(queue, 0) for queue in Queue},
             "running_by_worker": dict(workers),
@@ -78,7 +86,9 @@ class Reporter:
     def waiting_for(self) -> list[str]:
         """Every reason why the run is not moving as it could, in the user's words."""
         own = self._orchestrator
-        causes = [own.broker.trouble, own.ledger.trouble, own.gate.trouble, own.submitter.plan_files.trouble]
+        plans = own.submitter.plan_files
+        causes = [own.broker.trouble, own.ledger.trouble, own.gate.trouble, plans.trouble, own.sealer.trouble,
+                  self.trouble]  # fmt: skip
         now = time.monotonic()
         unattended = [
             f"nobody takes jobs from the queue {queue}: start a worker: {START_WORKERS[queue]}"

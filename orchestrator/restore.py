@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from orchestrator import schema
 from orchestrator.records import Batch, Group, Job, Rollout, Value
-from orchestrator.schema import open_for_reading
 from orchestrator.states import BatchState, GroupState, JobKind, JobState, RolloutState
 from penstock.messages import EncodeResult, RolloutResult
 
@@ -27,8 +27,7 @@ class Kept:
 def read(path: Path) -> Kept:
     if not path.exists():
         return Kept()
-    connection = open_for_reading(path)
-    try:
+    with schema.reading(path) as connection:
         if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'open_jobs'").fetchone():
             return Kept()  # the first start died before its tables were there
         groups = _groups(connection)
@@ -46,8 +45,6 @@ def read(path: Path) -> Kept:
                 ).fetchall()
             ),
         )
-    finally:
-        connection.close()
 
 
 def count_by(connection: sqlite3.Connection, column: Literal["state", "reason", "error"]) -> list[tuple[str, int]]:

@@ -1,84 +1,123 @@
 """A run's directory: who it is (`run.json`), what it is doing (`status.json`), what it made (`batches/`)."""
 
-import os
-import tempfile
 import uuid
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from orchestrator.broker import address
+from penstock import atomic_files, plans
 from penstock.config import RunConfig
 from penstock.errors import RunError, RunMismatch
+from penstock.redis_url import address
 
 # What a run is made of: a directory that was begun with other values cannot be gone on with.
 IDENTITY = ("seed", "environments", "rollouts.group_size", "batch.unit", "batch.size", "batch.data_ranks")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunIdentity:
-    id: str
-    """random, made with the directory"""
-    new: bool
+def make(config: RunConfig) -> None:
+    """The directories that the settings name; called before anything is written into them."""
+    for setting, directory in (
+        ("run_dir", config.run_dir),
+        ("ledger_dir", config.ledger_path.parent),
+        ("store", config.store_dir),
+    ):
+        with usable(directory, setting):
+            directory.mkdir(parents=True, exist_ok=True)
 
 
-def enter(config: RunConfig) -> RunIdentity:
-    """Create the directory, or find out that it is a run of this configuration."""
-    path = config.run_dir / "run.json"
-    identity = {key: _value(config, key) for key in IDENTITY}
+def enter(config: RunConfig) -> str:
+    """The id of the run that the directory holds, or of the one that begins now. Called under the directory's lock."""
+    with usable(config.run_dir):
+        kept = read(config.run_dir) if (config.run_dir / "run.json").exists() else {}
+        content: dict[str, Any] = {
+            "run": kept.get("run") or uuid.uuid4().hex[:12],
+            "identity": {key: _value(config, key) for key in IDENTITY},
+            "redis": address(config.redis_url),
+            "ledger": _relative(config.ledger_path, config.run_dir),
+            "store": _relative(config.store_dir, config.run_dir),
+        }
+        if kept:
+            _refuse_another_configuration(config.run_dir, kept["identity"], content["identity"])
+            _refuse_a_second_ledger(config, config.run_dir / kept["ledger"])
+        if content != kept:
+            write_json(config.run_dir / "run.json", content, durable=True)
+        _claim_store(config.store_dir, content["run"])
+        for directory in (config.run_dir, *config.store_dir.glob("batches/*")):
+            atomic_files.sweep(directory)
+        plans.sweep(config.store_dir, content["run"])
+    return content["run"]
+
+
+def read(run_dir: Path) -> dict[str, Any]:
+    """`run.json`. The paths in it are relative to `run_dir` where they lie below it: a run may be moved."""
+    path = run_dir / "run.json"
     try:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        if new:
-            _begin(path, config, identity)
-        kept = read(config.run_dir)
-        _claim_store(config.store_dir, kept["run"])
+        content: Any = orjson.loads(path.read_bytes())
+        if not {"run", "identity", "redis", "ledger", "store"} <= dict(content).keys():
+            raise ValueError("something is missing from it")
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunError(f"{run_dir} is not a run directory: there is no {path.name}") from None
     except OSError as error:
-        raise RunError(f"the run directory {config.run_dir} cannot be used: {error.strerror}") from error
-    different = [f"{key} was {kept['identity'].get(key)!r}, now {value!r}" for key, value in identity.items()
-                 if kept["identity"].get(key) != value]  # fmt: skip
-    if different:
-        raise RunMismatch(f"{config.run_dir} holds a run of another configuration ({'; '.join(different)}): "
-                          "use another run_dir, or the settings it was begun with")  # fmt: skip
-    return RunIdentity(id=kept["run"], new=new)
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError) as error:
+        raise RunError(f"{path} is damaged ({error}): restore it, or use another run_dir") from error
+    return content
 
 
-def _begin(path: Path, config: RunConfig, identity: dict[str, object]) -> None:
-    about = {"redis": address(config.redis_url), "ledger": str(config.ledger_path), "store": str(config.store_dir)}
-    write_atomically(path, {"run": uuid.uuid4().hex[:12], "identity": identity, **about})
+def ledger_path(run_dir: Path) -> Path:
+    return run_dir / read(run_dir)["ledger"]
+
+
+def store_path(run_dir: Path) -> Path:
+    return run_dir / read(run_dir)["store"]
+
+
+@contextmanager
+def usable(directory: Path, setting: str = "run_dir") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"the directory {directory} cannot be used ({error.strerror}): mend that, or set {setting} to another one"
+        ) from error
+
+
+def write_json(path: Path, content: dict[str, Any], *, durable: bool = False) -> None:
+    atomic_files.write(path, orjson.dumps(content, option=orjson.OPT_INDENT_2), durable=durable)
 
 
 def _claim_store(store: Path, run: str) -> None:
     """A store is one run's: steps of two runs would have the same names."""
-    store.mkdir(parents=True, exist_ok=True)
     owner = store / "run"
     if not owner.exists():
-        owner.write_text(run)
+        atomic_files.write(owner, run.encode(), durable=True)
     if owner.read_text() != run:
         raise RunMismatch(f"the store {store} belongs to run {owner.read_text()}: give this run a store of its own")
 
 
-def read(run_dir: Path, name: str = "run.json") -> dict[str, Any]:
-    path = run_dir / name
-    try:
-        return orjson.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise RunError(f"{run_dir} is not a run directory: there is no {path.name}") from None
-    except orjson.JSONDecodeError as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
+def _refuse_another_configuration(run_dir: Path, kept: dict[str, Any], now: dict[str, Any]) -> None:
+    different = [f"{key} was {kept.get(key)!r}, now {value!r}" for key, value in now.items() if kept.get(key) != value]
+    if different:
+        raise RunMismatch(
+            f"{run_dir} holds a run of another configuration ({'; '.join(different)}): "
+            "use another run_dir, or the settings it was begun with"
+        )
 
 
-def write_atomically(path: Path, content: dict[str, Any]) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2))
-        Path(temporary).rename(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+def _refuse_a_second_ledger(config: RunConfig, kept: Path) -> None:
+    if kept.exists() and not config.ledger_path.exists():
+        raise RunMismatch(
+            f"the ledger of the run in {config.run_dir} is {kept}, and there is none at {config.ledger_path}: "
+            "move it there, or set ledger_dir back"
+        )
+
+
+def _relative(path: Path, run_dir: Path) -> str:
+    root = run_dir.resolve()
+    return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
 def _value(config: RunConfig, key: str) -> object:

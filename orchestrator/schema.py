@@ -1,7 +1,11 @@
 """The ledger's tables, opening them, and where they may lie."""
 
+import re
 import sqlite3
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 from penstock.errors import LedgerError
 
@@ -30,6 +34,13 @@ CREATE INDEX IF NOT EXISTS delivered_rollouts ON rollouts (step) WHERE state = '
 CREATE INDEX IF NOT EXISTS open_groups ON groups (ordinal) WHERE state != 'closed';
 CREATE INDEX IF NOT EXISTS open_jobs ON jobs (sequence) WHERE state IN ('waiting', 'submitted');
 """
+# FULL: a commit is on the disk before what depends on it leaves the process.
+WRITABLE = f"""
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = FULL;
+{TABLES}
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
 UPSERTS = {
     "rollouts": "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
     "groups": "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?)",
@@ -48,22 +59,49 @@ NETWORK_FILE_SYSTEMS = frozenset(
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
-    """For the writer thread alone. FULL: a commit is on the disk before what depends on it leaves the process."""
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version not in (0, SCHEMA_VERSION):
-        raise LedgerError(f"{path} was written by another version of Penstock (schema {version}, not {SCHEMA_VERSION})")
-    connection.executescript(TABLES)
-    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    return connection
+    """For the writer thread alone."""
+    return _open(path, str(path), prepare=WRITABLE)
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
+    """Leaves no file behind: a ledger without a write-ahead log is closed, and is read as the file that it is."""
     if not path.exists():
         raise LedgerError(f"there is no ledger at {path}: is this a run directory?")
-    return sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+    mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
+    return _open(path, f"file:{quote(str(path))}?{mode}")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    with explained(path), closing(open_for_reading(path)) as connection:
+        yield connection
+
+
+def _open(path: Path, name: str, *, prepare: str = "") -> sqlite3.Connection:
+    with explained(path), ExitStack() as on_error:
+        connection = sqlite3.connect(name, uri=True, isolation_level=None, check_same_thread=False)
+        on_error.callback(connection.close)
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, SCHEMA_VERSION):
+            raise LedgerError(
+                f"the ledger {path} was written by another version of Penstock (schema {version}, not "
+                f"{SCHEMA_VERSION}): use the version that began the run, or another run_dir"
+            )
+        connection.executescript(prepare)
+        on_error.pop_all()
+    return connection
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """What SQLite says of the ledger at `path`, in words that say what to do."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise LedgerError(
+            f"the ledger {path} cannot be used ({error}): is its disk full, is it a ledger, may it be read and "
+            "written? Mend that, or restore the file; nothing was changed"
+        ) from error
 
 
 def refuse_network_file_system(directory: Path, mounts: str | None = None) -> None:
@@ -85,7 +123,7 @@ def file_system(directory: Path, mounts: str) -> str | None:
     held_by: tuple[int, str | None] = (-1, None)
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
-        mount_point = left.split()[4].encode().decode("unicode_escape")
+        mount_point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), left.split()[4])
         if directory.is_relative_to(mount_point) and len(mount_point) >= held_by[0]:
             held_by = (len(mount_point), right.split()[0])
     return held_by[1]

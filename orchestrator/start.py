@@ -27,30 +27,29 @@ IO_CONCURRENCY = 8  # plans, manifests and the status file: a handful of small f
 def run(config: RunConfig) -> dict[str, Any]:
     """Drive the run to its end, or to where somebody stops it; returns its last status."""
     crash_points.arm(config.testing.crash_at)
-    identity = run_dir.enter(config)
-    config.ledger_path.parent.mkdir(parents=True, exist_ok=True)
     schema.refuse_network_file_system(config.ledger_path.parent)
+    run_dir.make(config)
     with (
         lock_directory(config.run_dir),
         asyncio.Runner(loop_factory=event_loop_factory(concurrency=IO_CONCURRENCY)) as runner,
     ):
         try:
-            return runner.run(_run(config, identity.id))
+            return runner.run(_run(config, run_dir.enter(config)))
         except BaseExceptionGroup as group:
             raise _cause(group) from group
 
 
 async def _run(config: RunConfig, run: str) -> dict[str, Any]:
-    stopping = Stopping()
-    stopping.listen()
     stacks.show_on_signal(asyncio.get_running_loop())
     broker = Broker(config.redis_url)
-    await broker.start()
+    await broker.start(patience_s=config.recovery.redis_patience_s)
     rebuild.if_lost(config)
     ledger = Ledger(config.ledger_path)
     try:
         lock = RunLock(config.run_dir.resolve(), broker, run=run, epoch=ledger.count("epoch"))
         await lock.acquire()
+        stopping = Stopping()
+        stopping.listen()  # until here there is nothing to finish: Ctrl-C just ends the process
         try:
             orchestrator = Orchestrator(
                 config, run=run, ledger=ledger, broker=broker, lock=lock, lag=_lag(config, broker), stopping=stopping

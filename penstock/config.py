@@ -10,13 +10,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from penstock.advantages import AdvantageSettings
 from penstock.config_errors import describe, unknown_variable
 from penstock.errors import ConfigError
 from penstock.filters import FilterSettings
 from penstock.packing import Normalise, PackingRules
+from penstock.redis_url import check
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 SHORTCUTS = {"PENSTOCK_REDIS_URL": "redis_url", "PENSTOCK_STORE": "store", "PENSTOCK_RUN_DIR": "run_dir"}
@@ -104,6 +114,8 @@ class Recovery(Section):
     max_losses: PositiveInt = 20
     stage_timeout_s: PositiveFloat = 600.0
     """filtering, advantage and encoding jobs"""
+    redis_patience_s: PositiveFloat = 15.0
+    """how long a run that starts waits for Redis to answer: containers start in any order"""
     max_formations: PositiveInt = 3
     """a step that cannot be encoded is formed again at most this often, then the run stops"""
     drain_s: PositiveFloat = 60.0
@@ -168,13 +180,18 @@ class RunConfig(Section):
     noop: Noop = Noop()
     testing: Testing = Testing()
 
-    @model_validator(mode="after")
-    def _local(self) -> "RunConfig":
-        if not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("redis_url must look like redis://host:port/number (or rediss://, unix://)")
-        if self.store is not None and not self.store.startswith("file:///"):
-            raise ValueError("store must be a shared directory: file:///absolute/path")
-        return self
+    @field_validator("redis_url")
+    @classmethod
+    def _right_address(cls, redis_url: str) -> str:
+        check(redis_url)
+        return redis_url
+
+    @field_validator("store")
+    @classmethod
+    def _shared_directory(cls, store: str | None) -> str | None:
+        if store is not None and not store.startswith("file:///"):
+            raise ValueError("must be a shared directory: file:///absolute/path")
+        return store
 
     @property
     def store_dir(self) -> Path:

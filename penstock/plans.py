@@ -4,12 +4,11 @@ Written by the orchestrator alone, from its ledger, before every submission of a
 is written again.
 """
 
-import os
-import tempfile
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from penstock import atomic_files
 from penstock.batches import BatchPlan, records
 from penstock.errors import BlobCorrupt, BlobMissing
 from penstock.messages import GroupPlan
@@ -31,17 +30,15 @@ def keys(store: Path, run: str) -> set[str]:
 
 
 def write(store: Path, key: str, plan: GroupPlan | BatchPlan) -> None:
-    folder = store / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
+    path = _path(store, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
     content = plan.model_dump_json().encode() if isinstance(plan, GroupPlan) else records.dumps(plan)
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".plan-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(temporary).rename(_path(store, key))
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    atomic_files.write(path, content)
+
+
+def sweep(store: Path, run: str) -> None:
+    """What a killed orchestrator of `run` left half-written."""
+    atomic_files.sweep(store / FOLDER, f"{run}.")
 
 
 def read_group(store: Path, key: str) -> GroupPlan:

@@ -40,6 +40,8 @@ def _configuration() -> dict[str, Any]:
             "socket_connect_timeout": 5,
             "socket_keepalive": True,
             "body_encoding": "utf-8",
+            # What was delivered and not begun is kept in the worker, not in Redis too: leases find what a kill takes.
+            "ack_emulation": False,
         },
         "task_serializer": "orjson",
         "accept_content": ["orjson", "json"],  # remote control speaks `json`

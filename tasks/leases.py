@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import redis
 
@@ -29,6 +28,7 @@ class LeaseKeeper:
         self._worker = worker
         self._alive = alive
         self._held: set[str] = set()
+        self._renewed: set[str] = set()
         self._beat = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew_until_stopped, name="penstock-leases", daemon=True)
@@ -71,12 +71,18 @@ class LeaseKeeper:
                 failing_since = None
 
     def _renew(self) -> None:
+        """Those that ended since the last renewal are removed again: it may have come after their own removal."""
         self._beat += 1
-        value = self._value()
-        fields: dict[Any, Any] = dict.fromkeys(list(self._held), value)
-        if not fields:
+        held = set(self._held)
+        ended = self._renewed - held
+        if not held and not ended:
             return
+        self._renewed |= held
         with self._client.pipeline(transaction=True) as pipe:
-            pipe.hset(keys.LEASES, mapping=fields)
-            pipe.expire(keys.LEASES, keys.LEASES_TTL_S)
+            if ended:
+                pipe.hdel(keys.LEASES, *ended)
+            if held:
+                pipe.hset(keys.LEASES, mapping=dict.fromkeys(held, self._value()))
+                pipe.expire(keys.LEASES, keys.LEASES_TTL_S)
             pipe.execute()
+        self._renewed = held

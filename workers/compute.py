@@ -7,11 +7,13 @@ from typing import NoReturn
 from celery.signals import worker_process_init
 
 from tasks import app
+from workers import event_batches
 from workers.start import announce
 
 __all__ = ["app"]
 
 announce(app)
+event_batches.install(app)
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:

@@ -8,6 +8,7 @@ from tasks import app, rollouts
 from tasks.execution import AsyncProcess
 from tasks.playing import Player
 from tasks.settings import settings
+from workers import event_batches
 from workers.asyncio_pool import AsyncioPool
 from workers.start import announce
 
@@ -28,4 +29,5 @@ class RolloutPool(AsyncioPool):
 
 
 announce(app)
+event_batches.install(app)
 app.conf.worker_pool = f"{__name__}:{RolloutPool.__name__}"

@@ -14,7 +14,8 @@ from typing import Any
 import redis
 
 from orchestrator.audit import audit
-from orchestrator.schema import open_for_reading
+from orchestrator.run_dir import ledger_path
+from orchestrator.schema import reading
 from penstock import keys
 from penstock.embedded_redis import EmbeddedRedis
 from support.waiting import wait_until
@@ -137,12 +138,8 @@ class Cluster:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def ledger(self, query: str) -> list[tuple[Any, ...]]:
-        run = json.loads((self.run_dir / "run.json").read_text())
-        connection = open_for_reading(Path(run["ledger"]))
-        try:
+        with reading(ledger_path(self.run_dir)) as connection:
             return connection.execute(query).fetchall()
-        finally:
-            connection.close()
 
     def events(self, action: str) -> int:
         return self.ledger(f"SELECT count(*) FROM events WHERE action = '{action}'")[0][0]

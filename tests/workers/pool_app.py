@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from redis.asyncio import BlockingConnectionPool, Redis
 
 from penstock.errors import ConfigError
+from workers import event_batches
 from workers.asyncio_pool import AsyncioPool
 
 # Database 0 is the broker's; what the bodies say is in 1, so that a test can empty it.
@@ -29,8 +30,9 @@ app.conf.update(
     accept_content=["json"],
     broker_connection_retry_on_startup=True,
     worker_prefetch_multiplier=4,
-    broker_transport_options={"client_name": os.environ.get("POOL_APP_CLIENT", "tests")},
+    broker_transport_options={"client_name": os.environ.get("POOL_APP_CLIENT", "tests"), "ack_emulation": False},
 )
+event_batches.install(app)
 
 
 class Order(BaseModel):

@@ -1,0 +1,41 @@
+"""The address of Redis: which ones are right, and what of one may be shown. Its password stays out of every text."""
+
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+
+def check(url: str) -> None:
+    """Raises ValueError, without the address: it may hold a password."""
+    if not _well_formed(url):
+        raise ValueError(
+            "is not the address of a Redis: redis://HOST:PORT/NUMBER, rediss://HOST:PORT/NUMBER or unix:///PATH; "
+            "special characters in a password must be escaped (/ is %2F, # is %23, ? is %3F, @ is %40)"
+        )
+
+
+def _well_formed(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port  # reading a wrong port raises
+    except ValueError:
+        return False
+    path = parts.path.strip("/")
+    if parts.scheme == "unix":
+        return bool(path)
+    return parts.scheme in ("redis", "rediss") and bool(host) and (not path or path.isdecimal())
+
+
+def address(url: str) -> str:
+    """`url` without user name and password: what may stand in a log or a file."""
+    parts = urlsplit(url)
+    options = [(name, value) for name, value in parse_qsl(parts.query) if not _secret(name)]
+    shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    return f"{shown}?{urlencode(options)}" if options else shown
+
+
+def has_password(url: str) -> bool:
+    parts = urlsplit(url)
+    return bool(parts.password) or any(name == "password" for name, _ in parse_qsl(parts.query))
+
+
+def _secret(option: str) -> bool:
+    return "password" in option or option == "username"

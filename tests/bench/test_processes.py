@@ -1,0 +1,41 @@
+import os
+from pathlib import Path
+
+import pytest
+from support.waiting import wait_until
+
+from bench.processes import Process
+from penstock.errors import RunError
+
+
+def python(tmp_path: Path, code: str) -> Process:
+    return Process("python", ["python", "-c", code], directory=tmp_path, variables={"WORD": "hello"})
+
+
+def test_waiting_ends_with_what_was_waited_for(tmp_path: Path) -> None:
+    process = python(tmp_path, "import os, time; print(os.environ['WORD'], flush=True); time.sleep(60)")
+    process.wait_until(lambda: "hello" in process.last_words, what="a word", timeout_s=20)
+    process.kill()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+def test_a_process_that_ends_too_early_is_quoted(tmp_path: Path) -> None:
+    process = python(tmp_path, "raise SystemExit('no disk')")
+    with pytest.raises(RunError, match=r"python ended before the answer.*\n.*no disk"):
+        process.wait_until(lambda: False, what="the answer", timeout_s=20)
+    process.kill()
+
+
+def test_killing_takes_the_children_along(tmp_path: Path) -> None:
+    code = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    process = python(tmp_path, code)
+    child = int(process.wait_until(lambda: process.last_words.strip(), what="its child's id", timeout_s=20))
+    process.kill()
+    wait_until(lambda: not cmdline(child))
+
+
+def cmdline(pid: int) -> str:
+    """Empty for a zombie, and for a process that is gone."""
+    path = Path(f"/proc/{pid}/cmdline")
+    return path.read_text() if path.exists() else ""
