@@ -9,9 +9,17 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
+from penstock.blobs import BlobRef
+
 MESSAGE_LIMIT_BYTES = 4096
 ERROR_CHARACTERS = 600  # enough for a cause and what to do; a traceback stays in the worker's log
 METRICS_LIMIT = 32
+REWARDS_LIMIT = 8
+SAMPLES_LIMIT = 128  # of one rollout; their lengths are what a step is packed by, before anybody has read a token
+POLICY_ERROR_CHARACTERS = 120
+NAME_CHARACTERS = 32
+
+Name = Annotated[str, Field(max_length=NAME_CHARACTERS)]
 
 
 class Queue(StrEnum):
@@ -76,12 +84,27 @@ AnyJob = RolloutJob | FilterJob | AdvantageJob | EncodeJob
 class RolloutResult(Message):
     queue: Literal[Queue.ROLLOUTS] = Queue.ROLLOUTS
     reward: FiniteFloat
-    policy_error: str | None = None
+    rewards: Annotated[dict[Name, FiniteFloat], Field(max_length=REWARDS_LIMIT)] = {}
+    """named parts of the reward"""
+    policy_error: Annotated[str, Field(max_length=POLICY_ERROR_CHARACTERS)] | None = None
     """what the policy did wrong (time-out, context limit, ...): scored, in the baseline, never tried again"""
+    columns: BlobRef | None = None
+    """None only where there is nothing to train on"""
+    experts: BlobRef | None = None
+    """None when no routed rows came"""
+    sample_lengths: Annotated[tuple[int, ...], Field(max_length=SAMPLES_LIMIT)] = ()
+    """tokens of each sample"""
+    version_first: int = 0
+    """policy version that sampled the first token"""
+    version_last: int = 0
     turns: int = 0
     prompt_tokens: int = 0
+    """of the turns that began a sample"""
+    tool_tokens: int = 0
+    """context that came later: what tools and users said between the turns"""
     completion_tokens: int = 0
-    metrics: Annotated[dict[str, FiniteFloat], Field(max_length=METRICS_LIMIT)] = {}
+    truncated: bool = False
+    metrics: Annotated[dict[Name, FiniteFloat], Field(max_length=METRICS_LIMIT)] = {}
 
 
 class FilterResult(Message):
@@ -160,5 +183,5 @@ class StepPlan(Message):
     members: list[StepMember]
 
 
-def shortened(error: str) -> str:
-    return error if len(error) <= ERROR_CHARACTERS else error[: ERROR_CHARACTERS - 1] + "…"
+def shortened(error: str, characters: int = ERROR_CHARACTERS) -> str:
+    return error if len(error) <= characters else error[: characters - 1] + "…"
