@@ -10,19 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from penstock.config_errors import describe, unknown_variable
 from penstock.errors import ConfigError
+from penstock.rollout_config import Engine, EnvironmentSettings, Policy
+from penstock.sections import Section, Share
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 SHORTCUTS = {"PENSTOCK_REDIS_URL": "redis_url", "PENSTOCK_STORE": "store", "PENSTOCK_RUN_DIR": "run_dir"}
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Rollouts(Section):
@@ -105,6 +102,10 @@ class RunConfig(Section):
     steps: PositiveInt = 10
     seed: int = 0
     environment: str = "noop"
+    environments: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")], EnvironmentSettings] = Field(default={})
+    """what a rollout worker loads, by the name that jobs say; default: the built-ins, under their own names"""
+    engine: Engine = Engine()
+    policy: Policy = Policy()
     rollouts: Rollouts = Rollouts()
     batch: Batch = Batch()
     recovery: Recovery = Recovery()
