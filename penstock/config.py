@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -27,16 +26,12 @@ from penstock.errors import ConfigError
 from penstock.filters import FilterSettings
 from penstock.packing import Normalise, PackingRules
 from penstock.redis_url import check
+from penstock.rollout_config import Engine, EnvironmentName, EnvironmentSettings, Policy
+from penstock.sections import Section, Share
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 SHORTCUTS = {"PENSTOCK_REDIS_URL": "redis_url", "PENSTOCK_STORE": "store", "PENSTOCK_RUN_DIR": "run_dir"}
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
-Share = Annotated[float, Field(ge=0, le=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Rollouts(Section):
@@ -149,14 +144,6 @@ class Testing(Section):
     """`POINT` or `POINT:N`: the orchestrator kills itself when it passes POINT for the Nth time"""
 
 
-class EnvironmentShare(Section):
-    use: str = "noop"
-    """a built-in environment, or `module:Class` of the worker's own"""
-    weight: PositiveFloat = 1.0
-    """its share of the trained batch, relative to the others"""
-    options: dict[str, Any] = {}
-
-
 class RunConfig(Section):
     run_dir: Path = Path("runs/default")
     redis_url: str = DEFAULT_REDIS_URL
@@ -169,7 +156,12 @@ class RunConfig(Section):
     vocab_size: PositiveInt = 151_936
     """of the model: tells an improbable token from gibberish"""
     seed: int = 0
-    environments: Annotated[dict[Name, EnvironmentShare], Field(min_length=1)] = {"noop": EnvironmentShare()}
+    environments: dict[EnvironmentName, EnvironmentSettings] = Field(
+        default={"noop": EnvironmentSettings(use="noop")}, min_length=1
+    )
+    """what is played, by the name that jobs say; default: one that does nothing"""
+    engine: Engine = Engine()
+    policy: Policy = Policy()
     rollouts: Rollouts = Rollouts()
     batch: Batch = Batch()
     trainer: Trainer = Trainer()

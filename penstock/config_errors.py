@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeGuard, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -16,7 +17,8 @@ def describe(error: ValidationError, model: type[BaseModel], path: Path | None, 
 
 
 def _line(kind: str, message: str, keys: list[str], model: type[BaseModel], path: Path | None, text: str) -> str:
-    where = f"{path}, line {number}" if (number := line_of(text, keys)) else str(path or "environment or flags")
+    number = line_of(text, keys) or (line_of(text, keys[:-1]) if kind == "missing" else None)
+    where = f"{path}, line {number}" if number else str(path or "environment or flags")
     name = ".".join(keys)
     if kind == "extra_forbidden":
         nearest = difflib.get_close_matches(name, list(all_keys(model)), n=1, cutoff=0.0)
@@ -32,10 +34,16 @@ def unknown_variable(name: str, model: type[BaseModel], others: Sequence[str]) -
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if get_origin(field.annotation) is dict and _is_model(entry := get_args(field.annotation)[1]):
+            yield from all_keys(entry, f"{prefix}{name}.NAME.")
+        elif _is_model(field.annotation):
             yield from all_keys(field.annotation, f"{prefix}{name}.")
         else:
             yield prefix + name
+
+
+def _is_model(kind: object) -> TypeGuard[type[BaseModel]]:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def line_of(text: str, keys: Sequence[str]) -> int | None:

@@ -15,7 +15,12 @@ from penstock.blobs import BlobRef
 MESSAGE_LIMIT_BYTES = 4096
 ERROR_CHARACTERS = 600  # enough for a cause and what to do; a traceback stays in the worker's log
 METRICS_LIMIT = 32
-SAMPLES_LIMIT = 64  # a rollout in more pieces than this trains on fragments; its environment breaks every prefix
+REWARDS_LIMIT = 8
+SAMPLES_LIMIT = 128  # of one rollout; their lengths are what a step is packed by, before anybody has read a token
+POLICY_ERROR_CHARACTERS = 120
+NAME_CHARACTERS = 32
+
+Name = Annotated[str, Field(max_length=NAME_CHARACTERS)]
 
 
 class Queue(StrEnum):
@@ -98,21 +103,27 @@ AnyJob = RolloutJob | ScoreJob | SurveyJob | FilterJob | AdvantageJob | EncodeJo
 class RolloutResult(Message):
     answers: Literal["rollout"] = "rollout"
     reward: FiniteFloat
-    policy_error: str | None = None
+    rewards: Annotated[dict[Name, FiniteFloat], Field(max_length=REWARDS_LIMIT)] = {}
+    """named parts of the reward"""
+    policy_error: Annotated[str, Field(max_length=POLICY_ERROR_CHARACTERS)] | None = None
     """what the policy did wrong (time-out, context limit, ...): scored, in the baseline, never tried again"""
-    turns: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    tool_tokens: int = 0
-    """of what came between the policy's own completions"""
-    truncated: bool = False
+    columns: BlobRef | None = None
+    """None only where there is nothing to train on"""
+    experts: BlobRef | None = None
+    """None when no routed rows came"""
     sample_lengths: Annotated[tuple[int, ...], Field(max_length=SAMPLES_LIMIT)] = ()
+    """tokens of each sample"""
     version_first: int = 0
     """policy version that sampled the first token"""
     version_last: int = 0
-    columns: BlobRef | None = None
-    experts: BlobRef | None = None
-    metrics: Annotated[dict[str, FiniteFloat], Field(max_length=METRICS_LIMIT)] = {}
+    turns: int = 0
+    prompt_tokens: int = 0
+    """of the turns that began a sample"""
+    tool_tokens: int = 0
+    """context that came later: what tools and users said between the turns"""
+    completion_tokens: int = 0
+    truncated: bool = False
+    metrics: Annotated[dict[Name, FiniteFloat], Field(max_length=METRICS_LIMIT)] = {}
 
 
 class ScoreResult(Message):
@@ -193,5 +204,5 @@ class GroupPlan(Message):
     members: list[GroupMember]
 
 
-def shortened(error: str) -> str:
-    return error if len(error) <= ERROR_CHARACTERS else error[: ERROR_CHARACTERS - 1] + "…"
+def shortened(error: str, characters: int = ERROR_CHARACTERS) -> str:
+    return error if len(error) <= characters else error[: characters - 1] + "…"

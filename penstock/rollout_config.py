@@ -1,0 +1,96 @@
+"""The sections of the configuration that say how rollouts are played: `[engine]`, `[policy]`, `[environments.*]`."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator
+
+from penstock.messages import SAMPLES_LIMIT
+from penstock.routed_experts import CheckRoutes
+from penstock.sections import Section, Share
+
+EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
+
+
+class Engine(Section):
+    """The inference server. With a key, give it as PENSTOCK_ENGINE__API_KEY rather than in a file."""
+
+    urls: tuple[str, ...] = ("http://127.0.0.1:8000",)
+    """one a replica, without `/v1`; as a variable: separated by commas"""
+    model: str = "policy"
+    dialect: Literal["vllm", "sglang", "generate"] = "vllm"
+    """what is asked and where: vLLM's chat, SGLang's chat, or tokens in and out (`/inference/v1/generate`)"""
+    api_key: SecretStr | None = None
+    connections: PositiveInt = 1024
+    """open at once from one process; rollouts beyond that wait for their turn"""
+    received_bytes: PositiveInt = 1 << 30
+    """bodies being received by one process; over it, reads wait"""
+    connect_timeout_s: PositiveFloat = 5.0
+    silence_s: PositiveFloat = 600.0
+    """a request to which not a byte comes back for this long has failed: longer than the longest generation"""
+    retries: NonNegativeInt = 4
+    """of one request that the engine answered wrongly, or broke off"""
+    unreachable_s: PositiveFloat = 30.0
+    """how long a request looks for a replica that can be connected to, before the rollout is given back"""
+    retry_first_s: PositiveFloat = 0.5
+    retry_most_s: PositiveFloat = 10.0
+    logprobs_mode: Literal["processed", "raw"] = "processed"
+    """what the engine was started with (vLLM: `--logprobs-mode processed_logprobs`)"""
+    routed_experts: bool = False
+    """ask for the experts that every token was routed to"""
+    moe_layers: PositiveInt | None = None
+    """of the model; needed for SGLang, whose routed experts have no shape"""
+    moe_experts: PositiveInt | None = None
+    """of a layer; up to 256 are kept in one byte"""
+    check_routes: CheckRoutes = CheckRoutes.SAMPLE
+    """which new rows are looked at for zeros, an engine's way of saying that it captured nothing"""
+
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _separated(cls, urls: object) -> object:
+        return tuple(url.strip() for url in urls.split(",")) if isinstance(urls, str) else urls
+
+    @field_validator("urls")
+    @classmethod
+    def _usable(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
+            raise ValueError("give at least one URL that looks like http://host:port")
+        return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+
+
+class Sampling(Section):
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    max_tokens: PositiveInt | None = None
+    """of one turn; default: what the engine allows"""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: int | None = None
+    min_p: Share | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: PositiveFloat | None = None
+    stop: tuple[str, ...] | None = None
+    more: dict[str, Any] = Field(default={})
+    """other fields of the request, as the engine spells them (`chat_template_kwargs`)"""
+
+
+class Policy(Section):
+    """How a rollout may talk to the engine."""
+
+    max_seq_len: PositiveInt = 32768
+    """tokens of prompt and completion together; what exceeds it is cut, and the rollout is `truncated`"""
+    max_turns: PositiveInt = 64
+    max_samples: Annotated[int, Field(ge=1, le=SAMPLES_LIMIT)] = SAMPLES_LIMIT
+    """a conversation whose prefix breaks starts another sample; a rollout with more of them has failed"""
+    policy_error_reward: FiniteFloat = 0.0
+    """of a rollout that the policy spoilt (time, turns, context), where the environment does not score it"""
+    seeded: bool = False
+    """every request carries a seed, by rollout and turn; costs throughput on vLLM"""
+    sampling: Sampling = Sampling()
+
+
+class EnvironmentSettings(Section):
+    use: str
+    """a built-in (arithmetic, guess, distinct, noop), or `module:Class` of your own"""
+    weight: PositiveFloat = 1.0
+    """its share of the trained batch, relative to the others"""
+    options: dict[str, Any] = Field(default={})
+    """what the class is made with"""

@@ -1,0 +1,42 @@
+from pathlib import Path
+
+import pytest
+
+from penstock.config import load
+from penstock.errors import ConfigError
+
+
+def written(path: Path, text: str) -> Path:
+    file = path / "run.toml"
+    file.write_text(text)
+    return file
+
+
+def test_urls_come_from_a_list_or_a_variable(tmp_path: Path) -> None:
+    file = written(tmp_path, '[engine]\nurls = ["http://a:8000/v1", "http://b:8000/"]\n')
+    assert load(file, environ={}).engine.urls == ("http://a:8000", "http://b:8000")
+    variables = {"PENSTOCK_ENGINE__URLS": "http://c:1, https://d"}
+    assert load(file, environ=variables).engine.urls == ("http://c:1", "https://d")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[engine]\nurls = ["a:8000"]', r"line 2: engine.urls: give at least one URL that looks like http://host:port"),
+        ("[engine]\nretrys = 3", r"line 2: there is no setting 'engine.retrys'; the nearest is 'engine.retries'"),
+        ("[policy.sampling]\ntemperature = -1", r"line 2: policy.sampling.temperature: .*greater than or equal to 0"),
+        ("[policy]\nmax_samples = 1000", r"line 2: policy.max_samples: .*less than or equal to 128"),
+        ('[environments.x]\nuses = "guess"', r"line 1: environments.x.use: Field required"),
+        ('[environments.x]\nuses = "guess"', r"line 2: there is no .*; the nearest is 'environments.NAME.use'"),
+        ('[environments."a b"]\nuse = "guess"', r"should match pattern"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_line(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(written(tmp_path, text), environ={})
+
+
+def test_the_key_of_the_engine_is_not_printed() -> None:
+    config = load(None, environ={"PENSTOCK_ENGINE__API_KEY": "hush"})
+    assert config.engine.api_key is not None
+    assert "hush" not in repr(config)
