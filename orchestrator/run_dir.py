@@ -47,6 +47,7 @@ def enter(config: RunConfig) -> str:
         _claim_store(config.store_dir, content["run"])
         for directory in (config.run_dir, *config.store_dir.glob("batches/*")):
             atomic_files.sweep(directory)
+        atomic_files.sweep(config.run_dir / "trainer", "run.json")  # the others there are the trainer's
         plans.sweep(config.store_dir, content["run"])
     return content["run"]
 
