@@ -41,20 +41,41 @@ def audit(directory: Path) -> dict[str, Any]:
     store = Store(run_dir.store_path(directory))
     with schema.reading(run_dir.ledger_path(directory)) as connection:
         connection.execute("BEGIN")  # one moment of the ledger for all questions; the manifests are read after it
-        found = _counts(connection)
+        found = progress(connection)["rollouts"]
         manifests = {
             step: [rollout.rollout for rollout in manifest.plan.rollouts]
             for step, manifest in read_manifests(store).items()
         }
         problems = [*_structure(connection), *_deliveries(connection, manifests)]
-    return {**found, "balanced": found["balanced"] and not problems, "problems": problems, "steps": len(manifests)}
+        dead_jobs = _dead_jobs(connection)
+    return {
+        **found,
+        "balanced": found["balanced"] and not problems,
+        "problems": problems,
+        "steps": len(manifests),
+        "dead_jobs": dead_jobs,
+    }
 
 
-def _counts(connection: sqlite3.Connection) -> dict[str, Any]:
+def progress(connection: sqlite3.Connection) -> dict[str, Any]:
+    """The ledger's part of a run's status."""
     meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
     states = Counter({RolloutState(state): count for state, count in restore.count_by(connection, "state")})
     reasons = Counter(dict(restore.count_by(connection, "reason")))
-    return counts(meta.get("rollouts_planned", 0), states, reasons, meta.get("fenced", 0))
+    return {
+        "step": meta.get("steps_delivered", 0),
+        "rollouts": counts(meta.get("rollouts_planned", 0), states, reasons, meta.get("fenced", 0)),
+        "states": {state.value: states[state] for state in RolloutState if states[state]},
+    }
+
+
+def _dead_jobs(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+    """Why jobs died, the most frequent cause first."""
+    rows = connection.execute(
+        "SELECT queue, error, count(*) FROM jobs WHERE state = 'dead' GROUP BY queue, error ORDER BY 3 DESC LIMIT ?",
+        (SHOWN_MOST,),
+    )
+    return [{"queue": queue, "error": error, "jobs": jobs} for queue, error, jobs in rows]
 
 
 def _structure(connection: sqlite3.Connection) -> Iterator[str]:

@@ -41,19 +41,17 @@ class Broker:
         self.trouble: str | None = None
         """why Redis is not answering just now"""
         self.outages = 0
+        self._down_since = self._said_at = 0.0
 
     async def ask(self, question: Callable[[redis.asyncio.Redis], Awaitable[T]]) -> T:
         """The answer, however long Redis is away."""
-        pause_s, said_at, since = RETRY_FIRST_S, 0.0, time.monotonic()
+        pause_s = RETRY_FIRST_S
         while True:
             try:
                 answer = await question(self.client)
             except (RedisError, OSError) as error:
                 raise_if_cancelled()
                 self._down(error)
-                if time.monotonic() - said_at > REMIND_S:
-                    said_at = time.monotonic()
-                    logger.warning("action=redis_away for_s=%.0f %s", said_at - since, self.trouble)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MOST_S)
             else:
@@ -80,9 +78,15 @@ class Broker:
         await self.client.aclose()
 
     def _down(self, error: Exception) -> None:
+        """Every question that fails comes here; the log hears of it when an outage begins, and then now and again."""
+        now = time.monotonic()
         if self.trouble is None:
             self.outages += 1
+            self._down_since, self._said_at = now, -REMIND_S
         self.trouble = f"Redis at {address(self._url)} does not answer ({error}); waiting for it, nothing is lost"
+        if now - self._said_at >= REMIND_S:
+            self._said_at = now
+            logger.warning("action=redis_away for_s=%.0f %s", now - self._down_since, self.trouble)
 
     def _up(self) -> None:
         if self.trouble is not None:

@@ -25,7 +25,7 @@ from orchestrator.reconciler import Reconciler
 from orchestrator.records import Batch
 from orchestrator.release import Release
 from orchestrator.replies import Replies
-from orchestrator.reporter import Reporter
+from orchestrator.reporter import Reporter, Watch
 from orchestrator.stages import Stages
 from orchestrator.stopping import Phase, Stopping
 from orchestrator.submission import Submitter
@@ -55,6 +55,7 @@ class Orchestrator:
         lock: RunLock,
         lag: LoopLag,
         stopping: Stopping,
+        watch: Watch,
     ) -> None:
         self.config = config
         self.run_id = run
@@ -75,7 +76,7 @@ class Orchestrator:
         self.replies = Replies(run, broker, ledger)
         self.reconciler = Reconciler(config, run, ledger, broker, self.stages)
         self.ending = Ending(config, run, ledger, broker, self.replies)
-        self.reporter = Reporter(self)
+        self.reporter = Reporter(self, watch)
         self.changed = asyncio.Event()
 
     async def run(self) -> None:

@@ -5,7 +5,8 @@ import logging
 import os
 import socket
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import run_dir
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.orchestrator")
 
 EVERY_S = 1.0
+RATE_OVER = 11  # statuses: ten seconds
 LINE_EVERY_S = 10.0
 UNATTENDED_S = 5.0  # a queue that nobody takes from for this long has no worker
 START_WORKERS = {
@@ -29,12 +31,22 @@ START_WORKERS = {
 }
 
 
+Watch = Callable[[dict[str, Any]], None]
+"""is shown every status, on the loop: it must return at once"""
+
+
+def nobody(status: dict[str, Any]) -> None:
+    pass
+
+
 class Reporter:
-    def __init__(self, orchestrator: "Orchestrator") -> None:
+    def __init__(self, orchestrator: "Orchestrator", watch: Watch = nobody) -> None:
         self._orchestrator = orchestrator
+        self._watch = watch
         self._started = time.monotonic()
         self.trouble: str | None = None
         """why others cannot see what the run is doing"""
+        self._generated: deque[tuple[float, int]] = deque(maxlen=RATE_OVER)
         self._moved_at: dict[Queue, float] = {}
         self._oldest: dict[Queue, int | None] = {}
 
@@ -42,16 +54,19 @@ class Reporter:
         said_at = time.monotonic()
         while True:
             self._watch_queues()
+            self._generated.append((time.monotonic(), self._generated_so_far()))
             await self.write()
             if time.monotonic() - said_at > LINE_EVERY_S:
                 said_at = time.monotonic()
                 self._say()
             await asyncio.sleep(EVERY_S)
 
-    async def write(self) -> None:
+    async def write(self, *, stopped_by: str | None = None) -> None:
         path = self._orchestrator.config.run_dir / "status.json"
+        status = self.status(stopped_by=stopped_by)
+        self._watch(status)
         try:
-            await in_io_thread(run_dir.write_json, path, self.status())
+            await in_io_thread(run_dir.write_json, path, status)
         except OSError as error:
             if self.trouble is None:
                 logger.error("action=status_unwritten path=%s error=%s", path, error.strerror)
@@ -59,7 +74,7 @@ class Reporter:
         else:
             self.trouble = None
 
-    def status(self) -> dict[str, Any]:
+    def status(self, *, stopped_by: str | None = None) -> dict[str, Any]:
         own, ledger = self._orchestrator, self._orchestrator.ledger
         jobs = Counter(job.kind.queue for job in ledger.jobs.values() if job.state is JobState.SUBMITTED)
         waiting = Counter(job.kind.queue for job in ledger.waiting.values())
@@ -67,6 +82,7 @@ class Reporter:
         return {
             "run": own.run_id,
             "phase": "done" if own.done else own.stopping.phase,
+            "stopped_by": stopped_by,
             "process": {"host": socket.gethostname(), "pid": os.getpid()},
             "at": time.time(),
             "running_s": round(time.monotonic() - self._started, 1),
@@ -76,6 +92,8 @@ class Reporter:
                 ledger.number("rollouts_planned"), ledger.states, ledger.reasons, ledger.number("fenced")
             ),
             "waiting_jobs": {queue.value: waiting[queue] for queue in Queue},
+            "states": {state.value: ledger.states[state] for state in RolloutState if ledger.states[state]},
+            "rollouts_per_s": self._rollouts_per_s(),
             "submitted_jobs": {queue.value: jobs[queue] for queue in Queue},
             "queued": {queue.value: own.reconciler.latest.depths.get(queue, 0) for queue in Queue},
             "running_by_worker": dict(workers),
@@ -93,9 +111,20 @@ class Reporter:
         unattended = [
             f"nobody takes jobs from the queue {queue}: start a worker: {START_WORKERS[queue]}"
             for queue, moved_at in self._moved_at.items()
-            if now - moved_at > UNATTENDED_S
+            if now - moved_at > UNATTENDED_S and own.broker.trouble is None
         ]
         return [cause for cause in [*causes, *unattended] if cause]
+
+    def _generated_so_far(self) -> int:
+        ledger = self._orchestrator.ledger
+        return ledger.number("rollouts_planned") - ledger.ungenerated
+
+    def _rollouts_per_s(self) -> float:
+        """Generated, over the last few seconds: deliveries come a step at a time."""
+        if len(self._generated) < 2:
+            return 0.0
+        (began, first), (ended, last) = self._generated[0], self._generated[-1]
+        return round((last - first) / (ended - began), 1)
 
     def _watch_queues(self) -> None:
         """A queue moves when its oldest message changes, or is empty."""

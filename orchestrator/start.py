@@ -11,10 +11,11 @@ from orchestrator.broker import Broker
 from orchestrator.ledger import Ledger
 from orchestrator.lock import RunLock, lock_directory
 from orchestrator.loop import Orchestrator
+from orchestrator.reporter import Watch, nobody
 from orchestrator.stopping import Stopping
 from penstock import stacks
 from penstock.config import RunConfig
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, RunLocked
 from penstock.event_loop import event_loop_factory
 from penstock.loop_lag import LagLimits, LoopLag, publish_to
 
@@ -24,7 +25,7 @@ LEAVE_S = 3.0
 IO_CONCURRENCY = 8  # plans, manifests and the status file: a handful of small files at once
 
 
-def run(config: RunConfig) -> dict[str, Any]:
+def run(config: RunConfig, *, watch: Watch = nobody) -> dict[str, Any]:
     """Drive the run to its end, or to where somebody stops it; returns its last status."""
     crash_points.arm(config.testing.crash_at)
     schema.refuse_network_file_system(config.ledger_path.parent)
@@ -33,13 +34,10 @@ def run(config: RunConfig) -> dict[str, Any]:
         lock_directory(config.run_dir),
         asyncio.Runner(loop_factory=event_loop_factory(concurrency=IO_CONCURRENCY)) as runner,
     ):
-        try:
-            return runner.run(_run(config, run_dir.enter(config)))
-        except BaseExceptionGroup as group:
-            raise _cause(group) from group
+        return runner.run(_run(config, run_dir.enter(config), watch))
 
 
-async def _run(config: RunConfig, run: str) -> dict[str, Any]:
+async def _run(config: RunConfig, run: str, watch: Watch) -> dict[str, Any]:
     stacks.show_on_signal(asyncio.get_running_loop())
     broker = Broker(config.redis_url)
     await broker.start(patience_s=config.recovery.redis_patience_s)
@@ -51,10 +49,11 @@ async def _run(config: RunConfig, run: str) -> dict[str, Any]:
         stopping = Stopping()
         stopping.listen()  # until here there is nothing to finish: Ctrl-C just ends the process
         try:
+            lag = _lag(config, broker)
             orchestrator = Orchestrator(
-                config, run=run, ledger=ledger, broker=broker, lock=lock, lag=_lag(config, broker), stopping=stopping
+                config, run=run, ledger=ledger, broker=broker, lock=lock, lag=lag, stopping=stopping, watch=watch
             )
-            await orchestrator.run()
+            await _drive(orchestrator)
             return orchestrator.reporter.status()
         finally:
             await _within(LEAVE_S, ledger.committed())
@@ -62,6 +61,17 @@ async def _run(config: RunConfig, run: str) -> dict[str, Any]:
     finally:
         ledger.close()
         await broker.close()
+
+
+async def _drive(orchestrator: Orchestrator) -> None:
+    """An error that ends the run is the last thing in its status, unless the run is somebody else's by now."""
+    try:
+        await orchestrator.run()
+    except BaseExceptionGroup as group:
+        error = _cause(group)
+        if not isinstance(error, RunLocked):
+            await orchestrator.reporter.write(stopped_by=f"{error}")
+        raise error from group
 
 
 async def _within(seconds: float, parting: Awaitable[None]) -> None:

@@ -216,6 +216,16 @@ def load(
         raise ConfigError(describe(error, RunConfig, path, text)) from error
 
 
+def redis_url(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The one that the environment names: for whoever has no configuration, only a run directory."""
+    url = environ.get("PENSTOCK_REDIS_URL")
+    try:
+        check(url or DEFAULT_REDIS_URL)
+    except ValueError as error:
+        raise ConfigError(f"environment: PENSTOCK_REDIS_URL {error}") from None
+    return url
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text()

@@ -21,7 +21,7 @@ from penstock.config import RunConfig
 from penstock.loop_lag import LagLimits, LoopLag, publish_to
 from penstock.messages import AnyJob, AnyResult, Outcome, Reply
 from tasks.leases import LeaseKeeper
-from tasks.outbox import Outbox
+from tasks.outbox import Outbox, Write
 from tasks.replies import Execution, send, take_lease
 
 logger = logging.getLogger("penstock.execution")
@@ -107,19 +107,21 @@ class SyncProcess:
         started = time.monotonic()
         failure: BaseException | None = None
         try:
-            with self._client.pipeline() as pipe:
-                take_lease(pipe, execution.lease, value)
-                pipe.execute()
+            self._write(lambda pipe: take_lease(pipe, execution.lease, value))
             reply = execution.reply(Outcome.DONE, result=body(execution.id))
         except BaseException as error:  # noqa: BLE001  as above
             failure, reply = error, execution.failed(error)
         try:
-            with self._client.pipeline() as pipe:
-                send(pipe, _timed(reply, started), execution.lease)
-                pipe.execute()
+            reply = _timed(reply, started)
+            self._write(lambda pipe: send(pipe, reply, execution.lease))
         finally:
             self._leases.drop(execution.lease)
         _raise_unless_done(failure, reply)
+
+    def _write(self, write: Write) -> None:
+        with self._client.pipeline() as pipe:
+            pipe.expire(*write(pipe))
+            pipe.execute()
 
 
 def _timed(reply: Reply, started: float) -> Reply:

@@ -9,6 +9,9 @@ from penstock import keys
 from penstock.errors import EngineUnreachable, PolicyFailure
 from penstock.messages import AnyJob, AnyResult, Outcome, Reply, RolloutJob, RolloutResult, shortened
 
+End = tuple[str, int]
+"""a key that was written, and the seconds after which it goes, should nobody remove it"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
@@ -42,14 +45,14 @@ class Execution:
         return self.reply(Outcome.FAILED, error=text)
 
 
-def take_lease(pipe: Any, lease: str, value: str) -> None:
+def take_lease(pipe: Any, lease: str, value: str) -> End:
     pipe.hset(keys.LEASES, lease, value)
-    pipe.expire(keys.LEASES, keys.LEASES_TTL_S)
+    return keys.LEASES, keys.LEASES_TTL_S
 
 
-def send(pipe: Any, reply: Reply, lease: str) -> None:
+def send(pipe: Any, reply: Reply, lease: str) -> End:
     """The reply first: a crash between the two leaves a reply and an expiring lease, and the reply wins."""
     stream = keys.replies(reply.run)
     pipe.xadd(stream, {"reply": reply.model_dump_json()})
-    pipe.expire(stream, keys.REPLIES_TTL_S)
     pipe.hdel(keys.LEASES, lease)
+    return stream, keys.REPLIES_TTL_S

@@ -1,0 +1,33 @@
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio
+
+from penstock import keys
+from penstock.embedded_redis import EmbeddedRedis
+from tasks.outbox import Outbox
+from tasks.replies import take_lease
+
+
+def test_writes_of_a_crowd_share_a_round_trip_and_what_they_write_has_an_end(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path) as server:
+        commands, leases, ttl_s = asyncio.run(write_at_once(server.url, 50))
+    assert commands["cmdstat_exec"]["calls"] == 1
+    assert commands["cmdstat_expire"]["calls"] == 1
+    assert leases == 50
+    assert 0 < ttl_s <= keys.LEASES_TTL_S
+
+
+async def write_at_once(url: str, count: int) -> tuple[dict[str, Any], int, int]:
+    async with redis.asyncio.Redis.from_url(url) as client:
+        outbox = Outbox(client)
+        running = asyncio.create_task(outbox.run())
+        await asyncio.gather(
+            *(
+                outbox.write(lambda pipe, number=number: take_lease(pipe, f"lease{number}", "w:1"))
+                for number in range(count)
+            )
+        )
+        running.cancel()
+        return await client.info("commandstats"), await client.hlen(keys.LEASES), await client.ttl(keys.LEASES)
