@@ -10,13 +10,13 @@ import logging
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
 from penstock.blobs import BlobRef, Store
+from penstock.cancellation import to_the_end
 from penstock.errors import BadRequest, Busy, Invariant, NotFound, NothingToTrain
 from penstock.fingerprints import Ids
 from penstock.offload import in_io_thread
@@ -26,8 +26,6 @@ from penstock.recording.turn_log import Entry
 from penstock.responses import ANY_FORMAT, Known, Turn
 from penstock.routed_experts import RouteFormat
 from penstock.samples import Circumstances, Samples
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +68,8 @@ class Sealed:
     """None when no routed rows came."""
     sample_lengths: tuple[int, ...]
     turns: int
+    prompt_tokens: int
+    """Of the turns that began a sample."""
     completion_tokens: int
     version_first: int
     version_last: int
@@ -168,7 +168,7 @@ class Session:
         self._require_slot(claim)
         self._recording = asyncio.create_task(self._record(prepared, turn, circumstances, record))
         try:
-            return await _to_the_end(self._recording)
+            return await to_the_end(self._recording)
         finally:
             self._recording = None
 
@@ -189,7 +189,7 @@ class Session:
         if self._is_closed():
             raise self._not_found()
         self._state = State.CLOSED
-        await _to_the_end(asyncio.create_task(self._discard()))
+        await to_the_end(asyncio.create_task(self._discard()))
 
     async def _discard(self) -> None:
         if under_way := [task for task in (self._recording, self._sealing) if task]:
@@ -247,6 +247,7 @@ class Session:
             experts=experts,
             sample_lengths=tuple(self._samples.lengths()),
             turns=len(turns),
+            prompt_tokens=sum(len(turn.prompt_ids) for turn in turns if not turn.prefix_tokens),
             completion_tokens=sum(len(turn.completion_ids) for turn in turns),
             version_first=min(turn.version_first for turn in turns),
             version_last=max(turn.version_last for turn in turns),
@@ -267,16 +268,3 @@ class Session:
 
     def _not_found(self) -> NotFound:
         return NotFound(f"session not found: session_id={self.settings.session}")
-
-
-async def _to_the_end(task: asyncio.Task[T]) -> T:
-    """Waits until the task is done, and only then lets a cancellation through."""
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([task])
-        if not task.cancelled() and (error := task.exception()):
-            log.error("action=failed_unseen error=%r: whoever waited for it was cancelled", error)
-        raise
