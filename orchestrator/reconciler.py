@@ -17,7 +17,7 @@ from orchestrator.stages import Stages
 from orchestrator.states import GroupState, JobKind, JobState, RolloutState
 from penstock import keys
 from penstock.config import RunConfig
-from penstock.messages import Queue
+from penstock.messages import GRACE_S, Queue
 from tasks import envelope
 
 logger = logging.getLogger("penstock.reconciler")
@@ -142,7 +142,7 @@ class Reconciler:
             watch.missing_s = 0.0
             watch.running_s += passed_s
             self._running(job)
-            if watch.running_s > self._timeout_s(job) + self._config.recovery.lease_s:
+            if watch.running_s > self._timeout_s(job) + GRACE_S + self._config.recovery.lease_s:
                 findings.revoke.append(f"{self._run}.{job.id}.{job.attempt}")
                 self._stages.lost(job, f"still running {watch.running_s:.0f} s after its start, over its time-out")
         elif alive is False:

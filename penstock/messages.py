@@ -13,6 +13,7 @@ from penstock.batches.manifest import EncodedRank
 from penstock.blobs import BlobRef
 
 MESSAGE_LIMIT_BYTES = 4096
+GRACE_S = 20.0  # what a body that keeps its own time-out may take to put away what it has
 ERROR_CHARACTERS = 600  # enough for a cause and what to do; a traceback stays in the worker's log
 METRICS_LIMIT = 32
 REWARDS_LIMIT = 8
@@ -45,7 +46,7 @@ class Job(Message):
     sequence: int
     """place in the run's order of submissions"""
     timeout_s: float
-    """the worker ends the body after this long"""
+    """the body ends after this long; whoever enforces it from outside adds GRACE_S"""
 
     @property
     def task_id(self) -> str:

@@ -11,6 +11,7 @@ import orjson
 
 from penstock.errors import StageError
 from penstock.messages import (
+    GRACE_S,
     MESSAGE_LIMIT_BYTES,
     AdvantageJob,
     AnyJob,
@@ -33,7 +34,7 @@ TASKS: dict[type[AnyJob], str] = {
 }
 SEQUENCE_HEADER = "penstock_sequence"
 ORIGIN = "penstock"
-HARD_LIMIT_AFTER_S = 30.0  # a body that does not heed its time-out loses its slot (asyncio) or its process (prefork)
+HARD_LIMIT_AFTER_S = 2 * GRACE_S  # a body that does not heed its time-out loses its slot (asyncio) or its process (prefork)
 EMBED: dict[str, None] = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
 
 

@@ -19,7 +19,7 @@ from redis.retry import Retry
 
 from penstock.config import RunConfig
 from penstock.loop_lag import LagLimits, LoopLag, publish_to
-from penstock.messages import AnyJob, AnyResult, Outcome, Reply
+from penstock.messages import GRACE_S, AnyJob, AnyResult, Outcome, Reply
 from tasks.leases import LeaseKeeper
 from tasks.outbox import Outbox, Write
 from tasks.replies import Execution, send, take_lease
@@ -78,7 +78,7 @@ class AsyncProcess:
         failure: BaseException | None = None
         try:
             await self._outbox.write(lambda pipe: take_lease(pipe, execution.lease, value))
-            async with asyncio.timeout(job.timeout_s):
+            async with asyncio.timeout(job.timeout_s + GRACE_S):
                 reply = execution.reply(Outcome.DONE, result=await body(execution.id))
         except BaseException as error:  # noqa: BLE001  whatever a body does becomes its reply, then goes on its way
             failure, reply = error, execution.failed(error)

@@ -1,37 +1,80 @@
-"""What a rollout worker does with a job: the environment is the worker's own, a message only names it."""
+"""What a rollout worker does with a job: the environments are the worker's own, a message only names one."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+from penstock.environments.loading import LoadedEnvironment, load_environments
+from penstock.policy import EngineClient
+from penstock.rollout import Execution, Stage, play, score_group
+
+from penstock import plans
+from penstock.blobs import Store
 from penstock.config import RunConfig
-from penstock.errors import StageError
+from penstock.errors import ConfigError, StageError
 from penstock.messages import RolloutJob, RolloutResult, ScoreJob, ScoreResult, SurveyJob, SurveyResult
+from penstock.offload import in_io_thread
 from tasks import noop
 
 
 class Player:
+    """Made once per process; `ready` opens what all its rollouts share."""
+
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self._environments: dict[str, LoadedEnvironment] = {}
+        self._broken: str | None = None
+        self._stage: Stage | None = None
 
     @asynccontextmanager
     async def ready(self) -> AsyncGenerator["Player"]:
-        """What is shared by all rollouts of the process is open within."""
-        yield self
+        real = {name: each for name, each in self._config.environments.items() if each.use != "noop"}
+        if not real:
+            yield self
+            return
+        try:
+            self._environments = await in_io_thread(load_environments, real)
+        except ConfigError as error:
+            self._broken = str(error)  # every job says so: the orchestrator stops with it, the worker stays
+        async with EngineClient(self._config.engine) as client:
+            self._stage = Stage(client=client, store=Store(self._config.store_dir), settings=self._config.policy)
+            yield self
 
     async def play(self, job: RolloutJob, execution: str) -> RolloutResult:
-        if noop.plays(self._known(job.environment), self._config):
+        if self._is_noop(job.environment):
             return await noop.rollout(job, self._config.noop)
-        raise StageError(f"{execution}: no environment but noop")
+        assert self._stage is not None
+        self._stage.client.policy_version(job.policy_version)
+        about = Execution(
+            run=job.run,
+            rollout=job.job,
+            attempt=job.attempt,
+            execution=execution,
+            seed=job.seed,
+            timeout_s=job.timeout_s,
+        )
+        return await play(self._stage, self._environment(job.environment), job.example, about)
 
     async def score(self, job: ScoreJob) -> ScoreResult:
-        raise StageError(f"the environment {job.environment!r} does not score groups")
+        plan = await in_io_thread(plans.read_group, self._config.store_dir, job.plan)
+        results = [member.result for member in plan.members]
+        store = Store(self._config.store_dir)
+        scores = await score_group(store, self._environment(job.environment), plan.example, results)
+        names = (member.rollout for member in plan.members)
+        return ScoreResult(rewards={name: score.reward for name, score in zip(names, scores, strict=True)})
 
     async def survey(self, job: SurveyJob) -> SurveyResult:
-        self._known(job.environment)
-        return SurveyResult(examples=noop.EXAMPLES, scores_groups=False)
+        if self._is_noop(job.environment):
+            return SurveyResult(examples=noop.EXAMPLES, scores_groups=False)
+        environment = self._environment(job.environment)
+        return SurveyResult(examples=environment.size, scores_groups=environment.scores_groups)
 
-    def _known(self, environment: str) -> str:
-        if environment not in self._config.environments:
+    def _is_noop(self, name: str) -> bool:
+        if name not in self._config.environments:
             known = ", ".join(sorted(self._config.environments))
-            raise StageError(f"this worker has no environment {environment!r}; its configuration has: {known}")
-        return environment
+            raise StageError(f"this worker has no environment {name!r}; its configuration has: {known}")
+        return noop.plays(name, self._config)
+
+    def _environment(self, name: str) -> LoadedEnvironment:
+        if self._broken is not None:
+            raise StageError(f"the worker could not load its environments: {self._broken}")
+        return self._environments[name]

@@ -33,7 +33,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.queue)
 def test_ours_is_what_celery_sends(client: redis.Redis, job: AnyJob) -> None:
     task = app.tasks[envelope.TASKS[type(job)]]
-    options = {"argsrepr": "", "kwargsrepr": "", "ignore_result": True, "time_limit": 90.0}
+    options = {"argsrepr": "", "kwargsrepr": "", "ignore_result": True, "time_limit": 100.0}
     task.apply_async((job,), task_id=job.task_id, **options)
     theirs = json.loads(client.rpop(job.queue))  # type: ignore[arg-type]
     ours = json.loads(envelope.encode(job))
