@@ -42,7 +42,9 @@ class Rollout:
 
     turns: int
     tokens: int
-    """At the end; every turn adds its share, half prompt tail and half completion."""
+    """At the end; every turn adds as many."""
+    sampled: float
+    """Share of a turn's new tokens that the policy made; the others are what tools and users said."""
     layers: int = 48
     topk: int = 8
     seed: int = 0
@@ -61,7 +63,7 @@ class Rollout:
         """Of each turn: tokens of the prompt, tokens of prompt and completion."""
         for turn in range(self.turns):
             before, after = turn * self.tokens // self.turns, (turn + 1) * self.tokens // self.turns
-            yield (before + after) // 2, after
+            yield after - round((after - before) * self.sampled), after
 
     def bodies(self) -> Iterator[bytes]:
         """One at a time: all of them together can be a gigabyte."""

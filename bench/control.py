@@ -108,7 +108,7 @@ def _penstock(own: Cluster, canary: Canary, size: Size) -> Penstock:
 
 
 def _lag_when_submitted(run: Run, size: Size) -> dict[str, float]:
-    """Since the orchestrator began, which is less than its sampler's window ago, until its last rollout was queued."""
+    """Of the time since the orchestrator began, or of its sampler's last 10 s, when all its rollouts are queued."""
     status = run.status()
     all_queued = status["rollouts"]["planned"] >= size.rollouts and not status["waiting_jobs"]["rollouts"]
     return status["event_loop_lag"] if all_queued else {}

@@ -48,8 +48,12 @@ class Process:
         return os.waitid(os.P_PID, self.pid, flags) is not None
 
     @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
     def last_words(self) -> str:
-        return self._log.read_text(errors="replace")[-LAST_WORDS:]
+        return self.output[-LAST_WORDS:]
 
     def wait_until(self, done: Callable[[], T], *, what: str, timeout_s: float) -> T:
         """The first true value of `done`, which this process is to bring about."""

@@ -4,12 +4,10 @@ import importlib
 from enum import StrEnum
 from typing import Annotated, Protocol, cast
 
-import orjson
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from bench.report import Report
+from cli.output import Json, print_json
 
 
 class Bench(StrEnum):
@@ -27,15 +25,15 @@ class BenchModule(Protocol):
 
 def bench(
     name: Bench,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    strict: Annotated[bool, typer.Option(help="Exit with 1 when a target is missed.")] = False,
-    quick: Annotated[bool, typer.Option(help="A sanity run: small, no figure of it means anything.")] = False,
+    as_json: Json = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 when a target is missed.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A sanity run: no figure of it means anything.")] = False,
 ) -> None:
     """Measure one part of Penstock beside its baseline."""
     module = cast("BenchModule", importlib.import_module(f"bench.{name.value}"))
     report = module.run(quick=quick)
     if as_json:
-        print(orjson.dumps(report.as_dict(), option=orjson.OPT_INDENT_2).decode())
+        print_json(report.as_dict())
     else:
         show(report)
     if strict and not report.met:
@@ -43,6 +41,9 @@ def bench(
 
 
 def show(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     load = ", ".join(f"{value:.1f}" for value in report.load)
     title = f"{report.bench}: {report.rounds} rounds, load {load}" + (" (quick: not a measurement)" * report.quick)
     table = Table("figure", "value", title=title, title_justify="left")

@@ -5,18 +5,19 @@ import sys
 
 import typer
 
-from cli import bench, inspect, run
+from cli import audit, bench, run, status
 from penstock.errors import PenstockError
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="The pipe between inference server and trainer in LLM reinforcement learning.",
 )
 app.command("run")(run.run)
-app.command("status")(inspect.status)
-app.command("audit")(inspect.audit)
+app.command("status")(status.status)
+app.command("audit")(audit.audit)
 app.command("bench")(bench.bench)
 
 

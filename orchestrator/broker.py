@@ -14,14 +14,13 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
-from penstock.cancellation import raise_if_cancelled
 from penstock.errors import ConfigError
 from penstock.redis_url import address, has_password
 
 logger = logging.getLogger("penstock.broker")
 
 T = TypeVar("T")
-SOCKET_TIMEOUT_S = 5.0  # above the longest XREAD block
+ANSWER_S = 5.0  # above the longest XREAD block
 RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
 REMIND_S = 10.0
 
@@ -31,7 +30,7 @@ class Broker:
         self._url = url
         # The retrying is ours: the client's own hides outages, and repeats a refused password for seconds.
         self.client = redis.asyncio.Redis.from_url(
-            url, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=5, retry=Retry(NoBackoff(), retries=0)
+            url, socket_timeout=None, socket_connect_timeout=5, retry=Retry(NoBackoff(), retries=0)
         )
         try:
             self.client.connection_pool.make_connection()
@@ -48,14 +47,13 @@ class Broker:
         pause_s = RETRY_FIRST_S
         while True:
             try:
-                answer = await question(self.client)
+                async with asyncio.timeout(ANSWER_S):  # the client's own time-out swallows cancellations on Python 3.11
+                    answer = await question(self.client)
             except (RedisError, OSError) as error:
-                raise_if_cancelled()
                 self._down(error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MOST_S)
             else:
-                raise_if_cancelled()
                 self._up()
                 return answer
 
@@ -64,7 +62,8 @@ class Broker:
         give_up_at = time.monotonic() + patience_s
         while True:
             try:
-                await self.client.ping()
+                async with asyncio.timeout(ANSWER_S):
+                    await self.client.ping()
                 return
             except (RedisError, OSError) as error:
                 # An answer that is no welcome stays the same; anything else may be a server that is still starting.

@@ -89,8 +89,8 @@ def _troubles(found: dict[str, Any]) -> list[str]:
             why = "it is paused, it hangs (kill -USR1 PID shows where), or its disk is full"
             troubles = [f"the orchestrator has said nothing for {found['status_age_s']:.0f} s: {why}"]
         case State.STOPPED:
-            died = "its process has died" if found["phase"] == "running" else "it was stopped"
-            why = found["stopped_by"] or died
+            ended = {"running": "its process has died", None: "it has not come to work yet"}
+            why = found["stopped_by"] or ended.get(found["phase"], "it was stopped")
             troubles = [f"the orchestrator is not running ({why}): `penstock run` resumes the run, nothing is lost"]
         case _:
             troubles = []

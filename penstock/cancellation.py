@@ -22,10 +22,3 @@ async def to_the_end(task: asyncio.Task[T]) -> T:
             log.error("action=failed_unseen error=%r: whoever waited for it was cancelled", error)
         raise
 
-
-def raise_if_cancelled() -> None:
-    """For loops that go on after an error: redis-py can answer a cancellation with an error or an empty reply (seen in
-    1 of 50 drains with redis-py 8.1), and a task is cancelled only once."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError

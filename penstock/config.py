@@ -6,7 +6,7 @@ file, line and the nearest right key.
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from penstock.advantages import AdvantageSettings
-from penstock.config_errors import describe, unknown_variable
+from penstock.config_errors import Keys, Origins, describe, unknown_variable
 from penstock.errors import ConfigError
 from penstock.filters import FilterSettings
 from penstock.packing import Normalise, PackingRules
@@ -30,8 +30,9 @@ from penstock.rollout_config import Engine, EnvironmentName, EnvironmentSettings
 from penstock.sections import Section, Share
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
-SHORTCUTS = {"PENSTOCK_REDIS_URL": "redis_url", "PENSTOCK_STORE": "store", "PENSTOCK_RUN_DIR": "run_dir"}
+PREFIX = "PENSTOCK_"
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
+REDIS_VARIABLE = "PENSTOCK_REDIS_URL"
 
 
 class Rollouts(Section):
@@ -205,24 +206,27 @@ def load(
         values: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    for keys, value in _from_environment(environ):
+    origins: Origins = {}
+    for name, keys, value in _from_environment(environ):
         _set(values, keys, value)
+        origins[keys] = f"environment, {name}"
     for key, value in (flags or {}).items():
         if value is not None:
-            _set(values, key.split("."), value)
+            _set(values, (key,), value)
+            origins[key,] = f"--{key.replace('_', '-')}"
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(describe(error, RunConfig, path, text)) from error
+        raise ConfigError(describe(error, RunConfig, path, text, origins)) from error
 
 
 def redis_url(environ: Mapping[str, str] = os.environ) -> str | None:
     """The one that the environment names: for whoever has no configuration, only a run directory."""
-    url = environ.get("PENSTOCK_REDIS_URL")
+    url = environ.get(REDIS_VARIABLE)
     try:
         check(url or DEFAULT_REDIS_URL)
     except ValueError as error:
-        raise ConfigError(f"environment: PENSTOCK_REDIS_URL {error}") from None
+        raise ConfigError(f"environment, {REDIS_VARIABLE}: {error}") from None
     return url
 
 
@@ -231,22 +235,21 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read the configuration {path}: it is no text ({error.reason})") from error
 
 
-def _from_environment(environ: Mapping[str, str]) -> list[tuple[list[str], str]]:
+def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, Keys, str]]:
     """`PENSTOCK_RECOVERY__LEASE_S=5` sets `lease_s` in `[recovery]`."""
-    found: list[tuple[list[str], str]] = []
     for name, value in environ.items():
-        if not name.startswith("PENSTOCK_") or name == CONFIG_VARIABLE:
-            continue
-        keys = [SHORTCUTS[name]] if name in SHORTCUTS else name.removeprefix("PENSTOCK_").lower().split("__")
-        if not _exists(RunConfig, keys):
-            raise ConfigError(unknown_variable(name, RunConfig, [*SHORTCUTS, CONFIG_VARIABLE]))
-        found.append((keys, value))
-    return found
+        if name.startswith(PREFIX) and name != CONFIG_VARIABLE:
+            keys = tuple(name.removeprefix(PREFIX).lower().split("__"))
+            if not _exists(RunConfig, keys):
+                raise ConfigError(unknown_variable(name, RunConfig, PREFIX, [CONFIG_VARIABLE]))
+            yield name, keys, value
 
 
-def _exists(model: type[BaseModel], keys: list[str]) -> bool:
+def _exists(model: type[BaseModel], keys: Keys) -> bool:
     field = model.model_fields.get(keys[0])
     if field is None or len(keys) == 1:
         return field is not None
@@ -257,7 +260,10 @@ def _exists(model: type[BaseModel], keys: list[str]) -> bool:
     )
 
 
-def _set(values: dict[str, Any], keys: list[str], value: Any) -> None:
+def _set(values: dict[str, Any], keys: Keys, value: Any) -> None:
+    table: Any = values
     for key in keys[:-1]:
-        values = values.setdefault(key, {})
-    values[keys[-1]] = value
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            return  # the file has a value where a table belongs: that is what the user will be told
+    table[keys[-1]] = value

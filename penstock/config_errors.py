@@ -8,26 +8,39 @@ from typing import TypeGuard, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-
-def describe(error: ValidationError, model: type[BaseModel], path: Path | None, text: str) -> str:
-    return "\n".join(
-        _line(problem["type"], problem["msg"], [str(part) for part in problem["loc"]], model, path, text)
-        for problem in error.errors()
-    )
+Keys = tuple[str, ...]
+Origins = dict[Keys, str]
+"""where the settings come from that are not the file's"""
 
 
-def _line(kind: str, message: str, keys: list[str], model: type[BaseModel], path: Path | None, text: str) -> str:
-    number = line_of(text, keys) or (line_of(text, keys[:-1]) if kind == "missing" else None)
-    where = f"{path}, line {number}" if number else str(path or "environment or flags")
+def describe(error: ValidationError, model: type[BaseModel], path: Path | None, text: str, origins: Origins) -> str:
+    lines: list[str] = []
+    for problem in error.errors():
+        keys = tuple(str(part) for part in problem["loc"])
+        place = _place(keys, path, text, origins)
+        lines.append(f"{place}: {_said(problem['type'], problem['msg'], keys, model)}")
+    return "\n".join(lines)
+
+
+def _place(keys: Keys, path: Path | None, text: str, origins: Origins) -> str:
+    origin = next((name for set_keys, name in origins.items() if set_keys[: len(keys)] == keys), None)
+    if origin is None and (number := line_of(text, keys) or line_of(text, keys[:-1])):
+        return f"{path}, line {number}"
+    return origin or str(path or "configuration")
+
+
+def _said(kind: str, message: str, keys: Keys, model: type[BaseModel]) -> str:
     name = ".".join(keys)
     if kind == "extra_forbidden":
         nearest = difflib.get_close_matches(name, list(all_keys(model)), n=1, cutoff=0.0)
-        return f"{where}: there is no setting {name!r}; the nearest is {nearest[0]!r}"
-    return f"{where}: {name + ': ' if name else ''}{message.removeprefix('Value error, ')}"
+        return f"there is no setting {name!r}; the nearest is {nearest[0]!r}"
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{name} is a table: write [{name}], and its settings below"
+    return f"{name}: {message.removeprefix('Value error, ')}"
 
 
-def unknown_variable(name: str, model: type[BaseModel], others: Sequence[str]) -> str:
-    known = [*others, *("PENSTOCK_" + key.replace(".", "__").upper() for key in all_keys(model))]
+def unknown_variable(name: str, model: type[BaseModel], prefix: str, others: Sequence[str]) -> str:
+    known = [*others, *(prefix + key.replace(".", "__").upper() for key in all_keys(model))]
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     return f"environment: {name} is not a setting; the nearest is {nearest[0]}"
 

@@ -78,18 +78,15 @@ class Match:
 
 
 def longest_in_text(text: memoryview, known: Sequence[Fingerprint]) -> Match | None:
-    """`text` is a JSON list of ids without its brackets. With spaces in it, it matches nothing: decode it first."""
-    found = _longest(
+    """`text` begins with the ids of a compact JSON list, behind its bracket; ids with spaces are not recognised."""
+    return _longest(
         text,
         [
             (print_.text_bytes, index, print_.text_digest)
             for index, print_ in enumerate(known)
-            if print_.tokens and bytes(text[print_.text_bytes : print_.text_bytes + 1]) in (b",", b"")
+            if print_.tokens and bytes(text[print_.text_bytes : print_.text_bytes + 1]) in (b",", b"]")
         ],
     )
-    if found and bytes(text[known[found.index].text_bytes :]).translate(None, b"0123456789,"):
-        return None  # a longer sequence may be there, spelled otherwise
-    return found
 
 
 def longest_in_ids(ids: Ids, known: Sequence[Fingerprint]) -> Match | None:

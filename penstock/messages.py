@@ -32,7 +32,8 @@ class Queue(StrEnum):
 
 
 class Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # A message that does not fit shows in logs and in Flower: say what is wrong with it, not what is in it.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
 class Job(Message):

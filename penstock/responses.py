@@ -7,36 +7,27 @@ type) and the full way (decode everything by type) give the same turn; what the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from penstock.cuts import MARK, MARKED, Cuts, Span, find_cuts
+from penstock.cuts import MARK, MARKED, Cuts, Known, Span, find_cuts
 from penstock.errors import Upstream
-from penstock.fingerprints import Fingerprint, Ids, Match, ids_text, longest_in_ids
+from penstock.fingerprints import Fingerprint, Ids, Match, longest_in_ids
 from penstock.replies import (
     ABSENT,
-    MESSAGE,
-    Choice,
+    NO_META_INFO,
     Endpoint,
     Logprobs,
-    NamedLogprob,
-    OutputToken,
+    compact_ids,
+    completion_of,
+    message_of,
     read_ids,
     read_part,
     read_reply,
+    version_of,
 )
 from penstock.routed_experts import WIRE_OBJECT, RouteFormat, Routes, Wanted, read_lists, read_object, read_string
-
-
-@dataclass(frozen=True, kw_only=True)
-class Known:
-    """An open sample that the response may extend."""
-
-    sequence: Fingerprint
-    rows_from: int
-    """The first token position whose routed experts are still wanted: normally `sequence.tokens - 1`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +82,16 @@ class Turn:
 
 NOTHING = Known(sequence=Fingerprint(), rows_from=0)
 CHAT, ANY_FORMAT = Asked(), RouteFormat()
+WRONG_CUT = "what was cut out of the body is not what it was taken for"
+"""Nobody reads it: the full way follows."""
 
 
 def read_turn(
     body: bytes, *, known: Sequence[Known] = (), asked: Asked = CHAT, route_format: RouteFormat = ANY_FORMAT
 ) -> Turn:
     """Validate a response and take what is new in it; `Upstream` says what an engine must not have said."""
-    cuts = find_cuts(body, [sample.sequence for sample in known], [sample.rows_from for sample in known], route_format)
-    if cuts != Cuts():
+    cuts = find_cuts(body, known, route_format)
+    if cuts.any:
         try:
             return _read(body, cuts, known, asked, route_format)
         except Upstream:
@@ -127,43 +120,85 @@ def _read(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked, route_f
 
 
 def _turn(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked, route_format: RouteFormat) -> Turn:
-    rest = cuts.rest(body)
-    reply = read_reply(rest, asked.endpoint)
-    match, prompt_ids = _prompt(reply.prompt, cuts, known, asked.prompt_ids)
-    completion_ids, logprobs = _completion(reply.choice)
-    before = known[match.index] if match else NOTHING
+    said = _said(body, cuts, known, asked)
+    before = NOTHING if said.match is None else known[said.match.index]
     prefix_tokens = before.sequence.tokens
-    prompt_tokens = prefix_tokens + len(prompt_ids)
-    tokens = prompt_tokens + len(completion_ids)
+    prompt_tokens = prefix_tokens + len(said.prompt_ids)
+    tokens = prompt_tokens + len(said.completion_ids)
     limit = tokens if asked.max_seq_len is None else asked.max_seq_len
-    prompt_ids = prompt_ids[: max(0, limit - prefix_tokens)]
-    completion_ids = completion_ids[: max(0, limit - prompt_tokens)]
+    prompt_ids = said.prompt_ids[: max(0, limit - prefix_tokens)]
+    completion_ids = said.completion_ids[: max(0, limit - prompt_tokens)]
     wanted = Wanted(tokens=tokens, first=before.rows_from, until=min(tokens, limit), asked_from=asked.routes_from)
     return Turn(
-        extends=match.index if match else None,
-        matches=match.matches if match else 0,
+        extends=said.match.index if said.match else None,
+        matches=said.match.matches if said.match else 0,
         prefix_tokens=prefix_tokens,
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
-        completion_logprobs=logprobs[: len(completion_ids)],
-        routes=_routes(body, cuts, reply.routed, wanted, route_format),
+        completion_logprobs=said.logprobs[: len(completion_ids)],
+        routes=_routes(body, cuts, said.payload, wanted, route_format) if said.payload else None,
         sequence=before.sequence.extended(prompt_ids, completion_ids),
-        finish_reason=reply.choice.finish_reason,
-        version=_version(reply.meta_info.weight_version),
-        message=_message(reply.choice.message) if asked.endpoint is Endpoint.CHAT else None,
+        finish_reason=said.finish_reason,
+        version=said.version,
+        message=said.message,
         truncated=tokens > limit,
         overlong_prompt=prompt_tokens > limit,
-        payload=_payload(rest, cuts, reply.routed),
+        payload=said.payload.span if said.payload else None,
     )
 
 
-def _prompt(raw: bytes | None, cuts: Cuts, known: Sequence[Known], asked_ids: Ids | None) -> tuple[Match | None, Ids]:
+@dataclass(frozen=True, kw_only=True)
+class _Payload:
+    json: bytes | memoryview
+    """With the mark, where the base64 was cut out."""
+    span: Span
+    """In the body."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Said:
+    """A reply's parts, each valid by itself, without reference to the text that they were decoded from."""
+
+    match: Match | None
+    prompt_ids: Ids
+    completion_ids: Ids
+    logprobs: Logprobs
+    payload: _Payload | None
+    finish_reason: str | None
+    version: int | None
+    message: bytes | None
+
+
+def _said(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked) -> _Said:
+    reply = read_reply(cuts.rest(body), asked.endpoint)
+    choice = reply.only_choice()
+    meta_info = choice.meta_info or NO_META_INFO
+    match, prompt_ids = _prompt(
+        choice.prompt_token_ids if reply.prompt_token_ids == ABSENT else reply.prompt_token_ids, cuts, known, asked
+    )
+    completion_ids, logprobs = completion_of(choice, meta_info)
+    routed = meta_info.routed_experts if choice.routed_experts == ABSENT else choice.routed_experts
+    return _Said(
+        match=match,
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        logprobs=logprobs,
+        payload=_payload(body, cuts, routed),
+        finish_reason=choice.finish_reason,
+        version=version_of(meta_info),
+        message=message_of(choice) if asked.endpoint is Endpoint.CHAT else None,
+    )
+
+
+def _prompt(raw: msgspec.Raw, cuts: Cuts, known: Sequence[Known], asked: Asked) -> tuple[Match | None, Ids]:
     """The known sequence that the prompt begins with, and the ids behind it."""
     if cuts.prompt is not None:
-        if raw is None or not raw.startswith(b"[" + MARKED):
-            raise Upstream("the known prompt ids were cut at the wrong place")
-        return cuts.match, read_ids(b"[" + raw[1 + len(MARKED) :].removeprefix(b","), "prompt_token_ids")
-    ids = asked_ids if raw is None else read_ids(raw, "prompt_token_ids")
+        before, mark, behind = bytes(raw).partition(MARKED)
+        ids = compact_ids(b"[" + behind.removeprefix(b","))
+        if before != b"[" or not mark or ids is None:  # in ids with spaces, a longer known sequence may hide
+            raise Upstream(WRONG_CUT)
+        return cuts.prompt.match, ids
+    ids = asked.prompt_ids if raw == ABSENT else read_ids(bytes(raw), "prompt_token_ids")
     if ids is None:
         raise Upstream("the engine's answer has no prompt_token_ids, and the request named no ids")
     if not len(ids):
@@ -173,82 +208,38 @@ def _prompt(raw: bytes | None, cuts: Cuts, known: Sequence[Known], asked_ids: Id
     return match, ids[known[match.index].sequence.tokens :] if match else ids
 
 
-def _completion(choice: Choice[Any]) -> tuple[Ids, Logprobs]:
-    if choice.meta_info is not None and choice.meta_info.output_token_logprobs is not None:
-        return _sglang_completion(choice.meta_info.output_token_logprobs, choice.meta_info.completion_tokens)
-    if choice.token_ids == ABSENT or choice.logprobs is None:
-        raise Upstream("the engine's answer has neither token_ids with logprobs nor meta_info.output_token_logprobs")
-    ids, content = read_ids(bytes(choice.token_ids), "token_ids"), choice.logprobs.content
-    if len(ids) != len(content):
-        raise Upstream(f"the engine's answer has {len(ids)} token_ids but {len(content)} logprobs")
-    if len(ids) and isinstance(content[0], NamedLogprob):
-        _check_names(ids, content)
-    return ids, np.array([token.logprob for token in content], np.float32)
-
-
-def _check_names(ids: Ids, content: list[NamedLogprob]) -> None:
-    names = b"token_id:" + ids_text(ids).replace(b",", b",token_id:")
-    if ",".join([token.token for token in content]).encode() != names:
-        raise Upstream("the engine's answer has logprobs of other tokens than its token_ids")
-
-
-def _sglang_completion(tokens: list[OutputToken], completion_tokens: int | None) -> tuple[Ids, Logprobs]:
-    if completion_tokens != len(tokens):
-        raise Upstream(f"meta_info has {len(tokens)} output_token_logprobs but completion_tokens {completion_tokens}")
-    ids = np.array([token.token_id for token in tokens], np.int32)
-    return ids, np.array([token.logprob for token in tokens], np.float32)
-
-
-def _routes(body: bytes, cuts: Cuts, routed: msgspec.Raw, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
-    raw = bytes(routed)
-    if cuts.experts is None and routed == ABSENT:
-        return None
-    if cuts.experts is None and raw[:1] == b"[":
-        return read_lists(raw, wanted, route_format)
-    wire = read_part(raw, WIRE_OBJECT, "routed_experts") if raw[:1] == b"{" else None
-    quoted = bytes(wire.data) if wire else raw
-    if cuts.experts is None:
-        text = _text(quoted)
-    elif quoted == MARKED:
-        text = memoryview(body)[slice(*cuts.experts)]
-    else:
-        raise Upstream("the routed experts were cut at the wrong place")
-    return read_object(wire, text, wanted, route_format) if wire else read_string(text, wanted, route_format)
-
-
-def _text(quoted: bytes) -> bytes | memoryview:
-    """What a JSON string says: not copied unless it has escapes."""
-    if quoted[:1] != b'"':
-        raise Upstream("routed experts: neither base64 nor an object with base64 data nor lists")
-    if b"\\" in quoted:
-        return msgspec.json.decode(quoted, type=str).encode()
-    return memoryview(quoted)[1:-1]
-
-
-def _payload(rest: bytes, cuts: Cuts, raw: msgspec.Raw) -> Span | None:
-    """Where the routed experts' JSON lies in the body."""
+def _payload(body: bytes, cuts: Cuts, raw: msgspec.Raw) -> _Payload | None:
+    if cuts.experts is not None:
+        before, mark, behind = bytes(raw).partition(MARK)
+        if not mark:
+            raise Upstream(WRONG_CUT)
+        return _Payload(json=bytes(raw), span=(cuts.experts[0] - len(before), cuts.experts[1] + len(behind)))
     if raw == ABSENT:
         return None
-    if cuts.experts is None:
-        start = _address(raw) - _address(rest)
-        return start, start + len(memoryview(raw))
-    before, _, behind = bytes(raw).partition(MARK)
-    return cuts.experts[0] - len(before), cuts.experts[1] + len(behind)
+    if cuts.prompt is not None:
+        raise Upstream(WRONG_CUT)  # what was cut moved the rest: decoded whole, the place can be told
+    start = _address(raw) - _address(body)
+    span = start, start + len(memoryview(raw))
+    return _Payload(json=memoryview(body)[slice(*span)], span=span)
 
 
 def _address(buffer: msgspec.Raw | bytes) -> int:
     return np.frombuffer(buffer, np.uint8).ctypes.data
 
 
-def _message(raw: msgspec.Raw) -> bytes:
-    message = read_part(raw, MESSAGE, "message")
-    if message.content is None and not message.tool_calls:
-        raise Upstream("the engine's message has neither content nor tool calls")
-    return bytes(raw)
-
-
-def _version(said: str | int | None) -> int | None:
-    """SGLang's `weight_version` is a free text: a number where the trainer numbers its updates."""
-    if isinstance(said, str):
-        return int(said) if said.isascii() and said.isdecimal() else None
-    return said
+def _routes(body: bytes, cuts: Cuts, payload: _Payload, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    if payload.json[:1] == b"[":
+        return read_lists(payload.json, wanted, route_format)
+    wire = read_part(payload.json, WIRE_OBJECT, "routed_experts") if payload.json[:1] == b"{" else None
+    quoted = memoryview(wire.data if wire else payload.json)
+    if bytes(quoted[:1]) != b'"':
+        raise Upstream("routed experts: neither base64 nor an object with base64 data nor lists")
+    if cuts.experts is not None:
+        if bytes(quoted) != MARKED:
+            raise Upstream(WRONG_CUT)
+        text = memoryview(body)[slice(*cuts.experts)]
+    elif body.find(b"\\", *payload.span) < 0:
+        text = quoted[1:-1]
+    else:
+        text = msgspec.json.decode(quoted, type=str).encode()
+    return read_object(wire, text, wanted, route_format) if wire else read_string(text, wanted, route_format)

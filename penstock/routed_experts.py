@@ -8,6 +8,7 @@ import binascii
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Annotated, Any
 
 import msgspec
@@ -55,14 +56,14 @@ class RouteFormat:
     """The integers' type on the wire."""
     check: CheckRoutes = CheckRoutes.SAMPLE
 
-    @property
+    @cached_property
     def row_bytes(self) -> int | None:
         """Size of one row on the wire."""
         if self.layers is None or self.topk is None or self.wire is None:
             return None
         return self.layers * self.topk * WIRE_DTYPES[self.wire].itemsize
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype[Any]:
         narrow = self.wire == "uint8" or (self.experts is not None and self.experts <= 256)
         return np.dtype(np.uint8 if narrow else np.uint16)
@@ -164,7 +165,7 @@ def read_string(text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes
     return _read(Payload(text=text, rows=rows, start=start, format=learned, header_bytes=header_bytes), wanted)
 
 
-def read_lists(raw: bytes, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+def read_lists(raw: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
     """The wanted rows of nested lists; of the others only the brackets are looked at."""
     rows = msgspec.json.decode(raw, type=list[msgspec.Raw])
     start = wanted.start(len(rows))
@@ -260,11 +261,11 @@ def _captured(rows: Rows, layout: RouteFormat) -> NDArray[np.bool_] | None:
     """Which rows hold routes. Zeros mean expert 0 chosen top-k times, which no router does."""
     if layout.check is CheckRoutes.OFF or layout.topk == 1:
         return None
-    flat = rows.reshape(len(rows), -1)
-    sampled = flat[:: -max(1, len(rows) // SAMPLED_ROWS)]  # from the last one, the likeliest to be missing
-    if layout.check is CheckRoutes.SAMPLE and sampled.any(axis=1).all():
-        return None
-    captured: NDArray[np.bool_] = np.any(flat, axis=1)
+    if layout.check is CheckRoutes.SAMPLE:
+        sampled = rows[:: -max(1, len(rows) // SAMPLED_ROWS)]  # from the last one, the likeliest to be missing
+        if sampled[:, 0, 0].all() or sampled.any(axis=(1, 2)).all():
+            return None
+    captured: NDArray[np.bool_] = np.any(rows.reshape(len(rows), -1), axis=1)
     return None if captured.all() else captured
 
 

@@ -8,4 +8,5 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # A wrong value may hold a password: no error repeats it.
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)

@@ -39,7 +39,8 @@ class AsyncProcess:
     def __init__(self, config: RunConfig) -> None:
         self.name = process_name()
         self._sync_client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)
-        self._client = redis.asyncio.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)
+        # No time-out of the client's own: on Python 3.11 it swallows cancellations. Those who use it bring one.
+        self._client = redis.asyncio.Redis.from_url(config.redis_url, socket_timeout=None)
         lag = config.lag
         self.lag = LoopLag(
             process=f"rollouts@{self.name}",
@@ -58,16 +59,17 @@ class AsyncProcess:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(self.lag.run()), asyncio.create_task(self._outbox.run())]
-        await asyncio.sleep(0)
-        self._leases.start()
+        """Should the sampler or the outbox fail, the worker stops with their error."""
         try:
-            yield
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self.lag.run()), group.create_task(self._outbox.run())]
+                await asyncio.sleep(0)
+                self._leases.start()
+                yield
+                for task in tasks:
+                    task.cancel()
         finally:
             self._leases.stop()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             await self._client.aclose()
             self._sync_client.close()
 

@@ -12,13 +12,13 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from penstock.cancellation import raise_if_cancelled
 from tasks.replies import End
 
 logger = logging.getLogger("penstock.outbox")
 
 Write = Callable[[Any], End]
 """adds its commands to a pipeline"""
+ANSWER_S = 5.0  # Redis answers within milliseconds; a longer silence is a dead connection
 RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
 PIPELINE_WRITES = 128  # keeps one round trip's parsing on the loop under a millisecond
 GATHER_S = 0.01  # between two pipelines: a lone write goes at once, in a crowd each takes several along
@@ -45,20 +45,18 @@ class Outbox:
                 self._filled.clear()
             await self._send(batch)
             await asyncio.sleep(GATHER_S)
-            raise_if_cancelled()
 
     async def _send(self, batch: list[tuple[Write, asyncio.Future[None]]]) -> None:
         pause_s = RETRY_FIRST_S
         while True:
             try:
-                async with self._client.pipeline(transaction=True) as pipe:
+                async with asyncio.timeout(ANSWER_S), self._client.pipeline(transaction=True) as pipe:
                     ends = {write(pipe) for write, _ in batch}
                     for key, ttl_s in ends:
                         pipe.expire(key, ttl_s)
                     await pipe.execute()
                 break
             except (RedisError, OSError) as error:
-                raise_if_cancelled()
                 logger.warning(
                     "action=redis_write_waits writes=%d again_in_s=%.1f error=%s", len(batch), pause_s, error
                 )

@@ -24,7 +24,10 @@ class EventBatches(bootsteps.StartStopStep):
             parent.event_dispatcher.on_send_buffered = partial(self._flush_soon, parent)
 
     def stop(self, parent: Any) -> None:
+        """The hub turns no more: what ends while the pool drains is told at once."""
         self._flush(parent)
+        if parent.event_dispatcher:
+            parent.event_dispatcher.on_send_buffered = parent.event_dispatcher.flush
 
     def _flush_soon(self, consumer: Any) -> None:
         if not self._due:

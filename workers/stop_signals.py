@@ -7,6 +7,7 @@ when that was a publish holding the event dispatcher's lock; and they ignore a s
 
 import os
 import signal
+from contextlib import suppress
 from types import FrameType
 
 from celery.platforms import EX_FAILURE, EX_OK
@@ -34,5 +35,6 @@ def _on_signal(number: int, _frame: FrameType | None) -> None:
 
 
 def _say(text: str) -> None:
-    # Neither print nor logging may run in a handler: the signal may have interrupted them.
-    os.write(2, f"worker: {text}\n".encode())
+    # Neither print nor logging may run in a handler: the signal may have interrupted them. Nor may it raise.
+    with suppress(OSError):
+        os.write(2, f"worker: {text}\n".encode())

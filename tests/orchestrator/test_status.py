@@ -147,6 +147,14 @@ def test_on_another_host_the_lock_in_redis_tells(
     assert status(run, server.url)["state"] == state
 
 
+def test_a_full_disk_is_seen_where_no_status_can_be_written(
+    run: Path, server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not any("full" in cause for cause in status(run, server.url)["waiting_for"])
+    monkeypatch.setattr("orchestrator.status.FULL_BYTES", 1 << 62)
+    assert f"the disk of {run}/ledger.sqlite is full: make room" in status(run, server.url)["waiting_for"]
+
+
 def test_queues_workers_and_the_lag_of_every_loop(run: Path, server: EmbeddedRedis, client: redis.Redis) -> None:
     id = run_dir.read(run)["run"]
     client.lpush("rollouts", "a", "b")

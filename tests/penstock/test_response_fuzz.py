@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from support.engine_replies import DIALECTS, FORMS, Said, compact
+from support.engine_replies import DIALECTS, FORMS, Said
 from support.mutations import mutated, scrambled
 from support.reading import agree, answer_of, ask
 from support.strict_reference import Question
@@ -110,26 +110,3 @@ def test_rows_that_are_held_are_not_looked_at(start: Start) -> None:
         noise = random.Random(seed).randbytes(end - first)
         assert answer_of(ask(body[:first] + noise + body[end:], start.question)) == plain
         assert answer_of(ask(body[:first] + b'"' * (end - first) + body[end:], start.question)) == plain
-
-
-def test_a_key_inside_a_string_is_no_key() -> None:
-    said = Said(
-        prompt=PROMPT,
-        completion=COMPLETION,
-        rows=np.ones((TOKENS - 1, 2, 2), np.uint8),
-        content='"routed_experts":"AAAA","prompt_token_ids":[5,70],{"routed_experts":{"data":"',
-    )
-    assert agree(said.body(), Question(known=[([5, 70], 1)])) is not None
-
-
-def test_keys_elsewhere_are_not_taken_for_the_real_ones() -> None:
-    said = Said(prompt=PROMPT, completion=COMPLETION, rows=np.ones((TOKENS - 1, 2, 2), np.uint8))
-    decoys = {"routed_experts": "AAAA", "prompt_token_ids": PROMPT}
-    for decoy in decoys:
-        reply = said.reply()
-        reply["choices"][0]["message"][decoy] = decoys[decoy]
-        turn = agree(compact(reply), Question(known=[(PROMPT[:3], 2)]))
-        assert turn is not None
-        assert turn.extends == 0
-        assert turn.routes is not None
-        assert turn.routes.first == 2

@@ -148,7 +148,10 @@ def test_token_in_token_out_takes_the_prompt_from_the_request() -> None:
         read_turn(body, asked=replace(asked, prompt_ids=None))
 
 
-@pytest.mark.parametrize(("said", "version"), [("12", 12), (12, 12), ("default", None), (None, None), ("\u0663", None)])
+@pytest.mark.parametrize(
+    ("said", "version"),
+    [("12", 12), (12, 12), ("default", None), (None, None), ("\u0663", None), ("9" * 5000, None), ("2147483648", None)],
+)
 def test_sglang_names_its_weights(said: str | int | None, version: int | None) -> None:
     reply = Said(prompt=[1], completion=[2], dialect="sglang").reply()
     reply["choices"][0]["meta_info"]["weight_version"] = said

@@ -79,16 +79,20 @@ class Process:
 
 
 class Cluster:
-    def __init__(self, directory: Path, *, appendonly: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, directory: Path, *, appendonly: bool = True, password: str | None = None, **settings: Any
+    ) -> None:
         self.directory = directory
         self.run_dir = directory / "run"
-        self.redis_server = EmbeddedRedis(directory / "redis", appendonly=appendonly)
+        self.redis_server = EmbeddedRedis(directory / "redis", appendonly=appendonly, password=password)
         self.redis_server.start()
         self.redis = redis.Redis.from_url(self.redis_server.url)
         self.config = directory / "penstock.toml"
         self.store = directory / "store"
         self.configure(**settings)
         self.processes: list[Process] = []
+        self.enter: list[str] = []
+        """goes before every command: `SmallDisk.enter`"""
 
     def configure(self, **settings: Any) -> None:
         values: dict[str, Any] = {"run_dir": str(self.run_dir), "store": f"file://{self.store}"} | DEFAULTS
@@ -109,6 +113,7 @@ class Cluster:
             "PYTHONPATH": str(Path(__file__).parent.parent.parent),
             **variables,
         }
+        command = (*self.enter, *command)
         process = Process(f"{len(self.processes)}-{name}", list(command), environment, self.directory)
         self.processes.append(process)
         return process

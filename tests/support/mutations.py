@@ -54,8 +54,17 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 def spelled(reply: dict[str, Any], rng: random.Random) -> bytes:
     separators = rng.choice([(",", ":")] * 5 + [(", ", ": "), (",\n", ":")])
-    text = json.dumps(reply, separators=separators, ensure_ascii=rng.random() < 0.3, sort_keys=rng.random() < 0.2)
-    return text.encode(errors="surrogatepass")
+    reply = shuffled(reply, rng) if rng.random() < 0.4 else reply
+    return json.dumps(reply, separators=separators, ensure_ascii=rng.random() < 0.3).encode(errors="surrogatepass")
+
+
+def shuffled(value: Any, rng: random.Random) -> Any:
+    """The same value, the keys of its objects in another order."""
+    if isinstance(value, list):
+        return [shuffled(item, rng) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: shuffled(value[key], rng) for key in rng.sample(list(value), len(value))}
 
 
 def scrambled(body: bytes, held: tuple[int, int], rng: random.Random) -> bytes:

@@ -121,7 +121,9 @@ def check_shapes(choice: dict[str, Any], meta_info: Any, endpoint: str) -> None:
     need(isinstance(meta_info, dict) and isinstance(choice.get("meta_info"), dict | None), "meta_info")
     need(isinstance(choice.get("finish_reason"), str | None), "finish_reason")
     need(type(meta_info.get("completion_tokens")) in (int, type(None)), "completion_tokens")
-    need(type(meta_info.get("weight_version")) in (int, str, type(None)), "weight_version")
+    weight_version = meta_info.get("weight_version")
+    need(isinstance(weight_version, str | None) or type(weight_version) is int, "weight_version")
+    need(not isinstance(weight_version, int) or 0 <= weight_version <= MAX_ID, "weight_version")
     if choice.get("logprobs") is not None:
         listed(choice["logprobs"], endpoint)
     if meta_info.get("output_token_logprobs") is not None:
@@ -181,7 +183,7 @@ def logprob(value: Any) -> float:
 
 def version(said: str | int | None) -> int | None:
     if isinstance(said, str):
-        return int(said) if re.fullmatch("[0-9]+", said) else None
+        return int(said) if re.fullmatch("[0-9]{1,10}", said) and int(said) <= MAX_ID else None
     return said
 
 

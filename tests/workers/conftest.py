@@ -104,7 +104,7 @@ def start_worker(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> It
         yield start
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def events(redis_url: str) -> Iterator[Events]:
     events = Events()
     broker = redis.Redis.from_url(redis_url)

@@ -50,13 +50,19 @@ class ReportingPool(AsyncioPool):
     async def lifespan(self) -> AsyncGenerator[None]:
         if os.environ.get("POOL_APP_LIFESPAN") == "fails":
             raise ConfigError("no store at /nowhere: set PENSTOCK_STORE")
-        connections = BlockingConnectionPool.from_url(f"{REDIS_URL}/1", max_connections=16, decode_responses=True)
+        # With a time-out redis-py sends through asyncio.wait_for, which swallows cancellations on Python 3.11.
+        connections = BlockingConnectionPool.from_url(
+            f"{REDIS_URL}/1", max_connections=16, decode_responses=True, socket_timeout=None
+        )
         async with Redis(connection_pool=connections) as ReportingPool.redis, asyncio.TaskGroup() as background:
             ReportingPool.gate = asyncio.Event()
+            await self.redis.rpush("lifespan", "entering")
+            if os.environ.get("POOL_APP_LIFESPAN") == "hangs":
+                await self.gate.wait()
             watcher = background.create_task(self._watch_gate())
-            await self.redis.rpush("lifespan", "entered")
             yield
-            await self.redis.rpush("lifespan", "left")
+            ended = await self.redis.llen("finished") + await self.redis.llen("cancelled")
+            await self.redis.rpush("lifespan", f"left after {ended} bodies")
             watcher.cancel()
 
     async def _watch_gate(self) -> None:

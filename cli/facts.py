@@ -1,0 +1,74 @@
+"""A run in lines of label and text: the same words in the live view and in every command, on a terminal or not."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+WORKERS_SHOWN = 8
+MINUTE_S, HOUR_S = 60, 3600
+
+
+class Fact(NamedTuple):
+    label: str
+    text: str
+    alarm: bool = False
+    """something is not as it should be"""
+
+
+def progress(status: Mapping[str, Any]) -> Iterator[Fact]:
+    """Of a status of any origin; where a number is not known, its line is left out."""
+    if status["steps"]:
+        yield Fact("steps", f"{status['step']:,} of {status['steps']:,} delivered")
+    if not (rollouts := status["rollouts"]):
+        return
+    yield Fact("rollouts", equation(rollouts) + (f"; {rollouts['fenced']:,} fenced" if rollouts["fenced"] else ""))
+    if rollouts["in_flight"]:
+        settled = {"filtered", "delivered", "trained", "dead"}
+        yield Fact("in flight", listed({name: n for name, n in status["states"].items() if name not in settled}))
+    if rollouts["filtered"]:
+        yield Fact("filtered", listed(rollouts["filtered"]))
+    if status["rollouts_per_s"]:
+        yield Fact("speed", f"{status['rollouts_per_s']:,.1f} rollouts/s")
+
+
+def equation(rollouts: Mapping[str, Any]) -> str:
+    filtered = sum(rollouts["filtered"].values())
+    return (
+        f"{rollouts['planned']:,} planned = {rollouts['delivered']:,} delivered + {filtered:,} filtered"
+        f" + {rollouts['in_flight']:,} in flight + {rollouts['dead']:,} dead"
+    )
+
+
+def workers(running: Mapping[str, int]) -> Fact:
+    """The busiest ones."""
+    if not running:
+        return Fact("workers", "no job is running")
+    busiest = dict(sorted(running.items(), key=lambda item: -item[1])[:WORKERS_SHOWN])
+    more = f" and {len(running) - len(busiest)} more" if len(running) > len(busiest) else ""
+    return Fact("workers", f"{counted(sum(running.values()), 'job')} running: {listed(busiest)}{more}")
+
+
+def loop_lag(lag: Mapping[str, Any]) -> str:
+    return f"p99 {milliseconds(lag['p99_s'])}, max {milliseconds(lag['max_s'])}"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """`rollouts 12, filtering 0`"""
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds < 0.01 else f"{1000 * seconds:,.0f} ms"
+
+
+def duration(seconds: float) -> str:
+    if seconds < MINUTE_S:
+        return f"{seconds:.1f} s"
+    minutes, s = divmod(round(seconds), MINUTE_S)
+    if seconds < HOUR_S:
+        return f"{minutes} min {s} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min"

@@ -1,0 +1,113 @@
+"""What a person sees while a run goes on: log lines, and below them the run's state, drawn anew twice a second.
+
+The loop only hands over each status and each log record. Drawing and writing to the terminal, which may be slow or
+stopped (Ctrl-S), happen in threads of this module's own.
+"""
+
+import logging
+import queue
+import sys
+from collections.abc import Iterator
+from logging.handlers import QueueHandler, QueueListener
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+from cli import facts
+from cli.facts import Fact
+from cli.output import LOG_FORMAT, table
+
+REFRESH_PER_S = 2
+RECORDS_KEPT = 1_000  # while the terminal is stopped; what comes after them is not shown
+IN_VIEW = ("action=progress", "action=loop_lag")
+"""lines that say what the view shows; as warnings they are shown all the same"""
+
+
+class LiveView:
+    """`with LiveView() as view: run(watch=view.watch)`"""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._status: dict[str, Any] | None = None
+        self._live = Live(
+            get_renderable=self._draw, console=self._console, refresh_per_second=REFRESH_PER_S, transient=True
+        )
+        records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+        self._sender = BoundedSender(records)
+        self._printer = QueueListener(records, self._log_handler())
+
+    def watch(self, status: dict[str, Any]) -> None:
+        self._status = status
+
+    def __enter__(self) -> Self:
+        logging.basicConfig(level=logging.INFO, handlers=[self._sender], format="%(message)s")
+        self._printer.start()
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        logging.getLogger().removeHandler(self._sender)
+        self._printer.stop()
+        self._live.stop()
+
+    def _log_handler(self) -> logging.Handler:
+        if sys.stderr.isatty():
+            return ConsoleHandler(self._console)
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        return handler
+
+    def _draw(self) -> RenderableType:
+        return view(self._status) if self._status else Text("starting ...", style="dim")
+
+
+class BoundedSender(QueueHandler):
+    def __init__(self, records: "queue.SimpleQueue[logging.LogRecord]") -> None:
+        super().__init__(records)
+        self._records = records
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self._records.qsize() < RECORDS_KEPT:
+            self._records.put(record)
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints above the view."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno <= logging.INFO and record.getMessage().startswith(IN_VIEW):
+            return
+        style = "red" if record.levelno >= logging.ERROR else "yellow" if record.levelno >= logging.WARNING else "dim"
+        self._console.print(Text(self.format(record), style=style))
+
+
+def view(status: dict[str, Any]) -> RenderableType:
+    grid = table(_facts(status))
+    grid.add_row("", ProgressBar(total=status["steps"], completed=status["step"], width=40))
+    parts: list[RenderableType] = [grid]
+    if status["waiting_for"]:
+        causes = Text("\n").join(Text(cause) for cause in status["waiting_for"])
+        parts.append(Panel(causes, title="waiting for", title_align="left", border_style="bold yellow"))
+    return Padding(Group(*parts), (1, 0, 0, 0))
+
+
+def _facts(status: dict[str, Any]) -> Iterator[Fact]:
+    phase = "" if status["phase"] == "running" else f", {status['phase']}"
+    yield Fact("run", f"{status['run']}, {facts.duration(status['running_s'])}{phase}", alarm=bool(phase))
+    yield from facts.progress(status)
+    yield Fact("queues", facts.listed(status["queued"]))
+    yield facts.workers(status["running_by_worker"])
+    yield Fact("loop lag", facts.loop_lag(status["event_loop_lag"]))

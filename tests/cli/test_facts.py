@@ -1,0 +1,44 @@
+import pytest
+
+from cli import facts
+
+ROLLOUTS = {"planned": 1050, "delivered": 1000, "filtered": {"gibberish": 20, "zero_variance": 10}, "in_flight": 15,
+            "dead": 5, "fenced": 2}  # fmt: skip
+
+
+def test_progress_in_words() -> None:
+    status = {"step": 3, "steps": 10, "rollouts": ROLLOUTS, "rollouts_per_s": 12.34,
+              "states": {"running": 10, "admitted": 5, "delivered": 1000, "dead": 5, "filtered": 30}}  # fmt: skip
+    assert {label: text for label, text, _ in facts.progress(status)} == {
+        "steps": "3 of 10 delivered",
+        "rollouts": "1,050 planned = 1,000 delivered + 30 filtered + 15 in flight + 5 dead; 2 fenced",
+        "in flight": "running 10, admitted 5",
+        "filtered": "gibberish 20, zero_variance 10",
+        "speed": "12.3 rollouts/s",
+    }
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert list(facts.progress({"steps": None, "rollouts": None})) == []
+
+
+def test_the_busiest_workers_come_first_and_the_others_are_counted() -> None:
+    running = {f"host-{number}": number for number in range(1, 13)}
+    text = facts.workers(running).text
+    assert text.startswith("78 jobs running: host-12 12, host-11 11,")
+    assert text.endswith("host-5 5 and 4 more")
+    assert facts.workers({"host-1": 1}).text == "1 job running: host-1 1"
+    assert facts.workers({}).text == "no job is running"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (12.34, "12.3 s"), (60, "1 min 0 s"), (3599.4, "59 min 59 s"), (3600, "1 h 0 min"),
+     (90_061, "25 h 1 min")],
+)  # fmt: skip
+def test_durations(seconds: float, text: str) -> None:
+    assert facts.duration(seconds) == text
+
+
+def test_lag() -> None:
+    assert facts.loop_lag({"p99_s": 0.0021, "max_s": 1.5}) == "p99 2.1 ms, max 1,500 ms"

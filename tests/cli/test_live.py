@@ -1,0 +1,100 @@
+import contextlib
+import io
+import logging
+import os
+import pty
+import threading
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cli.live import ConsoleHandler, LiveView, view
+
+STATUS: dict[str, Any] = {
+    "run": "0badcafe", "phase": "running", "running_s": 75.0, "step": 3, "steps": 10, "rollouts_per_s": 12.5,
+    "rollouts": {"planned": 64, "delivered": 24, "filtered": {"noop": 2}, "in_flight": 37, "dead": 1, "fenced": 4},
+    "states": {"running": 30, "admitted": 7}, "queued": {"rollouts": 5, "filtering": 0},
+    "running_by_worker": {"host-1": 30}, "waiting_for": [], "event_loop_lag": {"p99_s": 0.004, "max_s": 0.02},
+}  # fmt: skip
+
+
+def drawn(status: dict[str, Any], width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, highlight=False)
+    console.print(view(status))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_view_shows_where_the_run_stands() -> None:
+    text = drawn(STATUS)
+    for line in (
+        "run         0badcafe, 1 min 15 s",
+        "steps       3 of 10 delivered",
+        "rollouts    64 planned = 24 delivered + 2 filtered + 37 in flight + 1 dead; 4 fenced",
+        "in flight   running 30, admitted 7",
+        "filtered    noop 2",
+        "speed       12.5 rollouts/s",
+        "queues      rollouts 5, filtering 0",
+        "workers     30 jobs running: host-1 30",
+        "loop lag    p99 4.0 ms, max 20 ms",
+    ):
+        assert line in text
+    assert "waiting for" not in text
+
+
+def test_what_the_run_waits_for_stands_in_a_frame_and_is_taken_literally() -> None:
+    text = drawn(STATUS | {"waiting_for": ["Redis [at x] does not answer", "the ledger cannot be written"]})
+    assert "─ waiting for ─" in text
+    assert "│ Redis [at x] does not answer" in text
+    assert "│ the ledger cannot be written" in text
+
+
+def test_a_run_that_drains_says_so() -> None:
+    assert "0badcafe, 1 min 15 s, draining" in drawn(STATUS | {"phase": "draining"})
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_terminal_loses_nothing(width: int) -> None:
+    text = " ".join(drawn(STATUS, width).split())
+    assert "24 delivered" in text
+    assert "1 dead; 4 fenced" in text
+
+
+def test_log_lines_that_repeat_the_view_are_left_out() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    handler = ConsoleHandler(console)
+    for level, message in (
+        (logging.INFO, "action=progress step=1"),
+        (logging.INFO, "action=delivered step=1"),
+        (logging.INFO, "action=loop_lag p99_s=0.01"),
+        (logging.WARNING, "action=loop_lag p99_s=9.99"),
+    ):
+        handler.emit(logging.LogRecord("penstock", level, "", 0, message, None, None))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [line[9:] for line in text.splitlines()] == ["action=delivered step=1", "action=loop_lag p99_s=9.99"]
+
+
+def test_a_terminal_that_is_stopped_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads the terminal, and its buffer is full: who logs and shows a status goes on."""
+    keyboard, screen = pty.openpty()
+    written: list[bytes] = []
+
+    def read_to_the_end() -> None:
+        with contextlib.suppress(OSError):
+            while block := os.read(keyboard, 65536):
+                written.append(block)
+
+    reader = threading.Thread(target=read_to_the_end)
+    with os.fdopen(screen, "w") as file:
+        monkeypatch.setattr("cli.live.RECORDS_KEPT", 100)
+        monkeypatch.setattr("sys.stderr", file)
+        monkeypatch.setattr(logging.getLogger(), "handlers", [])
+        with LiveView(Console(file=file, force_terminal=True, width=100)) as shown:
+            for number in range(2_000):
+                logging.getLogger("penstock").warning("action=test number=%d", number)
+                shown.watch(STATUS | {"step": number})
+            reader.start()
+    reader.join()
+    os.close(keyboard)
+    assert b"action=test number=0" in b"".join(written)
+    assert b"action=test number=1999" not in b"".join(written)

@@ -1,0 +1,94 @@
+"""`penstock run` as a person and as a script see it; without workers, so that nothing moves meanwhile."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.terminal import Terminal
+from support.waiting import wait_until
+
+from orchestrator import status
+from penstock.embedded_redis import EmbeddedRedis
+
+PENSTOCK = str(Path(sys.executable).parent / "penstock")
+ROOT = str(Path(__file__).parents[2])
+PATIENCE_S = 60
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def environment(server: EmbeddedRedis, tmp_path: Path) -> dict[str, str]:
+    ours = {"PENSTOCK_REDIS_URL": server.url, "PENSTOCK_RUN_DIR": str(tmp_path / "run"), "PENSTOCK_STEPS": "3"}
+    return {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")} | ours | {
+        "PYTHONPATH": ROOT,
+        "PENSTOCK_BATCH__SIZE": "4",
+        "PENSTOCK_ROLLOUTS__GROUP_SIZE": "4",
+    }  # fmt: skip
+
+
+def queued(directory: Path) -> bool:
+    """The run has submitted all that it can, and has said so."""
+    found = status.status(directory) if (directory / "status.json").exists() else {}
+    return found.get("states") == {"submitted": 48}
+
+
+def test_on_a_terminal_the_run_is_shown_live_and_summed_up(environment: dict[str, str], tmp_path: Path) -> None:
+    with Terminal(PENSTOCK, "run", env=environment) as terminal:
+        queues = "queues      rollouts 48, filtering 0, advantages 0, encoding 0"
+        wait_until(lambda: queues in terminal.text, timeout_s=PATIENCE_S, what="the view to show the queues")
+        terminal.press("\x03")
+        assert terminal.wait() == 0
+    text = terminal.text
+    assert "steps       0 of 3 delivered" in text
+    assert "rollouts    48 planned = 0 delivered + 0 filtered + 48 in flight + 0 dead" in text
+    assert "action=draining what runs is finished, nothing is begun; Ctrl-C again stops now" in text
+    summary = text.rpartition("stopped early after")[2]
+    assert "It adds up: 48 planned = 0 delivered + 0 filtered + 48 in flight + 0 dead." in summary
+    assert "resume      penstock run" in summary
+    assert "Traceback" not in text
+
+
+def test_in_a_pipe_the_run_writes_plain_lines_and_a_summary(environment: dict[str, str], tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [PENSTOCK, "run"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_until(lambda: queued(tmp_path / "run"), timeout_s=PATIENCE_S, what="48 queued rollouts")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    assert "WARNING penstock.orchestrator action=draining" in err
+    assert [line.partition(" ")[0] for line in out.splitlines()] == ["run", "steps", "verdict", "resume"]
+    assert "\x1b" not in out + err
+
+
+def test_with_json_the_output_is_one_object(environment: dict[str, str], tmp_path: Path) -> None:
+    process = subprocess.Popen([PENSTOCK, "run", "--steps", "3", "--json"], env=environment,
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
+    wait_until(lambda: queued(tmp_path / "run"), timeout_s=PATIENCE_S, what="48 queued rollouts")
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    found = json.loads(out)
+    assert found["phase"] in ("draining", "stopping")
+    assert found["rollouts"]["in_flight"] == 48
+    assert found["audit"]["balanced"]
+
+
+def test_ctrl_c_before_the_run_has_begun_ends_it_at_once(environment: dict[str, str]) -> None:
+    environment |= {"PENSTOCK_REDIS_URL": "redis://127.0.0.1:1/0", "PENSTOCK_RECOVERY__REDIS_PATIENCE_S": "3600"}
+    with Terminal(PENSTOCK, "run", env=environment) as terminal:
+        wait_until(lambda: "action=redis_awaited" in terminal.text, timeout_s=PATIENCE_S, what="a first try")
+        terminal.press("\x03")
+        assert terminal.wait() == 128 + signal.SIGINT
+    assert "Traceback" not in terminal.text

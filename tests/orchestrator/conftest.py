@@ -1,0 +1,24 @@
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.clock import Clock
+
+from orchestrator.ledger import Ledger
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    yield ledger
+    ledger.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the reconciler and of the engine's gate."""
+    clock = Clock()
+    for module in ("reconciler", "engine_gate"):
+        monkeypatch.setattr(f"orchestrator.{module}.time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock

@@ -1,0 +1,186 @@
+"""Who is taken for lost, and who is not: a clock of the test's, a real ledger, and what Redis said written out."""
+
+import pytest
+from support.clock import Clock
+from support.ledgers import configured, submitted
+
+from orchestrator.broker import Broker
+from orchestrator.engine_gate import EngineGate
+from orchestrator.ledger import Ledger
+from orchestrator.reconciler import Findings, Reconciler, Snapshot
+from orchestrator.records import Job
+from orchestrator.stages import Stages
+from orchestrator.states import JobState, RolloutState
+from penstock.messages import Queue
+
+RUN = "run"
+LEASE_S = 10.0
+
+
+class Scene:
+    def __init__(self, ledger: Ledger, clock: Clock) -> None:
+        config = configured(recovery={"lease_s": LEASE_S, "max_losses": 3}, rollouts={"timeout_s": 100})
+        self.clock = clock
+        self.ledger = ledger
+        group = submitted(ledger)
+        self.job: Job = ledger.jobs[group.rollouts[0].id]
+        self.rollout = group.rollouts[0]
+        for other in group.rollouts[1:]:
+            ledger.end(ledger.jobs[other.id], JobState.CANCELLED)
+        self.reconciler = Reconciler(
+            config, RUN, ledger, Broker("redis://nobody/0"), Stages(config, ledger, EngineGate())
+        )
+        self.poll_s = self.reconciler.poll_s
+
+    def see(self, *, lease: str | None = None, depth: int = 0, oldest: int | None = None) -> Findings:
+        """One poll; `lease` is the value of the job's lease."""
+        leases = {f"{RUN}.{self.job.id}.{self.job.attempt}.x": lease} if lease else {}
+        depths = dict.fromkeys(Queue, 0) | {Queue.ROLLOUTS: depth}
+        seen = Snapshot(leases=leases, depths=depths, oldest=dict.fromkeys(Queue) | {Queue.ROLLOUTS: oldest})
+        return self.reconciler.judge(seen)
+
+    def pass_time(self, seconds: float, *, lease: str | None = None, depth: int = 0, oldest: int | None = None) -> None:
+        """Polls all the way, which all see the same."""
+        for _ in range(round(seconds / self.poll_s)):
+            self.clock.advance(self.poll_s)
+            self.see(lease=lease, depth=depth, oldest=oldest)
+
+    @property
+    def lost(self) -> int:
+        return self.job.losses
+
+
+@pytest.fixture
+def scene(ledger: Ledger, clock: Clock) -> Scene:
+    return Scene(ledger, clock)
+
+
+def test_a_lease_that_beats_is_left_alone(scene: Scene) -> None:
+    for beat in range(50):
+        scene.pass_time(1, lease=f"worker:{beat}")
+    assert scene.lost == 0
+    assert scene.rollout.state is RolloutState.RUNNING
+
+
+def test_a_lease_that_stands_still_expires_and_the_job_is_submitted_again(scene: Scene) -> None:
+    scene.see(lease="worker:1")
+    scene.pass_time(LEASE_S - 1, lease="worker:1")
+    assert scene.lost == 0
+    scene.clock.advance(scene.poll_s)
+    findings = scene.see(lease="worker:1")
+    assert scene.lost == 1
+    assert scene.job.state is JobState.WAITING
+    assert findings.expired_leases == [f"{RUN}.{scene.job.id}.1.x"]
+    assert scene.job.id in scene.ledger.waiting
+
+
+def test_a_beat_at_the_last_moment_saves_a_lease(scene: Scene) -> None:
+    scene.see(lease="worker:1")
+    scene.pass_time(LEASE_S - 1, lease="worker:1")
+    scene.pass_time(LEASE_S - 1, lease="worker:2")
+    assert scene.lost == 0
+
+
+def test_a_paused_orchestrator_condemns_nobody(scene: Scene) -> None:
+    """However long it slept: what it did not see, it does not hold against anybody."""
+    scene.see(lease="worker:1")
+    for _ in range(4):
+        scene.clock.advance(3600)
+        scene.see(lease="worker:1")
+    assert scene.lost == 0
+    scene.pass_time(LEASE_S, lease="worker:1")
+    assert scene.lost == 1
+
+
+def test_a_flushed_redis_condemns_nobody_at_once(scene: Scene) -> None:
+    scene.pass_time(5, lease="worker:1")
+    scene.pass_time(LEASE_S - 1)
+    assert scene.lost == 0
+    scene.pass_time(1, lease="worker:9")
+    scene.pass_time(LEASE_S - 1)
+    assert scene.lost == 0
+
+
+def test_a_job_that_is_nowhere_is_lost(scene: Scene) -> None:
+    scene.see()
+    scene.pass_time(LEASE_S)
+    assert scene.lost == 0
+    scene.pass_time(scene.poll_s)
+    assert scene.lost == 1
+
+
+def test_a_job_that_may_still_be_queued_is_not_lost(scene: Scene) -> None:
+    scene.pass_time(5 * LEASE_S, depth=3, oldest=scene.job.sequence)
+    scene.pass_time(5 * LEASE_S, depth=3, oldest=scene.job.sequence - 1)
+    assert scene.lost == 0
+
+
+def test_a_queue_whose_oldest_message_is_not_ours_tells_nothing(scene: Scene) -> None:
+    scene.pass_time(5 * LEASE_S, depth=3, oldest=None)
+    assert scene.lost == 0
+
+
+def test_a_job_that_its_queue_has_passed_is_lost(scene: Scene) -> None:
+    scene.pass_time(2 * LEASE_S, depth=3, oldest=scene.job.sequence + 1)
+    assert scene.lost == 1
+
+
+def test_time_in_the_queue_is_not_time_missing(scene: Scene) -> None:
+    scene.pass_time(LEASE_S - 1)
+    scene.pass_time(1, depth=1, oldest=scene.job.sequence)
+    scene.pass_time(LEASE_S - 1)
+    assert scene.lost == 0
+
+
+def test_the_next_attempt_is_watched_from_its_own_start(scene: Scene) -> None:
+    scene.see(lease="worker:1")
+    scene.pass_time(LEASE_S, lease="worker:1")
+    assert scene.lost == 1
+    scene.ledger.submit(scene.job)
+    scene.pass_time(LEASE_S - 1)
+    assert scene.lost == 1
+
+
+def test_one_beating_execution_of_a_message_is_enough(scene: Scene) -> None:
+    """The same message was delivered twice; one of the two workers has died."""
+    name = f"{RUN}.{scene.job.id}.{scene.job.attempt}"
+    for beat in range(30):
+        scene.clock.advance(scene.poll_s)
+        seen = Snapshot(leases={f"{name}.dead": "a:1", f"{name}.alive": f"b:{beat}"}, depths=dict.fromkeys(Queue, 0),
+                        oldest=dict.fromkeys(Queue))  # fmt: skip
+        scene.reconciler.judge(seen)
+    assert scene.lost == 0
+
+
+def test_a_stale_lease_of_another_run_is_cleared_and_touches_no_job(scene: Scene) -> None:
+    stale = Snapshot(
+        leases={"other.g0000001-0.1.x": "w:1"}, depths=dict.fromkeys(Queue, 1), oldest=dict.fromkeys(Queue)
+    )
+    expired: list[str] = []
+    for _ in range(12):
+        scene.clock.advance(scene.poll_s)
+        expired = scene.reconciler.judge(stale).expired_leases
+    assert expired == ["other.g0000001-0.1.x"]
+    assert scene.lost == 0
+
+
+def test_a_rollout_that_runs_over_its_time_is_given_up_and_revoked(scene: Scene) -> None:
+    revoked: list[str] = []
+    for beat in range(115):
+        scene.clock.advance(1)
+        revoked += scene.see(lease=f"worker:{beat}").revoke
+    assert revoked == [f"{RUN}.{scene.job.id}.1"]
+    assert scene.lost == 1
+    assert scene.job.error is not None
+    assert "over its time-out" in scene.job.error
+
+
+def test_a_job_that_is_lost_too_often_is_dead(scene: Scene) -> None:
+    for _ in range(3):
+        scene.see(lease="worker:1")
+        scene.pass_time(LEASE_S + 1, lease="worker:1")
+        if scene.job.state is JobState.WAITING:
+            scene.ledger.submit(scene.job)
+    assert scene.job.state is JobState.DEAD
+    assert scene.rollout.state is RolloutState.DEAD
+    assert scene.rollout.error == "lost 3 times, the last: the worker's lease expired"

@@ -1,0 +1,150 @@
+"""What a user gets wrong is said in words, with what to do about it; nothing is lost, and nothing is begun."""
+
+import shutil
+import signal
+import sqlite3
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from support.cluster import BIN, Cluster, Process, cluster_in
+from support.waiting import wait_until
+
+from orchestrator import schema
+from penstock.embedded_redis import EmbeddedRedis
+from penstock.errors import LedgerError
+
+PASSWORD = "hunter2/#?"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Redis, and no workers: a run that begins submits 48 rollouts and waits."""
+    with cluster_in(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+def refused(process: Process) -> str:
+    """The one line that it says before it ends."""
+    assert process.wait() == 2, process.text
+    assert "Traceback" not in process.text
+    assert "hunter2" not in process.text
+    return process.text.splitlines()[-1]
+
+
+def begun(cluster: Cluster, name: str) -> Process:
+    """A run that has submitted all that it can."""
+    cluster.run_dir = cluster.directory / name
+    run = cluster.orchestrator()
+    wait_until(lambda: cluster.status().get("states") == {"submitted": 48}, timeout_s=30, what="48 submitted rollouts")
+    return run
+
+
+def drained(cluster: Cluster, run: Process) -> None:
+    run.signal(signal.SIGINT)
+    assert run.wait() == 0
+    found = cluster.audit()
+    assert found["balanced"], found["problems"]
+    assert found["in_flight"] == 48
+
+
+def test_a_wrong_address_of_redis(cluster: Cluster) -> None:
+    cluster.run_dir = cluster.directory / "wrong-address"
+    syntax = cluster.orchestrator(PENSTOCK_REDIS_URL="redis://:hunter2/@127.0.0.1:1/0")
+    nobody = cluster.orchestrator(
+        PENSTOCK_REDIS_URL="redis://:hunter2@127.0.0.1:1/0", PENSTOCK_RECOVERY__REDIS_PATIENCE_S="0.5"
+    )
+    assert refused(syntax).startswith("penstock: environment, PENSTOCK_REDIS_URL: redis_url: is not the address")
+    message = refused(nobody)
+    assert message.startswith("penstock: Redis at redis://127.0.0.1:1/0 cannot be used (Error 111 connecting to 127.")
+    assert message.endswith("start it, or set redis_url (PENSTOCK_REDIS_URL) to the right one")
+
+
+def test_a_wrong_and_a_missing_password(cluster: Cluster) -> None:
+    cluster.run_dir = cluster.directory / "wrong-password"
+    with EmbeddedRedis(cluster.directory / "guarded", password=PASSWORD) as server:
+        address = f"127.0.0.1:{server.port}/0"
+        wrong = cluster.orchestrator(PENSTOCK_REDIS_URL=f"redis://:hunter2@{address}")
+        cluster.run_dir = cluster.directory / "missing-password"
+        missing = cluster.orchestrator(PENSTOCK_REDIS_URL=f"redis://{address}")
+        assert f"Redis at redis://{address} refuses the password: put the right one into the" in refused(wrong)
+        assert f"Redis at redis://{address} asks for a password: put the right one into the" in refused(missing)
+
+
+def test_a_second_orchestrator_on_the_run_and_on_its_redis(cluster: Cluster) -> None:
+    run = begun(cluster, "driven")
+    same_run = cluster.orchestrator()
+    cluster.run_dir = cluster.directory / "another"
+    same_redis = cluster.orchestrator()
+    assert refused(same_run).endswith("stop it first, or use another run_dir")
+    assert f"{cluster.directory}/driven is being driven by process {run.pid} on " in same_run.text
+    message = refused(same_redis)
+    assert message.startswith("penstock: this Redis database is in use: run ")
+    assert f"in {cluster.directory}/driven, process {run.pid} on " in message
+    assert message.endswith("put another number at the end of the Redis URL, or stop that run")
+    cluster.run_dir = cluster.directory / "driven"
+    drained(cluster, run)
+
+
+def test_a_run_directory_that_does_not_fit(cluster: Cluster) -> None:
+    drained(cluster, begun(cluster, "original"))
+    original = cluster.run_dir
+    damage = {
+        "seed": lambda copy: None,
+        "run.json": lambda copy: (copy / "run.json").write_text('{"run": '),
+        "version": lambda copy: at_version(copy / "ledger.sqlite", 7),
+        "ledger": lambda copy: (copy / "ledger.sqlite").write_text("these are notes" * 99),
+    }
+    started: dict[str, Process] = {}
+    for name, break_it in damage.items():
+        cluster.run_dir = cluster.directory / f"broken-{name}"
+        shutil.copytree(original, cluster.run_dir)
+        break_it(cluster.run_dir)
+        started[name] = cluster.orchestrator(PENSTOCK_SEED="1" if name == "seed" else "0")
+    said = {name: refused(process) for name, process in started.items()}
+    assert "holds a run of another configuration (seed was 0, now 1): use another run_dir, or the" in said["seed"]
+    assert "broken-run.json/run.json is damaged" in said["run.json"]
+    assert "was written by another version of Penstock (schema 7, not 1): use the version that" in said["version"]
+    assert "cannot be used (file is not a database)" in said["ledger"]
+    cluster.run_dir = original
+    assert cluster.audit()["in_flight"] == 48
+
+
+def at_version(ledger: Path, version: int) -> None:
+    with closing(sqlite3.connect(ledger)) as connection:
+        connection.execute(f"PRAGMA user_version = {version}")
+
+
+def test_a_run_directory_that_cannot_be_used(cluster: Cluster) -> None:
+    (cluster.directory / "file").touch()
+    places = {"a file": cluster.directory / "file", "below a file": cluster.directory / "file" / "run",
+              "not writable, not even for root": Path("/proc/sys/kernel/run")}  # fmt: skip
+    started: dict[Path, Process] = {}
+    for place in places.values():
+        cluster.run_dir = place
+        started[place] = cluster.orchestrator()
+    for place, process in started.items():
+        message = refused(process)
+        assert message.startswith(f"penstock: the directory {place} cannot be used (")
+        assert message.endswith("mend that, or set run_dir to another one")
+
+
+def test_a_ledger_on_a_network_file_system(cluster: Cluster) -> None:
+    """The kernel's own table says so: a copy of it, with one line more, is laid over it for one process."""
+    cluster.run_dir = cluster.directory / "network"
+    mounts = cluster.directory / "mountinfo"
+    lines = Path("/proc/self/mountinfo").read_text()
+    mounts.write_text(f"{lines}999 1 0:99 / {cluster.run_dir} rw,relatime shared:9 - nfs4 filer:/runs rw,vers=4.2\n")
+    lay_over = 'mount --bind "$1" /proc/$$/mountinfo && shift && exec "$@"'
+    told = ["unshare", "--mount", "--map-root-user", "sh", "-c", lay_over, "sh", str(mounts)]
+    if subprocess.run([*told, "true"], capture_output=True).returncode == 0:
+        run = [str(BIN / "penstock"), "run", str(cluster.config), "--run-dir", str(cluster.run_dir)]
+        message = refused(cluster.start("orchestrator", *told, *run))
+    else:  # nobody may mount here
+        with pytest.raises(LedgerError) as refusal:
+            schema.refuse_network_file_system(cluster.run_dir, mounts.read_text())
+        message = str(refusal.value)
+    assert f"the ledger cannot lie on a network file system: {cluster.run_dir} is nfs4. Set ledger_dir to" in message
+    assert not cluster.run_dir.exists()

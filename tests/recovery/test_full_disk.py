@@ -1,0 +1,90 @@
+"""A disk that is full: the run waits, says so, and goes on when there is room."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.cluster import Cluster, Process, cluster_in
+from support.small_disk import LimitedDirectory, SmallDisk, small_disk
+from support.waiting import wait_until
+
+Disk = SmallDisk | LimitedDirectory
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
+    with small_disk(tmp_path_factory.mktemp("small") / "disk") as disk:
+        yield disk
+
+
+@pytest.fixture(scope="module")
+def cluster(disk: Disk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Redis and workers, with the store on the small disk."""
+    directory = tmp_path_factory.mktemp("cluster")
+    settings = {"store": f"file://{disk.directory}/store", "noop": {"rollout_s": 0.2}}
+    with cluster_in(directory, steps=5, **settings) as cluster:
+        cluster.enter = disk.enter
+        cluster.rollout_worker(concurrency=8)
+        cluster.compute_worker()
+        yield cluster
+
+
+def delivering(run_dir: Path, process: Process) -> None:
+    """The run is under way, and not at its end."""
+    first = run_dir / "batches" / "step_000000" / "manifest.json"
+    wait_until(lambda: first.exists() or process.exit_code is not None, timeout_s=60, what="a first step")
+    assert process.exit_code is None, process.text
+
+
+def waits_for(cluster: Cluster, text: str) -> None:
+    said = lambda: any(text in cause for cause in cluster.status().get("waiting_for", []))  # noqa: E731
+    wait_until(said, timeout_s=30, what=f"the status to say: {text}")
+
+
+def ends_well(cluster: Cluster, process: Process) -> None:
+    assert process.wait() == 0, process.text
+    audit = cluster.penstock("audit", str(cluster.run_dir), "--json")
+    assert audit.exit_code == 0, audit.text
+    found = json.loads(audit.text)
+    assert found["balanced"]
+    assert found["delivered"] == found["planned"] == 80
+    assert "Traceback" not in process.text
+
+
+def test_the_disk_of_the_ledger(cluster: Cluster, disk: Disk) -> None:
+    cluster.run_dir = cluster.directory / "ledger-run"
+    run = cluster.orchestrator(PENSTOCK_LEDGER_DIR=str(disk.directory / "ledger"))
+    delivering(cluster.run_dir, run)
+    with disk.full(run.pid, "ledger"):
+        waits_for(cluster, f"the ledger {disk.directory}/ledger/ledger.sqlite cannot be written (")
+        assert "free space on its disk; nothing is lost" in str(cluster.status()["waiting_for"])
+    ends_well(cluster, run)
+    assert run.text.count("action=ledger_waits") == 1
+
+
+def test_the_disk_of_the_store(cluster: Cluster, disk: Disk) -> None:
+    cluster.run_dir = cluster.directory / "store-run"
+    run = cluster.orchestrator()
+    delivering(cluster.run_dir, run)
+    with disk.full(run.pid, "store/plans"):
+        waits_for(cluster, f"the store {disk.directory}/store cannot be written (")
+    ends_well(cluster, run)
+    assert run.text.count("action=store_waits") == 1
+
+
+def test_the_disk_of_everything(cluster: Cluster, disk: Disk) -> None:
+    """No status can be written either: the log says it, and `penstock status` looks for itself."""
+    cluster.run_dir = disk.directory / "run"
+    run = cluster.orchestrator()
+    delivering(disk.inside / "run", run)
+    with disk.full(run.pid, "run"):
+        wait_until(lambda: "action=ledger_waits" in run.text, timeout_s=30, what="the log to say it")
+        if isinstance(disk, SmallDisk):
+            wait_until(lambda: "action=status_unwritten" in run.text, timeout_s=30, what="the log to say it")
+            cluster.run_dir = disk.directory / "another"
+            late = cluster.orchestrator(PENSTOCK_REDIS_URL="redis://127.0.0.1:1/0")
+            assert late.wait() == 2
+            assert f"the directory {cluster.run_dir} cannot be used (No space left on device)" in late.text
+    cluster.run_dir = disk.directory / "run"
+    ends_well(cluster, run)

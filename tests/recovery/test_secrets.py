@@ -1,0 +1,35 @@
+"""The password of Redis is in the environment, and nowhere else: not in a file, a log, a command line or an error."""
+
+from pathlib import Path
+
+from support.cluster import Cluster, cluster_in
+from support.waiting import wait_until
+
+PASSWORD = "hunter2/#?@%"
+TRACE = b"hunter2"
+
+
+def leaks(cluster: Cluster) -> list[Path]:
+    of_redis = cluster.redis_server.directory
+    files = [path for path in cluster.directory.rglob("*") if path.is_file() and not path.is_relative_to(of_redis)]
+    running = [Path(f"/proc/{process.pid}/cmdline") for process in cluster.processes if process.exit_code is None]
+    return [path for path in [*files, *running] if TRACE in path.read_bytes()]
+
+
+def test_the_password_is_never_shown(tmp_path: Path) -> None:
+    """Least of all when Redis goes away, and everybody says where they cannot connect to."""
+    with cluster_in(tmp_path, password=PASSWORD, noop={"rollout_s": 60}) as cluster:
+        workers = [cluster.rollout_worker(concurrency=8), cluster.compute_worker()]
+        cluster.orchestrator()
+        cluster.wait_running(8)
+        there = cluster.penstock("status", str(cluster.run_dir))
+        assert f"redis://127.0.0.1:{cluster.redis_server.port}/0 answers" in there.text
+        cluster.redis_server.kill()
+        waits = lambda: "does not answer" in str(cluster.status().get("waiting_for"))  # noqa: E731
+        wait_until(waits, timeout_s=30, what="the status to say that Redis is away")
+        for worker in workers:
+            wait_until(lambda worker=worker: "Cannot connect" in worker.text, timeout_s=30, what="the worker to say so")
+        away = cluster.penstock("status", str(cluster.run_dir), "--json")
+        assert "cannot be used" in away.text
+        assert {path.suffix for path in tmp_path.rglob("*")} >= {".json", ".log", ".sqlite", ".toml"}
+        assert leaks(cluster) == []

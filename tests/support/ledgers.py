@@ -1,0 +1,45 @@
+"""Groups at the points of their way where a test needs them, moved there by the ledger's own methods."""
+
+from typing import Any
+
+from orchestrator.ledger import Ledger
+from orchestrator.records import Group
+from orchestrator.states import GroupState, JobState, RolloutState
+from penstock.config import RunConfig
+from penstock.messages import RolloutResult
+
+
+def configured(**settings: Any) -> RunConfig:
+    """Two groups of four rollouts a step, three steps."""
+    values: dict[str, Any] = {"steps": 3, "rollouts": {"group_size": 4}, "batch": {"size": 2}}
+    for key, value in settings.items():
+        values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
+    return RunConfig.model_validate(values)
+
+
+def planned(ledger: Ledger, size: int = 4) -> Group:
+    return ledger.plan(environment="noop", example=ledger.number("groups_planned"), size=size)
+
+
+def submitted(ledger: Ledger, size: int = 4) -> Group:
+    group = planned(ledger, size)
+    for rollout in group.rollouts:
+        ledger.submit(ledger.jobs[rollout.id])
+    return group
+
+
+def generated(ledger: Ledger, size: int = 4) -> Group:
+    group = submitted(ledger, size)
+    for rollout in group.rollouts:
+        ledger.end(ledger.jobs[rollout.id], JobState.SETTLED)
+        ledger.generated(rollout, RolloutResult(reward=float(rollout.index)))
+    return group
+
+
+def admitted(ledger: Ledger, size: int = 4) -> Group:
+    group = generated(ledger, size)
+    for rollout in group.rollouts:
+        rollout.advantage = rollout.index - 1.5
+        ledger.move(rollout, RolloutState.ADMITTED)
+    ledger.enter(group, GroupState.ADMITTED)
+    return group

@@ -1,0 +1,109 @@
+"""A disk of a few megabytes that can be full: a tmpfs in a mount namespace, gone with the process that holds it.
+
+Who shall see it is started with `enter` before its command; this process sees it under `inside`. Where nobody may
+mount, other faults stand in for it, by which the same calls fail.
+"""
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from penstock.embedded_redis import LAUNCHER
+
+SIZE_BYTES = 8 << 20
+LARGE_BYTES = 1 << 16  # above a status and a log of a short run, below a ledger's log of one
+SCRIPT = 'mount -t tmpfs -o size="$2" penstock "$1" && echo mounted && exec sleep infinity'
+# As root; else in a user namespace, where the kernel allows one.
+NAMESPACES = (["--mount"], ["--mount", "--user", "--map-root-user"])
+
+
+class SmallDisk:
+    def __init__(self, directory: Path, holder: subprocess.Popen[bytes], *, user: bool) -> None:
+        self.directory = directory
+        self.inside = Path(f"/proc/{holder.pid}/root") / directory.relative_to("/")
+        as_user = ["--user", "--preserve-credentials"] if user else []
+        self.enter = ["nsenter", "--target", str(holder.pid), "--mount", *as_user, "--"]
+
+    @contextmanager
+    def full(self, pid: int, folder: str) -> Iterator[None]:
+        """Not a byte more fits while this lasts."""
+        filler = self.inside / "filler"
+        with filler.open("wb", buffering=0) as file:
+            for block in (1 << 16, 1 << 12, 1):
+                with suppress(OSError):
+                    while True:
+                        file.write(bytes(block))
+        try:
+            yield
+        finally:
+            filler.unlink()
+
+
+class LimitedDirectory:
+    """An ordinary directory, for where nobody may mount, and for this process itself."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = self.inside = directory
+        self.enter: list[str] = []
+
+    @contextmanager
+    def full(self, pid: int, folder: str) -> Iterator[None]:
+        """`pid` cannot let a file grow beyond the largest in `folder`; or the folder is none, if they are small."""
+        place = self.directory / folder
+        largest = max((path.stat().st_size for path in place.iterdir() if path.is_file()), default=0)
+        with _limited(pid, largest) if largest > LARGE_BYTES else _no_folder(place):
+            yield
+
+
+@contextmanager
+def _limited(pid: int, size: int) -> Iterator[None]:
+    _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, most))
+
+
+@contextmanager
+def _no_folder(place: Path) -> Iterator[None]:
+    aside = place.with_name("aside")
+    place.rename(aside)
+    place.touch()
+    try:
+        yield
+    finally:
+        place.unlink()
+        aside.rename(place)
+
+
+@contextmanager
+def small_disk(directory: Path) -> Iterator[SmallDisk | LimitedDirectory]:
+    directory.mkdir()
+    for namespaces in NAMESPACES:
+        command = ["unshare", *namespaces, "sh", "-c", SCRIPT, "sh", str(directory), str(SIZE_BYTES)]
+        holder = held(command)
+        if holder is not None:
+            try:
+                yield SmallDisk(directory, holder, user="--user" in namespaces)
+            finally:
+                holder.kill()
+                holder.wait()
+            return
+    yield LimitedDirectory(directory)
+
+
+def held(command: list[str]) -> subprocess.Popen[bytes] | None:
+    """A process that has made its mounts and keeps them; it ends with this one."""
+    launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), "/usr/bin/env"]
+    holder = subprocess.Popen([*launcher, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert holder.stdout is not None
+    with holder.stdout as output:
+        if output.readline() == b"mounted\n":
+            return holder
+    holder.wait()
+    return None

@@ -1,0 +1,71 @@
+"""A command on a terminal of its own: what it writes, and keys to press."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+import threading
+from types import TracebackType
+from typing import Self
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
+
+
+class Terminal:
+    """`with Terminal(*command, env=...) as terminal: ...`"""
+
+    def __init__(self, *command: str, env: dict[str, str], rows: int = 40, columns: int = 120) -> None:
+        self._blocks: list[bytes] = []
+        self._keyboard, screen = pty.openpty()
+        fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        # The first terminal that a session's leader opens becomes the one whose keys reach it.
+        opened = ["sh", "-c", 'exec "$@" <"$PTY" >"$PTY" 2>&1', "sh", *command]
+        env = env | {"TERM": "xterm-256color", "PTY": os.ttyname(screen)}
+        self._process = subprocess.Popen(opened, env=env, start_new_session=True)
+        self._screen = os.fdopen(screen)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def raw(self) -> str:
+        return b"".join(self._blocks).decode(errors="replace")
+
+    @property
+    def text(self) -> str:
+        """All that was ever written, without colours and cursor movements."""
+        return CONTROL.sub("", self.raw)
+
+    def press(self, keys: str) -> None:
+        os.write(self._keyboard, keys.encode())
+
+    def wait(self, timeout_s: float = 60) -> int:
+        """The exit code; from then on `text` is complete."""
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it does not end; it wrote:\n{self.text[-3000:]}") from None
+        self._screen.close()
+        self._reader.join()
+        return code
+
+    def _read(self) -> None:
+        """Until nobody has the screen open any more."""
+        try:
+            while block := os.read(self._keyboard, 65536):
+                self._blocks.append(block)
+        except OSError:  # Linux's end of a terminal
+            pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self.wait()
+        os.close(self._keyboard)

@@ -1,0 +1,86 @@
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+from kombu.asynchronous.hub import Hub
+from support.waiting import wait_until
+
+from penstock.event_loop import event_loop_factory
+from workers.hub_calls import HubCalls
+from workers.loop_thread import LoopThread
+
+
+@asynccontextmanager
+async def nothing() -> AsyncGenerator[None]:
+    yield
+
+
+@pytest.fixture
+def thread() -> Iterator[LoopThread]:
+    thread = LoopThread(event_loop_factory()(), nothing)
+    thread.start()
+    yield thread
+    thread.stop(10)
+
+
+@pytest.fixture
+def calls(thread: LoopThread) -> HubCalls:
+    return HubCalls(thread.loop)
+
+
+@pytest.fixture
+def post(thread: LoopThread, calls: HubCalls) -> Callable[..., None]:
+    return lambda call, *args: thread.loop.call_soon_threadsafe(calls.post, call, *args)
+
+
+def run(hub: Hub, done: Callable[[], bool]) -> None:
+    def turned() -> bool:
+        hub.run_once()
+        return done()
+
+    wait_until(turned)
+
+
+def test_calls_run_on_the_hub_in_order(calls: HubCalls, post: Callable[..., None]) -> None:
+    hub, seen = Hub(), list[int]()
+    calls.register(hub)
+    for n in range(1000):
+        post(seen.append, n)
+    run(hub, lambda: len(seen) == 1000)
+    assert seen == list(range(1000))
+
+
+def test_a_call_that_raises_leaves_the_later_ones(calls: HubCalls, post: Callable[..., None]) -> None:
+    hub, seen = Hub(), list[int]()
+    calls.register(hub)
+    post(seen.append, 0)
+    post(seen.remove, 1)
+    post(seen.append, 2)
+    with pytest.raises(ValueError, match="not in list"):
+        run(hub, lambda: len(seen) == 2)
+    run(hub, lambda: len(seen) == 2)
+    assert seen == [0, 2]
+
+
+def test_calls_survive_the_reset_of_the_hub_that_a_reconnection_makes(
+    calls: HubCalls, post: Callable[..., None]
+) -> None:
+    hub, seen = Hub(), list[int]()
+    calls.register(hub)
+    post(seen.append, 1)
+    hub.reset()
+    post(seen.append, 2)
+    calls.register(hub)
+    run(hub, lambda: len(seen) == 2)
+    assert seen == [1, 2]
+
+
+def test_calls_run_without_a_hub_that_polls(calls: HubCalls, post: Callable[..., None]) -> None:
+    seen = list[int]()
+    post(seen.append, 1)
+
+    def ran() -> bool:
+        calls.run()
+        return seen == [1]
+
+    wait_until(ran)

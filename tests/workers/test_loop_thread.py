@@ -1,0 +1,114 @@
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import pytest
+import uvloop
+
+from penstock.errors import ConfigError
+from workers.loop_thread import LoopThread
+
+TIMEOUT_S = 10.0
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+
+
+@asynccontextmanager
+async def nothing() -> AsyncGenerator[None]:
+    yield
+
+
+def started(
+    lifespan: Callable[[], AbstractAsyncContextManager[None]] = nothing,
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+) -> LoopThread:
+    thread = LoopThread(new_loop(), lifespan)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_the_life_span_surrounds_what_runs_on_the_loop(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    seen: list[str] = []
+
+    @asynccontextmanager
+    async def lifespan() -> AsyncGenerator[None]:
+        async with asyncio.TaskGroup() as group:
+            background = group.create_task(asyncio.Event().wait())
+            seen.append("entered")
+            yield
+            seen.append("left")
+            background.cancel()
+
+    thread = started(lifespan, new_loop)
+    assert thread.wait_entered(TIMEOUT_S)
+    thread.loop.call_soon_threadsafe(seen.append, "work")
+    thread.stop(TIMEOUT_S)
+    assert seen == ["entered", "work", "left"]
+    assert thread.loop.is_closed()
+
+
+def test_what_keeps_a_life_span_from_being_entered_is_raised() -> None:
+    @asynccontextmanager
+    async def lifespan() -> AsyncGenerator[None]:
+        raise ConfigError("no store")
+        yield
+
+    thread = started(lifespan)
+    with pytest.raises(ConfigError, match="no store"):
+        thread.wait_entered(TIMEOUT_S)
+    thread.stop(TIMEOUT_S)
+
+
+def test_a_life_span_that_hangs_is_not_entered() -> None:
+    @asynccontextmanager
+    async def lifespan() -> AsyncGenerator[None]:
+        await asyncio.Event().wait()
+        yield
+
+    thread = started(lifespan)
+    assert not thread.wait_entered(0.01)
+    thread.stop(0.01)
+
+
+def test_a_life_span_whose_background_fails_ends() -> None:
+    @asynccontextmanager
+    async def lifespan() -> AsyncGenerator[None]:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+            yield
+
+    async def fail() -> None:
+        raise ConfigError("lost")
+
+    thread = started(lifespan)
+    assert isinstance(thread.ended.exception(TIMEOUT_S), ExceptionGroup)
+    thread.stop(TIMEOUT_S)
+
+
+def test_a_life_span_that_will_not_be_left_is_abandoned(caplog: pytest.LogCaptureFixture) -> None:
+    @asynccontextmanager
+    async def lifespan() -> AsyncGenerator[None]:
+        yield
+        await asyncio.Event().wait()
+
+    thread = started(lifespan)
+    assert thread.wait_entered(TIMEOUT_S)
+    with caplog.at_level(logging.WARNING):
+        thread.stop(0.01)
+    assert "action=lifespan_abandoned" in caplog.text
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_a_task_that_exits_does_not_end_the_loop(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    async def leave() -> None:
+        raise SystemExit(3)
+
+    async def stay() -> str:
+        return "here"
+
+    thread = started(new_loop=new_loop)
+    assert thread.wait_entered(TIMEOUT_S)
+    assert isinstance(asyncio.run_coroutine_threadsafe(leave(), thread.loop).exception(TIMEOUT_S), SystemExit)
+    assert asyncio.run_coroutine_threadsafe(stay(), thread.loop).result(TIMEOUT_S) == "here"
+    thread.stop(TIMEOUT_S)

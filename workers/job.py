@@ -1,0 +1,116 @@
+"""One delivery of a task message, and its body on the event loop: time limits, cancellation, outcome.
+
+A message delivered twice is two jobs. Everything here but `terminate` runs on the loop thread; what happens is told
+through `report`. A body is cancelled with the reason as the message of its CancelledError.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from inspect import iscoroutinefunction, unwrap
+from typing import Any
+
+from billiard.einfo import ExceptionInfo
+from celery.exceptions import SoftTimeLimitExceeded, Terminated, TimeLimitExceeded
+
+from penstock.errors import ConfigError, StageError
+
+STOPPING, REVOKED, TIME_LIMIT = "stopping", "revoked", "time limit"
+
+
+@dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
+class Job:
+    """Celery's Request keeps it by weak reference only."""
+
+    name: str
+    id: str
+    run: Callable[..., Any]
+    request: dict[str, Any]
+    """The message's headers, with the decoded arguments."""
+    soft_s: float | None
+    hard_s: float | None
+    on_accepted: Callable[[int, float], None]
+    on_outcome: Callable[[tuple[int, ExceptionInfo | None, float]], None]
+    on_revoked: "Callable[[Job], None]"
+    report: "Callable[[Job, BaseException | None, float, bool], None]"
+    """Error, runtime in seconds, and whether the body has ended: past the hard limit it may not have."""
+    _body: "asyncio.Task[None] | None" = None
+    _cancelled_for: str | None = None
+
+    def terminate(self, signal: int | None = None) -> None:
+        """Called by the Request, on the hub thread, after it has announced that the task is revoked."""
+        self.on_revoked(self)
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        started_s = time.monotonic()
+        self._body = loop.create_task(self._run(), name=self.id)
+        timers: list[asyncio.TimerHandle] = []
+        if self.soft_s:
+            timers.append(loop.call_later(self.soft_s, self._pass_soft_limit))
+        if self.hard_s:
+            timers.append(loop.call_later(self.hard_s, self._pass_hard_limit, self.hard_s))
+        self._body.add_done_callback(lambda body: self._end(body, time.monotonic() - started_s, timers))
+
+    def cancel(self, reason: str) -> None:
+        if self._body is not None:  # else it has ended, or was revoked before it was started
+            self._cancelled_for = reason
+            self._body.cancel(reason)
+
+    async def _run(self) -> None:
+        if not _is_async(self.run):
+            queue = self.request["delivery_info"]["routing_key"]
+            raise ConfigError(
+                f"{self.name} is not an `async def`, and queue {queue} is served by the asyncio pool, which runs "
+                "nothing else. Route it to a queue of the compute workers, or make it a coroutine."
+            )
+        try:
+            await self.run(*self.request["args"], **self.request["kwargs"])
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise StageError(f"{self.name} tried to end the process: {error!r}") from error
+
+    def _pass_soft_limit(self) -> None:
+        if self._cancelled_for is None:  # else it is cleaning up, which must not be cancelled
+            self.cancel(TIME_LIMIT)
+
+    def _pass_hard_limit(self, limit_s: float) -> None:
+        self.cancel(TIME_LIMIT)
+        self.report(self, TimeLimitExceeded(limit_s), limit_s, False)
+
+    def _end(self, body: "asyncio.Task[None]", runtime_s: float, timers: list[asyncio.TimerHandle]) -> None:
+        for timer in timers:
+            timer.cancel()
+        self._body = None  # its error's traceback holds this job: a cycle would keep the body's locals
+        self.report(self, self._cancellation() if body.cancelled() else body.exception(), runtime_s, True)
+
+    def _cancellation(self) -> BaseException:
+        if self._cancelled_for == TIME_LIMIT:
+            return SoftTimeLimitExceeded(self.soft_s)
+        if self._cancelled_for is not None:
+            return Terminated(self._cancelled_for)
+        return asyncio.CancelledError("the body cancelled itself")
+
+
+@cache
+def _is_async(run: Callable[..., Any]) -> bool:
+    return iscoroutinefunction(unwrap(run))  # `pydantic=True` wraps the coroutine function in a plain one
+
+
+def exception_info(error: BaseException) -> ExceptionInfo:
+    """As Celery's tracer would hand it to the Request."""
+    if error.__traceback__ is None:  # ExceptionInfo needs one; what was made here and not raised has none
+        _raise_and_catch(error)
+    info = ExceptionInfo((type(error), error, error.__traceback__))
+    info.exception = error  # pyright: ignore[reportAttributeAccessIssue]  # typed by its first value
+    return info
+
+
+def _raise_and_catch(error: BaseException) -> None:
+    try:
+        raise error
+    except type(error):
+        return
+    finally:
+        del error  # the traceback now holds this frame: the same cycle
