@@ -21,4 +21,3 @@ async def to_the_end(task: asyncio.Task[T]) -> T:
         if not task.cancelled() and (error := task.exception()):
             log.error("action=failed_unseen error=%r: whoever waited for it was cancelled", error)
         raise
-

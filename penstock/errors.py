@@ -13,7 +13,8 @@ PenstockError
  |    +-- BlobUnwritten          the store took nothing: disk full, no rights; tried again
  +-- SessionError                carries the HTTP status that the session server answers
  |    +-- BadRequest 400, NotFound 404, Busy 409, Expired 410, TooLarge 413,
- |        NothingToTrain 422, Invariant 500, Upstream 502
+ |    |   NothingToTrain 422, Invariant 500, Upstream 502
+ |    +-- ContextFull 400        a BadRequest: the conversation was cut at its end and cannot go on
  +-- InfrastructureFailure       tried again, counted towards `max_failures`
  |    +-- EngineUnreachable      tried again, counted as nothing: submission pauses
  +-- PolicyFailure               what the policy did wrong: scored, never tried again
@@ -79,6 +80,10 @@ class SessionError(PenstockError):
 
 class BadRequest(SessionError):
     status_code = 400
+
+
+class ContextFull(BadRequest):
+    pass
 
 
 class NotFound(SessionError):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator
 
 from penstock.messages import SAMPLES_LIMIT
-from penstock.routed_experts import CheckRoutes
+from penstock.routed_experts import CheckRoutes, RouteFormat
 from penstock.sections import Section, Share
 
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
@@ -44,6 +44,10 @@ class Engine(Section):
     check_routes: CheckRoutes = CheckRoutes.SAMPLE
     """which new rows are looked at for zeros, an engine's way of saying that it captured nothing"""
 
+    @property
+    def route_format(self) -> RouteFormat:
+        return RouteFormat(layers=self.moe_layers, experts=self.moe_experts, check=self.check_routes)
+
     @field_validator("urls", mode="before")
     @classmethod
     def _separated(cls, urls: object) -> object:
@@ -55,6 +59,12 @@ class Engine(Section):
         if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
             raise ValueError("give at least one URL that looks like http://host:port")
         return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+
+
+# Penstock's own; `n` because exactly one answer can be recorded.
+RESERVED = frozenset(
+    {"model", "messages", "tools", "stream", "n", "logprobs", "token_ids", "input_ids", "sampling_params", "seed"}
+)
 
 
 class Sampling(Section):
@@ -70,6 +80,13 @@ class Sampling(Section):
     stop: tuple[str, ...] | None = None
     more: dict[str, Any] = Field(default={})
     """other fields of the request, as the engine spells them (`chat_template_kwargs`)"""
+
+    @field_validator("more")
+    @classmethod
+    def _not_ours(cls, more: dict[str, Any]) -> dict[str, Any]:
+        if refused := sorted(RESERVED & more.keys()):
+            raise ValueError(f"{', '.join(refused)}: set by Penstock itself")
+        return more
 
 
 class Policy(Section):
@@ -89,7 +106,7 @@ class Policy(Section):
 
 class EnvironmentSettings(Section):
     use: str
-    """a built-in (arithmetic, guess, distinct, noop), or `module:Class` of your own"""
+    """a built-in (arithmetic, guess, distinct), or `module:Class` of your own"""
     weight: PositiveFloat = 1.0
     """its share of the trained batch, relative to the others"""
     options: dict[str, Any] = Field(default={})

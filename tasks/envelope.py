@@ -34,7 +34,9 @@ TASKS: dict[type[AnyJob], str] = {
 }
 SEQUENCE_HEADER = "penstock_sequence"
 ORIGIN = "penstock"
-HARD_LIMIT_AFTER_S = 2 * GRACE_S  # a body that does not heed its time-out loses its slot (asyncio) or its process (prefork)
+HARD_LIMIT_AFTER_S = (
+    2 * GRACE_S
+)  # a body that does not heed its time-out loses its slot (asyncio) or its process (prefork)
 EMBED: dict[str, None] = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
 
 

@@ -1,1 +1,18 @@
 """Environments: what the policy is asked and how it is scored. The worker's own configuration says which there are."""
+
+from penstock.environments.loading import LoadedEnvironment, load_environment, load_environments
+from penstock.environments.protocol import Environment, Message, Played, Policy, Reply, ToolCall
+from penstock.environments.scores import Score
+
+__all__ = [
+    "Environment",
+    "LoadedEnvironment",
+    "Message",
+    "Played",
+    "Policy",
+    "Reply",
+    "Score",
+    "ToolCall",
+    "load_environment",
+    "load_environments",
+]

@@ -7,7 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from penstock.environments.protocol import Policy, Score
+from penstock.environments.protocol import Policy
+from penstock.environments.scores import Score
 
 PROMPT = "What is {problem}? Think it through, then end with a line `Answer: N`, where N is a whole number."
 ANSWER = re.compile(r"Answer:\s*(-?\d+)")
@@ -24,7 +25,7 @@ class Arithmetic:
     def __init__(
         self,
         *,
-        size: Annotated[int, Field(ge=1)] = 10_000,
+        size: Annotated[int, Field(ge=1)] = 1_000,
         terms: Annotated[int, Field(ge=1)] = 3,
         largest: Annotated[int, Field(ge=1)] = 20,
         seed: int = 0,

@@ -1,23 +1,23 @@
 """Scored as a group: name a number that the others do not name. A valid number shared by k rollouts is worth 1 / k."""
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
 
-from penstock.environments.protocol import Played, Policy, Score
+from penstock.environments.arithmetic import last_answer
+from penstock.environments.protocol import Played, Policy
+from penstock.environments.scores import Score
 
 PROMPT = (
     "Name a whole number from 1 to {largest} that is divisible by {divisor}. Others are asked the same: "
     "choose one that they do not choose. End with a line `Answer: N`."
 )
-ANSWER = re.compile(r"Answer:\s*(\d+)")
 
 
 class Distinct:
-    def __init__(self, *, largest: Annotated[int, Field(ge=2)] = 100, divisors: Annotated[int, Field(ge=1)] = 10):
+    def __init__(self, *, largest: Annotated[int, Field(ge=2)] = 30, divisors: Annotated[int, Field(ge=1)] = 10):
         """Example i asks for multiples of 2 + i."""
         self.examples = range(2, min(2 + divisors, largest + 1))
         self._largest = largest
@@ -33,6 +33,5 @@ class Distinct:
         return [0.0 if number is None else 1 / times[number] for number in named]
 
     def _named(self, divisor: int, text: str) -> int | None:
-        found = ANSWER.findall(text)
-        number = int(found[-1]) if found and len(found[-1]) < 20 else 0
+        number = last_answer(text) or 0
         return number if 0 < number <= self._largest and number % divisor == 0 else None

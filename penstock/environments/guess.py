@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from penstock.environments.protocol import Policy, Score, ToolCall
+from penstock.environments.protocol import Policy, ToolCall
+from penstock.environments.scores import Score
 from penstock.errors import PolicyFailure
 
 SYSTEM = "You play a guessing game. Call the tool `guess`; you may call it for several boxes in one turn."
@@ -48,7 +49,7 @@ class Game:
         except PolicyFailure as error:
             return self._invalid(str(error))
         box, number = arguments.get("box"), arguments.get("number")
-        if call.name != "guess" or not isinstance(box, str) or not isinstance(number, int):
+        if call.name != "guess" or not isinstance(box, str) or type(number) is not int:
             return self._invalid("call guess with a box (string) and a number (integer)")
         if box not in self.secrets:
             return self._invalid(f"there is no box {box}; there are {', '.join(self.secrets)}")
@@ -70,7 +71,7 @@ class Guess:
     def __init__(
         self,
         *,
-        size: Annotated[int, Field(ge=1)] = 10_000,
+        size: Annotated[int, Field(ge=1)] = 1_000,
         boxes: Annotated[int, Field(ge=1, le=26)] = 3,
         largest: Annotated[int, Field(ge=1)] = 100,
         turns: Annotated[int, Field(ge=1)] = 8,

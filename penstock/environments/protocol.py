@@ -4,11 +4,12 @@
 """
 
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
+from penstock.environments.scores import AnyScore, Score
 from penstock.errors import PolicyFailure
 
 Message = dict[str, Any]
@@ -63,22 +64,12 @@ class Policy(Protocol):
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         agent: str = "",
+        train: bool = True,
         **sampling: Any,
     ) -> Reply:
-        """One turn. PolicyFailure at the turn or context limit, InfrastructureFailure when the engine fails."""
+        """One turn, one at a time. `train=False` keeps what is said out of the loss; a sampling field of None takes a
+        default away. PolicyFailure at the turn or context limit, InfrastructureFailure when the engine fails."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    reward: float
-    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
-    """named parts of the reward, for estimators that treat them one by one"""
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-
-
-AnyScore = Score | float | Mapping[str, float]
-"""A mapping names rewards; the reward is their sum."""
 
 
 @dataclass(frozen=True, kw_only=True)

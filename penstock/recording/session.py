@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.blobs import BlobRef, Store
 from penstock.cancellation import to_the_end
-from penstock.errors import BadRequest, Busy, Invariant, NotFound, NothingToTrain
+from penstock.errors import Busy, ContextFull, Invariant, NotFound, NothingToTrain
 from penstock.fingerprints import Ids
 from penstock.offload import in_io_thread
 from penstock.recording.conversation import START, Conversation, Message, Mode, Request
@@ -144,6 +144,7 @@ class Session:
             request = self._conversation.request(self.turns - 1, [])
         else:
             request = self._conversation.prepare(messages)
+            self._require_room(request)
         history_ids, routes_from = self._history(request)
         return Prepared(
             request=request,
@@ -201,8 +202,6 @@ class Session:
             return np.empty(0, np.int32), 0
         turn = request.parent.turn
         parent = self._samples.turns[turn]
-        if parent.truncated:
-            raise BadRequest(f"the conversation has reached max_seq_len ({self.settings.max_seq_len}): end it here")
         extends = self._samples.last_turns()[parent.sample] == turn
         return self._samples.ids(turn), self._samples.known()[parent.sample].rows_from if extends else 0
 
@@ -261,6 +260,11 @@ class Session:
     def _require_open(self) -> None:
         if self._state is not State.OPEN:
             raise self._not_found()
+
+    def _require_room(self, request: Request) -> None:
+        """Behind a turn that was cut, a sample could only repeat it as context."""
+        if request.parent is not START and self._samples.turns[request.parent.turn].truncated:
+            raise ContextFull(f"the conversation has reached max_seq_len ({self.settings.max_seq_len}): end it here")
 
     def _require_slot(self, claim: Claim) -> None:
         if self._claim is not claim:

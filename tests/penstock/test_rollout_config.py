@@ -19,12 +19,20 @@ def test_urls_come_from_a_list_or_a_variable(tmp_path: Path) -> None:
     assert load(file, environ=variables).engine.urls == ("http://c:1", "https://d")
 
 
+def test_an_environment_may_come_from_a_variable() -> None:
+    config = load(None, environ={"PENSTOCK_ENVIRONMENTS__SUMS__USE": "arithmetic"})
+    assert config.environments["sums"].use == "arithmetic"
+    with pytest.raises(ConfigError, match="PENSTOCK_ENVIRONMENTS__SUMS is not a setting"):
+        load(None, environ={"PENSTOCK_ENVIRONMENTS__SUMS": "arithmetic"})
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ('[engine]\nurls = ["a:8000"]', r"line 2: engine.urls: give at least one URL that looks like http://host:port"),
         ("[engine]\nretrys = 3", r"line 2: there is no setting 'engine.retrys'; the nearest is 'engine.retries'"),
         ("[policy.sampling]\ntemperature = -1", r"line 2: policy.sampling.temperature: .*greater than or equal to 0"),
+        ("[policy.sampling]\nmore = {n = 2}", r"line 2: policy.sampling.more: n: set by Penstock itself"),
         ("[policy]\nmax_samples = 1000", r"line 2: policy.max_samples: .*less than or equal to 128"),
         ('[environments.x]\nuses = "guess"', r"line 1: environments.x.use: Field required"),
         ('[environments.x]\nuses = "guess"', r"line 2: there is no .*; the nearest is 'environments.NAME.use'"),

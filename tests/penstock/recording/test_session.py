@@ -17,7 +17,16 @@ from support.waiting import wait_until_async
 from penstock.blobs import Store
 from penstock.blobs.columns import read_columns
 from penstock.blobs.experts import Experts
-from penstock.errors import BadRequest, BlobUnwritten, Busy, Invariant, NotFound, NothingToTrain, PolicyFailure
+from penstock.errors import (
+    BadRequest,
+    BlobUnwritten,
+    Busy,
+    ContextFull,
+    Invariant,
+    NotFound,
+    NothingToTrain,
+    PolicyFailure,
+)
 from penstock.event_loop import event_loop_factory
 from penstock.offload import in_io_thread
 from penstock.recording import Mode, Session
@@ -131,6 +140,19 @@ def test_agents_may_interleave_in_mode_open(store: Store) -> None:
         assert sealed.sample_lengths == (len(prompt_ids(first)) - 1, sealed.sample_lengths[1])
         assert len(sealed.sample_lengths) == 2
         assert sealed.metrics["breaks"] == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_behind_a_turn_that_was_cut_a_conversation_cannot_go_on(store: Store, mode: Mode) -> None:
+    async def main() -> None:
+        session = await started(store, mode=mode, max_seq_len=12)
+        messages = await talk(session, ["hello"])
+        with pytest.raises(ContextFull, match=r"reached max_seq_len \(12\)"):
+            await chat(session, [*messages, user("and")])
+        await chat(session, [user("hello")])
+        assert (await session.seal()).sample_lengths == (12, 12)
 
     run(main)
 

@@ -1,0 +1,82 @@
+"""What is asked of an engine, in its own words: vLLM's chat, SGLang's chat, or tokens in and tokens out.
+
+Everything that training needs (ids, logprobs, routed experts) is asked for here and cannot be switched off.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from penstock.environments.protocol import Message
+from penstock.errors import BadRequest, ConfigError
+from penstock.fingerprints import Ids
+from penstock.replies import Endpoint
+from penstock.rollout_config import Engine
+
+Tools = Sequence[Mapping[str, Any]] | None
+
+
+class Renderer(Protocol):
+    """Messages <-> tokens, where the engine is not asked to do it."""
+
+    async def prompt_ids(self, history_ids: Ids, messages: Sequence[Message], tools: Tools) -> Ids:
+        """`history_ids`, unchanged, and then the ids of `messages`, which follow them."""
+        ...
+
+    async def message(self, completion_ids: Ids) -> Message:
+        """What was generated, as an assistant's message."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    messages: Sequence[Message]
+    tools: Tools = None
+    ids: Ids | None = None
+    """where a renderer made them"""
+    routes_from: int = 0
+    """the first routed row that is wanted; 0 unless `ids` begin with those of the turn before"""
+
+
+class Dialect:
+    """Made once a process."""
+
+    def __init__(self, settings: Engine, *, renderer: Renderer | None = None) -> None:
+        if settings.dialect == "generate" and renderer is None:
+            raise ConfigError('engine.dialect = "generate" takes tokens, and there is no renderer to make them')
+        self.renderer = renderer
+        self._settings = settings
+        self._write = {"vllm": self._vllm, "sglang": self._sglang, "generate": self._generate}[settings.dialect]
+        self.endpoint = Endpoint.GENERATE if settings.dialect == "generate" else Endpoint.CHAT
+
+    def body(self, prompt: Prompt, sampling: Mapping[str, Any]) -> bytes:
+        try:
+            request = {"model": self._settings.model, **self._write(prompt, sampling)}
+            return orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError as error:
+            raise BadRequest(f"the request holds what JSON cannot: {error}") from error
+
+    def _vllm(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """Routed experts come when the server was started with `--enable-return-routed-experts`."""
+        return {**_chat(prompt), **sampling, "logprobs": True, "return_token_ids": True}
+
+    def _sglang(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        asked: dict[str, Any] = {"logprobs": True, "return_meta_info": True, "return_prompt_token_ids": True}
+        if prompt.ids is not None:
+            asked["input_ids"] = prompt.ids
+        if self._settings.routed_experts:
+            asked |= {"return_routed_experts": True, "routed_experts_start_len": prompt.routes_from}
+        return {**_chat(prompt), **sampling, **asked}
+
+    def _generate(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        assert prompt.ids is not None
+        params = {**sampling, "logprobs": 1}
+        if self._settings.routed_experts:
+            params["routed_experts_prompt_start"] = prompt.routes_from
+        return {"token_ids": prompt.ids, "sampling_params": params}
+
+
+def _chat(prompt: Prompt) -> dict[str, Any]:
+    return {"messages": prompt.messages, **({"tools": prompt.tools} if prompt.tools else {})}

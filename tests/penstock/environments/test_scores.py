@@ -1,0 +1,33 @@
+import numpy as np
+import pytest
+
+from penstock.environments.scores import Score, checked_score
+from penstock.errors import StageError
+from penstock.messages import METRICS_LIMIT, NAME_CHARACTERS, REWARDS_LIMIT
+
+
+def test_a_score_may_be_a_number_a_mapping_or_a_score() -> None:
+    assert checked_score(True) == Score(reward=1.0)
+    assert checked_score(np.float32(0.5)) == Score(reward=0.5)
+    assert checked_score({"right": 1, "short": 0.5}) == Score(reward=1.5, rewards={"right": 1.0, "short": 0.5})
+    full = Score(reward=2, rewards={"right": 1}, metrics={"steps": np.int64(3)})
+    assert checked_score(full) == Score(reward=2.0, rewards={"right": 1.0}, metrics={"steps": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        (None, "the reward is None: a score, a number or a mapping"),
+        ("good", "the reward is 'good'"),
+        (float("nan"), "the reward is nan: it must be finite"),
+        ({"right": float("inf")}, "the reward right is inf"),
+        (Score(reward=1.0, metrics={"steps": float("nan")}), "the metric steps is nan"),
+        (Score(reward=1.0, metrics={"x" * (NAME_CHARACTERS + 1): 1.0}), "is no name of a metric"),
+        ({1: 1.0}, "1 is no name of a reward"),
+        ({str(number): 1.0 for number in range(REWARDS_LIMIT + 1)}, "at most 8 travel"),
+        (Score(reward=0.0, metrics={str(number): 1.0 for number in range(METRICS_LIMIT + 1)}), "at most 23 travel"),
+    ],
+)
+def test_anything_else_is_refused(score: object, said: str) -> None:
+    with pytest.raises(StageError, match=said):
+        checked_score(score)  # pyright: ignore[reportArgumentType]

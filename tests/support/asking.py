@@ -1,0 +1,24 @@
+"""Clients of an engine for tests: impatient, and checked to hold nothing in the end."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from penstock.event_loop import event_loop_factory
+from penstock.policy import EngineClient
+from penstock.rollout_config import Engine
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]], *, concurrency: int = 8) -> None:
+    with asyncio.Runner(loop_factory=event_loop_factory(concurrency=concurrency)) as runner:
+        runner.run(main())
+
+
+def quick_engine(*urls: str, **changes: Any) -> Engine:
+    return Engine(urls=urls, **{"retry_first_s": 0.001, "retry_most_s": 0.01, "unreachable_s": 0.1, **changes})
+
+
+def assert_idle(client: EngineClient) -> None:
+    """It holds nothing of anybody."""
+    assert (client.budget.used, client.budget.waiting) == (0, 0)
+    assert all(replica.in_flight == 0 for replica in client.replicas.all)

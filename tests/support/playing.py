@@ -1,0 +1,34 @@
+"""Rollouts for tests: a stage with a real store and a client of a real server."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from penstock.blobs import Store
+from penstock.environments.loading import LoadedEnvironment
+from penstock.policy import Dialect, EngineClient
+from penstock.rollout import Attempt, RolloutStage
+from penstock.rollout_config import Policy
+from support.asking import assert_idle, quick_engine
+
+
+@contextlib.asynccontextmanager
+async def stage_of(root: Path, *urls: str, policy: Policy | None = None, **engine: Any) -> AsyncIterator[RolloutStage]:
+    async with EngineClient.open(quick_engine(*urls, **engine)) as client:
+        dialect = Dialect(client.settings)
+        yield RolloutStage(client=client, store=Store(root), settings=policy or Policy(), dialect=dialect)
+        assert_idle(client)
+
+
+def attempt_of(rollout: str = "r1", *, attempt: int = 1, timeout_s: float = 60.0) -> Attempt:
+    return Attempt(run="run", rollout=rollout, attempt=attempt, execution="aa", seed=0, timeout_s=timeout_s)
+
+
+def files(root: Path) -> list[str]:
+    return sorted(path.name for path in root.rglob("*") if path.is_file())
+
+
+def loaded(environment: Any, *, name: str = "test") -> LoadedEnvironment:
+    examples = getattr(environment, "examples", ["only"])
+    return LoadedEnvironment(name=name, environment=environment, examples=list(examples))

@@ -1,0 +1,192 @@
+"""An inference server for tests, on a real socket and a loop of its own. What it says is a function of the request.
+
+Requests carry how often they were sent before (`X-Retry-Count`), so even a fault that passes is such a function.
+"""
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from support.engine_replies import Said, compact
+from support.talking import ROLES, rows_of
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A request."""
+
+    path: str
+    body: dict[str, Any]
+    headers: Mapping[str, str]
+
+    @property
+    def messages(self) -> list[Message]:
+        return self.body["messages"]
+
+    @property
+    def retry(self) -> int:
+        return int(self.headers["X-Retry-Count"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Says:
+    """What is sent back, or how it goes wrong."""
+
+    body: bytes = b""
+    status: int = 200
+    chunked: bool = False
+    breaks_off_at: int | None = None
+    """the connection ends after that many bytes of the body; before its headers when negative"""
+    hangs: bool = False
+
+
+Respond = Callable[[Seen], Says]
+
+
+@dataclass(kw_only=True)
+class Server:
+    """Started by `serving`; may be stopped and started again at the same place."""
+
+    respond: Respond
+    port: int = 0
+    seen: list[Seen] = field(default_factory=list[Seen])
+    answering: int = 0
+    most_answering: int = 0
+    unread_bytes: int = 0
+    """handed to the socket, of bodies that are not yet sent whole"""
+    _loop: asyncio.AbstractEventLoop | None = None
+    _stop: asyncio.Event | None = None
+    _thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), daemon=True)
+        self._thread.start()
+        assert ready.wait(10)
+
+    def stop(self) -> None:
+        """Breaks off what is being answered."""
+        if self._thread and self._loop and self._stop:
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(10)
+            self._thread = None
+
+    async def _serve(self, ready: threading.Event) -> None:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post("/{path:.*}", self._handle)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = runner.addresses[0][1]
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        ready.set()
+        await self._stop.wait()
+        await runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        headers = {**request.headers, "peer": str(request.transport.get_extra_info("peername"))}
+        seen = Seen(path=request.path, body=json.loads(await request.read()), headers=headers)
+        self.seen.append(seen)
+        self.answering += 1
+        self.most_answering = max(self.most_answering, self.answering)
+        try:
+            return await self._say(request, self.respond(seen))
+        finally:
+            self.answering -= 1
+
+    async def _say(self, request: web.Request, says: Says) -> web.StreamResponse:
+        assert request.transport is not None
+        if says.hangs:
+            await asyncio.Event().wait()
+        if says.breaks_off_at is not None and says.breaks_off_at < 0:
+            request.transport.abort()
+        response = web.StreamResponse(status=says.status)
+        if says.chunked:
+            response.enable_chunked_encoding()
+        else:
+            response.content_length = len(says.body)
+        await response.prepare(request)
+        await self._send(response, says.body[: says.breaks_off_at])
+        if says.breaks_off_at is not None:
+            request.transport.abort()
+        await response.write_eof()
+        return response
+
+    async def _send(self, response: web.StreamResponse, body: bytes) -> None:
+        sent = 0
+        try:
+            for start in range(0, len(body), 1 << 16):
+                piece = memoryview(body)[start : start + (1 << 16)]
+                await response.write(piece)
+                self.unread_bytes += len(piece)
+                sent += len(piece)
+        finally:
+            self.unread_bytes -= sent
+
+
+@contextlib.contextmanager
+def serving(respond: Respond) -> Generator[Server]:
+    server = Server(respond=respond)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def prompt_ids(messages: Sequence[Message]) -> list[int]:
+    """Each message as its role and its bytes; a conversation's ids begin with those of the one that it extends."""
+    return [token for message in messages for token in (ROLES[message["role"]], *spoken_ids(message))] + [3]
+
+
+def spoken_ids(message: Message) -> list[int]:
+    calls = message.get("tool_calls")
+    return list(((message.get("content") or "") + (json.dumps(calls) if calls else "")).encode())
+
+
+def answer(seen: Seen, message: str | Message, *, dialect: str = "vllm", routed: bool = False, **changes: Any) -> bytes:
+    """The body of an answer in which the policy says `message`."""
+    said = {"role": "assistant", "content": message} if isinstance(message, str) else message
+    ids = seen.body["token_ids"] if dialect == "generate" else prompt_ids(seen.messages)
+    completion = spoken_ids(said)
+    start = {
+        "vllm": 0,
+        "sglang": seen.body.get("routed_experts_start_len", 0),
+        "generate": seen.body.get("sampling_params", {}).get("routed_experts_prompt_start", 0),
+    }[dialect]
+    rows = rows_of([*ids, *completion])[start:] if routed else None
+    form = {"dialect": dialect, "form": "bare" if dialect == "sglang" else "object", "start": start}
+    logprobs = [-token / 64 for token in completion]
+    reply = Said(prompt=ids, completion=completion, logprobs=logprobs, rows=rows, **form).reply()
+    if dialect != "generate":
+        reply["choices"][0]["message"] = said
+    if dialect == "sglang":
+        reply["choices"][0]["prompt_token_ids"] = ids
+    return compact({**reply, **changes})
+
+
+def user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def tool_call(name: str, arguments: Any, *, id: str = "c1") -> Message:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def calling(*calls: Message) -> Message:
+    return {"role": "assistant", "content": None, "tool_calls": list(calls)}
