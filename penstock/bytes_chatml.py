@@ -30,11 +30,19 @@ TOOL_CALL = re.compile(
 
 def encode(messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None, generate: bool = True) -> Ids:
     """The ids of a conversation; `generate` opens the assistant's next message. BadRequest for what is not text."""
-    parts = [_written("tools", orjson.dumps(tools).decode())] if tools else []
+    parts = [_written("tools", _json(tools))] if tools else []
     parts += [_written(_role(message), _body(message)) for message in messages]
     if generate:
         parts.append(f"{START}assistant\n")
     return _ids("".join(parts))
+
+
+def encode_next(history_ids: Ids, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> Ids:
+    """`history_ids` (a prompt and its answer, or none yet), and then the ids of the messages that follow."""
+    if not len(history_ids):
+        return encode(messages, tools=tools)
+    ending = "\n" if history_ids[-1] == MESSAGE_END else f"{END}\n"
+    return np.concatenate([history_ids, _ids(ending), encode(messages)])
 
 
 def encode_text(text: str) -> Ids:
@@ -112,6 +120,13 @@ def _tool_call(call: object) -> str:
             return f'<tool_call>\n{{"name": {quoted}, "arguments": {arguments}}}\n</tool_call>'
         case _:
             raise BadRequest("a message's tool_calls need a function with a name and arguments, both text")
+
+
+def _json(tools: Sequence[Any]) -> str:
+    try:
+        return orjson.dumps(tools).decode()
+    except TypeError as error:
+        raise BadRequest(f"the tools hold what JSON cannot: {error}") from None
 
 
 def _spoken(role: str, text: str) -> Message:

@@ -53,17 +53,17 @@ class Answer:
         return self.finish_reason == "length"
 
 
-def draws_of(asked: Asked, settings: EngineSettings, session: str) -> Draws:
+def draws_of(asked: Asked, settings: EngineSettings, session: bytes) -> Draws:
     """Without a seed in the request, its session stands for chance: rollouts of one example then differ."""
-    chance = session if asked.seed is None else f"seed {asked.seed}"
-    return Draws(asked.prompt_ids.tobytes(), chance.encode(), str(settings.seed).encode())
+    chance = session if asked.seed is None else b"seed %d" % asked.seed
+    return Draws(asked.prompt_ids.tobytes(), chance, b"%d" % settings.seed)
 
 
 def answer_to(asked: Asked, draws: Draws, settings: EngineSettings) -> Answer:
     room = settings.max_model_len - len(asked.prompt_ids)
     if room < 1:
-        tokens = len(asked.prompt_ids)
-        raise BadRequest(f"the prompt has {tokens} tokens; with the answer it must fit into {settings.max_model_len}")
+        limit, tokens = settings.max_model_len, len(asked.prompt_ids)
+        raise BadRequest(f"this model's maximum context length is {limit} tokens; the prompt alone has {tokens}")
     said = play(bytes_chatml.decode_messages(asked.prompt_ids), draws, settings.skill) or Said(text="")
     spoken = bytes_chatml.encode_answer({"content": said.text, "tool_calls": said.calls})
     length = max(round(settings.completion_tokens.at(draws.uniform("length"))), len(spoken))

@@ -1,6 +1,7 @@
 """The HTTP server: reads a request, takes as long as an engine would, answers or fails as it was told to."""
 
 import asyncio
+import contextlib
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
@@ -9,9 +10,6 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http import StreamWriter
-from aiohttp.payload import Payload
 
 from penstock.errors import BadRequest, ConfigError
 from penstock.event_loop import event_loop_factory
@@ -31,6 +29,8 @@ logger = logging.getLogger("penstock.engine")
 SESSION_HEADER = "X-Session-ID"
 RETRY_HEADER = "X-Retry-Count"
 """How often the same request was sent before: another try may meet another failure."""
+KEEP_ALIVE_S = 5.0
+"""As vLLM's server: a client must expect that an idle connection is closed."""
 STOP_S = 1.0
 """For what is under way when the engine is stopped; what hangs would keep it for ever."""
 JSON = "application/json"
@@ -44,23 +44,6 @@ class NewVersion(msgspec.Struct):
 
 
 NEW_VERSION = msgspec.json.Decoder(NewVersion)
-
-
-class Parts(Payload):
-    """A body in parts that are sent as they are, never joined: a view of the table's text is not copied."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        super().__init__(_joined(parts), content_type=JSON)
-        self._size = sum(map(len, parts))
-
-    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        return b"".join(self._value).decode(encoding, errors)
-
-    async def write(self, writer: AbstractStreamWriter) -> None:
-        assert isinstance(writer, StreamWriter)
-        for part in self._value:
-            await writer.write(part, drain=False)  # the parts go out together, in one call to the system
-        await writer.drain()
 
 
 class Engine:
@@ -112,10 +95,10 @@ class Engine:
     async def _answer(
         self, request: web.Request, asked: Asked, printed: Callable[[Printed], list[Part]]
     ) -> web.StreamResponse:
-        session, retry = request.headers.get(SESSION_HEADER, ""), request.headers.get(RETRY_HEADER, "")
+        session, retry = _header(request, SESSION_HEADER), _header(request, RETRY_HEADER) or b"0"
         draws = draws_of(asked, self._settings, session)
         answer = answer_to(asked, draws, self._settings)
-        failure = failure_of(Draws(b"%d" % draws.seed, session.encode(), retry.encode()), self._settings.failures)
+        failure = failure_of(Draws(b"%d" % draws.seed, session, retry), self._settings.failures)
         if failure is Failure.HANG:
             await asyncio.Event().wait()  # until the client leaves
         await asyncio.sleep(answer.latency_s)
@@ -126,17 +109,28 @@ class Engine:
         if failure is Failure.MALFORMED:
             return web.Response(body=malformed(parts, draws), content_type=JSON)
         if failure is Failure.DISCONNECT:
-            return await _break_off(request, parts)
-        return web.Response(body=Parts(parts))
+            return await _send(request, parts, whole=False)
+        return await _send(request, parts)
 
 
-async def _break_off(request: web.Request, parts: Sequence[Part]) -> web.StreamResponse:
-    body = b"".join(parts)
-    response = web.StreamResponse(headers={"Content-Type": JSON, "Content-Length": str(len(body))})
-    await response.prepare(request)
-    await response.write(body[: len(body) // 2])
-    if request.transport is not None:
-        request.transport.close()
+def _header(request: web.Request, name: str) -> bytes:
+    return request.headers.get(name, "").encode("utf-8", "surrogateescape")
+
+
+async def _send(request: web.Request, parts: Sequence[Part], *, whole: bool = True) -> web.StreamResponse:
+    """The parts go out together, in one call to the system, and a view of the table's text is never copied."""
+    response = web.StreamResponse(headers={"Content-Type": JSON, "Content-Length": str(sum(map(len, parts)))})
+    first, *others = _joined(parts)
+    with contextlib.suppress(ConnectionResetError):  # a client that has left needs no answer
+        await response.prepare(request)
+        await response.write(first if whole else first[: len(first) // 2])
+        if request.transport is None:
+            return response
+        if whole:
+            request.transport.writelines(others)
+            await response.write_eof()
+        else:
+            request.transport.close()
     return response
 
 
@@ -177,7 +171,13 @@ async def _serve(settings: EngineSettings) -> None:
     stopping = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
-    runner = web.AppRunner(Engine(settings).app(), access_log=None, handler_cancellation=True, shutdown_timeout=STOP_S)
+    runner = web.AppRunner(
+        Engine(settings).app(),
+        access_log=None,
+        handler_cancellation=True,
+        keepalive_timeout=KEEP_ALIVE_S,
+        shutdown_timeout=STOP_S,
+    )
     await runner.setup()
     lag = asyncio.create_task(LoopLag(process="engine").run())
     try:

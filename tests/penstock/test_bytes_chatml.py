@@ -52,6 +52,7 @@ def test_every_prompt_begins_with_the_last_one_and_its_answer(turns: list[Any], 
     for asked, meant in turns:
         prompt = encode([*messages, asked], tools=tools)
         assert np.array_equal(prompt[: len(sequence)], sequence)
+        assert np.array_equal(prompt, bytes_chatml.encode_next(sequence, [asked], tools=tools))
         completion = bytes_chatml.encode_answer(meant)
         answer = decode_answer(completion)
         messages += [asked, answer]
@@ -65,6 +66,12 @@ def test_a_prompt_can_be_read_again(messages: list[Any]) -> None:
     read = decode_messages(encode(messages, tools=[{"name": "f"}]))
     assert encode(read, generate=False).tolist() == encode(messages, generate=False).tolist()
     assert [message["role"] for message in read] == [message["role"] for message in messages]
+
+
+def test_an_answer_that_was_cut_is_ended_before_the_conversation_goes_on() -> None:
+    cut = np.concatenate([encode([user("a")]), bytes_chatml.encode_text("b")])
+    whole = bytes_chatml.encode_next(cut, [user("c")])
+    assert whole.tolist() == encode([user("a"), said("b"), user("c")]).tolist()
 
 
 def test_tool_calls_are_read_from_the_text() -> None:
@@ -118,3 +125,8 @@ def test_text_parts_are_put_together() -> None:
 def test_what_cannot_be_said_in_tokens_is_refused(message: dict[str, Any], why: str) -> None:
     with pytest.raises(BadRequest, match=why):
         encode([message])
+
+
+def test_tools_that_are_not_json_are_refused() -> None:
+    with pytest.raises(BadRequest, match="tools hold what JSON cannot"):
+        encode([user("x")], tools=[object()])

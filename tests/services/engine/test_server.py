@@ -67,7 +67,7 @@ def test_a_published_version_is_in_the_answers(tmp_path: Path) -> None:
         (CHAT, HELLO | {"stream": True}, "stream"),
         (CHAT, HELLO | {"max_tokens": 0}, "max_tokens"),
         (CHAT, HELLO | {"routed_experts_prompt_start": 1000}, "from token 1000 on"),
-        (CHAT, {"messages": [user("x" * 140_000)]}, "must fit into 131072"),
+        (CHAT, {"messages": [user("x" * 140_000)]}, "maximum context length is 131072"),
         (GENERATE, {"token_ids": [], "sampling_params": {}}, "token_ids"),
         (GENERATE, {"token_ids": [1, -1], "sampling_params": {}}, "token_ids"),
         (GENERATE, {"token_ids": [1, True], "sampling_params": {}}, "token_ids"),
