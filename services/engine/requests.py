@@ -1,0 +1,141 @@
+"""What a client asks for, read by type from either endpoint; BadRequest says what is wrong with it."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from penstock import bytes_chatml
+from penstock.errors import BadRequest
+from penstock.fingerprints import Ids
+from penstock.replies import TokenId
+from services.engine.settings import Dialect
+
+Tokens = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+One = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Sampling(msgspec.Struct):
+    """Of `/inference/v1/generate`."""
+
+    max_tokens: One | None = None
+    seed: int | None = None
+    n: int | None = 1
+    logprobs: int | None = None
+    routed_experts_prompt_start: Count = 0
+
+
+class GenerateRequest(msgspec.Struct):
+    token_ids: Tokens
+    sampling_params: Sampling
+    request_id: str | None = None
+    model: str | None = None
+    stream: bool | None = False
+
+
+class ChatRequest(msgspec.Struct):
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    model: str | None = None
+    max_tokens: One | None = None
+    max_completion_tokens: One | None = None
+    seed: int | None = None
+    n: int | None = 1
+    stream: bool | None = False
+    tools: list[dict[str, Any]] | None = None
+    logprobs: bool | None = False
+    # vLLM's
+    return_token_ids: bool | None = False
+    routed_experts_prompt_start: Count = 0
+    # SGLang's
+    input_ids: Tokens | None = None
+    return_meta_info: bool = False
+    return_prompt_token_ids: bool = False
+    return_routed_experts: bool = False
+    routed_experts_start_len: Count = 0
+
+
+CHAT = msgspec.json.Decoder(ChatRequest)
+GENERATE = msgspec.json.Decoder(GenerateRequest)
+AnyRequest = TypeVar("AnyRequest", ChatRequest, GenerateRequest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request, whichever endpoint it came by."""
+
+    prompt_ids: Ids
+    max_tokens: int | None
+    seed: int | None
+    model: str | None
+    request_id: str | None = None
+    logprobs: bool
+    token_ids: bool
+    """whether the answer repeats the prompt's ids"""
+    meta_info: bool = False
+    routes: bool = True
+    routes_from: int = 0
+
+
+def read_chat(body: bytes, dialect: Dialect) -> Asked:
+    chat = _read(body, CHAT)
+    _check_single(chat.n, chat.stream)
+    sglang = dialect is Dialect.SGLANG
+    if chat.input_ids and sglang:
+        prompt_ids = np.array(chat.input_ids, np.int32)
+    else:
+        prompt_ids = bytes_chatml.encode(chat.messages, tools=chat.tools)
+    return _checked(
+        Asked(
+            prompt_ids=prompt_ids,
+            max_tokens=chat.max_completion_tokens or chat.max_tokens,
+            seed=chat.seed,
+            model=chat.model,
+            logprobs=bool(chat.logprobs),
+            token_ids=bool(chat.return_prompt_token_ids if sglang else chat.return_token_ids),
+            meta_info=chat.return_meta_info,
+            routes=chat.return_routed_experts if sglang else True,
+            routes_from=chat.routed_experts_start_len if sglang else chat.routed_experts_prompt_start,
+        )
+    )
+
+
+def read_generate(body: bytes) -> Asked:
+    generate = _read(body, GENERATE)
+    sampling = generate.sampling_params
+    _check_single(sampling.n, generate.stream)
+    return _checked(
+        Asked(
+            prompt_ids=np.array(generate.token_ids, np.int32),
+            max_tokens=sampling.max_tokens,
+            seed=sampling.seed,
+            model=generate.model,
+            request_id=generate.request_id,
+            logprobs=sampling.logprobs is not None,
+            token_ids=False,
+            routes_from=sampling.routed_experts_prompt_start,
+        )
+    )
+
+
+def _read(body: bytes, decoder: "msgspec.json.Decoder[AnyRequest]") -> AnyRequest:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise BadRequest(f"the request cannot be read: {error}") from None
+
+
+def _check_single(n: int | None, stream: bool | None) -> None:
+    if n not in (None, 1):
+        raise BadRequest(f"n = {n}: this engine gives one answer to a request; send {n} requests")
+    if stream:
+        raise BadRequest("stream = true: this engine answers in one piece; leave it out")
+
+
+def _checked(asked: Asked) -> Asked:
+    if asked.routes_from > len(asked.prompt_ids):
+        raise BadRequest(
+            f"routed experts are asked for from token {asked.routes_from} on; the prompt has {len(asked.prompt_ids)}"
+        )
+    return asked

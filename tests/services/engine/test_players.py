@@ -1,0 +1,80 @@
+"""The scripted policy and the questions of the built-in environments, in their words."""
+
+import json
+from typing import Any
+
+import pytest
+
+from services.engine.draws import Draws
+from services.engine.players import play
+
+ARITHMETIC = "What is {}? Think it through, then end with a line `Answer: N`, where N is a whole number."
+DISTINCT = (
+    "Name a whole number from 1 to {} that is divisible by {}. Others are asked the same: "
+    "choose one that they do not choose. End with a line `Answer: N`."
+)
+GUESS = (
+    "The boxes {} each hold a whole number from 1 to {}. Find every number. "
+    "You have 8 turns. Say DONE when you have found them all."
+)
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def answers(question: str, skill: float, seeds: int = 200) -> list[int]:
+    said = [play([user(question)], Draws(b"%d" % seed), skill) for seed in range(seeds)]
+    return [int(each.text.removeprefix("\nAnswer: ")) for each in said if each]
+
+
+@pytest.mark.parametrize(
+    ("problem", "result"), [("7", 7), ("12 + 3 * 4 - 5", 19), ("2 * 3 - 4 * 5 - 1", -15), ("1 - 2 + 3 * 2", 5)]
+)
+def test_arithmetic_is_right_as_often_as_it_is_told_to_be(problem: str, result: int) -> None:
+    question = ARITHMETIC.format(problem)
+    assert set(answers(question, skill=1)) == {result}
+    assert result not in answers(question, skill=0)
+    assert answers(question, skill=0.3).count(result) == pytest.approx(60, abs=20)
+
+
+def test_multiples_are_spread_when_played_well_and_all_the_same_when_not() -> None:
+    question = DISTINCT.format(100, 7)
+    assert set(answers(question, skill=1)) == set(range(7, 101, 7))
+    assert set(answers(question, skill=0)) == {7}
+
+
+@pytest.mark.parametrize("skill", [0.0, 1.0])
+def test_guessing_finds_every_number(skill: float) -> None:
+    hidden, turns = {"A": 1, "B": 100, "C": 63}, 0
+    messages = [user(GUESS.format(", ".join(hidden), 100))]
+    while (said := play(messages, Draws(b"%d" % turns), skill)) and said.calls:
+        turns += 1
+        messages.append({"role": "assistant", "content": said.text, "tool_calls": said.calls})
+        for call in said.calls:
+            guess = json.loads(call["function"]["arguments"])
+            number = hidden[guess["box"]]
+            word = "correct" if guess["number"] == number else "too low" if guess["number"] < number else "too high"
+            messages.append({"role": "tool", "content": word})
+    assert said is not None
+    assert said.text == "DONE"
+    assert turns == (7 if skill else 100)
+
+
+@pytest.mark.parametrize(
+    "question", ["", "What is love?", "What is 1 + ?", ARITHMETIC.format("9" * 5000), DISTINCT.format(100, 0)]
+)
+def test_other_questions_are_left_alone(question: str) -> None:
+    assert play([user(question)], Draws(b""), 1) is None
+    assert play([{"role": "system", "content": ARITHMETIC.format("1 + 1")}], Draws(b""), 1) is None
+
+
+def test_strange_calls_in_a_game_do_no_harm() -> None:
+    calls = [
+        {"function": {"name": "guess", "arguments": text}}
+        for text in ("7", "[]", '{"box":3}', '{"box":"Z","number":1}')
+    ]
+    messages = [user(GUESS.format("A", 3)), {"role": "assistant", "content": "", "tool_calls": calls}]
+    said = play([*messages, *[{"role": "tool", "content": "error: no"}] * 4], Draws(b""), 1)
+    assert said is not None
+    assert [json.loads(call["function"]["arguments"]) for call in said.calls] == [{"box": "A", "number": 2}]

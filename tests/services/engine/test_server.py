@@ -1,0 +1,156 @@
+"""The server itself: what it listens on, what it refuses, how it fails when it is told to, how it ends."""
+
+import http.client
+import json
+import signal
+from contextlib import closing
+from pathlib import Path
+from select import select
+from typing import Any
+
+import pytest
+from support.engine_process import ASK, CHAT, GENERATE, EngineProcess, running, user
+
+from penstock.errors import Upstream
+from penstock.responses import read_turn
+
+HELLO = {"messages": [user("hi")]}
+
+
+def test_health_and_models(engine: EngineProcess) -> None:
+    assert engine.ask("/health", method="GET") == (200, b"")
+    status, body = engine.ask("/v1/models", method="GET")
+    assert status == 200
+    assert json.loads(body)["data"][0]["id"] == "scripted"
+
+
+def test_it_listens_on_this_machine_only(engine: EngineProcess) -> None:
+    host, port = engine.address
+    sockets = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = [local for local, _, state in sockets if state == "0A" and local.endswith(f":{port:04X}")]
+    assert host == "127.0.0.1"
+    assert listening == [f"0100007F:{port:04X}"]
+
+
+def test_a_published_version_is_in_the_answers(tmp_path: Path) -> None:
+    with running(tmp_path, "--dialect", "sglang") as engine:
+
+        def version() -> int | None:
+            return read_turn(engine.answer(CHAT, HELLO | ASK["sglang"])).version
+
+        assert version() == 0
+        assert json.loads(engine.answer("/update_weights", {"weight_version": 7})) == {
+            "success": True,
+            "weight_version": 7,
+        }
+        assert version() == 7
+        engine.answer("/update_weights", None)
+        assert version() == 8
+        assert json.loads(engine.ask("/weight_version", method="GET")[1]) == {"weight_version": 8}
+        assert engine.ask("/update_weights", {"weight_version": "new"})[0] == 400
+        assert version() == 8
+
+
+@pytest.mark.parametrize(
+    ("path", "request_", "why"),
+    [
+        (CHAT, b"{", "cannot be read"),
+        (CHAT, b"[]", "cannot be read"),
+        (CHAT, b'{"messages":[{"role":"user","content":"\xff"}]}', "cannot be read"),
+        (CHAT, b"[" * 100_000, "cannot be read"),
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": ["hi"]}, "messages"),
+        (CHAT, {"messages": [{"role": "robot"}]}, "role 'robot'"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
+        (CHAT, HELLO | {"n": 2}, "n = 2"),
+        (CHAT, HELLO | {"stream": True}, "stream"),
+        (CHAT, HELLO | {"max_tokens": 0}, "max_tokens"),
+        (CHAT, HELLO | {"routed_experts_prompt_start": 1000}, "from token 1000 on"),
+        (CHAT, {"messages": [user("x" * 140_000)]}, "maximum context length is 131072"),
+        (GENERATE, {"token_ids": [], "sampling_params": {}}, "token_ids"),
+        (GENERATE, {"token_ids": [1, -1], "sampling_params": {}}, "token_ids"),
+        (GENERATE, {"token_ids": [1, True], "sampling_params": {}}, "token_ids"),
+        (GENERATE, {"token_ids": [1]}, "sampling_params"),
+        ("/update_weights", {"weight_version": "x"}, "weight_version"),
+    ],
+)
+def test_a_bad_request_is_told_why(engine: EngineProcess, path: str, request_: Any, why: str) -> None:
+    status, body = engine.ask(path, request_)
+    error = json.loads(body)["error"]
+    assert (status, error["code"], error["type"]) == (400, 400, "BadRequestError")
+    assert why in error["message"]
+
+
+def test_unknown_paths_and_large_bodies_are_refused(engine: EngineProcess) -> None:
+    assert engine.ask("/v1/nothing", {})[0] == 404
+    assert engine.ask(CHAT, method="GET")[0] == 405
+    status, body = engine.ask(CHAT, b" " * (17 * 2**20))
+    assert (status, json.loads(body)["error"]["type"]) == (413, "RequestTooLargeError")
+
+
+def test_failures_are_repeatable_and_another_try_may_succeed(tmp_path: Path) -> None:
+    requests = [HELLO | {"seed": seed} for seed in range(40)]
+    with running(tmp_path, "--failures", "error=0.5") as one, running(tmp_path, "--failures", "error=0.5") as other:
+        statuses = [one.ask(CHAT, request)[0] for request in requests]
+        assert 8 < statuses.count(500) < 32
+        assert set(statuses) == {200, 500}
+        assert [other.ask(CHAT, request)[0] for request in reversed(requests)] == statuses[::-1]
+        again = [one.ask(CHAT, request, X_Retry_Count="1")[0] for request in requests]
+        assert again != statuses
+        elsewhere = [one.ask(CHAT, request, X_Session_ID="r1.2")[0] for request in requests]
+        assert elsewhere != statuses
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_malformed_bodies_are_none_that_the_library_takes(tmp_path: Path, dialect: str) -> None:
+    with running(tmp_path, "--failures", "malformed=1", "--dialect", dialect) as engine:
+        bodies = [engine.answer(CHAT, HELLO | ASK[dialect] | {"seed": seed}) for seed in range(20)]
+    for body in bodies:
+        with pytest.raises(Upstream):
+            read_turn(body)
+    assert any(body.startswith(b"<html>") for body in bodies)
+    assert any(body.startswith(b"{") and body.endswith(b"}") for body in bodies), "JSON, and yet no answer"
+    assert any(body.startswith(b"{") and not body.endswith(b"}") for body in bodies), "cut short"
+
+
+def test_a_connection_breaks_in_the_middle_of_the_body(tmp_path: Path) -> None:
+    with running(tmp_path, "--failures", "disconnect=1") as engine:
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            engine.ask(CHAT, HELLO)
+        assert engine.ask("/health", method="GET")[0] == 200
+
+
+def test_a_request_that_hangs_keeps_neither_the_others_nor_the_end_waiting(tmp_path: Path) -> None:
+    with running(tmp_path, "--failures", "hang=1") as engine, closing(engine.connect()) as hanging:
+        hanging.request("POST", CHAT, json.dumps(HELLO))
+        for _ in range(20):
+            assert engine.ask("/health", method="GET")[0] == 200
+        assert select([hanging.sock], [], [], 0)[0] == []
+        engine.signal(signal.SIGTERM)
+        assert engine.wait(20) == 0
+
+
+def test_a_client_that_leaves_is_no_error(tmp_path: Path) -> None:
+    with running(tmp_path, "--layers", "48", "--length", "constant:8000") as engine:
+        for _ in range(5):
+            with closing(engine.connect()) as leaving:
+                leaving.request("POST", CHAT, json.dumps(HELLO))
+        assert engine.ask(CHAT, HELLO)[0] == 200
+        engine.signal(signal.SIGTERM)
+        assert engine.wait(20) == 0
+        assert "Traceback" not in engine.text
+        assert "ERROR" not in engine.text
+
+
+def test_a_wrong_setting_is_told_in_one_line(tmp_path: Path) -> None:
+    with running(tmp_path, "--latency", "normal:1") as engine:
+        assert engine.wait(60) == 2
+        assert engine.text.startswith("penstock: 'normal:1' is not a distribution")
+        assert engine.text.count("\n") == 1
+
+
+def test_a_taken_port_is_told_with_what_to_do(engine: EngineProcess, tmp_path: Path) -> None:
+    with running(tmp_path, "--port", str(engine.address[1])) as second:
+        assert second.wait(60) == 2
+        assert "address already in use; choose another --port" in second.text

@@ -1,0 +1,33 @@
+"""What an engine can be told, and what it is told when that is wrong."""
+
+import pytest
+
+from penstock.errors import ConfigError
+from services.engine.settings import FailureRates, RouteShape
+
+
+def test_failure_rates_are_named() -> None:
+    assert FailureRates.parse("error=0.25,hang=0.5") == FailureRates(error=0.25, hang=0.5)
+    assert FailureRates.parse("") == FailureRates()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("eror=0.7", "with error, malformed, hang, disconnect"),
+        ("error", "write NAME=SHARE"),
+        ("error=much", "write NAME=SHARE"),
+        ("error=0.7,hang=0.7", "more than 1 together"),
+        ("error=-0.1", "must not be negative"),
+        ("error=nan", "must not be negative"),
+    ],
+)
+def test_what_are_no_failure_rates(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        FailureRates.parse(text)
+
+
+@pytest.mark.parametrize("shape", [{"layers": 0}, {"layers": 1, "topk": 0}, {"layers": 1, "experts": 1}])
+def test_what_is_no_shape_of_routed_experts(shape: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="at least 1 layer"):
+        RouteShape(**shape)

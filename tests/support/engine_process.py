@@ -1,0 +1,70 @@
+"""Engines as processes of their own, and a client that shows the bytes they sent."""
+
+import http.client
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from support.cluster import Process
+from support.waiting import wait_until
+
+PENSTOCK = str(Path(sys.executable).parent / "penstock")
+CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
+READY = re.compile(r"action=engine_ready url=http://([\d.]+):(\d+)")
+
+ASK: dict[str, dict[str, Any]] = {
+    "vllm": {"logprobs": True, "return_token_ids": True},
+    "sglang": {
+        "logprobs": True,
+        "return_prompt_token_ids": True,
+        "return_meta_info": True,
+        "return_routed_experts": True,
+    },
+}
+"""What a request says, in either dialect, to get all that is recorded."""
+
+
+class EngineProcess(Process):
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        name = f"engine-{len(list(directory.iterdir()))}"
+        super().__init__(name, [PENSTOCK, "engine", "--port", "0", *arguments], dict(os.environ), directory)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Once it listens."""
+        found = wait_until(lambda: READY.search(self.text) or self.exit_code is not None, timeout_s=60)
+        assert isinstance(found, re.Match), f"the engine ended:\n{self.text}"
+        return found[1], int(found[2])
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(*self.address, timeout=30)
+
+    def ask(self, path: str, request: Any = None, *, method: str = "POST", **headers: str) -> tuple[int, bytes]:
+        """Status and body; a request that is not bytes is sent as JSON."""
+        body = request if isinstance(request, bytes) or request is None else json.dumps(request).encode()
+        with closing(self.connect()) as connection:
+            connection.request(method, path, body, {name.replace("_", "-"): text for name, text in headers.items()})
+            response = connection.getresponse()
+            return response.status, response.read()
+
+    def answer(self, path: str, request: Any, **headers: str) -> bytes:
+        status, body = self.ask(path, request, **headers)
+        assert status == 200, body
+        return body
+
+
+@contextmanager
+def running(directory: Path, *arguments: str) -> Iterator[EngineProcess]:
+    with ExitStack() as stack:
+        engine = EngineProcess(directory, *arguments)
+        stack.callback(engine.end)
+        yield engine
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
