@@ -72,10 +72,10 @@ def progress(connection: sqlite3.Connection) -> dict[str, Any]:
 def _dead_jobs(connection: sqlite3.Connection) -> list[dict[str, Any]]:
     """Why jobs died, the most frequent cause first."""
     rows = connection.execute(
-        "SELECT queue, error, count(*) FROM jobs WHERE state = 'dead' GROUP BY queue, error ORDER BY 3 DESC LIMIT ?",
+        "SELECT kind, error, count(*) FROM jobs WHERE state = 'dead' GROUP BY kind, error ORDER BY 3 DESC LIMIT ?",
         (SHOWN_MOST,),
     )
-    return [{"queue": queue, "error": error, "jobs": jobs} for queue, error, jobs in rows]
+    return [{"kind": kind, "error": error, "jobs": jobs} for kind, error, jobs in rows]
 
 
 def _structure(connection: sqlite3.Connection) -> Iterator[str]:

@@ -4,7 +4,6 @@ from penstock import plans
 from penstock.blobs import Store
 from penstock.blobs.columns import read_columns
 from penstock.config import RunConfig
-from penstock.errors import StageError
 from penstock.filters import RolloutTokens, count, judge, rollout_filters
 from penstock.messages import FilterJob, FilterResult, GroupPlan, Queue, RolloutResult
 from tasks import noop
@@ -27,20 +26,23 @@ def body(job: FilterJob, config: RunConfig) -> FilterResult:
 
 def filter_group(store: Store, plan: GroupPlan, config: RunConfig) -> FilterResult:
     filters = rollout_filters(config.filters, vocab_size=config.vocab_size)
-    tokens = {member.rollout: _tokens(store, member.result, plan.policy_version) for member in plan.members}
+    played = [member for member in plan.members if member.result.columns]
+    tokens = {member.rollout: _tokens(store, member.result, plan.policy_version) for member in played}
     verdicts = {rollout: judge(each, filters) for rollout, each in tokens.items()}
     blobs = [blob for member in plan.members for blob in (member.result.columns, member.result.experts) if blob]
     store.sync([blob.key for blob in blobs])  # here, off the step boundary
+    dropped = {rollout: reason for rollout, verdict in verdicts.items() if (reason := verdict.drop_reason)}
+    # Spoilt before the engine's first answer: its reward counts in the baseline, there is nothing to train on.
+    dropped |= {member.rollout: "nothing_to_train" for member in plan.members if member.result.columns is None}
     return FilterResult(
-        dropped={rollout: reason for rollout, verdict in verdicts.items() if (reason := verdict.drop_reason)},
+        dropped=dropped,
         masked=tuple(rollout for rollout, verdict in verdicts.items() if verdict.masked),
         matched=dict(count(verdicts.values()).matched),
     )
 
 
 def _tokens(store: Store, result: RolloutResult, policy_version: int) -> RolloutTokens:
-    if result.columns is None:
-        raise StageError("a rollout without columns came to the filters: was its group played by another environment?")
+    assert result.columns is not None
     columns = read_columns(store, result.columns)
     return RolloutTokens(
         input_ids=columns.input_ids,

@@ -3,16 +3,15 @@
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from penstock.environments.loading import LoadedEnvironment, load_environments
-from penstock.policy import EngineClient
-from penstock.rollout import Execution, Stage, play, score_group
-
 from penstock import plans
 from penstock.blobs import Store
 from penstock.config import RunConfig
+from penstock.environments.loading import LoadedEnvironment, load_environments
 from penstock.errors import ConfigError, StageError
 from penstock.messages import RolloutJob, RolloutResult, ScoreJob, ScoreResult, SurveyJob, SurveyResult
 from penstock.offload import in_io_thread
+from penstock.policy import Dialect, EngineClient
+from penstock.rollout import Attempt, RolloutStage, play, score_group
 from tasks import noop
 
 
@@ -23,7 +22,7 @@ class Player:
         self._config = config
         self._environments: dict[str, LoadedEnvironment] = {}
         self._broken: str | None = None
-        self._stage: Stage | None = None
+        self._stage: RolloutStage | None = None
 
     @asynccontextmanager
     async def ready(self) -> AsyncGenerator["Player"]:
@@ -35,16 +34,21 @@ class Player:
             self._environments = await in_io_thread(load_environments, real)
         except ConfigError as error:
             self._broken = str(error)  # every job says so: the orchestrator stops with it, the worker stays
-        async with EngineClient(self._config.engine) as client:
-            self._stage = Stage(client=client, store=Store(self._config.store_dir), settings=self._config.policy)
+        async with EngineClient.open(self._config.engine) as client:
+            self._stage = RolloutStage(
+                client=client,
+                store=Store(self._config.store_dir),
+                settings=self._config.policy,
+                dialect=Dialect(self._config.engine),
+            )
             yield self
 
     async def play(self, job: RolloutJob, execution: str) -> RolloutResult:
         if self._is_noop(job.environment):
             return await noop.rollout(job, self._config.noop)
         assert self._stage is not None
-        self._stage.client.policy_version(job.policy_version)
-        about = Execution(
+        self._stage.client.replicas.announce(job.policy_version)
+        attempt = Attempt(
             run=job.run,
             rollout=job.job,
             attempt=job.attempt,
@@ -52,7 +56,7 @@ class Player:
             seed=job.seed,
             timeout_s=job.timeout_s,
         )
-        return await play(self._stage, self._environment(job.environment), job.example, about)
+        return await play(self._stage, self._environment(job.environment), job.example, attempt)
 
     async def score(self, job: ScoreJob) -> ScoreResult:
         plan = await in_io_thread(plans.read_group, self._config.store_dir, job.plan)
