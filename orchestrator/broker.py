@@ -32,11 +32,6 @@ class Broker:
         self.client = redis.asyncio.Redis.from_url(
             url, socket_timeout=None, socket_connect_timeout=5, retry=Retry(NoBackoff(), retries=0)
         )
-        try:
-            self.client.connection_pool.make_connection()
-        except TypeError:
-            message = f"redis_url has an option after its '?' that a connection does not know: {address(url)}"
-            raise ConfigError(message) from None
         self.trouble: str | None = None
         """why Redis is not answering just now"""
         self.outages = 0
@@ -70,7 +65,7 @@ class Broker:
                 refused = isinstance(error, AuthenticationError | ResponseError)
                 if refused or time.monotonic() > give_up_at:
                     raise ConfigError(unusable(self._url, error)) from error
-                logger.warning("action=redis_awaited at=%s error=%s", address(self._url), error)
+                logger.warning("action=redis_awaited at=%s error=%s", address(self._url), _said(error))
                 await asyncio.sleep(min(RETRY_MOST_S, patience_s / 10))
 
     async def close(self) -> None:
@@ -82,7 +77,9 @@ class Broker:
         if self.trouble is None:
             self.outages += 1
             self._down_since, self._said_at = now, -REMIND_S
-        self.trouble = f"Redis at {address(self._url)} does not answer ({error}); waiting for it, nothing is lost"
+        self.trouble = (
+            f"Redis at {address(self._url)} does not answer ({_said(error)}); waiting for it, nothing is lost"
+        )
         if now - self._said_at >= REMIND_S:
             self._said_at = now
             logger.warning("action=redis_away for_s=%.0f %s", now - self._down_since, self.trouble)
@@ -102,6 +99,10 @@ def unusable(url: str, error: Exception) -> str:
             "PENSTOCK_REDIS_URL=redis://:PASSWORD@HOST:PORT/NUMBER"
         )
     return (
-        f"Redis at {address(url)} cannot be used ({error}): "
+        f"Redis at {address(url)} cannot be used ({_said(error)}): "
         "start it, or set redis_url (PENSTOCK_REDIS_URL) to the right one"
     )
+
+
+def _said(error: Exception) -> str:
+    return str(error) or "it takes too long"  # a time-out has no words of its own

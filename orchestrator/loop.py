@@ -130,12 +130,11 @@ class Orchestrator:
         if not await self.sealer.seal(batch, ranks):
             return False
         crash_points.passed("sealed")
+        rollouts = sum(1 for _ in batch.rollouts())
         self.ledger.deliver(batch)
         await self.ledger.committed()
         crash_points.passed("delivered")
-        logger.info(
-            "action=delivered step=%d rollouts=%d", batch.step, sum(len(group.rollouts) for group in batch.groups)
-        )
+        logger.info("action=delivered step=%d rollouts=%d", batch.step, rollouts)
         return True
 
     def deliver_what_is_sealed(self) -> None:

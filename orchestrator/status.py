@@ -74,7 +74,8 @@ def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
         "ledger": {"path": str(directory / about["ledger"]), "error": ledger_error},
     }
     if state is State.RUNNING:
-        return found | {"waiting_for": last["waiting_for"]}
+        lags = seen.event_loop_lag | {"orchestrator": last["event_loop_lag"]}
+        return found | {"event_loop_lag": lags, "waiting_for": last["waiting_for"]}
     disks = [directory, directory / about["ledger"], directory / about["store"]]
     full = [f"the disk of {path} is full: make room" for path in disks if _full(path)]
     return found | {"rollouts_per_s": 0.0, "waiting_for": [*_troubles(found), *full]}

@@ -5,23 +5,34 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 def check(url: str) -> None:
     """Raises ValueError, without the address: it may hold a password."""
-    if not _well_formed(url):
+    if not (_well_formed(url) and _connectable(url)):
         raise ValueError(
-            "is not the address of a Redis: redis://HOST:PORT/NUMBER, rediss://HOST:PORT/NUMBER or unix:///PATH; "
-            "special characters in a password must be escaped (/ is %2F, # is %23, ? is %3F, @ is %40)"
+            "is not the address of a Redis: redis://HOST:PORT/NUMBER, rediss://HOST:PORT/NUMBER or unix:///PATH, each "
+            "with ?OPTION=VALUE that a connection knows; special characters in a password must be escaped "
+            "(/ is %2F, # is %23, ? is %3F, @ is %40)"
         )
 
 
 def _well_formed(url: str) -> bool:
+    """redis-py takes a missing host for localhost and a database that is no number for 0: these are typing errors."""
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port  # reading a wrong port raises
     except ValueError:
         return False
     path = parts.path.strip("/")
     if parts.scheme == "unix":
         return bool(path)
-    return parts.scheme in ("redis", "rediss") and bool(host) and (not path or path.isdecimal())
+    return bool(parts.hostname) and (not path or path.isdecimal())
+
+
+def _connectable(url: str) -> bool:
+    from redis import ConnectionPool
+
+    try:
+        ConnectionPool.from_url(url).make_connection()
+    except (ValueError, TypeError):  # the latter for an option that is none
+        return False
+    return True
 
 
 def address(url: str) -> str:

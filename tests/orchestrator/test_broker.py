@@ -1,4 +1,5 @@
 import asyncio
+import socket
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -59,8 +60,11 @@ def test_nobody_there_is_said_after_some_patience() -> None:
     assert "start it, or set redis_url (PENSTOCK_REDIS_URL) to the right one" in message
 
 
-def test_an_option_that_nobody_knows_is_refused() -> None:
-    assert "option after its '?'" in refusal(connected("redis://:hunter2@h:1/0?tiemout=3"))
+def test_somebody_there_who_says_nothing_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.broker.ANSWER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}/0"
+        assert f"{address} cannot be used (it takes too long): start it" in refusal(connected(f"redis://{address}"))
 
 
 def test_a_question_is_asked_until_redis_is_back(guarded: EmbeddedRedis) -> None:

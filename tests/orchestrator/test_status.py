@@ -60,6 +60,7 @@ def say(run: Path, *, age_s: float = 0.0, host: str = HERE, **values: Any) -> No
         "run": run_dir.read(run)["run"], "phase": "running", "stopped_by": None, "at": time.time() - age_s,
         "process": {"host": host, "pid": 4711}, "running_s": 60.0, "step": 2, "steps": 9, "rollouts_per_s": 7.5,
         "rollouts": {"planned": 1}, "states": {}, "waiting_for": ["the engine cannot be reached"],
+        "event_loop_lag": {"p99_s": 0.5},
     }  # fmt: skip
     run_dir.write_json(run / "status.json", said | values)
 
@@ -77,6 +78,7 @@ def test_a_running_run_says_itself_what_it_waits_for(run: Path, server: Embedded
     assert found["waiting_for"] == ["the engine cannot be reached"]
     assert (found["steps"], found["rollouts_per_s"]) == (9, 7.5)
     assert found["status_age_s"] < 10
+    assert found["event_loop_lag"] == {"orchestrator": {"p99_s": 0.5}}
 
 
 def test_the_counts_are_the_ledger_s(run: Path, server: EmbeddedRedis) -> None:

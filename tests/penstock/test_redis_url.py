@@ -31,6 +31,7 @@ def test_an_address_that_redis_and_celery_take_is_right(url: str) -> None:
         "redis://[::1/0",
         "redis://:hunter2/x@host:6379/0",
         "redis://:hunter2#x@host:6379/0",
+        "redis://:hunter2@host:6379/0?tiemout=3",
         "unix://",
     ],
 )

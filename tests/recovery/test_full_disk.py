@@ -23,7 +23,7 @@ def cluster(disk: Disk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
     """Redis and workers, with the store on the small disk."""
     directory = tmp_path_factory.mktemp("cluster")
     settings = {"store": f"file://{disk.directory}/store", "noop": {"rollout_s": 0.2}}
-    with cluster_in(directory, steps=5, **settings) as cluster:
+    with cluster_in(directory, steps=8, **settings) as cluster:
         cluster.enter = disk.enter
         cluster.rollout_worker(concurrency=8)
         cluster.compute_worker()
@@ -48,7 +48,7 @@ def ends_well(cluster: Cluster, process: Process) -> None:
     assert audit.exit_code == 0, audit.text
     found = json.loads(audit.text)
     assert found["balanced"]
-    assert found["delivered"] == found["planned"] == 80
+    assert found["delivered"] == found["planned"] == 128
     assert "Traceback" not in process.text
 
 
