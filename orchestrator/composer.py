@@ -5,7 +5,7 @@ import math
 
 from orchestrator.ledger import Ledger
 from orchestrator.records import Batch, Group
-from orchestrator.shares import quotas
+from orchestrator.shares import quotas, weight
 from orchestrator.states import GroupState, JobKind, JobState, RolloutState
 from orchestrator.trainer import Trainer
 from penstock.config import RunConfig
@@ -62,9 +62,10 @@ class Composer:
         return 1 if self._config.batch.format == "prime-rl-2026-05" else self._config.batch.data_ranks
 
     def _form_again(self, batch: Batch, error: str | None) -> None:
-        if batch.formation >= self._config.recovery.max_formations:
+        failed = self._ledger.count("failed_formations")
+        if failed >= self._config.recovery.max_formations:
             raise RunError(
-                f"step {batch.step} could not be encoded in {batch.formation} formations, the last error: {error}. "
+                f"step {batch.step} could not be encoded in {failed} formations, the last error: {error}. "
                 "Nothing is lost: mend the cause and start the run again"
             )
         logger.warning("action=step_formed_again step=%d formation=%d error=%s", batch.step, batch.formation, error)
@@ -99,29 +100,23 @@ class Composer:
             for group in self._ledger.groups.values()
             if group.environment == environment and group.state is not GroupState.BATCHED
         ]
+        window = self._window(quota)
         taken: list[Group] = []
-        weight = 0
-        for group in open_groups[: self._window(quota)]:
-            if weight >= quota:
+        held, awaited = 0, False
+        for place, group in enumerate(open_groups):
+            # Partial groups may leave a window short that nothing more can come into: only then it is passed.
+            if held >= quota or (place >= window and awaited):
                 break
             if group.state is GroupState.ADMITTED:
                 taken.append(group)
-                weight += self._weight(group)
-        return taken if weight >= quota else None
+                held += weight(self._config, group)
+            else:
+                awaited = True
+        return taken if held >= quota else None
 
-    def _window(self, quota: int) -> int | None:
+    def _window(self, quota: int) -> float:
         """How many open groups, in planned order, a step may choose from."""
         if self._config.batch.order == "completion" or self._config.batch.unit == "tokens":
-            return None
+            return math.inf
         groups = quota if self._config.batch.unit == "groups" else -(-quota // self._config.rollouts.group_size)
         return math.ceil(self._config.batch.window * groups)
-
-    def _weight(self, group: Group) -> int:
-        admitted = group.of(RolloutState.ADMITTED)
-        match self._config.batch.unit:
-            case "groups":
-                return 1
-            case "rollouts":
-                return len(admitted)
-            case "tokens":
-                return sum(rollout.result.completion_tokens for rollout in admitted if rollout.result)

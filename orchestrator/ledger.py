@@ -102,6 +102,11 @@ class Ledger:
         rollout.result = rollout.result.model_copy(update={"reward": reward})
         self._touch("rollouts", rollout)
 
+    def mask(self, rollout: Rollout) -> None:
+        """It will be delivered with loss mask 0."""
+        rollout.masked = True
+        self._touch("rollouts", rollout)
+
     def drop(self, rollout: Rollout, reason: str) -> None:
         self.move(rollout, RolloutState.FILTERED, reason=reason)
         if rollout.result:
@@ -181,6 +186,7 @@ class Ledger:
             self.enter(group, GroupState.CLOSED)
         self.set("steps_delivered", batch.step + 1)
         self.set("formation", 0)
+        self.set("failed_formations", 0)
         self._forget(batch)
 
     def train(self, acked: int) -> None:
@@ -193,10 +199,15 @@ class Ledger:
 
     def _forget(self, batch: Batch) -> None:
         self.batches.pop(batch.step)
-        for job in [job for job in self.jobs.values() if job.subject == str(batch.step)]:
+        for job in [job for job in self.jobs.values() if self._encodes(job, batch)]:
             if job.state is not JobState.SETTLED:
                 self.end(job, JobState.CANCELLED)
             self.jobs.pop(job.id)
+
+    @staticmethod
+    def _encodes(job: Job, batch: Batch) -> bool:
+        """An environment may be named like a step."""
+        return job.kind is JobKind.ENCODE and job.subject == str(batch.step)
 
     # committing
 

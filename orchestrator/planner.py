@@ -4,7 +4,7 @@ import math
 from collections import Counter
 
 from orchestrator.ledger import Ledger
-from orchestrator.shares import quotas
+from orchestrator.shares import quotas, weight
 from orchestrator.states import GroupState, JobKind
 from orchestrator.trainer import Trainer
 from penstock.config import RunConfig
@@ -49,17 +49,23 @@ class Planner:
         """environment -> groups to begin, of those that the workers know."""
         first = self._ledger.number("steps_delivered") + len(self._ledger.batches)
         steps = range(first, min(self._config.steps, self._trainer.plannable_steps(first)))
-        unbatched = Counter(g.environment for g in self._ledger.groups.values() if g.state is not GroupState.BATCHED)
         needed = Counter[str]()
         for step in steps:
             needed.update(quotas(self._config, step))
         known = [name for name in needed if self._ledger.meta.get(f"examples:{name}")]
-        return Counter({name: max(0, self._groups_for(needed[name]) - unbatched[name]) for name in known})
+        oversample, open_groups = self._config.rollouts.oversample, self._open_groups()
+        wanted = {name: oversample * self._in_groups(needed[name]) - open_groups[name] for name in known}
+        return Counter({name: max(0, math.ceil(groups)) for name, groups in wanted.items()})
 
-    def _groups_for(self, quantity: int) -> int:
-        """More than may be in flight need not be asked for at once."""
-        wanted = self._config.rollouts.oversample * self._in_groups(quantity)
-        return math.ceil(min(wanted, self._config.rollouts.max_in_flight))
+    def _open_groups(self) -> dict[str, float]:
+        """environment -> groups on their way. Admitted ones count for what is left of them: some are partial."""
+        coming, admitted = Counter[str](), Counter[str]()
+        for group in self._ledger.groups.values():
+            if group.state is GroupState.ADMITTED:
+                admitted[group.environment] += weight(self._config, group)
+            elif group.state is not GroupState.BATCHED:
+                coming[group.environment] += 1
+        return {name: coming[name] + self._in_groups(admitted[name]) for name in self._config.environments}
 
     def _in_groups(self, quantity: float) -> float:
         """How many groups hold `quantity` of the batch's unit."""
@@ -68,8 +74,10 @@ class Planner:
         if self._config.batch.unit == "rollouts":
             return quantity / self._config.rollouts.group_size
         admitted, tokens = self._ledger.number("groups_admitted"), self._ledger.number("tokens_admitted")
+        if tokens:
+            return quantity * admitted / tokens
         # Until the first groups are in, nobody knows how long they are: begin as many as may be in flight.
-        return quantity * admitted / tokens if tokens else math.inf if quantity else 0
+        return self._config.rollouts.max_in_flight if quantity else 0
 
     def groups_per_step(self) -> float:
         return self._in_groups(self._config.batch.size)

@@ -1,7 +1,9 @@
-"""How a step's size is shared out among the environments: by weight, whole numbers, the same on every machine."""
+"""What a step is made of: its size, shared out among the environments in whole numbers; what a group adds to it."""
 
 from collections.abc import Mapping
 
+from orchestrator.records import Group
+from orchestrator.states import RolloutState
 from penstock.config import RunConfig
 
 
@@ -21,3 +23,15 @@ def apportion(size: int, weights: Mapping[str, float], *, turn: int = 0) -> dict
     for name in by_remainder[: size - sum(shares.values())]:
         shares[name] += 1
     return shares
+
+
+def weight(config: RunConfig, group: Group) -> int:
+    """What an admitted group adds to a step, in the batch's unit."""
+    admitted = group.of(RolloutState.ADMITTED)
+    match config.batch.unit:
+        case "groups":
+            return 1
+        case "rollouts":
+            return len(admitted)
+        case "tokens":
+            return sum(rollout.result.completion_tokens for rollout in admitted if rollout.result)

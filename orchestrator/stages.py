@@ -75,6 +75,7 @@ class Stages:
         out = group.of(*UNGENERATED)
         jobs = [self._ledger.jobs[rollout.id] for rollout in out]
         for rollout, job in zip(out, jobs, strict=True):
+            self._gate.scout_lost(job.id)
             self._ledger.end(job, JobState.CANCELLED)
             self._ledger.drop(rollout, "group_timeout")
         self._collect(group)
@@ -127,6 +128,7 @@ class Stages:
         logger.error("action=dead job=%s %s", job.id, why)
         self._ledger.event(job.id, "dead", why)
         if job.kind is JobKind.SURVEY:
+            self._ledger.end(job, JobState.DEAD)
             raise RunError(f"the environment {job.subject!r} cannot be used: {why}. Mend it, then start the run again")
         group = self._ledger.groups.get(job.subject)
         if job.kind is JobKind.ROLLOUT:
@@ -167,7 +169,8 @@ class Stages:
         for rollout in group.of(RolloutState.GENERATED):
             if rollout.id in result.dropped:
                 self._ledger.drop(rollout, result.dropped[rollout.id])
-            rollout.masked = rollout.id in result.masked
+            elif rollout.id in result.masked:
+                self._ledger.mask(rollout)
         if not group.of(RolloutState.GENERATED):
             self._close(group, "filtered")
             return

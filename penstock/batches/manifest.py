@@ -76,7 +76,7 @@ def read_manifest(store: Store, step: int) -> Manifest | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise BlobCorrupt(f"{path} is not a manifest: {error}") from error
+        raise BlobCorrupt(f"{path} is not a manifest: {error}; restore it") from error
     if manifest.plan.step != step:
         raise BlobCorrupt(f"{path} is the manifest of step {manifest.plan.step}")
     return manifest
