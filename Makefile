@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup check test chaos bench clean
+.PHONY: setup check test chaos fuzz bench clean
 
 setup: $(STAMP)
 
@@ -17,17 +17,22 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 check: setup
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports --no-cache > .venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
+	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .
+	@$(BIN)/lint-imports --no-cache > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
 	@$(BIN)/basedpyright --level error
+	@$(BIN)/pytest --quiet tests/test_house_rules.py
 
 test: check
-	@$(BIN)/pytest
+	@$(BIN)/pytest --ignore tests/test_house_rules.py
 
 chaos: setup
 	@$(BIN)/pytest tests/chaos --chaos-rounds 20
 
+fuzz: setup
+	@$(BIN)/pytest tests/penstock/test_response_fuzz.py --fuzz-rounds 1000 --timeout 900
+
 bench: setup
-	@for name in control recovery; do $(BIN)/penstock bench $$name || exit 1; done
+	@for name in control recovery ingest filters; do $(BIN)/penstock bench $$name || exit 1; done
 
 clean:
 	@rm -rf $(VENV) build *.egg-info

@@ -17,7 +17,6 @@ INTERVAL_S = 0.005
 """200 Hz: of both loops that are compared"""
 WINDOW_S = 3600.0  # longer than any measurement: a summary covers all of one
 BEGIN, END = "begin", "end"
-ANSWER_S = 10.0
 
 
 class Canary:

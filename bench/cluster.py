@@ -4,6 +4,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ START_S = 60.0  # a worker imports for 2 s; on a machine that others use, for lo
 PING_S = 0.5
 
 
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """An orchestrator and the directory of its run."""
 
-    def __init__(self, process: Process, directory: Path) -> None:
-        self.process = process
-        self.directory = directory
+    process: Process
+    directory: Path
 
     def status(self) -> dict[str, Any]:
         """As `penstock status` shows it; empty before the first."""
@@ -92,7 +93,7 @@ class Cluster:
         """An orchestrator on a run directory of its own, when it begins to plan: its start-up is over."""
         directory = self.directory / f"run{self._started}"
         process = self.start("orchestrator", "penstock", "run", run_dir=directory, **settings)
-        run = Run(process, directory)
+        run = Run(process=process, directory=directory)
         process.wait_until(run.status, what="the orchestrator begins", timeout_s=START_S)
         return run
 

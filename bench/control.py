@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from bench import stock_celery
 from bench.canary import INTERVAL_S, Canary
 from bench.cluster import Cluster, Run, cluster
-from bench.progress import progress
+from bench.progress import Say, progress
 from bench.report import Report, Target, median
 from orchestrator.audit import audit
 from penstock.errors import RunError
@@ -39,7 +39,7 @@ QUICK = Size(steps=2, step_groups=2, messages=20)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Penstock:
+class PipeRound:
     cpu_ms: dict[str, float]
     """a rollout, by kind of process"""
     rollouts_per_s: float
@@ -52,7 +52,7 @@ class Penstock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stock:
+class StockRound:
     cpu_ms: float
     """a message, Redis included"""
     messages_per_s: float
@@ -60,8 +60,8 @@ class Stock:
 
 def run(*, quick: bool) -> Report:
     size, rounds = (QUICK, 1) if quick else (FULL, ROUNDS)
-    penstock: list[Penstock] = []
-    stock: list[Stock] = []
+    pipe: list[PipeRound] = []
+    stock: list[StockRound] = []
     with progress("control") as say, Canary() as canary, cluster(**_settings(size)) as own:
         say("starting Redis and the workers")
         own.rollout_worker(concurrency=256)
@@ -69,11 +69,11 @@ def run(*, quick: bool) -> Report:
         own.worker("stock worker", "bench.stock_celery", ["-c", "2"], _stock_url(own))
         own.wait_ready()
         for number in range(1, rounds + 1):
-            say(f"round {number} of {rounds}: {size.rollouts} rollouts")
-            penstock.append(_penstock(own, canary, size))
-            say(f"round {number} of {rounds}: {size.messages} messages of stock Celery")
+            here = f"round {number} of {rounds}"
+            pipe.append(_pipe(own, canary, size, lambda text, here=here: say(f"{here}: {text}")))
+            say(f"{here}: {size.messages} messages of stock Celery")
             stock.append(_stock(own, size))
-    return _report(penstock, stock, size, quick=quick)
+    return _report(pipe, stock, size, quick=quick)
 
 
 def _settings(size: Size) -> dict[str, object]:
@@ -85,7 +85,8 @@ def _settings(size: Size) -> dict[str, object]:
     }
 
 
-def _penstock(own: Cluster, canary: Canary, size: Size) -> Penstock:
+def _pipe(own: Cluster, canary: Canary, size: Size, say: Say) -> PipeRound:
+    say("starting the orchestrator")
     run = own.orchestrator(lag__interval_s=INTERVAL_S)
     canary.begin()
     before, started = own.cpu_s(), time.monotonic()
@@ -93,13 +94,13 @@ def _penstock(own: Cluster, canary: Canary, size: Size) -> Penstock:
         lambda: _lag_when_submitted(run, size), what="every rollout is submitted", timeout_s=ROUND_S
     )
     canary_lag = canary.end()
-    run.process.wait_until(lambda: run.process.ended, what="the run's end", timeout_s=ROUND_S)
+    run.process.wait_until(lambda: _ended(run, size, say), what="the run's end", timeout_s=ROUND_S)
     elapsed_s, after = time.monotonic() - started, own.cpu_s()
     found = audit(run.directory)
     if not found["balanced"] or found["delivered"] != size.rollouts:
         raise RunError(f"the run came to a wrong end: {found}\n{run.process.last_words}")
     own.kill(run.process)
-    return Penstock(
+    return PipeRound(
         cpu_ms={kind: 1000 * (after[kind] - before[kind]) / size.rollouts for kind in KINDS},
         rollouts_per_s=size.rollouts / elapsed_s,
         lag_p99_ms=1000 * lag["p99_s"],
@@ -114,34 +115,39 @@ def _lag_when_submitted(run: Run, size: Size) -> dict[str, float]:
     return status["event_loop_lag"] if all_queued else {}
 
 
+def _ended(run: Run, size: Size, say: Say) -> bool:
+    say(f"{run.status()['rollouts']['delivered']} of {size.rollouts} rollouts delivered")
+    return run.process.ended
+
+
 def _stock_url(own: Cluster) -> str:
     return own.redis_url.removesuffix("/0") + "/1"
 
 
-def _stock(own: Cluster, size: Size) -> Stock:
+def _stock(own: Cluster, size: Size) -> StockRound:
     stock_celery.stage(_stock_url(own), size.messages)
     before = own.cpu_s()
     elapsed_s = stock_celery.work_off(_stock_url(own))
     after = own.cpu_s()
     spent_s = sum(after[kind] - before[kind] for kind in ("redis", "stock worker"))
-    return Stock(cpu_ms=1000 * spent_s / size.messages, messages_per_s=size.messages / elapsed_s)
+    return StockRound(cpu_ms=1000 * spent_s / size.messages, messages_per_s=size.messages / elapsed_s)
 
 
-def _report(penstock: list[Penstock], stock: list[Stock], size: Size, *, quick: bool) -> Report:
-    cpu_ms = median([each.all_cpu_ms for each in penstock])
-    rollouts_per_s = median([each.rollouts_per_s for each in penstock])
-    above_canary_ms = median([each.lag_p99_ms - each.canary_p99_ms for each in penstock])
+def _report(pipe: list[PipeRound], stock: list[StockRound], size: Size, *, quick: bool) -> Report:
+    cpu_ms = median([each.all_cpu_ms for each in pipe])
+    rollouts_per_s = median([each.rollouts_per_s for each in pipe])
+    above_canary_ms = median([each.lag_p99_ms - each.canary_p99_ms for each in pipe])
     figures = {
         "rollouts a round": float(size.rollouts),
         "rollouts a second": rollouts_per_s,
         "CPU, ms a rollout": cpu_ms,
-        **{f"CPU, ms a rollout: {kind}": median([each.cpu_ms[kind] for each in penstock]) for kind in KINDS},
-        "orchestrator lag p99, ms": median([each.lag_p99_ms for each in penstock]),
-        "canary lag p99, ms": median([each.canary_p99_ms for each in penstock]),
+        **{f"CPU, ms a rollout: {kind}": median([each.cpu_ms[kind] for each in pipe]) for kind in KINDS},
+        "orchestrator lag p99, ms": median([each.lag_p99_ms for each in pipe]),
+        "canary lag p99, ms": median([each.canary_p99_ms for each in pipe]),
         "stock Celery, messages a second": median([each.messages_per_s for each in stock]),
         "stock Celery, CPU ms a message": median([each.cpu_ms for each in stock]),
         "CPU of a rollout / of a stock message": median(
-            [rollout.all_cpu_ms / message.cpu_ms for rollout, message in zip(penstock, stock, strict=True)]
+            [rollout.all_cpu_ms / message.cpu_ms for rollout, message in zip(pipe, stock, strict=True)]
         ),
     }
     targets = [
@@ -149,4 +155,4 @@ def _report(penstock: list[Penstock], stock: list[Stock], size: Size, *, quick: 
         Target(name="rollouts a second", value=rollouts_per_s, limit=200, sense="at least"),
         Target(name="orchestrator lag p99 above canary's, ms", value=above_canary_ms, limit=5),
     ]
-    return Report(bench="control", figures=figures, targets=targets, rounds=len(penstock), quick=quick)
+    return Report(bench="control", figures=figures, targets=targets, rounds=len(pipe), quick=quick)

@@ -15,7 +15,7 @@ from penstock.errors import RunError
 T = TypeVar("T")
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parent.parent
-POLL_S = 0.01
+POLL_S = 0.02
 LAST_WORDS = 2000  # characters of a log
 
 

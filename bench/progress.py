@@ -8,9 +8,11 @@ from rich.console import Console
 
 PLAIN_EVERY_S = 5.0
 
+Say = Callable[[str], None]
+
 
 @contextmanager
-def progress(bench: str) -> Iterator[Callable[[str], None]]:
+def progress(bench: str) -> Iterator[Say]:
     """`with progress("control") as say: say("round 1 of 5")`"""
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:

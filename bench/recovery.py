@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from bench.cluster import Cluster, Run, cluster
 from bench.processes import Process
-from bench.progress import progress
+from bench.progress import Say, progress
 from bench.report import Report, Target, median
 from orchestrator.audit import audit
 from orchestrator.schema import open_for_reading
@@ -52,8 +52,8 @@ def run(*, quick: bool) -> Report:
     with progress("recovery") as say, cluster(**_settings(size)) as own:
         own.compute_worker(concurrency=1)
         for number in range(1, count + 1):
-            say(f"round {number} of {count}: a worker with {size.rollouts} rollouts is killed")
-            rounds.append(_round(own, size))
+            here = f"round {number} of {count}"
+            rounds.append(_round(own, size, lambda text, here=here: say(f"{here}: {text}")))
     return _report(rounds, size, quick=quick)
 
 
@@ -68,9 +68,9 @@ def _settings(size: Size) -> dict[str, object]:
     }
 
 
-def _round(own: Cluster, size: Size) -> Round:
+def _round(own: Cluster, size: Size, say: Say) -> Round:
+    say(f"starting a worker and {size.rollouts} rollouts")
     doomed = own.rollout_worker(concurrency=size.rollouts, noop__rollout_s=FOR_EVER_S)
-    own.wait_ready()
     run = own.orchestrator()
     wait_until = functools.partial(run.process.wait_until, timeout_s=ROUND_S)
     wait_until(lambda: len(_running_on(doomed, own)) == size.rollouts, what="all rollouts run")
@@ -82,6 +82,7 @@ def _round(own: Cluster, size: Size) -> Round:
 
     def all_run_again() -> bool:
         seen_again.update(_running_on(other, own))
+        say(f"the worker was killed; {len(seen_again)} of {size.rollouts} rollouts run elsewhere")
         return len(seen_again) == size.rollouts
 
     wait_until(all_run_again, what="all rollouts run again")

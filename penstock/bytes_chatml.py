@@ -5,7 +5,7 @@ byte for byte, and a tool call is written exactly as it was read. Text cannot fo
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,23 +94,30 @@ def _characters(ids: Ids) -> str:
 
 def _role(message: Mapping[str, Any]) -> str:
     role = message.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise BadRequest(f"a message has role {role!r}, which is none of {', '.join(sorted(ROLES))}")
     return role
 
 
 def _body(message: Mapping[str, Any]) -> str:
-    return _content(message.get("content")) + "\n".join(map(_tool_call, message.get("tool_calls") or []))
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise BadRequest("a message's tool_calls must be a list")
+    return _content(message.get("content")) + "\n".join(map(_tool_call, calls))
 
 
 def _content(content: object) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    parts: Iterable[Any] = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise BadRequest("a message has content that is not text: images and the like are not supported")
-    return "".join(map(str, texts))
+    return "".join(map(_part, content if isinstance(content, list) else [content]))
+
+
+def _part(part: object) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case _:
+            raise BadRequest("a message has content that is not text: images and the like are not supported")
 
 
 def _tool_call(call: object) -> str:

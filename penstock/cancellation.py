@@ -1,4 +1,4 @@
-"""What cancellation must not tear, and what a library has swallowed of it."""
+"""What cancellation must not tear."""
 
 import asyncio
 import contextlib

@@ -14,24 +14,7 @@ from services.engine.players import Said, play
 from services.engine.requests import Asked
 from services.engine.settings import EngineSettings
 
-WORDS = [
-    "so",
-    "we",
-    "look",
-    "at",
-    "what",
-    "is",
-    "left",
-    "of",
-    "it",
-    "once",
-    "more",
-    "and",
-    "take",
-    "the",
-    "next",
-    "part",
-]
+WORDS = ["so", "we", "look", "at", "what", "is", "left", "of", "it", "once", "more", "and", "take", "the", "next"]
 THOUGHTS = bytes_chatml.encode_text(" ".join(WORDS[place * place % 89 % len(WORDS)] for place in range(1_000)))
 """What a policy says before its answer: as long as it is told to be, beginning at some place."""
 
@@ -67,8 +50,9 @@ def answer_to(asked: Asked, draws: Draws, settings: EngineSettings) -> Answer:
     said = play(bytes_chatml.decode_messages(asked.prompt_ids), draws, settings.skill) or Said(text="")
     spoken = bytes_chatml.encode_answer({"content": said.text, "tool_calls": said.calls})
     length = max(round(settings.completion_tokens.at(draws.uniform("length"))), len(spoken))
-    thoughts = np.resize(THOUGHTS[draws.integer("thoughts", 0, len(THOUGHTS) - 1) :], length - len(spoken))
     limit = min(room, asked.max_tokens or room)
+    place = draws.integer("thoughts", 0, len(THOUGHTS) - 1)
+    thoughts = np.resize(THOUGHTS[place:], min(limit, length - len(spoken)))
     ids = np.concatenate([thoughts, spoken])[:limit]
     message = bytes_chatml.decode_answer(ids)
     return Answer(

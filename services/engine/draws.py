@@ -61,9 +61,6 @@ class Distribution:
             raise ConfigError(f"{text!r} is not a distribution: write {WRITTEN}, with numbers that are not negative")
         return cls(shape, parameters)
 
-    def __str__(self) -> str:
-        return ":".join([self.shape, *(f"{number:g}" for number in self.parameters)])
-
     def at(self, share: float) -> float:
         """The value below which `share` of the draws lie."""
         match self.shape, self.parameters:

@@ -13,7 +13,7 @@ from penstock.bytes_chatml import Message
 from services.engine.draws import Draws
 
 NUMBER = r"[1-9]\d{0,8}"
-PROBLEM = re.compile(rf"What is ((?:{NUMBER} [-+*] )*{NUMBER})\?")
+PROBLEM = re.compile(rf"What is ((?:{NUMBER} [-+*] ){{0,99}}{NUMBER})\?")
 MULTIPLE = re.compile(rf"whole number from 1 to ({NUMBER}) that is divisible by ({NUMBER})\.")
 BOXES = re.compile(rf"The boxes (.+) each hold a whole number from 1 to ({NUMBER})\.")
 

@@ -22,7 +22,7 @@ Part = bytes | memoryview
 Stretch = tuple[int, int]
 
 BLOCK = 192
-"""Tokens. A block is a call or two on its way to the socket; below it, sequences with one beginning have one row."""
+"""Tokens. Smaller blocks tell sequences apart sooner, larger ones make fewer pieces: 14 of a body of 1.3 MB."""
 TABLE_ROWS = 4096
 """48 layers x top-8 make 1.5 MB: stays in the processor's cache."""
 

@@ -26,9 +26,13 @@ from services.engine.settings import Dialect, EngineSettings
 
 logger = logging.getLogger("penstock.engine")
 
+MODEL = "scripted"
+"""Its name; a request may use any other, as if it named an adapter."""
 SESSION_HEADER = "X-Session-ID"
 RETRY_HEADER = "X-Retry-Count"
 """How often the same request was sent before: another try may meet another failure."""
+MAX_REQUEST_BYTES = 16 * 2**20
+"""The longest prompts are below 1 MB: whatever is much larger is a mistake."""
 KEEP_ALIVE_S = 5.0
 """As vLLM's server: a client must expect that an idle connection is closed."""
 STOP_S = 1.0
@@ -50,11 +54,11 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         self.version = 0
         self._settings = settings
-        self._routes = RouteTable(settings.routes) if settings.routes else None
+        self._routes = RouteTable(settings.routes) if settings.routes.layers else None
         self._print_chat = bodies.sglang_chat if settings.dialect is Dialect.SGLANG else bodies.vllm_chat
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=self._settings.max_request_bytes, middlewares=[_errors_as_json])
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[_errors_as_json])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/weight_version", self._weight_version)
@@ -67,8 +71,7 @@ class Engine:
         return web.Response()
 
     async def _models(self, _: web.Request) -> web.Response:
-        name = self._settings.model
-        model = {"id": name, "object": "model", "created": bodies.CREATED, "owned_by": "penstock", "root": name}
+        model = {"id": MODEL, "object": "model", "created": bodies.CREATED, "owned_by": "penstock", "root": MODEL}
         model |= {"parent": None, "max_model_len": self._settings.max_model_len}
         return web.json_response({"object": "list", "data": [model]})
 
@@ -104,7 +107,7 @@ class Engine:
         await asyncio.sleep(answer.latency_s)
         if failure is Failure.ERROR:
             return _error(500, "this failure was asked for by --failures")
-        model = asked.model or self._settings.model
+        model = asked.model or MODEL
         parts = printed(Printed(asked=asked, answer=answer, model=model, version=self.version, routes=self._routes))
         if failure is Failure.MALFORMED:
             return web.Response(body=malformed(parts, draws), content_type=JSON)

@@ -6,9 +6,6 @@ from enum import StrEnum
 from penstock.errors import ConfigError
 from services.engine.draws import Distribution
 
-AT_ONCE = Distribution.parse("constant:0")
-A_FEW_LINES = Distribution.parse("lognormal:120:0.5")
-
 
 class Dialect(StrEnum):
     """Who `/v1/chat/completions` sounds like."""
@@ -29,14 +26,15 @@ class Form(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class RouteShape:
     layers: int
-    topk: int = 8
-    experts: int = 128
+    """0: none are sent"""
+    topk: int
+    experts: int
     form: Form | None = None
     """None: stock vLLM's chat sends `npy`, SGLang's `bare`, `/inference/v1/generate` `object`"""
 
     def __post_init__(self) -> None:
-        if self.layers < 1 or self.topk < 1 or not 2 <= self.experts <= 65536:
-            raise ConfigError("routed experts need at least 1 layer, a top-k of 1 and 2 to 65536 experts")
+        if self.layers < 0 or self.topk < 1 or not 2 <= self.experts <= 65536:
+            raise ConfigError("routed experts need a top-k of at least 1, and 2 to 65536 experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,20 +68,17 @@ class FailureRates:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str
+    port: int
     """0: any free one"""
-    dialect: Dialect = Dialect.VLLM
-    model: str = "scripted"
-    seed: int = 0
+    dialect: Dialect
+    seed: int
     """engines of one seed give the same answers"""
-    skill: float = 0.5
+    skill: float
     """share of the questions of the built-in environments that are answered well"""
-    latency_s: Distribution = AT_ONCE
-    completion_tokens: Distribution = A_FEW_LINES
+    latency_s: Distribution
+    completion_tokens: Distribution
     """at least what the answer itself takes"""
-    routes: RouteShape | None = None
-    failures: FailureRates = FailureRates()
-    max_model_len: int = 131_072
-    max_request_bytes: int = 16 * 2**20
-    """a prompt of `max_model_len` tokens is below 1 MB: whatever is much larger is a mistake"""
+    routes: RouteShape
+    failures: FailureRates
+    max_model_len: int

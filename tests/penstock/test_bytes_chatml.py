@@ -118,6 +118,8 @@ def test_text_parts_are_put_together() -> None:
         ({"role": "user", "content": [{"type": "text", "text": 7}]}, "not text"),
         ({"role": "robot", "content": "x"}, "role 'robot'"),
         ({"content": "x"}, "role None"),
+        ({"role": ["user"], "content": "x"}, "role"),
+        ({"role": "assistant", "tool_calls": 7}, "tool_calls must be a list"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, "tool_calls"),
         ({"role": "assistant", "tool_calls": [{}]}, "tool_calls"),
     ],

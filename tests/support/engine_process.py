@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,11 @@ class EngineProcess(Process):
 
 @contextmanager
 def running(directory: Path, *arguments: str) -> Iterator[EngineProcess]:
-    with ExitStack() as stack:
-        engine = EngineProcess(directory, *arguments)
-        stack.callback(engine.end)
+    engine = EngineProcess(directory, *arguments)
+    try:
         yield engine
+    finally:
+        engine.end()
 
 
 def user(content: str) -> dict[str, Any]:

@@ -62,7 +62,15 @@ def test_guessing_finds_every_number(skill: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "question", ["", "What is love?", "What is 1 + ?", ARITHMETIC.format("9" * 5000), DISTINCT.format(100, 0)]
+    "question",
+    [
+        "",
+        "What is love?",
+        "What is 1 + ?",
+        ARITHMETIC.format("9" * 5000),
+        ARITHMETIC.format(" * ".join(["999999999"] * 500)),
+        DISTINCT.format(100, 0),
+    ],
 )
 def test_other_questions_are_left_alone(question: str) -> None:
     assert play([user(question)], Draws(b""), 1) is None

@@ -119,6 +119,7 @@ def test_a_connection_breaks_in_the_middle_of_the_body(tmp_path: Path) -> None:
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             engine.ask(CHAT, HELLO)
         assert engine.ask("/health", method="GET")[0] == 200
+        assert "Traceback" not in engine.text
 
 
 def test_a_request_that_hangs_keeps_neither_the_others_nor_the_end_waiting(tmp_path: Path) -> None:

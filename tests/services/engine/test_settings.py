@@ -27,7 +27,7 @@ def test_what_are_no_failure_rates(text: str, why: str) -> None:
         FailureRates.parse(text)
 
 
-@pytest.mark.parametrize("shape", [{"layers": 0}, {"layers": 1, "topk": 0}, {"layers": 1, "experts": 1}])
-def test_what_is_no_shape_of_routed_experts(shape: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="at least 1 layer"):
-        RouteShape(**shape)
+@pytest.mark.parametrize("wrong", [{"layers": -1}, {"topk": 0}, {"experts": 1}, {"experts": 65537}])
+def test_what_is_no_shape_of_routed_experts(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="routed experts need"):
+        RouteShape(**{"layers": 1, "topk": 1, "experts": 2, **wrong})
