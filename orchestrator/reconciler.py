@@ -14,10 +14,10 @@ from orchestrator.broker import Broker
 from orchestrator.ledger import Ledger
 from orchestrator.records import Job
 from orchestrator.stages import Stages
-from orchestrator.states import GroupState, JobKind, JobState, RolloutState
+from orchestrator.states import JobState, RolloutState
 from penstock import keys
 from penstock.config import RunConfig
-from penstock.messages import GRACE_S, Queue
+from penstock.messages import Queue
 from tasks import envelope
 
 logger = logging.getLogger("penstock.reconciler")
@@ -68,7 +68,6 @@ class Reconciler:
         self.poll_s = min(POLL_MOST_S, config.recovery.lease_s / POLLS_A_LEASE)
         self._beats: dict[str, Beat] = {}
         self._watched: dict[str, Watch] = {}
-        self._ages_s: dict[str, float] = {}
         self._polled_at: float | None = None
         self.latest = Snapshot(leases={}, depths={}, oldest={})
 
@@ -102,19 +101,7 @@ class Reconciler:
         for job in submitted:
             self._judge_job(job, seen, passed_s, alive.get((job.id, job.attempt)), findings)
         self._watched = {job.id: self._watched[job.id] for job in submitted}
-        self._judge_groups(passed_s, findings)
         return findings
-
-    def _judge_groups(self, passed_s: float, findings: Findings) -> None:
-        """A group that has been collecting for too long goes on without the rollouts that are still out."""
-        if self._config.rollouts.partial_groups == "wait":
-            return
-        collecting = [g for g in self._ledger.groups.values() if g.state is GroupState.COLLECTING]
-        self._ages_s = {group.id: self._ages_s.get(group.id, 0.0) + passed_s for group in collecting}
-        for group in collecting:
-            if self._ages_s[group.id] > self._config.rollouts.group_timeout_s:
-                jobs = self._stages.give_up_waiting(group)
-                findings.revoke += [f"{self._run}.{job.id}.{job.attempt}" for job in jobs if job.attempt]
 
     def _alive(self, seen: Snapshot, passed_s: float, findings: Findings) -> dict[tuple[str, int], bool]:
         """(job, attempt) -> whether one of its leases beats; nothing for those that have none."""
@@ -142,7 +129,7 @@ class Reconciler:
             watch.missing_s = 0.0
             watch.running_s += passed_s
             self._running(job)
-            if watch.running_s > self._timeout_s(job) + GRACE_S + self._config.recovery.lease_s:
+            if watch.running_s > self._timeout_s(job) + self._config.recovery.lease_s:
                 findings.revoke.append(f"{self._run}.{job.id}.{job.attempt}")
                 self._stages.lost(job, f"still running {watch.running_s:.0f} s after its start, over its time-out")
         elif alive is False:
@@ -155,14 +142,14 @@ class Reconciler:
                 self._stages.lost(job, "neither queued, nor running, nor answered")
 
     def _may_be_queued(self, job: Job, seen: Snapshot) -> bool:
-        oldest = seen.oldest[job.kind.queue]
-        return seen.depths[job.kind.queue] > 0 and (oldest is None or oldest <= job.sequence)
+        oldest = seen.oldest[job.queue]
+        return seen.depths[job.queue] > 0 and (oldest is None or oldest <= job.sequence)
 
     def _timeout_s(self, job: Job) -> float:
-        if job.kind is JobKind.ROLLOUT:
+        if job.queue is Queue.ROLLOUTS:
             return self._config.rollouts.timeout_s
         return self._config.recovery.stage_timeout_s
 
     def _running(self, job: Job) -> None:
-        if job.kind is JobKind.ROLLOUT and (rollout := self._ledger.rollout(job)).state is RolloutState.SUBMITTED:
+        if job.queue is Queue.ROLLOUTS and (rollout := self._ledger.rollout(job)).state is RolloutState.SUBMITTED:
             self._ledger.move(rollout, RolloutState.RUNNING)

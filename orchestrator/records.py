@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from orchestrator.states import BatchState, GroupState, JobKind, JobState, RolloutState
-from penstock.messages import EncodeResult, RolloutResult
+from orchestrator.states import BatchState, GroupState, JobState, RolloutState
+from penstock.messages import Queue, RolloutResult
 
 Value = str | int | float | None
 Row = tuple[Value, ...]
@@ -20,8 +20,6 @@ class Rollout:
     step: int | None = None
     advantage: float | None = None
     result: RolloutResult | None = None
-    masked: bool = False
-    """delivered with loss mask 0"""
     error: str | None = None
 
     @property
@@ -30,8 +28,7 @@ class Rollout:
 
     def row(self) -> Row:
         result = self.result.model_dump_json() if self.result else None
-        return (self.group, self.index, self.state, self.reason, self.step, self.advantage, result, self.masked,
-                self.error)  # fmt: skip
+        return (self.group, self.index, self.state, self.reason, self.step, self.advantage, result, self.error)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -54,9 +51,9 @@ class Group:
 @dataclass(kw_only=True, eq=False)
 class Job:
     id: str
-    kind: JobKind
+    queue: Queue
     subject: str
-    """the group, the step or the environment that it serves"""
+    """the group, or the step, that it serves"""
     attempt: int = 0
     """how often it was submitted"""
     sequence: int = 0
@@ -64,13 +61,12 @@ class Job:
     failures: int = 0
     losses: int = 0
     error: str | None = None
-    result: EncodeResult | None = None
+    result: str | None = None
     """kept for encoding jobs only: sealing needs every rank's"""
 
     def row(self) -> Row:
-        result = self.result.model_dump_json() if self.result else None
-        return (self.id, self.kind, self.subject, self.attempt, self.sequence, self.state,
-                self.failures, self.losses, self.error, result)  # fmt: skip
+        return (self.id, self.queue, self.subject, self.attempt, self.sequence, self.state,
+                self.failures, self.losses, self.error, self.result)  # fmt: skip
 
 
 @dataclass(kw_only=True, eq=False)

@@ -8,7 +8,7 @@ from orchestrator.engine_gate import EngineGate
 from orchestrator.ledger import Ledger
 from orchestrator.plan_files import PlanFiles
 from orchestrator.records import Job
-from orchestrator.states import JobKind, JobState
+from orchestrator.states import JobState
 from penstock.config import RunConfig
 from penstock.messages import (
     AdvantageJob,
@@ -17,8 +17,6 @@ from penstock.messages import (
     FilterJob,
     Queue,
     RolloutJob,
-    ScoreJob,
-    SurveyJob,
 )
 from tasks import envelope
 
@@ -36,10 +34,10 @@ class Submitter:
 
     async def submit(self, jobs: list[Job]) -> None:
         """Stages before rollouts: finished work moves on before more is begun."""
-        stages = [job for job in jobs if job.kind is not JobKind.ROLLOUT]
+        stages = [job for job in jobs if job.queue is not Queue.ROLLOUTS]
         for first in range(0, len(stages), AT_ONCE):
             await self._submit_some(stages[first : first + AT_ONCE])
-        rollouts = [job for job in jobs if job.kind is JobKind.ROLLOUT]
+        rollouts = [job for job in jobs if job.queue is Queue.ROLLOUTS]
         for first in range(0, len(rollouts), AT_ONCE):
             if not self._gate.open:
                 await self._submit_scout(rollouts[first:])
@@ -53,7 +51,8 @@ class Submitter:
                 await self._submit_some([job])
 
     async def _submit_some(self, jobs: list[Job]) -> None:
-        if not await self.plan_files.ensure(jobs):
+        stages = [job for job in jobs if job.queue is not Queue.ROLLOUTS]
+        if stages and not await self.plan_files.ensure(stages):
             return
         # A late reply may have settled a job while its plan was being written.
         jobs = [job for job in jobs if job.state is JobState.WAITING]
@@ -70,26 +69,23 @@ class Submitter:
 
     def _message(self, job: Job) -> AnyJob:
         common = self._common(job)
-        match job.kind:
-            case JobKind.SURVEY:
-                return SurveyJob(**common, environment=job.subject)
-            case JobKind.ROLLOUT:
-                group, version = self._ledger.groups[job.subject], self._ledger.number("policy_version")
-                common |= {"group": group.id, "environment": group.environment, "example": group.example}
-                return RolloutJob(**common, seed=self._config.seed, policy_version=version)
-            case JobKind.SCORE:
-                environment = self._ledger.groups[job.subject].environment
-                return ScoreJob(**common, environment=environment, plan=self.plan_files.key(job))
-            case JobKind.FILTER:
+        match job.queue:
+            case Queue.ROLLOUTS:
+                group, seed = self._ledger.groups[job.subject], self._config.seed
+                return RolloutJob(
+                    **common, group=group.id, environment=group.environment, example=group.example, seed=seed
+                )
+            case Queue.FILTERING:
                 return FilterJob(**common, plan=self.plan_files.key(job))
-            case JobKind.ADVANTAGE:
+            case Queue.ADVANTAGES:
                 return AdvantageJob(**common, plan=self.plan_files.key(job))
-            case JobKind.ENCODE:
-                step, data_rank = int(job.subject), int(job.id.rpartition("r")[2])
-                return EncodeJob(**common, plan=self.plan_files.key(job), step=step, data_rank=data_rank)
+            case Queue.ENCODING:
+                batch = self._ledger.batches[int(job.subject)]
+                data_rank = int(job.id.rpartition("r")[2])
+                return EncodeJob(**common, plan=self.plan_files.key(job), step=batch.step, data_rank=data_rank)
 
     def _common(self, job: Job) -> dict[str, Any]:
-        rollout = job.kind is JobKind.ROLLOUT
+        rollout = job.queue is Queue.ROLLOUTS
         return {
             "run": self._run,
             "job": job.id,

@@ -10,33 +10,12 @@ from typing import Any
 import orjson
 
 from penstock.errors import StageError
-from penstock.messages import (
-    GRACE_S,
-    MESSAGE_LIMIT_BYTES,
-    AdvantageJob,
-    AnyJob,
-    EncodeJob,
-    FilterJob,
-    Queue,
-    RolloutJob,
-    ScoreJob,
-    SurveyJob,
-)
+from penstock.messages import MESSAGE_LIMIT_BYTES, AnyJob
 from tasks.celery_app import CONTENT_TYPE, task_name
 
-TASKS: dict[type[AnyJob], str] = {
-    RolloutJob: task_name(Queue.ROLLOUTS),
-    ScoreJob: task_name(Queue.ROLLOUTS, "score"),
-    SurveyJob: task_name(Queue.ROLLOUTS, "survey"),
-    FilterJob: task_name(Queue.FILTERING),
-    AdvantageJob: task_name(Queue.ADVANTAGES),
-    EncodeJob: task_name(Queue.ENCODING),
-}
 SEQUENCE_HEADER = "penstock_sequence"
 ORIGIN = "penstock"
-HARD_LIMIT_AFTER_S = (
-    2 * GRACE_S
-)  # a body that does not heed its time-out loses its slot (asyncio) or its process (prefork)
+HARD_LIMIT_AFTER_S = 30.0  # a body that does not heed its time-out loses its slot (asyncio) or its process (prefork)
 EMBED: dict[str, None] = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
 
 
@@ -67,7 +46,7 @@ def encode(job: AnyJob) -> bytes:
 def _headers(job: AnyJob) -> dict[str, Any]:
     return {
         "lang": "py",
-        "task": TASKS[type(job)],
+        "task": task_name(job.queue),
         "id": job.task_id,
         "shadow": None,
         "eta": None,
