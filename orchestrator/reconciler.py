@@ -5,6 +5,7 @@ another host's clock condemns nobody.
 """
 
 import logging
+import math
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -97,10 +98,14 @@ class Reconciler:
         self._polled_at = now
         findings = Findings()
         alive = self._alive(seen, passed_s, findings)
+        queued_from = {queue: _queued_from(seen, queue) for queue in Queue}
         submitted = [job for job in self._ledger.jobs.values() if job.state is JobState.SUBMITTED]
         for job in submitted:
-            self._judge_job(job, seen, passed_s, alive.get((job.id, job.attempt)), findings)
-        self._watched = {job.id: self._watched[job.id] for job in submitted}
+            beating, queued = alive.get((job.id, job.attempt)), job.sequence >= queued_from[job.queue]
+            # Most have been in their queue ever since: there is nothing to watch.
+            if beating is not None or not queued or job.id in self._watched:
+                self._judge_job(job, queued, passed_s, beating, findings)
+        self._watched = {job.id: self._watched[job.id] for job in submitted if job.id in self._watched}
         return findings
 
     def _alive(self, seen: Snapshot, passed_s: float, findings: Findings) -> dict[tuple[str, int], bool]:
@@ -121,7 +126,7 @@ class Reconciler:
         self._beats = beats
         return alive
 
-    def _judge_job(self, job: Job, seen: Snapshot, passed_s: float, alive: bool | None, findings: Findings) -> None:
+    def _judge_job(self, job: Job, queued: bool, passed_s: float, alive: bool | None, findings: Findings) -> None:
         watch = self._watched.get(job.id)
         if watch is None or watch.attempt != job.attempt:
             watch = self._watched[job.id] = Watch(attempt=job.attempt)
@@ -134,16 +139,12 @@ class Reconciler:
                 self._stages.lost(job, f"still running {watch.running_s:.0f} s after its start, over its time-out")
         elif alive is False:
             self._stages.lost(job, "the worker's lease expired")
-        elif self._may_be_queued(job, seen):
+        elif queued:
             watch.missing_s = 0.0
         else:
             watch.missing_s += passed_s
             if watch.missing_s > self._config.recovery.lease_s:
                 self._stages.lost(job, "neither queued, nor running, nor answered")
-
-    def _may_be_queued(self, job: Job, seen: Snapshot) -> bool:
-        oldest = seen.oldest[job.queue]
-        return seen.depths[job.queue] > 0 and (oldest is None or oldest <= job.sequence)
 
     def _timeout_s(self, job: Job) -> float:
         if job.queue is Queue.ROLLOUTS:
@@ -153,3 +154,10 @@ class Reconciler:
     def _running(self, job: Job) -> None:
         if job.queue is Queue.ROLLOUTS and (rollout := self._ledger.rollout(job)).state is RolloutState.SUBMITTED:
             self._ledger.move(rollout, RolloutState.RUNNING)
+
+
+def _queued_from(seen: Snapshot, queue: Queue) -> float:
+    """A job that was submitted with this sequence, or later, may still be in `queue`."""
+    if not seen.depths[queue]:
+        return math.inf
+    return seen.oldest[queue] or 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import operator
 import os
 import socket
 import time
@@ -76,8 +77,7 @@ class Reporter:
 
     def status(self, *, stopped_by: str | None = None) -> dict[str, Any]:
         own, ledger = self._orchestrator, self._orchestrator.ledger
-        jobs = Counter(job.queue for job in ledger.jobs.values() if job.state is JobState.SUBMITTED)
-        waiting = Counter(job.queue for job in ledger.waiting.values())
+        jobs = Counter(map(operator.attrgetter("queue", "state"), ledger.jobs.values()))
         workers = Counter(value.rpartition(":")[0] for value in own.reconciler.latest.leases.values())
         return {
             "run": own.run_id,
@@ -91,10 +91,10 @@ class Reporter:
             "rollouts": counts(
                 ledger.number("rollouts_planned"), ledger.states, ledger.reasons, ledger.number("fenced")
             ),
-            "waiting_jobs": {queue.value: waiting[queue] for queue in Queue},
+            "waiting_jobs": {queue.value: jobs[queue, JobState.WAITING] for queue in Queue},
             "states": {state.value: ledger.states[state] for state in RolloutState if ledger.states[state]},
             "rollouts_per_s": self._rollouts_per_s(),
-            "submitted_jobs": {queue.value: jobs[queue] for queue in Queue},
+            "submitted_jobs": {queue.value: jobs[queue, JobState.SUBMITTED] for queue in Queue},
             "queued": {queue.value: own.reconciler.latest.depths.get(queue, 0) for queue in Queue},
             "running_by_worker": dict(workers),
             "waiting_for": self.waiting_for(),

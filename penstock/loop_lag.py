@@ -99,6 +99,7 @@ class LoopLag:
         # Other threads copy this list while the loop appends: copying a list cannot fail half-way as a deque's can.
         self._samples: list[_Sample] = []
         self._samples_max = math.ceil(window_s / interval_s) + 2
+        self.summary()  # NumPy's first quantile takes 9 ms: better now than on a loop that is being watched
 
     async def run(self) -> None:
         """Sample until cancelled."""
