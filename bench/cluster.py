@@ -41,7 +41,12 @@ class Cluster:
         self.redis_url = server.url
         self.redis = redis.Redis.from_url(server.url)
         self._server = server
-        self._settings = {"redis_url": server.url, "store": f"file://{directory / 'store'}", **settings}
+        own = {"redis_url": server.url, "store": f"file://{directory / 'store'}"}
+        self._settings = {
+            **own,
+            "trainer__max_steps_ahead": "unlimited",
+            **settings,
+        }  # no benchmark waits for a trainer
         self._processes: list[tuple[str, Process]] = []
         self._starting: list[tuple[Process, str, str]] = []
         self._started = 0

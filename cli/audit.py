@@ -37,7 +37,7 @@ def _facts(found: dict[str, Any]) -> Iterator[Fact]:
     yield Fact("dead", f"{found['dead']:>9,}")
     yield Fact("fenced", f"{found['fenced']:>9,}  late answers, not counted")
     for cause in found["dead_jobs"]:
-        yield Fact("died", f"{facts.counted(cause['jobs'], 'job')} of {cause['queue']}: {cause['error']}")
+        yield Fact("died", f"{facts.counted(cause['jobs'], 'job')} of {cause['kind']}: {cause['error']}")
     for problem in found["problems"]:
         yield Fact("problem", problem, alarm=True)
     yield verdict(found)

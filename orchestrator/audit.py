@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from orchestrator import restore, run_dir, schema, sealing
+from orchestrator import restore, run_dir, schema
 from orchestrator.reporter import counts
 from orchestrator.states import BatchState, RolloutState
+from penstock.batches import read_manifests
+from penstock.blobs import Store
 
 SHOWN_MOST = 20  # of any one kind of problem
 NAME = "rollouts.grp || '-' || rollouts.idx"
@@ -24,8 +26,8 @@ CHECKS = {
         AND coalesce(jobs.state, '') NOT IN ('waiting', 'submitted')""",
     "group {} is in a stage and has no job": """
         SELECT groups.id FROM groups LEFT JOIN jobs ON subject = groups.id
-        AND queue IN ('filtering', 'advantages') AND jobs.state IN ('waiting', 'submitted')
-        WHERE groups.state IN ('filtering', 'estimating') AND jobs.id IS NULL""",
+        AND kind IN ('score', 'filter', 'advantage') AND jobs.state IN ('waiting', 'submitted')
+        WHERE groups.state IN ('scoring', 'filtering', 'estimating') AND jobs.id IS NULL""",
     "rollout {} is batched for a step that is not open": f"""
         SELECT {NAME} FROM rollouts LEFT JOIN batches USING (step)
         WHERE rollouts.state = 'batched' AND coalesce(batches.state, '') != 'composed'""",
@@ -36,10 +38,14 @@ CHECKS = {
 
 def audit(directory: Path) -> dict[str, Any]:
     """`balanced` is true when the counts add up and no problem was found."""
+    store = Store(run_dir.store_path(directory))
     with schema.reading(run_dir.ledger_path(directory)) as connection:
         connection.execute("BEGIN")  # one moment of the ledger for all questions; the manifests are read after it
         found = progress(connection)["rollouts"]
-        manifests = {step: list(content["rollouts"]) for step, content in sealing.manifests(directory).items()}
+        manifests = {
+            step: [rollout.rollout for rollout in manifest.plan.rollouts]
+            for step, manifest in read_manifests(store).items()
+        }
         problems = [*_structure(connection), *_deliveries(connection, manifests)]
         dead_jobs = _dead_jobs(connection)
     return {
@@ -66,10 +72,10 @@ def progress(connection: sqlite3.Connection) -> dict[str, Any]:
 def _dead_jobs(connection: sqlite3.Connection) -> list[dict[str, Any]]:
     """Why jobs died, the most frequent cause first."""
     rows = connection.execute(
-        "SELECT queue, error, count(*) FROM jobs WHERE state = 'dead' GROUP BY queue, error ORDER BY 3 DESC LIMIT ?",
+        "SELECT kind, error, count(*) FROM jobs WHERE state = 'dead' GROUP BY kind, error ORDER BY 3 DESC LIMIT ?",
         (SHOWN_MOST,),
     )
-    return [{"queue": queue, "error": error, "jobs": jobs} for queue, error, jobs in rows]
+    return [{"kind": kind, "error": error, "jobs": jobs} for kind, error, jobs in rows]
 
 
 def _structure(connection: sqlite3.Connection) -> Iterator[str]:
@@ -91,8 +97,8 @@ def _deliveries(connection: sqlite3.Connection, manifests: dict[int, list[str]])
     delivered: dict[str, int] = dict(connection.execute(in_ledger).fetchall())
     for rollout in sorted(delivered.keys() - step_of.keys())[:SHOWN_MOST]:
         yield f"rollout {rollout} is delivered in step {delivered[rollout]}, whose manifest does not name it"
-    steps = "SELECT step FROM batches WHERE state = ?"
-    settled = {step for (step,) in connection.execute(steps, (BatchState.DELIVERED,))}
+    steps = "SELECT step FROM batches WHERE state != ?"
+    settled = {step for (step,) in connection.execute(steps, (BatchState.COMPOSED,))}
     for rollout in sorted(step_of.keys() - delivered.keys())[:SHOWN_MOST]:
         if step_of[rollout] in settled:  # any other was sealed after our look at the ledger
             yield f"rollout {rollout} is in the manifest of step {step_of[rollout]}; the ledger does not know"

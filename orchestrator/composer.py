@@ -1,63 +1,122 @@
-"""Admitted groups become steps, one open step at a time, in the order of planning; groups are never split."""
+"""Admitted groups become steps, one open step at a time; groups are never split, and nothing stale is taken."""
 
 import logging
+import math
 
 from orchestrator.ledger import Ledger
 from orchestrator.records import Batch, Group
-from orchestrator.states import GroupState, JobState, RolloutState
+from orchestrator.shares import quotas, weight
+from orchestrator.states import GroupState, JobKind, JobState, RolloutState
+from orchestrator.trainer import Trainer
 from penstock.config import RunConfig
 from penstock.errors import RunError
-from penstock.messages import EncodeResult, Queue
+from penstock.messages import EncodeResult
 
 logger = logging.getLogger("penstock.composer")
 
 
 class Composer:
-    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer) -> None:
         self._config = config
         self._ledger = ledger
+        self._trainer = trainer
 
     def compose(self) -> Batch | None:
         """Form the next step if there is enough; its encoding jobs are created in the same transaction."""
         step = self._ledger.number("steps_delivered")
-        if self._ledger.batches or step >= self._config.steps:
+        if self._ledger.batches or step >= self._config.steps or not self._trainer.may_seal(step):
             return None
-        groups = self._take()
+        self._drop_stale()
+        groups = self._take(step)
         if groups is None:
             return None
         batch = self._ledger.compose(step, groups)
-        for data_rank in range(self._config.batch.data_ranks):
-            self._ledger.add_job(batch.job_id(data_rank), Queue.ENCODING, str(step))
+        for data_rank in range(self._files):
+            self._ledger.add_job(batch.job_id(data_rank), JobKind.ENCODE, str(step))
         return batch
 
     def encoded(self) -> tuple[Batch, list[EncodeResult]] | None:
         """The open step whose every rank has replied."""
         for batch in self._ledger.batches.values():
-            jobs = [self._ledger.jobs[batch.job_id(rank)] for rank in range(self._config.batch.data_ranks)]
-            if any(job.state is JobState.DEAD for job in jobs):
-                self._form_again(batch, next(job.error for job in jobs if job.state is JobState.DEAD))
+            jobs = [self._ledger.jobs[batch.job_id(rank)] for rank in range(self._files)]
+            dead = [job for job in jobs if job.state is JobState.DEAD]
+            if dead:
+                self._form_again(batch, dead[0].error)
                 return None
-            if all(job.state is JobState.SETTLED for job in jobs):
-                return batch, [EncodeResult.model_validate_json(job.result or "") for job in jobs]
+            results = [job.result for job in jobs if job.result is not None]
+            if len(results) == len(jobs):
+                return (batch, results) if self.still_fresh(batch) else None
         return None
 
+    def still_fresh(self, batch: Batch) -> bool:
+        """Judged once more at sealing: time in queues counts. A step with something stale in it is formed again."""
+        if not any(self._is_stale(rollout.result.version_first) for rollout in batch.rollouts() if rollout.result):
+            return True
+        logger.warning("action=step_formed_again step=%d a rollout became stale while it was encoded", batch.step)
+        self._ledger.dissolve(batch)
+        return False
+
+    @property
+    def _files(self) -> int:
+        """One encoding job a data rank, where the format knows ranks."""
+        return 1 if self._config.batch.format == "prime-rl-2026-05" else self._config.batch.data_ranks
+
     def _form_again(self, batch: Batch, error: str | None) -> None:
-        if batch.formation >= self._config.recovery.max_formations:
+        failed = self._ledger.count("failed_formations")
+        if failed >= self._config.recovery.max_formations:
             raise RunError(
-                f"step {batch.step} could not be encoded in {batch.formation} formations, the last error: {error}. "
+                f"step {batch.step} could not be encoded in {failed} formations, the last error: {error}. "
                 "Nothing is lost: mend the cause and start the run again"
             )
         logger.warning("action=step_formed_again step=%d formation=%d error=%s", batch.step, batch.formation, error)
         self._ledger.event(f"step {batch.step}", "formed_again", error or "")
         self._ledger.dissolve(batch)
 
-    def _take(self) -> list[Group] | None:
+    def _is_stale(self, version_first: int) -> bool:
+        stale, now = self._config.filters.stale, self._ledger.number("policy_version")
+        return stale.mode == "drop" and stale.exceeded(version_first=version_first, version_now=now)
+
+    def _drop_stale(self) -> None:
+        for group in [group for group in self._ledger.groups.values() if group.state is GroupState.ADMITTED]:
+            for rollout in group.of(RolloutState.ADMITTED):
+                if rollout.result and self._is_stale(rollout.result.version_first):
+                    self._ledger.drop(rollout, "stale")
+            if not group.of(RolloutState.ADMITTED):
+                self._ledger.enter(group, GroupState.CLOSED)
+
+    def _take(self, step: int) -> list[Group] | None:
+        """Every environment's part, or nothing yet."""
         taken: list[Group] = []
-        weight = 0
-        for group in self._ledger.groups.values():
+        for name, quota in quotas(self._config, step).items():
+            part = self._take_from(name, quota)
+            if part is None:
+                return None
+            taken += part
+        return sorted(taken, key=lambda group: group.ordinal)
+
+    def _take_from(self, environment: str, quota: int) -> list[Group] | None:
+        open_groups = [
+            group
+            for group in self._ledger.groups.values()
+            if group.environment == environment and group.state is not GroupState.BATCHED
+        ]
+        window = self._window(quota)
+        taken: list[Group] = []
+        held, awaited = 0, False
+        for place, group in enumerate(open_groups):
+            # Partial groups may leave a window short that nothing more can come into: only then it is passed.
+            if held >= quota or (place >= window and awaited):
+                break
             if group.state is GroupState.ADMITTED:
                 taken.append(group)
-                weight += 1 if self._config.batch.unit == "groups" else len(group.of(RolloutState.ADMITTED))
-                if weight >= self._config.batch.size:
-                    return sorted(taken, key=lambda group: group.ordinal)
-        return None
+                held += weight(self._config, group)
+            else:
+                awaited = True
+        return taken if held >= quota else None
+
+    def _window(self, quota: int) -> float:
+        """How many open groups, in planned order, a step may choose from."""
+        if self._config.batch.order == "completion" or self._config.batch.unit == "tokens":
+            return math.inf
+        groups = quota if self._config.batch.unit == "groups" else -(-quota // self._config.rollouts.group_size)
+        return math.ceil(self._config.batch.window * groups)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from orchestrator import restore
 from orchestrator.records import Batch, Group, Job, Rollout, Row, Value
-from orchestrator.states import UNGENERATED, BatchState, GroupState, JobState, RolloutState, check
+from orchestrator.states import UNGENERATED, BatchState, GroupState, JobKind, JobState, RolloutState, check
 from orchestrator.writer import Writer
-from penstock.messages import Queue, RolloutResult, shortened
+from penstock.messages import EncodeResult, RolloutResult, shortened
 
 
 class Ledger:
@@ -33,6 +33,11 @@ class Ledger:
         self.states: Counter[RolloutState] = kept.states
         self.reasons: Counter[str] = kept.reasons
         """filtered rollouts by reason"""
+        self.untrained: dict[int, int] = kept.untrained
+        """delivered step -> its rollouts"""
+        self._trained: list[Row] = []
+        self.unwanted: list[str] = []
+        """keys of blobs to delete, once what made them unwanted is committed"""
         self._changed: dict[int, tuple[str, Rollout | Group | Job | Batch]] = {}
         self._changed_meta: set[str] = set()
         self._events: list[Row] = []
@@ -70,7 +75,7 @@ class Ledger:
         self._touch("groups", group)
         for rollout in group.rollouts:
             self._touch("rollouts", rollout)
-            self.add_job(rollout.id, Queue.ROLLOUTS, group.id)
+            self.add_job(rollout.id, JobKind.ROLLOUT, group.id)
         return group
 
     def rollout(self, job: Job) -> Rollout:
@@ -92,6 +97,25 @@ class Ledger:
         rollout.result = result
         self.move(rollout, RolloutState.GENERATED)
 
+    def score(self, rollout: Rollout, reward: float) -> None:
+        assert rollout.result is not None
+        rollout.result = rollout.result.model_copy(update={"reward": reward})
+        self._touch("rollouts", rollout)
+
+    def mask(self, rollout: Rollout) -> None:
+        """It will be delivered with loss mask 0."""
+        rollout.masked = True
+        self._touch("rollouts", rollout)
+
+    def drop(self, rollout: Rollout, reason: str) -> None:
+        self.move(rollout, RolloutState.FILTERED, reason=reason)
+        if rollout.result:
+            self.release(rollout.result)
+
+    def release(self, result: RolloutResult) -> None:
+        """Nobody will read its blobs any more."""
+        self.unwanted += [blob.key for blob in (result.columns, result.experts) if blob]
+
     def enter(self, group: Group, state: GroupState) -> None:
         group.state = state
         self._touch("groups", group)
@@ -100,8 +124,8 @@ class Ledger:
 
     # jobs
 
-    def add_job(self, id: str, queue: Queue, subject: str) -> Job:
-        job = self.jobs[id] = self.waiting[id] = Job(id=id, queue=queue, subject=subject)
+    def add_job(self, id: str, kind: JobKind, subject: str) -> Job:
+        job = self.jobs[id] = self.waiting[id] = Job(id=id, kind=kind, subject=subject)
         self._touch("jobs", job)
         return job
 
@@ -112,7 +136,7 @@ class Ledger:
         job.state = JobState.SUBMITTED
         self.waiting.pop(job.id)
         self._touch("jobs", job)
-        if job.queue is Queue.ROLLOUTS and (rollout := self.rollout(job)).state is not RolloutState.SUBMITTED:
+        if job.kind is JobKind.ROLLOUT and (rollout := self.rollout(job)).state is not RolloutState.SUBMITTED:
             self.move(rollout, RolloutState.SUBMITTED)
 
     def wait(self, job: Job, *, error: str | None = None, failures: int = 0, losses: int = 0) -> None:
@@ -124,11 +148,11 @@ class Ledger:
         job.error = error or job.error
         self._touch("jobs", job)
 
-    def end(self, job: Job, state: JobState, *, result: str | None = None) -> None:
+    def end(self, job: Job, state: JobState, *, result: EncodeResult | None = None) -> None:
         job.state, job.result = state, result
         self.waiting.pop(job.id, None)
         self._touch("jobs", job)
-        if job.queue is not Queue.ENCODING:
+        if job.kind is not JobKind.ENCODE:
             self.jobs.pop(job.id)
 
     # batches
@@ -155,20 +179,35 @@ class Ledger:
     def deliver(self, batch: Batch) -> None:
         batch.state = BatchState.DELIVERED
         self._touch("batches", batch)
+        self.untrained[batch.step] = sum(1 for _ in batch.rollouts())
         for group in batch.groups:
             for rollout in group.of(RolloutState.BATCHED):
                 self.move(rollout, RolloutState.DELIVERED)
             self.enter(group, GroupState.CLOSED)
         self.set("steps_delivered", batch.step + 1)
         self.set("formation", 0)
+        self.set("failed_formations", 0)
         self._forget(batch)
+
+    def train(self, acked: int) -> None:
+        """The trainer has trained on every step up to `acked`."""
+        for step in [step for step in self.untrained if step <= acked]:
+            rollouts = self.untrained.pop(step)
+            self.states[RolloutState.DELIVERED] -= rollouts
+            self.states[RolloutState.TRAINED] += rollouts
+            self._trained.append((step,))
 
     def _forget(self, batch: Batch) -> None:
         self.batches.pop(batch.step)
-        for job in [job for job in self.jobs.values() if job.subject == str(batch.step)]:
+        for job in [job for job in self.jobs.values() if self._encodes(job, batch)]:
             if job.state is not JobState.SETTLED:
                 self.end(job, JobState.CANCELLED)
             self.jobs.pop(job.id)
+
+    @staticmethod
+    def _encodes(job: Job, batch: Batch) -> bool:
+        """An environment may be named like a step."""
+        return job.kind is JobKind.ENCODE and job.subject == str(batch.step)
 
     # committing
 
@@ -192,9 +231,11 @@ class Ledger:
             changes["meta"] = [(key, self.meta[key]) for key in self._changed_meta]
         if self._events:
             changes["events"] = self._events
+        if self._trained:
+            changes["trained"] = changes["trained_steps"] = self._trained
         if not changes:
             return
-        self._changed, self._changed_meta, self._events = {}, set(), []
+        self._changed, self._changed_meta, self._events, self._trained = {}, set(), [], []
         loop = asyncio.get_running_loop()
         done = self._last_commit = loop.create_future()
         self._writer.put(changes, lambda: loop.call_soon_threadsafe(done.set_result, None))

@@ -4,6 +4,7 @@
     read_replies   apply what the workers answered, commit, trim the stream
     reconcile      find what was lost and have it submitted again
     report         say what is happening, every second
+    heed_trainer   take in acknowledgements and policy versions, let go of blobs
     lock.keep      stay the only one
 
 `drive` sleeps until a reply, a loss or half a second wakes it. A duty that raises ends them all.
@@ -22,12 +23,16 @@ from orchestrator.lock import RunLock
 from orchestrator.planner import Planner
 from orchestrator.reconciler import Reconciler
 from orchestrator.records import Batch
+from orchestrator.release import Release
 from orchestrator.replies import Replies
 from orchestrator.reporter import Reporter, Watch
 from orchestrator.stages import Stages
 from orchestrator.stopping import Phase, Stopping
 from orchestrator.submission import Submitter
+from orchestrator.trainer import Trainer
 from penstock import keys
+from penstock.batches import read_manifest
+from penstock.blobs import Store
 from penstock.config import RunConfig
 from penstock.loop_lag import LoopLag
 from penstock.messages import EncodeResult
@@ -35,6 +40,7 @@ from penstock.messages import EncodeResult
 logger = logging.getLogger("penstock.orchestrator")
 
 WAKE_S = 0.5
+TRAINER_S = 0.25  # how soon a trainer's word is heard
 CATCH_UP_S = 5.0  # replies that take longer than this to apply: the losses are looked for in the next round
 
 
@@ -59,10 +65,13 @@ class Orchestrator:
         self.lag = lag
         self.stopping = stopping
         self.gate = EngineGate()
+        self.store = Store(config.store_dir)
         self.stages = Stages(config, ledger, self.gate)
-        self.planner = Planner(config, ledger)
-        self.composer = Composer(config, ledger)
-        self.sealer = sealing.Sealer(config.run_dir, run)
+        self.trainer = Trainer(config, ledger)
+        self.planner = Planner(config, ledger, self.trainer)
+        self.composer = Composer(config, ledger, self.trainer)
+        self.release = Release(config, ledger, self.trainer)
+        self.sealer = sealing.Sealer(config)
         self.submitter = Submitter(config, run, ledger, broker, self.gate)
         self.replies = Replies(run, broker, ledger)
         self.reconciler = Reconciler(config, run, ledger, broker, self.stages)
@@ -73,13 +82,14 @@ class Orchestrator:
     async def run(self) -> None:
         """Until the last step is delivered, or somebody stops it; what is open then waits in the ledger."""
         self.deliver_what_is_sealed()
-        duties = [self.lag.run, self.lock.keep, self.reporter.run, self.read_replies, self.reconcile]
+        duties = [self.lag.run, self.lock.keep, self.reporter.run, self.read_replies, self.reconcile, self.heed_trainer]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(duty()) for duty in duties]
             await self.stopping.unless_stopped(self.drive_to_rest())
             for task in tasks:
                 task.cancel()
         await self.reporter.write()
+        await self.trainer.tell("the run is complete" if self.done else "the orchestrator was stopped", ended=self.done)
 
     async def drive_to_rest(self) -> None:
         await self.drive()
@@ -93,6 +103,7 @@ class Orchestrator:
         return self.ledger.number("steps_delivered") >= self.config.steps
 
     async def drive(self) -> None:
+        self.planner.survey()
         while self.stopping.phase is Phase.RUNNING and not self.done:
             more_to_plan = self.planner.plan()
             crash_points.passed("planned")
@@ -129,7 +140,7 @@ class Orchestrator:
     def deliver_what_is_sealed(self) -> None:
         """The manifest on the disk is the truth: a crash may have kept the ledger from saying so."""
         for batch in list(self.ledger.batches.values()):
-            if sealing.manifest_path(self.config.run_dir, batch.step).exists():
+            if read_manifest(self.store, batch.step) is not None:
                 self.ledger.deliver(batch)
 
     async def read_replies(self) -> None:
@@ -144,6 +155,17 @@ class Orchestrator:
             await self.ledger.committed()
             crash_points.passed("replies_committed")
             await self.replies.trim()
+
+    async def heed_trainer(self) -> None:
+        while True:
+            before = self.trainer.state
+            await self.trainer.look()
+            await self.ledger.committed()
+            await self.release.run_once()
+            await self.trainer.tell("; ".join(self.reporter.waiting_for()) or "rollouts are being generated")
+            if self.trainer.state != before:
+                self.changed.set()
+            await asyncio.sleep(TRAINER_S)
 
     async def reconcile(self) -> None:
         while True:

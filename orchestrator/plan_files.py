@@ -3,37 +3,47 @@
 import logging
 from pathlib import Path
 
+import numpy as np
+
 from orchestrator.ledger import Ledger
-from orchestrator.records import Batch, Group, Job
-from orchestrator.states import GroupState, RolloutState
+from orchestrator.records import Batch, Group, Job, Rollout
+from orchestrator.states import GroupState, JobKind, RolloutState
 from penstock import plans
+from penstock.advantages import ESTIMATORS, batch_phase, resolve
+from penstock.advantages import Batch as BatchValues
+from penstock.batches import BatchPlan, PlannedRollout
+from penstock.blobs import BlobRef
 from penstock.config import RunConfig
-from penstock.messages import GroupMember, GroupPlan, Queue, StepMember, StepPlan
+from penstock.messages import GroupMember, GroupPlan
 from penstock.offload import in_io_thread
 
 logger = logging.getLogger("penstock.plans")
 
-READ_IN = frozenset({GroupState.FILTERING, GroupState.ESTIMATING})
+READ_IN = frozenset({GroupState.SCORING, GroupState.FILTERING, GroupState.ESTIMATING})
+NEEDED_BY = frozenset({JobKind.SCORE, JobKind.FILTER, JobKind.ADVANTAGE, JobKind.ENCODE})
+NO_BLOB = BlobRef(key="none", size=0, checksum="")  # of rollouts that made nothing: the no-op environment's
 
 
 class PlanFiles:
     def __init__(self, config: RunConfig, run: str, ledger: Ledger) -> None:
+        self._config = config
         self._run = run
         self._ledger = ledger
         self._store = config.store_dir
-        self._data_ranks = config.batch.data_ranks
         self._written: set[str] = plans.keys(self._store, run)
         self.trouble: str | None = None
 
     def key(self, job: Job) -> str:
-        if job.queue is Queue.ENCODING:
+        if job.kind is JobKind.ENCODE:
             batch = self._ledger.batches[int(job.subject)]
             return plans.step_key(self._run, batch.step, batch.formation)
         return plans.group_key(self._run, job.subject)
 
     async def ensure(self, jobs: list[Job]) -> bool:
         """Write what `jobs` will read. False when the store does not take it: the jobs wait and are tried again."""
-        wanted = {self.key(job): self._plan(job) for job in jobs}
+        wanted = {self.key(job): self._plan(job) for job in jobs if job.kind in NEEDED_BY}
+        if not wanted:
+            return True
         stale = self._written - self._needed() - wanted.keys()
         try:
             await in_io_thread(_write_and_delete, self._store, wanted, stale)
@@ -56,31 +66,79 @@ class PlanFiles:
             plans.step_key(self._run, batch.step, batch.formation) for batch in steps
         }
 
-    def _plan(self, job: Job) -> GroupPlan | StepPlan:
-        if job.queue is Queue.ENCODING:
-            return step_plan(self._ledger.batches[int(job.subject)], self._data_ranks)
-        return group_plan(self._ledger.groups[job.subject])
+    def _plan(self, job: Job) -> GroupPlan | BatchPlan:
+        if job.kind is JobKind.ENCODE:
+            return batch_plan(self._config, self._ledger.batches[int(job.subject)])
+        return group_plan(self._ledger.groups[job.subject], self._ledger.number("policy_version"))
 
 
-def _write_and_delete(store: Path, wanted: dict[str, GroupPlan | StepPlan], stale: set[str]) -> None:
+def _write_and_delete(store: Path, wanted: dict[str, GroupPlan | BatchPlan], stale: set[str]) -> None:
     for key, plan in wanted.items():
         plans.write(store, key, plan)
     for key in stale:
         plans.delete(store, key)
 
 
-def group_plan(group: Group) -> GroupPlan:
+def group_plan(group: Group, policy_version: int) -> GroupPlan:
     """All that were generated: a dropped rollout's reward still counts in the baseline."""
     finished = [(rollout.id, rollout.result) for rollout in group.rollouts if rollout.state is not RolloutState.DEAD]
     return GroupPlan(
-        group=group.id, members=[GroupMember(rollout=id, result=result) for id, result in finished if result]
+        group=group.id,
+        environment=group.environment,
+        example=group.example,
+        policy_version=policy_version,
+        members=[GroupMember(rollout=id, result=result) for id, result in finished if result],
     )
 
 
-def step_plan(batch: Batch, data_ranks: int) -> StepPlan:
-    members = [
-        StepMember(rollout=rollout.id, group=rollout.group, advantage=rollout.advantage or 0.0, result=rollout.result)
-        for rollout in batch.rollouts()
-        if rollout.result
-    ]
-    return StepPlan(step=batch.step, formation=batch.formation, data_ranks=data_ranks, members=members)
+def batch_plan(config: RunConfig, batch: Batch) -> BatchPlan:
+    settings = config.batch
+    return BatchPlan(
+        step=batch.step,
+        rules=settings.packing_rules(),
+        rollouts=_planned(config, batch),
+        normalise=settings.normalise,
+        logprobs_mode=settings.logprobs_mode,
+        format=settings.format,
+    )
+
+
+def _planned(config: RunConfig, batch: Batch) -> tuple[PlannedRollout, ...]:
+    environments = {group.id: group.environment for group in batch.groups}
+    rollouts = sorted(batch.rollouts(), key=lambda rollout: rollout.id)
+    advantages = _final_advantages(config, rollouts)
+    return tuple(
+        _planned_rollout(rollout, environments[rollout.group], advantage)
+        for rollout, advantage in zip(rollouts, advantages, strict=True)
+    )
+
+
+def _final_advantages(config: RunConfig, rollouts: list[Rollout]) -> list[float]:
+    """Where the estimator has a batch phase it is done here: one scalar a rollout, 1 ms for 4,096 of them."""
+    values = [rollout.advantage or 0.0 for rollout in rollouts]
+    if config.advantages.estimator not in ESTIMATORS:
+        return values  # a worker's own: its group phase was all
+    recipe = resolve(config.advantages, group_size=config.rollouts.group_size)
+    if not recipe.has_batch_phase:
+        return values
+    tokens = [rollout.result.completion_tokens for rollout in rollouts if rollout.result]
+    phase = BatchValues(values=np.array(values, np.float64), sampled_tokens=np.array(tokens, np.int64))
+    return batch_phase(phase, recipe).tolist()
+
+
+def _planned_rollout(rollout: Rollout, environment: str, advantage: float) -> PlannedRollout:
+    result = rollout.result
+    assert result is not None, "only what was generated is batched"
+    return PlannedRollout(
+        rollout=rollout.id,
+        group=rollout.group,
+        env=environment,
+        reward=result.reward,
+        advantage=advantage,
+        version_first=result.version_first,
+        version_last=result.version_last,
+        sample_lengths=result.sample_lengths,
+        columns=result.columns or NO_BLOB,
+        experts=result.experts,
+        masked=rollout.masked,
+    )

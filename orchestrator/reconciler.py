@@ -15,10 +15,10 @@ from orchestrator.broker import Broker
 from orchestrator.ledger import Ledger
 from orchestrator.records import Job
 from orchestrator.stages import Stages
-from orchestrator.states import JobState, RolloutState
+from orchestrator.states import GroupState, JobKind, JobState, RolloutState
 from penstock import keys
 from penstock.config import RunConfig
-from penstock.messages import Queue
+from penstock.messages import GRACE_S, Queue
 from tasks import envelope
 
 logger = logging.getLogger("penstock.reconciler")
@@ -69,6 +69,7 @@ class Reconciler:
         self.poll_s = min(POLL_MOST_S, config.recovery.lease_s / POLLS_A_LEASE)
         self._beats: dict[str, Beat] = {}
         self._watched: dict[str, Watch] = {}
+        self._ages_s: dict[str, float] = {}
         self._polled_at: float | None = None
         self.latest = Snapshot(leases={}, depths={}, oldest={})
 
@@ -101,12 +102,24 @@ class Reconciler:
         queued_from = {queue: _queued_from(seen, queue) for queue in Queue}
         submitted = [job for job in self._ledger.jobs.values() if job.state is JobState.SUBMITTED]
         for job in submitted:
-            beating, queued = alive.get((job.id, job.attempt)), job.sequence >= queued_from[job.queue]
+            beating, queued = alive.get((job.id, job.attempt)), job.sequence >= queued_from[job.kind.queue]
             # Most have been in their queue ever since: there is nothing to watch.
             if beating is not None or not queued or job.id in self._watched:
                 self._judge_job(job, queued, passed_s, beating, findings)
         self._watched = {job.id: self._watched[job.id] for job in submitted if job.id in self._watched}
+        self._judge_groups(passed_s, findings)
         return findings
+
+    def _judge_groups(self, passed_s: float, findings: Findings) -> None:
+        """A group that has been collecting for too long goes on without the rollouts that are still out."""
+        if self._config.rollouts.partial_groups == "wait":
+            return
+        collecting = [g for g in self._ledger.groups.values() if g.state is GroupState.COLLECTING]
+        self._ages_s = {group.id: self._ages_s.get(group.id, 0.0) + passed_s for group in collecting}
+        for group in collecting:
+            if self._ages_s[group.id] > self._config.rollouts.group_timeout_s:
+                jobs = self._stages.give_up_waiting(group)
+                findings.revoke += [f"{self._run}.{job.id}.{job.attempt}" for job in jobs if job.attempt]
 
     def _alive(self, seen: Snapshot, passed_s: float, findings: Findings) -> dict[tuple[str, int], bool]:
         """(job, attempt) -> whether one of its leases beats; nothing for those that have none."""
@@ -134,7 +147,7 @@ class Reconciler:
             watch.missing_s = 0.0
             watch.running_s += passed_s
             self._running(job)
-            if watch.running_s > self._timeout_s(job) + self._config.recovery.lease_s:
+            if watch.running_s > self._timeout_s(job) + GRACE_S + self._config.recovery.lease_s:
                 findings.revoke.append(f"{self._run}.{job.id}.{job.attempt}")
                 self._stages.lost(job, f"still running {watch.running_s:.0f} s after its start, over its time-out")
         elif alive is False:
@@ -147,12 +160,12 @@ class Reconciler:
                 self._stages.lost(job, "neither queued, nor running, nor answered")
 
     def _timeout_s(self, job: Job) -> float:
-        if job.queue is Queue.ROLLOUTS:
+        if job.kind is JobKind.ROLLOUT:
             return self._config.rollouts.timeout_s
         return self._config.recovery.stage_timeout_s
 
     def _running(self, job: Job) -> None:
-        if job.queue is Queue.ROLLOUTS and (rollout := self._ledger.rollout(job)).state is RolloutState.SUBMITTED:
+        if job.kind is JobKind.ROLLOUT and (rollout := self._ledger.rollout(job)).state is RolloutState.SUBMITTED:
             self._ledger.move(rollout, RolloutState.RUNNING)
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from orchestrator.states import BatchState, GroupState, JobState, RolloutState
-from penstock.messages import Queue, RolloutResult
+from orchestrator.states import BatchState, GroupState, JobKind, JobState, RolloutState
+from penstock.messages import EncodeResult, RolloutResult
 
 Value = str | int | float | None
 Row = tuple[Value, ...]
@@ -20,6 +20,8 @@ class Rollout:
     step: int | None = None
     advantage: float | None = None
     result: RolloutResult | None = None
+    masked: bool = False
+    """delivered with loss mask 0"""
     error: str | None = None
 
     @property
@@ -28,7 +30,8 @@ class Rollout:
 
     def row(self) -> Row:
         result = self.result.model_dump_json() if self.result else None
-        return (self.group, self.index, self.state, self.reason, self.step, self.advantage, result, self.error)
+        return (self.group, self.index, self.state, self.reason, self.step, self.advantage, result, self.masked,
+                self.error)  # fmt: skip
 
 
 @dataclass(kw_only=True, eq=False)
@@ -51,9 +54,9 @@ class Group:
 @dataclass(kw_only=True, eq=False)
 class Job:
     id: str
-    queue: Queue
+    kind: JobKind
     subject: str
-    """the group, or the step, that it serves"""
+    """the group, the step or the environment that it serves"""
     attempt: int = 0
     """how often it was submitted"""
     sequence: int = 0
@@ -61,12 +64,13 @@ class Job:
     failures: int = 0
     losses: int = 0
     error: str | None = None
-    result: str | None = None
+    result: EncodeResult | None = None
     """kept for encoding jobs only: sealing needs every rank's"""
 
     def row(self) -> Row:
-        return (self.id, self.queue, self.subject, self.attempt, self.sequence, self.state,
-                self.failures, self.losses, self.error, self.result)  # fmt: skip
+        result = self.result.model_dump_json() if self.result else None
+        return (self.id, self.kind, self.subject, self.attempt, self.sequence, self.state,
+                self.failures, self.losses, self.error, result)  # fmt: skip
 
 
 @dataclass(kw_only=True, eq=False)

@@ -77,7 +77,9 @@ class Reporter:
 
     def status(self, *, stopped_by: str | None = None) -> dict[str, Any]:
         own, ledger = self._orchestrator, self._orchestrator.ledger
-        jobs = Counter(map(operator.attrgetter("queue", "state"), ledger.jobs.values()))
+        jobs = Counter[tuple[Queue, JobState]]()
+        for (kind, state), number in Counter(map(operator.attrgetter("kind", "state"), ledger.jobs.values())).items():
+            jobs[kind.queue, state] += number
         workers = Counter(value.rpartition(":")[0] for value in own.reconciler.latest.leases.values())
         return {
             "run": own.run_id,
@@ -138,7 +140,7 @@ class Reporter:
         """Queues of which some job holds a lease: their workers are there, and full."""
         own = self._orchestrator
         jobs = (own.ledger.jobs.get(lease.split(".")[1]) for lease in own.reconciler.latest.leases)
-        return [job.queue for job in jobs if job is not None]
+        return [job.kind.queue for job in jobs if job is not None]
 
     def _say(self) -> None:
         status = self.status()

@@ -8,8 +8,8 @@ from typing import Literal
 
 from orchestrator import schema
 from orchestrator.records import Batch, Group, Job, Rollout, Value
-from orchestrator.states import BatchState, GroupState, JobState, RolloutState
-from penstock.messages import Queue, RolloutResult
+from orchestrator.states import BatchState, GroupState, JobKind, JobState, RolloutState
+from penstock.messages import EncodeResult, RolloutResult
 
 
 @dataclass(kw_only=True)
@@ -20,6 +20,8 @@ class Kept:
     meta: dict[str, Value] = field(default_factory=dict[str, Value])
     states: Counter[RolloutState] = field(default_factory=Counter[RolloutState])
     reasons: Counter[str] = field(default_factory=Counter[str])
+    untrained: dict[int, int] = field(default_factory=dict[int, int])
+    """delivered step -> its rollouts"""
 
 
 def read(path: Path) -> Kept:
@@ -37,6 +39,11 @@ def read(path: Path) -> Kept:
             meta=dict(connection.execute("SELECT key, value FROM meta").fetchall()),
             states=Counter({RolloutState(state): count for state, count in count_by(connection, "state")}),
             reasons=Counter(dict(count_by(connection, "reason"))),
+            untrained=dict(
+                connection.execute(
+                    "SELECT step, count(*) FROM rollouts WHERE state = 'delivered' GROUP BY step"
+                ).fetchall()
+            ),
         )
 
 
@@ -57,7 +64,7 @@ def _groups(connection: sqlite3.Connection) -> dict[str, Group]:
     rows = connection.execute(
         "SELECT rollouts.* FROM rollouts JOIN groups ON grp = id WHERE groups.state != 'closed' ORDER BY grp, idx"
     )
-    for group, index, state, reason, step, advantage, result, error in rows:
+    for group, index, state, reason, step, advantage, result, masked, error in rows:
         groups[group].rollouts.append(
             Rollout(
                 group=group,
@@ -67,6 +74,7 @@ def _groups(connection: sqlite3.Connection) -> dict[str, Group]:
                 step=step,
                 advantage=advantage,
                 result=RolloutResult.model_validate_json(result) if result else None,
+                masked=bool(masked),
                 error=error,
             )
         )
@@ -90,16 +98,17 @@ def _batches(connection: sqlite3.Connection, groups: dict[str, Group]) -> dict[i
 
 def _jobs(connection: sqlite3.Connection, batches: dict[int, Batch]) -> dict[str, Job]:
     rows = connection.execute(
-        "SELECT * FROM jobs WHERE state IN ('waiting', 'submitted') OR queue = ? AND state = ? ORDER BY sequence",
-        (Queue.ENCODING, JobState.SETTLED),
+        "SELECT * FROM jobs WHERE state IN ('waiting', 'submitted') OR kind = ? AND state = ? ORDER BY sequence",
+        (JobKind.ENCODE, JobState.SETTLED),
     )
     jobs: dict[str, Job] = {}
-    for id, queue, subject, attempt, sequence, state, failures, losses, error, result in rows:
-        if queue == Queue.ENCODING and not _is_current(id, int(subject), batches):
+    for id, kind, subject, attempt, sequence, state, failures, losses, error, result in rows:
+        if kind == JobKind.ENCODE and not _is_current(id, int(subject), batches):
             continue
         jobs[id] = Job(
-            id=id, queue=Queue(queue), subject=subject, attempt=attempt, sequence=sequence, state=JobState(state),
-            failures=failures, losses=losses, error=error, result=result,
+            id=id, kind=JobKind(kind), subject=subject, attempt=attempt, sequence=sequence, state=JobState(state),
+            failures=failures, losses=losses, error=error,
+            result=EncodeResult.model_validate_json(result) if result else None,
         )  # fmt: skip
     return jobs
 

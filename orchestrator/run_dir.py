@@ -14,7 +14,7 @@ from penstock.errors import RunError, RunMismatch
 from penstock.redis_url import address
 
 # What a run is made of: a directory that was begun with other values cannot be gone on with.
-IDENTITY = ("seed", "environment", "rollouts.group_size", "batch.unit", "batch.size", "batch.data_ranks")
+IDENTITY = ("seed", "environments", "rollouts.group_size", "batch.unit", "batch.size", "batch.data_ranks")
 
 
 def make(config: RunConfig) -> None:
@@ -44,8 +44,10 @@ def enter(config: RunConfig) -> str:
             _refuse_a_second_ledger(config, config.run_dir / kept["ledger"])
         if content != kept:
             write_json(config.run_dir / "run.json", content, durable=True)
-        for directory in (config.run_dir, *config.run_dir.glob("batches/*")):
+        _claim_store(config.store_dir, content["run"])
+        for directory in (config.run_dir, *config.store_dir.glob("batches/*")):
             atomic_files.sweep(directory)
+        atomic_files.sweep(config.run_dir / "trainer", "run.json")  # the others there are the trainer's
         plans.sweep(config.store_dir, content["run"])
     return content["run"]
 
@@ -70,6 +72,10 @@ def ledger_path(run_dir: Path) -> Path:
     return run_dir / read(run_dir)["ledger"]
 
 
+def store_path(run_dir: Path) -> Path:
+    return run_dir / read(run_dir)["store"]
+
+
 @contextmanager
 def usable(directory: Path, setting: str = "run_dir") -> Iterator[None]:
     try:
@@ -82,6 +88,15 @@ def usable(directory: Path, setting: str = "run_dir") -> Iterator[None]:
 
 def write_json(path: Path, content: dict[str, Any], *, durable: bool = False) -> None:
     atomic_files.write(path, orjson.dumps(content, option=orjson.OPT_INDENT_2), durable=durable)
+
+
+def _claim_store(store: Path, run: str) -> None:
+    """A store is one run's: steps of two runs would have the same names."""
+    owner = store / "run"
+    if not owner.exists():
+        atomic_files.write(owner, run.encode(), durable=True)
+    if owner.read_text() != run:
+        raise RunMismatch(f"the store {store} belongs to run {owner.read_text()}: give this run a store of its own")
 
 
 def _refuse_another_configuration(run_dir: Path, kept: dict[str, Any], now: dict[str, Any]) -> None:
@@ -107,7 +122,7 @@ def _relative(path: Path, run_dir: Path) -> str:
 
 
 def _value(config: RunConfig, key: str) -> object:
-    value: object = config
+    value: Any = config.model_dump(mode="json")
     for part in key.split("."):
-        value = getattr(value, part)
+        value = value[part]
     return value

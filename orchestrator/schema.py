@@ -13,7 +13,8 @@ SCHEMA_VERSION = 1
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rollouts (
-    grp TEXT, idx INTEGER, state TEXT NOT NULL, reason TEXT, step INTEGER, advantage REAL, result TEXT, error TEXT,
+    grp TEXT, idx INTEGER, state TEXT NOT NULL, reason TEXT, step INTEGER, advantage REAL, result TEXT,
+    masked INTEGER NOT NULL, error TEXT,
     PRIMARY KEY (grp, idx)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (
@@ -21,7 +22,7 @@ CREATE TABLE IF NOT EXISTS groups (
     state TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS jobs (
-    id TEXT PRIMARY KEY, queue TEXT NOT NULL, subject TEXT NOT NULL, attempt INTEGER NOT NULL,
+    id TEXT PRIMARY KEY, kind TEXT NOT NULL, subject TEXT NOT NULL, attempt INTEGER NOT NULL,
     sequence INTEGER NOT NULL, state TEXT NOT NULL, failures INTEGER NOT NULL, losses INTEGER NOT NULL,
     error TEXT, result TEXT
 ) WITHOUT ROWID;
@@ -29,6 +30,7 @@ CREATE TABLE IF NOT EXISTS batches (step INTEGER PRIMARY KEY, formation INTEGER 
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, at REAL NOT NULL, subject TEXT NOT NULL, action TEXT NOT NULL, detail TEXT NOT NULL
 );
+CREATE INDEX IF NOT EXISTS delivered_rollouts ON rollouts (step) WHERE state = 'delivered';
 CREATE INDEX IF NOT EXISTS open_groups ON groups (ordinal) WHERE state != 'closed';
 CREATE INDEX IF NOT EXISTS open_jobs ON jobs (sequence) WHERE state IN ('waiting', 'submitted');
 """
@@ -40,11 +42,13 @@ PRAGMA synchronous = FULL;
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 UPSERTS = {
-    "rollouts": "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+    "rollouts": "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
     "groups": "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?)",
     "jobs": "INSERT OR REPLACE INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     "batches": "INSERT OR REPLACE INTO batches VALUES (?, ?, ?)",
     "meta": "INSERT OR REPLACE INTO meta VALUES (?, ?)",
+    "trained": "UPDATE rollouts SET state = 'trained' WHERE step = ? AND state = 'delivered'",
+    "trained_steps": "UPDATE batches SET state = 'trained' WHERE step = ?",
     "events": "INSERT INTO events (at, subject, action, detail) VALUES (?, ?, ?, ?)",
 }
 # SQLite's locks and shared memory do not hold across hosts, and several of these lose writes silently.

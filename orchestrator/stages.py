@@ -1,4 +1,4 @@
-"""What follows from a reply: a rollout settles, its group goes through filtering and advantages, a step is encoded.
+"""What follows from a reply: a rollout settles; its group is scored, filtered, estimated; a step is encoded.
 
 Every method is one ledger transaction: what a reply changes and the jobs that follow from it are committed together.
 """
@@ -8,22 +8,22 @@ import logging
 from orchestrator.engine_gate import EngineGate
 from orchestrator.ledger import Ledger
 from orchestrator.records import Group, Job, Rollout
-from orchestrator.states import GroupState, JobState, RolloutState
+from orchestrator.states import UNGENERATED, GroupState, JobKind, JobState, RolloutState
 from penstock.config import RunConfig
+from penstock.errors import RunError
 from penstock.messages import (
     AdvantageResult,
+    AnyResult,
     EncodeResult,
     FilterResult,
     Outcome,
-    Queue,
     Reply,
-    Result,
     RolloutResult,
+    ScoreResult,
+    SurveyResult,
 )
 
 logger = logging.getLogger("penstock.stages")
-
-SETTLED = frozenset({RolloutState.GENERATED, RolloutState.DEAD})
 
 
 class Stages:
@@ -36,9 +36,9 @@ class Stages:
         """The first good reply of any attempt settles its job; a failure counts only from the newest attempt."""
         job = self._ledger.jobs.get(reply.job)
         if job is None or job.state is JobState.SETTLED:
-            self._ledger.count("fenced", reply.outcome is Outcome.DONE)
+            self._fence(reply)
             return
-        if job.queue is Queue.ROLLOUTS and reply.outcome in (Outcome.DONE, Outcome.FAILED):
+        if job.kind is JobKind.ROLLOUT and reply.outcome in (Outcome.DONE, Outcome.FAILED):
             self._gate.reached()
         newest = job.state is JobState.SUBMITTED and reply.attempt == job.attempt
         error = reply.error or "the reply does not answer the job"
@@ -57,13 +57,6 @@ class Stages:
             case _:
                 pass
 
-    def _fits(self, job: Job, result: Result) -> bool:
-        """Whether `result` answers `job`: a worker of another version, or a custom stage, may be wrong."""
-        if isinstance(result, AdvantageResult) and job.queue is Queue.ADVANTAGES and not result.dropped:
-            left = self._ledger.groups[job.subject].of(RolloutState.GENERATED)
-            return result.advantages.keys() >= {rollout.id for rollout in left}
-        return result.queue == job.queue
-
     def failed(self, job: Job, error: str) -> None:
         self._ledger.event(job.id, "failed", f"attempt {job.attempt}: {error}")
         self._ledger.wait(job, error=error, failures=1)
@@ -77,77 +70,134 @@ class Stages:
         if job.losses >= self._config.recovery.max_losses:
             self._die(job, f"lost {job.losses} times, the last: {why}")
 
-    def _settle(self, job: Job, result: Result) -> None:
-        kept = result.model_dump_json() if isinstance(result, EncodeResult) else None
+    def give_up_waiting(self, group: Group) -> list[Job]:
+        """The group goes on without the rollouts that are still out; returns their jobs."""
+        out = group.of(*UNGENERATED)
+        jobs = [self._ledger.jobs[rollout.id] for rollout in out]
+        for rollout, job in zip(out, jobs, strict=True):
+            self._gate.scout_lost(job.id)
+            self._ledger.end(job, JobState.CANCELLED)
+            self._ledger.drop(rollout, "group_timeout")
+        self._collect(group)
+        return jobs
+
+    def _fence(self, reply: Reply) -> None:
+        if reply.outcome is Outcome.DONE:
+            self._ledger.count("fenced")
+        if isinstance(reply.result, RolloutResult):
+            self._ledger.release(reply.result)
+
+    def _fits(self, job: Job, result: AnyResult) -> bool:
+        """Whether `result` answers `job`: a worker of another version, or a custom stage, may be wrong."""
+        if result.answers != job.kind:
+            return False
+        if isinstance(result, ScoreResult) or (isinstance(result, AdvantageResult) and not result.dropped):
+            named = result.rewards if isinstance(result, ScoreResult) else result.advantages
+            return named.keys() >= {r.id for r in self._ledger.groups[job.subject].of(RolloutState.GENERATED)}
+        return True
+
+    def _settle(self, job: Job, result: AnyResult) -> None:
         group = self._ledger.groups.get(job.subject)
-        rollout = self._ledger.rollout(job) if job.queue is Queue.ROLLOUTS else None
-        self._ledger.end(job, JobState.SETTLED, result=kept)
+        if isinstance(result, RolloutResult):
+            self._ledger.generated(self._ledger.rollout(job), result)
+        self._ledger.end(job, JobState.SETTLED, result=result if isinstance(result, EncodeResult) else None)
         match result:
-            case RolloutResult():
-                assert group is not None
-                assert rollout is not None
-                self._ledger.generated(rollout, result)
-                self._collect(group)
-            case FilterResult():
-                assert group is not None
-                self._filtered(group, result)
-            case AdvantageResult():
-                assert group is not None
-                self._estimated(group, result)
+            case SurveyResult():
+                self._ledger.set(f"examples:{job.subject}", result.examples)
+                self._ledger.set(f"scores_groups:{job.subject}", int(result.scores_groups))
             case EncodeResult():
                 pass
+            case _:
+                assert group is not None
+                self._advance(group, result)
+
+    def _advance(self, group: Group, result: AnyResult) -> None:
+        match result:
+            case RolloutResult():
+                self._collect(group)
+            case ScoreResult():
+                self._scored(group, result)
+            case FilterResult():
+                self._filtered(group, result)
+            case AdvantageResult():
+                self._estimated(group, result)
+            case _:
+                raise AssertionError(f"{result.answers} does not answer a group's job")
 
     def _die(self, job: Job, why: str) -> None:
         logger.error("action=dead job=%s %s", job.id, why)
         self._ledger.event(job.id, "dead", why)
-        if job.queue is Queue.ENCODING:
-            self._ledger.end(job, JobState.DEAD)  # the composer forms the step again
+        if job.kind is JobKind.SURVEY:
+            self._ledger.end(job, JobState.DEAD)
+            raise RunError(f"the environment {job.subject!r} cannot be used: {why}. Mend it, then start the run again")
+        group = self._ledger.groups.get(job.subject)
+        if job.kind is JobKind.ROLLOUT:
+            self._ledger.move(self._ledger.rollout(job), RolloutState.DEAD, error=why)
+        self._ledger.end(job, JobState.DEAD)  # of a dead encoding job, the composer forms the step again
+        if group is None:
             return
-        group = self._ledger.groups[job.subject]
-        lost = [self._ledger.rollout(job)] if job.queue is Queue.ROLLOUTS else group.of(RolloutState.GENERATED)
-        self._ledger.end(job, JobState.DEAD)
-        for rollout in lost:
-            self._ledger.move(rollout, RolloutState.DEAD, error=why)
-        if job.queue is Queue.ROLLOUTS:
+        if job.kind is JobKind.ROLLOUT:
             self._collect(group)
-        else:
-            self._drop(group, [], "dead")
+            return
+        for rollout in group.of(RolloutState.GENERATED):
+            self._ledger.move(rollout, RolloutState.DEAD, error=why)
+        self._close(group, "dead")
 
     def _collect(self, group: Group) -> None:
-        if group.state is not GroupState.COLLECTING or len(group.of(*SETTLED)) < len(group.rollouts):
+        if group.state is not GroupState.COLLECTING or group.of(*UNGENERATED):
             return
-        finished = group.of(RolloutState.GENERATED)
-        if len(finished) < self._config.rollouts.smallest_group:
-            self._drop(group, finished, "group_too_small")
-            return
+        finished = len(group.of(RolloutState.GENERATED))
+        partial = finished < len(group.rollouts) and self._config.rollouts.partial_groups == "drop"
+        if partial or finished < self._config.rollouts.smallest_group:
+            self._close(group, "group_too_small")
+        elif self._ledger.meta.get(f"scores_groups:{group.environment}"):
+            self._ledger.enter(group, GroupState.SCORING)
+            self._ledger.add_job(f"{group.id}-score", JobKind.SCORE, group.id)
+        else:
+            self._filter(group)
+
+    def _scored(self, group: Group, result: ScoreResult) -> None:
+        for rollout in group.of(RolloutState.GENERATED):
+            self._ledger.score(rollout, result.rewards[rollout.id])
+        self._filter(group)
+
+    def _filter(self, group: Group) -> None:
         self._ledger.enter(group, GroupState.FILTERING)
-        self._ledger.add_job(f"{group.id}-filter", Queue.FILTERING, group.id)
+        self._ledger.add_job(f"{group.id}-filter", JobKind.FILTER, group.id)
 
     def _filtered(self, group: Group, result: FilterResult) -> None:
         for rollout in group.of(RolloutState.GENERATED):
             if rollout.id in result.dropped:
-                self._ledger.move(rollout, RolloutState.FILTERED, reason=result.dropped[rollout.id])
+                self._ledger.drop(rollout, result.dropped[rollout.id])
+            elif rollout.id in result.masked:
+                self._ledger.mask(rollout)
         if not group.of(RolloutState.GENERATED):
-            self._drop(group, [], "filtered")
+            self._close(group, "filtered")
             return
         self._ledger.enter(group, GroupState.ESTIMATING)
-        self._ledger.add_job(f"{group.id}-advantages", Queue.ADVANTAGES, group.id)
+        self._ledger.add_job(f"{group.id}-advantages", JobKind.ADVANTAGE, group.id)
 
     def _estimated(self, group: Group, result: AdvantageResult) -> None:
-        left = group.of(RolloutState.GENERATED)
         if result.dropped:
-            self._drop(group, left, result.dropped)
+            self._close(group, result.dropped)
             return
-        for rollout in left:
-            rollout.advantage = result.advantages[rollout.id]
-            self._ledger.move(rollout, RolloutState.ADMITTED)
+        for rollout in group.of(RolloutState.GENERATED):
+            rollout.masked |= result.masked
+            self._admit(rollout, result.advantages[rollout.id])
         self._ledger.enter(group, GroupState.ADMITTED)
         self._ledger.set("dropped_in_a_row", 0)
+        self._ledger.count("groups_admitted")
 
-    def _drop(self, group: Group, rollouts: list[Rollout], reason: str) -> None:
-        """The planner replaces it."""
-        for rollout in rollouts:
-            self._ledger.move(rollout, RolloutState.FILTERED, reason=reason)
+    def _admit(self, rollout: Rollout, advantage: float) -> None:
+        assert rollout.result is not None
+        rollout.advantage = advantage
+        self._ledger.move(rollout, RolloutState.ADMITTED)
+        self._ledger.count("tokens_admitted", rollout.result.completion_tokens)
+
+    def _close(self, group: Group, reason: str) -> None:
+        """Nothing of it will be trained on: what is left of it is dropped, and the planner replaces it."""
+        for rollout in group.of(RolloutState.GENERATED):
+            self._ledger.drop(rollout, reason)
         self._ledger.event(group.id, "dropped", reason)
         self._ledger.count("dropped_in_a_row")
         self._ledger.enter(group, GroupState.CLOSED)

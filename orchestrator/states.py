@@ -3,6 +3,7 @@
 from enum import StrEnum
 
 from penstock.errors import IllegalTransition
+from penstock.messages import Queue
 
 
 class RolloutState(StrEnum):
@@ -20,12 +21,38 @@ class RolloutState(StrEnum):
 
 class GroupState(StrEnum):
     COLLECTING = "collecting"
+    SCORING = "scoring"
     FILTERING = "filtering"
     ESTIMATING = "estimating"
     ADMITTED = "admitted"
     BATCHED = "batched"
     CLOSED = "closed"
     """delivered, or nothing is left of it"""
+
+
+class JobKind(StrEnum):
+    """Named as the results that answer them (`messages.py`)."""
+
+    SURVEY = "survey"
+    ROLLOUT = "rollout"
+    SCORE = "score"
+    FILTER = "filter"
+    ADVANTAGE = "advantage"
+    ENCODE = "encode"
+
+    @property
+    def queue(self) -> Queue:
+        return _QUEUES[self]
+
+
+_QUEUES = {
+    JobKind.SURVEY: Queue.ROLLOUTS,
+    JobKind.ROLLOUT: Queue.ROLLOUTS,
+    JobKind.SCORE: Queue.ROLLOUTS,
+    JobKind.FILTER: Queue.FILTERING,
+    JobKind.ADVANTAGE: Queue.ADVANTAGES,
+    JobKind.ENCODE: Queue.ENCODING,
+}
 
 
 class JobState(StrEnum):
@@ -42,6 +69,7 @@ class JobState(StrEnum):
 class BatchState(StrEnum):
     COMPOSED = "composed"
     DELIVERED = "delivered"
+    TRAINED = "trained"
 
 
 _R = RolloutState

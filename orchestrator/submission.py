@@ -8,7 +8,7 @@ from orchestrator.engine_gate import EngineGate
 from orchestrator.ledger import Ledger
 from orchestrator.plan_files import PlanFiles
 from orchestrator.records import Job
-from orchestrator.states import JobState
+from orchestrator.states import JobKind, JobState
 from penstock.config import RunConfig
 from penstock.messages import (
     AdvantageJob,
@@ -17,6 +17,8 @@ from penstock.messages import (
     FilterJob,
     Queue,
     RolloutJob,
+    ScoreJob,
+    SurveyJob,
 )
 from tasks import envelope
 
@@ -34,10 +36,10 @@ class Submitter:
 
     async def submit(self, jobs: list[Job]) -> None:
         """Stages before rollouts: finished work moves on before more is begun."""
-        stages = [job for job in jobs if job.queue is not Queue.ROLLOUTS]
+        stages = [job for job in jobs if job.kind is not JobKind.ROLLOUT]
         for first in range(0, len(stages), AT_ONCE):
             await self._submit_some(stages[first : first + AT_ONCE])
-        rollouts = [job for job in jobs if job.queue is Queue.ROLLOUTS]
+        rollouts = [job for job in jobs if job.kind is JobKind.ROLLOUT]
         for first in range(0, len(rollouts), AT_ONCE):
             if not self._gate.open:
                 await self._submit_scout(rollouts[first:])
@@ -51,8 +53,7 @@ class Submitter:
                 await self._submit_some([job])
 
     async def _submit_some(self, jobs: list[Job]) -> None:
-        stages = [job for job in jobs if job.queue is not Queue.ROLLOUTS]
-        if stages and not await self.plan_files.ensure(stages):
+        if not await self.plan_files.ensure(jobs):
             return
         # A late reply may have settled a job while its plan was being written.
         jobs = [job for job in jobs if job.state is JobState.WAITING]
@@ -69,23 +70,26 @@ class Submitter:
 
     def _message(self, job: Job) -> AnyJob:
         common = self._common(job)
-        match job.queue:
-            case Queue.ROLLOUTS:
-                group, seed = self._ledger.groups[job.subject], self._config.seed
-                return RolloutJob(
-                    **common, group=group.id, environment=group.environment, example=group.example, seed=seed
-                )
-            case Queue.FILTERING:
+        match job.kind:
+            case JobKind.SURVEY:
+                return SurveyJob(**common, environment=job.subject)
+            case JobKind.ROLLOUT:
+                group, version = self._ledger.groups[job.subject], self._ledger.number("policy_version")
+                common |= {"group": group.id, "environment": group.environment, "example": group.example}
+                return RolloutJob(**common, seed=self._config.seed, policy_version=version)
+            case JobKind.SCORE:
+                environment = self._ledger.groups[job.subject].environment
+                return ScoreJob(**common, environment=environment, plan=self.plan_files.key(job))
+            case JobKind.FILTER:
                 return FilterJob(**common, plan=self.plan_files.key(job))
-            case Queue.ADVANTAGES:
+            case JobKind.ADVANTAGE:
                 return AdvantageJob(**common, plan=self.plan_files.key(job))
-            case Queue.ENCODING:
-                batch = self._ledger.batches[int(job.subject)]
-                data_rank = int(job.id.rpartition("r")[2])
-                return EncodeJob(**common, plan=self.plan_files.key(job), step=batch.step, data_rank=data_rank)
+            case JobKind.ENCODE:
+                step, data_rank = int(job.subject), int(job.id.rpartition("r")[2])
+                return EncodeJob(**common, plan=self.plan_files.key(job), step=step, data_rank=data_rank)
 
     def _common(self, job: Job) -> dict[str, Any]:
-        rollout = job.queue is Queue.ROLLOUTS
+        rollout = job.kind is JobKind.ROLLOUT
         return {
             "run": self._run,
             "job": job.id,

@@ -10,12 +10,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from penstock.config_errors import Keys, Origins, describe, table_of, unknown_variable
+from penstock.advantages import AdvantageSettings
+from penstock.config_errors import Keys, Origins, describe, unknown_variable
 from penstock.errors import ConfigError
+from penstock.filters import FilterSettings
+from penstock.packing import Normalise, PackingRules
 from penstock.redis_url import check
-from penstock.rollout_config import Engine, EnvironmentSettings, Policy
+from penstock.rollout_config import Engine, EnvironmentName, EnvironmentSettings, Policy
 from penstock.sections import Section, Share
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
@@ -25,12 +36,19 @@ REDIS_VARIABLE = "PENSTOCK_REDIS_URL"
 
 
 class Rollouts(Section):
-    group_size: PositiveInt = 8
+    group_size: Annotated[int, Field(ge=1, le=64)] = 8
+    """64 at most: a group's verdicts travel in one small reply"""
     min_group_size: PositiveInt | None = None
     """a group with fewer finished rollouts is dropped; default max(2, half the group)"""
     max_in_flight: PositiveInt = 1024
     """rollouts planned and not yet generated: bounds queue, ledger memory and the engine's backlog"""
     timeout_s: PositiveFloat = 3600.0
+    group_timeout_s: PositiveFloat = 7200.0
+    """after this long a group goes on without the rollouts that are still out"""
+    partial_groups: Literal["train", "wait", "drop"] = "train"
+    """a group of which some rollouts died or timed out: train on the rest, wait for all, or drop it"""
+    oversample: Annotated[float, Field(ge=1)] = 1.0
+    """groups begun for every group that the coming steps need: for when many are dropped"""
 
     @property
     def smallest_group(self) -> int:
@@ -46,11 +64,43 @@ class Rollouts(Section):
 
 
 class Batch(Section):
-    unit: Literal["groups", "rollouts"] = "groups"
+    unit: Literal["groups", "rollouts", "tokens"] = "groups"
     size: PositiveInt = 16
-    data_ranks: PositiveInt = 1
+    order: Literal["planned-window", "completion"] = "planned-window"
+    window: Annotated[float, Field(ge=1)] = 2.0
+    """a batch takes from the first `window` batches' worth of open groups: early ones are not just the short ones"""
     max_empty_batches: PositiveInt = 10
     """the run stops after this many batches' worth of groups in a row were dropped"""
+    data_ranks: PositiveInt = 1
+    seq_len: PositiveInt = 65_536
+    pad_to_multiple_of: PositiveInt = 1
+    oversize: Literal["cut", "mask", "drop", "fail"] = "mask"
+    normalise: str = "token"
+    logprobs_mode: Literal["processed", "raw"] = "processed"
+    format: Literal["native", "prime-rl", "prime-rl-2026-05"] = "native"
+
+    def packing_rules(self) -> PackingRules:
+        return PackingRules(
+            data_ranks=self.data_ranks,
+            seq_len=self.seq_len,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            oversize=self.oversize,
+        )
+
+    @model_validator(mode="after")
+    def _sound(self) -> "Batch":
+        self.packing_rules()
+        Normalise.parse(self.normalise)
+        return self
+
+
+class Trainer(Section):
+    max_steps_ahead: PositiveInt | Literal["unlimited"] = 1
+    """sealed steps beyond the one that the trainer works on; "unlimited" when there is no trainer to wait for"""
+    release_on: Literal["checkpointed", "acked"] = "checkpointed"
+    """when a step's blobs may go"""
+    keep_steps: Annotated[int, Field(ge=0)] = 2
+    """steps whose token columns stay for looking back after their routed experts have gone"""
 
 
 class Recovery(Section):
@@ -104,14 +154,20 @@ class RunConfig(Section):
     ledger_dir: Path | None = None
     """a local disk for the ledger; default: the run directory"""
     steps: PositiveInt = 10
+    vocab_size: PositiveInt = 151_936
+    """of the model: tells an improbable token from gibberish"""
     seed: int = 0
-    environment: str = "noop"
-    environments: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")], EnvironmentSettings] = Field(default={})
-    """what a rollout worker loads, by the name that jobs say; default: the built-ins, under their own names"""
+    environments: dict[EnvironmentName, EnvironmentSettings] = Field(
+        default={"noop": EnvironmentSettings(use="noop")}, min_length=1
+    )
+    """what is played, by the name that jobs say; default: one that does nothing"""
     engine: Engine = Engine()
     policy: Policy = Policy()
     rollouts: Rollouts = Rollouts()
     batch: Batch = Batch()
+    trainer: Trainer = Trainer()
+    filters: FilterSettings = FilterSettings()
+    advantages: AdvantageSettings = AdvantageSettings()
     recovery: Recovery = Recovery()
     lag: Lag = Lag()
     noop: Noop = Noop()
@@ -197,9 +253,11 @@ def _exists(model: type[BaseModel], keys: Keys) -> bool:
     field = model.model_fields.get(keys[0])
     if field is None or len(keys) == 1:
         return field is not None
-    named, table = table_of(field.annotation)
-    rest = keys[2:] if named else keys[1:]
-    return table is not None and bool(rest) and _exists(table, rest)
+    return (
+        isinstance(field.annotation, type)
+        and issubclass(field.annotation, BaseModel)
+        and _exists(field.annotation, keys[1:])
+    )
 
 
 def _set(values: dict[str, Any], keys: Keys, value: Any) -> None:

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import TypeGuard, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -47,18 +47,16 @@ def unknown_variable(name: str, model: type[BaseModel], prefix: str, others: Seq
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
-        named, table = table_of(field.annotation)
-        if table:
-            yield from all_keys(table, f"{prefix}{name}.{'NAME.' if named else ''}")
+        if get_origin(field.annotation) is dict and _is_model(entry := get_args(field.annotation)[1]):
+            yield from all_keys(entry, f"{prefix}{name}.NAME.")
+        elif _is_model(field.annotation):
+            yield from all_keys(field.annotation, f"{prefix}{name}.")
         else:
             yield prefix + name
 
 
-def table_of(annotation: Any) -> tuple[bool, type[BaseModel] | None]:
-    """The section that a setting is, and whether there are several, each under a name."""
-    named = get_origin(annotation) is dict
-    kind = get_args(annotation)[1] if named else annotation
-    return named, kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+def _is_model(kind: object) -> TypeGuard[type[BaseModel]]:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def line_of(text: str, keys: Sequence[str]) -> int | None:

@@ -9,9 +9,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
+from penstock.batches.manifest import EncodedRank
 from penstock.blobs import BlobRef
 
 MESSAGE_LIMIT_BYTES = 4096
+GRACE_S = 20.0  # what a body that keeps its own time-out may take to put away what it has
 ERROR_CHARACTERS = 600  # enough for a cause and what to do; a traceback stays in the worker's log
 METRICS_LIMIT = 32
 REWARDS_LIMIT = 8
@@ -45,7 +47,7 @@ class Job(Message):
     sequence: int
     """place in the run's order of submissions"""
     timeout_s: float
-    """the worker ends the body after this long"""
+    """the body ends after this long; whoever enforces it from outside adds GRACE_S"""
 
     @property
     def task_id(self) -> str:
@@ -58,6 +60,24 @@ class RolloutJob(Job):
     environment: str
     example: int
     seed: int
+    policy_version: int = 0
+    """the newest that the trainer had published when this was submitted"""
+
+
+class ScoreJob(Job):
+    """Rewards for a whole group, by the environment that played it."""
+
+    queue: Literal[Queue.ROLLOUTS] = Queue.ROLLOUTS
+    environment: str
+    plan: str
+    """key of the group's plan in the store"""
+
+
+class SurveyJob(Job):
+    """How large an environment is: asked once, because only workers load environments."""
+
+    queue: Literal[Queue.ROLLOUTS] = Queue.ROLLOUTS
+    environment: str
 
 
 class FilterJob(Job):
@@ -79,11 +99,11 @@ class EncodeJob(Job):
     data_rank: int
 
 
-AnyJob = RolloutJob | FilterJob | AdvantageJob | EncodeJob
+AnyJob = RolloutJob | ScoreJob | SurveyJob | FilterJob | AdvantageJob | EncodeJob
 
 
 class RolloutResult(Message):
-    queue: Literal[Queue.ROLLOUTS] = Queue.ROLLOUTS
+    answers: Literal["rollout"] = "rollout"
     reward: FiniteFloat
     rewards: Annotated[dict[Name, FiniteFloat], Field(max_length=REWARDS_LIMIT)] = {}
     """named parts of the reward"""
@@ -108,28 +128,43 @@ class RolloutResult(Message):
     metrics: Annotated[dict[Name, FiniteFloat], Field(max_length=METRICS_LIMIT)] = {}
 
 
+class ScoreResult(Message):
+    answers: Literal["score"] = "score"
+    rewards: dict[str, FiniteFloat]
+
+
+class SurveyResult(Message):
+    answers: Literal["survey"] = "survey"
+    examples: int
+    scores_groups: bool
+
+
 class FilterResult(Message):
-    queue: Literal[Queue.FILTERING] = Queue.FILTERING
+    answers: Literal["filter"] = "filter"
     dropped: dict[str, str] = {}
     """rollout -> the reason that drops it"""
+    masked: tuple[str, ...] = ()
+    """rollouts that are delivered with loss mask 0"""
+    matched: dict[str, int] = {}
+    """filter -> how many rollouts it matched, whatever its mode"""
 
 
 class AdvantageResult(Message):
-    queue: Literal[Queue.ADVANTAGES] = Queue.ADVANTAGES
+    answers: Literal["advantage"] = "advantage"
     advantages: dict[str, FiniteFloat] = {}
     dropped: str | None = None
     """the reason why the whole group is of no use (zero variance)"""
+    masked: bool = False
+    """the whole group is delivered with loss mask 0"""
 
 
 class EncodeResult(Message):
-    queue: Literal[Queue.ENCODING] = Queue.ENCODING
-    file: str
-    """key of the rank's file"""
-    samples: int
-    loss_tokens: int
+    answers: Literal["encode"] = "encode"
+    rank: EncodedRank
 
 
-Result = Annotated[RolloutResult | FilterResult | AdvantageResult | EncodeResult, Field(discriminator="queue")]
+AnyResult = RolloutResult | ScoreResult | SurveyResult | FilterResult | AdvantageResult | EncodeResult
+Result = Annotated[AnyResult, Field(discriminator="answers")]
 
 
 class Outcome(StrEnum):
@@ -164,24 +199,11 @@ class GroupPlan(Message):
     """A group's finished rollouts, kept in the store because a group may be large."""
 
     group: str
+    environment: str
+    example: int
+    policy_version: int
+    """the newest when the plan was written"""
     members: list[GroupMember]
-
-
-class StepMember(Message):
-    rollout: str
-    group: str
-    advantage: FiniteFloat
-    result: RolloutResult
-
-
-class StepPlan(Message):
-    """What a step is made of."""
-
-    step: int
-    formation: int
-    """how often this step was composed: a step that cannot be encoded is formed again"""
-    data_ranks: int
-    members: list[StepMember]
 
 
 def shortened(error: str, characters: int = ERROR_CHARACTERS) -> str:

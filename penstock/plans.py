@@ -5,15 +5,14 @@ is written again.
 """
 
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import ValidationError
 
 from penstock import atomic_files
+from penstock.batches import BatchPlan, records
 from penstock.errors import BlobCorrupt, BlobMissing
-from penstock.messages import Message
+from penstock.messages import GroupPlan
 
-Plan = TypeVar("Plan", bound=Message)
 FOLDER = "plans"
 
 
@@ -30,10 +29,11 @@ def keys(store: Path, run: str) -> set[str]:
     return {f"{FOLDER}/{path.name}" for path in (store / FOLDER).glob(f"{run}.*.json")}
 
 
-def write(store: Path, key: str, plan: Message) -> None:
+def write(store: Path, key: str, plan: GroupPlan | BatchPlan) -> None:
     path = _path(store, key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_files.write(path, plan.model_dump_json().encode())
+    content = plan.model_dump_json().encode() if isinstance(plan, GroupPlan) else records.dumps(plan)
+    atomic_files.write(path, content)
 
 
 def sweep(store: Path, run: str) -> None:
@@ -41,19 +41,29 @@ def sweep(store: Path, run: str) -> None:
     atomic_files.sweep(store / FOLDER, f"{run}.")
 
 
-def read(store: Path, key: str, model: type[Plan]) -> Plan:
+def read_group(store: Path, key: str) -> GroupPlan:
     try:
-        return model.model_validate_json(_path(store, key).read_bytes())
-    except FileNotFoundError as error:
-        raise BlobMissing(
-            f"the plan {key} is not in the store {store}: do worker and orchestrator share it?"
-        ) from error
+        return GroupPlan.model_validate_json(_read(store, key))
     except ValidationError as error:
         raise BlobCorrupt(f"the plan {key} cannot be read: {error.error_count()} errors") from error
 
 
+def read_step(store: Path, key: str) -> BatchPlan:
+    try:
+        return records.loads(BatchPlan, _read(store, key))
+    except ValueError as error:
+        raise BlobCorrupt(f"the plan {key} cannot be read: {error}") from error
+
+
 def delete(store: Path, key: str) -> None:
     _path(store, key).unlink(missing_ok=True)
+
+
+def _read(store: Path, key: str) -> bytes:
+    try:
+        return _path(store, key).read_bytes()
+    except FileNotFoundError as error:
+        raise BlobMissing(f"the plan {key} is not in {store}: do worker and orchestrator share the store?") from error
 
 
 def _path(store: Path, key: str) -> Path:

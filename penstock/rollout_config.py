@@ -8,6 +8,8 @@ from penstock.messages import SAMPLES_LIMIT
 from penstock.routed_experts import CheckRoutes, RouteFormat
 from penstock.sections import Section, Share
 
+EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
+
 
 class Engine(Section):
     """The inference server. With a key, give it as PENSTOCK_ENGINE__API_KEY rather than in a file."""
@@ -105,5 +107,7 @@ class Policy(Section):
 class EnvironmentSettings(Section):
     use: str
     """a built-in (arithmetic, guess, distinct), or `module:Class` of your own"""
+    weight: PositiveFloat = 1.0
+    """its share of the trained batch, relative to the others"""
     options: dict[str, Any] = Field(default={})
     """what the class is made with"""

@@ -1,7 +1,12 @@
-"""The queue `advantages`: the group estimator over one group. Runs on prefork."""
+"""The queue `advantages`: the group estimator, and the filters that judge a group as a whole. Runs on prefork."""
+
+import numpy as np
 
 from penstock import plans
-from penstock.messages import AdvantageJob, GroupPlan, Queue
+from penstock.advantages import Group, group_phase, resolve
+from penstock.config import RunConfig
+from penstock.filters import GroupRewards, group_filters, judge_group
+from penstock.messages import AdvantageJob, AdvantageResult, GroupPlan, Queue
 from tasks import noop
 from tasks.celery_app import app, task_name
 from tasks.settings import settings
@@ -10,7 +15,33 @@ from tasks.stage_process import stage_process
 
 @app.task(name=task_name(Queue.ADVANTAGES), pydantic=True)
 def run(job: AdvantageJob) -> None:
-    config = settings()
-    stage_process().execute(
-        job, lambda: noop.advantages(job, plans.read(config.store_dir, job.plan, GroupPlan), config.noop)
+    stage_process().execute(job, lambda _: body(job, settings()))
+
+
+def body(job: AdvantageJob, config: RunConfig) -> AdvantageResult:
+    plan = plans.read_group(config.store_dir, job.plan)
+    if noop.plays(plan.environment, config):
+        return noop.advantages(job, plan, config.noop)
+    return estimate(plan, config)
+
+
+def estimate(plan: GroupPlan, config: RunConfig) -> AdvantageResult:
+    recipe = resolve(config.advantages, group_size=config.rollouts.group_size)
+    results = [member.result for member in plan.members]
+    rewards = np.array([result.reward for result in results], np.float64)
+    group = Group(
+        rewards=rewards,
+        completion_tokens=np.array([result.completion_tokens for result in results], np.int64),
+        tool_tokens=np.array([result.tool_tokens for result in results], np.int64),
+        input_tokens=np.array([result.prompt_tokens for result in results], np.int64),
+        turns=np.array([result.turns for result in results], np.int64),
+    )
+    found = group_phase(group, recipe)
+    filters = group_filters(config.filters, needs_variance=recipe.needs_variance)
+    verdict = judge_group(GroupRewards(rewards=rewards, shaped=found.shaped), filters)
+    names = (member.rollout for member in plan.members)
+    return AdvantageResult(
+        advantages=dict(zip(names, found.values.tolist(), strict=True)),
+        dropped=verdict.drop_reason,
+        masked=verdict.masked,
     )

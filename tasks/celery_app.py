@@ -18,9 +18,9 @@ CONTENT_TYPE = "application/x-orjson"
 SOCKET_TIMEOUT_S = 30  # kombu's default waits for ever on a half-open connection; above its own BRPOP block of seconds
 
 
-def task_name(queue: Queue) -> str:
-    """One task a queue; the name says nothing about where its code lies."""
-    return f"penstock.{queue.value}.run"
+def task_name(queue: Queue, task: str = "run") -> str:
+    """The name says nothing about where the code lies."""
+    return f"penstock.{queue.value}.{task}"
 
 
 def _dumps(value: object) -> str:
@@ -50,7 +50,7 @@ def _configuration() -> dict[str, Any]:
         "worker_disable_prefetch": True,
         "worker_prefetch_multiplier": 1,
         "task_queues": [kombu.Queue(name.value, kombu.Exchange(name.value), routing_key=name.value) for name in Queue],
-        "task_routes": {task_name(name): {"queue": name.value} for name in Queue},
+        "task_routes": {task_name(name, "*"): {"queue": name.value} for name in Queue},
         "task_default_queue": Queue.ROLLOUTS.value,
         "task_create_missing_queues": False,
         "worker_send_task_events": True,

@@ -10,12 +10,33 @@ from typing import Any
 import orjson
 
 from penstock.errors import StageError
-from penstock.messages import MESSAGE_LIMIT_BYTES, AnyJob
+from penstock.messages import (
+    GRACE_S,
+    MESSAGE_LIMIT_BYTES,
+    AdvantageJob,
+    AnyJob,
+    EncodeJob,
+    FilterJob,
+    Queue,
+    RolloutJob,
+    ScoreJob,
+    SurveyJob,
+)
 from tasks.celery_app import CONTENT_TYPE, task_name
 
+TASKS: dict[type[AnyJob], str] = {
+    RolloutJob: task_name(Queue.ROLLOUTS),
+    ScoreJob: task_name(Queue.ROLLOUTS, "score"),
+    SurveyJob: task_name(Queue.ROLLOUTS, "survey"),
+    FilterJob: task_name(Queue.FILTERING),
+    AdvantageJob: task_name(Queue.ADVANTAGES),
+    EncodeJob: task_name(Queue.ENCODING),
+}
 SEQUENCE_HEADER = "penstock_sequence"
 ORIGIN = "penstock"
-HARD_LIMIT_AFTER_S = 30.0  # a body that does not heed its time-out loses its slot (asyncio) or its process (prefork)
+HARD_LIMIT_AFTER_S = (
+    2 * GRACE_S
+)  # a body that does not heed its time-out loses its slot (asyncio) or its process (prefork)
 EMBED: dict[str, None] = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
 
 
@@ -46,7 +67,7 @@ def encode(job: AnyJob) -> bytes:
 def _headers(job: AnyJob) -> dict[str, Any]:
     return {
         "lang": "py",
-        "task": task_name(job.queue),
+        "task": TASKS[type(job)],
         "id": job.task_id,
         "shadow": None,
         "eta": None,

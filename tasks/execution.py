@@ -19,7 +19,7 @@ from redis.retry import Retry
 
 from penstock.config import RunConfig
 from penstock.loop_lag import LagLimits, LoopLag, publish_to
-from penstock.messages import AnyJob, Outcome, Reply, Result
+from penstock.messages import GRACE_S, AnyJob, AnyResult, Outcome, Reply
 from tasks.leases import LeaseKeeper
 from tasks.outbox import Outbox, Write
 from tasks.replies import Execution, send, take_lease
@@ -73,15 +73,15 @@ class AsyncProcess:
             await self._client.aclose()
             self._sync_client.close()
 
-    async def execute(self, job: AnyJob, body: Callable[[], Awaitable[Result]]) -> None:
+    async def execute(self, job: AnyJob, body: Callable[[str], Awaitable[AnyResult]]) -> None:
         execution = Execution(job=job, worker=self.name)
         value = self._leases.take(execution.lease)
         started = time.monotonic()
         failure: BaseException | None = None
         try:
             await self._outbox.write(lambda pipe: take_lease(pipe, execution.lease, value))
-            async with asyncio.timeout(job.timeout_s):
-                reply = execution.reply(Outcome.DONE, result=await body())
+            async with asyncio.timeout(job.timeout_s + GRACE_S):
+                reply = execution.reply(Outcome.DONE, result=await body(execution.id))
         except BaseException as error:  # noqa: BLE001  whatever a body does becomes its reply, then goes on its way
             failure, reply = error, execution.failed(error)
         try:
@@ -103,14 +103,14 @@ class SyncProcess:
         self._leases = LeaseKeeper(own_client, worker=self.name, lease_s=config.recovery.lease_s)
         self._leases.start()
 
-    def execute(self, job: AnyJob, body: Callable[[], Result]) -> None:
+    def execute(self, job: AnyJob, body: Callable[[str], AnyResult]) -> None:
         execution = Execution(job=job, worker=self.name)
         value = self._leases.take(execution.lease)
         started = time.monotonic()
         failure: BaseException | None = None
         try:
             self._write(lambda pipe: take_lease(pipe, execution.lease, value))
-            reply = execution.reply(Outcome.DONE, result=body())
+            reply = execution.reply(Outcome.DONE, result=body(execution.id))
         except BaseException as error:  # noqa: BLE001  as above
             failure, reply = error, execution.failed(error)
         try:

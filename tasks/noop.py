@@ -8,7 +8,9 @@ import time
 
 import xxhash
 
-from penstock.config import Noop
+from penstock.batches import BatchPlan, EncodedRank
+from penstock.blobs import BlobRef
+from penstock.config import Noop, RunConfig
 from penstock.errors import EngineUnreachable, InfrastructureFailure
 from penstock.messages import (
     AdvantageJob,
@@ -21,8 +23,15 @@ from penstock.messages import (
     Job,
     RolloutJob,
     RolloutResult,
-    StepPlan,
 )
+
+EXAMPLES = 1_000_000
+
+
+def plays(environment: str, config: RunConfig) -> bool:
+    """Whether a group of `environment` is one of ours."""
+    share = config.environments.get(environment)
+    return share is not None and share.use == "noop"
 
 
 async def rollout(job: RolloutJob, noop: Noop) -> RolloutResult:
@@ -54,14 +63,19 @@ def advantages(job: AdvantageJob, plan: GroupPlan, noop: Noop) -> AdvantageResul
     return AdvantageResult(advantages={member.rollout: member.result.reward - mean for member in plan.members})
 
 
-def encoding(job: EncodeJob, plan: StepPlan, noop: Noop) -> EncodeResult:
+def encoding(job: EncodeJob, plan: BatchPlan, noop: Noop) -> EncodeResult:
     _work(job, noop)
-    mine = plan.members[job.data_rank :: plan.data_ranks]
-    return EncodeResult(
-        file=f"batches/step_{job.step:06d}/rank_{job.data_rank:02d}",
+    mine = plan.rollouts[job.data_rank :: plan.files]
+    rank = EncodedRank(
+        plan=plan.digest,
+        data_rank=job.data_rank,
+        file=BlobRef(key="none", size=0, checksum=""),
+        micro_batches=0,
+        tokens=0,
         samples=len(mine),
-        loss_tokens=sum(member.result.completion_tokens for member in mine),
+        loss_tokens=0,
     )
+    return EncodeResult(rank=rank)
 
 
 def chance(seed: int, *what: object) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock import keys
 from penstock.errors import EngineUnreachable, PolicyFailure
-from penstock.messages import AnyJob, Outcome, Queue, Reply, Result, RolloutResult, shortened
+from penstock.messages import AnyJob, AnyResult, Outcome, Reply, RolloutJob, RolloutResult, shortened
 
 End = tuple[str, int]
 """a key that was written, and the seconds after which it goes, should nobody remove it"""
@@ -25,7 +25,7 @@ class Execution:
     def lease(self) -> str:
         return f"{self.job.task_id}.{self.id}"
 
-    def reply(self, outcome: Outcome, *, result: Result | None = None, error: str | None = None) -> Reply:
+    def reply(self, outcome: Outcome, *, result: AnyResult | None = None, error: str | None = None) -> Reply:
         job = self.job
         return Reply(
             run=job.run, job=job.job, attempt=job.attempt, execution=self.id, worker=self.worker,
@@ -39,7 +39,7 @@ class Execution:
             return self.reply(Outcome.RELEASED, error=text)
         if isinstance(error, EngineUnreachable):
             return self.reply(Outcome.UNREACHABLE, error=text)
-        if self.job.queue == Queue.ROLLOUTS and isinstance(error, PolicyFailure | TimeoutError):
+        if isinstance(self.job, RolloutJob) and isinstance(error, PolicyFailure | TimeoutError):
             name = "timeout" if isinstance(error, TimeoutError) else type(error).__name__
             return self.reply(Outcome.DONE, result=RolloutResult(reward=0.0, policy_error=name), error=text)
         return self.reply(Outcome.FAILED, error=text)

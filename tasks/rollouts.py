@@ -1,31 +1,38 @@
-"""The queue `rollouts`: one job is one attempt of the policy at one example. Runs on the asyncio pool."""
+"""The queue `rollouts`: attempts of the policy at examples, scores of whole groups, sizes of environments.
 
-from collections.abc import Awaitable, Callable
+Runs on the asyncio pool, because all three may wait for others.
+"""
 
-from penstock.errors import StageError
-from penstock.messages import Queue, RolloutJob, RolloutResult
-from tasks import noop
+from penstock.messages import Queue, RolloutJob, ScoreJob, SurveyJob
 from tasks.celery_app import app, task_name
 from tasks.execution import AsyncProcess
-from tasks.settings import settings
-
-Body = Callable[[RolloutJob], Awaitable[RolloutResult]]
-BODIES: dict[str, Body] = {"noop": lambda job: noop.rollout(job, settings().noop)}
-"""environment -> what plays it: the worker's own, a message only names one"""
+from tasks.playing import Player
 
 process: AsyncProcess | None = None
 """set by the worker before its first job: what its executions share"""
+player: Player | None = None
+"""likewise: the worker's environments and its line to the engine"""
 
 
 @app.task(name=task_name(Queue.ROLLOUTS), pydantic=True)
 async def run(job: RolloutJob) -> None:
+    shared, own = _worker()
+    await shared.execute(job, lambda execution: own.play(job, execution))
+
+
+@app.task(name=task_name(Queue.ROLLOUTS, "score"), pydantic=True)
+async def score(job: ScoreJob) -> None:
+    shared, own = _worker()
+    await shared.execute(job, lambda _: own.score(job))
+
+
+@app.task(name=task_name(Queue.ROLLOUTS, "survey"), pydantic=True)
+async def survey(job: SurveyJob) -> None:
+    shared, own = _worker()
+    await shared.execute(job, lambda _: own.survey(job))
+
+
+def _worker() -> tuple[AsyncProcess, Player]:
     assert process is not None, "rollouts run on the asyncio pool: celery -A workers.rollouts worker -Q rollouts"
-    await process.execute(job, lambda: _body(job.environment)(job))
-
-
-def _body(environment: str) -> Body:
-    try:
-        return BODIES[environment]
-    except KeyError:
-        known = ", ".join(sorted(BODIES))
-        raise StageError(f"this worker has no environment {environment!r}; it has: {known}") from None
+    assert player is not None
+    return process, player

@@ -6,6 +6,7 @@ from typing import Any
 
 from tasks import app, rollouts
 from tasks.execution import AsyncProcess
+from tasks.playing import Player
 from tasks.settings import settings
 from workers import event_batches
 from workers.asyncio_pool import AsyncioPool
@@ -17,9 +18,10 @@ class RolloutPool(AsyncioPool):
 
     @contextlib.asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        process = AsyncProcess(settings())
-        async with process.running():
-            rollouts.process = process
+        config = settings()
+        process = AsyncProcess(config)
+        async with process.running(), Player(config).ready() as player:
+            rollouts.process, rollouts.player = process, player
             yield
 
     def loop_lag(self) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ from celery import Celery
 from celery.signals import worker_ready
 
 from penstock.config import DEFAULT_REDIS_URL
-from tasks.rollouts import BODIES
 from tasks.settings import settings
 
 logger = logging.getLogger("penstock.worker")
@@ -18,7 +17,7 @@ def announce(app: Celery) -> None:
 
 def _say(**_: object) -> None:
     config = settings()
-    logger.info("action=worker_ready environments=%s store=%s", ",".join(sorted(BODIES)), config.store_dir)
+    logger.info("action=worker_ready environments=%s store=%s", ",".join(sorted(config.environments)), config.store_dir)
     if config.redis_url == DEFAULT_REDIS_URL and config.store is None:
         logger.warning(
             "action=defaults nothing is configured: built-in environments, Redis at %s, store %s; "

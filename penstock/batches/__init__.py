@@ -5,7 +5,7 @@ Imports numpy, safetensors, xxhash and the standard library only: a trainer read
 
 from penstock.batches.batch import Batch
 from penstock.batches.encoding import encode_rank
-from penstock.batches.manifest import EncodedRank, Manifest, Totals, read_manifest, seal_manifest
+from penstock.batches.manifest import EncodedRank, Manifest, Totals, read_manifest, read_manifests, seal_manifest
 from penstock.batches.micro_batch import MicroBatch
 from penstock.batches.plan import BatchPlan, PlannedRollout
 from penstock.batches.reader import BatchReader
@@ -24,6 +24,7 @@ __all__ = [
     "TrainerState",
     "encode_rank",
     "read_manifest",
+    "read_manifests",
     "read_trainer",
     "seal_manifest",
     "write_status",

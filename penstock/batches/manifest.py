@@ -76,10 +76,17 @@ def read_manifest(store: Store, step: int) -> Manifest | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise BlobCorrupt(f"{path} is not a manifest: {error}") from error
+        raise BlobCorrupt(f"{path} is not a manifest: {error}; restore it") from error
     if manifest.plan.step != step:
         raise BlobCorrupt(f"{path} is the manifest of step {manifest.plan.step}")
     return manifest
+
+
+def read_manifests(store: Store) -> dict[int, Manifest]:
+    """Every sealed step, in order."""
+    paths = sorted(store.root.glob("batches/step_*/manifest.json"))
+    steps = (int(path.parent.name.removeprefix("step_")) for path in paths)
+    return {step: manifest for step in steps if (manifest := read_manifest(store, step))}
 
 
 def _manifest(plan: BatchPlan, ranks: list[EncodedRank]) -> Manifest:

@@ -7,9 +7,9 @@ import errno
 import shutil
 from pathlib import Path
 
-from penstock.batches.files import writing
 from penstock.batches.manifest import Manifest
 from penstock.blobs import BlobRef, Store
+from penstock.blobs.parts import writing
 
 
 def publish_prime_rl(store: Store, manifest: Manifest, output_dir: Path) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from penstock.batches.assembly import Assembly
-from penstock.batches.files import writing
 from penstock.batches.schema import OFFSETS, SAMPLE, SAMPLE_COLUMNS, Array, rank_metadata, token_columns
 from penstock.blobs import BlobRef, Store, tensors
-from penstock.blobs.parts import checksum
+from penstock.blobs.parts import checksum, writing
 from penstock.packing import segments
 
 Layout = Mapping[str, tuple[np.dtype[Any], int]]

@@ -43,14 +43,14 @@ class GrowingFile:
         self.length = length
 
     def create(self) -> None:
-        with _writing(self.path):
+        with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     def append(self, *pieces: Piece) -> None:
         """All of them or none."""
         views = [view.cast("B") for view in map(view_of, pieces) if view.nbytes]
-        with _writing(self.path):
+        with writing(self.path):
             descriptor = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 _write_all(descriptor, views, self.length)
@@ -107,7 +107,7 @@ class Part(GrowingFile):
     def commit(self, target: Path, *, head: bytes = b"") -> tuple[int, str]:
         """Renames to `target` and returns size and checksum. `head` fills the reserved space exactly."""
         assert len(head) == (HEAD if self._head is None else 0)
-        with _writing(target):
+        with writing(target):
             with self.path.open("r+b") as file:
                 file.write(head)
                 file.truncate(self.length)
@@ -147,7 +147,7 @@ def _write_all(descriptor: int, views: list[memoryview], offset: int) -> None:
 
 
 @contextmanager
-def _writing(path: Path) -> Generator[None]:
+def writing(path: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:

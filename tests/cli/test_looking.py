@@ -118,7 +118,7 @@ def test_audit_fails_when_it_does_not_add_up(run: Path) -> None:
         connection.execute("UPDATE jobs SET state = 'dead', error = 'no' WHERE id LIKE '%-1'")
     text = printed("audit", str(run), exit_code=1)
     assert "problem    rollout g0000001-1 is open and has no job" in text
-    assert "died       1 job of rollouts: no" in text
+    assert "died       1 job of rollout: no" in text
     assert "It does NOT add up: 8 planned = 0 delivered + 0 filtered + 7 in flight + 0 dead; 1 problem." in text
     assert json.loads(printed("audit", str(run), "--json", exit_code=1))["balanced"] is False
 

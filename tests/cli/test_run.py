@@ -1,5 +1,6 @@
 """`penstock run` as a person and as a script see it; without workers, so that nothing moves meanwhile."""
 
+import asyncio
 import json
 import os
 import signal
@@ -12,7 +13,9 @@ import pytest
 from support.terminal import Terminal
 from support.waiting import wait_until
 
-from orchestrator import status
+from orchestrator import run_dir, status
+from orchestrator.ledger import Ledger
+from penstock import config
 from penstock.embedded_redis import EmbeddedRedis
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
@@ -34,6 +37,22 @@ def environment(server: EmbeddedRedis, tmp_path: Path) -> dict[str, str]:
         "PENSTOCK_BATCH__SIZE": "4",
         "PENSTOCK_ROLLOUTS__GROUP_SIZE": "4",
     }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def surveyed(environment: dict[str, str]) -> None:
+    """Workers have said once how large the environment is: without that nothing is planned."""
+    settings = config.load(None, environ=environment)
+    run_dir.make(settings)
+    run_dir.enter(settings)
+
+    async def write() -> None:
+        ledger = Ledger(settings.ledger_path)
+        ledger.set("examples:noop", 100)
+        await ledger.committed()
+        ledger.close()
+
+    asyncio.run(write())
 
 
 def queued(directory: Path) -> bool:

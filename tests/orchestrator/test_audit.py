@@ -2,21 +2,27 @@ import asyncio
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ledgers import encoded
 
-from orchestrator import run_dir, sealing
+from orchestrator import run_dir
 from orchestrator.audit import audit
 from orchestrator.engine_gate import EngineGate
 from orchestrator.ledger import Ledger
+from orchestrator.plan_files import batch_plan
 from orchestrator.records import Batch
 from orchestrator.stages import Stages
 from orchestrator.states import GroupState, JobState, RolloutState
+from penstock.batches import read_manifests, seal_manifest
+from penstock.batches.manifest import manifest_path
+from penstock.blobs import Store
 from penstock.config import RunConfig
-from penstock.errors import RunError
-from penstock.messages import EncodeResult, RolloutResult
+from penstock.errors import BlobCorrupt
+from penstock.messages import RolloutResult
 
 
 @pytest.fixture
@@ -53,11 +59,15 @@ def one_step(ledger: Ledger) -> Batch:
     return ledger.compose(0, [group])
 
 
+def seal(config: RunConfig, batch: Batch) -> None:
+    ranks = [result.rank for result in encoded(config, batch)]
+    seal_manifest(Store(config.store_dir), batch_plan(config, batch), ranks)
+
+
 def sealed(config: RunConfig) -> Callable[[Ledger], None]:
     def write(ledger: Ledger) -> None:
         batch = one_step(ledger)
-        content = sealing.manifest("run", batch, [EncodeResult(file="x", samples=2, loss_tokens=2)])
-        sealing.seal(sealing.manifest_path(config.run_dir, 0), content)
+        seal(config, batch)
         ledger.deliver(batch)
 
     return write
@@ -85,11 +95,7 @@ def test_every_rollout_is_counted_once(config: RunConfig) -> None:
 
 
 def test_a_step_that_was_sealed_after_the_last_commit_is_no_problem(config: RunConfig) -> None:
-    def write(ledger: Ledger) -> None:
-        content = sealing.manifest("run", one_step(ledger), [EncodeResult(file="x", samples=2, loss_tokens=2)])
-        sealing.seal(sealing.manifest_path(config.run_dir, 0), content)
-
-    written(config, write)
+    written(config, lambda ledger: seal(config, one_step(ledger)))
     found = audit(config.run_dir)
     assert found["balanced"], found["problems"]
     assert found["in_flight"] == 2
@@ -120,8 +126,10 @@ def test_what_does_not_add_up_is_named(config: RunConfig, statement: str) -> Non
 
 def test_a_rollout_in_two_steps_is_named(config: RunConfig) -> None:
     written(config, sealed(config))
-    first = sealing.manifest_path(config.run_dir, 0)
-    sealing.seal(sealing.manifest_path(config.run_dir, 1), first.read_bytes())
+    store = Store(config.store_dir)
+    again = replace(read_manifests(store)[0].plan, step=1)
+    ranks = [replace(rank, plan=again.digest) for rank in read_manifests(store)[0].ranks]
+    seal_manifest(store, again, ranks)
     found = audit(config.run_dir)
     assert not found["balanced"]
     assert "rollout g0000001-2 is in step 0 and in step 1" in found["problems"]
@@ -129,8 +137,8 @@ def test_a_rollout_in_two_steps_is_named(config: RunConfig) -> None:
 
 def test_a_damaged_manifest_is_named(config: RunConfig) -> None:
     written(config, sealed(config))
-    sealing.manifest_path(config.run_dir, 0).write_text("{")
-    with pytest.raises(RunError, match=r"manifest .*manifest.json is damaged .*: restore it"):
+    manifest_path(Store(config.store_dir), 0).write_text("{")
+    with pytest.raises(BlobCorrupt, match=r"step_000000/manifest.json is not a manifest: .*; restore it"):
         audit(config.run_dir)
 
 
@@ -147,7 +155,7 @@ def test_why_jobs_died_is_told_the_most_frequent_cause_first(config: RunConfig) 
     found: dict[str, Any] = audit(config.run_dir)
     assert found["dead"] == 3
     assert found["dead_jobs"] == [
-        {"queue": "rollouts", "error": "no", "jobs": 2},
-        {"queue": "rollouts", "error": "disk", "jobs": 1},
+        {"kind": "rollout", "error": "no", "jobs": 2},
+        {"kind": "rollout", "error": "disk", "jobs": 1},
     ]
     assert found["balanced"], found["problems"]

@@ -1,12 +1,32 @@
+import asyncio
+from pathlib import Path
+from typing import Any
+
 import pytest
-from support.ledgers import admitted, configured, generated
+from support.ledgers import admitted, configured, generated, planned
 
 from orchestrator.composer import Composer
 from orchestrator.ledger import Ledger
-from orchestrator.records import Batch
-from orchestrator.states import GroupState, JobState, RolloutState
+from orchestrator.records import Batch, Group
+from orchestrator.states import GroupState, JobKind, JobState, RolloutState
+from orchestrator.trainer import Trainer
+from penstock.batches.manifest import EncodedRank
+from penstock.batches.signals import RankProgress, write_progress
+from penstock.blobs import BlobRef
 from penstock.errors import RunError
-from penstock.messages import EncodeResult, Queue
+from penstock.messages import EncodeResult, RolloutResult
+
+
+def composing(ledger: Ledger, **settings: Any) -> Composer:
+    """No trainer is waited for."""
+    config = configured(trainer={"max_steps_ahead": "unlimited"}, **settings)
+    return Composer(config, ledger, Trainer(config, ledger))
+
+
+def sampled_by(group: Group, version: int) -> Group:
+    for rollout in group.rollouts:
+        rollout.result = RolloutResult(reward=0.0, version_first=version, completion_tokens=10)
+    return group
 
 
 def composed(composer: Composer) -> Batch:
@@ -18,12 +38,15 @@ def composed(composer: Composer) -> Batch:
 def end(ledger: Ledger, batch: Batch, data_rank: int, state: JobState) -> None:
     job = ledger.jobs[batch.job_id(data_rank)]
     ledger.submit(job)
-    result = EncodeResult(file=f"rank_{data_rank}", samples=4, loss_tokens=40).model_dump_json()
-    ledger.end(job, state, result=result if state is JobState.SETTLED else None)
+    file = BlobRef(key=f"rank_{data_rank}", size=1, checksum="0" * 16)
+    rank = EncodedRank(
+        plan="digest", data_rank=data_rank, file=file, micro_batches=1, tokens=80, samples=4, loss_tokens=40
+    )
+    ledger.end(job, state, result=EncodeResult(rank=rank) if state is JobState.SETTLED else None)
 
 
 def test_a_step_is_formed_when_there_is_enough(ledger: Ledger) -> None:
-    composer = Composer(configured(batch={"data_ranks": 2}), ledger)
+    composer = composing(ledger, batch={"data_ranks": 2})
     admitted(ledger)
     generated(ledger)
     assert composer.compose() is None
@@ -32,11 +55,11 @@ def test_a_step_is_formed_when_there_is_enough(ledger: Ledger) -> None:
     assert (batch.step, batch.formation) == (0, 1)
     assert [group.ordinal for group in batch.groups] == [1, 3]
     assert {rollout.state for rollout in batch.rollouts()} == {RolloutState.BATCHED}
-    assert {job.id for job in ledger.waiting.values() if job.queue is Queue.ENCODING} == {"s000000f1r0", "s000000f1r1"}
+    assert {job.id for job in ledger.waiting.values() if job.kind is JobKind.ENCODE} == {"s000000f1r0", "s000000f1r1"}
 
 
 def test_one_step_is_open_at_a_time(ledger: Ledger) -> None:
-    composer = Composer(configured(), ledger)
+    composer = composing(ledger)
     for _ in range(4):
         admitted(ledger)
     first = composed(composer)
@@ -46,7 +69,7 @@ def test_one_step_is_open_at_a_time(ledger: Ledger) -> None:
 
 
 def test_no_step_is_formed_after_the_last(ledger: Ledger) -> None:
-    composer = Composer(configured(steps=1), ledger)
+    composer = composing(ledger, steps=1)
     for _ in range(4):
         admitted(ledger)
     ledger.deliver(composed(composer))
@@ -54,14 +77,15 @@ def test_no_step_is_formed_after_the_last(ledger: Ledger) -> None:
 
 
 def test_a_batch_of_rollouts_takes_whole_groups(ledger: Ledger) -> None:
-    composer = Composer(configured(batch={"unit": "rollouts", "size": 5}), ledger)
+    composer = composing(ledger, batch={"unit": "rollouts", "size": 5})
     first, second = admitted(ledger), admitted(ledger)
     assert composed(composer).groups == [first, second]
 
 
 def test_a_step_is_encoded_when_every_rank_has_answered(ledger: Ledger) -> None:
-    composer = Composer(configured(batch={"data_ranks": 2}), ledger)
-    admitted(ledger), admitted(ledger)
+    composer = composing(ledger, batch={"data_ranks": 2})
+    for _ in range(2):
+        admitted(ledger)
     batch = composed(composer)
     assert composer.encoded() is None
     end(ledger, batch, 1, JobState.SETTLED)
@@ -69,11 +93,11 @@ def test_a_step_is_encoded_when_every_rank_has_answered(ledger: Ledger) -> None:
     end(ledger, batch, 0, JobState.SETTLED)
     encoded = composer.encoded()
     assert encoded is not None
-    assert [rank.file for rank in encoded[1]] == ["rank_0", "rank_1"]
+    assert [result.rank.file.key for result in encoded[1]] == ["rank_0", "rank_1"]
 
 
 def test_a_step_that_cannot_be_encoded_is_formed_again_and_in_the_end_stops_the_run(ledger: Ledger) -> None:
-    composer = Composer(configured(recovery={"max_formations": 2}), ledger)
+    composer = composing(ledger, recovery={"max_formations": 2})
     groups = [admitted(ledger), admitted(ledger)]
     end(ledger, composed(composer), 0, JobState.DEAD)
     assert composer.encoded() is None
@@ -85,3 +109,87 @@ def test_a_step_that_cannot_be_encoded_is_formed_again_and_in_the_end_stops_the_
     end(ledger, again, 0, JobState.DEAD)
     with pytest.raises(RunError, match=r"step 0 could not be encoded in 2 formations.*Nothing is lost"):
         composer.encoded()
+
+
+def test_a_step_too_far_ahead_of_the_trainer_waits_until_it_acknowledges(ledger: Ledger, tmp_path: Path) -> None:
+    config = configured(run_dir=tmp_path, trainer={"max_steps_ahead": 1})
+    trainer = Trainer(config, ledger)
+    composer = Composer(config, ledger, trainer)
+    for _ in range(6):
+        admitted(ledger)
+    for _ in range(2):
+        ledger.deliver(composed(composer))
+    asyncio.run(trainer.look())
+    assert composer.compose() is None
+    write_progress(tmp_path, RankProgress(data_rank=0, data_ranks=1, epoch=1, resume_step=0, acked=0))
+    asyncio.run(trainer.look())
+    assert composed(composer).step == 2
+    assert ledger.states[RolloutState.TRAINED] == 8
+
+
+def test_a_batch_of_tokens_takes_groups_until_it_has_enough(ledger: Ledger) -> None:
+    composer = composing(ledger, batch={"unit": "tokens", "size": 41})
+    first = sampled_by(admitted(ledger), 0)
+    assert composer.compose() is None
+    second, _ = sampled_by(admitted(ledger), 0), sampled_by(admitted(ledger), 0)
+    assert composed(composer).groups == [first, second]
+
+
+def test_a_step_takes_its_share_of_every_environment(ledger: Ledger) -> None:
+    environments = {"maths": {"use": "noop"}, "noop": {"use": "noop"}}
+    composer = composing(ledger, environments=environments)
+    first, _ = admitted(ledger), admitted(ledger)
+    assert composer.compose() is None
+    other = admitted(ledger)
+    other.environment = "maths"
+    assert composed(composer).groups == [first, other]
+
+
+def test_stale_rollouts_are_dropped_before_a_step_is_formed(ledger: Ledger) -> None:
+    composer = composing(ledger, filters={"stale": {"max_off_policy_steps": 2}})
+    stale, partial, fresh = (sampled_by(admitted(ledger), version) for version in (0, 1, 1))
+    partial.rollouts[0].result = RolloutResult(reward=0.0, version_first=0)
+    ledger.set("policy_version", 3)
+    assert composed(composer).groups == [partial, fresh]
+    assert stale.state is GroupState.CLOSED
+    assert ledger.reasons == {"stale": 5}
+    assert ledger.states[RolloutState.BATCHED] == 7
+
+
+def test_a_step_in_which_something_became_stale_is_not_sealed_but_formed_again(ledger: Ledger) -> None:
+    composer = composing(ledger, filters={"stale": {"max_off_policy_steps": 2}})
+    old, new, next_one = (sampled_by(admitted(ledger), version) for version in (0, 1, 1))
+    batch = composed(composer)
+    assert batch.groups == [old, new]
+    end(ledger, batch, 0, JobState.SETTLED)
+    ledger.set("policy_version", 3)
+    assert composer.encoded() is None
+    assert composed(composer).groups == [new, next_one]
+
+
+def test_a_step_does_not_run_ahead_of_the_groups_that_were_planned_first(ledger: Ledger) -> None:
+    """Within two batches' worth of open groups the fast may pass the slow; beyond it the slow are waited for."""
+    slow = [planned(ledger) for _ in range(3)]
+    composer = composing(ledger, batch={"window": 2})
+    inside = admitted(ledger)
+    for _ in range(4):
+        admitted(ledger)
+    assert composer.compose() is None
+    ledger.enter(slow[0], GroupState.CLOSED)
+    batch = composed(composer)
+    assert batch.groups[0] is inside
+    assert [group.ordinal for group in batch.groups] == [4, 5]
+
+
+def test_in_order_of_completion_nobody_is_waited_for(ledger: Ledger) -> None:
+    for _ in range(9):
+        planned(ledger)
+    groups = [admitted(ledger), admitted(ledger)]
+    assert composed(composing(ledger, batch={"order": "completion"})).groups == groups
+
+
+def test_a_window_of_partial_groups_is_passed_when_nothing_more_can_come_into_it(ledger: Ledger) -> None:
+    composer = composing(ledger, batch={"unit": "rollouts", "size": 8, "window": 1})
+    groups = [admitted(ledger) for _ in range(3)]
+    ledger.drop(groups[0].rollouts[0], "stale")
+    assert composed(composer).groups == groups

@@ -1,10 +1,20 @@
+from typing import Any
+
 import pytest
 from support.ledgers import admitted, configured
 
 from orchestrator.ledger import Ledger
 from orchestrator.planner import Planner
-from orchestrator.states import GroupState, RolloutState
+from orchestrator.states import GroupState, JobKind, RolloutState
+from orchestrator.trainer import Trainer
 from penstock.errors import RunError
+
+
+def planning(ledger: Ledger, *, examples: int = 1000, **settings: Any) -> Planner:
+    """The environment's size is known, and no trainer is waited for unless `settings` say so."""
+    config = configured(**{"trainer": {"max_steps_ahead": "unlimited"}} | settings)
+    ledger.set("examples:noop", examples)
+    return Planner(config, ledger, Trainer(config, ledger))
 
 
 def plan_all(planner: Planner) -> None:
@@ -13,7 +23,7 @@ def plan_all(planner: Planner) -> None:
 
 
 def test_as_many_groups_are_begun_as_the_steps_need(ledger: Ledger) -> None:
-    planner = Planner(configured(), ledger)
+    planner = planning(ledger)
     plan_all(planner)
     assert len(ledger.groups) == 6
     assert [group.example for group in ledger.groups.values()] == list(range(6))
@@ -22,27 +32,29 @@ def test_as_many_groups_are_begun_as_the_steps_need(ledger: Ledger) -> None:
 
 
 def test_no_more_rollouts_are_in_flight_than_allowed(ledger: Ledger) -> None:
-    planner = Planner(configured(rollouts={"max_in_flight": 10}), ledger)
+    planner = planning(ledger, rollouts={"max_in_flight": 10})
     plan_all(planner)
     assert ledger.ungenerated == 8
 
 
 def test_a_large_plan_is_made_in_small_pieces(ledger: Ledger) -> None:
-    planner = Planner(configured(steps=100, rollouts={"max_in_flight": 1000}), ledger)
+    planner = planning(ledger, steps=50, rollouts={"max_in_flight": 1000})
     assert planner.plan()
     assert ledger.number("rollouts_planned") == 128
     plan_all(planner)
-    assert ledger.number("rollouts_planned") == 800
+    assert ledger.number("rollouts_planned") == 400
 
 
-def test_a_group_larger_than_a_piece_is_begun_all_the_same(ledger: Ledger) -> None:
-    planner = Planner(configured(rollouts={"group_size": 500, "max_in_flight": 3000}), ledger)
+def test_a_piece_holds_whole_groups(ledger: Ledger) -> None:
+    planner = planning(ledger, rollouts={"group_size": 48, "max_in_flight": 3000})
+    assert planner.plan()
+    assert ledger.number("groups_planned") == 2
     plan_all(planner)
-    assert ledger.number("rollouts_planned") == 3000
+    assert ledger.number("groups_planned") == 6
 
 
 def test_a_group_that_was_dropped_is_replaced(ledger: Ledger) -> None:
-    planner = Planner(configured(), ledger)
+    planner = planning(ledger)
     plan_all(planner)
     dropped = next(iter(ledger.groups.values()))
     for rollout in dropped.rollouts:
@@ -54,21 +66,77 @@ def test_a_group_that_was_dropped_is_replaced(ledger: Ledger) -> None:
 
 
 def test_groups_of_an_open_step_are_not_counted_twice(ledger: Ledger) -> None:
-    config = configured()
     ledger.compose(0, [admitted(ledger), admitted(ledger)])
-    plan_all(Planner(config, ledger))
+    plan_all(planning(ledger))
     assert ledger.number("groups_planned") == 6
 
 
 def test_a_batch_of_rollouts_asks_for_what_partial_groups_fall_short_of(ledger: Ledger) -> None:
-    planner = Planner(configured(steps=1, batch={"unit": "rollouts", "size": 9}), ledger)
+    planner = planning(ledger, steps=1, batch={"unit": "rollouts", "size": 8})
+    admitted(ledger)
+    partial = admitted(ledger)
+    plan_all(planner)
+    assert len(ledger.groups) == 2
+    ledger.drop(partial.rollouts[0], "stale")
     plan_all(planner)
     assert len(ledger.groups) == 3
-    assert planner.groups_per_step() == 3
+
+
+def test_a_batch_of_rollouts_is_planned_in_whole_groups(ledger: Ledger) -> None:
+    plan_all(planning(ledger, steps=1, batch={"unit": "rollouts", "size": 9}))
+    assert len(ledger.groups) == 3
+
+
+def test_a_batch_of_tokens_is_planned_by_how_long_groups_have_been(ledger: Ledger) -> None:
+    planner = planning(ledger, steps=1, batch={"unit": "tokens", "size": 900}, rollouts={"max_in_flight": 20})
+    plan_all(planner)
+    assert ledger.ungenerated == 20
+    ledger.set("groups_admitted", 10)
+    ledger.set("tokens_admitted", 1000)
+    plan_all(planner)
+    assert planner.groups_per_step() == 9
+    assert len(ledger.groups) == 5
+
+
+def test_a_step_larger_than_what_may_be_in_flight_is_filled_in_the_end(ledger: Ledger) -> None:
+    """Groups that wait for their step are not in flight."""
+    planner = planning(ledger, steps=1, batch={"size": 9}, rollouts={"max_in_flight": 4})
+    for _ in range(8):
+        admitted(ledger)
+    plan_all(planner)
+    assert len(ledger.groups) == 9
+
+
+def test_oversampling_begins_more_than_the_steps_need(ledger: Ledger) -> None:
+    plan_all(planning(ledger, rollouts={"oversample": 1.5}))
+    assert len(ledger.groups) == 9
+
+
+def test_examples_are_played_in_order_over_and_over(ledger: Ledger) -> None:
+    plan_all(planning(ledger, examples=4))
+    assert [group.example for group in ledger.groups.values()] == [0, 1, 2, 3, 0, 1]
+
+
+def test_groups_are_begun_one_step_beyond_those_that_may_be_sealed(ledger: Ledger) -> None:
+    plan_all(planning(ledger, steps=10, trainer={"max_steps_ahead": 1}))
+    assert len(ledger.groups) == 2 * 3
+
+
+def test_nothing_is_begun_of_an_environment_whose_size_is_not_known(ledger: Ledger) -> None:
+    environments = {"maths": {"use": "noop", "weight": 3}, "games": {"use": "noop"}}
+    planner = planning(ledger, batch={"size": 4}, environments=environments)
+    planner.survey()
+    planner.survey()
+    assert [job.kind for job in ledger.jobs.values()] == [JobKind.SURVEY] * 2
+    plan_all(planner)
+    assert not ledger.groups
+    ledger.set("examples:maths", 10)
+    plan_all(planner)
+    assert [group.environment for group in ledger.groups.values()] == ["maths"] * 9
 
 
 def test_a_run_that_drops_everything_stops_and_says_what_to_look_at(ledger: Ledger) -> None:
-    planner = Planner(configured(batch={"max_empty_batches": 5}), ledger)
+    planner = planning(ledger, batch={"max_empty_batches": 5})
     ledger.set("dropped_in_a_row", 9)
     planner.plan()
     ledger.set("dropped_in_a_row", 10)

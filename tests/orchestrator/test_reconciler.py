@@ -1,5 +1,7 @@
 """Who is taken for lost, and who is not: a clock of the test's, a real ledger, and what Redis said written out."""
 
+from typing import Any
+
 import pytest
 from support.clock import Clock
 from support.ledgers import configured, submitted
@@ -8,10 +10,10 @@ from orchestrator.broker import Broker
 from orchestrator.engine_gate import EngineGate
 from orchestrator.ledger import Ledger
 from orchestrator.reconciler import Findings, Reconciler, Snapshot
-from orchestrator.records import Job
+from orchestrator.records import Group, Job
 from orchestrator.stages import Stages
-from orchestrator.states import JobState, RolloutState
-from penstock.messages import Queue
+from orchestrator.states import GroupState, JobState, RolloutState
+from penstock.messages import GRACE_S, Queue, RolloutResult
 
 RUN = "run"
 LEASE_S = 10.0
@@ -166,9 +168,11 @@ def test_a_stale_lease_of_another_run_is_cleared_and_touches_no_job(scene: Scene
 
 def test_a_rollout_that_runs_over_its_time_is_given_up_and_revoked(scene: Scene) -> None:
     revoked: list[str] = []
-    for beat in range(115):
+    for beat in range(round(100 + GRACE_S + LEASE_S) + 5):
         scene.clock.advance(1)
         revoked += scene.see(lease=f"worker:{beat}").revoke
+        if beat <= 100 + GRACE_S + LEASE_S:
+            assert not revoked
     assert revoked == [f"{RUN}.{scene.job.id}.1"]
     assert scene.lost == 1
     assert scene.job.error is not None
@@ -184,3 +188,57 @@ def test_a_job_that_is_lost_too_often_is_dead(scene: Scene) -> None:
     assert scene.job.state is JobState.DEAD
     assert scene.rollout.state is RolloutState.DEAD
     assert scene.rollout.error == "lost 3 times, the last: the worker's lease expired"
+
+
+NOTHING_SEEN = Snapshot(leases={}, depths=dict.fromkeys(Queue, 1), oldest=dict.fromkeys(Queue))
+
+
+def timing_groups(ledger: Ledger, gate: EngineGate, **rollouts: Any) -> Reconciler:
+    config = configured(rollouts={"group_timeout_s": 30} | rollouts)
+    return Reconciler(config, RUN, ledger, Broker("redis://nobody/0"), Stages(config, ledger, gate))
+
+
+def poll(reconciler: Reconciler, clock: Clock, times: int) -> list[str]:
+    revoked: list[str] = []
+    for _ in range(times):
+        clock.advance(reconciler.poll_s)
+        revoked += reconciler.judge(NOTHING_SEEN).revoke
+    return revoked
+
+
+def one_still_out(ledger: Ledger) -> Group:
+    """Three of the four rollouts are there, the last has been submitted."""
+    group = submitted(ledger)
+    for rollout in group.rollouts[:3]:
+        ledger.end(ledger.jobs[rollout.id], JobState.SETTLED)
+        ledger.generated(rollout, RolloutResult(reward=0.0))
+    return group
+
+
+def test_a_group_over_its_time_goes_on_with_the_rollouts_that_are_there(ledger: Ledger, clock: Clock) -> None:
+    group = one_still_out(ledger)
+    late = group.rollouts[3]
+    gate = EngineGate()
+    gate.sent_scout(late.id, 1)
+    reconciler = timing_groups(ledger, gate)
+    assert poll(reconciler, clock, 31) == []
+    assert group.state is GroupState.COLLECTING
+    assert poll(reconciler, clock, 1) == [f"{RUN}.{late.id}.1"]
+    assert (late.state, late.reason) == (RolloutState.FILTERED, "group_timeout")
+    assert late.id not in ledger.jobs
+    assert group.state is GroupState.FILTERING
+    assert len(group.of(RolloutState.GENERATED)) == 3
+    assert gate.may_send_scout()
+
+
+def test_a_group_over_its_time_is_dropped_where_partial_groups_are(ledger: Ledger, clock: Clock) -> None:
+    group = one_still_out(ledger)
+    poll(timing_groups(ledger, EngineGate(), partial_groups="drop"), clock, 32)
+    assert group.state is GroupState.CLOSED
+    assert ledger.reasons == {"group_timeout": 1, "group_too_small": 3}
+
+
+def test_a_group_is_waited_for_where_partial_groups_wait(ledger: Ledger, clock: Clock) -> None:
+    group = one_still_out(ledger)
+    assert poll(timing_groups(ledger, EngineGate(), partial_groups="wait"), clock, 100) == []
+    assert group.state is GroupState.COLLECTING

@@ -5,15 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.ledgers import admitted, configured, generated, planned, submitted
+from support.ledgers import admitted, configured, encoded, generated, planned, submitted
 
-from orchestrator import rebuild, restore, sealing
+from orchestrator import rebuild, restore
 from orchestrator.audit import audit
 from orchestrator.composer import Composer
 from orchestrator.ledger import Ledger
+from orchestrator.plan_files import batch_plan
 from orchestrator.run_dir import enter, make
-from orchestrator.states import GroupState, JobState, RolloutState
-from penstock.messages import EncodeResult
+from orchestrator.states import GroupState, JobKind, JobState, RolloutState
+from orchestrator.trainer import Trainer
+from penstock.batches import seal_manifest
+from penstock.blobs import Store
 
 
 def written(path: Path, write: Callable[[Ledger], object]) -> Ledger:
@@ -41,6 +44,7 @@ def contents(ledger: Ledger | restore.Kept) -> dict[str, Any]:
         "meta": ledger.meta,
         "states": +ledger.states,
         "reasons": +ledger.reasons,
+        "untrained": ledger.untrained,
     }
 
 
@@ -49,14 +53,14 @@ def test_everything_that_is_open_comes_back(tmp_path: Path) -> None:
         planned(ledger)
         ledger.wait(ledger.jobs[submitted(ledger).rollouts[0].id], error="it broke", failures=1)
         ledger.enter(generated(ledger), GroupState.FILTERING)
-        admitted(ledger)
+        admitted(ledger).rollouts[1].masked = True
         ledger.set("position", "17-3")
-        composer = Composer(configured(batch={"size": 1, "data_ranks": 2}), ledger)
-        batch = composer.compose()
+        config = configured(batch={"size": 1, "data_ranks": 2, "order": "completion"})
+        batch = Composer(config, ledger, Trainer(config, ledger)).compose()
         assert batch is not None
         job = ledger.jobs[batch.job_id(0)]
         ledger.submit(job)
-        ledger.end(job, JobState.SETTLED, result=EncodeResult(file="x", samples=1, loss_tokens=1).model_dump_json())
+        ledger.end(job, JobState.SETTLED, result=encoded(config, batch)[0])
 
     before = written(tmp_path / "ledger.sqlite", write)
     after = restore.read(tmp_path / "ledger.sqlite")
@@ -79,12 +83,35 @@ def test_what_is_closed_stays_in_the_counts_and_out_of_memory(tmp_path: Path) ->
     assert after.states == {RolloutState.DELIVERED: 4, RolloutState.FILTERED: 4}
     assert after.reasons == {"zero_variance": 4}
     assert after.meta["steps_delivered"] == 1
+    assert after.untrained == {0: 4}
+
+
+def test_what_the_trainer_has_had_stays_trained(tmp_path: Path) -> None:
+    def write(ledger: Ledger) -> None:
+        for step in range(2):
+            ledger.deliver(ledger.compose(step, [admitted(ledger)]))
+        ledger.train(0)
+
+    written(tmp_path / "ledger.sqlite", write)
+    after = restore.read(tmp_path / "ledger.sqlite")
+    assert after.states == {RolloutState.TRAINED: 4, RolloutState.DELIVERED: 4}
+    assert after.untrained == {1: 4}
+
+
+def test_a_survey_of_an_environment_named_like_a_step_outlives_that_step(tmp_path: Path) -> None:
+    def write(ledger: Ledger) -> None:
+        ledger.add_job("e1-0", JobKind.SURVEY, "0")
+        ledger.deliver(ledger.compose(0, [admitted(ledger)]))
+
+    written(tmp_path / "ledger.sqlite", write)
+    assert list(restore.read(tmp_path / "ledger.sqlite").jobs) == ["e1-0"]
 
 
 def test_encoding_jobs_of_an_earlier_formation_do_not_come_back(tmp_path: Path) -> None:
     def write(ledger: Ledger) -> None:
         admitted(ledger)
-        composer = Composer(configured(batch={"size": 1}), ledger)
+        config = configured(batch={"size": 1})
+        composer = Composer(config, ledger, Trainer(config, ledger))
         first = composer.compose()
         assert first is not None
         ledger.dissolve(first)
@@ -110,8 +137,8 @@ def test_a_ledger_that_is_gone_is_made_anew_from_the_manifests(tmp_path: Path) -
         group = admitted(ledger)
         ledger.move(group.rollouts[0], RolloutState.FILTERED, reason="gibberish")
         batch = ledger.compose(0, [group])
-        content = sealing.manifest("run", batch, [EncodeResult(file="x", samples=3, loss_tokens=3)])
-        sealing.seal(sealing.manifest_path(config.run_dir, 0), content)
+        ranks = [result.rank for result in encoded(config, batch)]
+        seal_manifest(Store(config.store_dir), batch_plan(config, batch), ranks)
         ledger.deliver(batch)
         planned(ledger)
 

@@ -27,7 +27,7 @@ def test_a_run_keeps_its_id_and_says_where_things_are(tmp_path: Path) -> None:
         "run": run,
         "identity": {
             "seed": 0,
-            "environment": "noop",
+            "environments": {"noop": {"use": "noop", "weight": 1.0, "options": {}}},
             "rollouts.group_size": 8,
             "batch.unit": "groups",
             "batch.size": 16,
@@ -73,6 +73,15 @@ def test_a_ledger_that_is_elsewhere_is_not_begun_anew(tmp_path: Path) -> None:
     config.ledger_path.rename(moved.ledger_path)
     entered(moved)
     assert run_dir.ledger_path(config.run_dir) == moved.ledger_path
+
+
+def test_a_store_is_one_run_s_alone(tmp_path: Path) -> None:
+    store = f"file://{tmp_path}/store"
+    first = configured(tmp_path, store=store)
+    run = entered(first)
+    with pytest.raises(RunMismatch, match=rf"store {tmp_path}/store belongs to run {run}: give this run a store of"):
+        entered(configured(tmp_path, run_dir=tmp_path / "second", store=store))
+    assert entered(first) == run
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"run": "x"}', "null", '"run"'])

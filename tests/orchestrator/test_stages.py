@@ -1,16 +1,20 @@
 """What follows from a reply."""
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.ledgers import configured, submitted
 
+from orchestrator import restore
 from orchestrator.engine_gate import EngineGate
 from orchestrator.ledger import Ledger
 from orchestrator.records import Group, Job
 from orchestrator.stages import Stages
-from orchestrator.states import GroupState, JobState, RolloutState
-from penstock.messages import AdvantageResult, FilterResult, Outcome, Queue, Reply, RolloutResult
+from orchestrator.states import GroupState, JobKind, JobState, RolloutState
+from penstock.errors import RunError
+from penstock.messages import AdvantageResult, FilterResult, Outcome, Reply, RolloutResult, ScoreResult, SurveyResult
 
 DONE, FAILED, RELEASED, UNREACHABLE = Outcome.DONE, Outcome.FAILED, Outcome.RELEASED, Outcome.UNREACHABLE
 
@@ -58,6 +62,61 @@ def test_a_group_goes_through_filtering_and_advantages(scene: Scene) -> None:
     assert scene.states() == [RolloutState.ADMITTED] * 3 + [RolloutState.FILTERED]
     assert scene.ledger.reasons == {"gibberish": 1}
     assert scene.ledger.jobs == {}
+
+
+def test_what_a_filter_masks_is_admitted_and_stays_masked(scene: Scene) -> None:
+    scene.finish_rollouts()
+    scene.reply(scene.submit_stage("filter"), result=FilterResult(masked=(scene.rollout.id,)))
+    advantages = {rollout.id: 0.5 for rollout in scene.group.rollouts}
+    scene.reply(scene.submit_stage("advantages"), result=AdvantageResult(advantages=advantages))
+    assert scene.states() == [RolloutState.ADMITTED] * 4
+    assert [rollout.masked for rollout in scene.group.rollouts] == [True, False, False, False]
+
+
+def test_what_a_filter_masks_is_in_the_next_commit(scene: Scene, tmp_path: Path) -> None:
+    async def commit_twice() -> None:
+        scene.finish_rollouts()
+        filtering = scene.submit_stage("filter")
+        await scene.ledger.committed()
+        scene.reply(filtering, result=FilterResult(masked=(scene.rollout.id,)))
+        await scene.ledger.committed()
+
+    asyncio.run(commit_twice())
+    kept = restore.read(tmp_path / "ledger.sqlite").groups[scene.group.id]
+    assert [rollout.masked for rollout in kept.rollouts] == [True, False, False, False]
+
+
+def test_an_environment_that_scores_groups_is_asked_for_their_rewards(scene: Scene) -> None:
+    scene.ledger.set("scores_groups:noop", 1)
+    scene.finish_rollouts()
+    assert scene.group.state is GroupState.SCORING
+    job = scene.submit_stage("score")
+    scene.reply(job, result=ScoreResult(rewards={scene.rollout.id: 3.0}))
+    assert scene.ledger.jobs[job].failures == 1, "it names one rollout of four"
+    scene.ledger.submit(scene.ledger.jobs[job])
+    rewards = {rollout.id: 3.0 + rollout.index for rollout in scene.group.rollouts}
+    scene.reply(job, result=ScoreResult(rewards=rewards), attempt=2)
+    assert [rollout.result and rollout.result.reward for rollout in scene.group.rollouts] == [3.0, 4.0, 5.0, 6.0]
+    assert scene.group.state is GroupState.FILTERING
+
+
+def test_a_survey_says_how_large_an_environment_is(scene: Scene) -> None:
+    scene.ledger.submit(scene.ledger.add_job("e1-noop", JobKind.SURVEY, "noop"))
+    scene.reply("e1-noop", result=SurveyResult(examples=7, scores_groups=True))
+    assert (scene.ledger.number("examples:noop"), scene.ledger.number("scores_groups:noop")) == (7, 1)
+    assert "e1-noop" not in scene.ledger.jobs
+
+
+def test_an_environment_that_cannot_be_surveyed_ends_the_run_and_is_asked_anew_by_the_next(scene: Scene) -> None:
+    job = scene.ledger.add_job("e1-noop", JobKind.SURVEY, "noop")
+    for attempt in (1, 2):
+        scene.ledger.submit(job)
+        scene.reply(job.id, FAILED, attempt=attempt)
+    scene.ledger.submit(job)
+    with pytest.raises(RunError, match=r"'noop' cannot be used: 3 failures, the last: it broke. Mend it"):
+        scene.reply(job.id, FAILED, attempt=3)
+    assert job.state is JobState.DEAD
+    assert job.id not in scene.ledger.jobs
 
 
 def test_the_first_good_reply_settles_and_later_ones_are_fenced(scene: Scene) -> None:
@@ -167,4 +226,4 @@ def test_a_reply_to_a_job_that_nobody_knows_changes_nothing(scene: Scene) -> Non
         scene.reply("g0000099-0", outcome, result=RolloutResult(reward=1.0) if outcome is DONE else None)
     assert dict(scene.ledger.states) == before
     assert scene.ledger.number("fenced") == 1
-    assert {job.queue for job in scene.ledger.jobs.values()} == {Queue.ROLLOUTS}
+    assert {job.kind for job in scene.ledger.jobs.values()} == {JobKind.ROLLOUT}

@@ -21,8 +21,8 @@ PASSWORD = "hunter2/#?"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Redis, and no workers: a run that begins submits 48 rollouts and waits."""
-    with cluster_in(tmp_path_factory.mktemp("cluster")) as cluster:
+    """Redis, and no workers but one that tells a run what there is: it submits 48 rollouts and waits."""
+    with cluster_in(tmp_path_factory.mktemp("cluster"), noop={"rollout_s": 600.0}) as cluster:
         yield cluster
 
 
@@ -36,9 +36,11 @@ def refused(process: Process) -> str:
 
 def begun(cluster: Cluster, name: str) -> Process:
     """A run that has submitted all that it can."""
-    cluster.run_dir = cluster.directory / name
-    run = cluster.orchestrator()
-    wait_until(lambda: cluster.status().get("states") == {"submitted": 48}, timeout_s=30, what="48 submitted rollouts")
+    cluster.new_run(name)
+    run, surveyor = cluster.orchestrator(), cluster.rollout_worker(concurrency=1)
+    in_flight = lambda: cluster.status().get("rollouts", {}).get("in_flight")  # noqa: E731
+    wait_until(lambda: in_flight() == 48, timeout_s=30, what="48 rollouts in flight")
+    surveyor.kill()
     return run
 
 
@@ -51,7 +53,7 @@ def drained(cluster: Cluster, run: Process) -> None:
 
 
 def test_a_wrong_address_of_redis(cluster: Cluster) -> None:
-    cluster.run_dir = cluster.directory / "wrong-address"
+    cluster.new_run("wrong-address")
     syntax = cluster.orchestrator(PENSTOCK_REDIS_URL="redis://:hunter2/@127.0.0.1:1/0")
     nobody = cluster.orchestrator(
         PENSTOCK_REDIS_URL="redis://:hunter2@127.0.0.1:1/0", PENSTOCK_RECOVERY__REDIS_PATIENCE_S="0.5"
@@ -63,20 +65,20 @@ def test_a_wrong_address_of_redis(cluster: Cluster) -> None:
 
 
 def test_a_wrong_and_a_missing_password(cluster: Cluster) -> None:
-    cluster.run_dir = cluster.directory / "wrong-password"
+    cluster.new_run("wrong-password")
     with EmbeddedRedis(cluster.directory / "guarded", password=PASSWORD) as server:
         address = f"127.0.0.1:{server.port}/0"
         wrong = cluster.orchestrator(PENSTOCK_REDIS_URL=f"redis://:hunter2@{address}")
-        cluster.run_dir = cluster.directory / "missing-password"
-        missing = cluster.orchestrator(PENSTOCK_REDIS_URL=f"redis://{address}")
         assert f"Redis at redis://{address} refuses the password: put the right one into the" in refused(wrong)
+        cluster.new_run("missing-password")
+        missing = cluster.orchestrator(PENSTOCK_REDIS_URL=f"redis://{address}")
         assert f"Redis at redis://{address} asks for a password: put the right one into the" in refused(missing)
 
 
 def test_a_second_orchestrator_on_the_run_and_on_its_redis(cluster: Cluster) -> None:
     run = begun(cluster, "driven")
     same_run = cluster.orchestrator()
-    cluster.run_dir = cluster.directory / "another"
+    cluster.new_run("another")
     same_redis = cluster.orchestrator()
     assert refused(same_run).endswith("stop it first, or use another run_dir")
     assert f"{cluster.directory}/driven is being driven by process {run.pid} on " in same_run.text
@@ -84,7 +86,7 @@ def test_a_second_orchestrator_on_the_run_and_on_its_redis(cluster: Cluster) -> 
     assert message.startswith("penstock: this Redis database is in use: run ")
     assert f"in {cluster.directory}/driven, process {run.pid} on " in message
     assert message.endswith("put another number at the end of the Redis URL, or stop that run")
-    cluster.run_dir = cluster.directory / "driven"
+    cluster.new_run("driven")
     drained(cluster, run)
 
 
@@ -99,7 +101,7 @@ def test_a_run_directory_that_does_not_fit(cluster: Cluster) -> None:
     }
     started: dict[str, Process] = {}
     for name, break_it in damage.items():
-        cluster.run_dir = cluster.directory / f"broken-{name}"
+        cluster.new_run(f"broken-{name}")
         shutil.copytree(original, cluster.run_dir)
         break_it(cluster.run_dir)
         started[name] = cluster.orchestrator(PENSTOCK_SEED="1" if name == "seed" else "0")
@@ -133,7 +135,7 @@ def test_a_run_directory_that_cannot_be_used(cluster: Cluster) -> None:
 
 def test_a_ledger_on_a_network_file_system(cluster: Cluster) -> None:
     """The kernel's own table says so: a copy of it, with one line more, is laid over it for one process."""
-    cluster.run_dir = cluster.directory / "network"
+    cluster.new_run("network")
     mounts = cluster.directory / "mountinfo"
     lines = Path("/proc/self/mountinfo").read_text()
     mounts.write_text(f"{lines}999 1 0:99 / {cluster.run_dir} rw,relatime shared:9 - nfs4 filer:/runs rw,vers=4.2\n")

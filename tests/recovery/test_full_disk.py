@@ -1,6 +1,7 @@
 """A disk that is full: the run waits, says so, and goes on when there is room."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,9 +31,15 @@ def cluster(disk: Disk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
         yield cluster
 
 
-def delivering(run_dir: Path, process: Process) -> None:
+def begin(cluster: Cluster, disk: Disk, run_dir: Path) -> None:
+    """Another run, with a store of its own."""
+    cluster.run_dir = run_dir
+    shutil.rmtree(disk.inside / "store", ignore_errors=True)
+
+
+def delivering(disk: Disk, process: Process) -> None:
     """The run is under way, and not at its end."""
-    first = run_dir / "batches" / "step_000000" / "manifest.json"
+    first = disk.inside / "store" / "batches" / "step_000000" / "manifest.json"
     wait_until(lambda: first.exists() or process.exit_code is not None, timeout_s=60, what="a first step")
     assert process.exit_code is None, process.text
 
@@ -53,9 +60,9 @@ def ends_well(cluster: Cluster, process: Process) -> None:
 
 
 def test_the_disk_of_the_ledger(cluster: Cluster, disk: Disk) -> None:
-    cluster.run_dir = cluster.directory / "ledger-run"
+    begin(cluster, disk, cluster.directory / "ledger-run")
     run = cluster.orchestrator(PENSTOCK_LEDGER_DIR=str(disk.directory / "ledger"))
-    delivering(cluster.run_dir, run)
+    delivering(disk, run)
     with disk.full(run.pid, "ledger"):
         waits_for(cluster, f"the ledger {disk.directory}/ledger/ledger.sqlite cannot be written (")
         assert "free space on its disk; nothing is lost" in str(cluster.status()["waiting_for"])
@@ -64,9 +71,9 @@ def test_the_disk_of_the_ledger(cluster: Cluster, disk: Disk) -> None:
 
 
 def test_the_disk_of_the_store(cluster: Cluster, disk: Disk) -> None:
-    cluster.run_dir = cluster.directory / "store-run"
+    begin(cluster, disk, cluster.directory / "store-run")
     run = cluster.orchestrator()
-    delivering(cluster.run_dir, run)
+    delivering(disk, run)
     with disk.full(run.pid, "store/plans"):
         waits_for(cluster, f"the store {disk.directory}/store cannot be written (")
     ends_well(cluster, run)
@@ -75,9 +82,9 @@ def test_the_disk_of_the_store(cluster: Cluster, disk: Disk) -> None:
 
 def test_the_disk_of_everything(cluster: Cluster, disk: Disk) -> None:
     """No status can be written either: the log says it, and `penstock status` looks for itself."""
-    cluster.run_dir = disk.directory / "run"
+    begin(cluster, disk, disk.directory / "run")
     run = cluster.orchestrator()
-    delivering(disk.inside / "run", run)
+    delivering(disk, run)
     with disk.full(run.pid, "run"):
         wait_until(lambda: "action=ledger_waits" in run.text, timeout_s=30, what="the log to say it")
         if isinstance(disk, SmallDisk):

@@ -87,14 +87,14 @@ def test_a_stopping_worker_releases_what_it_runs_and_nothing_is_counted(tmp_path
 
 
 def test_a_message_delivered_twice_counts_once(tmp_path: Path) -> None:
-    with cluster_in(tmp_path) as cluster:
+    with cluster_in(tmp_path, noop={"rollout_s": 0.05}) as cluster:
+        cluster.rollout_worker(concurrency=1)
+        cluster.compute_worker()
         run = cluster.orchestrator()
-        wait_until(lambda: cluster.redis.llen("rollouts") == 48, timeout_s=30, what="48 queued rollouts")
+        wait_until(lambda: cluster.redis.llen("rollouts") >= 30, timeout_s=30, what="30 queued rollouts")
         messages = cluster.redis.lrange("rollouts", 0, -1)
         cluster.redis.delete("rollouts")
         cluster.redis.rpush("rollouts", *(message for message in messages for _ in range(2)))
-        cluster.rollout_worker()
-        cluster.compute_worker()
         found = cluster.finish(run)
     assert found["delivered"] == found["planned"] == 48
-    assert found["fenced"] >= 24
+    assert found["fenced"] >= 15

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,10 +26,11 @@ DEFAULTS: dict[str, Any] = {
     "batch": {"size": 4},
     "rollouts": {"group_size": 4},
     "recovery": {"lease_s": 2.0, "drain_s": 20.0},
+    "trainer": {"max_steps_ahead": "unlimited"},
 }
 
 
-RUN_DIR_AT_THE_END = ["batches", "ledger.sqlite", "lock", "run.json", "status.json"]
+RUN_DIR_AT_THE_END = ["ledger.sqlite", "lock", "run.json", "status.json", "trainer"]
 
 
 class Process:
@@ -97,6 +99,11 @@ class Cluster:
         for key, value in settings.items():
             values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
         self.config.write_text(toml(values))
+
+    def new_run(self, name: str) -> None:
+        """The next orchestrator begins another run, with the same Redis and workers."""
+        self.run_dir = self.directory / name
+        shutil.rmtree(self.store, ignore_errors=True)
 
     def start(self, name: str, *command: str, **variables: str) -> Process:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
@@ -174,7 +181,7 @@ def assert_nothing_left(cluster: Cluster) -> None:
     assert {key for key in ours if not key.startswith("penstock:lag:")} == set()
     assert cluster.leases() == []
     assert sorted(path.name for path in cluster.run_dir.iterdir()) == RUN_DIR_AT_THE_END
-    assert not [path for path in cluster.store.rglob("*") if path.is_file()]
+    assert {path.name for path in cluster.store.rglob("*") if path.is_file()} == {"manifest.json", "run"}
     assert not list(cluster.run_dir.rglob(".*"))
 
 

@@ -3,10 +3,13 @@
 from typing import Any
 
 from orchestrator.ledger import Ledger
-from orchestrator.records import Group
+from orchestrator.plan_files import batch_plan
+from orchestrator.records import Batch, Group
 from orchestrator.states import GroupState, JobState, RolloutState
+from penstock.batches import EncodedRank
+from penstock.blobs import BlobRef
 from penstock.config import RunConfig
-from penstock.messages import RolloutResult
+from penstock.messages import EncodeResult, RolloutResult
 
 
 def configured(**settings: Any) -> RunConfig:
@@ -43,3 +46,22 @@ def admitted(ledger: Ledger, size: int = 4) -> Group:
         ledger.move(rollout, RolloutState.ADMITTED)
     ledger.enter(group, GroupState.ADMITTED)
     return group
+
+
+def encoded(config: RunConfig, batch: Batch) -> list[EncodeResult]:
+    """What the encoding jobs of `batch` would answer: two samples, 20 tokens of loss a rank."""
+    plan = batch_plan(config, batch)
+    return [
+        EncodeResult(
+            rank=EncodedRank(
+                plan=plan.digest,
+                data_rank=data_rank,
+                file=BlobRef(key=f"{plan.directory}/rank_{data_rank}", size=1, checksum="0" * 16),
+                micro_batches=1,
+                tokens=32,
+                samples=2,
+                loss_tokens=20,
+            )
+        )
+        for data_rank in range(plan.files)
+    ]

@@ -11,7 +11,6 @@ from penstock.embedded_redis import EmbeddedRedis
 from penstock.errors import StageError
 from penstock.messages import AdvantageJob, AnyJob, EncodeJob, FilterJob, RolloutJob
 from tasks import app, envelope
-from tasks.celery_app import task_name
 
 COMMON: dict[str, Any] = {"run": "0123456789ab", "attempt": 2, "sequence": 17, "timeout_s": 60.0}
 JOBS: list[AnyJob] = [
@@ -33,8 +32,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.queue)
 def test_ours_is_what_celery_sends(client: redis.Redis, job: AnyJob) -> None:
-    task = app.tasks[task_name(job.queue)]
-    options = {"argsrepr": "", "kwargsrepr": "", "ignore_result": True, "time_limit": 90.0}
+    task = app.tasks[envelope.TASKS[type(job)]]
+    options = {"argsrepr": "", "kwargsrepr": "", "ignore_result": True, "time_limit": 100.0}
     task.apply_async((job,), task_id=job.task_id, **options)
     theirs = json.loads(client.rpop(job.queue))  # type: ignore[arg-type]
     ours = json.loads(envelope.encode(job))

@@ -1,0 +1,51 @@
+"""Blobs that nobody will read again go: of dropped and fenced rollouts at once, of steps when they are trained on."""
+
+import logging
+
+from orchestrator.ledger import Ledger
+from orchestrator.trainer import Trainer
+from penstock.batches import read_manifest
+from penstock.blobs import Store
+from penstock.config import RunConfig
+from penstock.errors import BlobError
+from penstock.offload import in_io_thread
+
+logger = logging.getLogger("penstock.release")
+
+
+class Release:
+    def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer) -> None:
+        self._store = Store(config.store_dir)
+        self._on = config.trainer.release_on
+        self._keep_steps = config.trainer.keep_steps
+        self._ledger = ledger
+        self._trainer = trainer
+
+    async def run_once(self) -> None:
+        """To be called when everything so far is committed: a blob goes only after the ledger has let go of it."""
+        unwanted, self._ledger.unwanted = self._ledger.unwanted, []
+        if unwanted:
+            await in_io_thread(delete, self._store, unwanted)
+        state = self._trainer.state
+        # A trainer that resumes reads again what it has not acknowledged, whatever it has checkpointed.
+        until = min(state.checkpointed, state.acked) if self._on == "checkpointed" else state.acked
+        for counter, behind in (("experts_released", 0), ("columns_released", self._keep_steps)):
+            for step in range(self._ledger.number(counter), until - behind + 1):
+                await in_io_thread(release_step, self._store, step, experts=counter == "experts_released")
+                self._ledger.set(counter, step + 1)
+
+
+def release_step(store: Store, step: int, *, experts: bool) -> None:
+    manifest = read_manifest(store, step)
+    if manifest is None:
+        return
+    refs = [rollout.experts if experts else rollout.columns for rollout in manifest.plan.rollouts]
+    delete(store, [ref.key for ref in refs if ref and ref.size])
+
+
+def delete(store: Store, keys: list[str]) -> None:
+    for key in keys:
+        try:
+            store.delete(key)
+        except (BlobError, OSError) as error:
+            logger.warning("action=blob_not_deleted key=%s error=%s", key, error)

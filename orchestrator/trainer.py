@@ -1,0 +1,52 @@
+"""What the trainer says, and how far ahead of it the run may be. Only files under `trainer/` are read."""
+
+import logging
+import math
+from dataclasses import replace
+
+from orchestrator.ledger import Ledger
+from penstock.batches import RunStatus, TrainerState, read_trainer, write_status
+from penstock.config import RunConfig
+from penstock.errors import BatchError
+from penstock.offload import in_io_thread
+
+logger = logging.getLogger("penstock.trainer")
+
+HORIZON_STEPS = 64  # without a trainer to wait for: far enough to fill any limit on rollouts in flight
+
+
+class Trainer:
+    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+        self._run_dir = config.run_dir
+        self._ahead = math.inf if config.trainer.max_steps_ahead == "unlimited" else config.trainer.max_steps_ahead
+        self._ledger = ledger
+        self.state = TrainerState()
+        self._told: RunStatus | None = None
+
+    async def look(self) -> None:
+        """Take in acknowledgements and a new policy version."""
+        try:
+            state = await in_io_thread(read_trainer, self._run_dir)
+        except BatchError as error:
+            logger.error("action=trainer_unreadable %s", error)
+            return
+        if state.policy and state.policy.version > self._ledger.number("policy_version"):
+            self._ledger.set("policy_version", state.policy.version)
+        if state.acked > self.state.acked:
+            self._ledger.train(state.acked)
+        self.state = state
+
+    def may_seal(self, step: int) -> bool:
+        """At most `max_steps_ahead` sealed steps wait behind the one that is being trained on."""
+        return step <= self.state.acked + 1 + self._ahead
+
+    def plannable_steps(self, first: int) -> int:
+        """Rollouts may be begun for steps before this one: one beyond what may be sealed, so that nothing idles."""
+        return int(min(first + HORIZON_STEPS, max(first, self.state.acked + 1 + self._ahead + 2)))
+
+    async def tell(self, why: str, *, ended: bool = False) -> None:
+        """What a waiting trainer is told when its patience ends."""
+        status = RunStatus(why=why, ended=ended, last_step=self._ledger.number("steps_delivered") - 1)
+        if status != self._told:
+            await in_io_thread(write_status, self._run_dir, status)
+            self._told = replace(status)

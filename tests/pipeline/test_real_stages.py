@@ -1,0 +1,54 @@
+"""From an engine's answers to a trainer's batches, with real processes and no stage left out."""
+
+from pathlib import Path
+
+from support.cluster import cluster_in
+from support.engine_process import EngineProcess
+
+from penstock.batches import BatchReader, read_manifests
+from penstock.blobs import Store
+
+ENVIRONMENTS = """
+[environments.sums]
+use = "arithmetic"
+[environments.guess]
+use = "guess"
+[environments.distinct]
+use = "distinct"
+"""
+
+
+def test_rollouts_of_three_environments_become_batches_and_are_released(tmp_path: Path) -> None:
+    engine = EngineProcess(tmp_path, "--layers", "4")
+    try:
+        host, port = engine.address
+        settings = {
+            "engine": {"urls": [f"http://{host}:{port}"], "routed_experts": True},
+            "policy": {"seeded": True},
+            "batch": {"size": 6, "seq_len": 4096},
+            "trainer": {"max_steps_ahead": 1},
+        }
+        with cluster_in(tmp_path, **settings) as cluster:
+            cluster.config.write_text(cluster.config.read_text() + ENVIRONMENTS)
+            cluster.rollout_worker()
+            cluster.compute_worker()
+            run = cluster.orchestrator()
+            reader = BatchReader(
+                cluster.run_dir, data_rank=0, data_ranks=1, store=f"file://{cluster.store}", timeout_s=60
+            )
+            for batch in reader:
+                rows = [micro_batch.routed_experts(layers=[0, 3], missing=-1) for micro_batch in batch.micro_batches()]
+                assert sum(map(len, rows)) >= batch.totals.tokens
+                assert batch.totals.groups == 6
+                reader.ack(batch.step)
+                reader.publish_policy(batch.step + 1)
+                reader.checkpointed(batch.step)
+            assert run.wait() == 0, run.text
+            found = cluster.audit()
+            assert found["balanced"], found["problems"]
+            manifests = read_manifests(Store(cluster.store))
+            assert [sorted({r.env for r in m.plan.rollouts}) for m in manifests.values()] == [
+                ["distinct", "guess", "sums"]
+            ] * 3
+    finally:
+        engine.end()
