@@ -23,7 +23,7 @@ check: setup
 	@$(BIN)/pytest --quiet tests/test_house_rules.py
 
 test: check
-	@$(BIN)/pytest --ignore tests/test_house_rules.py
+	@$(BIN)/pytest --ignore tests/test_house_rules.py --numprocesses 3 --dist loadfile
 
 chaos: setup
 	@$(BIN)/pytest tests/chaos --chaos-rounds 20
