@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli import facts
-from cli.audit import verdict
+from cli.audit import reading_again, verdict
 from cli.facts import Fact
 from cli.output import LOG_FORMAT, Json, on_terminal, print_facts, print_json
 
@@ -46,7 +46,8 @@ def run(
 
     with _shown(live=on_terminal() and not as_json) as watch:
         status = start.run(settings, watch=watch)
-    found = audit(settings.run_dir)
+    with reading_again() as progress:
+        found = audit(settings.run_dir, progress)
     if as_json:
         print_json({**status, "audit": found})
     else:

@@ -96,6 +96,7 @@ class Ledger:
     def generated(self, rollout: Rollout, result: RolloutResult) -> None:
         rollout.result = result
         self.move(rollout, RolloutState.GENERATED)
+        self.count("open_bytes", result.stored_bytes)
 
     def score(self, rollout: Rollout, reward: float) -> None:
         assert rollout.result is not None
@@ -109,12 +110,17 @@ class Ledger:
 
     def drop(self, rollout: Rollout, reason: str) -> None:
         self.move(rollout, RolloutState.FILTERED, reason=reason)
-        if rollout.result:
-            self.release(rollout.result)
+        self._release(rollout)
 
-    def release(self, result: RolloutResult) -> None:
+    def kill(self, rollout: Rollout, error: str) -> None:
+        self.move(rollout, RolloutState.DEAD, error=error)
+        self._release(rollout)
+
+    def _release(self, rollout: Rollout) -> None:
         """Nobody will read its blobs any more."""
-        self.unwanted += [blob.key for blob in (result.columns, result.experts) if blob]
+        if rollout.result:
+            self.unwanted += rollout.result.keys
+            self.count("open_bytes", -rollout.result.stored_bytes)
 
     def enter(self, group: Group, state: GroupState) -> None:
         group.state = state
@@ -180,6 +186,9 @@ class Ledger:
         batch.state = BatchState.DELIVERED
         self._touch("batches", batch)
         self.untrained[batch.step] = sum(1 for _ in batch.rollouts())
+        size = sum(rollout.result.stored_bytes for rollout in batch.rollouts() if rollout.result)
+        self.count("open_bytes", -size)
+        self.count("delivered_bytes", size)
         for group in batch.groups:
             for rollout in group.of(RolloutState.BATCHED):
                 self.move(rollout, RolloutState.DELIVERED)

@@ -5,6 +5,7 @@
     reconcile      find what was lost and have it submitted again
     report         say what is happening, every second
     heed_trainer   take in acknowledgements and policy versions, let go of blobs
+    sweep          remove files that nobody names
     lock.keep      stay the only one
 
 `drive` sleeps until a reply, a loss or half a second wakes it. A duty that raises ends them all.
@@ -13,7 +14,7 @@
 import asyncio
 import logging
 
-from orchestrator import crash_points, sealing
+from orchestrator import crash_points, sealing, sweep
 from orchestrator.broker import Broker
 from orchestrator.composer import Composer
 from orchestrator.ending import Ending
@@ -31,11 +32,10 @@ from orchestrator.stopping import Phase, Stopping
 from orchestrator.submission import Submitter
 from orchestrator.trainer import Trainer
 from penstock import keys
-from penstock.batches import read_manifest
+from penstock.batches import EncodedRank, read_manifest
 from penstock.blobs import Store
 from penstock.config import RunConfig
 from penstock.loop_lag import LoopLag
-from penstock.messages import EncodeResult
 
 logger = logging.getLogger("penstock.orchestrator")
 
@@ -71,6 +71,7 @@ class Orchestrator:
         self.planner = Planner(config, ledger, self.trainer)
         self.composer = Composer(config, ledger, self.trainer)
         self.release = Release(config, ledger, self.trainer)
+        self.sweeper = sweep.Sweep(config, run, ledger)
         self.sealer = sealing.Sealer(config)
         self.submitter = Submitter(config, run, ledger, broker, self.gate)
         self.replies = Replies(run, broker, ledger)
@@ -82,7 +83,8 @@ class Orchestrator:
     async def run(self) -> None:
         """Until the last step is delivered, or somebody stops it; what is open then waits in the ledger."""
         self.deliver_what_is_sealed()
-        duties = [self.lag.run, self.lock.keep, self.reporter.run, self.read_replies, self.reconcile, self.heed_trainer]
+        duties = [self.lag.run, self.lock.keep, self.reporter.run, self.read_replies, self.reconcile, self.heed_trainer,
+                  self.sweep]  # fmt: skip
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(duty()) for duty in duties]
             await self.stopping.unless_stopped(self.drive_to_rest())
@@ -95,6 +97,8 @@ class Orchestrator:
         await self.drive()
         if self.done:
             await self.ending.finish()
+            await self.release.run_once()
+            await self.sweeper.run_once()
         else:
             await self.ending.drain()
 
@@ -124,7 +128,7 @@ class Orchestrator:
             pass
         self.changed.clear()
 
-    async def seal(self, batch: Batch, ranks: list[EncodeResult]) -> bool:
+    async def seal(self, batch: Batch, ranks: list[EncodedRank]) -> bool:
         crash_points.passed("encoded")
         await self.lock.check()
         if not await self.sealer.seal(batch, ranks):
@@ -167,6 +171,11 @@ class Orchestrator:
                 self.changed.set()
             await asyncio.sleep(TRAINER_S)
 
+    async def sweep(self) -> None:
+        while True:
+            await self.sweeper.run_once()
+            await asyncio.sleep(sweep.EVERY_S)
+
     async def reconcile(self) -> None:
         while True:
             await asyncio.sleep(self.reconciler.poll_s)
@@ -178,8 +187,9 @@ class Orchestrator:
             await self.ledger.committed()
             if expired := findings.expired_leases:
                 await self.broker.ask(lambda client, expired=expired: client.hdel(keys.LEASES, *expired))
-            if findings.revoke:
-                await self.ending.revoke(findings.revoke)
+            cancelled, self.stages.cancelled = self.stages.cancelled, []
+            if revoke := findings.revoke + [job.task_id(self.run_id) for job in cancelled]:
+                await self.ending.revoke(revoke)
 
     async def caught_up_with(self, reply_id: str) -> bool:
         try:

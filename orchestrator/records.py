@@ -67,6 +67,10 @@ class Job:
     result: EncodeResult | None = None
     """kept for encoding jobs only: sealing needs every rank's"""
 
+    def task_id(self, run: str) -> str:
+        """Of its newest attempt, as Celery knows it."""
+        return f"{run}.{self.id}.{self.attempt}"
+
     def row(self) -> Row:
         result = self.result.model_dump_json() if self.result else None
         return (self.id, self.kind, self.subject, self.attempt, self.sequence, self.state,

@@ -99,6 +99,7 @@ class Reporter:
             "submitted_jobs": {queue.value: jobs[queue, JobState.SUBMITTED] for queue in Queue},
             "queued": {queue.value: own.reconciler.latest.depths.get(queue, 0) for queue in Queue},
             "running_by_worker": dict(workers),
+            "stored_bytes": ledger.number("open_bytes") + ledger.number("delivered_bytes"),
             "waiting_for": self.waiting_for(),
             "event_loop_lag": own.lag.summary().as_dict(),
         }
@@ -108,7 +109,7 @@ class Reporter:
         own = self._orchestrator
         plans = own.submitter.plan_files
         causes = [own.broker.trouble, own.ledger.trouble, own.gate.trouble, plans.trouble, own.sealer.trouble,
-                  self.trouble]  # fmt: skip
+                  own.planner.trouble, self.trouble]  # fmt: skip
         now = time.monotonic()
         unattended = [
             f"nobody takes jobs from the queue {queue}: start a worker: {START_WORKERS[queue]}"

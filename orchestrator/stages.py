@@ -31,6 +31,8 @@ class Stages:
         self._config = config
         self._ledger = ledger
         self._gate = gate
+        self.cancelled: list[Job] = []
+        """submitted, and nobody needs them any more: to be revoked, which saves work and nothing else"""
 
     def apply(self, reply: Reply) -> None:
         """The first good reply of any attempt settles its job; a failure counts only from the newest attempt."""
@@ -70,27 +72,37 @@ class Stages:
         if job.losses >= self._config.recovery.max_losses:
             self._die(job, f"lost {job.losses} times, the last: {why}")
 
-    def give_up_waiting(self, group: Group) -> list[Job]:
-        """The group goes on without the rollouts that are still out; returns their jobs."""
-        out = group.of(*UNGENERATED)
-        jobs = [self._ledger.jobs[rollout.id] for rollout in out]
-        for rollout, job in zip(out, jobs, strict=True):
-            self._gate.scout_lost(job.id)
-            self._ledger.end(job, JobState.CANCELLED)
-            self._ledger.drop(rollout, "group_timeout")
+    def give_up_waiting(self, group: Group) -> None:
+        """The group goes on without the rollouts that are still out."""
+        self._cancel(group.of(*UNGENERATED), "group_timeout")
         self._collect(group)
-        return jobs
+
+    def outdated(self, job: Job) -> None:
+        """A rollout that still runs was begun with weights that are too old to train on."""
+        self._cancel([self._ledger.rollout(job)], "stale")
+        self._collect(self._ledger.groups[job.subject])
+
+    def _cancel(self, rollouts: list[Rollout], reason: str) -> None:
+        for rollout in rollouts:
+            job = self._ledger.jobs[rollout.id]
+            self._gate.scout_lost(job.id)
+            if job.state is JobState.SUBMITTED:
+                self.cancelled.append(job)
+            self._ledger.end(job, JobState.CANCELLED)
+            self._ledger.drop(rollout, reason)
 
     def _fence(self, reply: Reply) -> None:
         if reply.outcome is Outcome.DONE:
             self._ledger.count("fenced")
         if isinstance(reply.result, RolloutResult):
-            self._ledger.release(reply.result)
+            self._ledger.unwanted += reply.result.keys
 
     def _fits(self, job: Job, result: AnyResult) -> bool:
         """Whether `result` answers `job`: a worker of another version, or a custom stage, may be wrong."""
         if result.answers != job.kind:
             return False
+        if isinstance(result, EncodeResult):
+            return result.rank is not None or bool(result.unreadable)
         if isinstance(result, ScoreResult) or (isinstance(result, AdvantageResult) and not result.dropped):
             named = result.rewards if isinstance(result, ScoreResult) else result.advantages
             return named.keys() >= {r.id for r in self._ledger.groups[job.subject].of(RolloutState.GENERATED)}
@@ -132,7 +144,7 @@ class Stages:
             raise RunError(f"the environment {job.subject!r} cannot be used: {why}. Mend it, then start the run again")
         group = self._ledger.groups.get(job.subject)
         if job.kind is JobKind.ROLLOUT:
-            self._ledger.move(self._ledger.rollout(job), RolloutState.DEAD, error=why)
+            self._ledger.kill(self._ledger.rollout(job), why)
         self._ledger.end(job, JobState.DEAD)  # of a dead encoding job, the composer forms the step again
         if group is None:
             return
@@ -140,16 +152,20 @@ class Stages:
             self._collect(group)
             return
         for rollout in group.of(RolloutState.GENERATED):
-            self._ledger.move(rollout, RolloutState.DEAD, error=why)
+            self._ledger.kill(rollout, why)
         self._close(group, "dead")
 
     def _collect(self, group: Group) -> None:
-        if group.state is not GroupState.COLLECTING or group.of(*UNGENERATED):
+        if group.state is not GroupState.COLLECTING:
             return
-        finished = len(group.of(RolloutState.GENERATED))
-        partial = finished < len(group.rollouts) and self._config.rollouts.partial_groups == "drop"
-        if partial or finished < self._config.rollouts.smallest_group:
+        out = group.of(*UNGENERATED)
+        possible = len(out) + len(group.of(RolloutState.GENERATED))
+        partial = possible < len(group.rollouts) and self._config.rollouts.partial_groups == "drop"
+        if partial or possible < self._config.rollouts.smallest_group:
+            self._cancel(out, "cancelled")
             self._close(group, "group_too_small")
+        elif out:
+            return
         elif self._ledger.meta.get(f"scores_groups:{group.environment}"):
             self._ledger.enter(group, GroupState.SCORING)
             self._ledger.add_job(f"{group.id}-score", JobKind.SCORE, group.id)

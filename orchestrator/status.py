@@ -129,7 +129,7 @@ def _look_into_ledger(path: Path) -> tuple[dict[str, Any], str | None]:
     """The truth, where it can be read: it may lie on another host's disk."""
     try:
         with schema.reading(path) as connection:
-            return audit.progress(connection), None
+            return audit.counted(connection), None
     except LedgerError as error:
         return {}, str(error)
 

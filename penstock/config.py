@@ -151,6 +151,8 @@ class RunConfig(Section):
     """with its password, if it has one, in PENSTOCK_REDIS_URL rather than in a file"""
     store: str | None = None
     """where blobs and plans live, `file:///...`; default: `store` under the run directory"""
+    max_store_gb: PositiveFloat | None = None
+    """no rollout is begun while blobs that wait for the trainer hold more than this (1e9 bytes)"""
     ledger_dir: Path | None = None
     """a local disk for the ledger; default: the run directory"""
     steps: PositiveInt = 10

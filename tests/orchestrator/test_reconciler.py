@@ -198,12 +198,10 @@ def timing_groups(ledger: Ledger, gate: EngineGate, **rollouts: Any) -> Reconcil
     return Reconciler(config, RUN, ledger, Broker("redis://nobody/0"), Stages(config, ledger, gate))
 
 
-def poll(reconciler: Reconciler, clock: Clock, times: int) -> list[str]:
-    revoked: list[str] = []
+def poll(reconciler: Reconciler, clock: Clock, times: int) -> None:
     for _ in range(times):
         clock.advance(reconciler.poll_s)
-        revoked += reconciler.judge(NOTHING_SEEN).revoke
-    return revoked
+        assert reconciler.judge(NOTHING_SEEN).revoke == []
 
 
 def one_still_out(ledger: Ledger) -> Group:
@@ -221,9 +219,11 @@ def test_a_group_over_its_time_goes_on_with_the_rollouts_that_are_there(ledger: 
     gate = EngineGate()
     gate.sent_scout(late.id, 1)
     reconciler = timing_groups(ledger, gate)
-    assert poll(reconciler, clock, 31) == []
+    poll(reconciler, clock, 31)
     assert group.state is GroupState.COLLECTING
-    assert poll(reconciler, clock, 1) == [f"{RUN}.{late.id}.1"]
+    job = ledger.jobs[late.id]
+    poll(reconciler, clock, 1)
+    assert job.state is JobState.CANCELLED
     assert (late.state, late.reason) == (RolloutState.FILTERED, "group_timeout")
     assert late.id not in ledger.jobs
     assert group.state is GroupState.FILTERING
@@ -240,5 +240,18 @@ def test_a_group_over_its_time_is_dropped_where_partial_groups_are(ledger: Ledge
 
 def test_a_group_is_waited_for_where_partial_groups_wait(ledger: Ledger, clock: Clock) -> None:
     group = one_still_out(ledger)
-    assert poll(timing_groups(ledger, EngineGate(), partial_groups="wait"), clock, 100) == []
+    poll(timing_groups(ledger, EngineGate(), partial_groups="wait"), clock, 100)
     assert group.state is GroupState.COLLECTING
+
+
+def test_a_rollout_that_runs_with_weights_too_old_is_cancelled(scene: Scene) -> None:
+    """Its version is the one of the first sight of its lease; time in the queue does not count."""
+    scene.ledger.set("policy_version", 5)
+    scene.see(lease="worker:1")
+    for version, beat in ((13, 2), (14, 3)):
+        assert scene.rollout.state is not RolloutState.FILTERED
+        scene.ledger.set("policy_version", version)
+        scene.see(lease=f"worker:{beat}")
+    assert (scene.rollout.state, scene.rollout.reason) == (RolloutState.FILTERED, "stale")
+    assert scene.job.state is JobState.CANCELLED
+    assert scene.rollout.id not in scene.ledger.jobs

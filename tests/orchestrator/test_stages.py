@@ -164,11 +164,13 @@ def test_a_group_of_which_too_little_is_left_is_dropped(scene: Scene) -> None:
             scene.reply(rollout.id, FAILED, attempt=attempt)
             if attempt < 3:
                 scene.ledger.submit(scene.ledger.jobs[rollout.id])
-    scene.reply(scene.group.rollouts[3].id, result=RolloutResult(reward=1.0))
     assert scene.states() == [RolloutState.DEAD] * 3 + [RolloutState.FILTERED]
-    assert scene.ledger.reasons == {"group_too_small": 1}
+    assert scene.ledger.reasons == {"cancelled": 1}
+    assert [job.task_id("run") for job in scene.stages.cancelled] == [f"run.{scene.group.rollouts[3].id}.1"]
     assert scene.group.state is GroupState.CLOSED
     assert scene.ledger.number("dropped_in_a_row") == 1
+    scene.reply(scene.group.rollouts[3].id, result=RolloutResult(reward=1.0))
+    assert scene.ledger.number("fenced") == 1
 
 
 def test_what_the_policy_did_wrong_is_a_result(scene: Scene) -> None:
