@@ -77,6 +77,8 @@ class Batch(Section):
     oversize: Literal["cut", "mask", "drop", "fail"] = "mask"
     normalise: str = "token"
     logprobs_mode: Literal["processed", "raw"] = "processed"
+    extras: tuple[str, ...] = ()
+    """per-token columns of the environments' scores that the batch shall carry"""
     format: Literal["native", "prime-rl", "prime-rl-2026-05"] = "native"
 
     def packing_rules(self) -> PackingRules:
