@@ -125,6 +125,15 @@ class Lag(Section):
     max_s: PositiveFloat = 1.0
 
 
+class Http(Section):
+    """Where the orchestrator shows itself: `/metrics` for Prometheus, `/status`, `/health`. Anybody who can reach it
+    may read it; nobody can change anything."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] | Literal["off"] = 0
+    """0 is any free one: the log and `penstock status` say which"""
+
+
 class Noop(Section):
     """Bodies that do nothing: they measure the pipe and stand in for the stages in tests."""
 
@@ -170,6 +179,7 @@ class RunConfig(Section):
     advantages: AdvantageSettings = AdvantageSettings()
     recovery: Recovery = Recovery()
     lag: Lag = Lag()
+    http: Http = Http()
     noop: Noop = Noop()
     testing: Testing = Testing()
 
