@@ -31,6 +31,14 @@ def test_an_address_that_is_not_here_is_refused() -> None:
         pass
 
 
+def test_a_host_that_nobody_knows_is_refused() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"cannot listen on no\.such\.invalid"),
+        listening(Http(host="no.such.invalid")),
+    ):
+        pass
+
+
 def test_the_url_of_all_addresses_names_the_machine() -> None:
     with listening(Http(host="0.0.0.0")) as listener:
         assert listener is not None
