@@ -63,7 +63,9 @@ def listening(settings: Http) -> Iterator[socket.socket | None]:
     try:
         listener = socket.create_server((settings.host, settings.port), family=family)
     except OSError as error:
-        why = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror  # a name's errors are below 0
+        why = (
+            os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        )  # a name's errors are below 0
         raise ConfigError(
             f"cannot listen on {settings.host}, port {settings.port}: {why}. "
             'Set http.port to another one, to 0 (any that is free) or to "off"; http.host is an address of this machine'
