@@ -111,3 +111,5 @@ def _facts(status: dict[str, Any]) -> Iterator[Fact]:
     yield Fact("queues", facts.listed(status["queued"]))
     yield facts.workers(status["running_by_worker"])
     yield Fact("loop lag", facts.loop_lag(status["event_loop_lag"]))
+    if others := status.get("other_loops"):
+        yield Fact("", facts.worst_lag(others))

@@ -4,6 +4,8 @@
     read_replies   apply what the workers answered, commit, trim the stream
     reconcile      find what was lost and have it submitted again
     report         say what is happening, every second
+    metrics        write down what every delivered step was like
+    lags           know how late the other processes' loops run
     heed_trainer   take in acknowledgements and policy versions, let go of blobs
     sweep          remove files that nobody names
     lock.keep      stay the only one
@@ -19,8 +21,10 @@ from orchestrator.broker import Broker
 from orchestrator.composer import Composer
 from orchestrator.ending import Ending
 from orchestrator.engine_gate import EngineGate
+from orchestrator.lags import Lags
 from orchestrator.ledger import Ledger
 from orchestrator.lock import RunLock
+from orchestrator.metrics import Metrics
 from orchestrator.planner import Planner
 from orchestrator.reconciler import Reconciler
 from orchestrator.records import Batch
@@ -56,6 +60,7 @@ class Orchestrator:
         lag: LoopLag,
         stopping: Stopping,
         watch: Watch,
+        url: str | None = None,
     ) -> None:
         self.config = config
         self.run_id = run
@@ -64,6 +69,8 @@ class Orchestrator:
         self.lock = lock
         self.lag = lag
         self.stopping = stopping
+        self.url = url
+        """where others may ask: the HTTP endpoint's"""
         self.gate = EngineGate()
         self.store = Store(config.store_dir)
         self.stages = Stages(config, ledger, self.gate)
@@ -77,19 +84,22 @@ class Orchestrator:
         self.replies = Replies(run, broker, ledger)
         self.reconciler = Reconciler(config, run, ledger, broker, self.stages)
         self.ending = Ending(config, run, ledger, broker, self.replies)
+        self.lags = Lags(broker)
+        self.metrics = Metrics(config, ledger, lag, self.lags)
         self.reporter = Reporter(self, watch)
         self.changed = asyncio.Event()
 
     async def run(self) -> None:
         """Until the last step is delivered, or somebody stops it; what is open then waits in the ledger."""
         self.deliver_what_is_sealed()
-        duties = [self.lag.run, self.lock.keep, self.reporter.run, self.read_replies, self.reconcile, self.heed_trainer,
-                  self.sweep]  # fmt: skip
+        duties = [self.lag.run, self.lags.run, self.lock.keep, self.reporter.run, self.metrics.run, self.read_replies,
+                  self.reconcile, self.heed_trainer, self.sweep]  # fmt: skip
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(duty()) for duty in duties]
             await self.stopping.unless_stopped(self.drive_to_rest())
             for task in tasks:
                 task.cancel()
+        await self.metrics.write()
         await self.reporter.write()
         await self.trainer.tell("the run is complete" if self.done else "the orchestrator was stopped", ended=self.done)
 
@@ -112,6 +122,7 @@ class Orchestrator:
             more_to_plan = self.planner.plan()
             crash_points.passed("planned")
             if self.composer.compose():
+                self.metrics.composed()
                 await self.ledger.committed()
                 crash_points.passed("composed")
             await self.submitter.submit(list(self.ledger.waiting.values()))
@@ -135,7 +146,7 @@ class Orchestrator:
             return False
         crash_points.passed("sealed")
         rollouts = sum(1 for _ in batch.rollouts())
-        self.ledger.deliver(batch)
+        self.deliver(batch)
         await self.ledger.committed()
         crash_points.passed("delivered")
         logger.info("action=delivered step=%d rollouts=%d", batch.step, rollouts)
@@ -145,7 +156,11 @@ class Orchestrator:
         """The manifest on the disk is the truth: a crash may have kept the ledger from saying so."""
         for batch in list(self.ledger.batches.values()):
             if read_manifest(self.store, batch.step) is not None:
-                self.ledger.deliver(batch)
+                self.deliver(batch)
+
+    def deliver(self, batch: Batch) -> None:
+        self.metrics.measure(batch)
+        self.ledger.deliver(batch)
 
     async def read_replies(self) -> None:
         while True:

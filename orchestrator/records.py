@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from orchestrator.states import BatchState, GroupState, JobKind, JobState, RolloutState
 from penstock.messages import EncodeResult, RolloutResult
 
 Value = str | int | float | None
 Row = tuple[Value, ...]
+SOLVED, UNSOLVED = 1.0, 0.0  # rewards
 
 
 @dataclass(kw_only=True, eq=False)
@@ -46,6 +48,14 @@ class Group:
 
     def row(self) -> Row:
         return (self.id, self.ordinal, self.environment, self.example, self.state)
+
+    @property
+    def solved(self) -> Literal["all", "none", "mixed"]:
+        """By the rewards of its finished rollouts: 1 or more is solved, 0 or less is not, anything else is mixed."""
+        rewards = [rollout.result.reward for rollout in self.rollouts if rollout.result]
+        if min(rewards, default=0.0) >= SOLVED:
+            return "all"
+        return "none" if max(rewards, default=0.0) <= UNSOLVED else "mixed"
 
     def of(self, *states: RolloutState) -> list[Rollout]:
         return [rollout for rollout in self.rollouts if rollout.state in states]

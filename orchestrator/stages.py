@@ -46,6 +46,7 @@ class Stages:
         error = reply.error or "the reply does not answer the job"
         match reply.outcome:
             case Outcome.DONE if reply.result is not None and self._fits(job, reply.result):
+                self._ledger.spent(job.kind, reply.duration_s)
                 self._settle(job, reply.result)
             case Outcome.RELEASED if newest:
                 self._gate.scout_lost(job.id)
@@ -182,6 +183,8 @@ class Stages:
         self._ledger.add_job(f"{group.id}-filter", JobKind.FILTER, group.id)
 
     def _filtered(self, group: Group, result: FilterResult) -> None:
+        for name, rollouts in result.matched.items():
+            self._ledger.count(f"matched:{name}", rollouts)
         for rollout in group.of(RolloutState.GENERATED):
             if rollout.id in result.dropped:
                 self._ledger.drop(rollout, result.dropped[rollout.id])

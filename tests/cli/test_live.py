@@ -16,6 +16,7 @@ STATUS: dict[str, Any] = {
     "rollouts": {"planned": 64, "delivered": 24, "filtered": {"noop": 2}, "in_flight": 37, "dead": 1, "fenced": 4},
     "states": {"running": 30, "admitted": 7}, "queued": {"rollouts": 5, "filtering": 0},
     "running_by_worker": {"host-1": 30}, "waiting_for": [], "event_loop_lag": {"p99_s": 0.004, "max_s": 0.02},
+    "tokens_per_s": 640.0, "other_loops": {"rollouts@host-1": {"p99_s": 0.03, "max_s": 0.04}},
 }  # fmt: skip
 
 
@@ -33,10 +34,11 @@ def test_the_view_shows_where_the_run_stands() -> None:
         "rollouts    64 planned = 24 delivered + 2 filtered + 37 in flight + 1 dead; 4 fenced",
         "in flight   running 30, admitted 7",
         "filtered    noop 2",
-        "speed       12.5 rollouts/s",
+        "speed       12.5 rollouts/s, 640 tokens/s",
         "queues      rollouts 5, filtering 0",
         "workers     30 jobs running: host-1 30",
         "loop lag    p99 4.0 ms, max 20 ms",
+        "            p99 30 ms, max 40 ms at worst in 1 other process",
     ):
         assert line in text
     assert "waiting for" not in text

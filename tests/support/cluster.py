@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-RUN_DIR_AT_THE_END = ["ledger.sqlite", "lock", "run.json", "status.json", "trainer"]
+RUN_DIR_AT_THE_END = ["ledger.sqlite", "lock", "metrics.jsonl", "run.json", "status.json", "trainer"]
 
 
 class Process:
