@@ -1,0 +1,86 @@
+"""What a demo came to: figures from the run directory, and the paths of what it made."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cli import facts
+from cli.audit import verdict
+from cli.demo.course import DONE, Course
+from cli.demo.options import Options
+from cli.facts import Fact
+from orchestrator import run_dir, schema
+from orchestrator.audit import audit
+from penstock.batches import read_manifests, read_trainer
+from penstock.blobs import Store
+
+
+def collect(options: Options, course: Course) -> dict[str, Any]:
+    """Everything is read again from what is on the disk, but for the lag and the trainer's last words."""
+    found = audit(options.run_dir)
+    store = Store(run_dir.store_path(options.run_dir))
+    manifests = read_manifests(store)
+    totals = [manifest.totals for manifest in manifests.values()]
+    return {
+        "ended": course.ended,
+        "seconds": round(course.seconds, 1),
+        "steps": options.steps,
+        "delivered_steps": len(manifests),
+        "trained_steps": read_trainer(options.run_dir).acked + 1,
+        "rollouts": {key: found[key] for key in ("planned", "delivered", "filtered", "in_flight", "dead", "fenced")},
+        "tokens": sum(each.tokens for each in totals),
+        "loss_tokens": sum(each.loss_tokens for each in totals),
+        "routed_experts_bytes": _routed_bytes(options.run_dir),
+        "event_loop_lag": course.progress.worst,
+        "trainer": course.progress.trainer,
+        "audit": found,
+        "paths": {name: str(path) for name, path in _paths(options, store).items() if path.exists()},
+    }
+
+
+def show(options: Options, found: Mapping[str, Any]) -> Iterator[Fact]:
+    trained = "all" if found["trained_steps"] == found["delivered_steps"] else f"{found['trained_steps']:,}"
+    yield Fact("demo", f"{found['ended']} after {found['seconds']:.0f} s", alarm=found["ended"] != DONE)
+    yield Fact("steps", f"{found['delivered_steps']:,} of {found['steps']:,} delivered, {trained} read by the trainer")
+    yield Fact("rollouts", facts.equation(found["rollouts"]))
+    if found["rollouts"]["filtered"]:
+        yield Fact("filtered", facts.listed(found["rollouts"]["filtered"]))
+    yield Fact("tokens", f"{found['tokens']:,} in the batches, {found['loss_tokens']:,} of them in the loss")
+    if options.routes:
+        shape = f"{facts.counted(options.routes.layers, 'layer')}, top {options.routes.topk}"
+        yield Fact("experts", f"{found['routed_experts_bytes'] / 1e6:,.1f} MB of routed experts written ({shape})")
+    for process, lag in found["event_loop_lag"].items():
+        yield Fact("loop lag", f"{facts.loop_lag(lag)} in the worst 10 s: {process}")
+    if found["trainer"]:
+        yield Fact("trainer", found["trainer"])
+    yield verdict(found["audit"])
+    yield Fact("", "")
+    for name, path in found["paths"].items():
+        yield Fact(name, path)
+    yield Fact("look", f"penstock audit {_short(options.run_dir)}")
+    yield Fact("", f"penstock status {_short(options.run_dir)}")
+
+
+def _paths(options: Options, store: Store) -> dict[str, Path]:
+    last = max(read_manifests(store).items(), default=None)
+    paths = {"run": options.run_dir, "config": options.config, "logs": options.logs}
+    if last:
+        step, manifest = last
+        paths["manifest"] = store.root / f"batches/step_{step:06d}/manifest.json"
+        if jsonl := manifest.ranks[0].rollouts_jsonl:
+            paths["rollouts"] = store.path(jsonl.key)
+    return {**paths, "metrics": options.run_dir / "metrics.jsonl"}
+
+
+def _routed_bytes(directory: Path) -> int:
+    """Of every rollout that has settled, those that were filtered later included."""
+    with schema.reading(run_dir.ledger_path(directory)) as connection:
+        results = connection.execute("SELECT result FROM rollouts WHERE result IS NOT NULL").fetchall()
+    experts = (json.loads(result)["experts"] for (result,) in results)
+    return sum(blob["size"] for blob in experts if blob)
+
+
+def _short(path: Path) -> Path:
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
