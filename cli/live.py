@@ -38,7 +38,7 @@ class LiveView:
         self._console = console or Console(highlight=False)
         self._status: dict[str, Any] | None = None
         self._live = Live(
-            get_renderable=self._draw, console=self._console, refresh_per_second=REFRESH_PER_S, transient=True
+            get_renderable=self.draw, console=self._console, refresh_per_second=REFRESH_PER_S, transient=True
         )
         records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
         self._sender = BoundedSender(records)
@@ -67,7 +67,7 @@ class LiveView:
         handler.setFormatter(logging.Formatter(LOG_FORMAT))
         return handler
 
-    def _draw(self) -> RenderableType:
+    def draw(self) -> RenderableType:
         beside = list(self._beside())
         if self._status:
             return view(self._status, beside)

@@ -1,6 +1,7 @@
 """`penstock demo`: its options, how it is shown, its exit code."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +12,11 @@ import typer
 from cli.output import LOG_FORMAT, Json, on_terminal, print_facts, print_json
 
 if TYPE_CHECKING:
+    from cli.demo.course import Course
     from cli.demo.options import Options
     from cli.demo.progress import Progress
 
-STEPS = 12
+STEPS = 10
 SECONDS = 40.0  # for the default steps, on a machine that is slow or busy
 
 
@@ -51,23 +53,31 @@ def demo(
 
 
 def _play(options: "Options", *, as_json: bool) -> None:
+    # Before anything that takes long to import.
+    parts = "Redis, an engine, two workers, an orchestrator and a trainer"
+    print(f"penstock demo: starting {parts}; their files are in {options.run_dir}", file=sys.stderr, flush=True)
     from cli.demo.course import Course, Interrupts
-    from cli.demo.summary import collect, show
 
     interrupts = Interrupts()
     course = Course(options, interrupts)
     with _shown(course.progress, live=on_terminal() and not as_json) as watch:
         course.run(watch)
     if course.progress.status:
-        found = collect(options, course)
-        if as_json:
-            print_json(found)
-        else:
-            print_facts(show(options, found))
-        if not found["audit"]["balanced"]:
-            raise typer.Exit(1)
+        _sum_up(options, course, as_json=as_json)
     if interrupts.signals:
         raise typer.Exit(128 + interrupts.signals[0])
+
+
+def _sum_up(options: "Options", course: "Course", *, as_json: bool) -> None:
+    from cli.demo.summary import collect, show
+
+    found = collect(options, course)
+    if as_json:
+        print_json(found)
+    else:
+        print_facts(show(options, found))
+    if not found["audit"]["balanced"]:
+        raise typer.Exit(1)
 
 
 @contextmanager

@@ -39,8 +39,8 @@ class Course:
         self._interrupts = interrupts
         self._machine = Machine(options)
         self.progress = Progress(self._machine)
-        self.ended = ""
-        """how, once it has"""
+        self.stopped = ""
+        """why it ended before the last step"""
         self.seconds = 0.0
 
     def run(self, watch: Callable[[dict[str, Any]], None]) -> None:
@@ -49,31 +49,35 @@ class Course:
         try:
             self._machine.start()
             self._drive(watch)
+            self._machine.stop(at_once=lambda: self._interrupts.twice)
         finally:
-            self._machine.stop(at_once=lambda: self._interrupts.twice or not self.ended)
+            self._machine.kill()
         self.progress.look()
         if not self._options.keep:
             shutil.rmtree(self._options.run_dir / "redis")
         self.seconds = time.monotonic() - began
 
     def _drive(self, watch: Callable[[dict[str, Any]], None]) -> None:
-        machine, began, stopped = self._machine, time.monotonic(), ""
+        machine, began = self._machine, time.monotonic()
         while not (machine.ended("orchestrator") and machine.ended("trainer")):
+            over = machine.ended("orchestrator")
             machine.look()
             self.progress.look()
             if self.progress.status:
                 watch(self.progress.status)
-            if not stopped and (stopped := self._why_stop(time.monotonic() - began)):
+            if not self.stopped and (stopped := self._why_stop(over, time.monotonic() - began)):
+                self.stopped = stopped
                 machine.drain()
-            if self._interrupts.twice or (stopped and machine.ended("orchestrator")):
+            if self._interrupts.twice or (over and self.stopped):
                 self._let_trainer_catch_up()
                 break
             time.sleep(TICK_S)
-        self.ended = stopped or DONE
 
-    def _why_stop(self, seconds: float) -> str:
+    def _why_stop(self, over: bool, seconds: float) -> str:
         if self._interrupts.signals:
             return STOPPED[signal.Signals(self._interrupts.signals[0])]
+        if over and self.progress.status.get("phase") != DONE:
+            return "the orchestrator was stopped"
         if self._options.seconds and seconds > self._options.seconds:
             return "stopped by its time limit"
         return ""

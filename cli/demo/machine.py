@@ -40,7 +40,7 @@ class Part:
 
 
 class Machine:
-    """`start`, then `look` again and again until the run is over, then `stop`; all from the main thread."""
+    """`start`, `look` again and again until the run is over, `stop`, and in any case `kill`: all in the main thread."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -97,7 +97,7 @@ class Machine:
         self.parts["orchestrator"].process.terminate()
 
     def stop(self, *, at_once: Callable[[], bool]) -> None:
-        """Everything, within STOP_S: asked first, then killed with whatever it has started."""
+        """Ask every process to end, and wait for it up to STOP_S; `kill` ends what is left, and Redis."""
         self.stopping = True
         deadline = time.monotonic() + STOP_S
         processes = [part.process for part in self.parts.values()]
@@ -105,9 +105,9 @@ class Machine:
             process.terminate()
         while not all(process.ended for process in processes) and time.monotonic() < deadline and not at_once():
             time.sleep(TICK_S)
-        self.kill()
 
     def kill(self) -> None:
+        """Every process, with whatever it has started."""
         for part in self.parts.values():
             part.process.kill()
         if self._client:

@@ -2,18 +2,15 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cli import facts
 from cli.demo.machine import Machine
 from cli.facts import Fact
-from penstock.loop_lag import LagSummary
 
 logger = logging.getLogger("penstock.demo")
 
 LINE_EVERY_S = 2.0
-ORCHESTRATOR, ROLLOUT_WORKER = "orchestrator", "rollout worker"
 
 
 class Progress:
@@ -24,8 +21,6 @@ class Progress:
         self.status: dict[str, Any] = {}
         self.trainer = ""
         """what it said last"""
-        self.lags: dict[str, LagSummary] = {}
-        """event loop -> its last ten seconds"""
         self.worst: dict[str, dict[str, float]] = {}
         """event loop -> p99 and max, each of its worst ten seconds"""
 
@@ -36,25 +31,26 @@ class Progress:
     def look(self) -> None:
         self.status = self._machine.status() or self.status
         self.trainer = self._machine.trainer_says() or self.trainer
+        if self.status:
+            self._note_lag("orchestrator", self.status["event_loop_lag"])
         for lag in self._machine.lags():
-            name = ORCHESTRATOR if lag.process == "orchestrator" else ROLLOUT_WORKER
-            self.lags[name] = lag
-            worst = self.worst.setdefault(name, {"p99_s": 0.0, "max_s": 0.0})
-            worst |= {key: max(value, getattr(lag, key)) for key, value in worst.items()}
+            self._note_lag("orchestrator" if lag.process == "orchestrator" else "rollout worker", lag.as_dict())
         self._facts = list(self._look_beside())
         if time.monotonic() - self._said_at > LINE_EVERY_S:
             self._said_at = time.monotonic()
             self._say()
 
+    def _note_lag(self, process: str, lag: Mapping[str, Any]) -> None:
+        worst = self.worst.setdefault(process, {"p99_s": 0.0, "max_s": 0.0})
+        worst.update({key: max(value, lag[key]) for key, value in worst.items()})
+
     def _look_beside(self) -> Iterator[Fact]:
-        if lag := self.lags.get(ROLLOUT_WORKER):
-            yield Fact("", f"{facts.loop_lag(lag.as_dict())}: {ROLLOUT_WORKER}")
         if self.trainer:
             yield Fact("trainer", self.trainer)
         starting = [name for name, part in self._machine.parts.items() if not part.ready]
         if starting:
             ready = [name for name, part in self._machine.parts.items() if part.ready]
-            yield Fact("starting", ", ".join(starting) + (f" (ready: {', '.join(['redis', *ready])})"))
+            yield Fact("starting", f"{', '.join(starting)} (ready: {', '.join(['redis', *ready])})")
 
     def _say(self) -> None:
         """In a log: what the view shows. A person on a terminal sees the view instead."""

@@ -23,7 +23,7 @@ def collect(options: Options, course: Course) -> dict[str, Any]:
     manifests = read_manifests(store)
     totals = [manifest.totals for manifest in manifests.values()]
     return {
-        "ended": course.ended,
+        "ended": course.stopped or DONE,
         "seconds": round(course.seconds, 1),
         "steps": options.steps,
         "delivered_steps": len(manifests),
