@@ -24,7 +24,7 @@ from penstock.loop_lag import LagSummary
 logger = logging.getLogger("penstock.demo")
 
 READY = re.compile(r"action=engine_ready url=(http://\S+)")
-LATENCY = "lognormal:0.25:0.5"  # seconds: a small model's, so that rollouts are seen to be on their way
+LATENCY = "lognormal:0.1:0.5"  # seconds: a small model's, so that rollouts are seen to be on their way
 STOP_S = 5.0  # workers without a job take about one second
 TICK_S = 0.05
 LAST_LINES = 15

@@ -1,6 +1,8 @@
 """What a demo came to: figures from the run directory, and the paths of what it made."""
 
 import json
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,8 +60,8 @@ def show(options: Options, found: Mapping[str, Any]) -> Iterator[Fact]:
     yield Fact("", "")
     for name, path in found["paths"].items():
         yield Fact(name, path)
-    yield Fact("look", f"penstock audit {_short(options.run_dir)}")
-    yield Fact("", f"penstock status {_short(options.run_dir)}")
+    yield Fact("look", f"{_command()} audit {_short(options.run_dir)}")
+    yield Fact("", f"{_command()} status {_short(options.run_dir)}")
 
 
 def _paths(options: Options, store: Store) -> dict[str, Path]:
@@ -79,6 +81,12 @@ def _routed_bytes(directory: Path) -> int:
         results = connection.execute("SELECT result FROM rollouts WHERE result IS NOT NULL").fetchall()
     experts = (json.loads(result)["experts"] for (result,) in results)
     return sum(blob["size"] for blob in experts if blob)
+
+
+def _command() -> str:
+    """As this user can type it: after `make demo` it is on no PATH."""
+    own = Path(sys.argv[0])
+    return own.name if shutil.which(own.name) else str(_short(own))
 
 
 def _short(path: Path) -> Path:
