@@ -20,6 +20,7 @@ class Trained:
     weight: float = 0.0
     weighted_advantage: float = 0.0
     routed_tokens: int = 0
+    """tokens whose experts are known"""
 
 
 def train(batch: Batch) -> Trained:
@@ -38,8 +39,8 @@ def line(batch: Batch, done: Trained) -> str:
     totals = batch.totals
     return (
         f"step {batch.step}: {totals.rollouts:,} rollouts, {totals.tokens:,} tokens in {len(batch)} micro-batches, "
-        f"loss weight {done.weight:,.0f}, mean advantage {done.weighted_advantage / totals.denominator:+.4f}, "
-        f"{done.routed_tokens:,} tokens with routed experts"
+        f"weight {done.weight:,.0f}, advantage {done.weighted_advantage / totals.denominator:+.4f}, "
+        f"{done.routed_tokens:,} routed"
     )
 
 

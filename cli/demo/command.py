@@ -53,9 +53,11 @@ def demo(
 
 
 def _play(options: "Options", *, as_json: bool) -> None:
+    from cli.demo.options import short
+
     # Before anything that takes long to import.
     parts = "Redis, an engine, two workers, an orchestrator and a trainer"
-    print(f"penstock demo: starting {parts}; their files are in {options.run_dir}", file=sys.stderr, flush=True)
+    print(f"penstock demo: starting {parts} in {short(options.run_dir)}", file=sys.stderr, flush=True)
     from cli.demo.course import Course, Interrupts
 
     interrupts = Interrupts()

@@ -76,11 +76,12 @@ class Course:
     def _why_stop(self, over: bool, seconds: float) -> str:
         if self._interrupts.signals:
             return STOPPED[signal.Signals(self._interrupts.signals[0])]
-        if over and self.progress.status.get("phase") != DONE:
+        if self.progress.status.get("phase") == DONE:
+            return ""
+        if over:
             return "the orchestrator was stopped"
-        if self._options.seconds and seconds > self._options.seconds:
-            return "stopped by its time limit"
-        return ""
+        late = self._options.seconds is not None and seconds > self._options.seconds
+        return "stopped by its time limit" if late else ""
 
     def _let_trainer_catch_up(self) -> None:
         deadline = time.monotonic() + CATCH_UP_S

@@ -14,7 +14,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from bench.processes import Process
-from cli.demo.options import EXAMPLES, Options
+from cli.demo.options import EXAMPLES, Options, short
 from penstock import loop_lag
 from penstock.batches import read_trainer
 from penstock.embedded_redis import EmbeddedRedis
@@ -144,7 +144,7 @@ class Machine:
             variables["PENSTOCK_ENGINE__URLS"] = self._engine_url
         process = Process(name, list(command), directory=self._options.logs, variables=variables)
         self.parts[name] = Part(process=process, shows_ready=ready, started_at=time.monotonic())
-        logger.info("action=starting process=%s log=%s", name, process.log)
+        logger.info("action=starting process=%s log=%s", name, short(process.log))
 
 
 def _last_words(process: Process, code: int) -> str:

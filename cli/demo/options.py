@@ -99,3 +99,9 @@ def _next_run_dir() -> Path:
             number += 1
         else:
             return directory.resolve()
+
+
+def short(path: Path) -> Path:
+    """As a user would type it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

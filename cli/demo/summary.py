@@ -10,11 +10,12 @@ from typing import Any
 from cli import facts
 from cli.audit import verdict
 from cli.demo.course import DONE, Course
-from cli.demo.options import Options
+from cli.demo.options import Options, short
 from cli.facts import Fact
 from orchestrator import run_dir, schema
 from orchestrator.audit import audit
-from penstock.batches import read_manifests, read_trainer
+from penstock.batches import Manifest, read_manifests, read_trainer
+from penstock.batches.manifest import manifest_path
 from penstock.blobs import Store
 
 
@@ -37,7 +38,7 @@ def collect(options: Options, course: Course) -> dict[str, Any]:
         "event_loop_lag": course.progress.worst,
         "trainer": course.progress.trainer,
         "audit": found,
-        "paths": {name: str(path) for name, path in _paths(options, store).items() if path.exists()},
+        "paths": {name: str(path) for name, path in _paths(options, store, manifests).items() if path.exists()},
     }
 
 
@@ -59,18 +60,18 @@ def show(options: Options, found: Mapping[str, Any]) -> Iterator[Fact]:
     yield verdict(found["audit"])
     yield Fact("", "")
     for name, path in found["paths"].items():
-        yield Fact(name, path)
-    yield Fact("look", f"{_command()} audit {_short(options.run_dir)}")
-    yield Fact("", f"{_command()} status {_short(options.run_dir)}")
+        yield Fact(name, str(short(Path(path))))
+    yield Fact("look", f"{_command()} audit {short(options.run_dir)}")
+    yield Fact("", f"{_command()} status {short(options.run_dir)}")
 
 
-def _paths(options: Options, store: Store) -> dict[str, Path]:
-    last = max(read_manifests(store).items(), default=None)
+def _paths(options: Options, store: Store, manifests: Mapping[int, Manifest]) -> dict[str, Path]:
+    """Of the last step, where several have such a file."""
     paths = {"run": options.run_dir, "config": options.config, "logs": options.logs}
-    if last:
-        step, manifest = last
-        paths["manifest"] = store.root / f"batches/step_{step:06d}/manifest.json"
-        if jsonl := manifest.ranks[0].rollouts_jsonl:
+    if manifests:
+        last = max(manifests)
+        paths["manifest"] = manifest_path(store, last)
+        if jsonl := manifests[last].ranks[0].rollouts_jsonl:
             paths["rollouts"] = store.path(jsonl.key)
     return {**paths, "metrics": options.run_dir / "metrics.jsonl"}
 
@@ -86,9 +87,4 @@ def _routed_bytes(directory: Path) -> int:
 def _command() -> str:
     """As this user can type it: after `make demo` it is on no PATH."""
     own = Path(sys.argv[0])
-    return own.name if shutil.which(own.name) else str(_short(own))
-
-
-def _short(path: Path) -> Path:
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+    return own.name if shutil.which(own.name) else str(short(own))

@@ -97,7 +97,7 @@ def test_two_demos_at_once_deliver_their_steps_and_end(marked: Marked) -> None:
         assert each["tokens"] > each["loss_tokens"] > 0
         assert each["routed_experts_bytes"] > 2 * 4 * each["tokens"]
         assert each["event_loop_lag"]["orchestrator"]["max_s"] > 0
-        assert {"run", "config", "logs", "manifest"} <= each["paths"].keys()
+        assert {"run", "config", "logs", "manifest", "rollouts"} <= each["paths"].keys()
         assert all(Path(path).exists() for path in each["paths"].values())
     released, kept = (Path(each["paths"]["run"]) for each in found)
     assert (kept / "redis").exists() > (released / "redis").exists()
@@ -144,7 +144,7 @@ def test_ctrl_c_on_a_terminal_sums_up_what_is_there(marked: Marked) -> None:
     summary = text.rpartition("demo        stopped by Ctrl-C after")[2]
     assert "all read by the trainer" in summary
     assert "It adds up" in summary
-    assert f"penstock audit {run_dir}" in summary
+    assert re.search(r"look +\S+penstock audit", summary)
     assert "Traceback" not in text
     marked.assert_nothing_left()
 
