@@ -51,7 +51,7 @@ def run(
     if as_json:
         print_json({**status, "audit": found})
     else:
-        print_facts(_summary(status, found, settings.run_dir))
+        print_facts(_summary(status, found, settings.store_dir))
     if not found["balanced"]:
         raise typer.Exit(1)
 
@@ -70,14 +70,14 @@ def _shown(*, live: bool) -> "Iterator[Watch]":
         yield nobody
 
 
-def _summary(status: dict[str, Any], found: dict[str, Any], run_dir: Path) -> Iterator[Fact]:
+def _summary(status: dict[str, Any], found: dict[str, Any], store: Path) -> Iterator[Fact]:
     done = status["phase"] == "done"
     yield Fact(
         "run", f"{status['run']}: {'done' if done else 'stopped early'} after {facts.duration(status['running_s'])}"
     )
     yield Fact("steps", f"{status['step']:,} of {status['steps']:,} delivered")
     if status["step"]:
-        yield Fact("batches", str(run_dir.resolve() / "batches"))
+        yield Fact("batches", str(store / "batches"))
     yield verdict(found)
     if not done:
         yield Fact("resume", shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))

@@ -4,11 +4,13 @@ import logging
 import os
 import pty
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from cli.facts import Fact
 from cli.live import ConsoleHandler, LiveView, view
 
 STATUS: dict[str, Any] = {
@@ -20,9 +22,9 @@ STATUS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def drawn(status: dict[str, Any], width: int = 100) -> str:
+def drawn(status: dict[str, Any], width: int = 100, beside: Iterable[Fact] = ()) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, highlight=False)
-    console.print(view(status))
+    console.print(view(status, beside))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -100,3 +102,11 @@ def test_a_terminal_that_is_stopped_does_not_stop_the_run(monkeypatch: pytest.Mo
     os.close(keyboard)
     assert b"action=test number=0" in b"".join(written)
     assert b"action=test number=1999" not in b"".join(written)
+
+
+def test_what_is_told_beside_the_status_is_shown_from_the_start() -> None:
+    said = [Fact("starting", "engine")]
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None, highlight=False)
+    console.print(LiveView(console, beside=lambda: said).draw())
+    assert "starting    engine" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "trainer     step 3" in drawn(STATUS, beside=[Fact("trainer", "step 3")])

@@ -45,6 +45,7 @@ def test_rollouts_of_three_environments_become_batches_and_are_released(tmp_path
                 reader.publish_policy(batch.step + 1)
                 reader.checkpointed(batch.step)
             assert run.wait() == 0, run.text
+            assert f"batches    {cluster.store / 'batches'}\n" in run.text
             found = cluster.audit()
             assert found["balanced"], found["problems"]
             manifests = read_manifests(Store(cluster.store))
