@@ -95,8 +95,17 @@ class Stages:
     def _fence(self, reply: Reply) -> None:
         if reply.outcome is Outcome.DONE:
             self._ledger.count("fenced")
-        if isinstance(reply.result, RolloutResult):
+        if isinstance(reply.result, RolloutResult) and self._another_s(reply.job, reply.result):
             self._ledger.unwanted += reply.result.keys
+
+    def _another_s(self, rollout: str, result: RolloutResult) -> bool:
+        """Whether the files of `result` are surely not those that settled `rollout`: the same reply may come twice.
+
+        Of a closed group that is no longer known, and its files may be in a batch.
+        """
+        group = self._ledger.groups.get(rollout.rpartition("-")[0])
+        kept = [own.result for own in group.rollouts if own.id == rollout and own.result] if group else [result]
+        return not any(own.columns == result.columns and own.experts == result.experts for own in kept)
 
     def _fits(self, job: Job, result: AnyResult) -> bool:
         """Whether `result` answers `job`: a worker of another version, or a custom stage, may be wrong."""

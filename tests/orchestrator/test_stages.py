@@ -13,6 +13,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.records import Group, Job
 from orchestrator.stages import Stages
 from orchestrator.states import GroupState, JobKind, JobState, RolloutState
+from penstock.blobs import BlobRef
 from penstock.errors import RunError
 from penstock.messages import AdvantageResult, FilterResult, Outcome, Reply, RolloutResult, ScoreResult, SurveyResult
 
@@ -128,6 +129,35 @@ def test_the_first_good_reply_settles_and_later_ones_are_fenced(scene: Scene) ->
     scene.reply(scene.job.id, FAILED, attempt=2)
     assert scene.rollout.result == RolloutResult(reward=1.0)
     assert scene.ledger.number("fenced") == 1
+
+
+def with_files(execution: str) -> RolloutResult:
+    columns, experts = (
+        BlobRef(key=f"{execution}/{kind}", size=1, checksum="0" * 16) for kind in ("columns", "experts")
+    )
+    return RolloutResult(reward=1.0, columns=columns, experts=experts)
+
+
+def test_the_files_of_a_fenced_execution_go(scene: Scene) -> None:
+    scene.reply(scene.job.id, result=with_files("first"))
+    scene.reply(scene.job.id, result=with_files("second"), attempt=2)
+    assert scene.ledger.unwanted == ["second/columns", "second/experts"]
+
+
+def test_a_reply_that_comes_twice_does_not_take_its_own_files_away(scene: Scene) -> None:
+    """A worker writes its reply again when Redis has not confirmed it in time, though it may have arrived."""
+    for _ in range(2):
+        scene.reply(scene.job.id, result=with_files("first"))
+    assert scene.ledger.number("fenced") == 1
+    assert scene.ledger.unwanted == []
+
+
+def test_a_reply_that_comes_again_after_its_group_was_closed_takes_nothing_away(scene: Scene) -> None:
+    """As when the stream is read from its start: the files may be in a batch by then."""
+    scene.reply(scene.job.id, result=with_files("first"))
+    scene.ledger.enter(scene.group, GroupState.CLOSED)
+    scene.reply(scene.job.id, result=with_files("first"))
+    assert scene.ledger.unwanted == []
 
 
 def test_a_good_reply_counts_while_the_job_waits_to_be_submitted_again(scene: Scene) -> None:
