@@ -44,6 +44,8 @@ def _facts(found: dict[str, Any]) -> Iterator[Fact]:
         yield facts.workers({worker: len(jobs) for worker, jobs in found["workers"].items()})
     for process, lag in found["event_loop_lag"].items():
         yield Fact("loop lag", f"{facts.loop_lag(lag)}: {process}")
+        for culprit, seconds in lag.get("blockers", {}).items():
+            yield Fact("", f"blocked for {facts.duration(seconds)} by {culprit}", alarm=True)
     if found["http"]:
         yield Fact("http", f"{found['http']}/metrics, /status, /health")
     for cause in found["waiting_for"]:

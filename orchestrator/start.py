@@ -18,7 +18,7 @@ from penstock import stacks
 from penstock.config import RunConfig
 from penstock.errors import PenstockError, RunLocked
 from penstock.event_loop import event_loop_factory
-from penstock.loop_lag import LagLimits, LoopLag, publish_to
+from penstock.loop_lag import publish_to
 
 logger = logging.getLogger("penstock.orchestrator")
 
@@ -51,7 +51,7 @@ async def _run(config: RunConfig, run: str, watch: Watch, listener: socket.socke
         stopping = Stopping()
         stopping.listen()  # until here there is nothing to finish: Ctrl-C just ends the process
         try:
-            lag, url = _lag(config, broker), endpoint.url(listener)
+            lag, url = config.lag.watch("orchestrator", publish_to(broker.client)), endpoint.url(listener)
             orchestrator = Orchestrator(
                 config, run=run, ledger=ledger, broker=broker, lock=lock, lag=lag, stopping=stopping, watch=watch,
                 url=url,
@@ -83,12 +83,6 @@ async def _within(seconds: float, parting: Awaitable[None]) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await parting
-
-
-def _lag(config: RunConfig, broker: Broker) -> LoopLag:
-    lag = config.lag
-    limits = LagLimits(p90_s=lag.p90_s, p99_s=lag.p99_s, max_s=lag.max_s)
-    return LoopLag(process="orchestrator", interval_s=lag.interval_s, limits=limits, publish=publish_to(broker.client))
 
 
 def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -23,6 +23,8 @@ from penstock.advantages import AdvantageSettings
 from penstock.config_errors import Keys, Origins, describe, is_setting, unknown_variable
 from penstock.errors import ConfigError
 from penstock.filters import FilterSettings
+from penstock.lag_trace import LagTrace
+from penstock.loop_lag import LagLimits, LoopLag, Publish
 from penstock.packing import Normalise, PackingRules
 from penstock.redis_url import check
 from penstock.rollout_config import Engine, EnvironmentName, EnvironmentSettings, Policy
@@ -124,6 +126,13 @@ class Lag(Section):
     p90_s: PositiveFloat = 0.05
     p99_s: PositiveFloat = 0.25
     max_s: PositiveFloat = 1.0
+    trace_s: PositiveFloat | None = None
+    """name the code that blocks a loop for longer than this, in the log and in `penstock status`"""
+
+    def watch(self, process: str, publish: Publish | None = None) -> LoopLag:
+        limits = LagLimits(p90_s=self.p90_s, p99_s=self.p99_s, max_s=self.max_s)
+        trace = LagTrace(self.trace_s) if self.trace_s else None
+        return LoopLag(process=process, interval_s=self.interval_s, limits=limits, publish=publish, trace=trace)
 
 
 class Http(Section):
@@ -211,7 +220,8 @@ class RunConfig(Section):
 def load(
     path: Path | None, *, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ
 ) -> RunConfig:
-    """Read `path` (or the file that PENSTOCK_CONFIG names, or nothing), then the environment, then `flags`."""
+    """Read `path` (or the file that PENSTOCK_CONFIG names, or nothing), then the environment, then `flags`
+    (`{"lag.trace_s": 0.1}`)."""
     if path is None and CONFIG_VARIABLE in environ:
         path = Path(environ[CONFIG_VARIABLE])
     text = _read(path) if path else ""
@@ -225,8 +235,9 @@ def load(
         origins[keys] = f"environment, {name}"
     for key, value in (flags or {}).items():
         if value is not None:
-            _set(values, (key,), value)
-            origins[key,] = f"--{key.replace('_', '-')}"
+            keys = tuple(key.split("."))
+            _set(values, keys, value)
+            origins[keys] = f"--{key.replace('.', '-').replace('_', '-')}"
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
+from penstock.lag_trace import LagTrace
+
 if TYPE_CHECKING:
     from redis import Redis
     from redis.asyncio import Redis as AsyncRedis
@@ -51,13 +53,15 @@ class LagSummary:
     """Sum of the lags above BLOCKED_ABOVE_S."""
     cpu_share: float
     """CPU time of the loop's thread / wall time."""
+    blockers: dict[str, float] = field(default_factory=dict[str, float])
+    """What blocked the loop, and for how many seconds since the start, where it is traced."""
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +111,7 @@ class LoopLag:
         window_s: float = 10.0,
         limits: LagLimits = LagLimits(),  # noqa: B008 - frozen
         publish: Publish | None = None,
+        trace: LagTrace | None = None,
     ) -> None:
         self.last_tick = time.monotonic()
         self._process = process
@@ -114,6 +119,7 @@ class LoopLag:
         self._window_s = window_s
         self._limits = limits
         self._publish = publish
+        self._trace = trace
         self._worst_s = 0.0
         # Other threads copy this list while the loop appends: copying a list cannot fail half-way as a deque's can.
         self._samples: list[_Sample] = []
@@ -123,11 +129,17 @@ class LoopLag:
 
     async def run(self) -> None:
         """Sample until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._sample_for_ever())
-            # On a task of its own: a Redis that hangs must not look like a loop that hangs.
-            if self._publish is not None:
-                group.create_task(self._publish_for_ever(self._publish))
+        if self._trace:
+            self._trace.start(lambda: self.last_tick, self._interval_s)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._sample_for_ever())
+                # On a task of its own: a Redis that hangs must not look like a loop that hangs.
+                if self._publish is not None:
+                    group.create_task(self._publish_for_ever(self._publish))
+        finally:
+            if self._trace:
+                self._trace.stop()
 
     def summary(self) -> LagSummary:
         """The last `window_s`; from another thread, a block that is still going on is part of it."""
@@ -195,12 +207,15 @@ class LoopLag:
             max_s=largest,
             blocked_s=float(lags[lags > BLOCKED_ABOVE_S].sum()),
             cpu_share=cpu_s / wall_s if wall_s else 0.0,
+            blockers=self._trace.blockers() if self._trace else {},
         )
 
     def _log(self, summary: LagSummary) -> None:
         exceeded = self._limits.exceeded_by(summary)
         values = {
-            name: f"{value:.4f}" if isinstance(value, float) else value for name, value in asdict(summary).items()
+            name: f"{value:.4f}" if isinstance(value, float) else value
+            for name, value in asdict(summary).items()
+            if name != "blockers"  # each has had its own line
         }
         if exceeded:
             values["above_limit"] = ",".join(exceeded)

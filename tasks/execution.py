@@ -18,7 +18,7 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from penstock.config import RunConfig
-from penstock.loop_lag import LagLimits, LoopLag, publish_to
+from penstock.loop_lag import publish_to
 from penstock.messages import GRACE_S, AnyJob, AnyResult, Outcome, Reply
 from tasks.leases import LeaseKeeper
 from tasks.outbox import Outbox, Write
@@ -41,13 +41,7 @@ class AsyncProcess:
         self._sync_client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)
         # No time-out of the client's own: on Python 3.11 it swallows cancellations. Those who use it bring one.
         self._client = redis.asyncio.Redis.from_url(config.redis_url, socket_timeout=None)
-        lag = config.lag
-        self.lag = LoopLag(
-            process=f"rollouts@{self.name}",
-            interval_s=lag.interval_s,
-            limits=LagLimits(p90_s=lag.p90_s, p99_s=lag.p99_s, max_s=lag.max_s),
-            publish=publish_to(self._client),
-        )
+        self.lag = config.lag.watch(f"rollouts@{self.name}", publish_to(self._client))
         self._silence_s = config.recovery.lease_s / 2
         self._outbox = Outbox(self._client)
         self._leases = LeaseKeeper(

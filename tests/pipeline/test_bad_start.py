@@ -91,3 +91,29 @@ def test_a_store_on_a_full_disk_is_waited_for_and_no_rollout_dies(pipeline: Pipe
             cluster.enter = []
     assert cluster.ledger("SELECT count(*) FROM rollouts WHERE state = 'dead'") == [(0,)]
     assert cluster.ledger("SELECT count(*) > 0 FROM rollouts WHERE state = 'delivered'") == [(1,)]
+
+
+BLOCKING = """
+import time
+
+class Blocking:
+    examples = ["hello"]
+
+    async def rollout(self, example, policy):
+        time.sleep(0.3)
+        await policy.chat([{"role": "user", "content": example}])
+        return 1.0
+"""
+
+
+def test_code_that_blocks_a_worker_s_loop_is_named_in_the_status(pipeline: Pipeline) -> None:
+    pipeline.new_run("blocking", **{"environments.sums": {"use": "blocking:Blocking"}})
+    cluster = pipeline.cluster
+    (cluster.directory / "blocking.py").write_text(BLOCKING)
+    path = f"{Path(__file__).parents[2]}:{cluster.directory}"
+    cluster.rollout_worker(PYTHONPATH=path, PENSTOCK_LAG__TRACE_S="0.05")
+    cluster.orchestrator()
+    by_whom = "by Blocking.rollout ("
+    named = lambda: by_whom in (text := cluster.penstock("status", str(cluster.run_dir)).text) and text  # noqa: E731
+    said = wait_until(named, timeout_s=60, what="the status to name the blocker")
+    assert f"{cluster.directory.name}/blocking.py:8)" in said
