@@ -37,7 +37,7 @@ def _facts(found: dict[str, Any]) -> Iterator[Fact]:
     if found["ledger"]["error"]:
         yield Fact("ledger", f"{found['ledger']['error']}; the counts are those of the last status", alarm=True)
     if found["redis"]["error"]:
-        yield Fact("redis", found["redis"]["error"], alarm=True)
+        yield Fact("redis", found["redis"]["error"], alarm=found["state"] != "done")
     else:
         yield Fact("redis", f"{found['redis']['address']} answers")
         yield Fact("queues", facts.listed(found["queued"]))
