@@ -28,6 +28,7 @@ from penstock.packing import Normalise, PackingRules
 from penstock.redis_url import check
 from penstock.rollout_config import Engine, EnvironmentName, EnvironmentSettings, Policy
 from penstock.sections import Section, Share
+from penstock.sessions_config import Sessions
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 PREFIX = "PENSTOCK_"
@@ -163,6 +164,7 @@ class RunConfig(Section):
     """what is played, by the name that jobs say; default: one that does nothing"""
     engine: Engine = Engine()
     policy: Policy = Policy()
+    sessions: Sessions = Sessions()
     rollouts: Rollouts = Rollouts()
     batch: Batch = Batch()
     trainer: Trainer = Trainer()
@@ -198,7 +200,8 @@ class RunConfig(Section):
 def load(
     path: Path | None, *, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ
 ) -> RunConfig:
-    """Read `path` (or the file that PENSTOCK_CONFIG names, or nothing), then the environment, then `flags`."""
+    """Read `path` (or the file that PENSTOCK_CONFIG names, or nothing), then the environment, then `flags`, whose names
+    may be those of a section's settings (`sessions.port`)."""
     if path is None and CONFIG_VARIABLE in environ:
         path = Path(environ[CONFIG_VARIABLE])
     text = _read(path) if path else ""
@@ -212,8 +215,9 @@ def load(
         origins[keys] = f"environment, {name}"
     for key, value in (flags or {}).items():
         if value is not None:
-            _set(values, (key,), value)
-            origins[key,] = f"--{key.replace('_', '-')}"
+            keys = tuple(key.split("."))
+            _set(values, keys, value)
+            origins[keys] = f"--{keys[-1].replace('_', '-')}"
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
