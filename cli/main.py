@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from cli import audit, bench, engine, run, status
+from cli import audit, bench, engine, run, sessions, status
 from penstock.errors import PenstockError
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
 app.command("run")(run.run)
 app.command("status")(status.status)
 app.command("audit")(audit.audit)
+app.command("sessions")(sessions.sessions)
 app.command("engine")(engine.engine)
 app.command("bench")(bench.bench)
 
