@@ -31,6 +31,10 @@ class JsonErrors(web.RequestHandler):
         response.force_close()
         return response
 
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Of the connection itself, as when a body cannot be decoded: its client's doing, and worth one line."""
+        logger.warning("action=connection_dropped error=%r", kw.get("exc_info"))
+
 
 class JsonServer(web.Server):
     def __init__(self, handler: Any, **options: Any) -> None:
