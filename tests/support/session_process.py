@@ -18,6 +18,7 @@ from support.waiting import wait_until
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
 READY = re.compile(r"action=sessions_ready url=http://([\d.]+):(\d+)")
 CHAT = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +136,9 @@ class Script:
 
     def respond(self, seen: Seen) -> Says:
         if seen.path != CHAT:
-            return Says(body=json.dumps({"path": seen.path, "method": seen.method}).encode())
+            return Says(body=json.dumps({"path": seen.path, "method": seen.method}).encode(), headers=JSON)
         scripted = self.says.get(str(seen.messages[-1].get("content")))
-        return scripted(seen) if scripted else Says(body=self.body(seen))
+        return scripted(seen) if scripted else Says(body=self.body(seen), headers=JSON)
 
     def body(self, seen: Seen) -> bytes:
         text = f"answer {len(seen.messages)} to {seen.messages[-1].get('content')}"
