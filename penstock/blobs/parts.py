@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -42,23 +42,31 @@ class GrowingFile:
         self.path = path
         self.length = length
 
-    def create(self) -> None:
+    def create(self, *pieces: Piece) -> None:
+        """A new file, with these as its beginning."""
         with writing(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            try:
+                descriptor = os.open(self.path, flags, 0o666)
+            except FileNotFoundError:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(self.path, flags, 0o666)
+            self._write(descriptor, pieces)
 
     def append(self, *pieces: Piece) -> None:
         """All of them or none."""
-        views = [view.cast("B") for view in map(view_of, pieces) if view.nbytes]
         with writing(self.path):
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                _write_all(descriptor, views, self.length)
-            except OSError:
-                os.ftruncate(descriptor, self.length)
-                raise
-            finally:
-                os.close(descriptor)
+            self._write(os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), pieces)
+
+    def _write(self, descriptor: int, pieces: Sequence[Piece]) -> None:
+        views = [view.cast("B") for view in map(view_of, pieces) if view.nbytes]
+        try:
+            _write_all(descriptor, views, self.length)
+        except OSError:
+            os.ftruncate(descriptor, self.length)
+            raise
+        finally:
+            os.close(descriptor)
         self.length += sum(len(view) for view in views)
 
     def discard(self) -> None:

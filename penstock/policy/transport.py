@@ -56,7 +56,7 @@ async def receive(response: aiohttp.ClientResponse, share: Share, budget: ByteBu
     """The body as it came: joining megabytes would hold up the loop."""
     await _reserve(share, budget, response.content_length or 0)
     chunks, received = list[bytes](), 0
-    async for chunk in response.content.iter_any():
+    async for chunk, _ in response.content.iter_chunks():  # iter_any would join what has gathered
         received += len(chunk)
         if received > share.held:
             await _reserve(share, budget, received - share.held)

@@ -7,7 +7,7 @@ that the log never names rows that are not there.
 import mmap
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -72,8 +72,7 @@ class Spool:
     @classmethod
     def create(cls, store: Store, settings: SessionSettings) -> "Spool":
         log = GrowingFile(store.part_path(f"{settings.key}/{COLUMNS}", LOG))
-        log.create()
-        log.append(*frame({"settings": asdict(settings)}, {}))
+        log.create(*frame({"settings": settings}, {}))
         return cls(store, settings, log=log)
 
     @classmethod

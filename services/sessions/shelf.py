@@ -51,8 +51,11 @@ class Shelf:
         return f"{self.key}/{session}"
 
     def discard(self, session: str) -> None:
-        """All files of a session, half-written blobs included."""
-        self.store.sweep(self.session_key(session), named=())
+        """All files of a session, half-written blobs included; mostly they have gone already."""
+        try:
+            (self.store.root / self.session_key(session)).rmdir()
+        except OSError:
+            self.store.sweep(self.session_key(session), named=())
 
 
 def _tidy(directory: Path) -> None:
