@@ -17,7 +17,7 @@ from penstock.policy.sampling import bent_sampling
 from penstock.policy.transport import ON_LOOP_BYTES
 from penstock.recording import Claim, Prepared, Session
 from penstock.replies import Endpoint
-from penstock.responses import Asked as AskedOfReader
+from penstock.responses import Asked as ReadWith
 from penstock.responses import read_turn
 from penstock.samples import Circumstances
 from services.sessions import headers
@@ -25,6 +25,7 @@ from services.sessions.answers import Answer, Exchange
 from services.sessions.backend import Answered, Asked, Backend
 from services.sessions.event_stream import EVENT_STREAM
 from services.sessions.registry import Entry, Notes, opened
+from services.sessions.rendering import prompt_ids, renderer_of
 from services.sessions.requests import Chat, read_body, read_chat
 
 logger = logging.getLogger("penstock.sessions")
@@ -50,7 +51,8 @@ class Chats:
         self._config = config
         self._backend = backend
         self._requests = requests
-        self._dialect = Dialect(config.engine)
+        self._renderer = renderer_of(config)
+        self._dialect = Dialect(config.engine, renderer=self._renderer)
 
     async def answer(self, request: web.BaseRequest, entry: Entry, notes: Notes) -> web.Response:
         session = opened(entry)
@@ -60,8 +62,9 @@ class Chats:
             body = await read_body(request, self._requests, limit=limits.request_bytes, timeout_s=limits.request_s)
             chat = await _sized(len(body), read_chat, body, notes.sampling)
             prepared = self._prepared(session, claim, chat)
-            model = self._config.engine.model
-            sent = await _sized(len(body), chat.body, self._dialect.demanded(), model=model)
+            read_with = await self._read_with(prepared, chat)
+            demanded = self._dialect.demanded(read_with.prompt_ids, read_with.routes_from)
+            sent = await _sized(len(body), chat.body, demanded, model=self._config.engine.model)
             asked = Asked(
                 method="POST", target=Endpoint.CHAT, body=sent, headers=self._headers(request, session, notes)
             )
@@ -70,7 +73,7 @@ class Chats:
                 if answered.status != 200:
                     self.counts.refused_upstream += 1
                     return passed_on(answered)
-                exchange = self._exchange(chat, sent, prepared)
+                exchange = _exchange(chat, sent, prepared, read_with)
                 answer = await _sized(answered.size, exchange.answer, answered)
                 circumstances = _circumstances(answered, chat.fields)
                 await self._commit(session, claim, prepared, answer, circumstances)
@@ -99,10 +102,17 @@ class Chats:
         passed["Content-Type"] = "application/json"
         return passed
 
-    def _exchange(self, chat: Chat, sent: bytes, prepared: Prepared) -> Exchange:
-        asked = AskedOfReader(endpoint=Endpoint.CHAT, max_seq_len=self._config.policy.max_seq_len)
-        read = functools.partial(read_turn, known=prepared.known, asked=asked, route_format=prepared.route_format)
-        return Exchange(request=sent, read=read, stream=chat.stream, logprobs=chat.wants_logprobs)
+    async def _read_with(self, prepared: Prepared, chat: Chat) -> ReadWith:
+        limit = self._config.policy.max_seq_len
+        if self._renderer is None:
+            return ReadWith(max_seq_len=limit)
+        ids = await prompt_ids(self._renderer, prepared, chat)
+        return ReadWith(prompt_ids=ids, routes_from=prepared.routes_from, max_seq_len=limit)
+
+
+def _exchange(chat: Chat, sent: bytes, prepared: Prepared, asked: ReadWith) -> Exchange:
+    read = functools.partial(read_turn, known=prepared.known, asked=asked, route_format=prepared.route_format)
+    return Exchange(request=sent, read=read, stream=chat.stream, logprobs=chat.wants_logprobs)
 
 
 def passed_on(answered: Answered) -> web.Response:

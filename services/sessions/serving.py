@@ -42,18 +42,19 @@ async def _serve(config: RunConfig) -> None:
     registry = Registry(shelf, config, await in_io_thread(shelf.left_behind))
     limits = LagLimits(p90_s=config.lag.p90_s, p99_s=config.lag.p99_s, max_s=config.lag.max_s)
     lag = LoopLag(process="sessions", interval_s=config.lag.interval_s, limits=limits)
-    async with Backend.open(config.engine) as backend, asyncio.TaskGroup() as group:
+    async with Backend.open(config.engine) as backend:
         server = SessionServer(config, registry, backend, lag)
-        watching = [group.create_task(lag.run()), group.create_task(registry.watch())]
         runner = web.ServerRunner(_http(server, config), shutdown_timeout=config.sessions.drain_s)
-        try:
-            await _listen(runner, listening, server, config)
-            await stopping.wait()
-        finally:
-            await runner.cleanup()
-            for task in watching:
-                task.cancel()
-            await registry.finish()
+        async with asyncio.TaskGroup() as group:
+            watching = [group.create_task(lag.run()), group.create_task(registry.watch())]
+            try:
+                await _listen(runner, listening, server, config)
+                await stopping.wait()
+            finally:
+                await runner.cleanup()
+                for task in watching:
+                    task.cancel()
+                await registry.finish()
 
 
 def _http(server: SessionServer, config: RunConfig) -> JsonServer:
