@@ -45,8 +45,8 @@ class Sessions(Section):
     """of one session's files; a larger one expires"""
     request_bytes: PositiveInt = 16 << 20
     """of one request; a context of a million tokens has some 4 MB"""
-    requests_bytes: PositiveInt = 256 << 20
-    """of all requests being received; over it, reads wait"""
+    requests_bytes: PositiveInt = 1 << 30
+    """of all requests that are not yet answered; over it, reads wait"""
     header_bytes: PositiveInt = 16 << 10
     """of one line of a request's head"""
     request_s: PositiveFloat = 60.0

@@ -2,7 +2,8 @@
 
 Traps of aiohttp: a connection that the server closed while it was idle fails at the next POST and is not tried again;
 `sock_read` counts while an answer is awaited, but not while we hold reading back; the time-out `connect` would count
-waiting for a free connection, so only `sock_connect` is set.
+waiting for a free connection, so only `sock_connect` is set; `iter_any` joins what has gathered, and `iter_chunks` never
+ends on the body of an answer that has none (204).
 """
 
 import contextlib
@@ -55,12 +56,15 @@ def sendable(body: bytes) -> bytes | io.BytesIO:
 async def receive(response: aiohttp.ClientResponse, share: Share, budget: ByteBudget) -> list[bytes]:
     """The body as it came: joining megabytes would hold up the loop."""
     await _reserve(share, budget, response.content_length or 0)
-    chunks, received = list[bytes](), 0
-    async for chunk, _ in response.content.iter_chunks():  # iter_any would join what has gathered
+    chunks, received, content = list[bytes](), 0, response.content
+    while not content.at_eof():
+        chunk, _ = await content.readchunk()
         received += len(chunk)
         if received > share.held:
             await _reserve(share, budget, received - share.held)
         chunks.append(chunk)
+    if error := content.exception():
+        raise error
     return chunks
 
 

@@ -56,18 +56,18 @@ class Chats:
 
     async def answer(self, request: web.BaseRequest, entry: Entry, notes: Notes) -> web.Response:
         session = opened(entry)
-        with session.claim() as claim:
+        with session.claim() as claim, self._requests.share() as share:
             self.counts.begun += 1
             limits = self._config.sessions
-            body = await read_body(request, self._requests, limit=limits.request_bytes, timeout_s=limits.request_s)
+            body = await read_body(request, share, limit=limits.request_bytes, timeout_s=limits.request_s)
             chat = await _sized(len(body), read_chat, body, notes.sampling)
             prepared = self._prepared(session, claim, chat)
             read_with = await self._read_with(prepared, chat)
             demanded = self._dialect.demanded(read_with.prompt_ids, read_with.routes_from)
             sent = await _sized(len(body), chat.body, demanded, model=self._config.engine.model)
-            asked = Asked(
-                method="POST", target=Endpoint.CHAT, body=sent, headers=self._headers(request, session, notes)
-            )
+            del body
+            passed = self._headers(request, session, notes)
+            asked = Asked(method="POST", target=Endpoint.CHAT, body=sent, headers=passed)
             async with self._backend.ask(asked, home=entry.home) as answered:
                 entry.home = answered.replica
                 if answered.status != 200:

@@ -10,7 +10,7 @@ import orjson
 from aiohttp import web
 
 from penstock.errors import BadRequest, TooLarge, TooSlow
-from penstock.policy.byte_budget import ByteBudget
+from penstock.policy.byte_budget import Share
 from penstock.recording import Digested, digested
 from penstock.rollout_config import RESERVED
 
@@ -55,7 +55,8 @@ class Chat:
         return orjson.dumps({"model": model, **fields, **demanded}, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-async def read_body(request: web.BaseRequest, budget: ByteBudget, *, limit: int, timeout_s: float) -> bytes:
+async def read_body(request: web.BaseRequest, share: Share, *, limit: int, timeout_s: float) -> bytes:
+    """What has arrived counts in the share; a client that is slow holds only that."""
     if (request.content_length or 0) > limit:
         raise _too_large(limit)
     if request.headers.get("Expect", "").lower() == "100-continue":
@@ -63,21 +64,20 @@ async def read_body(request: web.BaseRequest, budget: ByteBudget, *, limit: int,
         request.writer.output_size = 0
     try:
         async with asyncio.timeout(timeout_s):
-            return await _received(request, budget, limit)
+            return await _received(request, share, limit)
     except TimeoutError:
         raise TooSlow(f"the request's body did not arrive within {timeout_s:g} s") from None
     except web.RequestPayloadError as error:
         raise BadRequest(f"the request's body cannot be read: {error}") from None
 
 
-async def _received(request: web.BaseRequest, budget: ByteBudget, limit: int) -> bytes:
+async def _received(request: web.BaseRequest, share: Share, limit: int) -> bytes:
     body = bytearray()
-    with budget.share() as share:
-        async for chunk in request.content.iter_any():
-            await share.reserve(len(chunk))
-            body += chunk
-            if len(body) > limit:
-                raise _too_large(limit)
+    async for chunk in request.content.iter_any():
+        await share.reserve(len(chunk))
+        body += chunk
+        if len(body) > limit:
+            raise _too_large(limit)
     return bytes(body)
 
 

@@ -105,7 +105,8 @@ class SessionServer:
     async def _show(self, _: web.BaseRequest, entry: Entry, __: Notes) -> web.Response:
         session = opened(entry)
         settings = session.settings
-        records, ids = await session.records(), session.token_ids()
+        ids = session.token_ids()
+        records = await session.records()
         metadata = {
             "accumulated_token_ids": orjson.Fragment(b"[%b]" % ids_text(ids)),
             "rollout": settings.rollout,
@@ -134,7 +135,8 @@ class SessionServer:
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         limits = self._settings
-        return await read_body(request, self._requests, limit=limits.request_bytes, timeout_s=limits.request_s)
+        with self._requests.share() as share:
+            return await read_body(request, share, limit=limits.request_bytes, timeout_s=limits.request_s)
 
     def _status(self) -> bytes:
         received, requests, limits = self._backend.budget, self._requests, self._settings

@@ -1,6 +1,7 @@
 """The process: bind, take the sessions that an earlier one left, serve until told to stop, let chats end."""
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -48,6 +49,7 @@ async def _serve(config: RunConfig) -> None:
         async with asyncio.TaskGroup() as group:
             watching = [group.create_task(lag.run()), group.create_task(registry.watch())]
             try:
+                gc.freeze()  # what start-up made stays: collections need not look at it
                 await _listen(runner, listening, server, config)
                 await stopping.wait()
             finally:
