@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup check test chaos fuzz bench clean
+.PHONY: setup demo check test chaos fuzz bench clean
 
 setup: $(STAMP)
 
@@ -15,6 +15,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[app,dev]'
 	@touch $@
+
+demo: setup
+	@$(BIN)/penstock demo
 
 check: setup
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .

@@ -1,4 +1,4 @@
-"""The processes of a benchmark: each in a session of its own, its output in a file. None outlives the benchmark."""
+"""The processes of a benchmark or a demo: each in a session of its own, its output in a file. None outlives it."""
 
 import os
 import signal
@@ -24,12 +24,12 @@ class Process:
 
     def __init__(self, name: str, command: list[str], *, directory: Path, variables: dict[str, str]) -> None:
         self.name = name
-        self._log = directory / f"{name}.log"
+        self.log = directory / f"{name}.log"
         program = str(BIN / command[0])
         launched = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), program, *command[1:]]
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
         environment = {**inherited, "PYTHONPATH": str(ROOT), **variables}
-        with self._log.open("wb") as log:
+        with self.log.open("wb") as log:
             self._popen = subprocess.Popen(
                 launched,
                 cwd=directory,
@@ -43,13 +43,21 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """Looks without waiting for it, so that its CPU time can still be read."""
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self.pid, flags) is not None
+        return self.exit_code is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative: the signal. Looks without waiting for it, so that its CPU time can still be read."""
+        if self._popen.returncode is not None:
+            return self._popen.returncode
+        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     @property
     def output(self) -> str:
-        return self._log.read_text(errors="replace")
+        return self.log.read_text(errors="replace")
 
     @property
     def last_words(self) -> str:
@@ -65,6 +73,11 @@ class Process:
                 raise RunError(f"waited {timeout_s:g} s for {what}. The last words of {self.name}:\n{self.last_words}")
             time.sleep(POLL_S)
         return value
+
+    def terminate(self) -> None:
+        """SIGTERM, to itself alone: it is to end what it started."""
+        if self._popen.returncode is None:
+            os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL, with everything that it started."""

@@ -1,7 +1,9 @@
 """`penstock audit RUN_DIR`: does it add up."""
 
+import contextlib
+import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -10,23 +12,43 @@ from cli.facts import Fact
 from cli.output import Json, print_facts, print_json
 from cli.status import RunDir
 
+if TYPE_CHECKING:
+    from orchestrator.sealed_files import Progress
+
 
 def audit(run_dir: RunDir, as_json: Json = False) -> None:
     """Account for every rollout of a run: does it add up?
 
     Every planned rollout is delivered in exactly one step, filtered for a reason, in flight, or dead with its error.
-    The ledger is held against itself and against the manifests on the disk; nothing is changed, and the run may go on.
+    The ledger is held against itself and against the manifests, and every file that they name and that is not yet
+    released is read again and its checksum compared. Nothing is changed, and the run may go on.
     The exit code is 1 when it does not add up.
     """
     from orchestrator.audit import audit as account
 
-    found = account(run_dir)
+    with reading_again() as progress:
+        found = account(run_dir, progress)
     if as_json:
         print_json(found)
     else:
         print_facts(_facts(found))
     if not found["balanced"]:
         raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def reading_again() -> "Iterator[Progress]":
+    """Tells a person how far it is; a script is told nothing."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = TextColumn("reading sealed files again"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _facts(found: dict[str, Any]) -> Iterator[Fact]:

@@ -27,7 +27,8 @@ def progress(status: Mapping[str, Any]) -> Iterator[Fact]:
     if rollouts["filtered"]:
         yield Fact("filtered", listed(rollouts["filtered"]))
     if status["rollouts_per_s"]:
-        yield Fact("speed", f"{status['rollouts_per_s']:,.1f} rollouts/s")
+        tokens = f", {status['tokens_per_s']:,.0f} tokens/s" if status.get("tokens_per_s") else ""
+        yield Fact("speed", f"{status['rollouts_per_s']:,.1f} rollouts/s{tokens}")
 
 
 def equation(rollouts: Mapping[str, Any]) -> str:
@@ -51,8 +52,14 @@ def loop_lag(lag: Mapping[str, Any]) -> str:
     return f"p99 {milliseconds(lag['p99_s'])}, max {milliseconds(lag['max_s'])}"
 
 
+def worst_lag(lags: Mapping[str, Mapping[str, Any]]) -> str:
+    worst = {name: max(lag[name] for lag in lags.values()) for name in ("p99_s", "max_s")}
+    return f"{loop_lag(worst)} at worst in {counted(len(lags), 'other process')}"
+
+
 def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def listed(counts: Mapping[str, int]) -> str:

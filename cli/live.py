@@ -7,7 +7,7 @@ stopped (Ctrl-S), happen in threads of this module's own.
 import logging
 import queue
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from logging.handlers import QueueHandler, QueueListener
 from types import TracebackType
 from typing import Any, Self
@@ -32,11 +32,13 @@ IN_VIEW = ("action=progress", "action=loop_lag")
 class LiveView:
     """`with LiveView() as view: run(watch=view.watch)`"""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, beside: Callable[[], Iterable[Fact]] = tuple) -> None:
+        """`beside` says more than the statuses do; it is asked by the thread that draws, from the start."""
+        self._beside = beside
         self._console = console or Console(highlight=False)
         self._status: dict[str, Any] | None = None
         self._live = Live(
-            get_renderable=self._draw, console=self._console, refresh_per_second=REFRESH_PER_S, transient=True
+            get_renderable=self.draw, console=self._console, refresh_per_second=REFRESH_PER_S, transient=True
         )
         records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
         self._sender = BoundedSender(records)
@@ -65,8 +67,11 @@ class LiveView:
         handler.setFormatter(logging.Formatter(LOG_FORMAT))
         return handler
 
-    def _draw(self) -> RenderableType:
-        return view(self._status) if self._status else Text("starting ...", style="dim")
+    def draw(self) -> RenderableType:
+        beside = list(self._beside())
+        if self._status:
+            return view(self._status, beside)
+        return table(beside) if beside else Text("starting ...", style="dim")
 
 
 class BoundedSender(QueueHandler):
@@ -94,8 +99,8 @@ class ConsoleHandler(logging.Handler):
         self._console.print(Text(self.format(record), style=style))
 
 
-def view(status: dict[str, Any]) -> RenderableType:
-    grid = table(_facts(status))
+def view(status: dict[str, Any], beside: Iterable[Fact] = ()) -> RenderableType:
+    grid = table([*_facts(status), *beside])
     grid.add_row("", ProgressBar(total=status["steps"], completed=status["step"], width=40))
     parts: list[RenderableType] = [grid]
     if status["waiting_for"]:
@@ -111,3 +116,5 @@ def _facts(status: dict[str, Any]) -> Iterator[Fact]:
     yield Fact("queues", facts.listed(status["queued"]))
     yield facts.workers(status["running_by_worker"])
     yield Fact("loop lag", facts.loop_lag(status["event_loop_lag"]))
+    if others := status.get("other_loops"):
+        yield Fact("", facts.worst_lag(others))

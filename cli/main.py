@@ -6,6 +6,7 @@ import sys
 import typer
 
 from cli import audit, bench, engine, run, sessions, status
+from cli.demo import command as demo
 from penstock.errors import PenstockError
 
 app = typer.Typer(
@@ -15,6 +16,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="The pipe between inference server and trainer in LLM reinforcement learning.",
 )
+app.command("demo")(demo.demo)
 app.command("run")(run.run)
 app.command("status")(status.status)
 app.command("audit")(audit.audit)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli import facts
-from cli.audit import verdict
+from cli.audit import reading_again, verdict
 from cli.facts import Fact
 from cli.output import LOG_FORMAT, Json, on_terminal, print_facts, print_json
 
@@ -46,11 +46,12 @@ def run(
 
     with _shown(live=on_terminal() and not as_json) as watch:
         status = start.run(settings, watch=watch)
-    found = audit(settings.run_dir)
+    with reading_again() as progress:
+        found = audit(settings.run_dir, progress)
     if as_json:
         print_json({**status, "audit": found})
     else:
-        print_facts(_summary(status, found, settings.run_dir))
+        print_facts(_summary(status, found, settings.store_dir))
     if not found["balanced"]:
         raise typer.Exit(1)
 
@@ -69,14 +70,14 @@ def _shown(*, live: bool) -> "Iterator[Watch]":
         yield nobody
 
 
-def _summary(status: dict[str, Any], found: dict[str, Any], run_dir: Path) -> Iterator[Fact]:
+def _summary(status: dict[str, Any], found: dict[str, Any], store: Path) -> Iterator[Fact]:
     done = status["phase"] == "done"
     yield Fact(
         "run", f"{status['run']}: {'done' if done else 'stopped early'} after {facts.duration(status['running_s'])}"
     )
     yield Fact("steps", f"{status['step']:,} of {status['steps']:,} delivered")
     if status["step"]:
-        yield Fact("batches", str(run_dir.resolve() / "batches"))
+        yield Fact("batches", str(store / "batches"))
     yield verdict(found)
     if not done:
         yield Fact("resume", shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))

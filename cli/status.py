@@ -44,6 +44,8 @@ def _facts(found: dict[str, Any]) -> Iterator[Fact]:
         yield facts.workers({worker: len(jobs) for worker, jobs in found["workers"].items()})
     for process, lag in found["event_loop_lag"].items():
         yield Fact("loop lag", f"{facts.loop_lag(lag)}: {process}")
+    if found["http"]:
+        yield Fact("http", f"{found['http']}/metrics, /status, /health")
     for cause in found["waiting_for"]:
         yield Fact("waits for", cause, alarm=True)
 

@@ -1,15 +1,20 @@
-"""Does it add up: the ledger against itself and against the manifests on the disk. Only reads; the run may go on."""
+"""Does it add up: the ledger against itself, against the manifests, and these against the bytes on the disk.
+
+Only reads; the run may go on.
+"""
 
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from orchestrator import restore, run_dir, schema
 from orchestrator.reporter import counts
+from orchestrator.sealed_files import Progress, damaged
 from orchestrator.states import BatchState, RolloutState
-from penstock.batches import read_manifests
+from penstock.batches import Manifest, read_manifests
 from penstock.blobs import Store
 
 SHOWN_MOST = 20  # of any one kind of problem
@@ -36,18 +41,17 @@ CHECKS = {
 }
 
 
-def audit(directory: Path) -> dict[str, Any]:
+def audit(directory: Path, progress: Progress = lambda done, total: None) -> dict[str, Any]:
     """`balanced` is true when the counts add up and no problem was found."""
     store = Store(run_dir.store_path(directory))
     with schema.reading(run_dir.ledger_path(directory)) as connection:
         connection.execute("BEGIN")  # one moment of the ledger for all questions; the manifests are read after it
-        found = progress(connection)["rollouts"]
-        manifests = {
-            step: [rollout.rollout for rollout in manifest.plan.rollouts]
-            for step, manifest in read_manifests(store).items()
-        }
+        found = counted(connection)["rollouts"]
+        manifests = read_manifests(store)
         problems = [*_structure(connection), *_deliveries(connection, manifests)]
         dead_jobs = _dead_jobs(connection)
+        connection.execute("COMMIT")  # from here on each question sees the ledger of its own time
+        problems += islice(damaged(store, manifests, connection, progress), SHOWN_MOST)
     return {
         **found,
         "balanced": found["balanced"] and not problems,
@@ -57,7 +61,7 @@ def audit(directory: Path) -> dict[str, Any]:
     }
 
 
-def progress(connection: sqlite3.Connection) -> dict[str, Any]:
+def counted(connection: sqlite3.Connection) -> dict[str, Any]:
     """The ledger's part of a run's status."""
     meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
     states = Counter({RolloutState(state): count for state, count in restore.count_by(connection, "state")})
@@ -85,11 +89,11 @@ def _structure(connection: sqlite3.Connection) -> Iterator[str]:
             yield text.format(subject)
 
 
-def _deliveries(connection: sqlite3.Connection, manifests: dict[int, list[str]]) -> Iterator[str]:
+def _deliveries(connection: sqlite3.Connection, manifests: dict[int, Manifest]) -> Iterator[str]:
     """The manifests are the truth: each rollout in one of them at most, and the ledger knows it."""
     step_of: dict[str, int] = {}
-    for step, rollouts in manifests.items():
-        for rollout in rollouts:
+    for step, manifest in manifests.items():
+        for rollout in (planned.rollout for planned in manifest.plan.rollouts):
             if rollout in step_of:
                 yield f"rollout {rollout} is in step {step_of[rollout]} and in step {step}"
             step_of[rollout] = step

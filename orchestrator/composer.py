@@ -2,15 +2,16 @@
 
 import logging
 import math
+from collections.abc import Callable
 
 from orchestrator.ledger import Ledger
-from orchestrator.records import Batch, Group
+from orchestrator.records import Batch, Group, Rollout
 from orchestrator.shares import quotas, weight
 from orchestrator.states import GroupState, JobKind, JobState, RolloutState
 from orchestrator.trainer import Trainer
+from penstock.batches import EncodedRank
 from penstock.config import RunConfig
 from penstock.errors import RunError
-from penstock.messages import EncodeResult
 
 logger = logging.getLogger("penstock.composer")
 
@@ -35,22 +36,27 @@ class Composer:
             self._ledger.add_job(batch.job_id(data_rank), JobKind.ENCODE, str(step))
         return batch
 
-    def encoded(self) -> tuple[Batch, list[EncodeResult]] | None:
-        """The open step whose every rank has replied."""
+    def encoded(self) -> tuple[Batch, list[EncodedRank]] | None:
+        """The open step whose every rank is in its file."""
         for batch in self._ledger.batches.values():
             jobs = [self._ledger.jobs[batch.job_id(rank)] for rank in range(self._files)]
+            results = [job.result for job in jobs if job.result is not None]
+            unreadable = {rollout for result in results for rollout in result.unreadable}
             dead = [job for job in jobs if job.state is JobState.DEAD]
+            if unreadable:
+                self._form_without(batch, unreadable)
+                return None
             if dead:
                 self._form_again(batch, dead[0].error)
                 return None
-            results = [job.result for job in jobs if job.result is not None]
-            if len(results) == len(jobs):
-                return (batch, results) if self.still_fresh(batch) else None
+            ranks = [result.rank for result in results if result.rank]
+            if len(ranks) == len(jobs):
+                return (batch, ranks) if self.still_fresh(batch) else None
         return None
 
     def still_fresh(self, batch: Batch) -> bool:
         """Judged once more at sealing: time in queues counts. A step with something stale in it is formed again."""
-        if not any(self._is_stale(rollout.result.version_first) for rollout in batch.rollouts() if rollout.result):
+        if not any(self._is_stale(rollout) for rollout in batch.rollouts()):
             return True
         logger.warning("action=step_formed_again step=%d a rollout became stale while it was encoded", batch.step)
         self._ledger.dissolve(batch)
@@ -72,17 +78,30 @@ class Composer:
         self._ledger.event(f"step {batch.step}", "formed_again", error or "")
         self._ledger.dissolve(batch)
 
-    def _is_stale(self, version_first: int) -> bool:
-        stale, now = self._config.filters.stale, self._ledger.number("policy_version")
-        return stale.mode == "drop" and stale.exceeded(version_first=version_first, version_now=now)
+    def _form_without(self, batch: Batch, unreadable: set[str]) -> None:
+        """Blobs were damaged or deleted after they had been checked: the step goes on without their rollouts."""
+        logger.error("action=step_formed_again step=%d unreadable=%s", batch.step, ",".join(sorted(unreadable)))
+        self._ledger.event(f"step {batch.step}", "formed_again", f"{len(unreadable)} rollouts cannot be read")
+        groups = list(batch.groups)
+        self._ledger.dissolve(batch)
+        for group in groups:
+            self._drop_from(group, "blob_corrupt", lambda rollout: rollout.id in unreadable)
+
+    def _is_stale(self, rollout: Rollout) -> bool:
+        if rollout.result is None:
+            return False
+        version_first, now = rollout.result.version_first, self._ledger.number("policy_version")
+        return self._config.filters.stale.drops(version_first=version_first, version_now=now)
 
     def _drop_stale(self) -> None:
         for group in [group for group in self._ledger.groups.values() if group.state is GroupState.ADMITTED]:
-            for rollout in group.of(RolloutState.ADMITTED):
-                if rollout.result and self._is_stale(rollout.result.version_first):
-                    self._ledger.drop(rollout, "stale")
-            if not group.of(RolloutState.ADMITTED):
-                self._ledger.enter(group, GroupState.CLOSED)
+            self._drop_from(group, "stale", self._is_stale)
+
+    def _drop_from(self, group: Group, reason: str, unfit: Callable[[Rollout], bool]) -> None:
+        for rollout in filter(unfit, group.of(RolloutState.ADMITTED)):
+            self._ledger.drop(rollout, reason)
+        if not group.of(RolloutState.ADMITTED):
+            self._ledger.enter(group, GroupState.CLOSED)
 
     def _take(self, step: int) -> list[Group] | None:
         """Every environment's part, or nothing yet."""

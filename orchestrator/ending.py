@@ -11,7 +11,7 @@ import orjson
 from orchestrator.broker import Broker
 from orchestrator.ledger import Ledger
 from orchestrator.replies import Replies
-from orchestrator.states import IN_FLIGHT, GroupState, JobState, RolloutState
+from orchestrator.states import IN_FLIGHT, GroupState, JobState
 from penstock import keys, plans
 from penstock.config import RunConfig
 from penstock.messages import Queue
@@ -68,7 +68,7 @@ class Ending:
             self._ledger.end(job, JobState.CANCELLED)
         for group in list(self._ledger.groups.values()):
             for rollout in group.of(*IN_FLIGHT):
-                self._ledger.move(rollout, RolloutState.FILTERED, reason="run_ended")
+                self._ledger.drop(rollout, "run_ended")
             self._ledger.enter(group, GroupState.CLOSED)
 
     def _submitted(self) -> int:

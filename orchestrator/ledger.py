@@ -60,6 +60,15 @@ class Ledger:
         self.meta[key] = value
         self._changed_meta.add(key)
 
+    def spent(self, kind: JobKind, seconds: float) -> None:
+        """An execution that settled a job took this long; the longest one is remembered until the next step."""
+        self.count(f"settled:{kind}")
+        self.set(f"seconds:{kind}", self.seconds(f"seconds:{kind}") + seconds)
+        self.set(f"longest:{kind}", max(self.seconds(f"longest:{kind}"), seconds))
+
+    def seconds(self, key: str) -> float:
+        return float(self.meta.get(key) or 0.0)
+
     def event(self, subject: str, action: str, detail: str = "") -> None:
         self._events.append((time.time(), subject, action, detail))
 
@@ -95,7 +104,10 @@ class Ledger:
 
     def generated(self, rollout: Rollout, result: RolloutResult) -> None:
         rollout.result = result
+        self.count("rollouts_generated")
+        self.count("tokens_generated", result.completion_tokens)
         self.move(rollout, RolloutState.GENERATED)
+        self.count("open_bytes", result.stored_bytes)
 
     def score(self, rollout: Rollout, reward: float) -> None:
         assert rollout.result is not None
@@ -109,18 +121,27 @@ class Ledger:
 
     def drop(self, rollout: Rollout, reason: str) -> None:
         self.move(rollout, RolloutState.FILTERED, reason=reason)
-        if rollout.result:
-            self.release(rollout.result)
+        self._release(rollout)
 
-    def release(self, result: RolloutResult) -> None:
+    def kill(self, rollout: Rollout, error: str) -> None:
+        self.move(rollout, RolloutState.DEAD, error=error)
+        self._release(rollout)
+
+    def _release(self, rollout: Rollout) -> None:
         """Nobody will read its blobs any more."""
-        self.unwanted += [blob.key for blob in (result.columns, result.experts) if blob]
+        if rollout.result:
+            self.unwanted += rollout.result.keys
+            self.count("open_bytes", -rollout.result.stored_bytes)
 
     def enter(self, group: Group, state: GroupState) -> None:
         group.state = state
         self._touch("groups", group)
+        if state is GroupState.FILTERING:
+            self.count(f"solved_{group.solved}:{group.environment}")  # here, because a filter may drop the extremes
         if state is GroupState.CLOSED:
             self.groups.pop(group.id)
+            if not group.of(RolloutState.DELIVERED):
+                self.count("groups_dropped")
 
     # jobs
 
@@ -180,10 +201,15 @@ class Ledger:
         batch.state = BatchState.DELIVERED
         self._touch("batches", batch)
         self.untrained[batch.step] = sum(1 for _ in batch.rollouts())
+        size = sum(rollout.result.stored_bytes for rollout in batch.rollouts() if rollout.result)
+        self.count("open_bytes", -size)
+        self.count("delivered_bytes", size)
         for group in batch.groups:
             for rollout in group.of(RolloutState.BATCHED):
                 self.move(rollout, RolloutState.DELIVERED)
             self.enter(group, GroupState.CLOSED)
+        for kind in JobKind:
+            self.set(f"longest:{kind}", 0.0)
         self.set("steps_delivered", batch.step + 1)
         self.set("formation", 0)
         self.set("failed_formations", 0)

@@ -4,7 +4,10 @@
     read_replies   apply what the workers answered, commit, trim the stream
     reconcile      find what was lost and have it submitted again
     report         say what is happening, every second
+    metrics        write down what every delivered step was like
+    lags           know how late the other processes' loops run
     heed_trainer   take in acknowledgements and policy versions, let go of blobs
+    sweep          remove files that nobody names
     lock.keep      stay the only one
 
 `drive` sleeps until a reply, a loss or half a second wakes it. A duty that raises ends them all.
@@ -13,13 +16,15 @@
 import asyncio
 import logging
 
-from orchestrator import crash_points, sealing
+from orchestrator import crash_points, sealing, sweep
 from orchestrator.broker import Broker
 from orchestrator.composer import Composer
 from orchestrator.ending import Ending
-from orchestrator.engine_gate import EngineGate
+from orchestrator.gates import Gates
+from orchestrator.lags import Lags
 from orchestrator.ledger import Ledger
 from orchestrator.lock import RunLock
+from orchestrator.metrics import Metrics
 from orchestrator.planner import Planner
 from orchestrator.reconciler import Reconciler
 from orchestrator.records import Batch
@@ -31,11 +36,10 @@ from orchestrator.stopping import Phase, Stopping
 from orchestrator.submission import Submitter
 from orchestrator.trainer import Trainer
 from penstock import keys
-from penstock.batches import read_manifest
+from penstock.batches import EncodedRank, read_manifest
 from penstock.blobs import Store
 from penstock.config import RunConfig
 from penstock.loop_lag import LoopLag
-from penstock.messages import EncodeResult
 
 logger = logging.getLogger("penstock.orchestrator")
 
@@ -56,6 +60,7 @@ class Orchestrator:
         lag: LoopLag,
         stopping: Stopping,
         watch: Watch,
+        url: str | None = None,
     ) -> None:
         self.config = config
         self.run_id = run
@@ -64,30 +69,37 @@ class Orchestrator:
         self.lock = lock
         self.lag = lag
         self.stopping = stopping
-        self.gate = EngineGate()
+        self.url = url
+        """where others may ask: the HTTP endpoint's"""
+        self.gates = Gates()
         self.store = Store(config.store_dir)
-        self.stages = Stages(config, ledger, self.gate)
+        self.stages = Stages(config, ledger, self.gates)
         self.trainer = Trainer(config, ledger)
         self.planner = Planner(config, ledger, self.trainer)
         self.composer = Composer(config, ledger, self.trainer)
         self.release = Release(config, ledger, self.trainer)
+        self.sweeper = sweep.Sweep(config, run, ledger)
         self.sealer = sealing.Sealer(config)
-        self.submitter = Submitter(config, run, ledger, broker, self.gate)
+        self.submitter = Submitter(config, run, ledger, broker, self.gates)
         self.replies = Replies(run, broker, ledger)
         self.reconciler = Reconciler(config, run, ledger, broker, self.stages)
         self.ending = Ending(config, run, ledger, broker, self.replies)
+        self.lags = Lags(broker)
+        self.metrics = Metrics(config, ledger, lag, self.lags)
         self.reporter = Reporter(self, watch)
         self.changed = asyncio.Event()
 
     async def run(self) -> None:
         """Until the last step is delivered, or somebody stops it; what is open then waits in the ledger."""
         self.deliver_what_is_sealed()
-        duties = [self.lag.run, self.lock.keep, self.reporter.run, self.read_replies, self.reconcile, self.heed_trainer]
+        duties = [self.lag.run, self.lags.run, self.lock.keep, self.reporter.run, self.metrics.run, self.read_replies,
+                  self.reconcile, self.heed_trainer, self.sweep]  # fmt: skip
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(duty()) for duty in duties]
             await self.stopping.unless_stopped(self.drive_to_rest())
             for task in tasks:
                 task.cancel()
+        await self.metrics.write()
         await self.reporter.write()
         await self.trainer.tell("the run is complete" if self.done else "the orchestrator was stopped", ended=self.done)
 
@@ -95,6 +107,9 @@ class Orchestrator:
         await self.drive()
         if self.done:
             await self.ending.finish()
+            await self.trainer.look()
+            await self.release.run_once()
+            await self.sweeper.run_once()
         else:
             await self.ending.drain()
 
@@ -108,6 +123,7 @@ class Orchestrator:
             more_to_plan = self.planner.plan()
             crash_points.passed("planned")
             if self.composer.compose():
+                self.metrics.composed()
                 await self.ledger.committed()
                 crash_points.passed("composed")
             await self.submitter.submit(list(self.ledger.waiting.values()))
@@ -124,14 +140,14 @@ class Orchestrator:
             pass
         self.changed.clear()
 
-    async def seal(self, batch: Batch, ranks: list[EncodeResult]) -> bool:
+    async def seal(self, batch: Batch, ranks: list[EncodedRank]) -> bool:
         crash_points.passed("encoded")
         await self.lock.check()
         if not await self.sealer.seal(batch, ranks):
             return False
         crash_points.passed("sealed")
         rollouts = sum(1 for _ in batch.rollouts())
-        self.ledger.deliver(batch)
+        self.deliver(batch)
         await self.ledger.committed()
         crash_points.passed("delivered")
         logger.info("action=delivered step=%d rollouts=%d", batch.step, rollouts)
@@ -141,7 +157,11 @@ class Orchestrator:
         """The manifest on the disk is the truth: a crash may have kept the ledger from saying so."""
         for batch in list(self.ledger.batches.values()):
             if read_manifest(self.store, batch.step) is not None:
-                self.ledger.deliver(batch)
+                self.deliver(batch)
+
+    def deliver(self, batch: Batch) -> None:
+        self.metrics.measure(batch)
+        self.ledger.deliver(batch)
 
     async def read_replies(self) -> None:
         while True:
@@ -167,6 +187,11 @@ class Orchestrator:
                 self.changed.set()
             await asyncio.sleep(TRAINER_S)
 
+    async def sweep(self) -> None:
+        while True:
+            await self.sweeper.run_once()
+            await asyncio.sleep(sweep.EVERY_S)
+
     async def reconcile(self) -> None:
         while True:
             await asyncio.sleep(self.reconciler.poll_s)
@@ -178,8 +203,9 @@ class Orchestrator:
             await self.ledger.committed()
             if expired := findings.expired_leases:
                 await self.broker.ask(lambda client, expired=expired: client.hdel(keys.LEASES, *expired))
-            if findings.revoke:
-                await self.ending.revoke(findings.revoke)
+            cancelled, self.stages.cancelled = self.stages.cancelled, []
+            if revoke := findings.revoke + [job.task_id(self.run_id) for job in cancelled]:
+                await self.ending.revoke(revoke)
 
     async def caught_up_with(self, reply_id: str) -> bool:
         try:

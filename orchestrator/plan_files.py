@@ -99,6 +99,7 @@ def batch_plan(config: RunConfig, batch: Batch) -> BatchPlan:
         rollouts=_planned(config, batch),
         normalise=settings.normalise,
         logprobs_mode=settings.logprobs_mode,
+        extras=settings.extras,
         format=settings.format,
     )
 

@@ -45,10 +45,29 @@ class Planner:
         number = self._ledger.count(f"begun:{name}") - 1
         self._ledger.plan(environment=name, example=number % self._ledger.number(f"examples:{name}"), size=size)
 
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing is begun although the trainer would take it."""
+        if not self._store_is_full or not self._ledger.number("delivered_bytes"):
+            return None
+        return (
+            f"the store holds {self._stored_gb:.1f} GB, and may hold {self._config.max_store_gb:g} (max_store_gb): "
+            f"nothing is begun until the trainer has {self._config.trainer.release_on} "
+            f"step {self._ledger.number('experts_released')}"
+        )
+
+    @property
+    def _stored_gb(self) -> float:
+        return (self._ledger.number("open_bytes") + self._ledger.number("delivered_bytes")) / 1e9
+
+    @property
+    def _store_is_full(self) -> bool:
+        return self._config.max_store_gb is not None and self._stored_gb >= self._config.max_store_gb
+
     def _missing(self) -> Counter[str]:
         """environment -> groups to begin, of those that the workers know."""
         first = self._ledger.number("steps_delivered") + len(self._ledger.batches)
-        steps = range(first, min(self._config.steps, self._trainer.plannable_steps(first)))
+        steps = range(first, min(self._config.steps, self._trainer.plannable_steps(first), self._storable_steps(first)))
         needed = Counter[str]()
         for step in steps:
             needed.update(quotas(self._config, step))
@@ -56,6 +75,12 @@ class Planner:
         oversample, open_groups = self._config.rollouts.oversample, self._open_groups()
         wanted = {name: oversample * self._in_groups(needed[name]) - open_groups[name] for name in known}
         return Counter({name: max(0, math.ceil(groups)) for name, groups in wanted.items()})
+
+    def _storable_steps(self, first: int) -> int:
+        """In a full store nothing is begun, except what the next step lacks when nothing can be released before it."""
+        if not self._store_is_full:
+            return self._config.steps
+        return first if self._ledger.number("delivered_bytes") else first + 1
 
     def _open_groups(self) -> dict[str, float]:
         """environment -> groups on their way. Admitted ones count for what is left of them: some are partial."""

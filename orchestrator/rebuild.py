@@ -52,7 +52,13 @@ def _fill(connection: sqlite3.Connection, manifests: dict[int, Manifest], group_
             planned += len(rows)
             last_ordinal = max(last_ordinal, ordinal)
     # Ordinals of groups that were open are not known: leave room, so that no name is used twice.
-    counters = {"groups_planned": last_ordinal + 1_000_000, "steps_delivered": max(manifests) + 1}
+    plans = [manifest.plan for manifest in manifests.values()]
+    blobs = [blob for plan in plans for rollout in plan.rollouts for blob in (rollout.columns, rollout.experts) if blob]
+    counters = {
+        "groups_planned": last_ordinal + 1_000_000,
+        "steps_delivered": max(manifests) + 1,
+        "delivered_bytes": sum(blob.size for blob in blobs),
+    }
     connection.executemany(UPSERTS["meta"], [("rollouts_planned", planned), *counters.items()])
     connection.execute("COMMIT")
 

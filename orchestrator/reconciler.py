@@ -44,6 +44,8 @@ class Watch:
     attempt: int
     running_s: float = 0.0
     missing_s: float = 0.0
+    version: int | None = None
+    """the policy's when it was first seen running: its first token is of this one, or older"""
 
 
 @dataclass(kw_only=True)
@@ -103,14 +105,14 @@ class Reconciler:
         submitted = [job for job in self._ledger.jobs.values() if job.state is JobState.SUBMITTED]
         for job in submitted:
             beating, queued = alive.get((job.id, job.attempt)), job.sequence >= queued_from[job.kind.queue]
-            # Most have been in their queue ever since: there is nothing to watch.
-            if beating is not None or not queued or job.id in self._watched:
+            # Most have been in their queue ever since: there is nothing to watch. Some went with the one before them.
+            if job.state is JobState.SUBMITTED and (beating is not None or not queued or job.id in self._watched):
                 self._judge_job(job, queued, passed_s, beating, findings)
         self._watched = {job.id: self._watched[job.id] for job in submitted if job.id in self._watched}
-        self._judge_groups(passed_s, findings)
+        self._judge_groups(passed_s)
         return findings
 
-    def _judge_groups(self, passed_s: float, findings: Findings) -> None:
+    def _judge_groups(self, passed_s: float) -> None:
         """A group that has been collecting for too long goes on without the rollouts that are still out."""
         if self._config.rollouts.partial_groups == "wait":
             return
@@ -118,8 +120,7 @@ class Reconciler:
         self._ages_s = {group.id: self._ages_s.get(group.id, 0.0) + passed_s for group in collecting}
         for group in collecting:
             if self._ages_s[group.id] > self._config.rollouts.group_timeout_s:
-                jobs = self._stages.give_up_waiting(group)
-                findings.revoke += [f"{self._run}.{job.id}.{job.attempt}" for job in jobs if job.attempt]
+                self._stages.give_up_waiting(group)
 
     def _alive(self, seen: Snapshot, passed_s: float, findings: Findings) -> dict[tuple[str, int], bool]:
         """(job, attempt) -> whether one of its leases beats; nothing for those that have none."""
@@ -147,8 +148,12 @@ class Reconciler:
             watch.missing_s = 0.0
             watch.running_s += passed_s
             self._running(job)
-            if watch.running_s > self._timeout_s(job) + GRACE_S + self._config.recovery.lease_s:
-                findings.revoke.append(f"{self._run}.{job.id}.{job.attempt}")
+            if watch.version is None:
+                watch.version = self._ledger.number("policy_version")
+            if job.kind is JobKind.ROLLOUT and self._is_stale(watch.version):
+                self._stages.outdated(job)
+            elif watch.running_s > self._timeout_s(job) + GRACE_S + self._config.recovery.lease_s:
+                findings.revoke.append(job.task_id(self._run))
                 self._stages.lost(job, f"still running {watch.running_s:.0f} s after its start, over its time-out")
         elif alive is False:
             self._stages.lost(job, "the worker's lease expired")
@@ -158,6 +163,11 @@ class Reconciler:
             watch.missing_s += passed_s
             if watch.missing_s > self._config.recovery.lease_s:
                 self._stages.lost(job, "neither queued, nor running, nor answered")
+
+    def _is_stale(self, version: int) -> bool:
+        return self._config.filters.stale.drops(
+            version_first=version, version_now=self._ledger.number("policy_version")
+        )
 
     def _timeout_s(self, job: Job) -> float:
         if job.kind is JobKind.ROLLOUT:

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from orchestrator.states import BatchState, GroupState, JobKind, JobState, RolloutState
 from penstock.messages import EncodeResult, RolloutResult
 
 Value = str | int | float | None
 Row = tuple[Value, ...]
+SOLVED, UNSOLVED = 1.0, 0.0  # rewards
 
 
 @dataclass(kw_only=True, eq=False)
@@ -47,6 +49,14 @@ class Group:
     def row(self) -> Row:
         return (self.id, self.ordinal, self.environment, self.example, self.state)
 
+    @property
+    def solved(self) -> Literal["all", "none", "mixed"]:
+        """By the rewards of its finished rollouts: 1 or more is solved, 0 or less is not, anything else is mixed."""
+        rewards = [rollout.result.reward for rollout in self.rollouts if rollout.result]
+        if min(rewards, default=0.0) >= SOLVED:
+            return "all"
+        return "none" if max(rewards, default=0.0) <= UNSOLVED else "mixed"
+
     def of(self, *states: RolloutState) -> list[Rollout]:
         return [rollout for rollout in self.rollouts if rollout.state in states]
 
@@ -66,6 +76,10 @@ class Job:
     error: str | None = None
     result: EncodeResult | None = None
     """kept for encoding jobs only: sealing needs every rank's"""
+
+    def task_id(self, run: str) -> str:
+        """Of its newest attempt, as Celery knows it."""
+        return f"{run}.{self.id}.{self.attempt}"
 
     def row(self) -> Row:
         result = self.result.model_dump_json() if self.result else None

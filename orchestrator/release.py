@@ -4,7 +4,8 @@ import logging
 
 from orchestrator.ledger import Ledger
 from orchestrator.trainer import Trainer
-from penstock.batches import read_manifest
+from penstock.batches import Manifest, read_manifest
+from penstock.batches.plan import step_directory
 from penstock.blobs import Store
 from penstock.config import RunConfig
 from penstock.errors import BlobError
@@ -31,16 +32,26 @@ class Release:
         until = min(state.checkpointed, state.acked) if self._on == "checkpointed" else state.acked
         for counter, behind in (("experts_released", 0), ("columns_released", self._keep_steps)):
             for step in range(self._ledger.number(counter), until - behind + 1):
-                await in_io_thread(release_step, self._store, step, experts=counter == "experts_released")
+                size = await in_io_thread(release_step, self._store, step, experts=counter == "experts_released")
+                self._ledger.count("delivered_bytes", -size)
                 self._ledger.set(counter, step + 1)
 
 
-def release_step(store: Store, step: int, *, experts: bool) -> None:
+def release_step(store: Store, step: int, *, experts: bool) -> int:
+    """Its routed experts; or all else, of which the manifest and what people read stay. Returns the blobs' bytes."""
     manifest = read_manifest(store, step)
     if manifest is None:
-        return
+        return 0
     refs = [rollout.experts if experts else rollout.columns for rollout in manifest.plan.rollouts]
     delete(store, [ref.key for ref in refs if ref and ref.size])
+    if not experts:
+        store.sweep(step_directory(step), named=_kept(manifest))
+    return sum(ref.size for ref in refs if ref)
+
+
+def _kept(manifest: Manifest) -> set[str]:
+    directory = step_directory(manifest.plan.step)
+    return {f"{directory}/manifest.json", *(rank.rollouts_jsonl.key for rank in manifest.ranks if rank.rollouts_jsonl)}
 
 
 def delete(store: Store, keys: list[str]) -> None:

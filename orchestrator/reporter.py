@@ -47,7 +47,10 @@ class Reporter:
         self._started = time.monotonic()
         self.trouble: str | None = None
         """why others cannot see what the run is doing"""
-        self._generated: deque[tuple[float, int]] = deque(maxlen=RATE_OVER)
+        self.latest: dict[str, Any] = {}
+        """the last status"""
+        self._generated: deque[tuple[float, int, int]] = deque(maxlen=RATE_OVER)
+        """when, rollouts, tokens"""
         self._moved_at: dict[Queue, float] = {}
         self._oldest: dict[Queue, int | None] = {}
 
@@ -55,7 +58,8 @@ class Reporter:
         said_at = time.monotonic()
         while True:
             self._watch_queues()
-            self._generated.append((time.monotonic(), self._generated_so_far()))
+            count = self._orchestrator.ledger.number
+            self._generated.append((time.monotonic(), count("rollouts_generated"), count("tokens_generated")))
             await self.write()
             if time.monotonic() - said_at > LINE_EVERY_S:
                 said_at = time.monotonic()
@@ -65,6 +69,7 @@ class Reporter:
     async def write(self, *, stopped_by: str | None = None) -> None:
         path = self._orchestrator.config.run_dir / "status.json"
         status = self.status(stopped_by=stopped_by)
+        self.latest = status
         self._watch(status)
         try:
             await in_io_thread(run_dir.write_json, path, status)
@@ -77,9 +82,6 @@ class Reporter:
 
     def status(self, *, stopped_by: str | None = None) -> dict[str, Any]:
         own, ledger = self._orchestrator, self._orchestrator.ledger
-        jobs = Counter[tuple[Queue, JobState]]()
-        for (kind, state), number in Counter(map(operator.attrgetter("kind", "state"), ledger.jobs.values())).items():
-            jobs[kind.queue, state] += number
         workers = Counter(value.rpartition(":")[0] for value in own.reconciler.latest.leases.values())
         return {
             "run": own.run_id,
@@ -87,28 +89,31 @@ class Reporter:
             "stopped_by": stopped_by,
             "process": {"host": socket.gethostname(), "pid": os.getpid()},
             "at": time.time(),
+            "http": own.url,
             "running_s": round(time.monotonic() - self._started, 1),
             "step": ledger.number("steps_delivered"),
             "steps": own.config.steps,
+            "policy_version": ledger.number("policy_version"),
             "rollouts": counts(
                 ledger.number("rollouts_planned"), ledger.states, ledger.reasons, ledger.number("fenced")
             ),
-            "waiting_jobs": {queue.value: jobs[queue, JobState.WAITING] for queue in Queue},
             "states": {state.value: ledger.states[state] for state in RolloutState if ledger.states[state]},
-            "rollouts_per_s": self._rollouts_per_s(),
-            "submitted_jobs": {queue.value: jobs[queue, JobState.SUBMITTED] for queue in Queue},
+            **self._speed(),
+            **self._jobs(),
             "queued": {queue.value: own.reconciler.latest.depths.get(queue, 0) for queue in Queue},
             "running_by_worker": dict(workers),
+            "stored_bytes": ledger.number("open_bytes") + ledger.number("delivered_bytes"),
             "waiting_for": self.waiting_for(),
             "event_loop_lag": own.lag.summary().as_dict(),
+            "other_loops": {lag.process: lag.as_dict() for lag in own.lags.others},
         }
 
     def waiting_for(self) -> list[str]:
         """Every reason why the run is not moving as it could, in the user's words."""
         own = self._orchestrator
         plans = own.submitter.plan_files
-        causes = [own.broker.trouble, own.ledger.trouble, own.gate.trouble, plans.trouble, own.sealer.trouble,
-                  self.trouble]  # fmt: skip
+        causes = [own.broker.trouble, own.ledger.trouble, *own.gates.troubles, plans.trouble, own.sealer.trouble,
+                  own.planner.trouble, own.trainer.trouble, own.metrics.trouble, self.trouble]  # fmt: skip
         now = time.monotonic()
         unattended = [
             f"nobody takes jobs from the queue {queue}: start a worker: {START_WORKERS[queue]}"
@@ -117,16 +122,23 @@ class Reporter:
         ]
         return [cause for cause in [*causes, *unattended] if cause]
 
-    def _generated_so_far(self) -> int:
-        ledger = self._orchestrator.ledger
-        return ledger.number("rollouts_planned") - ledger.ungenerated
-
-    def _rollouts_per_s(self) -> float:
+    def _speed(self) -> dict[str, float]:
         """Generated, over the last few seconds: deliveries come a step at a time."""
         if len(self._generated) < 2:
-            return 0.0
-        (began, first), (ended, last) = self._generated[0], self._generated[-1]
-        return round((last - first) / (ended - began), 1)
+            return {"rollouts_per_s": 0.0, "tokens_per_s": 0.0}
+        (began, *first), (ended, *last) = self._generated[0], self._generated[-1]
+        rollouts, tokens = (round((now - then) / (ended - began), 1) for then, now in zip(first, last, strict=True))
+        return {"rollouts_per_s": rollouts, "tokens_per_s": tokens}
+
+    def _jobs(self) -> dict[str, dict[str, int]]:
+        jobs = Counter[tuple[Queue, JobState]]()
+        held = map(operator.attrgetter("kind", "state"), self._orchestrator.ledger.jobs.values())
+        for (kind, state), number in Counter(held).items():
+            jobs[kind.queue, state] += number
+        return {
+            f"{state}_jobs": {queue.value: jobs[queue, state] for queue in Queue}
+            for state in (JobState.WAITING, JobState.SUBMITTED)
+        }
 
     def _watch_queues(self) -> None:
         """A queue moves when its oldest message changes, or is empty."""

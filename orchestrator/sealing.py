@@ -4,11 +4,10 @@ import logging
 
 from orchestrator.plan_files import batch_plan
 from orchestrator.records import Batch
-from penstock.batches import seal_manifest
+from penstock.batches import EncodedRank, seal_manifest
 from penstock.blobs import Store
 from penstock.config import RunConfig
 from penstock.errors import BlobUnwritten
-from penstock.messages import EncodeResult
 from penstock.offload import in_io_thread
 
 logger = logging.getLogger("penstock.sealing")
@@ -20,11 +19,11 @@ class Sealer:
         self._store = Store(config.store_dir)
         self.trouble: str | None = None
 
-    async def seal(self, batch: Batch, ranks: list[EncodeResult]) -> bool:
+    async def seal(self, batch: Batch, ranks: list[EncodedRank]) -> bool:
         """False when the disk does not take it: the step waits and is tried again."""
         plan = batch_plan(self._config, batch)
         try:
-            await in_io_thread(seal_manifest, self._store, plan, [result.rank for result in ranks])
+            await in_io_thread(seal_manifest, self._store, plan, ranks)
         except (OSError, BlobUnwritten) as error:
             if self.trouble is None:
                 logger.error("action=sealing_waits step=%d error=%s", batch.step, error)

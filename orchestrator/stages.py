@@ -5,7 +5,7 @@ Every method is one ledger transaction: what a reply changes and the jobs that f
 
 import logging
 
-from orchestrator.engine_gate import EngineGate
+from orchestrator.gates import Gates
 from orchestrator.ledger import Ledger
 from orchestrator.records import Group, Job, Rollout
 from orchestrator.states import UNGENERATED, GroupState, JobKind, JobState, RolloutState
@@ -27,10 +27,12 @@ logger = logging.getLogger("penstock.stages")
 
 
 class Stages:
-    def __init__(self, config: RunConfig, ledger: Ledger, gate: EngineGate) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, gates: Gates) -> None:
         self._config = config
         self._ledger = ledger
-        self._gate = gate
+        self._gates = gates
+        self.cancelled: list[Job] = []
+        """submitted, and nobody needs them any more: to be revoked, which saves work and nothing else"""
 
     def apply(self, reply: Reply) -> None:
         """The first good reply of any attempt settles its job; a failure counts only from the newest attempt."""
@@ -38,21 +40,23 @@ class Stages:
         if job is None or job.state is JobState.SETTLED:
             self._fence(reply)
             return
-        if job.kind is JobKind.ROLLOUT and reply.outcome in (Outcome.DONE, Outcome.FAILED):
-            self._gate.reached()
+        gate = self._gates.of(job.kind)
+        if gate and reply.outcome in (Outcome.DONE, Outcome.FAILED):
+            gate.reached()
         newest = job.state is JobState.SUBMITTED and reply.attempt == job.attempt
         error = reply.error or "the reply does not answer the job"
         match reply.outcome:
             case Outcome.DONE if reply.result is not None and self._fits(job, reply.result):
+                self._ledger.spent(job.kind, reply.duration_s)
                 self._settle(job, reply.result)
             case Outcome.RELEASED if newest:
-                self._gate.scout_lost(job.id)
+                self._gates.scout_lost(job.kind, job.id)
                 self._ledger.event(job.id, "released", f"attempt {reply.attempt} by {reply.worker}")
                 self._ledger.wait(job)
-            case Outcome.UNREACHABLE if newest:
-                self._gate.unreachable(job.id, reply.attempt, error)
+            case Outcome.UNREACHABLE | Outcome.UNWRITTEN if newest and gate:
+                gate.missed(reply.outcome, job.id, reply.attempt, error)
                 self._ledger.wait(job, error=error)
-            case Outcome.DONE | Outcome.FAILED if newest:
+            case _ if newest:
                 self.failed(job, error)
             case _:
                 pass
@@ -64,33 +68,52 @@ class Stages:
             self._die(job, f"{job.failures} failures, the last: {error}")
 
     def lost(self, job: Job, why: str) -> None:
-        self._gate.scout_lost(job.id)
+        self._gates.scout_lost(job.kind, job.id)
         self._ledger.event(job.id, "lost", f"attempt {job.attempt}: {why}")
         self._ledger.wait(job, error=why, losses=1)
         if job.losses >= self._config.recovery.max_losses:
             self._die(job, f"lost {job.losses} times, the last: {why}")
 
-    def give_up_waiting(self, group: Group) -> list[Job]:
-        """The group goes on without the rollouts that are still out; returns their jobs."""
-        out = group.of(*UNGENERATED)
-        jobs = [self._ledger.jobs[rollout.id] for rollout in out]
-        for rollout, job in zip(out, jobs, strict=True):
-            self._gate.scout_lost(job.id)
-            self._ledger.end(job, JobState.CANCELLED)
-            self._ledger.drop(rollout, "group_timeout")
+    def give_up_waiting(self, group: Group) -> None:
+        """The group goes on without the rollouts that are still out."""
+        self._cancel(group.of(*UNGENERATED), "group_timeout")
         self._collect(group)
-        return jobs
+
+    def outdated(self, job: Job) -> None:
+        """A rollout that still runs was begun with weights that are too old to train on."""
+        self._cancel([self._ledger.rollout(job)], "stale")
+        self._collect(self._ledger.groups[job.subject])
+
+    def _cancel(self, rollouts: list[Rollout], reason: str) -> None:
+        for rollout in rollouts:
+            job = self._ledger.jobs[rollout.id]
+            self._gates.scout_lost(job.kind, job.id)
+            if job.state is JobState.SUBMITTED:
+                self.cancelled.append(job)
+            self._ledger.end(job, JobState.CANCELLED)
+            self._ledger.drop(rollout, reason)
 
     def _fence(self, reply: Reply) -> None:
         if reply.outcome is Outcome.DONE:
             self._ledger.count("fenced")
-        if isinstance(reply.result, RolloutResult):
-            self._ledger.release(reply.result)
+        if isinstance(reply.result, RolloutResult) and self._another_s(reply.job, reply.result):
+            self._ledger.unwanted += reply.result.keys
+
+    def _another_s(self, rollout: str, result: RolloutResult) -> bool:
+        """Whether the files of `result` are surely not those that settled `rollout`: the same reply may come twice.
+
+        Of a closed group that is no longer known, and its files may be in a batch.
+        """
+        group = self._ledger.groups.get(rollout.rpartition("-")[0])
+        kept = [own.result for own in group.rollouts if own.id == rollout and own.result] if group else [result]
+        return not any(own.columns == result.columns and own.experts == result.experts for own in kept)
 
     def _fits(self, job: Job, result: AnyResult) -> bool:
         """Whether `result` answers `job`: a worker of another version, or a custom stage, may be wrong."""
         if result.answers != job.kind:
             return False
+        if isinstance(result, EncodeResult):
+            return result.rank is not None or bool(result.unreadable)
         if isinstance(result, ScoreResult) or (isinstance(result, AdvantageResult) and not result.dropped):
             named = result.rewards if isinstance(result, ScoreResult) else result.advantages
             return named.keys() >= {r.id for r in self._ledger.groups[job.subject].of(RolloutState.GENERATED)}
@@ -132,7 +155,7 @@ class Stages:
             raise RunError(f"the environment {job.subject!r} cannot be used: {why}. Mend it, then start the run again")
         group = self._ledger.groups.get(job.subject)
         if job.kind is JobKind.ROLLOUT:
-            self._ledger.move(self._ledger.rollout(job), RolloutState.DEAD, error=why)
+            self._ledger.kill(self._ledger.rollout(job), why)
         self._ledger.end(job, JobState.DEAD)  # of a dead encoding job, the composer forms the step again
         if group is None:
             return
@@ -140,16 +163,20 @@ class Stages:
             self._collect(group)
             return
         for rollout in group.of(RolloutState.GENERATED):
-            self._ledger.move(rollout, RolloutState.DEAD, error=why)
+            self._ledger.kill(rollout, why)
         self._close(group, "dead")
 
     def _collect(self, group: Group) -> None:
-        if group.state is not GroupState.COLLECTING or group.of(*UNGENERATED):
+        if group.state is not GroupState.COLLECTING:
             return
-        finished = len(group.of(RolloutState.GENERATED))
-        partial = finished < len(group.rollouts) and self._config.rollouts.partial_groups == "drop"
-        if partial or finished < self._config.rollouts.smallest_group:
+        out = group.of(*UNGENERATED)
+        possible = len(out) + len(group.of(RolloutState.GENERATED))
+        partial = possible < len(group.rollouts) and self._config.rollouts.partial_groups == "drop"
+        if partial or possible < self._config.rollouts.smallest_group:
+            self._cancel(out, "cancelled")
             self._close(group, "group_too_small")
+        elif out:
+            return
         elif self._ledger.meta.get(f"scores_groups:{group.environment}"):
             self._ledger.enter(group, GroupState.SCORING)
             self._ledger.add_job(f"{group.id}-score", JobKind.SCORE, group.id)
@@ -166,6 +193,8 @@ class Stages:
         self._ledger.add_job(f"{group.id}-filter", JobKind.FILTER, group.id)
 
     def _filtered(self, group: Group, result: FilterResult) -> None:
+        for name, rollouts in result.matched.items():
+            self._ledger.count(f"matched:{name}", rollouts)
         for rollout in group.of(RolloutState.GENERATED):
             if rollout.id in result.dropped:
                 self._ledger.drop(rollout, result.dropped[rollout.id])

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Awaitable
 from typing import Any
 
-from orchestrator import crash_points, rebuild, run_dir, schema
+from orchestrator import crash_points, endpoint, rebuild, run_dir, schema
 from orchestrator.broker import Broker
 from orchestrator.ledger import Ledger
 from orchestrator.lock import RunLock, lock_directory
@@ -32,12 +33,13 @@ def run(config: RunConfig, *, watch: Watch = nobody) -> dict[str, Any]:
     run_dir.make(config)
     with (
         lock_directory(config.run_dir),
+        endpoint.listening(config.http) as listener,  # a port that is taken is told before anything begins
         asyncio.Runner(loop_factory=event_loop_factory(concurrency=IO_CONCURRENCY)) as runner,
     ):
-        return runner.run(_run(config, run_dir.enter(config), watch))
+        return runner.run(_run(config, run_dir.enter(config), watch, listener))
 
 
-async def _run(config: RunConfig, run: str, watch: Watch) -> dict[str, Any]:
+async def _run(config: RunConfig, run: str, watch: Watch, listener: socket.socket | None) -> dict[str, Any]:
     stacks.show_on_signal(asyncio.get_running_loop())
     broker = Broker(config.redis_url)
     await broker.start(patience_s=config.recovery.redis_patience_s)
@@ -49,11 +51,13 @@ async def _run(config: RunConfig, run: str, watch: Watch) -> dict[str, Any]:
         stopping = Stopping()
         stopping.listen()  # until here there is nothing to finish: Ctrl-C just ends the process
         try:
-            lag = _lag(config, broker)
+            lag, url = _lag(config, broker), endpoint.url(listener)
             orchestrator = Orchestrator(
-                config, run=run, ledger=ledger, broker=broker, lock=lock, lag=lag, stopping=stopping, watch=watch
-            )
-            await _drive(orchestrator)
+                config, run=run, ledger=ledger, broker=broker, lock=lock, lag=lag, stopping=stopping, watch=watch,
+                url=url,
+            )  # fmt: skip
+            async with endpoint.serving(listener, orchestrator):
+                await _drive(orchestrator)
             return orchestrator.reporter.status()
         finally:
             await _within(LEAVE_S, ledger.committed())

@@ -25,7 +25,8 @@ from penstock.redis_url import address
 SILENT_S = 10.0  # ten statuses that did not come
 REDIS_TIMEOUT_S = 2.0
 FULL_BYTES = 1 << 20
-SAID = ("phase", "stopped_by", "process", "running_s", "step", "steps", "rollouts", "states", "rollouts_per_s")
+SAID = ("phase", "stopped_by", "process", "running_s", "step", "steps", "rollouts", "states", "rollouts_per_s",
+        "tokens_per_s", "http")  # fmt: skip
 
 
 class State(StrEnum):
@@ -78,7 +79,8 @@ def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
         return found | {"event_loop_lag": lags, "waiting_for": last["waiting_for"]}
     disks = [directory, directory / about["ledger"], directory / about["store"]]
     full = [f"the disk of {path} is full: make room" for path in disks if _full(path)]
-    return found | {"rollouts_per_s": 0.0, "waiting_for": [*_troubles(found), *full]}
+    gone = {"rollouts_per_s": 0.0, "tokens_per_s": 0.0, "http": None}
+    return found | gone | {"waiting_for": [*_troubles(found), *full]}
 
 
 def _troubles(found: dict[str, Any]) -> list[str]:
@@ -129,7 +131,7 @@ def _look_into_ledger(path: Path) -> tuple[dict[str, Any], str | None]:
     """The truth, where it can be read: it may lie on another host's disk."""
     try:
         with schema.reading(path) as connection:
-            return audit.progress(connection), None
+            return audit.counted(connection), None
     except LedgerError as error:
         return {}, str(error)
 

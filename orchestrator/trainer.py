@@ -7,7 +7,7 @@ from dataclasses import replace
 from orchestrator.ledger import Ledger
 from penstock.batches import RunStatus, TrainerState, read_trainer, write_status
 from penstock.config import RunConfig
-from penstock.errors import BatchError
+from penstock.errors import BatchError, BlobUnwritten
 from penstock.offload import in_io_thread
 
 logger = logging.getLogger("penstock.trainer")
@@ -22,6 +22,8 @@ class Trainer:
         self._ledger = ledger
         self.state = TrainerState()
         self._told: RunStatus | None = None
+        self.trouble: str | None = None
+        """why a waiting trainer is not told what the run is doing"""
 
     async def look(self) -> None:
         """Take in acknowledgements and a new policy version."""
@@ -47,6 +49,13 @@ class Trainer:
     async def tell(self, why: str, *, ended: bool = False) -> None:
         """What a waiting trainer is told when its patience ends."""
         status = RunStatus(why=why, ended=ended, last_step=self._ledger.number("steps_delivered") - 1)
-        if status != self._told:
+        if status == self._told:
+            return
+        try:
             await in_io_thread(write_status, self._run_dir, status)
-            self._told = replace(status)
+        except BlobUnwritten as error:
+            if self.trouble is None:
+                logger.error("action=trainer_not_told error=%s", error)
+            self.trouble = f"a waiting trainer cannot be told so: {error}"
+            return
+        self._told, self.trouble = replace(status), None

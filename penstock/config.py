@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -21,7 +20,7 @@ from pydantic import (
 )
 
 from penstock.advantages import AdvantageSettings
-from penstock.config_errors import Keys, Origins, describe, unknown_variable
+from penstock.config_errors import Keys, Origins, describe, is_setting, unknown_variable
 from penstock.errors import ConfigError
 from penstock.filters import FilterSettings
 from penstock.packing import Normalise, PackingRules
@@ -78,6 +77,8 @@ class Batch(Section):
     oversize: Literal["cut", "mask", "drop", "fail"] = "mask"
     normalise: str = "token"
     logprobs_mode: Literal["processed", "raw"] = "processed"
+    extras: tuple[str, ...] = ()
+    """per-token columns of the environments' scores that the batch shall carry"""
     format: Literal["native", "prime-rl", "prime-rl-2026-05"] = "native"
 
     def packing_rules(self) -> PackingRules:
@@ -126,6 +127,15 @@ class Lag(Section):
     max_s: PositiveFloat = 1.0
 
 
+class Http(Section):
+    """Where the orchestrator shows itself: `/metrics` for Prometheus, `/status`, `/health`. Anybody who can reach it
+    may read it; nobody can change anything."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] | Literal["off"] = 0
+    """0 is any free one: the log and `penstock status` say which"""
+
+
 class Noop(Section):
     """Bodies that do nothing: they measure the pipe and stand in for the stages in tests."""
 
@@ -152,6 +162,8 @@ class RunConfig(Section):
     """with its password, if it has one, in PENSTOCK_REDIS_URL rather than in a file"""
     store: str | None = None
     """where blobs and plans live, `file:///...`; default: `store` under the run directory"""
+    max_store_gb: PositiveFloat | None = None
+    """no rollout is begun while blobs that wait for the trainer hold more than this (1e9 bytes)"""
     ledger_dir: Path | None = None
     """a local disk for the ledger; default: the run directory"""
     steps: PositiveInt = 10
@@ -172,6 +184,7 @@ class RunConfig(Section):
     advantages: AdvantageSettings = AdvantageSettings()
     recovery: Recovery = Recovery()
     lag: Lag = Lag()
+    http: Http = Http()
     noop: Noop = Noop()
     testing: Testing = Testing()
 
@@ -248,20 +261,9 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, Keys, s
     for name, value in environ.items():
         if name.startswith(PREFIX) and name != CONFIG_VARIABLE:
             keys = tuple(name.removeprefix(PREFIX).lower().split("__"))
-            if not _exists(RunConfig, keys):
+            if not is_setting(RunConfig, keys):
                 raise ConfigError(unknown_variable(name, RunConfig, PREFIX, [CONFIG_VARIABLE]))
             yield name, keys, value
-
-
-def _exists(model: type[BaseModel], keys: Keys) -> bool:
-    field = model.model_fields.get(keys[0])
-    if field is None or len(keys) == 1:
-        return field is not None
-    return (
-        isinstance(field.annotation, type)
-        and issubclass(field.annotation, BaseModel)
-        and _exists(field.annotation, keys[1:])
-    )
 
 
 def _set(values: dict[str, Any], keys: Keys, value: Any) -> None:

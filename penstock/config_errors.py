@@ -55,6 +55,16 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
+def is_setting(model: type[BaseModel], keys: Sequence[str]) -> bool:
+    """Whether `keys` lead to a setting or a table; a table of tables may have any names."""
+    field = model.model_fields.get(keys[0])
+    if field is None or len(keys) == 1:
+        return field is not None
+    if get_origin(field.annotation) is dict and _is_model(entry := get_args(field.annotation)[1]):
+        return len(keys) > 2 and is_setting(entry, keys[2:])
+    return _is_model(field.annotation) and is_setting(field.annotation, keys[1:])
+
+
 def _is_model(kind: object) -> TypeGuard[type[BaseModel]]:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 

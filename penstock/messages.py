@@ -19,6 +19,7 @@ METRICS_LIMIT = 32
 REWARDS_LIMIT = 8
 SAMPLES_LIMIT = 128  # of one rollout; their lengths are what a step is packed by, before anybody has read a token
 POLICY_ERROR_CHARACTERS = 120
+UNREADABLE_LIMIT = 64  # rollouts named in one reply: the step is formed again without them, and others are found then
 NAME_CHARACTERS = 32
 
 Name = Annotated[str, Field(max_length=NAME_CHARACTERS)]
@@ -127,6 +128,14 @@ class RolloutResult(Message):
     truncated: bool = False
     metrics: Annotated[dict[Name, FiniteFloat], Field(max_length=METRICS_LIMIT)] = {}
 
+    @property
+    def keys(self) -> list[str]:
+        return [blob.key for blob in (self.columns, self.experts) if blob]
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(blob.size for blob in (self.columns, self.experts) if blob)
+
 
 class ScoreResult(Message):
     answers: Literal["score"] = "score"
@@ -159,8 +168,11 @@ class AdvantageResult(Message):
 
 
 class EncodeResult(Message):
+    """The rank's file, or why there is none: rollouts whose columns are gone or damaged."""
+
     answers: Literal["encode"] = "encode"
-    rank: EncodedRank
+    rank: EncodedRank | None = None
+    unreadable: Annotated[tuple[str, ...], Field(max_length=UNREADABLE_LIMIT)] = ()
 
 
 AnyResult = RolloutResult | ScoreResult | SurveyResult | FilterResult | AdvantageResult | EncodeResult
@@ -173,6 +185,8 @@ class Outcome(StrEnum):
     """counts towards `max_failures`"""
     UNREACHABLE = "unreachable"
     """the engine is away: counts as nothing, submission pauses"""
+    UNWRITTEN = "unwritten"
+    """the store takes nothing: likewise"""
     RELEASED = "released"
     """the worker is stopping: submitted again at once, counts as nothing"""
 

@@ -2,9 +2,11 @@
 
 from penstock import plans
 from penstock.batches import encode_rank
-from penstock.blobs import Store
+from penstock.blobs import BlobRef, Store
+from penstock.blobs.columns import read_columns
 from penstock.config import RunConfig
-from penstock.messages import EncodeJob, EncodeResult, Queue
+from penstock.errors import BlobCorrupt, BlobMissing
+from penstock.messages import UNREADABLE_LIMIT, EncodeJob, EncodeResult, Queue
 from tasks import noop
 from tasks.celery_app import app, task_name
 from tasks.settings import settings
@@ -20,5 +22,19 @@ def body(job: EncodeJob, config: RunConfig, execution: str) -> EncodeResult:
     plan = plans.read_step(config.store_dir, job.plan)
     if all(noop.plays(environment, config) for environment in plan.envs):
         return noop.encoding(job, plan, config.noop)
-    rank = encode_rank(Store(config.store_dir), plan, data_rank=job.data_rank, execution=execution)
-    return EncodeResult(rank=rank)
+    store = Store(config.store_dir)
+    try:
+        return EncodeResult(rank=encode_rank(store, plan, data_rank=job.data_rank, execution=execution))
+    except (BlobMissing, BlobCorrupt):
+        unreadable = [rollout.rollout for rollout in plan.rollouts if not _readable(store, rollout.columns)]
+        if not unreadable:
+            raise
+        return EncodeResult(unreadable=tuple(unreadable[:UNREADABLE_LIMIT]))
+
+
+def _readable(store: Store, columns: BlobRef) -> bool:
+    try:
+        read_columns(store, columns)
+    except (BlobMissing, BlobCorrupt):
+        return False
+    return True

@@ -1,15 +1,20 @@
 """The queue `filtering`: token filters over one group, and its blobs made durable. Runs on prefork."""
 
+import logging
+
 from penstock import plans
 from penstock.blobs import Store
 from penstock.blobs.columns import read_columns
 from penstock.config import RunConfig
-from penstock.filters import RolloutTokens, count, judge, rollout_filters
+from penstock.errors import BlobCorrupt, BlobMissing
+from penstock.filters import RolloutTokens, Verdict, count, judge, rollout_filters
 from penstock.messages import FilterJob, FilterResult, GroupPlan, Queue, RolloutResult
 from tasks import noop
 from tasks.celery_app import app, task_name
 from tasks.settings import settings
 from tasks.stage_process import stage_process
+
+logger = logging.getLogger("penstock.filtering")
 
 
 @app.task(name=task_name(Queue.FILTERING), pydantic=True)
@@ -26,19 +31,31 @@ def body(job: FilterJob, config: RunConfig) -> FilterResult:
 
 def filter_group(store: Store, plan: GroupPlan, config: RunConfig) -> FilterResult:
     filters = rollout_filters(config.filters, vocab_size=config.vocab_size)
-    played = [member for member in plan.members if member.result.columns]
-    tokens = {member.rollout: _tokens(store, member.result, plan.policy_version) for member in played}
-    verdicts = {rollout: judge(each, filters) for rollout, each in tokens.items()}
-    blobs = [blob for member in plan.members for blob in (member.result.columns, member.result.experts) if blob]
-    store.sync([blob.key for blob in blobs])  # here, off the step boundary
-    dropped = {rollout: reason for rollout, verdict in verdicts.items() if (reason := verdict.drop_reason)}
-    # Spoilt before the engine's first answer: its reward counts in the baseline, there is nothing to train on.
-    dropped |= {member.rollout: "nothing_to_train" for member in plan.members if member.result.columns is None}
+    verdicts, dropped = dict[str, Verdict](), dict[str, str]()
+    for member in plan.members:
+        if member.result.columns is None:
+            # Spoilt before the engine's first answer: its reward counts in the baseline, there is nothing to train on.
+            dropped[member.rollout] = "nothing_to_train"
+            continue
+        try:
+            verdicts[member.rollout] = judge(_tokens(store, member.result, plan.policy_version), filters)
+            _keep(store, member.result)
+        except (BlobMissing, BlobCorrupt) as error:
+            logger.error("action=blob_corrupt rollout=%s %s", member.rollout, error)
+            dropped[member.rollout] = "blob_corrupt"
+    dropped = {r: reason for r, verdict in verdicts.items() if (reason := verdict.drop_reason)} | dropped
     return FilterResult(
         dropped=dropped,
         masked=tuple(rollout for rollout, verdict in verdicts.items() if verdict.masked),
         matched=dict(count(verdicts.values()).matched),
     )
+
+
+def _keep(store: Store, result: RolloutResult) -> None:
+    """Survives a power cut from now on: here, off the step boundary. The reader checks every byte of the experts."""
+    if result.experts:
+        store.open(result.experts, verify=False)
+    store.sync(result.keys)
 
 
 def _tokens(store: Store, result: RolloutResult, policy_version: int) -> RolloutTokens:

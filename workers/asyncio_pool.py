@@ -37,8 +37,8 @@ LOOK_S = 0.02
 class AsyncioPool(BasePool):
     app: Celery
     limit: int
-    # A warm stop waits for rollouts, which take minutes; one that takes longer is released and runs elsewhere.
-    drain_s = 600.0
+    # How long a warm stop waits for bodies; one that takes longer is cancelled.
+    drain_s = 60.0
     # What a cancelled body may take to say so: one small write to Redis, or its time-out.
     release_s = 5.0
 

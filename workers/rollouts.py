@@ -16,6 +16,10 @@ from workers.start import announce
 class RolloutPool(AsyncioPool):
     """Opens what the executions share before the first job, and closes it after the last."""
 
+    def on_start(self) -> None:
+        self.drain_s = settings().recovery.drain_s
+        super().on_start()
+
     @contextlib.asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
         config = settings()

@@ -21,8 +21,7 @@ def encode_rank(store: Store, plan: BatchPlan, *, data_rank: int, execution: str
         case "prime-rl-2026-05":
             file, loss_tokens = prime_rl.write_step(assembly, f"{stem}.bin")
             numbers = [number for number, length in enumerate(assembly.packing.lengths) if length]
-    with_jsonl = plan.format != "native" and data_rank == 0
-    jsonl = write_rollouts(store, plan, f"{stem}.jsonl") if with_jsonl else None
+    jsonl = write_rollouts(store, plan, f"{plan.directory}/rollouts.{execution}.jsonl") if data_rank == 0 else None
     # By the process that wrote them: on a network file system nobody else can.
     store.sync([ref.key for ref in (file, jsonl) if ref])
     return EncodedRank(

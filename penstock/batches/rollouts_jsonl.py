@@ -1,4 +1,4 @@
-"""`train_rollouts.jsonl`: one line a rollout of a step, for people and scripts that look back; no trainer reads it."""
+"""`rollouts.<execution>.jsonl`: a line for each rollout of a step, for people and scripts that look back."""
 
 import json
 from collections.abc import Iterator

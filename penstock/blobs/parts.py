@@ -1,8 +1,10 @@
 """Files that grow under a temporary name until they are complete, and are then renamed: nobody sees half of one."""
 
 import os
+import threading
+import weakref
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -27,6 +29,10 @@ BUFFERS_PER_WRITE = 1024
 BYTES_PER_READ = 1 << 22
 
 
+# Opening and closing is a tenth of an append's time. A thousand recordings cost no more descriptors than this.
+KEPT_OPEN = threading.BoundedSemaphore(64)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mark:
     """A length to come back to, with the checksum's state there."""
@@ -42,44 +48,49 @@ class GrowingFile:
         self.path = path
         self.length = length
 
-    def create(self, *pieces: Piece) -> None:
-        """A new file, with these as its beginning."""
+    def create(self) -> None:
         with writing(self.path):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            try:
-                descriptor = os.open(self.path, flags, 0o666)
-            except FileNotFoundError:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(self.path, flags, 0o666)
-            self._write(descriptor, pieces)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     def append(self, *pieces: Piece) -> None:
         """All of them or none."""
-        with writing(self.path):
-            self._write(os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), pieces)
+        self._append([view.cast("B") for view in map(view_of, pieces) if view.nbytes])
 
-    def _write(self, descriptor: int, pieces: Sequence[Piece]) -> None:
-        views = [view.cast("B") for view in map(view_of, pieces) if view.nbytes]
-        try:
-            _write_all(descriptor, views, self.length)
-        except OSError:
-            os.ftruncate(descriptor, self.length)
-            raise
-        finally:
-            os.close(descriptor)
-        self.length += sum(len(view) for view in views)
+    def _append(self, views: list[memoryview]) -> None:
+        with writing(self.path):
+            descriptor = self._open()
+            try:
+                _write_all(descriptor, views, self.length)
+            except OSError:
+                os.ftruncate(descriptor, self.length)
+                raise
+            finally:
+                self._leave(descriptor)
+        self.length += sum(map(len, views))
 
     def discard(self) -> None:
         self.path.unlink(missing_ok=True)
 
+    def _open(self) -> int:
+        return os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def _leave(self, descriptor: int) -> None:
+        os.close(descriptor)
+
 
 class Part(GrowingFile):
-    """A blob to be. With `reserve_head` it begins at HEAD, and `commit` is given what comes before."""
+    """A blob to be. With `reserve_head` it begins at HEAD, and `commit` is given what comes before.
+
+    Its descriptor stays open between two appends, while few do.
+    """
 
     def __init__(self, path: Path, *, reserve_head: bool = False) -> None:
         super().__init__(path, length=HEAD if reserve_head else 0)
         self._head = None if reserve_head else bytearray()
         self._tail = xxhash.xxh3_64()
+        self._kept: int | None = None
+        self._give_back: Callable[[], object] | None = None
 
     @classmethod
     def recover(cls, path: Path, length: int) -> "Part":
@@ -96,10 +107,14 @@ class Part(GrowingFile):
             raise BlobCorrupt(f"{path} has only {part.length} of the {length} bytes that were written")
         return part
 
-    def append(self, *pieces: Piece) -> None:
-        super().append(*pieces)
-        for view in map(view_of, pieces):
+    def _append(self, views: list[memoryview]) -> None:
+        super()._append(views)
+        for view in views:
             self._digest(view)
+
+    def discard(self) -> None:
+        self._close()
+        super().discard()
 
     def tail_checksum(self) -> str:
         """Of what was appended behind the head so far."""
@@ -115,6 +130,7 @@ class Part(GrowingFile):
     def commit(self, target: Path, *, head: bytes = b"") -> tuple[int, str]:
         """Renames to `target` and returns size and checksum. `head` fills the reserved space exactly."""
         assert len(head) == (HEAD if self._head is None else 0)
+        self._close()
         with writing(target):
             with self.path.open("r+b") as file:
                 file.write(head)
@@ -124,9 +140,27 @@ class Part(GrowingFile):
         checksum.update(head or bytes(self._head or b""))
         return self.length, checksum.hexdigest()
 
+    def _open(self) -> int:
+        if self._kept is not None:
+            return self._kept
+        descriptor = super()._open()
+        if KEPT_OPEN.acquire(blocking=False):
+            self._kept = descriptor
+            self._give_back = weakref.finalize(self, _close_kept, descriptor)
+        return descriptor
+
+    def _leave(self, descriptor: int) -> None:
+        if descriptor != self._kept:
+            super()._leave(descriptor)
+
+    def _close(self) -> None:
+        if self._give_back:
+            self._give_back()
+            self._kept = self._give_back = None
+
     def _digest(self, view: memoryview) -> None:
-        if self._head is not None and len(self._head) < HEAD and view.nbytes:
-            view, missing = view.cast("B"), HEAD - len(self._head)
+        if self._head is not None and len(self._head) < HEAD:
+            missing = HEAD - len(self._head)
             self._head += view[:missing]
             view = view[missing:]
         self._tail.update(view)
@@ -141,6 +175,11 @@ def checksum(content: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
 
 def view_of(piece: Piece) -> memoryview:
     return piece.data if isinstance(piece, np.ndarray) else memoryview(piece)
+
+
+def _close_kept(descriptor: int) -> None:
+    os.close(descriptor)
+    KEPT_OPEN.release()
 
 
 def _write_all(descriptor: int, views: list[memoryview], offset: int) -> None:

@@ -138,6 +138,9 @@ class Stale:
         """The rule by itself, for rollouts in flight, in a queue and at sealing."""
         return version_first >= 0 and version_now - version_first > self.max_off_policy_steps
 
+    def drops(self, *, version_first: int, version_now: int) -> bool:
+        return self.mode is Mode.DROP and self.exceeded(version_first=version_first, version_now=version_now)
+
     def find(self, rollout: RolloutTokens) -> int | None:
         """The first sampled token, whose version is the one that counts."""
         if not self.exceeded(version_first=rollout.version_first, version_now=rollout.version_now):

@@ -2,8 +2,8 @@
 
 Traps of aiohttp: a connection that the server closed while it was idle fails at the next POST and is not tried again;
 `sock_read` counts while an answer is awaited, but not while we hold reading back; the time-out `connect` would count
-waiting for a free connection, so only `sock_connect` is set; `iter_any` joins what has gathered, and `iter_chunks` never
-ends on the body of an answer that has none (204).
+waiting for a free connection, so only `sock_connect` is set; `iter_any` joins what has gathered, and `iter_chunks` has
+no end where an answer has no body (204).
 """
 
 import contextlib

@@ -72,7 +72,8 @@ class Spool:
     @classmethod
     def create(cls, store: Store, settings: SessionSettings) -> "Spool":
         log = GrowingFile(store.part_path(f"{settings.key}/{COLUMNS}", LOG))
-        log.create(*frame({"settings": settings}, {}))
+        log.create()
+        log.append(*frame({"settings": settings}, {}))
         return cls(store, settings, log=log)
 
     @classmethod

@@ -1,4 +1,5 @@
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,20 @@ def test_killing_takes_the_children_along(tmp_path: Path) -> None:
     child = int(process.wait_until(lambda: process.last_words.strip(), what="its child's id", timeout_s=20))
     process.kill()
     wait_until(lambda: not cmdline(child))
+
+
+def test_how_it_ended_is_known_before_and_after_it_is_waited_for(tmp_path: Path) -> None:
+    asked = python(tmp_path, "print('up', flush=True); import time; time.sleep(60)")
+    asked.wait_until(lambda: asked.output, what="a word", timeout_s=20)
+    assert asked.exit_code is None
+    asked.terminate()
+    failed = python(tmp_path, "raise SystemExit(3)")
+    for process, code in ((asked, -signal.SIGTERM), (failed, 3)):
+        wait_until(lambda process=process: process.ended, timeout_s=20)
+        assert process.exit_code == code
+        process.kill()
+        process.terminate()
+        assert process.exit_code == code
 
 
 def cmdline(pid: int) -> str:

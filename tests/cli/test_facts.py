@@ -7,14 +7,14 @@ ROLLOUTS = {"planned": 1050, "delivered": 1000, "filtered": {"gibberish": 20, "z
 
 
 def test_progress_in_words() -> None:
-    status = {"step": 3, "steps": 10, "rollouts": ROLLOUTS, "rollouts_per_s": 12.34,
+    status = {"step": 3, "steps": 10, "rollouts": ROLLOUTS, "rollouts_per_s": 12.34, "tokens_per_s": 4567.8,
               "states": {"running": 10, "admitted": 5, "delivered": 1000, "dead": 5, "filtered": 30}}  # fmt: skip
     assert {label: text for label, text, _ in facts.progress(status)} == {
         "steps": "3 of 10 delivered",
         "rollouts": "1,050 planned = 1,000 delivered + 30 filtered + 15 in flight + 5 dead; 2 fenced",
         "in flight": "running 10, admitted 5",
         "filtered": "gibberish 20, zero_variance 10",
-        "speed": "12.3 rollouts/s",
+        "speed": "12.3 rollouts/s, 4,568 tokens/s",
     }
 
 
@@ -42,3 +42,6 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_lag() -> None:
     assert facts.loop_lag({"p99_s": 0.0021, "max_s": 1.5}) == "p99 2.1 ms, max 1,500 ms"
+    lags = {"a": {"p99_s": 0.02, "max_s": 0.03}, "b": {"p99_s": 0.01, "max_s": 0.05}}
+    assert facts.worst_lag(lags) == "p99 20 ms, max 50 ms at worst in 2 other processes"
+    assert facts.worst_lag({"a": lags["a"]}) == "p99 20 ms, max 30 ms at worst in 1 other process"

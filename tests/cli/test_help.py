@@ -20,6 +20,7 @@ def explained(*arguments: str) -> str:
 def test_the_help_says_what_there_is() -> None:
     text = explained()
     for command, does in {
+        "demo": "Watch rollouts become batches: all of Penstock on this machine.",
         "run": "Drive a run: submit rollouts, form steps, recover what is lost.",
         "status": "Show what a run is doing, and what it waits for.",
         "audit": "Account for every rollout of a run: does it add up?",
@@ -32,7 +33,12 @@ def test_the_help_says_what_there_is() -> None:
 
 @pytest.mark.parametrize(
     ("command", "usage"),
-    [("run", "[OPTIONS] [CONFIG.toml]"), ("status", "[OPTIONS] {RUN_DIR}"), ("audit", "[OPTIONS] {RUN_DIR}")],
+    [
+        ("demo", "[OPTIONS]"),
+        ("run", "[OPTIONS] [CONFIG.toml]"),
+        ("status", "[OPTIONS] {RUN_DIR}"),
+        ("audit", "[OPTIONS] {RUN_DIR}"),
+    ],
 )
 def test_each_command_explains_itself(command: str, usage: str) -> None:
     text = explained(command)

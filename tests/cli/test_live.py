@@ -4,11 +4,13 @@ import logging
 import os
 import pty
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from cli.facts import Fact
 from cli.live import ConsoleHandler, LiveView, view
 
 STATUS: dict[str, Any] = {
@@ -16,12 +18,13 @@ STATUS: dict[str, Any] = {
     "rollouts": {"planned": 64, "delivered": 24, "filtered": {"noop": 2}, "in_flight": 37, "dead": 1, "fenced": 4},
     "states": {"running": 30, "admitted": 7}, "queued": {"rollouts": 5, "filtering": 0},
     "running_by_worker": {"host-1": 30}, "waiting_for": [], "event_loop_lag": {"p99_s": 0.004, "max_s": 0.02},
+    "tokens_per_s": 640.0, "other_loops": {"rollouts@host-1": {"p99_s": 0.03, "max_s": 0.04}},
 }  # fmt: skip
 
 
-def drawn(status: dict[str, Any], width: int = 100) -> str:
+def drawn(status: dict[str, Any], width: int = 100, beside: Iterable[Fact] = ()) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, highlight=False)
-    console.print(view(status))
+    console.print(view(status, beside))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -33,10 +36,11 @@ def test_the_view_shows_where_the_run_stands() -> None:
         "rollouts    64 planned = 24 delivered + 2 filtered + 37 in flight + 1 dead; 4 fenced",
         "in flight   running 30, admitted 7",
         "filtered    noop 2",
-        "speed       12.5 rollouts/s",
+        "speed       12.5 rollouts/s, 640 tokens/s",
         "queues      rollouts 5, filtering 0",
         "workers     30 jobs running: host-1 30",
         "loop lag    p99 4.0 ms, max 20 ms",
+        "            p99 30 ms, max 40 ms at worst in 1 other process",
     ):
         assert line in text
     assert "waiting for" not in text
@@ -98,3 +102,11 @@ def test_a_terminal_that_is_stopped_does_not_stop_the_run(monkeypatch: pytest.Mo
     os.close(keyboard)
     assert b"action=test number=0" in b"".join(written)
     assert b"action=test number=1999" not in b"".join(written)
+
+
+def test_what_is_told_beside_the_status_is_shown_from_the_start() -> None:
+    said = [Fact("starting", "engine")]
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None, highlight=False)
+    console.print(LiveView(console, beside=lambda: said).draw())
+    assert "starting    engine" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "trainer     step 3" in drawn(STATUS, beside=[Fact("trainer", "step 3")])

@@ -79,7 +79,8 @@ def test_status_as_one_json_object(run: Path) -> None:
     found = json.loads(printed("status", str(run), "--json"))
     assert set(found) == {
         "run", "run_dir", "state", "status_age_s", "phase", "stopped_by", "process", "running_s", "step", "steps",
-        "rollouts", "states", "rollouts_per_s", "queued", "workers", "event_loop_lag", "redis", "ledger", "waiting_for",
+        "rollouts", "states", "rollouts_per_s", "tokens_per_s", "queued", "workers", "event_loop_lag", "http", "redis",
+        "ledger", "waiting_for",
     }  # fmt: skip
     assert found["state"] == "stopped"
     assert found["rollouts"]["in_flight"] == 8

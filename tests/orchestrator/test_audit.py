@@ -11,7 +11,7 @@ from support.ledgers import encoded
 
 from orchestrator import run_dir
 from orchestrator.audit import audit
-from orchestrator.engine_gate import EngineGate
+from orchestrator.gates import Gates
 from orchestrator.ledger import Ledger
 from orchestrator.plan_files import batch_plan
 from orchestrator.records import Batch
@@ -60,7 +60,7 @@ def one_step(ledger: Ledger) -> Batch:
 
 
 def seal(config: RunConfig, batch: Batch) -> None:
-    ranks = [result.rank for result in encoded(config, batch)]
+    ranks = encoded(config, batch)
     seal_manifest(Store(config.store_dir), batch_plan(config, batch), ranks)
 
 
@@ -144,8 +144,9 @@ def test_a_damaged_manifest_is_named(config: RunConfig) -> None:
 
 def test_why_jobs_died_is_told_the_most_frequent_cause_first(config: RunConfig) -> None:
     def die(ledger: Ledger) -> None:
-        stages = Stages(config, ledger, EngineGate())
-        ledger.plan(environment="noop", example=0, size=3)
+        stages = Stages(config, ledger, Gates())
+        for example in range(3):
+            ledger.plan(environment="noop", example=example, size=1)
         for job, error in zip(list(ledger.jobs.values()), ["no", "disk", "no"], strict=True):
             for _ in range(config.recovery.max_failures):
                 ledger.submit(job)

@@ -93,7 +93,25 @@ def test_a_step_is_encoded_when_every_rank_has_answered(ledger: Ledger) -> None:
     end(ledger, batch, 0, JobState.SETTLED)
     encoded = composer.encoded()
     assert encoded is not None
-    assert [result.rank.file.key for result in encoded[1]] == ["rank_0", "rank_1"]
+    assert [rank.file.key for rank in encoded[1]] == ["rank_0", "rank_1"]
+
+
+def test_a_step_is_formed_again_without_the_rollouts_that_cannot_be_read(ledger: Ledger) -> None:
+    composer = composing(ledger, batch={"data_ranks": 2, "unit": "rollouts", "size": 6})
+    first, second = admitted(ledger), admitted(ledger)
+    batch = composed(composer)
+    job = ledger.jobs[batch.job_id(1)]
+    ledger.submit(job)
+    gone = [rollout.id for rollout in [*first.rollouts, second.rollouts[0]]]
+    ledger.end(job, JobState.SETTLED, result=EncodeResult(unreadable=tuple(gone)))
+    assert composer.encoded() is None
+    assert ledger.reasons == {"blob_corrupt": 5}
+    assert first.state is GroupState.CLOSED
+    assert composer.compose() is None, "3 of the 6 rollouts are left"
+    admitted(ledger)
+    again = composed(composer)
+    assert (again.formation, len(list(again.rollouts()))) == (2, 7)
+    assert ledger.number("failed_formations") == 0
 
 
 def test_a_step_that_cannot_be_encoded_is_formed_again_and_in_the_end_stops_the_run(ledger: Ledger) -> None:

@@ -1,13 +1,15 @@
 from typing import Any
 
 import pytest
-from support.ledgers import admitted, configured
+from support.ledgers import admitted, configured, submitted
 
 from orchestrator.ledger import Ledger
 from orchestrator.planner import Planner
-from orchestrator.states import GroupState, JobKind, RolloutState
+from orchestrator.states import GroupState, JobKind, JobState, RolloutState
 from orchestrator.trainer import Trainer
+from penstock.blobs import BlobRef
 from penstock.errors import RunError
+from penstock.messages import RolloutResult
 
 
 def planning(ledger: Ledger, *, examples: int = 1000, **settings: Any) -> Planner:
@@ -142,3 +144,47 @@ def test_a_run_that_drops_everything_stops_and_says_what_to_look_at(ledger: Ledg
     ledger.set("dropped_in_a_row", 10)
     with pytest.raises(RunError, match=r"10 groups in a row were dropped, enough for 5 batches.*penstock audit"):
         planner.plan()
+
+
+def stored(ledger: Ledger, size: int) -> None:
+    """A group whose four rollouts hold `size` bytes each."""
+    group = submitted(ledger)
+    for rollout in group.rollouts:
+        ledger.end(ledger.jobs[rollout.id], JobState.SETTLED)
+        blob = BlobRef(key=f"rollouts/{rollout.id}", size=size, checksum="")
+        ledger.generated(rollout, RolloutResult(reward=0.0, columns=blob))
+        ledger.move(rollout, RolloutState.ADMITTED)
+    ledger.enter(group, GroupState.ADMITTED)
+
+
+def test_a_full_store_begins_nothing_until_the_trainer_lets_go_of_a_step(ledger: Ledger) -> None:
+    planner = planning(ledger, max_store_gb=1.0)
+    stored(ledger, 10**9 // 8)
+    stored(ledger, 10**9 // 8)
+    ledger.deliver(ledger.compose(0, list(ledger.groups.values())))
+    plan_all(planner)
+    assert ledger.groups == {}
+    assert planner.trouble == (
+        "the store holds 1.0 GB, and may hold 1 (max_store_gb): nothing is begun until the trainer has "
+        "checkpointed step 0"
+    )
+    ledger.count("delivered_bytes", -(10**9))
+    assert planner.trouble is None
+    plan_all(planner)
+    assert len(ledger.groups) == 4
+
+
+def test_a_store_too_small_for_a_step_still_gets_that_step(ledger: Ledger) -> None:
+    planner = planning(ledger, max_store_gb=0.1)
+    stored(ledger, 10**9)
+    plan_all(planner)
+    assert len(ledger.groups) == 2
+    assert planner.trouble is None
+
+
+def test_what_is_dropped_is_no_longer_held(ledger: Ledger) -> None:
+    stored(ledger, 100)
+    (group,) = ledger.groups.values()
+    ledger.drop(group.rollouts[0], "stale")
+    assert ledger.number("open_bytes") == 300
+    assert ledger.unwanted == [f"rollouts/{group.id}-0"]

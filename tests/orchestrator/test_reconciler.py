@@ -7,7 +7,7 @@ from support.clock import Clock
 from support.ledgers import configured, submitted
 
 from orchestrator.broker import Broker
-from orchestrator.engine_gate import EngineGate
+from orchestrator.gates import Gates
 from orchestrator.ledger import Ledger
 from orchestrator.reconciler import Findings, Reconciler, Snapshot
 from orchestrator.records import Group, Job
@@ -29,9 +29,7 @@ class Scene:
         self.rollout = group.rollouts[0]
         for other in group.rollouts[1:]:
             ledger.end(ledger.jobs[other.id], JobState.CANCELLED)
-        self.reconciler = Reconciler(
-            config, RUN, ledger, Broker("redis://nobody/0"), Stages(config, ledger, EngineGate())
-        )
+        self.reconciler = Reconciler(config, RUN, ledger, Broker("redis://nobody/0"), Stages(config, ledger, Gates()))
         self.poll_s = self.reconciler.poll_s
 
     def see(self, *, lease: str | None = None, depth: int = 0, oldest: int | None = None) -> Findings:
@@ -193,17 +191,15 @@ def test_a_job_that_is_lost_too_often_is_dead(scene: Scene) -> None:
 NOTHING_SEEN = Snapshot(leases={}, depths=dict.fromkeys(Queue, 1), oldest=dict.fromkeys(Queue))
 
 
-def timing_groups(ledger: Ledger, gate: EngineGate, **rollouts: Any) -> Reconciler:
+def timing_groups(ledger: Ledger, gates: Gates, **rollouts: Any) -> Reconciler:
     config = configured(rollouts={"group_timeout_s": 30} | rollouts)
-    return Reconciler(config, RUN, ledger, Broker("redis://nobody/0"), Stages(config, ledger, gate))
+    return Reconciler(config, RUN, ledger, Broker("redis://nobody/0"), Stages(config, ledger, gates))
 
 
-def poll(reconciler: Reconciler, clock: Clock, times: int) -> list[str]:
-    revoked: list[str] = []
+def poll(reconciler: Reconciler, clock: Clock, times: int) -> None:
     for _ in range(times):
         clock.advance(reconciler.poll_s)
-        revoked += reconciler.judge(NOTHING_SEEN).revoke
-    return revoked
+        assert reconciler.judge(NOTHING_SEEN).revoke == []
 
 
 def one_still_out(ledger: Ledger) -> Group:
@@ -218,27 +214,42 @@ def one_still_out(ledger: Ledger) -> Group:
 def test_a_group_over_its_time_goes_on_with_the_rollouts_that_are_there(ledger: Ledger, clock: Clock) -> None:
     group = one_still_out(ledger)
     late = group.rollouts[3]
-    gate = EngineGate()
-    gate.sent_scout(late.id, 1)
-    reconciler = timing_groups(ledger, gate)
-    assert poll(reconciler, clock, 31) == []
+    gates = Gates()
+    gates.rollouts.sent_scout(late.id, 1)
+    reconciler = timing_groups(ledger, gates)
+    poll(reconciler, clock, 31)
     assert group.state is GroupState.COLLECTING
-    assert poll(reconciler, clock, 1) == [f"{RUN}.{late.id}.1"]
+    job = ledger.jobs[late.id]
+    poll(reconciler, clock, 1)
+    assert job.state is JobState.CANCELLED
     assert (late.state, late.reason) == (RolloutState.FILTERED, "group_timeout")
     assert late.id not in ledger.jobs
     assert group.state is GroupState.FILTERING
     assert len(group.of(RolloutState.GENERATED)) == 3
-    assert gate.may_send_scout()
+    assert gates.rollouts.may_send_scout()
 
 
 def test_a_group_over_its_time_is_dropped_where_partial_groups_are(ledger: Ledger, clock: Clock) -> None:
     group = one_still_out(ledger)
-    poll(timing_groups(ledger, EngineGate(), partial_groups="drop"), clock, 32)
+    poll(timing_groups(ledger, Gates(), partial_groups="drop"), clock, 32)
     assert group.state is GroupState.CLOSED
     assert ledger.reasons == {"group_timeout": 1, "group_too_small": 3}
 
 
 def test_a_group_is_waited_for_where_partial_groups_wait(ledger: Ledger, clock: Clock) -> None:
     group = one_still_out(ledger)
-    assert poll(timing_groups(ledger, EngineGate(), partial_groups="wait"), clock, 100) == []
+    poll(timing_groups(ledger, Gates(), partial_groups="wait"), clock, 100)
     assert group.state is GroupState.COLLECTING
+
+
+def test_a_rollout_that_runs_with_weights_too_old_is_cancelled(scene: Scene) -> None:
+    """Its version is the one of the first sight of its lease; time in the queue does not count."""
+    scene.ledger.set("policy_version", 5)
+    scene.see(lease="worker:1")
+    for version, beat in ((13, 2), (14, 3)):
+        assert scene.rollout.state is not RolloutState.FILTERED
+        scene.ledger.set("policy_version", version)
+        scene.see(lease=f"worker:{beat}")
+    assert (scene.rollout.state, scene.rollout.reason) == (RolloutState.FILTERED, "stale")
+    assert scene.job.state is JobState.CANCELLED
+    assert scene.rollout.id not in scene.ledger.jobs

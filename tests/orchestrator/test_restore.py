@@ -17,6 +17,7 @@ from orchestrator.states import GroupState, JobKind, JobState, RolloutState
 from orchestrator.trainer import Trainer
 from penstock.batches import seal_manifest
 from penstock.blobs import Store
+from penstock.messages import EncodeResult
 
 
 def written(path: Path, write: Callable[[Ledger], object]) -> Ledger:
@@ -60,7 +61,7 @@ def test_everything_that_is_open_comes_back(tmp_path: Path) -> None:
         assert batch is not None
         job = ledger.jobs[batch.job_id(0)]
         ledger.submit(job)
-        ledger.end(job, JobState.SETTLED, result=encoded(config, batch)[0])
+        ledger.end(job, JobState.SETTLED, result=EncodeResult(rank=encoded(config, batch)[0]))
 
     before = written(tmp_path / "ledger.sqlite", write)
     after = restore.read(tmp_path / "ledger.sqlite")
@@ -137,7 +138,7 @@ def test_a_ledger_that_is_gone_is_made_anew_from_the_manifests(tmp_path: Path) -
         group = admitted(ledger)
         ledger.move(group.rollouts[0], RolloutState.FILTERED, reason="gibberish")
         batch = ledger.compose(0, [group])
-        ranks = [result.rank for result in encoded(config, batch)]
+        ranks = encoded(config, batch)
         seal_manifest(Store(config.store_dir), batch_plan(config, batch), ranks)
         ledger.deliver(batch)
         planned(ledger)

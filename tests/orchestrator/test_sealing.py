@@ -12,7 +12,6 @@ from penstock.batches.manifest import manifest_path
 from penstock.blobs import Store
 from penstock.config import RunConfig
 from penstock.errors import BatchError
-from penstock.messages import EncodeResult
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def test_a_manifest_says_what_a_step_is_made_of(ledger: Ledger, config: RunConfi
     assert [
         (rollout.rollout, rollout.group, rollout.advantage, rollout.masked) for rollout in manifest.plan.rollouts
     ] == [(f"{group.id}-{index}", group.id, index - 1.5, index == 2) for index in range(4)]
-    assert manifest.ranks == tuple(result.rank for result in ranks)
+    assert manifest.ranks == tuple(ranks)
     totals = manifest.totals
     assert (totals.rollouts, totals.groups, totals.samples, totals.loss_tokens) == (4, 1, 4, 40)
 
@@ -47,7 +46,7 @@ def test_a_manifest_is_never_replaced(ledger: Ledger, config: RunConfig, store: 
     sealer, path = Sealer(config), manifest_path(store, 0)
     batch = ledger.compose(0, [admitted(ledger)])
     ranks = encoded(config, batch)
-    others = [EncodeResult(rank=replace(result.rank, samples=3)) for result in ranks]
+    others = [replace(rank, samples=3) for rank in ranks]
     assert asyncio.run(sealer.seal(batch, ranks))
     first = path.read_bytes()
     assert asyncio.run(sealer.seal(batch, ranks))

@@ -8,11 +8,12 @@ import pytest
 from support.ledgers import configured, submitted
 
 from orchestrator import restore
-from orchestrator.engine_gate import EngineGate
+from orchestrator.gates import Gates
 from orchestrator.ledger import Ledger
 from orchestrator.records import Group, Job
 from orchestrator.stages import Stages
 from orchestrator.states import GroupState, JobKind, JobState, RolloutState
+from penstock.blobs import BlobRef
 from penstock.errors import RunError
 from penstock.messages import AdvantageResult, FilterResult, Outcome, Reply, RolloutResult, ScoreResult, SurveyResult
 
@@ -22,8 +23,8 @@ DONE, FAILED, RELEASED, UNREACHABLE = Outcome.DONE, Outcome.FAILED, Outcome.RELE
 class Scene:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.gate = EngineGate()
-        self.stages = Stages(configured(recovery={"max_failures": 3}), ledger, self.gate)
+        self.gates = Gates()
+        self.stages = Stages(configured(recovery={"max_failures": 3}), ledger, self.gates)
         self.group: Group = submitted(ledger)
         self.rollout = self.group.rollouts[0]
         self.job: Job = ledger.jobs[self.rollout.id]
@@ -130,6 +131,35 @@ def test_the_first_good_reply_settles_and_later_ones_are_fenced(scene: Scene) ->
     assert scene.ledger.number("fenced") == 1
 
 
+def with_files(execution: str) -> RolloutResult:
+    columns, experts = (
+        BlobRef(key=f"{execution}/{kind}", size=1, checksum="0" * 16) for kind in ("columns", "experts")
+    )
+    return RolloutResult(reward=1.0, columns=columns, experts=experts)
+
+
+def test_the_files_of_a_fenced_execution_go(scene: Scene) -> None:
+    scene.reply(scene.job.id, result=with_files("first"))
+    scene.reply(scene.job.id, result=with_files("second"), attempt=2)
+    assert scene.ledger.unwanted == ["second/columns", "second/experts"]
+
+
+def test_a_reply_that_comes_twice_does_not_take_its_own_files_away(scene: Scene) -> None:
+    """A worker writes its reply again when Redis has not confirmed it in time, though it may have arrived."""
+    for _ in range(2):
+        scene.reply(scene.job.id, result=with_files("first"))
+    assert scene.ledger.number("fenced") == 1
+    assert scene.ledger.unwanted == []
+
+
+def test_a_reply_that_comes_again_after_its_group_was_closed_takes_nothing_away(scene: Scene) -> None:
+    """As when the stream is read from its start: the files may be in a batch by then."""
+    scene.reply(scene.job.id, result=with_files("first"))
+    scene.ledger.enter(scene.group, GroupState.CLOSED)
+    scene.reply(scene.job.id, result=with_files("first"))
+    assert scene.ledger.unwanted == []
+
+
 def test_a_good_reply_counts_while_the_job_waits_to_be_submitted_again(scene: Scene) -> None:
     scene.stages.lost(scene.job, "the worker's lease expired")
     scene.reply(scene.job.id, result=RolloutResult(reward=1.0))
@@ -164,11 +194,13 @@ def test_a_group_of_which_too_little_is_left_is_dropped(scene: Scene) -> None:
             scene.reply(rollout.id, FAILED, attempt=attempt)
             if attempt < 3:
                 scene.ledger.submit(scene.ledger.jobs[rollout.id])
-    scene.reply(scene.group.rollouts[3].id, result=RolloutResult(reward=1.0))
     assert scene.states() == [RolloutState.DEAD] * 3 + [RolloutState.FILTERED]
-    assert scene.ledger.reasons == {"group_too_small": 1}
+    assert scene.ledger.reasons == {"cancelled": 1}
+    assert [job.task_id("run") for job in scene.stages.cancelled] == [f"run.{scene.group.rollouts[3].id}.1"]
     assert scene.group.state is GroupState.CLOSED
     assert scene.ledger.number("dropped_in_a_row") == 1
+    scene.reply(scene.group.rollouts[3].id, result=RolloutResult(reward=1.0))
+    assert scene.ledger.number("fenced") == 1
 
 
 def test_what_the_policy_did_wrong_is_a_result(scene: Scene) -> None:
@@ -184,9 +216,22 @@ def test_a_released_job_waits_again_and_nothing_is_counted(scene: Scene) -> None
 def test_an_unreachable_engine_closes_the_gate_and_nothing_is_counted(scene: Scene) -> None:
     scene.reply(scene.job.id, UNREACHABLE)
     assert (scene.job.state, scene.job.failures, scene.job.losses) == (JobState.WAITING, 0, 0)
-    assert not scene.gate.open
+    assert not scene.gates.rollouts.open
     scene.reply(scene.group.rollouts[1].id, result=RolloutResult(reward=1.0))
-    assert scene.gate.open
+    assert scene.gates.rollouts.open
+
+
+def test_a_store_that_takes_nothing_is_waited_for_like_an_engine(scene: Scene) -> None:
+    scene.reply(scene.job.id, Outcome.UNWRITTEN)
+    assert (scene.job.state, scene.job.failures) == (JobState.WAITING, 0)
+    assert scene.gates.troubles == [
+        "a worker cannot write to the store: make room or mend its disk (it broke); next try every 1 s, nothing is lost"
+    ]
+    encoding = scene.ledger.add_job("s000000f1r0", JobKind.ENCODE, "0")
+    scene.ledger.submit(encoding)
+    scene.reply(encoding.id, Outcome.UNWRITTEN)
+    assert (encoding.state, encoding.failures) == (JobState.WAITING, 0)
+    assert not scene.gates.encoding.open
 
 
 def test_a_reply_that_does_not_answer_its_job_is_a_failure(scene: Scene) -> None:

@@ -49,7 +49,7 @@ WRONG = {
     "lease_s = 3": "line 1: there is no setting 'lease_s'; the nearest is 'recovery.lease_s'",
     "recovery.leese_s = 3": "line 1: there is no setting 'recovery.leese_s'; the nearest is 'recovery.lease_s'",
     "seed = 1\nsteps = 0": "line 2: steps: Input should be greater than 0",
-    "[batch]\nunit = 'tokens'": "line 2: batch.unit: Input should be 'groups' or 'rollouts'",
+    "[batch]\nunit = 'samples'": "line 2: batch.unit: Input should be 'groups', 'rollouts' or 'tokens'",
     "rollouts = 5": "line 1: rollouts is a table: write [rollouts], and its settings below",
     "[rollouts]\nmax_in_flight = 4": "line 1: rollouts: max_in_flight (4) must hold one group (8)",
     "[rollouts]\nmin_group_size = 9": "line 1: rollouts: min_group_size (9) is larger than group_size (8)",
@@ -123,7 +123,7 @@ def test_the_address_of_the_environment_alone() -> None:
         config.redis_url({"PENSTOCK_REDIS_URL": "h"})
 
 
-@given(group_size=st.integers(1, 1000), min_group_size=st.none() | st.integers(1, 1000))
+@given(group_size=st.integers(1, 64), min_group_size=st.none() | st.integers(1, 100))
 def test_the_smallest_group_that_is_kept_has_a_baseline_and_fits(group_size: int, min_group_size: int | None) -> None:
     try:
         rollouts = Rollouts(group_size=group_size, min_group_size=min_group_size, max_in_flight=1000)

@@ -15,6 +15,7 @@ from support.waiting import wait_until_async
 from penstock.embedded_redis import EmbeddedRedis
 from penstock.event_loop import event_loop_factory
 from penstock.loop_lag import (
+    LAG_KEY,
     LAG_TTL_S,
     LagLimits,
     LagSummary,
@@ -201,7 +202,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
 
 def test_others_read_what_each_process_published(server: EmbeddedRedis) -> None:
     async def main() -> None:
-        async with redis.asyncio.Redis.from_url(server.url) as client:
+        async with redis.asyncio.Redis.from_url(server.url, socket_timeout=None) as client:
             publish = publish_to(client)
             lags = [LoopLag(process=name, window_s=0.02, interval_s=0.005, publish=publish) for name in ("b", "a")]
             async with sampling(lags[0]), sampling(lags[1]):
@@ -214,6 +215,41 @@ def test_others_read_what_each_process_published(server: EmbeddedRedis) -> None:
         assert [summary.process for summary in read_all(reader)] == ["a", "b"]
         assert all(summary.samples for summary in read_all(reader))
         assert 0 < reader.ttl("penstock:lag:a") <= LAG_TTL_S
+
+
+def test_what_another_version_published_is_passed_over(server: EmbeddedRedis) -> None:
+    with redis.Redis.from_url(server.url) as client:
+        for name, value in (("x", "not JSON"), ("y", "[]"), ("z", '{"process": "z"}')):
+            client.set(LAG_KEY.format(process=name), value, ex=LAG_TTL_S)
+        assert not {"x", "y", "z"} & {summary.process for summary in read_all(client)}
+
+
+def test_what_is_taken_is_taken_once_and_reaches_back_beyond_the_window() -> None:
+    async def main() -> None:
+        lag = LoopLag(process="test", interval_s=0.005, window_s=0.02, limits=NO_LIMITS)
+        async with sampling(lag):
+            block(BLOCK_S)
+            await next_tick(lag)
+            await wait_until_async(lambda: lag.summary().max_s < BLOCK_S / 2, what="the block to leave the window")
+            taken = lag.take()
+            assert taken.max_s >= 0.8 * BLOCK_S
+            assert taken.blocked_s >= 0.8 * BLOCK_S
+            assert taken.window_s >= BLOCK_S
+            assert lag.take().samples == 0
+
+    run(main())
+
+
+def test_a_long_time_without_taking_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.loop_lag.TAKEN_MOST", 4)
+
+    async def main() -> None:
+        lag = LoopLag(process="test", interval_s=0.001, window_s=10.0, limits=NO_LIMITS)
+        async with sampling(lag):
+            await wait_until_async(lambda: lag.summary().samples > 20, what="more samples than are kept")
+            assert 1 <= lag.take().samples <= 4
+
+    run(main())
 
 
 def test_a_summary_survives_the_trip_through_a_dictionary() -> None:

@@ -1,5 +1,6 @@
 """From an engine's answers to a trainer's batches, with real processes and no stage left out."""
 
+import json
 from pathlib import Path
 
 from support.cluster import cluster_in
@@ -44,11 +45,23 @@ def test_rollouts_of_three_environments_become_batches_and_are_released(tmp_path
                 reader.publish_policy(batch.step + 1)
                 reader.checkpointed(batch.step)
             assert run.wait() == 0, run.text
+            assert f"batches    {cluster.store / 'batches'}\n" in run.text
             found = cluster.audit()
             assert found["balanced"], found["problems"]
             manifests = read_manifests(Store(cluster.store))
             assert [sorted({r.env for r in m.plan.rollouts}) for m in manifests.values()] == [
                 ["distinct", "guess", "sums"]
             ] * 3
+            assert_measured(cluster.run_dir)
     finally:
         engine.end()
+
+
+def assert_measured(run_dir: Path) -> None:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    for line in lines:
+        assert {"reward_mean/distinct", "reward_mean/guess", "reward_mean/sums"} <= line.keys()
+        assert 0 < line["prompt_tokens/min"] <= line["prompt_tokens/max"]
+        assert line["tokens"] > line["loss_tokens"] > 0
+        assert line["staleness_max"] <= 2

@@ -86,6 +86,18 @@ def test_a_stopping_worker_releases_what_it_runs_and_nothing_is_counted(tmp_path
         assert cluster.ledger("SELECT sum(failures) + sum(losses) FROM jobs") == [(0,)]
 
 
+def test_a_worker_that_is_asked_to_stop_waits_for_drain_s_and_no_longer(tmp_path: Path) -> None:
+    """Whoever asks, such as a container's stop, allows for that time and kills then."""
+    with cluster_in(tmp_path, noop={"rollout_s": 300.0}, recovery={"drain_s": 0.5}) as cluster:
+        cluster.compute_worker()
+        worker = cluster.rollout_worker()
+        cluster.orchestrator()
+        cluster.wait_running(8)
+        worker.signal(signal.SIGTERM)
+        worker.wait()
+        wait_until(lambda: cluster.events("released") >= 8, timeout_s=30, what="the rollouts to be given back")
+
+
 def test_a_message_delivered_twice_counts_once(tmp_path: Path) -> None:
     with cluster_in(tmp_path, noop={"rollout_s": 0.05}) as cluster:
         cluster.rollout_worker(concurrency=1)

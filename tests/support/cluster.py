@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-RUN_DIR_AT_THE_END = ["ledger.sqlite", "lock", "run.json", "status.json", "trainer"]
+RUN_DIR_AT_THE_END = ["ledger.sqlite", "lock", "metrics.jsonl", "run.json", "status.json", "trainer"]
 
 
 class Process:
@@ -176,10 +176,14 @@ class Cluster:
         self.redis_server.stop()
 
 
-def assert_nothing_left(cluster: Cluster) -> None:
+def assert_nothing_left_in_redis(cluster: Cluster) -> None:
     ours = {key.decode() for key in cluster.redis.scan_iter("penstock:*")} - {keys.LEASES}
     assert {key for key in ours if not key.startswith("penstock:lag:")} == set()
     assert cluster.leases() == []
+
+
+def assert_nothing_left(cluster: Cluster) -> None:
+    assert_nothing_left_in_redis(cluster)
     assert sorted(path.name for path in cluster.run_dir.iterdir()) == RUN_DIR_AT_THE_END
     assert {path.name for path in cluster.store.rglob("*") if path.is_file()} == {"manifest.json", "run"}
     assert not list(cluster.run_dir.rglob(".*"))

@@ -9,7 +9,7 @@ from orchestrator.states import GroupState, JobState, RolloutState
 from penstock.batches import EncodedRank
 from penstock.blobs import BlobRef
 from penstock.config import RunConfig
-from penstock.messages import EncodeResult, RolloutResult
+from penstock.messages import RolloutResult
 
 
 def configured(**settings: Any) -> RunConfig:
@@ -48,20 +48,18 @@ def admitted(ledger: Ledger, size: int = 4) -> Group:
     return group
 
 
-def encoded(config: RunConfig, batch: Batch) -> list[EncodeResult]:
-    """What the encoding jobs of `batch` would answer: two samples, 20 tokens of loss a rank."""
+def encoded(config: RunConfig, batch: Batch) -> list[EncodedRank]:
+    """What the encoding jobs of `batch` would answer: two samples, 20 tokens of loss a rank, and nothing written."""
     plan = batch_plan(config, batch)
     return [
-        EncodeResult(
-            rank=EncodedRank(
-                plan=plan.digest,
-                data_rank=data_rank,
-                file=BlobRef(key=f"{plan.directory}/rank_{data_rank}", size=1, checksum="0" * 16),
-                micro_batches=1,
-                tokens=32,
-                samples=2,
-                loss_tokens=20,
-            )
+        EncodedRank(
+            plan=plan.digest,
+            data_rank=data_rank,
+            file=BlobRef(key=f"{plan.directory}/rank_{data_rank}", size=0, checksum=""),
+            micro_batches=1,
+            tokens=32,
+            samples=2,
+            loss_tokens=20,
         )
         for data_rank in range(plan.files)
     ]

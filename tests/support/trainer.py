@@ -1,6 +1,6 @@
 """A trainer, as its author writes it, in an environment that has numpy, safetensors and xxhash and nothing else.
 
-    python trainer.py RUN_DIR DATA_RANK DATA_RANKS RESUME_STEP [HANG_AT_STEP]
+    python trainer.py RUN_DIR DATA_RANK DATA_RANKS RESUME_STEP [HANG_AT_STEP [CHECKPOINT_EVERY]]
 
 Prints a line of JSON for every step, with a hash of all that it got; at HANG_AT_STEP it stops in the middle of reading.
 """
@@ -26,7 +26,7 @@ def say(**fields: int | str) -> None:
     sys.stdout.flush()
 
 
-def main(run_dir: str, data_rank: int, data_ranks: int, resume_step: int, hang_at: int = -1) -> None:
+def main(run_dir: str, data_rank: int, data_ranks: int, resume_step: int, hang_at: int = -1, every: int = 5) -> None:
     from xxhash import xxh3_64
 
     from penstock.batches import BatchReader
@@ -48,7 +48,7 @@ def main(run_dir: str, data_rank: int, data_ranks: int, resume_step: int, hang_a
         reader.ack(batch.step)
         if data_rank == 0:
             reader.publish_policy(batch.step + 1, weights=f"/weights/{batch.step}")
-        if batch.step % 5 == 0:
+        if batch.step % every == 0:
             reader.checkpointed(batch.step)
 
 

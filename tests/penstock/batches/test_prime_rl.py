@@ -242,10 +242,12 @@ def test_a_damaged_file_is_not_published(store: Store, tmp_path: Path) -> None:
         publish_prime_rl(store, manifest, tmp_path / "out")
 
 
-def test_one_line_a_rollout_with_its_advantage(store: Store) -> None:
+@pytest.mark.parametrize("form", ["native", "prime-rl", "prime-rl-2026-05"])
+def test_one_line_a_rollout_with_its_advantage(store: Store, form: Format) -> None:
     made = made_rollouts(store)
-    rank = encode_all(store, plan_of(made, data_ranks=2, format="prime-rl"))[0]
+    rank, *others = encode_all(store, plan_of(made, data_ranks=2, format=form))
     assert rank.rollouts_jsonl is not None
+    assert not any(other.rollouts_jsonl for other in others), "once a step"
     lines = [json.loads(line) for line in store.open(rank.rollouts_jsonl).tobytes().splitlines()]
     assert [line["rollout"] for line in lines] == ["a", "b", "c", "d"]
     for line, each in zip(lines, made, strict=True):

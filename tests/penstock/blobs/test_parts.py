@@ -1,3 +1,4 @@
+import gc
 import resource
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def test_more_pieces_than_one_system_call_takes(store: Store) -> None:
     assert store.open(ref).tobytes() == b"".join(index.to_bytes(2) for index in range(3000))
 
 
-def test_no_descriptor_stays_open(store: Store) -> None:
+def test_few_descriptors_stay_open_however_many_parts_grow(store: Store) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     parts = [store.part(f"p{index}") for index in range(200)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
@@ -58,3 +59,19 @@ def test_no_descriptor_stays_open(store: Store) -> None:
             part.append(b"x")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_part_that_ends_gives_its_descriptor_back(store: Store) -> None:
+    def kept() -> int:
+        gc.collect()
+        opened = [path for path in Path("/proc/self/fd").iterdir() if path.exists()]
+        return sum(path.resolve().name.startswith(".rows") for path in opened)
+
+    committed, discarded, forgotten = (store.part(f"rows{index}") for index in range(3))
+    for part in (committed, discarded, forgotten):
+        part.append(b"x")
+    assert kept() == 3
+    store.commit(committed, "rows0")
+    discarded.discard()
+    del forgotten, part
+    assert kept() == 0

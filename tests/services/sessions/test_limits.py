@@ -41,7 +41,9 @@ def test_an_abandoned_session_expires_and_its_files_go(tight: SessionsProcess) -
     sealed.talk("hello")
     files = sealed.ask("POST", "/seal").json
     before = tight.status()["counts"]["expired"]
-    wait_until(lambda: used.ask("GET").status == 200 and tight.status()["counts"]["expired"] >= before + 2, timeout_s=20)
+    wait_until(
+        lambda: used.ask("GET").status == 200 and tight.status()["counts"]["expired"] >= before + 2, timeout_s=20
+    )
     assert_expired(abandoned)
     assert used.talk("and still").status == 200
     assert sealed.ask("POST", "/seal").status == 410

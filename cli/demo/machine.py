@@ -1,0 +1,153 @@
+"""The processes of a demo: real ones, started with the commands that users type. All of them end with it."""
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from bench.processes import Process
+from cli.demo.options import EXAMPLES, Options, short
+from penstock import loop_lag
+from penstock.batches import read_trainer
+from penstock.embedded_redis import EmbeddedRedis
+from penstock.errors import RunError
+from penstock.loop_lag import LagSummary
+
+logger = logging.getLogger("penstock.demo")
+
+READY = re.compile(r"action=engine_ready url=(http://\S+)")
+LATENCY = "lognormal:0.1:0.5"  # seconds: a small model's, so that rollouts are seen to be on their way
+STOP_S = 5.0  # workers without a job take about one second
+TICK_S = 0.05
+LAST_LINES = 15
+
+
+@dataclass(kw_only=True)
+class Part:
+    process: Process
+    shows_ready: Callable[[str], bool]
+    """by its output so far, or by something else"""
+    started_at: float
+    ready: bool = False
+
+
+class Machine:
+    """`start`, `look` again and again until the run is over, `stop`, and in any case `kill`: all in the main thread."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._redis = EmbeddedRedis(options.run_dir / "redis")
+        self._client: redis.Redis | None = None
+        self._engine_url: str | None = None
+        self.parts: dict[str, Part] = {}
+        self.stopping = False
+        """parts may end now"""
+
+    def start(self) -> None:
+        """Redis, then all that needs nothing else; the rollout worker follows when the engine's address is known."""
+        options = self._options
+        options.logs.mkdir()
+        self._redis.start()
+        logger.info("action=ready process=redis url=%s", self._redis.url)
+        once = Retry(NoBackoff(), retries=0)
+        self._client = redis.Redis.from_url(self._redis.url, retry=once, socket_timeout=1.0)
+        routes = ["--layers", str(options.routes.layers), "--topk", str(options.routes.topk)] if options.routes else []
+        engine = ["penstock", "engine", "--port", "0", "--latency", LATENCY]
+        self._start("engine", *engine, *routes, ready=lambda output: bool(READY.search(output)))
+        self._start("orchestrator", "penstock", "run", ready=lambda _: bool(self.status()))
+        queues = ["-Q", "filtering,advantages,encoding", "-c", "2"]
+        self._worker("compute-worker", "workers.compute", *queues)
+        # Without a checkpoint nothing is released.
+        every = ["--checkpoint-every", "0"] if options.keep else []
+        trainer = str(EXAMPLES / "toy_trainer.py")
+        opened = options.run_dir / "trainer" / "rank_00.json"
+        self._start("trainer", "python", trainer, str(options.run_dir), *every, ready=lambda _: opened.exists())
+
+    def look(self) -> None:
+        """Note who is ready; a part that has ended too early ends the demo, named, with its last words."""
+        if not self._redis.running:
+            raise RunError(f"Redis ended; its log is {self._redis.log_path}")
+        for name, part in self.parts.items():
+            code = part.process.exit_code
+            if code is not None and not (self.stopping or (code == 0 and name in ("orchestrator", "trainer"))):
+                raise RunError(_last_words(part.process, code))
+            if not part.ready and part.shows_ready(part.process.output):
+                part.ready = True
+                logger.info("action=ready process=%s after_s=%.1f", name, time.monotonic() - part.started_at)
+        if "rollout-worker" not in self.parts and self.parts["engine"].ready:
+            found = READY.search(self.parts["engine"].process.output)
+            assert found
+            self._engine_url = found[1]
+            self._worker("rollout-worker", "workers.rollouts", "-Q", "rollouts", "-c", "64")
+
+    def ended(self, name: str) -> bool:
+        return self.parts[name].process.ended
+
+    def drain(self) -> None:
+        """Ctrl-C for the orchestrator: what runs is finished, nothing is begun, and the run can be gone on with."""
+        self.stopping = True
+        self.parts["orchestrator"].process.terminate()
+
+    def stop(self, *, at_once: Callable[[], bool]) -> None:
+        """Ask every process to end, and wait for it up to STOP_S; `kill` ends what is left, and Redis."""
+        self.stopping = True
+        deadline = time.monotonic() + STOP_S
+        processes = [part.process for part in self.parts.values()]
+        for process in processes:
+            process.terminate()
+        while not all(process.ended for process in processes) and time.monotonic() < deadline and not at_once():
+            time.sleep(TICK_S)
+
+    def kill(self) -> None:
+        """Every process, with whatever it has started."""
+        for part in self.parts.values():
+            part.process.kill()
+        if self._client:
+            self._client.close()
+        self._redis.stop()
+
+    def status(self) -> dict[str, Any]:
+        """The orchestrator's last; empty before the first."""
+        path = self._options.run_dir / "status.json"
+        return json.loads(path.read_bytes()) if path.exists() else {}
+
+    def lags(self) -> list[LagSummary]:
+        """The last ten seconds of every event loop that publishes its lag."""
+        with suppress(redis.RedisError):
+            if self._client:
+                return loop_lag.read_all(self._client)
+        return []
+
+    def trainer_is_behind(self) -> bool:
+        """Whether a step is left to read: a run that was stopped, and is not over, lets its trainer wait for more."""
+        return read_trainer(self._options.run_dir).acked + 1 < self.status().get("step", 0)
+
+    def trainer_says(self) -> str:
+        lines = self.parts["trainer"].process.output.splitlines() if "trainer" in self.parts else []
+        return lines[-1] if lines else ""
+
+    def _worker(self, name: str, app: str, *options: str) -> None:
+        command = ["celery", "-A", app, "worker", "-n", f"{name}@demo", "-l", "INFO", *options]
+        self._start(name, *command, ready=lambda output: "action=worker_ready" in output)
+
+    def _start(self, name: str, *command: str, ready: Callable[[str], bool]) -> None:
+        variables = {"PENSTOCK_CONFIG": str(self._options.config), "PENSTOCK_REDIS_URL": self._redis.url}
+        if self._engine_url:
+            variables["PENSTOCK_ENGINE__URLS"] = self._engine_url
+        process = Process(name, list(command), directory=self._options.logs, variables=variables)
+        self.parts[name] = Part(process=process, shows_ready=ready, started_at=time.monotonic())
+        logger.info("action=starting process=%s log=%s", name, short(process.log))
+
+
+def _last_words(process: Process, code: int) -> str:
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    lines = process.output.splitlines()[-LAST_LINES:] or ["(nothing)"]
+    return "\n  ".join([f"the {process.name} {how}, so the demo is over. The end of {process.log}:", *lines])

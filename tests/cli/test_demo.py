@@ -1,0 +1,204 @@
+"""`penstock demo` as a newcomer and a script see it: real processes, none of which is left however it ends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.terminal import Terminal
+from support.waiting import wait_until
+
+from cli.demo.command import STEPS
+from cli.demo.options import EXAMPLES, GROUP_SIZE, Options, Routes, make_run_dir, write_configuration
+from penstock import config
+from penstock.batches import read_manifests
+from penstock.blobs import Store
+from penstock.errors import ConfigError
+
+PENSTOCK = str(Path(sys.executable).parent / "penstock")
+ROOT = str(Path(__file__).parents[2])
+PATIENCE_S = 100
+SMALL = ["--rollouts-per-step", "24", "--routed-experts", "2x4"]
+
+
+class Marked:
+    """Demos whose processes are known by a variable that they all inherit."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.mark = f"DEMO_TEST={uuid.uuid4()}"
+        name, _, value = self.mark.partition("=")
+        self.env = {key: text for key, text in os.environ.items() if not key.startswith("PENSTOCK_")}
+        self.env |= {name: value, "PYTHONPATH": ROOT}
+        self.demos: list[subprocess.Popen[str]] = []
+
+    def start(self, *options: str) -> "subprocess.Popen[str]":
+        command = [PENSTOCK, "demo", *SMALL, *options]
+        pipe = subprocess.PIPE
+        demo = subprocess.Popen(command, env=self.env, cwd=self.directory, stdout=pipe, stderr=pipe, text=True)
+        self.demos.append(demo)
+        return demo
+
+    def processes(self) -> dict[int, str]:
+        """Process id -> command, of all that are alive."""
+        found = {int(path.name): path for path in Path("/proc").iterdir() if path.name.isdigit()}
+        ours = {pid: _read(path / "cmdline") for pid, path in found.items() if self.mark in _read(path / "environ")}
+        return {pid: command for pid, command in ours.items() if command}
+
+    def status(self, run: str = "demo-1") -> dict[str, Any]:
+        path = self.directory / "runs" / run / "status.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def wait_running(self) -> None:
+        running = lambda: self.status().get("states", {}).get("running")  # noqa: E731
+        wait_until(running, timeout_s=PATIENCE_S, what="rollouts that run")
+
+    def assert_nothing_left(self) -> None:
+        wait_until(lambda: not self.processes(), what="the end of every process")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+@pytest.fixture
+def marked(tmp_path: Path) -> Iterator[Marked]:
+    marked = Marked(tmp_path)
+    yield marked
+    for demo in marked.demos:
+        demo.kill()
+        demo.communicate()
+    for pid in marked.processes():
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_two_demos_at_once_deliver_their_steps_and_end(marked: Marked) -> None:
+    demos = [marked.start("--steps", "2", "--json", *options) for options in ([], ["--keep"])]
+    said = [demo.communicate(timeout=PATIENCE_S) for demo in demos]
+    assert [demo.returncode for demo in demos] == [0, 0], said
+    marked.assert_nothing_left()
+    found = [json.loads(out) for out, _ in said]
+    assert {Path(each["paths"]["run"]).name for each in found} == {"demo-1", "demo-2"}
+    for each in found:
+        assert (each["ended"], each["delivered_steps"], each["trained_steps"]) == ("done", 2, 2)
+        assert each["audit"]["balanced"]
+        assert each["rollouts"]["in_flight"] == each["rollouts"]["dead"] == 0
+        assert each["trainer"].startswith("step 1: ")
+        assert each["tokens"] > each["loss_tokens"] > 0
+        assert each["routed_experts_bytes"] > 2 * 4 * each["tokens"]
+        assert each["event_loop_lag"]["orchestrator"]["max_s"] > 0
+        assert {"run", "config", "logs", "manifest", "rollouts"} <= each["paths"].keys()
+        assert all(Path(path).exists() for path in each["paths"].values())
+    released, kept = (Path(each["paths"]["run"]) for each in found)
+    assert (kept / "redis").exists() > (released / "redis").exists()
+    plans = [manifest.plan for manifest in read_manifests(Store(kept / "store")).values()]
+    blobs = [blob for plan in plans for each in plan.rollouts for blob in (each.columns, each.experts) if blob]
+    assert all((kept / "store" / blob.key).exists() for blob in blobs), "with --keep nothing is released"
+
+
+def test_killed_in_the_middle_it_leaves_nothing(marked: Marked) -> None:
+    demo = marked.start("--steps", "1000")
+    marked.wait_running()
+    kinds = ["penstock demo", "penstock engine", "workers.rollouts", "workers.compute", "penstock run", "toy_trainer"]
+    assert all(any(kind in command for command in marked.processes().values()) for kind in kinds)
+    demo.kill()
+    marked.assert_nothing_left()
+
+
+def test_a_part_that_dies_is_named_with_its_last_words(marked: Marked) -> None:
+    demo = marked.start("--steps", "1000")
+    marked.wait_running()
+    [engine] = [pid for pid, command in marked.processes().items() if "penstock engine" in command]
+    os.kill(engine, signal.SIGKILL)
+    out, err = demo.communicate(timeout=PATIENCE_S)
+    assert demo.returncode == 2
+    log = marked.directory / "runs/demo-1/logs/engine.log"
+    assert f"penstock: the engine was killed by signal 9, so the demo is over. The end of {log}:" in err
+    assert "action=engine_ready" in err.rpartition("The end of")[2]
+    assert "Traceback" not in out + err
+    marked.assert_nothing_left()
+
+
+def test_ctrl_c_on_a_terminal_sums_up_what_is_there(marked: Marked) -> None:
+    run_dir = marked.directory / "seen"
+    command = [PENSTOCK, "demo", *SMALL, "--steps", "1000", "--run-dir", str(run_dir)]
+    with Terminal(*command, env=marked.env) as terminal:
+        trained = re.compile(r"trainer     step \d+: ")
+        wait_until(lambda: trained.search(terminal.text), timeout_s=PATIENCE_S, what="a step that was trained")
+        terminal.press("\x03")
+        assert terminal.wait() == 128 + signal.SIGINT
+    text = terminal.text
+    assert "penstock demo: starting Redis" in text
+    assert "action=ready process=rollout-worker" in text
+    assert re.search(r"steps       \d+ of 1,000 delivered", text)
+    summary = text.rpartition("demo        stopped by Ctrl-C after")[2]
+    assert "all read by the trainer" in summary
+    assert "It adds up" in summary
+    assert re.search(r"look +\S+penstock audit", summary)
+    assert "Traceback" not in text
+    marked.assert_nothing_left()
+
+
+def test_ctrl_c_twice_before_anything_has_begun_ends_it(marked: Marked) -> None:
+    demo = marked.start()
+    wait_until(lambda: any("penstock run" in command for command in marked.processes().values()), timeout_s=PATIENCE_S)
+    demo.send_signal(signal.SIGINT)
+    demo.send_signal(signal.SIGTERM)
+    out, err = demo.communicate(timeout=PATIENCE_S)
+    assert demo.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM), err
+    assert "Traceback" not in out + err
+    marked.assert_nothing_left()
+
+
+def options_for(run_dir: Path, **changes: Any) -> Options:
+    values: dict[str, Any] = {"steps": 3, "rollouts_per_step": 16, "routes": None, "keep": False, "seconds": None}
+    return Options(run_dir=run_dir, **(values | changes))
+
+
+def test_the_configuration_that_it_leaves_can_be_gone_on_with(tmp_path: Path) -> None:
+    options = options_for(tmp_path)
+    write_configuration(options)
+    written = config.load(options.config, environ={})
+    assert (written.run_dir, written.steps, written.batch.size) == (tmp_path, 3, 2)
+    assert written.engine.routed_experts is False
+    assert f"export PENSTOCK_CONFIG={options.config}\n" in options.config.read_text()
+    assert f"toy_trainer.py {tmp_path}\n" in options.config.read_text()
+
+
+def test_the_example_says_what_a_demo_does_by_default() -> None:
+    example = config.load(EXAMPLES / "demo.toml", environ={})
+    assert example.steps == STEPS
+    assert example.rollouts.group_size == GROUP_SIZE
+    assert example.batch.size * GROUP_SIZE == 48
+    assert example.engine.routed_experts is True
+
+
+def test_routed_experts_are_told_by_layers_and_top_k() -> None:
+    assert Routes.parse("48x8") == Routes(layers=48, topk=8)
+    assert Routes.parse("off") is None
+    with pytest.raises(ConfigError, match="write LAYERSxTOPK, such as 8x8, or off"):
+        Routes.parse("48")
+
+
+def test_rollouts_come_in_whole_groups(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--rollouts-per-step 20: give a multiple of 8"):
+        options_for(tmp_path, rollouts_per_step=20)
+
+
+def test_each_demo_has_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [make_run_dir(None), make_run_dir(None)] == [tmp_path / "runs/demo-1", tmp_path / "runs/demo-2"]
+    assert make_run_dir(Path("mine")) == tmp_path / "mine"
+    (tmp_path / "mine" / "file").touch()
+    with pytest.raises(ConfigError, match="mine is not empty"):
+        make_run_dir(Path("mine"))

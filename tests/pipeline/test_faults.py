@@ -1,0 +1,155 @@
+"""The backbone's faults again, with real stages: a batch is what it would have been, or it says what is missing."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from support.cluster import Process
+from support.pipeline import Pipeline, hashes, pipeline_in, wait_state
+from support.waiting import wait_until
+
+SLOW_ENGINE = ("--latency", "uniform:0.05:0.4")
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
+    with pipeline_in(tmp_path_factory.mktemp("pipeline"), *SLOW_ENGINE, trainer={"max_steps_ahead": 2}) as pipeline:
+        yield pipeline
+
+
+def test_a_killed_engine_is_waited_for_and_a_killed_worker_replaced(pipeline: Pipeline) -> None:
+    pipeline.new_run("engine")
+    cluster = pipeline.cluster
+    worker = cluster.rollout_worker()
+    cluster.compute_worker()
+    run, trainer = cluster.orchestrator(), pipeline.trainer()
+    wait_state(cluster, "running", 4)
+    pipeline.engine.kill()
+    wait_until(
+        lambda: "engine" in str(cluster.status().get("waiting_for")), timeout_s=40, what="the engine to be missed"
+    )
+    pipeline.restart_engine("--layers", "4", *SLOW_ENGINE)
+    wait_state(cluster, "running", 4)
+    worker.kill()
+    cluster.rollout_worker()
+    found = pipeline.finish(run, trainer)
+    assert found["dead"] == 0
+    assert sorted(hashes(trainer)) == list(range(4))
+
+
+def test_an_orchestrator_killed_again_and_again_delivers_every_step_once(pipeline: Pipeline) -> None:
+    pipeline.new_run("orchestrator")
+    cluster = pipeline.cluster
+    cluster.rollout_worker()
+    cluster.compute_worker()
+    trainer = pipeline.trainer()
+    for point in ("replies_committed:20", "composed", "encoded:2", "sealed:2"):
+        killed = cluster.orchestrator(PENSTOCK_TESTING__CRASH_AT=point)
+        assert killed.wait(60) == -signal.SIGKILL, killed.text[-2000:]
+    pipeline.finish(cluster.orchestrator(), trainer)
+    assert sorted(hashes(trainer)) == list(range(4))
+
+
+def damage(pipeline: Pipeline, rollouts: list[str]) -> None:
+    """One file is bent, one is cut off, one deleted."""
+    run = next((pipeline.cluster.store / "rollouts").iterdir())
+    files = [next((run / rollout).rglob("columns.safetensors")) for rollout in rollouts]
+    content = bytearray(files[0].read_bytes())
+    content[-1] ^= 1
+    files[0].write_bytes(content)
+    files[1].write_bytes(files[1].read_bytes()[:100])
+    files[2].unlink()
+
+
+def rollouts_in(pipeline: Pipeline, state: str) -> list[str]:
+    rows = pipeline.cluster.ledger(f"SELECT grp || '-' || idx FROM rollouts WHERE state = '{state}' ORDER BY 1 LIMIT 3")
+    return [rollout for (rollout,) in rows]
+
+
+def test_blobs_that_are_damaged_before_they_are_batched_are_filtered_with_that_reason(pipeline: Pipeline) -> None:
+    pipeline.new_run("damaged-early")
+    cluster = pipeline.cluster
+    cluster.rollout_worker()
+    run, trainer = cluster.orchestrator(), pipeline.trainer()
+    wait_state(cluster, "generated", 3)
+    gone = rollouts_in(pipeline, "generated")
+    damage(pipeline, gone)
+    cluster.compute_worker()
+    found = pipeline.finish(run, trainer)
+    assert found["filtered"]["blob_corrupt"] == 3
+    assert found["dead"] == 0
+    delivered = {rollout.rollout for manifest in pipeline.manifests.values() for rollout in manifest.plan.rollouts}
+    assert not delivered & set(gone)
+
+
+def test_blobs_that_are_damaged_after_they_were_batched_leave_the_step_which_is_formed_again(
+    pipeline: Pipeline,
+) -> None:
+    pipeline.new_run("damaged-late")
+    cluster = pipeline.cluster
+    cluster.rollout_worker()
+    pipeline.compute("filtering,advantages")
+    run, trainer = cluster.orchestrator(), pipeline.trainer()
+    wait_state(cluster, "batched", 3)
+    gone = rollouts_in(pipeline, "batched")
+    damage(pipeline, gone)
+    pipeline.encoder()
+    found = pipeline.finish(run, trainer)
+    assert found["filtered"]["blob_corrupt"] == 3
+    assert "action=step_formed_again step=0 unreadable=" in run.text
+    assert sorted(hashes(trainer)) == list(range(4))
+
+
+def test_an_encoder_that_wakes_after_its_step_was_formed_again_is_fenced(pipeline: Pipeline) -> None:
+    pipeline.new_run("paused-encoder", trainer={"max_steps_ahead": "unlimited"}, steps=12)
+    cluster = pipeline.cluster
+    cluster.rollout_worker()
+    pipeline.compute("filtering,advantages")
+    paused = pipeline.encoder()
+    wait_until(lambda: "ready." in paused.text, timeout_s=30, what="the encoder")
+    run = cluster.orchestrator()
+    step = pause_while_encoding(pipeline, paused)
+    gone = rollouts_in(pipeline, "batched")
+    damage(pipeline, gone)
+    pipeline.encoder()
+    wait_until(lambda: step in pipeline.manifests, timeout_s=40, what=f"step {step} to be sealed by another encoder")
+    for pid in (paused.pid, *paused.children()):
+        os.kill(pid, signal.SIGCONT)
+    found = pipeline.finish(run)
+    assert found["filtered"]["blob_corrupt"] == 3
+    assert not {rollout.rollout for rollout in pipeline.manifests[step].plan.rollouts} & set(gone)
+
+
+def pause_while_encoding(pipeline: Pipeline, encoder: Process) -> int:
+    """Stops the encoder in the middle of a job; returns the step."""
+    cluster = pipeline.cluster
+    (child,) = encoder.children()
+    for _ in range(12):
+        lease = wait_until(lambda: next((each for each in cluster.leases() if ".s0" in each), ""), timeout_s=40)
+        for pid in (child, encoder.pid):
+            os.kill(pid, signal.SIGSTOP)
+        job = lease.split(".")[1]
+        if (
+            cluster.ledger(f"SELECT 1 FROM jobs WHERE id = '{job}' AND state = 'submitted'")
+            and lease in cluster.leases()
+        ):
+            return int(job[1:7])
+        for pid in (child, encoder.pid):
+            os.kill(pid, signal.SIGCONT)
+    raise AssertionError("the encoder was never caught at work")
+
+
+def test_a_trainer_killed_in_the_middle_and_resumed_20_steps_back_gets_the_same_batches(pipeline: Pipeline) -> None:
+    pipeline.new_run("resumed", steps=24, batch={"size": 1, "seq_len": 4096}, rollouts={"group_size": 2})
+    cluster = pipeline.cluster
+    cluster.rollout_worker()
+    cluster.compute_worker()
+    run, first = cluster.orchestrator(), pipeline.trainer(hang_at=21, checkpoint_every=100)
+    wait_until(lambda: '"hangs": 21' in first.text, timeout_s=60, what="the trainer to be in the middle of step 21")
+    first.kill()
+    second = pipeline.trainer(resume_step=1, checkpoint_every=100)
+    pipeline.finish(run, second)
+    before, after = hashes(first), hashes(second)
+    assert sorted(after) == list(range(2, 24))
+    assert {step: after[step] for step in range(2, 21)} == {step: before[step] for step in range(2, 21)}

@@ -1,0 +1,129 @@
+"""metrics.jsonl has every step once, whatever was killed; the endpoint shows a run that goes on, or waits."""
+
+import json
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.cluster import Cluster, cluster_in
+from support.small_disk import small_disk
+from support.waiting import wait_until
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Redis and workers that outlive many runs, one after the other."""
+    with cluster_in(tmp_path_factory.mktemp("cluster"), noop={"drop_rate": 0.1}) as cluster:
+        cluster.rollout_worker()
+        cluster.compute_worker()
+        yield cluster
+
+
+def lines(cluster: Cluster) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (cluster.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def killed(cluster: Cluster, run: str, point: str) -> None:
+    cluster.new_run(run)
+    assert cluster.orchestrator(PENSTOCK_TESTING__CRASH_AT=point).wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("point", ["encoded:2", "sealed:1", "sealed:2", "delivered:2", "composed:3"])
+def test_every_step_has_one_line_wherever_the_orchestrator_is_killed(shared: Cluster, point: str) -> None:
+    killed(shared, point, point)
+    found = shared.finish(shared.orchestrator())
+    assert [line["step"] for line in lines(shared)] == [0, 1, 2]
+    assert sum(line["rollouts"] for line in lines(shared)) == found["delivered"] == 48 - found["filtered"]["noop"]
+    assert [line["total/rollouts_delivered"] for line in lines(shared)][-1] == found["delivered"]
+    assert all(0 < line["reward_mean"] == line["reward_mean/noop"] < 1 for line in lines(shared))
+    assert all(line["event_loop_lag/p99"] >= 0 and line["time/step_s"] > 0 for line in lines(shared))
+
+
+def test_a_torn_line_is_mended_and_a_lost_ledger_leaves_no_hole(shared: Cluster) -> None:
+    killed(shared, "torn", "delivered:2")
+    path = shared.run_dir / "metrics.jsonl"
+    path.write_text(path.read_text()[:-20])
+    for ledger in shared.run_dir.glob("ledger.sqlite*"):
+        ledger.unlink()
+    shared.finish(shared.orchestrator())
+    assert [line["step"] for line in lines(shared)] == [0, 1, 2]
+    assert all(0 < line["reward_mean"] < 1 for line in lines(shared))
+
+
+def asked(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return answer.read().decode()
+
+
+def test_the_endpoint_shows_a_run_in_prometheus_own_words(tmp_path: Path) -> None:
+    with cluster_in(tmp_path, noop={"rollout_s": 600}, password="hunter2") as cluster:
+        cluster.rollout_worker(concurrency=8)
+        run = cluster.orchestrator()
+        cluster.wait_running(8)
+        seen = lambda: cluster.status().get("states", {}).get("running") == 8 and cluster.status()["other_loops"]  # noqa: E731
+        wait_until(seen, timeout_s=30, what="a status with running rollouts and the worker's lag")
+        url = cluster.status()["http"]
+        assert f"action=http_ready url={url}" in run.text
+        text = asked(f"{url}/metrics")
+        samples = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        assert samples["penstock_rollouts", "running"] == samples["penstock_jobs_running",] == 8
+        assert samples["penstock_queue_depth", "rollouts"] == 40
+        assert samples["penstock_steps_total",] == samples["penstock_policy_version",] == 0
+        assert samples["penstock_jobs_total", "survey"] == 1
+        lag = {key[1] for key in samples if key[0] == "penstock_event_loop_lag_seconds"}
+        assert "orchestrator" in lag
+        assert any(process.startswith("rollouts@") for process in lag)
+        assert len(samples) < 100
+        assert json.loads(asked(f"{url}/status"))["states"] == {"submitted": 40, "running": 8}
+        assert json.loads(asked(f"{url}/health")) == {"status": "ok"}
+        status = cluster.penstock("status", str(cluster.run_dir))
+        assert f"http       {url}/metrics, /status, /health" in status.text
+        assert ": orchestrator\n" in status.text
+        assert ": rollouts@" in status.text
+        assert "hunter2" not in text + asked(f"{url}/status")
+        with pytest.raises(urllib.error.HTTPError, match="405"):
+            urllib.request.urlopen(urllib.request.Request(f"{url}/status", method="POST"), timeout=30)
+
+
+def test_a_port_that_is_taken_stops_the_run_before_it_begins(shared: Cluster) -> None:
+    shared.new_run("taken")
+    refused = shared.orchestrator(PENSTOCK_HTTP__PORT=str(shared.redis_server.port))
+    assert refused.wait() == 2
+    assert f"cannot listen on 127.0.0.1, port {shared.redis_server.port}: Address already in use" in refused.text
+    assert not (shared.run_dir / "ledger.sqlite").exists()
+    assert "Traceback" not in refused.text
+
+
+def test_without_the_endpoint_the_run_is_the_same(shared: Cluster) -> None:
+    shared.new_run("off")
+    run = shared.orchestrator(PENSTOCK_HTTP__PORT="off")
+    shared.finish(run)
+    assert shared.status()["http"] is None
+    assert [line["step"] for line in lines(shared)] == [0, 1, 2]
+
+
+def test_the_disk_of_the_run_directory(tmp_path: Path) -> None:
+    """Ledger and store are elsewhere: steps are delivered all the same, and their lines follow."""
+    with small_disk(tmp_path / "disk") as disk, cluster_in(tmp_path, steps=6, noop={"rollout_s": 0.3}) as cluster:
+        cluster.enter = disk.enter
+        cluster.run_dir = disk.directory / "run"
+        cluster.rollout_worker(concurrency=8)
+        cluster.compute_worker()
+        run = cluster.orchestrator(PENSTOCK_LEDGER_DIR=str(tmp_path / "ledger"))
+        inside = disk.inside / "run"
+        wait_until(lambda: "action=delivered step=0" in run.text, timeout_s=60, what="a first step")
+        with disk.full(run.pid, "run"):
+            wait_until(lambda: "action=delivered step=2" in run.text, timeout_s=60, what="steps without metrics")
+            wait_until(lambda: "action=metrics_wait" in run.text, timeout_s=30, what="the log to say it")
+        assert run.wait() == 0, run.text
+        text = (inside / "metrics.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in text.splitlines()] == list(range(6))

@@ -1,0 +1,145 @@
+"""Dockerfile and docker-compose.yml say nothing that the code base does not know. Needs no Docker."""
+
+import importlib
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from celery import Celery
+from typer.main import get_command
+
+from cli.main import app
+from penstock import config
+from penstock.messages import Queue
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "docker-compose.yml").read_text()
+COMPOSE: dict[str, Any] = yaml.safe_load(TEXT)
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+IGNORE = (ROOT / ".dockerignore").read_text().split("\n")
+RUN = ROOT / "deploy" / "run.toml"
+WORKERS = {"rollout-worker", "compute-worker"}
+
+
+def seconds(duration: str) -> float:
+    assert duration.endswith("s")
+    return float(duration.removesuffix("s"))
+
+
+def options(command: list[str]) -> list[str]:
+    return [word.partition("=")[0] for word in command if word.startswith("--")]
+
+
+def test_the_file_is_for_both_generations_of_compose() -> None:
+    """1.29 knows neither `name` nor `start_interval`; 2 warns of `version`."""
+    assert {key for key in COMPOSE if not key.startswith("x-")} == {"services", "volumes"}
+    known = {"test", "interval", "timeout", "retries", "start_period"}
+    assert all(service["healthcheck"].keys() <= known for service in SERVICES.values())
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_service_can_be_watched_and_stopped(name: str) -> None:
+    service = SERVICES[name]
+    assert service["init"] is True
+    assert service["healthcheck"]["test"]
+    assert service["restart"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["logging"]["options"]["max-size"]
+    assert "container_name" not in service
+    assert "hostname" not in service
+
+
+def test_only_flower_is_published_and_to_this_machine_only() -> None:
+    published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
+    assert published.keys() == {"flower"}
+    assert all(port.startswith("127.0.0.1:") for port in published["flower"])
+
+
+def test_passwords_come_from_the_environment_and_are_asked_for() -> None:
+    named = re.findall(r"\$\{(\w*PASSWORD\w*)([^}]*)", TEXT)
+    assert {name for name, _ in named} == {"REDIS_PASSWORD", "FLOWER_PASSWORD"}
+    assert all(rest.startswith(f":?set {name} in .env") for name, rest in named)
+    example = dict(line.split("=") for line in (ROOT / ".env.example").read_text().splitlines() if "=" in line[:20])
+    assert example["REDIS_PASSWORD"] == example["FLOWER_PASSWORD"] == ""
+    assert ".env" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_no_password_is_in_a_command_line(name: str) -> None:
+    service = SERVICES[name]
+    assert "PASSWORD" not in f"{service['command']} {service['healthcheck']}"
+
+
+def test_who_needs_no_password_gets_none() -> None:
+    assert {name for name, service in SERVICES.items() if "environment" not in service} == {"engine", "trainer"}
+
+
+def test_redis_keeps_what_it_is_given() -> None:
+    settings = SERVICES["redis"]["command"][-1]
+    assert all(
+        line in settings for line in ("appendonly yes", "maxmemory-policy noeviction", 'requirepass "$$REDISCLI')
+    )
+    assert SERVICES["redis"]["volumes"] == ["redis:/data"]
+
+
+@pytest.mark.parametrize("name", ["engine", "orchestrator"])
+def test_a_penstock_command_is_one(name: str) -> None:
+    program, command, *arguments = SERVICES[name]["command"]
+    assert program == "penstock"
+    found = get_command(app).commands[command]  # pyright: ignore[reportAttributeAccessIssue]
+    known = {option for parameter in found.params for option in parameter.opts}
+    assert set(options(arguments)) <= known
+
+
+def test_the_celery_apps_exist_and_every_queue_has_a_worker() -> None:
+    taken: list[str] = []
+    for name in (*WORKERS, "flower"):
+        program, flag, module, command, *arguments = SERVICES[name]["command"]
+        assert (program, flag) == ("celery", "-A")
+        assert isinstance(importlib.import_module(module).app, Celery)
+        assert command == ("worker" if name in WORKERS else "flower")
+        taken += arguments[arguments.index("-Q") + 1].split(",") if name in WORKERS else []
+    assert sorted(taken) == sorted(queue.value for queue in Queue)
+
+
+def test_the_trainer_is_there() -> None:
+    interpreter, script, run_dir, *_ = SERVICES["trainer"]["command"]
+    assert interpreter == "python3"
+    assert (ROOT / script).is_file()
+    assert Path(run_dir) == config.load(RUN, environ={}).run_dir
+
+
+def test_the_run_s_configuration_fits_the_containers() -> None:
+    environment = SERVICES["orchestrator"]["environment"]
+    settings = config.load(RUN, environ={"PENSTOCK_REDIS_URL": "redis://:secret@redis:6379/0"})
+    assert {use.use for use in settings.environments.values()} == {"arithmetic", "guess", "distinct"}
+    assert settings.engine.urls == ("http://engine:8000",)
+    assert all(str(path).startswith("/data/") for path in (settings.run_dir, settings.store_dir, settings.ledger_path))
+    for name in (*WORKERS, "orchestrator"):
+        assert SERVICES[name]["environment"] == environment
+        assert f"./deploy/run.toml:{environment['PENSTOCK_CONFIG']}:ro" in SERVICES[name]["volumes"]
+        assert "data:/data" in SERVICES[name]["volumes"]
+        assert seconds(SERVICES[name]["stop_grace_period"]) >= settings.recovery.drain_s + 10
+    assert environment.keys() == {"PENSTOCK_CONFIG", "PENSTOCK_REDIS_URL"}
+
+
+def test_the_image_has_every_package_and_nothing_else() -> None:
+    included = {line[1:] for line in IGNORE if line.startswith("!")}
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert "*" in IGNORE
+    assert included == {name.removesuffix("*") for name in packages} | {
+        "pyproject.toml", "constraints.txt", "README.md", "LICENSE",
+    }  # fmt: skip
+    assert all((ROOT / name).exists() for name in included)
+
+
+def test_the_image_is_not_root_s_and_keeps_to_the_constraints() -> None:
+    build, image = DOCKERFILE.split("\nFROM ")[1:]
+    assert "ARG BASE=python:3.12-slim" in DOCKERFILE
+    assert "--constraint constraints.txt '.[app]'" in build
+    assert re.search(r"^USER \$\{UID\}", image, re.MULTILINE)
+    assert not re.search("apt-get|pip ", image)
