@@ -29,6 +29,7 @@ from penstock.packing import Normalise, PackingRules
 from penstock.redis_url import check
 from penstock.rollout_config import Engine, EnvironmentName, EnvironmentSettings, Policy
 from penstock.sections import Section, Share
+from penstock.sessions_config import Sessions
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 PREFIX = "PENSTOCK_"
@@ -184,6 +185,7 @@ class RunConfig(Section):
     """what is played, by the name that jobs say; default: one that does nothing"""
     engine: Engine = Engine()
     policy: Policy = Policy()
+    sessions: Sessions = Sessions()
     rollouts: Rollouts = Rollouts()
     batch: Batch = Batch()
     trainer: Trainer = Trainer()
@@ -220,8 +222,8 @@ class RunConfig(Section):
 def load(
     path: Path | None, *, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ
 ) -> RunConfig:
-    """Read `path` (or the file that PENSTOCK_CONFIG names, or nothing), then the environment, then `flags`
-    (`{"lag.trace_s": 0.1}`)."""
+    """Read `path` (or the file that PENSTOCK_CONFIG names, or nothing), then the environment, then `flags`, whose names
+    may be those of a section's settings (`sessions.port`)."""
     if path is None and CONFIG_VARIABLE in environ:
         path = Path(environ[CONFIG_VARIABLE])
     text = _read(path) if path else ""
@@ -237,7 +239,7 @@ def load(
         if value is not None:
             keys = tuple(key.split("."))
             _set(values, keys, value)
-            origins[keys] = f"--{key.replace('.', '-').replace('_', '-')}"
+            origins[keys] = f"--{keys[-1].replace('_', '-')}"
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:

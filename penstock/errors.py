@@ -12,8 +12,8 @@ PenstockError
  |    +-- BlobCorrupt
  |    +-- BlobUnwritten          the store took nothing: disk full, no rights; tried again
  +-- SessionError                carries the HTTP status that the session server answers
- |    +-- BadRequest 400, NotFound 404, Busy 409, Expired 410, TooLarge 413,
- |    |   NothingToTrain 422, Invariant 500, Upstream 502
+ |    +-- BadRequest 400, Unauthorised 401, NotFound 404, TooSlow 408, Busy 409, Expired 410, TooLarge 413,
+ |    |   NothingToTrain 422, Invariant 500, Upstream 502, Full 503
  |    +-- ContextFull 400        a BadRequest: the conversation was cut at its end and cannot go on
  +-- InfrastructureFailure       tried again, counted towards `max_failures`
  |    +-- EngineUnreachable      tried again, counted as nothing: submission pauses
@@ -86,8 +86,16 @@ class ContextFull(BadRequest):
     pass
 
 
+class Unauthorised(SessionError):
+    status_code = 401
+
+
 class NotFound(SessionError):
     status_code = 404
+
+
+class TooSlow(SessionError):
+    status_code = 408
 
 
 class Busy(SessionError):
@@ -112,6 +120,10 @@ class Invariant(SessionError):
 
 class Upstream(SessionError):
     status_code = 502
+
+
+class Full(SessionError):
+    status_code = 503
 
 
 class InfrastructureFailure(PenstockError):

@@ -10,13 +10,16 @@ from penstock import offload
 logger = logging.getLogger("penstock.event_loop")
 
 
-def event_loop_factory(*, concurrency: int | None = None) -> Callable[[], asyncio.AbstractEventLoop]:
-    """For `asyncio.Runner(loop_factory=...)`; with `concurrency`, the loop gets pools for that many jobs at once."""
+def event_loop_factory(
+    *, concurrency: int | None = None, cpu_threads: int | None = None
+) -> Callable[[], asyncio.AbstractEventLoop]:
+    """For `asyncio.Runner(loop_factory=...)`; with `concurrency`, the loop gets pools for that many jobs at once, the
+    one for CPU work as wide as `cpu_threads` or as the cores."""
 
     def new_event_loop() -> asyncio.AbstractEventLoop:
         loop = _fastest_loop()()
         if concurrency is not None:
-            offload.install(loop, concurrency=concurrency)
+            offload.install(loop, concurrency=concurrency, cpu_threads=cpu_threads)
         return loop
 
     return new_event_loop

@@ -91,10 +91,12 @@ def cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return allowed if quota_us == "max" else min(allowed, math.ceil(int(quota_us) / int(period_us)))
 
 
-def install(loop: asyncio.AbstractEventLoop, *, concurrency: int = DEFAULT_CONCURRENCY) -> IoPool:
+def install(
+    loop: asyncio.AbstractEventLoop, *, concurrency: int = DEFAULT_CONCURRENCY, cpu_threads: int | None = None
+) -> IoPool:
     """Give `loop` its pools, for `concurrency` jobs at once. Whoever ends the default executor ends both."""
     threads = min(IO_THREADS_PER_JOB * concurrency, IO_THREADS_MAX)
-    pool = IoPool(threads=threads, cpu=Pool(name="cpu", threads=cores()))
+    pool = IoPool(threads=threads, cpu=Pool(name="cpu", threads=cpu_threads or cores()))
     loop.set_default_executor(pool)
     for closed in [other for other in list(_pools) if other.is_closed()]:
         _pools.pop(closed, None)

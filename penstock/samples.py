@@ -62,6 +62,11 @@ class Addition:
     """Where the prompt leaves the sample that its agent had last extended, when it starts another."""
 
     @property
+    def nbytes(self) -> int:
+        mask = 0 if self.completion_mask is None else self.completion_mask.nbytes
+        return self.prompt_ids.nbytes + self.completion_ids.nbytes + self.completion_logprobs.nbytes + mask
+
+    @property
     def start(self) -> int:
         """Where its completion begins in the sample."""
         return self.prefix_tokens + len(self.prompt_ids)
@@ -88,6 +93,8 @@ class Samples:
 
     def __init__(self, *, max_samples: int | None = None) -> None:
         self.turns: list[Addition] = []
+        self.nbytes = 0
+        """of the arrays of all turns"""
         self._samples: list[_Sample] = []
         self._max_samples = max_samples
 
@@ -144,6 +151,7 @@ class Samples:
         if addition.chunks:
             sample.rows_until = addition.chunks[-1].first + addition.chunks[-1].rows
         self.turns.append(addition)
+        self.nbytes += addition.nbytes
 
     def ids(self, turn: int) -> Ids:
         """The sample of a turn up to the end of its completion."""

@@ -48,7 +48,7 @@ class Dialect:
             raise ConfigError('engine.dialect = "generate" takes tokens, and there is no renderer to make them')
         self.renderer = renderer
         self._settings = settings
-        self._write = {"vllm": self._vllm, "sglang": self._sglang, "generate": self._generate}[settings.dialect]
+        self._write = self._generate if settings.dialect == "generate" else self._chat
         self.endpoint = Endpoint.GENERATE if settings.dialect == "generate" else Endpoint.CHAT
 
     def body(self, prompt: Prompt, sampling: Mapping[str, Any]) -> bytes:
@@ -58,17 +58,21 @@ class Dialect:
         except TypeError as error:
             raise BadRequest(f"the request holds what JSON cannot: {error}") from error
 
-    def _vllm(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """Routed experts come when the server was started with `--enable-return-routed-experts`."""
-        return {**_chat(prompt), **sampling, "logprobs": True, "return_token_ids": True}
-
-    def _sglang(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    def demanded(self, ids: Ids | None = None, routes_from: int = 0) -> dict[str, Any]:
+        """The fields of a chat without which its answer could not be recorded. In vLLM's dialect, routed experts come
+        when the server was started with `--enable-return-routed-experts`."""
+        if self._settings.dialect == "vllm":
+            return {"logprobs": True, "return_token_ids": True}
         asked: dict[str, Any] = {"logprobs": True, "return_meta_info": True, "return_prompt_token_ids": True}
-        if prompt.ids is not None:
-            asked["input_ids"] = prompt.ids
+        if ids is not None:
+            asked["input_ids"] = ids
         if self._settings.routed_experts:
-            asked |= {"return_routed_experts": True, "routed_experts_start_len": prompt.routes_from}
-        return {**_chat(prompt), **sampling, **asked}
+            asked |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
+        return asked
+
+    def _chat(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        tools = {"tools": prompt.tools} if prompt.tools else {}
+        return {"messages": prompt.messages, **tools, **sampling, **self.demanded(prompt.ids, prompt.routes_from)}
 
     def _generate(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
         assert prompt.ids is not None
@@ -76,7 +80,3 @@ class Dialect:
         if self._settings.routed_experts:
             params["routed_experts_prompt_start"] = prompt.routes_from
         return {"token_ids": prompt.ids, "sampling_params": params}
-
-
-def _chat(prompt: Prompt) -> dict[str, Any]:
-    return {"messages": prompt.messages, **({"tools": prompt.tools} if prompt.tools else {})}

@@ -5,7 +5,6 @@ Owns the limits on turns and context. One chat at a time, as the session has it.
 
 import contextlib
 import functools
-import logging
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
@@ -20,23 +19,11 @@ from penstock.errors import BadRequest, ContextFull, InfrastructureFailure, NotF
 from penstock.policy.client import Answer, EngineClient, Request
 from penstock.policy.dialects import Dialect, Prompt, Tools
 from penstock.policy.replicas import Replica
+from penstock.policy.sampling import bent_sampling
 from penstock.recording import Prepared, Session
 from penstock.responses import Asked, Turn, read_turn
 from penstock.rollout_config import RESERVED, Policy
 from penstock.samples import Circumstances
-
-logger = logging.getLogger("penstock.policy")
-
-# Sampling that bends the distribution, with the values that do not: ratios to what the trainer computes are then
-# ill-defined, so it is recorded with every turn.
-NEUTRAL = {
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-}
 
 
 class RecordedPolicy:
@@ -170,9 +157,6 @@ def _with_message(turn: Turn) -> tuple[Turn, Message | None]:
 def _circumstances(
     answer: Answer[tuple[Turn, Message | None]], sampling: Mapping[str, Any], *, agent: str, train: bool
 ) -> Circumstances:
-    bent = {name: sampling[name] for name, neutral in NEUTRAL.items() if sampling.get(name, neutral[0]) not in neutral}
-    if bent:
-        _warn_once(", ".join(sorted(bent)))
     turn = answer.value[0]
     return Circumstances(
         agent=agent,
@@ -180,13 +164,6 @@ def _circumstances(
         version_sent=answer.version_sent,
         version_received=answer.version_received,
         temperature=float(sampling.get("temperature", 1.0)),
-        sampling=orjson.dumps(bent, option=orjson.OPT_SORT_KEYS).decode(),
+        sampling=bent_sampling(sampling),
         completion_mask=None if train else np.zeros(len(turn.completion_ids), np.uint8),
-    )
-
-
-@functools.cache
-def _warn_once(names: str) -> None:
-    logger.warning(
-        "action=bent_sampling fields=%s: the trainer's probabilities are of another distribution; ratios are off", names
     )

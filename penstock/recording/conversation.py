@@ -50,6 +50,23 @@ class Request:
     appended: Sequence[Message]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Digested:
+    """A request's messages, found to be messages, with the digest of each and all before it."""
+
+    messages: Sequence[Message]
+    chain: Sequence[bytes]
+
+
+def digested(messages: object) -> Digested:
+    """Needs no session, so that a long request can be treated in a thread. BadRequest says what is wrong with it."""
+    checked = _checked(messages)
+    try:
+        return Digested(messages=checked, chain=_chain(b"", checked))
+    except TypeError as error:
+        raise BadRequest(f"messages hold what JSON cannot: {error}") from error
+
+
 class Conversation:
     def __init__(self, *, mode: Mode, append_roles: frozenset[str]) -> None:
         self._mode = mode
@@ -71,17 +88,13 @@ class Conversation:
 
     def prepare(self, messages: object) -> Request:
         """Changes nothing. BadRequest when the messages are none, or diverge where that is not allowed."""
-        checked = _checked(messages)
-        try:
-            chain = _chain(b"", checked)
-        except TypeError as error:
-            raise BadRequest(f"messages hold what JSON cannot: {error}") from error
+        asked = messages if isinstance(messages, Digested) else digested(messages)
         if self._mode is Mode.OPEN:
-            parent = self._longest_known(chain)
+            parent = self._longest_known(asked.chain)
         else:
-            parent = self._linear_parent(chain)
-            self._check_appended(checked, parent)
-        return Request(parent=parent, appended=checked[parent.messages :])
+            parent = self._linear_parent(asked.chain)
+            self._check_appended(asked.messages, parent)
+        return Request(parent=parent, appended=asked.messages[parent.messages :])
 
     def request(self, parent: int, appended: Sequence[Message]) -> Request:
         """A request that was prepared before, by this process or by another."""

@@ -114,6 +114,27 @@ class Session:
     def turns(self) -> int:
         return len(self._samples.turns)
 
+    @property
+    def busy(self) -> bool:
+        """Whether somebody holds the slot, or its blobs are being written."""
+        return self._claim is not None or (self._sealing is not None and not self._sealing.done())
+
+    @property
+    def sealed(self) -> bool:
+        """Whether its blobs are in the store, and belong to whoever asked for them."""
+        sealing = self._sealing
+        return sealing is not None and sealing.done() and not sealing.cancelled() and sealing.exception() is None
+
+    @property
+    def retained_bytes(self) -> int:
+        """Of the turns in memory."""
+        return self._samples.nbytes
+
+    @property
+    def spooled_bytes(self) -> int:
+        """Of its files."""
+        return self._spool.nbytes
+
     def token_ids(self) -> Ids:
         """The sample that the last turn belongs to, up to its end."""
         return self._samples.ids(self.turns - 1) if self.turns else np.empty(0, np.int32)
@@ -137,7 +158,8 @@ class Session:
             self._claim = None
 
     def prepare(self, claim: Claim, messages: object = None) -> Prepared:
-        """Checks a request, changes nothing. Without messages, only tokens go in and out."""
+        """Checks a request, changes nothing. `messages` may be digested already; without any, only tokens go in and
+        out."""
         self._require_open()
         self._require_slot(claim)
         if messages is None:

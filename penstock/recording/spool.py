@@ -7,7 +7,7 @@ that the log never names rows that are not there.
 import mmap
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -43,6 +43,8 @@ class SessionSettings:
     max_seq_len: int | None = None
     max_samples: int | None = None
     logprobs_mode: str = "processed"
+    notes: str = ""
+    """What whoever started the session wants to have back when it is recovered; not looked at."""
 
 
 def unsealed(store: Store, under: str) -> list[str]:
@@ -71,7 +73,7 @@ class Spool:
     def create(cls, store: Store, settings: SessionSettings) -> "Spool":
         log = GrowingFile(store.part_path(f"{settings.key}/{COLUMNS}", LOG))
         log.create()
-        log.append(*frame({"settings": asdict(settings)}, {}))
+        log.append(*frame({"settings": settings}, {}))
         return cls(store, settings, log=log)
 
     @classmethod
@@ -137,6 +139,10 @@ class Spool:
             self._rows = None
         self.discard()
         return ref, experts
+
+    @property
+    def nbytes(self) -> int:
+        return self._log.length + (self._rows.length if self._rows else 0)
 
     def records(self, turns: Sequence[int]) -> list[bytes]:
         bodies = self._turn_bodies()

@@ -6,7 +6,7 @@ turn. Reading ends at the first frame that is not whole: the one that was being 
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ def entry_frame(entry: Entry, rows: RowsState | None) -> list[Piece]:
     arrays["chunks"] = np.array([(chunk.first, chunk.rows) for chunk in addition.chunks], np.int64).reshape(-1, 2)
     arrays |= {name: np.frombuffer(getattr(entry, name), np.uint8) for name in ENTRY_TEXTS}
     words = {name: getattr(addition, name) for name in ADDITION_WORDS}
-    return frame({"addition": words, "parent": entry.parent, "rows": rows and asdict(rows)}, arrays)
+    return frame({"addition": words, "parent": entry.parent, "rows": rows}, arrays)
 
 
 def read_entry(body: tensors.Tensors) -> tuple[Entry, RowsState | None]:

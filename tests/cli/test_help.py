@@ -24,10 +24,11 @@ def test_the_help_says_what_there_is() -> None:
         "run": "Drive a run: submit rollouts, form steps, recover what is lost.",
         "status": "Show what a run is doing, and what it waits for.",
         "audit": "Account for every rollout of a run: does it add up?",
+        "sessions": "Record what agents say to the policy, each under a URL of its own.",
         "engine": "Answer as an inference server would, without a model.",
         "bench": "Measure one part of Penstock beside its baseline.",
     }.items():
-        assert f"{command:<6}  {does}" in text
+        assert f"{command:<8}  {does}" in text
 
 
 @pytest.mark.parametrize(

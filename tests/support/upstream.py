@@ -23,8 +23,9 @@ Message = dict[str, Any]
 class Seen:
     """A request."""
 
+    method: str
     path: str
-    body: dict[str, Any]
+    body: Any
     headers: Mapping[str, str]
 
     @property
@@ -46,6 +47,9 @@ class Says:
     breaks_off_at: int | None = None
     """the connection ends after that many bytes of the body; before its headers when negative"""
     hangs: bool = False
+    waits_for: threading.Event | None = None
+    """nothing is said before it is set"""
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 Respond = Callable[[Seen], Says]
@@ -85,7 +89,7 @@ class Server:
 
     async def _serve(self, ready: threading.Event) -> None:
         app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/{path:.*}", self._handle)
+        app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
@@ -99,7 +103,8 @@ class Server:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
         headers = {**request.headers, "peer": str(request.transport.get_extra_info("peername"))}
-        seen = Seen(path=request.path, body=json.loads(await request.read()), headers=headers)
+        body = json.loads(await request.read() or b"null")
+        seen = Seen(method=request.method, path=request.path, body=body, headers=headers)
         self.seen.append(seen)
         self.answering += 1
         self.most_answering = max(self.most_answering, self.answering)
@@ -112,9 +117,11 @@ class Server:
         assert request.transport is not None
         if says.hangs:
             await asyncio.Event().wait()
+        while says.waits_for and not says.waits_for.is_set():
+            await asyncio.sleep(0.005)
         if says.breaks_off_at is not None and says.breaks_off_at < 0:
             request.transport.abort()
-        response = web.StreamResponse(status=says.status)
+        response = web.StreamResponse(status=says.status, headers=says.headers)
         if says.chunked:
             response.enable_chunked_encoding()
         else:

@@ -19,7 +19,7 @@ from penstock.blobs.experts import Experts
 from penstock.errors import BadRequest, Busy, ConfigError, InfrastructureFailure, PolicyFailure
 from penstock.fingerprints import Ids
 from penstock.policy import Dialect, EngineClient, RecordedPolicy
-from penstock.policy.recorded import _warn_once  # pyright: ignore[reportPrivateUsage]
+from penstock.policy.sampling import warn_once
 from penstock.recording import Mode, Session, SessionSettings
 from penstock.rollout_config import Engine, Policy, Sampling
 
@@ -138,7 +138,7 @@ def test_a_tool_call_that_is_none_is_malformed(tmp_path: Path, call: Message) ->
 
 
 def test_agents_and_their_sampling_are_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
     settings = Policy(sampling=Sampling(temperature=0.8, top_p=1.0, max_tokens=50, more={"min_tokens": 1}))
 
     async def main() -> None:

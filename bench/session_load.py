@@ -1,0 +1,196 @@
+"""`python -m bench.session_load`: agents of a session server in a process of their own, one JSON line a task.
+
+Reads tasks from stdin, one JSON object a line, and answers each with a line of figures: a closed loop, a steady rate,
+polling, or sessions to be left alone. HTTP is written by hand: load must cost little beside what it measures.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from penstock.event_loop import event_loop_factory
+
+CHARACTERS_A_TURN = 40
+"""that the user adds"""
+
+
+class Connection:
+    def __init__(self, host: str, port: int) -> None:
+        self._address = host, port
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+        if self._writer is None or self._reader is None:
+            self._reader, self._writer = await asyncio.open_connection(*self._address, limit=1 << 20)
+        head = (
+            f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        )
+        self._writer.write(head.encode() + b"\r\n" + body)
+        answer = await self._reader.readuntil(b"\r\n\r\n")
+        status, length = int(answer[9:12]), answer.lower().partition(b"content-length: ")[2].split()
+        content = await self._reader.readexactly(int(length[0]) if length else 0)
+        if status >= 300:
+            raise RuntimeError(f"{method} {path} answered {status}: {content[:300]!r}")
+        return content
+
+    def close(self) -> None:
+        if self._writer:
+            self._writer.close()
+
+
+@dataclass(kw_only=True)
+class Agent:
+    """Plays one session after the other, each of `turns` chats; the first asks with `characters`."""
+
+    connection: Connection
+    characters: int
+    turns: int
+    direct: bool = False
+    """asks the engine itself, without a session"""
+    seals: bool = False
+    """before it deletes"""
+
+    def __post_init__(self) -> None:
+        self.session, self._messages = "", list[Any]()
+
+    async def chat(self) -> float:
+        """Seconds of one chat; what has to be made before it does not count."""
+        if not self.direct and not self.session:
+            self.session = orjson.loads(await self.connection.ask("POST", "/sessions"))["session_id"]
+        characters = CHARACTERS_A_TURN if self._messages else self.characters
+        self._messages.append({"role": "user", "content": "x" * characters})
+        path = "/v1/chat/completions" if self.direct else f"/sessions/{self.session}/v1/chat/completions"
+        body = orjson.dumps({"messages": self._messages, "seed": 1, "logprobs": True, "return_token_ids": True})
+        started = time.perf_counter()
+        answer = await self.connection.ask("POST", path, body)
+        taken = time.perf_counter() - started
+        if len(self._messages) // 2 + 1 < self.turns:
+            self._messages.append(orjson.loads(answer)["choices"][0]["message"])
+        else:
+            await self.end()
+        return taken
+
+    async def end(self) -> None:
+        if self.session and self.seals and self._messages:
+            await self.connection.ask("POST", f"/sessions/{self.session}/seal")
+        if self.session:
+            await self.connection.ask("DELETE", f"/sessions/{self.session}")
+        self.session, self._messages = "", []
+
+
+async def closed_loop(host: str, port: int, *, connections: int, seconds: float, **agent: Any) -> dict[str, Any]:
+    """Every agent asks again as soon as it has its answer."""
+    taken, agents = list[float](), [Agent(connection=Connection(host, port), **agent) for _ in range(connections)]
+    started = time.monotonic()
+    until = started + seconds
+
+    async def play(agent: Agent) -> None:
+        while time.monotonic() < until:
+            taken.append(await agent.chat())
+
+    await asyncio.gather(*map(play, agents))
+    elapsed = time.monotonic() - started
+    await finish(agents)
+    return {"chats": len(taken), "seconds": elapsed, **quantiles(taken)}
+
+
+async def steady(
+    host: str, port: int, *, rate: float, connections: int, seconds: float, **agent: Any
+) -> dict[str, Any]:
+    """Chats begin `rate` times a second, whatever became of those before; a free agent is waited for."""
+    free: asyncio.Queue[Agent] = asyncio.Queue()
+    agents = [Agent(connection=Connection(host, port), **agent) for _ in range(connections)]
+    for each in agents:
+        free.put_nowait(each)
+    taken, started = list[float](), time.monotonic()
+
+    async def chat(agent: Agent) -> None:
+        taken.append(await agent.chat())
+        free.put_nowait(agent)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(round(rate * seconds)):
+            await asyncio.sleep(started + number / rate - time.monotonic())
+            group.create_task(chat(await free.get()))
+    elapsed = time.monotonic() - started
+    await finish(agents)
+    return {"chats": len(taken), "seconds": elapsed, **quantiles(taken)}
+
+
+async def poll(targets: list[tuple[str, int, str]], *, seconds: float, interval_s: float) -> dict[str, Any]:
+    """Seconds of a small GET at each of several servers, in turn."""
+    connections = [(Connection(host, port), path) for host, port, path in targets]
+    taken: list[list[float]] = [[] for _ in targets]
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for (connection, path), times in zip(connections, taken, strict=True):
+            started = time.perf_counter()
+            await connection.ask("GET", path)
+            times.append(time.perf_counter() - started)
+            await asyncio.sleep(interval_s)
+    for connection, _ in connections:
+        connection.close()
+    return {"polled": [quantiles(times) for times in taken]}
+
+
+async def cycle(host: str, port: int, *, cycles: int, connections: int, **agent: Any) -> dict[str, Any]:
+    """Sessions that are made, talked to, sealed and deleted."""
+    agents, numbers = (
+        [Agent(connection=Connection(host, port), **agent) for _ in range(connections)],
+        iter(range(cycles)),
+    )
+
+    async def play(agent: Agent) -> None:
+        for _ in numbers:
+            await agent.chat()
+
+    await asyncio.gather(*map(play, agents))
+    await finish(agents)
+    return {"cycles": cycles}
+
+
+async def fill(host: str, port: int, *, sessions: int, connections: int, **agent: Any) -> dict[str, Any]:
+    """Sessions of one turn each, left as they are."""
+    connected = [Connection(host, port) for _ in range(connections)]
+    numbers = iter(range(sessions))
+
+    async def make(connection: Connection) -> None:
+        for _ in numbers:
+            await Agent(connection=connection, **agent).chat()
+
+    await asyncio.gather(*map(make, connected))
+    for connection in connected:
+        connection.close()
+    return {"sessions": sessions}
+
+
+async def finish(agents: list[Agent]) -> None:
+    await asyncio.gather(*(agent.end() for agent in agents))
+    for agent in agents:
+        agent.connection.close()
+
+
+def quantiles(taken: list[float]) -> dict[str, float]:
+    ordered = sorted(taken) or [0.0]
+    return {f"p{share}": ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 95, 99)}
+
+
+TASKS = {"closed_loop": closed_loop, "steady": steady, "poll": poll, "cycle": cycle, "fill": fill}
+
+
+async def _answer(line: str) -> dict[str, Any]:
+    task = json.loads(line)
+    return await TASKS[task.pop("task")](**task)
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+            sys.stdout.write(json.dumps(runner.run(_answer(line))) + "\n")
+            sys.stdout.flush()

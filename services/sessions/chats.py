@@ -1,0 +1,145 @@
+"""A chat, in the order of its contract: claim, read, prepare, send, commit; the slot is free again on every way out."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from aiohttp import web
+
+from penstock.config import RunConfig
+from penstock.errors import BadRequest, PolicyFailure
+from penstock.offload import in_cpu_thread
+from penstock.policy import Dialect
+from penstock.policy.byte_budget import ByteBudget
+from penstock.policy.sampling import bent_sampling
+from penstock.policy.transport import ON_LOOP_BYTES
+from penstock.recording import Claim, Prepared, Session
+from penstock.replies import Endpoint
+from penstock.responses import Asked as ReadWith
+from penstock.responses import read_turn
+from penstock.samples import Circumstances
+from services.sessions import headers
+from services.sessions.answers import Answer, Exchange
+from services.sessions.backend import Answered, Asked, Backend
+from services.sessions.event_stream import EVENT_STREAM
+from services.sessions.registry import Entry, Notes, opened
+from services.sessions.rendering import prompt_ids, renderer_of
+from services.sessions.requests import Chat, read_body, read_chat
+
+logger = logging.getLogger("penstock.sessions")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+SESSION_HEADER = "X-Session-ID"
+"""By which an engine, or what stands before several, may keep a conversation together."""
+
+
+@dataclass(kw_only=True)
+class ChatCounts:
+    begun: int = 0
+    recorded: int = 0
+    refused_upstream: int = 0
+    """answered by the engine with something else than 200"""
+
+
+class Chats:
+    def __init__(self, config: RunConfig, backend: Backend, requests: ByteBudget) -> None:
+        self.counts = ChatCounts()
+        self._config = config
+        self._backend = backend
+        self._requests = requests
+        self._renderer = renderer_of(config)
+        self._dialect = Dialect(config.engine, renderer=self._renderer)
+
+    async def answer(self, request: web.BaseRequest, entry: Entry, notes: Notes) -> web.Response:
+        session = opened(entry)
+        with session.claim() as claim, self._requests.share() as share:
+            self.counts.begun += 1
+            limits = self._config.sessions
+            body = await read_body(request, share, limit=limits.request_bytes, timeout_s=limits.request_s)
+            chat = await _sized(len(body), read_chat, body, notes.sampling)
+            prepared = self._prepared(session, claim, chat)
+            read_with = await self._read_with(prepared, chat)
+            demanded = self._dialect.demanded(read_with.prompt_ids, read_with.routes_from)
+            sent = await _sized(len(body), chat.body, demanded, model=self._config.engine.model)
+            del body
+            passed = self._headers(request, session, notes)
+            asked = Asked(method="POST", target=Endpoint.CHAT, body=sent, headers=passed)
+            async with self._backend.ask(asked, home=entry.home) as answered:
+                entry.home = answered.replica
+                if answered.status != 200:
+                    self.counts.refused_upstream += 1
+                    return passed_on(answered)
+                exchange = _exchange(chat, sent, prepared, read_with)
+                answer = await _sized(answered.size, exchange.answer, answered)
+                circumstances = _circumstances(answered, chat.fields)
+                await self._commit(session, claim, prepared, answer, circumstances)
+            return _response(answered, answer, stream=chat.stream)
+
+    def _prepared(self, session: Session, claim: Claim, chat: Chat) -> Prepared:
+        most = self._config.policy.max_turns
+        if session.turns >= most:
+            raise BadRequest(f"turn limit: the session has had its {most} turns")
+        return session.prepare(claim, chat.asked)
+
+    async def _commit(
+        self, session: Session, claim: Claim, prepared: Prepared, answer: Answer, circumstances: Circumstances
+    ) -> None:
+        """A session that was closed meanwhile records nothing; its client gets the answer all the same."""
+        try:
+            if await session.commit(claim, prepared, answer.turn, circumstances, record=answer.record):
+                self.counts.recorded += 1
+        except PolicyFailure as failure:
+            raise BadRequest(str(failure)) from failure
+
+    def _headers(self, request: web.BaseRequest, session: Session, notes: Notes) -> Mapping[str, str]:
+        own_key = self._config.engine.api_key is not None
+        passed = headers.to_upstream(request.headers, notes.secret_digest, own_key=own_key)
+        passed.setdefault(SESSION_HEADER, f"{session.settings.rollout}.{session.settings.attempt}")
+        passed["Content-Type"] = "application/json"
+        return passed
+
+    async def _read_with(self, prepared: Prepared, chat: Chat) -> ReadWith:
+        limit = self._config.policy.max_seq_len
+        if self._renderer is None:
+            return ReadWith(max_seq_len=limit)
+        ids = await prompt_ids(self._renderer, prepared, chat)
+        return ReadWith(prompt_ids=ids, routes_from=prepared.routes_from, max_seq_len=limit)
+
+
+def _exchange(chat: Chat, sent: bytes, prepared: Prepared, asked: ReadWith) -> Exchange:
+    read = functools.partial(read_turn, known=prepared.known, asked=asked, route_format=prepared.route_format)
+    return Exchange(request=sent, read=read, stream=chat.stream, logprobs=chat.wants_logprobs)
+
+
+def passed_on(answered: Answered) -> web.Response:
+    """The engine's own words, whatever they are."""
+    return web.Response(status=answered.status, headers=headers.to_client(answered.headers), body=answered.joined())
+
+
+def _response(answered: Answered, answer: Answer, *, stream: bool) -> web.Response:
+    passed = headers.to_client(answered.headers)
+    if stream:
+        passed["Content-Type"], passed["Cache-Control"] = EVENT_STREAM, "no-cache"
+    return web.Response(headers=passed, body=answer.body)
+
+
+def _circumstances(answered: Answered, fields: Mapping[str, Any]) -> Circumstances:
+    temperature = fields.get("temperature")
+    return Circumstances(
+        engine=answered.replica.url,
+        version_sent=answered.version_sent,
+        version_received=answered.replica.version,
+        temperature=1.0 if temperature is None else float(temperature),
+        sampling=bent_sampling(fields),
+    )
+
+
+async def _sized(size: int, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Small bodies are treated at once: a thread would cost more than the work."""
+    if size <= ON_LOOP_BYTES:
+        return fn(*args, **kwargs)
+    return await in_cpu_thread(fn, *args, **kwargs)

@@ -1,0 +1,122 @@
+"""A session server is killed at random turns and started again on its port; agents go on as if nothing had been.
+
+`make chaos` plays 200 sessions; the test run plays a few.
+"""
+
+import http.client
+import random
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.session_process import Agent, SessionsProcess, running, scripted
+from support.upstream import user
+from support.waiting import wait_until
+
+TURNS = 5
+THREADS = 16
+BROKEN = (ConnectionError, http.client.HTTPException, TimeoutError)
+
+
+class Server:
+    """Always on the same port; `kill` is SIGKILL and a new process."""
+
+    def __init__(self, directory: Path, backend: str, arguments: list[str]) -> None:
+        self._directory, self._backend, self._arguments = directory, backend, arguments
+        self.process = SessionsProcess(directory, backend, *arguments)
+        self._arguments += ["--port", str(self.process.address[1])]
+        self.killed = 0
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.killed += 1
+        self.process = SessionsProcess(self._directory, self._backend, *self._arguments)
+        assert self.process.address
+
+
+def play(server: Server, number: int, progress: list[int]) -> Agent:
+    agent = begin(server, number)
+    while (turn := len(agent.messages) // 2) < TURNS:
+        agent.server = server.process
+        try:
+            agent.talk(f"session {number}, turn {turn}" + "." * (number * 37 % 200))
+        except BROKEN:
+            look_again(agent, server)
+        progress.append(number)
+    return agent
+
+
+def begin(server: Server, number: int) -> Agent:
+    """A session whose creation was not answered is nobody's; it is abandoned and expires."""
+
+    def created() -> Agent | None:
+        try:
+            return server.process.agent(rollout=f"r{number}", attempt=1)
+        except BROKEN:
+            return None
+
+    agent = wait_until(created, timeout_s=60)
+    assert agent
+    return agent
+
+
+def look_again(agent: Agent, server: Server) -> None:
+    """The answer may be lost but recorded: then it is in the records."""
+
+    def recorded() -> list[dict[str, Any]] | None:
+        agent.server = server.process
+        try:
+            return agent.ask("GET").json["records"]
+        except BROKEN:
+            return None
+
+    found: Any = wait_until(lambda: (records := recorded()) is not None and [records], timeout_s=60)
+    asked = agent.messages
+    for record in found[0][len(asked) // 2 :]:
+        asked += [user(record["request"]["messages"][-1]["content"])]
+        asked += [record["response"]["choices"][0]["message"]]
+    assert len(asked) // 2 == len(found[0])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["open", "linear"])
+def test_a_killed_server_comes_back_with_every_turn(request: pytest.FixtureRequest, tmp_path: Path, mode: str) -> None:
+    rounds: int = request.config.getoption("--chaos-rounds")
+    sessions, kills, seeded = 10 * rounds, 1 + rounds // 4, random.Random(rounds)
+    instance = ["--instance-id", "cd" * 16, "--mode", mode]
+    progress: list[int] = []
+    with scripted() as script, ThreadPoolExecutor(THREADS) as pool:
+        server = Server(tmp_path, script.server.url, instance)
+        try:
+            playing = [pool.submit(play, server, number, progress) for number in range(sessions)]
+            total = sessions * TURNS
+            for at in sorted(seeded.sample(range(total // 10, total * 9 // 10), kills)):
+                wait_until(lambda at=at: len(progress) >= at or failed(playing), timeout_s=60)
+                server.kill()
+            agents = [each.result() for each in playing]
+            server.kill()
+            for agent in agents:
+                agent.server = server.process
+            sealed = [agent.ask("POST", "/seal").json for agent in agents]
+            assert server.killed == kills + 1
+        finally:
+            server.process.end()
+        compare(tmp_path, script.server.url, ["--mode", mode], sealed)
+
+
+def failed(playing: list[Future[Agent]]) -> bool:
+    return any(each.done() and each.exception() for each in playing)
+
+
+def compare(directory: Path, backend: str, arguments: list[str], sealed: list[Any]) -> None:
+    """With a server that nobody killed: the same bytes, in tokens, logprobs, masks and rows."""
+    with running(directory, backend, *arguments, store="undisturbed") as process:
+        for number, found in enumerate(sealed):
+            agent = process.agent(rollout=f"r{number}", attempt=1)
+            for turn in range(TURNS):
+                agent.talk(f"session {number}, turn {turn}" + "." * (number * 37 % 200))
+            expected = agent.ask("POST", "/seal").json
+            for file in ("columns", "experts"):
+                assert found[file].pop("key") != expected[file].pop("key")
+            assert found == expected

@@ -1,0 +1,161 @@
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.session_process import Agent, Script, SessionsProcess, running
+from support.upstream import Says, answer, calling, tool_call, user
+
+LIMITS = {"policy__max_turns": "8", "policy__max_seq_len": "400", "policy__max_samples": "5"}
+
+
+@pytest.fixture(scope="module")
+def linear(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionsProcess]:
+    directory = tmp_path_factory.mktemp("linear")
+    with running(directory, script.server.url, "--mode", "linear", **LIMITS) as process:
+        yield process
+
+
+@pytest.fixture
+def strict(linear: SessionsProcess) -> Agent:
+    return linear.agent()
+
+
+def said(agent: Agent) -> list[str]:
+    """What the recorded answers are, without those that were discarded."""
+    return [record["response"]["choices"][0]["message"]["content"] for record in agent.ask("GET").json["records"]]
+
+
+def test_a_conversation_that_goes_on_is_one_sample(strict: Agent) -> None:
+    for text in ("one", "two", "three"):
+        strict.talk(text)
+    assert said(strict) == ["answer 1 to one", "answer 3 to two", "answer 5 to three"]
+    assert len(strict.ask("POST", "/seal").json["sample_lengths"]) == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"content": "other words"},
+        {"content": None},
+        {"role": "user"},
+        {"reasoning_content": "thoughts"},
+        {"tool_calls": [tool_call("f", {})]},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_changed_past_is_refused_and_changes_nothing(strict: Agent, script: Script, changed: dict[str, Any]) -> None:
+    strict.talk("one")
+    strict.talk("two")
+    strict.talk("three")
+    before, heard = strict.ask("GET").body, len(script.server.seen)
+    past = [*strict.messages]
+    past[1] = {**past[1], **changed}
+    got = strict.chat([*past, user("four")])
+    assert got.status == 400
+    assert "at most one generated message may be discarded" in got.error
+    assert strict.ask("GET").body == before
+    assert len(script.server.seen) == heard
+    strict.talk("four")
+
+
+def test_fields_that_say_nothing_make_no_difference(strict: Agent, script: Script) -> None:
+    script.says["call"] = lambda seen: Says(body=answer(seen, calling(tool_call("add", {"a": 1}))))
+    strict.talk("call")
+    for nothing in (None, "", []):
+        echo = {
+            **calling(tool_call("add", {"a": 1})),
+            "content": nothing,
+            "reasoning_content": nothing,
+            "refusal": None,
+        }
+        told = [user("call"), echo, {"role": "tool", "tool_call_id": "c1", "content": "2"}]
+        assert strict.chat(told).status == 200
+    assert len(said(strict)) == 2
+
+
+@pytest.mark.parametrize("role", ["system", "assistant", "developer"])
+def test_only_some_may_go_on(strict: Agent, role: str) -> None:
+    strict.talk("one")
+    got = strict.chat([*strict.messages, {"role": role, "content": "x"}])
+    assert (got.status, got.error) == (400, f"messages[2] has role {role!r}: only tool, user may be appended")
+    got = strict.chat(strict.messages)
+    assert (got.status, "appends nothing" in got.error) == (400, True)
+
+
+def test_one_answer_may_be_taken_back(strict: Agent) -> None:
+    strict.talk("one")
+    strict.talk("two")
+    again = [*strict.messages[:2], user("two, again")]
+    got = strict.chat(again)
+    assert got.said == "answer 3 to two, again"
+    assert said(strict) == ["answer 1 to one", "answer 3 to two, again"]
+    got = strict.chat([*strict.messages, user("the discarded one goes on")])
+    assert got.status == 400
+    again += [got_message(strict), user("three")]
+    assert strict.chat(again).status == 200
+    got = strict.chat([user("one, again")])
+    assert (got.status, "at most one" in got.error) == (400, True)
+    assert len(said(strict)) == 3
+    assert len(strict.ask("POST", "/seal").json["sample_lengths"]) == 2
+
+
+def got_message(agent: Agent) -> Any:
+    return agent.ask("GET").json["records"][-1]["response"]["choices"][0]["message"]
+
+
+def test_a_clients_retry_is_not_refused(strict: Agent) -> None:
+    for _ in range(3):
+        assert strict.chat("one").said == "answer 1 to one"
+    assert said(strict) == ["answer 1 to one"]
+    strict.messages = [user("one"), got_message(strict)]
+    strict.talk("two")
+    assert strict.chat([*strict.messages[:2], user("two")]).status == 200
+    assert len(said(strict)) == 2
+
+
+def test_turns_are_limited(strict: Agent) -> None:
+    for number in range(8):
+        strict.talk(f"{number}")
+    got = strict.chat([*strict.messages, user("one more")])
+    assert (got.status, got.error) == (400, "turn limit: the session has had its 8 turns")
+    assert strict.ask("POST", "/seal").json["turns"] == 8
+
+
+def test_a_context_that_is_full_ends_the_conversation(strict: Agent) -> None:
+    strict.talk("x" * 390)
+    got = strict.chat([*strict.messages, user("and?")])
+    assert (got.status, got.error) == (400, "the conversation has reached max_seq_len (400): end it here")
+    sealed = strict.ask("POST", "/seal").json
+    assert (sealed["truncated"], sealed["sample_lengths"]) == (True, [400])
+
+
+def test_in_mode_open_a_conversation_may_diverge(agent: Agent) -> None:
+    agent.talk("one")
+    agent.talk("two")
+    assert agent.chat([user("a sub-agent")]).status == 200
+    assert agent.chat([{"role": "system", "content": "compacted"}, user("three")]).status == 200
+    agent.talk("three")
+    assert len(said(agent)) == 5
+    assert len(agent.ask("POST", "/seal").json["sample_lengths"]) == 3
+
+
+def test_samples_are_limited(linear: SessionsProcess, script: Script, tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = tmp_path_factory.mktemp("open")
+    with running(directory, script.server.url, **LIMITS) as process:
+        agent = process.agent()
+        for number in range(5):
+            assert agent.chat(f"another {number}").status == 200
+        got = agent.chat("one too many")
+        assert (got.status, "5 samples are allowed" in got.error) == (400, True)
+        assert agent.ask("POST", "/seal").json["turns"] == 5
+
+
+def test_sampling_is_recorded_with_the_turns(linear: SessionsProcess, strict: Agent) -> None:
+    from penstock.blobs import BlobRef, Store
+    from penstock.blobs.columns import read_columns
+
+    strict.chat("plain")
+    strict.chat("plain", temperature=0, top_p=0.5, top_k=None)
+    columns = read_columns(Store(linear.store), BlobRef(**strict.ask("POST", "/seal").json["columns"]))
+    assert columns.turns.temperature.tolist() == [1.0, 0.0]
+    assert [columns.turns.words["sampling"][word] for word in columns.turns.sampling] == ["{}", '{"top_p":0.5}']

@@ -1,0 +1,206 @@
+"""Whatever goes wrong in a chat, nothing of it is recorded, the slot is free and the next chat is answered."""
+
+import json
+import signal
+import socket
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.session_process import CHAT, Agent, Script, SessionsProcess, running
+from support.upstream import Says, answer, user
+from support.waiting import wait_until
+
+HELLO = {"messages": [user("hello")]}
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"hello", "not JSON"),
+        (b'{"messages":[{"role":"user","content":NaN}]}', "not JSON"),
+        (b'{"messages":[{"role":"user","content":"\xff"}]}', "not JSON"),
+        (b'{"a":' + b"[" * 100_000, "not JSON"),
+        ([], "not a JSON object"),
+        ("text", "not a JSON object"),
+        ({}, "messages must be a list"),
+        ({"messages": None}, "messages must be a list"),
+        ({"messages": []}, "messages must be a list"),
+        ({"messages": "hello"}, "messages must be a list"),
+        ({"messages": ["hello"]}, "messages[0] must be an object with a role"),
+        ({"messages": [{"content": "hello"}]}, "messages[0] must be an object with a role"),
+        ({"messages": [{"role": 1}]}, "messages[0] must be an object with a role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
+        (HELLO | {"n": 2}, "n must be 1"),
+        (HELLO | {"n": True}, "n must be 1"),
+        (HELLO | {"stream": "yes"}, "stream must be"),
+        (HELLO | {"temperature": "hot"}, "temperature must be"),
+    ],
+)
+def test_a_bad_request_never_reaches_the_engine(agent: Agent, script: Script, body: Any, why: str) -> None:
+    before = len(script.server.seen)
+    got = agent.ask("POST", CHAT, body)
+    assert got.status == 400
+    assert why in got.error
+    assert len(script.server.seen) == before
+    agent.assert_goes_on()
+
+
+@pytest.mark.parametrize("status", [201, 204, 301, 400, 404, 422, 429, 500, 503])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_engines_own_refusal_passes_through(agent: Agent, script: Script, status: int, stream: bool) -> None:
+    body = b"" if status == 204 else b'{"error":{"message":"no","code":%d}}' % status
+    headers = {"Content-Type": "application/json", "Retry-After": "7", "Location": "http://elsewhere/"}
+    script.says["refuse"] = lambda _: Says(status=status, body=body, headers=headers)
+    got = agent.chat("refuse", stream=stream)
+    assert (got.status, got.body) == (status, body)
+    assert (got.all("retry-after"), got.all("content-type")) == (["7"], ["application/json"])
+    assert agent.turns() == 0
+    agent.assert_goes_on()
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        Says(breaks_off_at=-1),
+        Says(body=bytes(100_000), breaks_off_at=0),
+        Says(body=bytes(100_000), breaks_off_at=70_000),
+        Says(body=bytes(100_000), breaks_off_at=70_000, chunked=True),
+        Says(body=b"no gzip", headers={"Content-Encoding": "gzip"}),
+    ],
+    ids=["before its headers", "before its body", "in its body", "in its chunks", "in another encoding"],
+)
+def test_an_engine_that_breaks_off(agent: Agent, script: Script, says: Says) -> None:
+    script.says["break off"] = lambda _: says
+    got = agent.chat("break off")
+    assert got.status == 502
+    assert "the engine broke off its answer" in got.error
+    assert agent.turns() == 0
+    agent.assert_goes_on()
+
+
+def test_an_engine_that_is_away(agent: Agent, script: Script) -> None:
+    agent.talk("hello")
+    script.server.stop()
+    try:
+        got = agent.chat("anybody?")
+        assert got.status == 502
+        assert "the engine cannot be reached" in got.error
+        assert agent.ask("GET", "/v1/models").status == 502
+    finally:
+        script.server.start()
+    agent.assert_goes_on()
+
+
+def test_an_answer_that_is_none(agent: Agent, script: Script) -> None:
+    script.says["lie"] = lambda seen: Says(body=answer(seen, "x", choices=[]))
+    for stream in (False, True):
+        got = agent.chat("lie", stream=stream)
+        assert (got.status, got.error) == (502, "the engine answered with 0 choices: exactly one can be recorded")
+    assert agent.turns() == 0
+    agent.assert_goes_on()
+
+
+def test_rows_that_change_their_shape(agent: Agent, script: Script) -> None:
+    agent.talk("hello")
+
+    def other_rows(seen: Any) -> Says:
+        reply = json.loads(script.body(seen))
+        routed = reply["choices"][0]["routed_experts"]
+        routed["shape"] = [routed["shape"][0], routed["shape"][1] * routed["shape"][2], 1]
+        return Says(body=json.dumps(reply).encode())
+
+    script.says["other rows"] = other_rows
+    got = agent.chat([*agent.messages, user("other rows")])
+    assert got.status == 502
+    assert "layers" in got.error
+    agent.talk("goes on")
+    assert agent.ask("POST", "/seal").status == 200
+
+
+def test_a_client_that_leaves_does_not_stop_its_turn(agent: Agent, script: Script) -> None:
+    answered = threading.Event()
+    script.says["bye"] = lambda seen: Says(body=script.body(seen), waits_for=answered)
+    with closing(agent.server.connect()) as leaving:
+        leaving.request("POST", agent.path + CHAT, json.dumps({"messages": [user("bye")]}))
+        wait_until(lambda: script.seen("bye"))
+    assert agent.turns() == 0
+    answered.set()
+    wait_until(lambda: agent.turns() == 1)
+    agent.assert_goes_on()
+
+
+def test_a_client_that_leaves_before_it_has_asked(agent: Agent, script: Script) -> None:
+    before = len(script.server.seen)
+    with socket.create_connection(agent.server.address) as client:
+        client.sendall(f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+        wait_until(lambda: agent.chat("busy?").status == 409)
+    wait_until(lambda: agent.chat("free?").status == 200)
+    assert [seen.messages[-1]["content"] for seen in script.server.seen[before:]] == ["free?"]
+    agent.assert_goes_on()
+
+
+def test_a_broken_body(agent: Agent) -> None:
+    with socket.create_connection(agent.server.address) as client:
+        head = f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        client.sendall(head.encode() + b"5\r\nhello\r\nnot a length\r\n")
+        assert b" 400 Bad Request" in client.recv(1000)
+    assert agent.ask("POST", CHAT, b"no gzip", Content_Encoding="gzip").status == 400
+    agent.assert_goes_on()
+
+
+def test_a_disk_that_takes_nothing(agent: Agent) -> None:
+    agent.talk("hello")
+    log = next(agent.server.store.rglob(f"{agent.id}/.columns*"))
+    log.rename(log.with_name("elsewhere"))
+    got = agent.chat("lost")
+    assert got.status == 500
+    assert "cannot write" in got.error
+    log.with_name("elsewhere").rename(log)
+    agent.assert_goes_on()
+    assert agent.turns() == 2
+
+
+def test_told_to_stop_it_lets_chats_end_and_keeps_their_turns(script: Script, tmp_path: Path) -> None:
+    answered = threading.Event()
+    script.says["stopping"] = lambda seen: Says(body=script.body(seen), waits_for=answered)
+    with running(tmp_path, script.server.url, sessions__drain_s="20") as process:
+        agent, port = process.agent(), str(process.address[1])
+        with closing(process.connect()) as connection:
+            connection.request("POST", agent.path + CHAT, json.dumps({"messages": [user("stopping")]}))
+            wait_until(lambda: script.seen("stopping"))
+            process.signal(signal.SIGTERM)
+            wait_until(lambda: refuses(process))
+            answered.set()
+            assert connection.getresponse().status == 200
+        assert process.wait() == 0
+    cancelled(script, tmp_path, agent, port)
+
+
+def cancelled(script: Script, directory: Path, agent: Agent, port: str) -> None:
+    """A chat for which there is no time left is given up; the session has all its other turns after a restart."""
+    script.says["hang"] = lambda _: Says(hangs=True)
+    with running(directory, script.server.url, "--port", port, sessions__drain_s="0.1") as process:
+        agent.server = process
+        assert agent.turns() == 1
+        with closing(process.connect()) as connection:
+            connection.request("POST", agent.path + CHAT, json.dumps({"messages": [user("hang")]}))
+            wait_until(lambda: script.seen("hang"))
+            process.signal(signal.SIGTERM)
+            assert process.wait() == 0
+    with running(directory, script.server.url, "--port", port) as process:
+        agent.server = process
+        assert agent.turns() == 1
+        agent.assert_goes_on()
+
+
+def refuses(process: SessionsProcess) -> bool:
+    try:
+        with socket.create_connection(process.address):
+            return False
+    except ConnectionRefusedError:
+        return True

@@ -1,0 +1,96 @@
+"""What must never happen, made to happen: the server runs in this process, on a socket, so that a test reaches in."""
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+from support.upstream import Says, Server, answer, serving, user
+from support.waiting import wait_until_async
+
+from penstock.blobs import Store
+from penstock.config import RunConfig
+from penstock.loop_lag import LoopLag
+from penstock.rollout_config import Engine
+from services.sessions.backend import Backend
+from services.sessions.connection import JsonServer
+from services.sessions.registry import Registry
+from services.sessions.server import SessionServer
+from services.sessions.shelf import Shelf
+
+
+async def ask(http: ClientSession, url: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
+    async with http.request(method, url, json=body) as response:
+        text = await response.read()
+        return response.status, json.loads(text) if text else None
+
+
+@asynccontextmanager
+async def listening(handler: Any) -> AsyncIterator[str]:
+    runner = web.ServerRunner(JsonServer(handler, access_log=None))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield "http://{}:{}".format(*runner.addresses[0])
+    await runner.cleanup()
+
+
+@asynccontextmanager
+async def sessions(directory: Path, upstream: str) -> AsyncIterator[tuple[Registry, str]]:
+    config = RunConfig(store=f"file://{directory}", engine=Engine(urls=(upstream,)))
+    registry = Registry(Shelf(Store(directory), "test"), config, [])
+    async with Backend.open(config.engine) as backend:
+        server = SessionServer(config, registry, backend, LoopLag(process="test"))
+        async with listening(server.handle) as url:
+            yield registry, url
+
+
+def test_turns_that_appear_meanwhile_are_an_error_that_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answered = threading.Event()
+
+    async def main(upstream: Server) -> None:
+        async with sessions(tmp_path, upstream.url) as (registry, base), ClientSession() as http:
+            _, created = await ask(http, f"{base}/sessions")
+            chat = f"{base}/sessions/{created['session_id']}/v1/chat/completions"
+            answered.set()
+            assert (await ask(http, chat, {"messages": [user("one")]}))[0] == 200
+            answered.clear()
+            under_way = asyncio.create_task(ask(http, chat, {"messages": [user("two")]}))
+            await wait_until_async(lambda: len(upstream.seen) == 2)
+            session = (await registry.find(created["session_id"])).session
+            assert session is not None
+            turns = session._samples.turns  # pyright: ignore[reportPrivateUsage]
+            turns.append(turns[0])
+            answered.set()
+            status, said = await under_way
+            turns.pop()
+            assert (status, said["error"].partition(" has ")[2]) == (500, "2 turns; the request was prepared with 1")
+            assert (await ask(http, chat, {"messages": [user("three")]}))[0] == 200
+            assert len(await session.records()) == 2
+
+    with (
+        caplog.at_level(logging.ERROR),
+        serving(lambda seen: Says(body=answer(seen, "x"), waits_for=answered)) as upstream,
+    ):
+        asyncio.run(main(upstream))
+    assert "action=invariant" in caplog.text
+
+
+def test_our_own_mistakes_are_told_without_their_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(_: web.BaseRequest) -> web.StreamResponse:
+        raise RuntimeError("inside")
+
+    async def main() -> None:
+        async with listening(broken) as url, ClientSession() as http:
+            status, said = await ask(http, url)
+        assert (status, said) == (500, {"error": "an error of the session server: its log says which"})
+
+    asyncio.run(main())
+    assert "RuntimeError: inside" in caplog.text

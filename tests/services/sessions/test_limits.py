@@ -1,0 +1,117 @@
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+from support.session_process import CHAT, Agent, Script, SessionsProcess, running
+from support.upstream import user
+from support.waiting import wait_until
+
+IDLE_S = 1.5
+
+
+@pytest.fixture(scope="module")
+def tight(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionsProcess]:
+    limits = {"idle_s": str(IDLE_S), "max_sessions": "40", "request_s": "0.5"}
+    settings = {f"sessions__{name}": value for name, value in limits.items()}
+    with running(tmp_path_factory.mktemp("tight"), script.server.url, **settings) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def small(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionsProcess]:
+    limits = {"sessions__requests_bytes": "20000", "engine__received_bytes": "200000"}
+    limits |= {"sessions__session_bytes": "400000"}
+    with running(tmp_path_factory.mktemp("small"), script.server.url, **limits) as process:
+        yield process
+
+
+def assert_expired(agent: Agent) -> None:
+    for method, path in [("GET", ""), ("DELETE", ""), ("POST", "/seal"), ("POST", CHAT), ("GET", "/v1/models")]:
+        got = agent.ask(method, path)
+        assert (got.status, got.error) == (410, f"session expired: session_id={agent.id}")
+    wait_until(lambda: not list(agent.server.store.rglob(agent.id)))
+
+
+def test_an_abandoned_session_expires_and_its_files_go(tight: SessionsProcess) -> None:
+    abandoned, used, sealed = tight.agent(), tight.agent(), tight.agent()
+    abandoned.talk("hello")
+    sealed.talk("hello")
+    files = sealed.ask("POST", "/seal").json
+    before = tight.status()["counts"]["expired"]
+    wait_until(
+        lambda: used.ask("GET").status == 200 and tight.status()["counts"]["expired"] >= before + 2, timeout_s=20
+    )
+    assert_expired(abandoned)
+    assert used.talk("and still").status == 200
+    assert sealed.ask("POST", "/seal").status == 410
+    assert (tight.store / files["columns"]["key"]).exists(), "what was sealed is somebody's"
+    assert tight.status()["sessions"]["gone"] >= 2
+
+
+def test_a_session_whose_files_grow_too_large_expires(small: SessionsProcess) -> None:
+    agent = small.agent()
+    for number in range(100):
+        got = agent.chat(f"{number}" + "x" * 900)
+        if got.status != 200:
+            break
+    assert got.status == 410
+    assert_expired(agent)
+
+
+def test_more_sessions_than_allowed_are_refused(tight: SessionsProcess) -> None:
+    got = [tight.ask("POST", "/sessions", {}) for _ in range(41)]
+    refused = [each for each in got if each.status != 200]
+    assert {each.status for each in refused} == {503}
+    assert "raise sessions.max_sessions" in refused[0].error
+    for each in got:
+        if each.status == 200:
+            tight.ask("DELETE", f"/sessions/{each.json['session_id']}")
+    assert tight.agent().talk("room again").status == 200
+
+
+def test_slow_clients_starve_nobody_and_do_not_stay(tight: SessionsProcess) -> None:
+    body = json.dumps({"messages": [user("slowly")]}).encode()
+    with ExitStack() as slow:
+        clients: list[socket.socket] = []
+        for agent in [tight.agent() for _ in range(10)]:
+            head = f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            for part in (b"POST ", head.encode() + body[:1]):
+                client = slow.enter_context(socket.create_connection(tight.address))
+                client.sendall(part)
+                clients.append(client)
+        quick = tight.agent()
+        for number in range(5):
+            quick.talk(f"{number}")
+        assert tight.status()["requests_bytes"]["used"] < 10_000
+        clients[1].settimeout(20)
+        answer = clients[1].recv(1000)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"did not arrive within 0.5 s" in answer
+
+
+def test_who_does_not_read_holds_up_nobody(sessions: SessionsProcess) -> None:
+    with ExitStack() as open_sockets:
+        for agent in [sessions.agent() for _ in range(10)]:
+            body = json.dumps({"messages": [user("unread " + "x" * 5000)]}).encode()
+            client = open_sockets.enter_context(socket.create_connection(sessions.address))
+            client.sendall(
+                f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+            )
+            wait_until(lambda agent=agent: agent.turns() == 1)
+            agent.assert_goes_on()
+
+
+def test_bytes_wait_for_room_but_all_are_answered(small: SessionsProcess) -> None:
+    agents = [small.agent() for _ in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        got = list(pool.map(lambda agent: agent.chat("x" * 1000), agents))
+    assert {each.status for each in got} == {200}
+    status = small.status()
+    assert 0 == status["answers_bytes"]["used"] < status["answers_bytes"]["most"] <= status["answers_bytes"]["limit"]
+    got = agents[0].chat("x" * 15_000)
+    assert got.status == 502
+    assert "raise engine.received_bytes" in got.error
+    agents[0].assert_goes_on()

@@ -1,0 +1,52 @@
+"""The library's table of malformed answers, over HTTP: 502, nothing recorded, the next chat is answered."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from support.malformed import LAYERS, PROMPT, TABLE, Malformed
+from support.session_process import Script, SessionsProcess, running, scripted
+from support.upstream import Says
+
+Servers = dict[str, tuple[SessionsProcess, Script]]
+
+CASES = [case for case in TABLE if case.dialect != "generate"]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    directory = tmp_path_factory.mktemp("sessions")
+    with scripted() as vllm, scripted("sglang") as sglang:
+        settings = {"engine__dialect": "sglang", "engine__moe_layers": str(LAYERS)}
+        with (
+            running(directory, vllm.server.url) as one,
+            running(directory, sglang.server.url, "--routing-replay", store="other", **settings) as other,
+        ):
+            sglang.routed = False
+            yield {"vllm": (one, vllm), "sglang": (other, sglang)}
+
+
+def body_of(case: Malformed) -> bytes:
+    """SGLang repeats the prompt's ids when it is asked to."""
+    if case.dialect == "vllm":
+        return case.body
+    reply = json.loads(case.body)
+    reply["choices"][0]["prompt_token_ids"] = PROMPT
+    return json.dumps(reply).encode()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.dialect}: {case.name}")
+def test_is_refused_and_leaves_no_trace(servers: Servers, case: Malformed) -> None:
+    server, script = servers[case.dialect]
+    agent = server.agent()
+    script.says["malformed"] = lambda _: Says(body=body_of(case))
+    got = agent.chat("malformed")
+    assert got.status == 502
+    assert case.says in got.error
+    assert agent.turns() == 0
+    assert agent.chat("are you there?").status == 200
+    assert agent.turns() == 1
+
+
+def test_there_are_many_of_them() -> None:
+    assert len(CASES) >= 120

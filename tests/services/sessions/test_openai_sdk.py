@@ -1,0 +1,168 @@
+"""What agents are written with: the `openai` package, unchanged, against the real server."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from support.session_process import Agent, Script, SessionsProcess, running
+from support.upstream import Says, Seen, answer, calling, tool_call
+from support.waiting import wait_until
+
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+MODEL = "policy"
+
+
+@pytest.fixture(scope="module")
+def sessions(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionsProcess]:
+    with running(tmp_path_factory.mktemp("sessions"), script.server.url, "--require-secret") as process:
+        yield process
+
+
+def client(agent: Agent, **options: Any) -> OpenAI:
+    return OpenAI(base_url=agent.base_url, api_key=agent.secret, **{"max_retries": 0, **options})
+
+
+def ask(agent: Agent, text: Any, **options: Any) -> str | None:
+    with client(agent, **options) as sdk:
+        got = sdk.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": text}])
+        return got.choices[0].message.content
+
+
+def test_a_conversation(agent: Agent) -> None:
+    messages: Any = []
+    with client(agent) as sdk:
+        for text in ("one", "two"):
+            messages.append({"role": "user", "content": text})
+            got = sdk.chat.completions.create(model=MODEL, messages=messages, temperature=0.5)
+            assert got.usage
+            assert got.choices[0].finish_reason == "stop"
+            messages.append(got.choices[0].message)
+        assert [message.content for message in messages[1::2]] == ["answer 1 to one", "answer 3 to two"]
+    assert len(agent.ask("POST", "/seal").json["sample_lengths"]) == 1
+
+
+def test_many_at_once_with_the_asynchronous_client(sessions: SessionsProcess) -> None:
+    agents = [sessions.agent() for _ in range(16)]
+
+    async def one(agent: Agent) -> str | None:
+        async with AsyncOpenAI(base_url=agent.base_url, api_key=agent.secret, max_retries=0) as sdk:
+            got = await sdk.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": agent.id}])
+            return got.choices[0].message.content
+
+    async def main() -> list[str | None]:
+        return await asyncio.gather(*map(one, agents))
+
+    assert asyncio.run(main()) == [f"answer 1 to {agent.id}" for agent in agents]
+
+
+def test_streamed(agent: Agent) -> None:
+    options: Any = {"stream_options": {"include_usage": True}}
+    with client(agent) as sdk:
+        messages: Any = [{"role": "user", "content": "streamed"}]
+        chunks = list(sdk.chat.completions.create(model=MODEL, messages=messages, stream=True, **options))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "answer 1 to streamed"
+        assert (chunks[-1].choices[0].finish_reason, chunks[-1].usage is not None) == ("stop", True)
+        with sdk.chat.completions.stream(model=MODEL, messages=messages) as stream:
+            assert stream.get_final_completion().choices[0].message.content == "answer 1 to streamed"
+    assert agent.turns() == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools(agent: Agent, script: Script, stream: bool) -> None:
+    script.says["add"] = lambda seen: Says(
+        body=answer(seen, calling(tool_call("add", {"a": 1}, id="c1"), tool_call("add", {"a": 2}, id="c2")))
+    )
+    messages: Any = [{"role": "user", "content": "add"}]
+    with client(agent) as sdk:
+        if stream:
+            with sdk.chat.completions.stream(model=MODEL, messages=messages, tools=TOOLS) as streamed:
+                message = streamed.get_final_completion().choices[0].message
+        else:
+            message = sdk.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS).choices[0].message
+        calls: Any = message.tool_calls
+        assert [(call.id, call.function.name, call.function.arguments) for call in calls] == [
+            ("c1", "add", '{"a": 1}'),
+            ("c2", "add", '{"a": 2}'),
+        ]
+        echo: Any = {"role": "assistant", "tool_calls": [call.model_dump(exclude={"index"}) for call in calls]}
+        results: Any = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in calls]
+        got = sdk.chat.completions.create(model=MODEL, messages=[*messages, echo, *results], tools=TOOLS)
+        assert got.choices[0].message.content == "answer 4 to 3"
+    assert agent.turns() == 2
+
+
+def test_models(agent: Agent) -> None:
+    with client(agent) as sdk:
+        assert sdk.get("/models", cast_to=object) == {"path": "/v1/models", "method": "GET"}
+        with pytest.raises(openai.NotFoundError):
+            sdk.embeddings.create(model=MODEL, input="x")
+
+
+def test_it_tries_again_what_passes(agent: Agent, script: Script) -> None:
+    def twice(seen: Seen) -> Says:
+        if int(seen.headers["x-stainless-retry-count"]) == 0:
+            return Says(status=503, body=b"{}", headers={"Retry-After-Ms": "1"})
+        if int(seen.headers["x-stainless-retry-count"]) == 1:
+            return Says(breaks_off_at=-1)
+        return Says(body=script.body(seen))
+
+    script.says["twice"] = twice
+    assert ask(agent, "twice", max_retries=2) == "answer 1 to twice"
+    assert (len(script.seen("twice")), agent.turns()) == (3, 1)
+
+
+def test_errors_are_its_own(agent: Agent, sessions: SessionsProcess, script: Script) -> None:
+    for status, kind in [
+        (400, openai.BadRequestError),
+        (404, openai.NotFoundError),
+        (422, openai.UnprocessableEntityError),
+        (429, openai.RateLimitError),
+        (500, openai.InternalServerError),
+    ]:
+        script.says["refuse"] = lambda _, status=status: Says(status=status, body=b'{"error":{"message":"no"}}')
+        with pytest.raises(kind, match="no"):
+            ask(agent, "refuse")
+    script.says["lie"] = lambda _: Says(body=b"{}")
+    assert "the engine's answer is malformed" in refused(openai.InternalServerError, agent, "lie")
+    assert "messages[0] has content that is not text" in refused(openai.BadRequestError, agent, [{"type": "image_url"}])
+    agent.secret = "wrong"
+    assert "secret is required" in refused(openai.AuthenticationError, agent, "hello")
+    gone = sessions.agent()
+    gone.ask("DELETE")
+    assert "session not found" in refused(openai.NotFoundError, gone, "hello")
+
+
+def refused(kind: type[openai.APIStatusError], agent: Agent, content: Any) -> str:
+    """The text that the server gave as reason; the message of the SDK's error holds only those of error objects."""
+    with pytest.raises(kind) as raised:
+        ask(agent, content)
+    assert isinstance(raised.value.body, str)
+    return raised.value.body
+
+
+def test_a_busy_session_is_a_conflict(agent: Agent, script: Script) -> None:
+    answered = threading.Event()
+    script.says["slow"] = lambda seen: Says(body=script.body(seen), waits_for=answered)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ask, agent, "slow")
+        wait_until(lambda: script.seen("slow"))
+        try:
+            assert "in-flight chat completion" in refused(openai.ConflictError, agent, "second")
+        finally:
+            answered.set()
+        assert first.result() == "answer 1 to slow"
+
+
+def test_a_client_that_gives_up_can_ask_again(agent: Agent, script: Script) -> None:
+    answered = threading.Event()
+    script.says["patience"] = lambda seen: Says(body=script.body(seen), waits_for=answered)
+    with pytest.raises(openai.APITimeoutError):
+        ask(agent, "patience", timeout=0.2)
+    answered.set()
+    wait_until(lambda: agent.turns() == 1)
+    assert ask(agent, "patience") == "answer 1 to patience"

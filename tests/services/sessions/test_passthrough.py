@@ -1,0 +1,186 @@
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engine_replies import compact, routed
+from support.session_process import Agent, Got, Script, SessionsProcess, running
+from support.talking import LAYERS, TOPK, rows_of
+from support.upstream import Says, Seen, answer, calling, prompt_ids, spoken_ids, tool_call, user
+
+from penstock.blobs import BlobRef, Store
+from penstock.blobs.columns import read_columns
+from penstock.blobs.experts import Experts
+
+LONG = 'Grüße \\ "quoted" \U0001f600 ' * 100
+"""With its logprobs half a megabyte: read in a thread."""
+
+
+def spaced(reply: Any) -> bytes:
+    return json.dumps(reply, indent=1).encode()
+
+
+def reordered(reply: Any) -> bytes:
+    """The routed experts come first, and the key is also where nobody looks."""
+    choice = reply["choices"][0]
+    choice = {"routed_experts": choice.pop("routed_experts"), **choice, "note": {"routed_experts": "not these"}}
+    return compact({**reply, "choices": [choice]})
+
+
+WAYS: dict[str, Callable[[Any], bytes]] = {"compact": compact, "spaced": spaced, "reordered": reordered}
+
+
+@pytest.mark.parametrize("form", ["object", "npy", "lists"])
+@pytest.mark.parametrize("text", ["short", LONG], ids=["short", "long"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_client_gets_the_engines_bytes_but_for_the_routed_experts(
+    agent: Agent, script: Script, form: str, text: str, way: str
+) -> None:
+    def says(seen: Seen, cut: bool = False) -> Says:
+        reply = json.loads(answer(seen, f"{text} {len(seen.messages)}", routed=True))
+        rows = rows_of([*reply["prompt_token_ids"], *reply["choices"][0]["token_ids"]])
+        reply["choices"][0]["routed_experts"] = None if cut else routed(rows, form)
+        return Says(body=WAYS[way](reply))
+
+    script.says["fidelity"] = says
+    for _ in range(2):
+        got = agent.talk("fidelity")
+        assert got.body == says(script.seen("fidelity")[-1], cut=True).body
+    assert [record["response"] for record in agent.ask("GET").json["records"]][-1] == got.json
+    sealed = agent.ask("POST", "/seal").json
+    columns = read_columns(Store(agent.server.store), BlobRef(**sealed["columns"]))
+    assert columns.input_ids.tolist() == prompt_ids(agent.messages)[:-1]
+    experts = Experts(Store(agent.server.store), BlobRef(**sealed["experts"]))
+    out = np.empty((columns.input_ids.size, LAYERS, TOPK), np.int32)
+    experts.read(0, 0, len(out), out)
+    np.testing.assert_array_equal(out[:-1], rows_of(columns.input_ids.tolist()))
+
+
+def test_framing_is_ours_and_everything_else_the_engines(agent: Agent, script: Script) -> None:
+    def says(seen: Seen) -> Says:
+        headers = {"Server": "vllm", "Date": "Thu, 01 Jan 1970 00:00:00 GMT", "X-Request-Id": "42", "Vary": "Origin"}
+        headers |= {"Content-Type": "application/json; charset=utf-8", "Content-Encoding": "gzip", "X-Hop": "1"}
+        headers |= {"Connection": "X-Hop"}
+        return Says(body=gzip.compress(script.body(seen)), chunked=True, headers=headers)
+
+    script.says["zipped"] = says
+    got = agent.chat("zipped")
+    assert (got.status, got.said) == (200, "answer 1 to zipped")
+    assert (got.all("x-request-id"), got.all("vary")) == (["42"], ["Origin"])
+    assert got.all("content-type") == ["application/json; charset=utf-8"]
+    assert got.all("content-length") == [str(len(got.body))]
+    assert [got.all(name) for name in ("content-encoding", "transfer-encoding", "x-hop")] == [[], [], []]
+    assert [len(got.all(name)) for name in ("server", "date")] == [1, 1]
+    assert "vllm" not in got.all("server")
+    assert "1970" not in got.all("date")[0]
+    assert agent.turns() == 1
+
+
+def test_the_engine_hears_the_client_but_not_our_secret(agent: Agent, script: Script) -> None:
+    body = gzip.compress(json.dumps({"messages": [user("headers")]}).encode())
+    headers = {"X_Trace": "7", "Accept": "text/plain", "Accept_Encoding": "gzip, br, zstd", "Content_Encoding": "gzip"}
+    assert agent.ask("POST", "/v1/chat/completions", body, **headers, Connection="X-Hop", X_Hop="1").status == 200
+    seen = script.seen("headers")[-1]
+    heard = {name.lower(): value for name, value in seen.headers.items()}
+    assert (heard["x-trace"], heard["accept"], heard["accept-encoding"]) == ("7", "text/plain", "identity")
+    assert heard["host"] == script.server.url.removeprefix("http://")
+    assert heard["x-session-id"] == f"{agent.id}.1"
+    assert heard["content-type"] == "application/json"
+    assert not {"authorization", "content-encoding", "x-hop", "transfer-encoding"} & heard.keys()
+    assert int(heard["content-length"]) == len(json.dumps(seen.body, separators=(",", ":")))
+
+
+def test_another_key_is_the_engines_business(agent: Agent, script: Script) -> None:
+    agent.ask("POST", "/v1/chat/completions", {"messages": [user("key")]}, Authorization="Bearer sk-other")
+    assert script.seen("key")[-1].headers["Authorization"] == "Bearer sk-other"
+
+
+@pytest.fixture(scope="module")
+def guarded(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionsProcess]:
+    """Open to other hosts, with a key of its own for the engine."""
+    directory = tmp_path_factory.mktemp("guarded")
+    arguments = ["--host", "0.0.0.0", "--proxy-allow", "/v1/embeddings, /tokenize", "--instance-id", "ab" * 16]
+    with running(directory, script.server.url, *arguments, engine__api_key="sk-ours") as process:
+        yield process
+
+
+def test_other_hosts_need_the_secret(guarded: SessionsProcess, script: Script) -> None:
+    agent, other = guarded.agent(), guarded.agent()
+    assert guarded.ask("GET", "/health").json["session_server_instance_id"] == "ab" * 16
+    wrong = [{}, {"Authorization": "Bearer "}, {"Authorization": agent.secret}, {"Authorization": "Basic x"}]
+    wrong += [{"Authorization": f"Bearer {other.secret}"}, {"Authorization": f"Bearer {agent.secret}x"}]
+    paths = [("GET", ""), ("DELETE", ""), ("POST", "/seal"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models")]
+    for headers in wrong:
+        for method, path in paths:
+            got = guarded.ask(method, agent.path + path, None, headers)
+            assert got.status == 401
+            assert "secret is required" in got.error
+    assert agent.chat("with the secret").status == 200
+    assert script.seen("with the secret")[-1].headers["Authorization"] == "Bearer sk-ours"
+    assert agent.secret not in guarded.text
+
+
+def test_listed_paths_are_passed_as_they_are(guarded: SessionsProcess, script: Script) -> None:
+    agent = guarded.agent()
+    got = agent.ask("POST", "/v1/embeddings?a=%2F&b", {"input": "x"}, X_Own="1")
+    assert got.json == {"path": "/v1/embeddings", "method": "POST"}
+    seen = script.server.seen[-1]
+    assert (seen.body, seen.headers["X-Own"], seen.headers["Authorization"]) == ({"input": "x"}, "1", "Bearer sk-ours")
+    assert agent.ask("GET", "/tokenize").status == 200
+    assert agent.ask("GET", "/detokenize").status == 404
+    assert agent.turns() == 0
+
+
+def events(got: Got) -> list[Any]:
+    assert got.all("content-type") == ["text/event-stream; charset=utf-8"]
+    *chunks, end, rest = got.body.decode().split("\n\n")
+    assert (end, rest) == ("data: [DONE]", "")
+    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
+def test_a_stream_is_one_chunk_and_the_end(agent: Agent, script: Script) -> None:
+    (chunk,) = events(agent.chat("streamed", stream=True, stream_options={"include_usage": True}))
+    asked = script.seen("streamed")[-1]
+    assert not {"stream", "stream_options"} & asked.body.keys()
+    whole = json.loads(script.body(asked))
+    assert (chunk["object"], chunk["id"], chunk["model"]) == ("chat.completion.chunk", whole["id"], whole["model"])
+    assert chunk["usage"] == whole["usage"]
+    delta = {"role": "assistant", "content": "answer 1 to streamed"}
+    assert chunk["choices"] == [{"index": 0, "delta": delta, "finish_reason": "stop"}]
+    (chunk,) = events(agent.chat("streamed", stream=True, logprobs=True))
+    assert chunk["choices"][0]["logprobs"] == whole["choices"][0]["logprobs"]
+    records = agent.ask("GET").json["records"]
+    assert len(records) == 2
+    assert records[0]["response"]["choices"][0]["message"] == whole["choices"][0]["message"]
+
+
+def test_streamed_tool_calls_carry_an_index(agent: Agent, script: Script) -> None:
+    calls = [tool_call("add", {"a": 1}, id="c1"), tool_call("add", {"a": 2}, id="c2")]
+    script.says["call"] = lambda seen: Says(body=answer(seen, calling(*calls)))
+    (chunk,) = events(agent.chat("call", stream=True))
+    delta = chunk["choices"][0]["delta"]
+    assert delta["tool_calls"] == [{"index": 0, **calls[0]}, {"index": 1, **calls[1]}]
+    assert "content" not in delta
+    told = [user("call"), calling(*calls), {"role": "tool", "tool_call_id": "c1", "content": "2"}]
+    assert agent.chat(told).status == 200
+    sealed = agent.ask("POST", "/seal").json
+    assert sealed["sample_lengths"] == [len(prompt_ids(told)) + len(spoken_ids({"content": "answer 3 to 2"}))]
+
+
+def test_answers_of_many_megabytes(agent: Agent, script: Script) -> None:
+    """Read in a thread, and not kept."""
+
+    def says(seen: Seen) -> Says:
+        reply = json.loads(answer(seen, "large"))
+        tokens = len(reply["prompt_token_ids"]) + len(reply["choices"][0]["token_ids"])
+        rows = np.full((tokens - 1, 100, 1000), 7, np.uint8)
+        reply["choices"][0]["routed_experts"] = routed(rows, "object")
+        return Says(body=compact(reply))
+
+    script.says["many rows"] = says
+    got = agent.talk("many rows")
+    assert len(says(script.seen("many rows")[-1]).body) > 2_000_000 > 1000 * len(got.body)
+    assert agent.server.status()["retained_bytes"] < 1_000_000
+    assert agent.ask("POST", "/seal").json["experts"]["size"] > 1_500_000

@@ -1,0 +1,119 @@
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+from support.session_process import CHAT, Agent, Got, Script, SessionsProcess
+from support.upstream import Says
+from support.waiting import wait_until
+
+from penstock.blobs import BlobRef, Store
+
+BUSY = "session already has an in-flight chat completion"
+
+
+@contextmanager
+def in_flight(agent: Agent, script: Script, text: str) -> Iterator[tuple[Future[Got], threading.Event]]:
+    """A chat that the upstream has heard of and does not answer until told to."""
+    answered = threading.Event()
+    script.says[text] = lambda seen: Says(body=script.body(seen), waits_for=answered)
+    with ThreadPoolExecutor(1) as pool:
+        chat = pool.submit(agent.chat, text)
+        try:
+            wait_until(lambda: script.seen(text))
+            yield chat, answered
+        finally:
+            answered.set()
+
+
+def test_a_second_chat_is_refused_at_once_and_the_engine_never_hears_of_it(
+    agent: Agent, sessions: SessionsProcess, script: Script
+) -> None:
+    with in_flight(agent, script, "first") as (chat, answered):
+        got = agent.chat("second")
+        assert (got.status, got.error) == (409, BUSY)
+        with socket.create_connection(sessions.address) as client:  # before its body is read
+            client.sendall(f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n".encode())
+            assert client.recv(1000).startswith(b"HTTP/1.1 409 ")
+        assert not chat.done()
+        assert agent.ask("POST", "/seal").status == 409
+        assert sessions.agent().chat("somebody else's").status == 200
+        assert agent.ask("GET").json["records"] == []
+        answered.set()
+        assert chat.result().status == 200
+    assert not script.seen("second")
+    agent.assert_goes_on()
+
+
+def test_deleted_during_a_chat_the_client_gets_its_answer_and_nothing_is_recorded(
+    agent: Agent, sessions: SessionsProcess, script: Script
+) -> None:
+    before = sessions.status()["chats"]["recorded"]
+    with in_flight(agent, script, "deleted meanwhile") as (chat, answered):
+        assert agent.ask("DELETE").status == 204
+        got = agent.chat("closing beats busy")
+        assert (got.status, got.error) == (404, f"session not found: session_id={agent.id}")
+        assert agent.ask("DELETE").status == 404
+        answered.set()
+        assert chat.result().said.endswith("deleted meanwhile")
+    assert sessions.status()["chats"]["recorded"] == before
+    assert not list(sessions.store.rglob(agent.id))
+    assert not script.seen("closing beats busy")
+
+
+def together(*calls: Callable[[], Got]) -> list[Got]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [call.result() for call in [pool.submit(call) for call in calls]]
+
+
+def test_many_deletes_are_one(sessions: SessionsProcess) -> None:
+    for _ in range(5):
+        agent = sessions.agent()
+        agent.talk("hello")
+        statuses = [got.status for got in together(*[lambda agent=agent: agent.ask("DELETE")] * 8)]
+        assert sorted(statuses) == [204] + [404] * 7
+
+
+def test_many_chats_at_once_are_one_or_follow_one_another(agent: Agent, script: Script) -> None:
+    got = together(*[lambda number=number: agent.chat(f"at once {number}") for number in range(8)])
+    statuses = [each.status for each in got]
+    assert set(statuses) <= {200, 409}
+    assert agent.turns() == statuses.count(200) == sum(len(script.seen(f"at once {number}")) for number in range(8))
+
+
+def test_a_chat_or_a_seal_beside_a_delete_is_whole_or_not_at_all(sessions: SessionsProcess) -> None:
+    for _ in range(10):
+        agent = sessions.agent()
+        agent.talk("hello")
+        chat, seal, delete = together(
+            lambda agent=agent: agent.chat("again"),
+            lambda agent=agent: agent.ask("POST", "/seal"),
+            lambda agent=agent: agent.ask("DELETE"),
+        )
+        assert chat.status in (200, 404, 409)
+        assert (delete.status, seal.status in (200, 404, 409)) == (204, True)
+        if seal.status == 200:
+            assert Store(sessions.store).open(BlobRef(**seal.json["columns"])).size
+        else:
+            assert not list(sessions.store.rglob(agent.id))
+
+
+def test_many_short_lives(sessions: SessionsProcess) -> None:
+    def live(number: int) -> list[int]:
+        agent = sessions.agent()
+        first, second = agent.chat(f"life {number}"), agent.chat(f"and {number}")
+        return [first.status, second.status, agent.ask("DELETE").status, agent.ask("DELETE").status]
+
+    before = sessions.status()["sessions"]["open"]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(live, range(20))) == [[200, 200, 204, 404]] * 20
+    assert sessions.status()["sessions"]["open"] == before
+
+
+def test_nobody_waits_for_a_slow_chat(sessions: SessionsProcess, script: Script) -> None:
+    with in_flight(sessions.agent(), script, "very slow"):
+        others = [sessions.agent() for _ in range(4)]
+        chats = together(*[lambda agent=agent: agent.chat("quick") for agent in others])
+        health = together(*[lambda: sessions.ask("GET", "/health")] * 4)
+        assert {got.status for got in chats + health} == {200}

@@ -1,0 +1,88 @@
+"""What lies on disk: several servers in one store, and what a killed one leaves."""
+
+from pathlib import Path
+
+import pytest
+from support.session_process import Script, running
+from typer.testing import CliRunner
+
+from cli.main import app
+from penstock.blobs import Store
+from penstock.errors import ConfigError
+from services.sessions.shelf import Shelf, owner_of
+
+
+def test_the_death_of_a_server_touches_its_own_sessions_only(script: Script, tmp_path: Path) -> None:
+    backend = script.server.url
+    with running(tmp_path, backend) as one, running(tmp_path, backend) as other:
+        mine, others = one.agent(), other.agent()
+        mine.talk("hello")
+        others.talk("hello")
+        port = str(one.address[1])
+        assert others.server.ask("GET", mine.path).status == 404, "a client keeps the URL that it was given"
+        one.kill()
+        others.talk("and")
+        with running(tmp_path, backend, "--port", port) as again:
+            mine.server = again
+            mine.talk("and")
+            assert again.status()["counts"]["recovered"] == 1
+            first, second = (agent.ask("POST", "/seal").json for agent in (mine, others))
+            assert first["sample_lengths"] == second["sample_lengths"]
+            assert first["columns"]["key"] != second["columns"]["key"]
+
+
+def test_two_servers_never_share_their_sessions(tmp_path: Path) -> None:
+    shelf = Shelf(Store(tmp_path), "ab" * 16)
+    shelf.take()
+    arguments = ["--port", "0", "--store", f"file://{tmp_path}", "--instance-id", "ab" * 16]
+    result = CliRunner().invoke(app, ["sessions", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert "another session server uses" in str(result.exception)
+
+
+def test_a_server_is_found_by_its_name_or_where_it_listens() -> None:
+    assert owner_of("cd" * 16, 80) == "cd" * 16
+    assert owner_of(None, 8100).endswith("-8100")
+
+
+def test_what_was_half_written_goes_and_what_cannot_be_read_is_gone(script: Script, tmp_path: Path) -> None:
+    instance = ["--instance-id", "ef" * 16]
+    with running(tmp_path, script.server.url, *instance) as process:
+        sealed, broken, whole = (process.agent() for _ in range(3))
+        for agent in (sealed, broken, whole):
+            agent.talk("hello")
+        files = sealed.ask("POST", "/seal").json
+        process.kill()
+        shelf = process.store / "sessions" / ("ef" * 16)
+        log = shelf / broken.id / ".columns.safetensors.log"
+        log.write_bytes(log.read_bytes()[:10])
+        (shelf / sealed.id / ".columns.safetensors.half").touch()
+        (shelf / ("0" * 32)).mkdir()
+        (shelf / ("0" * 32) / ".experts.safetensors.rows").touch()
+    with running(tmp_path, script.server.url, *instance) as again:
+        for agent in (sealed, broken, whole):
+            agent.server = again
+        assert again.status()["sessions"]["open"] == 2
+        assert (broken.ask("GET").status, sealed.ask("GET").status, whole.turns()) == (410, 404, 1)
+        assert {path.name for path in shelf.iterdir()} >= {sealed.id, whole.id}
+        assert not list(shelf.rglob("*.half"))
+        assert not (shelf / ("0" * 32)).exists()
+        assert (process.store / files["columns"]["key"]).exists()
+        whole.assert_goes_on()
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_secret_outlives_its_server_and_lies_nowhere(script: Script, tmp_path: Path, deleted: bool) -> None:
+    arguments = ["--instance-id", "ef" * 16, "--require-secret"]
+    with running(tmp_path, script.server.url, *arguments) as process:
+        agent = process.agent(sampling={"temperature": 0.25})
+        process.kill()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and agent.secret.encode() in path.read_bytes()]
+    with running(tmp_path, script.server.url, *arguments) as agent.server:
+        if deleted:
+            assert agent.ask("DELETE").status == 204
+            assert not list(process.store.rglob(agent.id))
+            return
+        assert agent.server.ask("GET", agent.path).status == 401
+        assert agent.chat("defaults").status == 200
+        assert script.seen("defaults")[-1].body["temperature"] == 0.25

@@ -1,0 +1,79 @@
+"""With a tokenizer of its own, the server sends tokens: those of history are the stored ones, never made again."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import engine_process
+from support.session_process import SessionsProcess, running
+from support.upstream import user
+from typer.testing import CliRunner
+
+from cli.main import app
+from penstock.blobs import BlobRef, Store
+from penstock.blobs.columns import read_columns
+from penstock.blobs.experts import Experts
+from penstock.errors import ConfigError
+from services.engine.routes import RouteTable
+from services.engine.settings import RouteShape
+
+SHAPE = RouteShape(layers=3, topk=2, experts=16)
+SETTINGS = {"engine__dialect": "sglang", "engine__moe_layers": "3", "engine__moe_experts": "16"}
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionsProcess]:
+    directory = tmp_path_factory.mktemp("tokens")
+    shape = ["--layers", "3", "--topk", "2", "--experts", "16", "--length", "constant:40"]
+    with engine_process.running(directory, "--dialect", "sglang", *shape) as engine:
+        url, arguments = "http://{}:{}".format(*engine.address), ["--tokenizer", "bytes", "--routing-replay"]
+        with running(directory, url, *arguments, **SETTINGS) as process:
+            yield process
+
+
+def test_history_is_the_stored_tokens(tokens: SessionsProcess) -> None:
+    agent = tokens.agent()
+    for number, text in enumerate(["What is 3 + 4?", "And what is 10 - 2?", "Thanks."]):
+        before = agent.ask("GET").json["metadata"]["accumulated_token_ids"]
+        agent.talk(text)
+        shown = agent.ask("GET").json
+        request = shown["records"][-1]["request"]
+        assert request["input_ids"][: len(before)] == before
+        assert request["routed_experts_start_len"] == max(0, len(before) - 1)
+        assert shown["metadata"]["accumulated_token_ids"][: len(request["input_ids"])] == request["input_ids"]
+        assert (shown["metadata"]["mode"], shown["metadata"]["turns"]) == ("linear", number + 1)
+    sealed = agent.ask("POST", "/seal").json
+    columns = read_columns(Store(tokens.store), BlobRef(**sealed["columns"]))
+    assert sealed["sample_lengths"] == [columns.input_ids.size]
+    out = np.empty((columns.input_ids.size, SHAPE.layers, SHAPE.topk), np.int16)
+    Experts(Store(tokens.store), BlobRef(**sealed["experts"])).read(0, 0, len(out), out)
+    np.testing.assert_array_equal(out[:-1], RouteTable(SHAPE).rows(columns.input_ids))
+
+
+def test_going_back_begins_with_the_tokens_that_are_shared(tokens: SessionsProcess) -> None:
+    agent = tokens.agent()
+    agent.talk("one")
+    shared = agent.ask("GET").json["metadata"]["accumulated_token_ids"]
+    agent.talk("two")
+    assert agent.chat([*agent.messages[:2], user("two, again")]).status == 200
+    request = agent.ask("GET").json["records"][-1]["request"]
+    assert request["input_ids"][: len(shared)] == shared
+    assert len(agent.ask("POST", "/seal").json["sample_lengths"]) == 2
+
+
+def test_what_cannot_be_tokenized_is_refused(tokens: SessionsProcess) -> None:
+    agent = tokens.agent()
+    got = agent.chat([{"role": "robot", "content": "x"}])
+    assert (got.status, "role 'robot'" in got.error) == (400, True)
+    agent.assert_goes_on()
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "why"), [("bytes", 'a tokenizer needs engine.dialect = "sglang"'), ("/models/x", "only the built-in")]
+)
+def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path: Path, tokenizer: str, why: str) -> None:
+    arguments = ["--port", "0", "--store", f"file://{tmp_path}", "--tokenizer", tokenizer]
+    result = CliRunner().invoke(app, ["sessions", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert why in str(result.exception)

@@ -1,0 +1,168 @@
+"""Session servers as processes of their own, an upstream that follows a script, and agents that show what they got."""
+
+import http.client
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.cluster import Process
+from support.upstream import Message, Says, Seen, Server, answer, serving, user
+from support.waiting import wait_until
+
+PENSTOCK = str(Path(sys.executable).parent / "penstock")
+READY = re.compile(r"action=sessions_ready url=http://([\d.]+):(\d+)")
+CHAT = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Got:
+    status: int
+    headers: list[tuple[str, str]]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> str:
+        assert set(self.json) == {"error"}, self.body
+        return self.json["error"]
+
+    @property
+    def said(self) -> str:
+        return self.json["choices"][0]["message"]["content"]
+
+    def all(self, name: str) -> list[str]:
+        return [value for key, value in self.headers if key.lower() == name]
+
+
+class SessionsProcess(Process):
+    def __init__(self, directory: Path, backend: str, *arguments: str, store: str = "store", **settings: str) -> None:
+        self.store = directory / store
+        command = [PENSTOCK, "sessions", "--port", "0", "--backend-url", backend, "--store", f"file://{self.store}"]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
+        environment |= {f"PENSTOCK_{key.upper()}": value for key, value in settings.items()}
+        name = f"sessions-{len(list(directory.iterdir()))}"
+        super().__init__(name, [*command, *arguments], environment, directory)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Once it listens."""
+        found = wait_until(lambda: READY.search(self.text) or self.exit_code is not None, timeout_s=60)
+        assert isinstance(found, re.Match), f"the session server ended:\n{self.text}"
+        return found[1], int(found[2])
+
+    @property
+    def url(self) -> str:
+        return "http://{}:{}".format(*self.address)
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(*self.address, timeout=30)
+
+    def ask(self, method: str, path: str, request: Any = None, headers: dict[str, str] | None = None) -> Got:
+        """A request that is not bytes is sent as JSON."""
+        body = request if isinstance(request, bytes) or request is None else json.dumps(request).encode()
+        with closing(self.connect()) as connection:
+            connection.request(method, path, body, headers or {})
+            response = connection.getresponse()
+            return Got(status=response.status, headers=response.getheaders(), body=response.read())
+
+    def agent(self, **asked: Any) -> "Agent":
+        got = self.ask("POST", "/sessions", asked)
+        assert got.status == 200, got.body
+        assert set(got.json) == {"session_id", "base_url", "secret"}
+        return Agent(server=self, id=got.json["session_id"], secret=got.json["secret"], base_url=got.json["base_url"])
+
+    def status(self) -> dict[str, Any]:
+        return self.ask("GET", "/status").json
+
+
+@dataclass(kw_only=True)
+class Agent:
+    """One session's client. `talk` keeps the conversation."""
+
+    server: SessionsProcess
+    id: str
+    secret: str
+    base_url: str
+    messages: list[Message] = field(default_factory=list[Message])
+
+    @property
+    def path(self) -> str:
+        return f"/sessions/{self.id}"
+
+    def ask(self, method: str, path: str = "", request: Any = None, **headers: str) -> Got:
+        given = {"Authorization": f"Bearer {self.secret}"}
+        given |= {name.replace("_", "-"): text for name, text in headers.items()}
+        return self.server.ask(method, self.path + path, request, given)
+
+    def chat(self, messages: list[Message] | str, **fields: Any) -> Got:
+        asked = [user(messages)] if isinstance(messages, str) else messages
+        return self.ask("POST", CHAT, {"messages": asked, **fields})
+
+    def talk(self, text: str) -> Got:
+        """Goes on with what was said so far; what is answered becomes part of it."""
+        got = self.chat([*self.messages, user(text)])
+        assert got.status == 200, got.body
+        self.messages += [user(text), got.json["choices"][0]["message"]]
+        return got
+
+    def turns(self) -> int:
+        return len(self.ask("GET").json["records"])
+
+    def assert_goes_on(self) -> None:
+        """The slot is free, and what comes is recorded."""
+        before = self.turns()
+        assert self.chat("are you there?").status == 200
+        assert self.turns() == before + 1
+
+
+@dataclass(kw_only=True)
+class Script:
+    """What the upstream says, by the last message; what is not scripted gets an answer."""
+
+    server: Server
+    says: dict[str, Callable[[Seen], Says]] = field(default_factory=dict[str, Callable[[Seen], Says]])
+    dialect: str = "vllm"
+    routed: bool = True
+
+    def respond(self, seen: Seen) -> Says:
+        if seen.path != CHAT:
+            return Says(body=json.dumps({"path": seen.path, "method": seen.method}).encode(), headers=JSON)
+        scripted = self.says.get(str(seen.messages[-1].get("content")))
+        return scripted(seen) if scripted else Says(body=self.body(seen), headers=JSON)
+
+    def body(self, seen: Seen) -> bytes:
+        text = f"answer {len(seen.messages)} to {seen.messages[-1].get('content')}"
+        return answer(seen, text, dialect=self.dialect, routed=self.routed)
+
+    def seen(self, text: str) -> list[Seen]:
+        """The chats that ended with `text`."""
+        chats = [seen for seen in self.server.seen if seen.path == CHAT]
+        return [seen for seen in chats if seen.messages[-1].get("content") == text]
+
+
+@contextmanager
+def scripted(dialect: str = "vllm", *, routed: bool = True) -> Iterator[Script]:
+    script: list[Script] = []
+    with serving(lambda seen: script[0].respond(seen)) as server:
+        script.append(Script(server=server, dialect=dialect, routed=routed))
+        yield script[0]
+
+
+@contextmanager
+def running(directory: Path, backend: str, *arguments: str, **settings: str) -> Iterator[SessionsProcess]:
+    process = SessionsProcess(directory, backend, *arguments, **settings)
+    try:
+        yield process
+    finally:
+        process.end()
+        assert "Traceback" not in process.text, process.text[-4000:]
