@@ -5,6 +5,9 @@ import pytest
 from support.session_process import Agent, Script, SessionsProcess, running
 from support.upstream import Says, answer, calling, tool_call, user
 
+from penstock.blobs import BlobRef, Store
+from penstock.blobs.columns import read_columns
+
 LIMITS = {"policy__max_turns": "8", "policy__max_seq_len": "400", "policy__max_samples": "5"}
 
 
@@ -129,7 +132,14 @@ def test_a_context_that_is_full_ends_the_conversation(strict: Agent) -> None:
     assert (sealed["truncated"], sealed["sample_lengths"]) == (True, [400])
 
 
-def test_in_mode_open_a_conversation_may_diverge(agent: Agent) -> None:
+@pytest.fixture(scope="module")
+def free(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionsProcess]:
+    with running(tmp_path_factory.mktemp("open"), script.server.url, **LIMITS) as process:
+        yield process
+
+
+def test_in_mode_open_a_conversation_may_diverge(free: SessionsProcess) -> None:
+    agent = free.agent()
     agent.talk("one")
     agent.talk("two")
     assert agent.chat([user("a sub-agent")]).status == 200
@@ -139,21 +149,16 @@ def test_in_mode_open_a_conversation_may_diverge(agent: Agent) -> None:
     assert len(agent.ask("POST", "/seal").json["sample_lengths"]) == 3
 
 
-def test_samples_are_limited(linear: SessionsProcess, script: Script, tmp_path_factory: pytest.TempPathFactory) -> None:
-    directory = tmp_path_factory.mktemp("open")
-    with running(directory, script.server.url, **LIMITS) as process:
-        agent = process.agent()
-        for number in range(5):
-            assert agent.chat(f"another {number}").status == 200
-        got = agent.chat("one too many")
-        assert (got.status, "5 samples are allowed" in got.error) == (400, True)
-        assert agent.ask("POST", "/seal").json["turns"] == 5
+def test_samples_are_limited(free: SessionsProcess) -> None:
+    agent = free.agent()
+    for number in range(5):
+        assert agent.chat(f"another {number}").status == 200
+    got = agent.chat("one too many")
+    assert (got.status, "5 samples are allowed" in got.error) == (400, True)
+    assert agent.ask("POST", "/seal").json["turns"] == 5
 
 
 def test_sampling_is_recorded_with_the_turns(linear: SessionsProcess, strict: Agent) -> None:
-    from penstock.blobs import BlobRef, Store
-    from penstock.blobs.columns import read_columns
-
     strict.chat("plain")
     strict.chat("plain", temperature=0, top_p=0.5, top_k=None)
     columns = read_columns(Store(linear.store), BlobRef(**strict.ask("POST", "/seal").json["columns"]))

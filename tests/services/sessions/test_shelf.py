@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from support.session_process import Script, running
 from typer.testing import CliRunner
 
@@ -71,18 +70,16 @@ def test_what_was_half_written_goes_and_what_cannot_be_read_is_gone(script: Scri
         whole.assert_goes_on()
 
 
-@pytest.mark.parametrize("deleted", [False, True])
-def test_a_secret_outlives_its_server_and_lies_nowhere(script: Script, tmp_path: Path, deleted: bool) -> None:
+def test_a_secret_outlives_its_server_and_lies_nowhere(script: Script, tmp_path: Path) -> None:
     arguments = ["--instance-id", "ef" * 16, "--require-secret"]
     with running(tmp_path, script.server.url, *arguments) as process:
-        agent = process.agent(sampling={"temperature": 0.25})
+        agent, deleted = process.agent(sampling={"temperature": 0.25}), process.agent()
         process.kill()
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and agent.secret.encode() in path.read_bytes()]
-    with running(tmp_path, script.server.url, *arguments) as agent.server:
-        if deleted:
-            assert agent.ask("DELETE").status == 204
-            assert not list(process.store.rglob(agent.id))
-            return
-        assert agent.server.ask("GET", agent.path).status == 401
+    with running(tmp_path, script.server.url, *arguments) as again:
+        agent.server = deleted.server = again
+        assert deleted.ask("DELETE").status == 204
+        assert not list(again.store.rglob(deleted.id))
+        assert again.ask("GET", agent.path).status == 401
         assert agent.chat("defaults").status == 200
         assert script.seen("defaults")[-1].body["temperature"] == 0.25
