@@ -10,6 +10,7 @@ from pathlib import Path
 from orchestrator import schema
 from orchestrator.ledger import Ledger
 from orchestrator.states import UNGENERATED
+from penstock import rollout_files
 from penstock.batches import read_manifest
 from penstock.batches.plan import step_directory
 from penstock.blobs import Store
@@ -30,7 +31,7 @@ class Sweep:
     def __init__(self, config: RunConfig, run: str, ledger: Ledger) -> None:
         self._ledger_path = config.ledger_path
         self._store = Store(config.store_dir)
-        self._rollouts = f"rollouts/{run}"
+        self._rollouts = rollout_files.directory(run)
         self._ledger = ledger
 
     async def run_once(self) -> int:

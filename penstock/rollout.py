@@ -13,17 +13,19 @@ from dataclasses import dataclass
 
 import orjson
 
+from penstock import rollout_files
 from penstock.blobs import Store
 from penstock.blobs.columns import read_columns
 from penstock.cancellation import to_the_end
 from penstock.environments.boundary import boundary
 from penstock.environments.loading import LoadedEnvironment
-from penstock.environments.protocol import Played, ScoresGroups
+from penstock.environments.protocol import AgentPolicy, Played, ScoresGroups
 from penstock.environments.scores import Score, checked_score
-from penstock.errors import BlobError, NotFound, PolicyFailure, StageError
+from penstock.errors import BlobError, NotFound, NothingToTrain, PolicyFailure, StageError
 from penstock.messages import POLICY_ERROR_CHARACTERS, RolloutResult, shortened
 from penstock.offload import in_io_thread
 from penstock.policy import Dialect, EngineClient, RecordedPolicy
+from penstock.policy.agent_sessions import SessionServers
 from penstock.recording import Mode, Sealed, Session, SessionSettings
 from penstock.rollout_config import Policy
 
@@ -41,11 +43,13 @@ class Attempt:
     seed: int
     timeout_s: float
     """after which the rollout ends with what it has: a failure of the policy"""
+    policy_version: int = 0
+    """the newest when the rollout was submitted"""
 
     @property
     def key(self) -> str:
         """Directory of its files in the store, its own alone."""
-        return f"rollouts/{self.run}/{self.rollout}/{self.attempt}.{self.execution}"
+        return rollout_files.key(self.run, self.rollout, self.attempt, self.execution)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +60,20 @@ class RolloutStage:
     store: Store
     settings: Policy
     dialect: Dialect
+    sessions: SessionServers | None = None
+    """for agents of their own; None where no session server is configured"""
 
 
 async def play(stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt) -> RolloutResult:
+    """One rollout, by whichever door the environment uses."""
+    if environment.external_agent:
+        return await _play_agent(stage, environment, example, attempt)
+    return await _play_here(stage, environment, example, attempt)
+
+
+async def _play_here(
+    stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt
+) -> RolloutResult:
     """A rollout that the policy spoilt before its first answer has a result without files: it counts in the baseline,
     since trying it again would be choosing among rollouts."""
     async with _recording(stage, attempt) as session:
@@ -69,7 +84,35 @@ async def play(stage: RolloutStage, environment: LoadedEnvironment, example: int
             return RolloutResult(reward=score.reward, policy_error=shortened(error, POLICY_ERROR_CHARACTERS))
         with boundary(StageError, f"environment {environment.name!r} left its rollout unfinished"):
             sealed = await session.seal(error=error or "", extras=score.columns)
-        return _result(environment, policy, score, error, sealed)
+        own = {"engine_s": policy.engine_s, "engine_failures": float(policy.failures)}
+        return _result(environment, score, error, sealed, own)
+
+
+async def _play_agent(
+    stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt
+) -> RolloutResult:
+    """An agent that asked for nothing has a result without files, whatever it was scored."""
+    assert stage.sessions is not None, "refused when the environments were loaded"
+    sampling = stage.settings.sampling.model_dump(exclude={"more"}, exclude_none=True) | stage.settings.sampling.more
+    asked = {
+        "run": attempt.run,
+        "rollout": attempt.rollout,
+        "attempt": attempt.attempt,
+        "execution": attempt.execution,
+        "sampling": sampling,
+        "policy_version": attempt.policy_version,
+    }
+    async with stage.sessions.session(asked) as session:
+        policy = AgentPolicy(base_url=session.base_url, api_key=session.secret)
+        score, error = await _played(environment, example, policy, stage.settings, attempt.timeout_s)
+        if score.columns:
+            raise StageError(f"environment {environment.name!r}: an agent's session takes no columns of one's own")
+        try:
+            sealed = await session.seal(error or "")
+        except NothingToTrain as nothing:
+            said = shortened(error or str(nothing), POLICY_ERROR_CHARACTERS)
+            return RolloutResult(reward=score.reward, policy_error=said)
+        return _result(environment, score, error, sealed, {})
 
 
 async def score_group(
@@ -124,7 +167,11 @@ async def _discard(store: Store, key: str, starting: asyncio.Task[Session]) -> N
 
 
 async def _played(
-    environment: LoadedEnvironment, example: int, policy: RecordedPolicy, settings: Policy, timeout_s: float
+    environment: LoadedEnvironment,
+    example: int,
+    policy: RecordedPolicy | AgentPolicy,
+    settings: Policy,
+    timeout_s: float,
 ) -> tuple[Score, str | None]:
     """The score, and what the policy did wrong where the environment did not score that itself."""
     what = f"environment {environment.name!r} failed at example {example}"
@@ -140,9 +187,9 @@ async def _played(
 
 
 def _result(
-    environment: LoadedEnvironment, policy: RecordedPolicy, score: Score, error: str | None, sealed: Sealed
+    environment: LoadedEnvironment, score: Score, error: str | None, sealed: Sealed, own: Mapping[str, float]
 ) -> RolloutResult:
-    own = {**sealed.metrics, "engine_s": policy.engine_s, "engine_failures": policy.failures}
+    own = {**sealed.metrics, **own}
     if taken := sorted(own.keys() & score.metrics.keys()):
         raise StageError(
             f"environment {environment.name!r} names a metric {', '.join(taken)}: Penstock's own is called so"

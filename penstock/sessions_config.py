@@ -17,6 +17,8 @@ PLAIN_PATH = re.compile(r"(/[A-Za-z0-9_][A-Za-z0-9._-]*)+")
 
 
 class Sessions(Section):
+    urls: Words = ()
+    """where rollout workers find session servers, for environments with agents of their own: http://host:port"""
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8100
     """0: any free one; the log says which. Started again on its port, a server goes on with its sessions"""

@@ -11,6 +11,7 @@ from penstock.errors import ConfigError, StageError
 from penstock.messages import RolloutJob, RolloutResult, ScoreJob, ScoreResult, SurveyJob, SurveyResult
 from penstock.offload import in_io_thread
 from penstock.policy import Dialect, EngineClient
+from penstock.policy.agent_sessions import SessionServers
 from penstock.rollout import Attempt, RolloutStage, play, score_group
 from tasks import noop
 
@@ -31,12 +32,14 @@ class Player:
             self._environments = await in_io_thread(load_environments, real)  # of none, the built-ins
         except ConfigError as error:
             self._broken = str(error)  # every job says so: the orchestrator stops with it, the worker stays
-        async with EngineClient.open(self._config.engine) as client:
+        config = self._config
+        async with EngineClient.open(config.engine) as client, SessionServers.open(config.sessions) as sessions:
             self._stage = RolloutStage(
                 client=client,
                 store=Store(self._config.store_dir),
                 settings=self._config.policy,
                 dialect=Dialect(self._config.engine),
+                sessions=sessions,
             )
             yield self
 
@@ -52,6 +55,7 @@ class Player:
             execution=execution,
             seed=job.seed,
             timeout_s=job.timeout_s,
+            policy_version=job.policy_version,
         )
         return await play(self._stage, self._environments[job.environment], job.example, attempt)
 
@@ -78,4 +82,9 @@ class Player:
         if name not in self._environments:
             known = ", ".join(sorted(self._environments.keys() | self._config.environments.keys()))
             raise StageError(f"this worker has no environment {name!r}, only {known}: add it to its configuration")
+        if self._environments[name].external_agent and not self._config.sessions.urls:
+            raise StageError(
+                f"environment {name!r} has an agent of its own: set sessions.urls (PENSTOCK_SESSIONS__URLS) to where "
+                "`penstock sessions` runs"
+            )
         return False

@@ -9,14 +9,14 @@ import os
 import re
 import secrets
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from penstock.blobs.parts import Part, Piece, checksum
+from penstock.blobs.parts import Part, Piece, checksum, writing
 from penstock.errors import BlobCorrupt, BlobError, BlobMissing, ConfigError
 
 # Never a leading dot: "..", and the temporary names of parts, are no keys. 200 leaves room for a temporary name's rest.
@@ -67,6 +67,17 @@ class Store:
     def commit(self, part: Part, key: str, *, head: bytes = b"") -> BlobRef:
         size, digest = part.commit(self.path(key), head=head)
         return BlobRef(key=key, size=size, checksum=digest)
+
+    def move(self, ref: BlobRef, key: str) -> BlobRef:
+        """The same blob under another key."""
+        target = self.path(key)
+        with writing(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self.path(ref.key).replace(target)
+            except FileNotFoundError:
+                raise BlobMissing(f"blob {ref.key} is not in {self.root}: it was moved or deleted") from None
+        return replace(ref, key=key)
 
     def put(self, key: str, pieces: Iterable[Piece]) -> BlobRef:
         """Writes the pieces one after the other, as one blob that appears when it is complete."""

@@ -1,11 +1,14 @@
 """Environments: what the policy is asked and how it is scored. The worker's own configuration says which there are."""
 
 from penstock.environments.loading import LoadedEnvironment, load_environment, load_environments
-from penstock.environments.protocol import Environment, Message, Played, Policy, Reply, ToolCall
+from penstock.environments.programs import Finished, run_program
+from penstock.environments.protocol import AgentPolicy, Environment, Message, Played, Policy, Reply, ToolCall
 from penstock.environments.scores import Score
 
 __all__ = [
+    "AgentPolicy",
     "Environment",
+    "Finished",
     "LoadedEnvironment",
     "Message",
     "Played",
@@ -15,4 +18,5 @@ __all__ = [
     "ToolCall",
     "load_environment",
     "load_environments",
+    "run_program",
 ]

@@ -19,6 +19,7 @@ BUILT_INS = {
     "arithmetic": "penstock.environments.arithmetic:Arithmetic",
     "guess": "penstock.environments.guess:Guess",
     "distinct": "penstock.environments.distinct:Distinct",
+    "program": "penstock.environments.program:Program",
 }
 
 
@@ -35,6 +36,11 @@ class LoadedEnvironment:
     @property
     def scores_groups(self) -> bool:
         return isinstance(self.environment, ScoresGroups)
+
+    @property
+    def external_agent(self) -> bool:
+        """Whether it plays through a session server."""
+        return bool(getattr(self.environment, "external_agent", False))
 
     def example(self, index: int) -> Any:
         if not 0 <= index < self.size:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import orjson
@@ -73,6 +73,20 @@ class Policy(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AgentPolicy:
+    """What an environment with `external_agent = True` gets: where its agent finds the model. One chat at a time."""
+
+    base_url: str
+    """OpenAI-compatible, this rollout's alone; every chat through it is recorded"""
+    api_key: str = field(repr=False)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """For the environment of a program that uses the `openai` package."""
+        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Played:
     """A finished rollout, as `score_group` sees it."""
 
@@ -97,7 +111,9 @@ class Environment(Protocol):
         """With a length and an index, or anything else that can be listed once."""
         ...
 
-    async def rollout(self, example: Any, policy: Policy) -> AnyScore: ...
+    async def rollout(self, example: Any, policy: Any) -> AnyScore:
+        """`policy` is a Policy; an AgentPolicy where the class says `external_agent = True`."""
+        ...
 
 
 @runtime_checkable

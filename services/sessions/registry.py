@@ -10,17 +10,19 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 import orjson
 
+from penstock import rollout_files
 from penstock.config import RunConfig
 from penstock.errors import BlobError, Expired, Full, NotFound
 from penstock.offload import in_io_thread
 from penstock.policy.replicas import Replica
-from penstock.recording import Mode, Session, SessionSettings
+from penstock.recording import Mode, Sealed, Session, SessionSettings
+from penstock.recording.spool import COLUMNS, EXPERTS
 from services.sessions.headers import digest
 from services.sessions.requests import NewSession
 from services.sessions.shelf import Shelf
@@ -41,6 +43,8 @@ class Notes(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, Any]
     created_at: float
     """seconds since 1970"""
+    files_key: str | None = None
+    """directory of the store that sealed files are put into; default: the session's own"""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -57,6 +61,7 @@ class Entry:
     home: Replica | None = None
     retained_bytes: int = 0
     opening: asyncio.Task[None] | None = None
+    sealing: asyncio.Task[None] | None = None
 
 
 @dataclass(kw_only=True)
@@ -93,7 +98,9 @@ class Registry:
         if len(self._entries) >= self._settings.max_sessions:
             raise Full(f"there are {len(self._entries)} sessions: seal or delete some, or raise sessions.max_sessions")
         id, secret = secrets.token_hex(16), secrets.token_urlsafe(32)
-        notes = Notes(secret_digest=digest(secret), sampling=asked.sampling, created_at=time.time())
+        notes = Notes(
+            secret_digest=digest(secret), sampling=asked.sampling, created_at=time.time(), files_key=_files_key(asked)
+        )
         entry = Entry(id=id, notes=notes, deadline=time.monotonic() + self._settings.lifetime_s)
         self._entries[id] = entry  # counts while its files are made
         self._by_use[id] = None
@@ -133,14 +140,28 @@ class Registry:
 
     async def seal(self, entry: Entry, error: str) -> bytes:
         """Once; who asks again gets the same answer."""
-        if entry.sealed is None:
-            session = opened(entry)
-            sealed = orjson.dumps(await session.seal(error=error))
-            if entry.sealed is None:
-                entry.sealed = sealed
-                self.counts.sealed += 1
-                self._drop_session(entry)
+        if entry.sealed is None and (entry.sealing is None or entry.sealing.done()):
+            entry.sealing = asyncio.create_task(self._seal(entry, opened(entry), error))
+        if entry.sealing:
+            await asyncio.shield(entry.sealing)
+        assert entry.sealed is not None
         return entry.sealed
+
+    async def _seal(self, entry: Entry, session: Session, error: str) -> None:
+        sealed = await session.seal(error=error)
+        entry.sealed = orjson.dumps(await in_io_thread(self._placed, entry, sealed))
+        self.counts.sealed += 1
+        self._drop_session(entry)
+
+    def _placed(self, entry: Entry, sealed: Sealed) -> Sealed:
+        """Its files where the rollout's execution keeps them; nobody has been told of them yet."""
+        files_key = entry.notes and entry.notes.files_key
+        if not files_key:
+            return sealed
+        store = self._shelf.store
+        columns = store.move(sealed.columns, f"{files_key}/{COLUMNS}")
+        experts = sealed.experts and store.move(sealed.experts, f"{files_key}/{EXPERTS}")
+        return replace(sealed, columns=columns, experts=experts)
 
     async def delete(self, entry: Entry) -> None:
         if self._entries.get(entry.id) is not entry:
@@ -253,6 +274,14 @@ class Registry:
             logprobs_mode=self._config.engine.logprobs_mode,
             notes=msgspec.json.encode(notes).decode(),
         )
+
+
+def _files_key(asked: NewSession) -> str | None:
+    if asked.execution is None:
+        return None
+    assert asked.run is not None, "checked when it was read"
+    assert asked.rollout is not None
+    return rollout_files.key(asked.run, asked.rollout, asked.attempt, asked.execution)
 
 
 def opened(entry: Entry) -> Session:

@@ -1,6 +1,7 @@
 """What a client asks for: its body within the limits, a chat found fit to be sent, a new session's wishes."""
 
 import asyncio
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -20,6 +21,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Answered by us: what is asked of the engine is never a stream.
 OURS = frozenset({"stream", "stream_options"})
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+FileName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,60}$")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
@@ -27,6 +29,9 @@ class NewSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     rollout: Name | None = None
     """default: the session's own id"""
     attempt: Count = 1
+    run: FileName | None = None
+    execution: FileName | None = None
+    """with `run` and `rollout`: sealed files are put where those of that execution belong"""
     sampling: dict[str, Any] = {}
     """defaults of every chat's request"""
     policy_version: Count | None = None
@@ -112,6 +117,8 @@ def read_new_session(body: bytes) -> NewSession:
     asked = _decoded(body, NEW_SESSION)
     if refused := sorted(RESERVED & asked.sampling.keys()):
         raise BadRequest(f"sampling: {', '.join(refused)} cannot be a default")
+    if asked.execution and not (asked.run and re.fullmatch("[A-Za-z0-9_-]+", asked.rollout or "")):
+        raise BadRequest("execution: needs a run and a rollout of letters, digits, _ and -")
     return asked
 
 

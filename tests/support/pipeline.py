@@ -94,7 +94,9 @@ class Pipeline:
             refs += [ref for rollout in manifest.plan.rollouts for ref in (rollout.columns, rollout.experts)]
             named |= {ref.key for ref in refs if ref} | {f"{manifest.plan.directory}/manifest.json"}
         root = self.cluster.store
-        there = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+        there = {
+            path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file() and path.name != ".lock"
+        }
         assert there <= named, sorted(there - named)[:10]
 
 

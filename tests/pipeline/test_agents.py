@@ -1,0 +1,227 @@
+"""Agents that only know a URL: their rollouts become batches, and nothing of them stays, however they end."""
+
+import asyncio
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.pipeline import Pipeline, pipeline_in
+from support.playing import attempt_of, files, loaded
+from support.session_process import Script, SessionsProcess, running, scripted
+from support.waiting import wait_until, wait_until_async
+
+from penstock.blobs import Store
+from penstock.blobs.columns import read_columns
+from penstock.environments import AgentPolicy, run_program
+from penstock.environments.program import AGENT
+from penstock.errors import EngineUnreachable, StageError
+from penstock.policy import Dialect, EngineClient
+from penstock.policy.agent_sessions import SessionServers
+from penstock.rollout import RolloutStage, play
+from penstock.rollout_config import Engine, Policy
+from penstock.sessions_config import Sessions
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_three_kinds_of_agents_become_batches(tmp_path: Path) -> None:
+    assert shutil.which("curl"), "the shell's example needs it"
+    settings = {"trainer": {"max_steps_ahead": "unlimited"}, "steps": 2}
+    with pipeline_in(tmp_path / "pipeline", **settings) as pipeline, sessions_beside(pipeline) as server:
+        environments = {"sums": "program", "trivia": "openai_agent:Trivia", "shell": "subprocess_agent:Shell"}
+        pipeline.new_run(
+            "agents",
+            sessions={"urls": ["http://127.0.0.1:1", server.url]},
+            batch={"size": 3, "seq_len": 8192},
+            **{f"environments.{name}": {"use": use} for name, use in environments.items()},
+        )
+        cluster = pipeline.cluster
+        cluster.rollout_worker(PYTHONPATH=f"{Path(__file__).parents[2]}:{EXAMPLES}")
+        cluster.compute_worker()
+        found = pipeline.finish(cluster.orchestrator())
+        assert found["dead"] == 0
+        played = [rollout for manifest in pipeline.manifests.values() for rollout in manifest.plan.rollouts]
+        assert {rollout.env for rollout in played} == set(environments)
+        assert all(rollout.columns.key.startswith("rollouts/") and rollout.experts for rollout in played)
+        status = server.status()
+        assert status["sessions"]["open"] == 0
+        assert status["counts"]["sealed"] >= len(played)
+        assert list((cluster.store / "sessions").rglob("*.safetensors")) == []
+
+
+@contextmanager
+def sessions_beside(pipeline: Pipeline) -> Iterator[SessionsProcess]:
+    """In the store of the pipeline's next run, `agents`."""
+    host, port = pipeline.engine.address
+    with running(
+        pipeline.cluster.directory, f"http://{host}:{port}", "--routing-replay", store="agents/store"
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Script]:
+    with scripted() as script:
+        yield script
+
+
+@pytest.fixture(scope="module")
+def server(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionsProcess]:
+    with running(tmp_path_factory.mktemp("sessions"), script.server.url) as server:
+        yield server
+
+
+@asynccontextmanager
+async def stage_with(server: SessionsProcess, *more_urls: str) -> AsyncIterator[RolloutStage]:
+    engine = Engine()
+    async with EngineClient.open(engine) as client, SessionServers.open(
+        Sessions(urls=(*more_urls, server.url))
+    ) as sessions:  # fmt: skip
+        yield RolloutStage(
+            client=client, store=Store(server.store), settings=Policy(), dialect=Dialect(engine), sessions=sessions
+        )
+
+
+class Chatting:
+    """Its program talks a little, then it does what `then` does."""
+
+    external_agent = True
+
+    def __init__(self, then: Any) -> None:
+        self.then = then
+
+    async def rollout(self, example: str, policy: AgentPolicy) -> float:
+        assert policy.api_key not in repr(policy)
+        ended = await run_program([sys.executable, "-I", str(AGENT), "hello"], policy)
+        assert ended.output.startswith("answer ")
+        await self.then(policy)
+        return 1.0
+
+
+async def nothing(policy: AgentPolicy) -> None:
+    pass
+
+
+def test_a_rollout_is_sealed_where_its_execution_keeps_its_files(server: SessionsProcess) -> None:
+    async def main() -> None:
+        async with stage_with(server, "http://127.0.0.1:1") as stage:
+            result = await play(stage, loaded(Chatting(nothing)), 0, attempt_of("sealed"))
+        assert result.columns
+        assert result.columns.key == "rollouts/run/sealed/1.aa/columns.safetensors"
+        assert result.experts
+        columns = read_columns(stage.store, result.columns)
+        assert (columns.rollout, result.turns) == ("sealed", 2)
+        stage.store.open(result.experts)
+
+    asyncio.run(main())
+    assert server.status()["sessions"]["open"] == 0
+
+
+def test_a_cancelled_rollout_takes_its_session_and_every_process_of_its_agent_along(
+    server: SessionsProcess, tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    sleeping = f"sleep 1000 & echo $! $$ > {pids}; wait"
+
+    async def main() -> None:
+        async def sleep(policy: AgentPolicy) -> None:
+            await run_program(["/bin/sh", "-c", sleeping], policy)
+
+        async with stage_with(server) as stage:
+            playing = asyncio.create_task(play(stage, loaded(Chatting(sleep)), 0, attempt_of("cancelled")))
+            await wait_until_async(lambda: pids.exists() and len(pids.read_text().split()) == 2, what="the agent")
+            playing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await playing
+
+    asyncio.run(main())
+    for pid in map(int, pids.read_text().split()):
+        wait_until(lambda pid=pid: not alive(pid), what="the agent's process to be gone")
+    assert server.status()["sessions"]["open"] == 0
+    assert not any("cancelled" in name for name in files(server.store))
+    assert not (server.store / "rollouts" / "run" / "cancelled").exists()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_an_agent_over_its_time_is_a_failure_of_the_policy_with_what_it_said(server: SessionsProcess) -> None:
+    async def main() -> None:
+        async with stage_with(server) as stage:
+            slow = loaded(Chatting(lambda policy: asyncio.sleep(1000)))
+            result = await play(stage, slow, 0, attempt_of("late", timeout_s=3.0))
+        assert result.policy_error == "timeout: the rollout took longer than 3 s"
+        assert result.columns
+        assert not read_columns(stage.store, result.columns).loss_mask.any()
+
+    asyncio.run(main())
+
+
+class Silent:
+    external_agent = True
+
+    async def rollout(self, example: str, policy: AgentPolicy) -> float:
+        return 0.25
+
+
+def test_an_agent_that_asks_for_nothing_has_a_result_without_files(server: SessionsProcess) -> None:
+    async def main() -> None:
+        async with stage_with(server) as stage:
+            result = await play(stage, loaded(Silent()), 0, attempt_of("silent"))
+        assert (result.reward, result.columns) == (0.25, None)
+        assert result.policy_error
+
+    asyncio.run(main())
+    assert server.status()["sessions"]["open"] == 0
+
+
+def test_an_environment_that_breaks_leaves_no_session(server: SessionsProcess) -> None:
+    async def main() -> None:
+        async def broken(policy: AgentPolicy) -> None:
+            raise KeyError("a bug of its own")
+
+        async with stage_with(server) as stage:
+            with pytest.raises(StageError, match="KeyError: 'a bug of its own'"):
+                await play(stage, loaded(Chatting(broken)), 0, attempt_of("broken"))
+
+    asyncio.run(main())
+    assert server.status()["sessions"]["open"] == 0
+    assert not (server.store / "rollouts" / "run" / "broken").exists()
+
+
+def test_without_any_server_the_rollout_waits_as_for_an_engine(server: SessionsProcess) -> None:
+    async def main() -> None:
+        async with SessionServers.open(Sessions(urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))) as servers:
+            with pytest.raises(EngineUnreachable, match=r"no session server takes a session \(http://127.0.0.1:1: "):
+                async with servers.session({}):
+                    pass
+
+    asyncio.run(main())
+
+
+def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    starter = (
+        "import asyncio, sys; from penstock.environments import AgentPolicy, run_program; asyncio.run(run_program("
+        f"['/bin/sh', '-c', 'echo $$ > {pid_file}; exec sleep 1000'], AgentPolicy(base_url='', api_key='')))"
+    )
+
+    async def main() -> int:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", starter, cwd=EXAMPLES.parent)
+        await wait_until_async(lambda: pid_file.exists() and pid_file.read_text().strip(), what="the program")
+        process.kill()
+        await process.wait()
+        return int(pid_file.read_text())
+
+    pid = asyncio.run(main())
+    wait_until(lambda: not alive(pid), what="the program to be gone")
+    assert os.getpid() != pid
