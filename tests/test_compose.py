@@ -116,8 +116,9 @@ def test_the_trainer_is_there() -> None:
 def test_the_run_s_configuration_fits_the_containers() -> None:
     environment = SERVICES["orchestrator"]["environment"]
     settings = config.load(RUN, environ={"PENSTOCK_REDIS_URL": "redis://:secret@redis:6379/0"})
-    assert {use.use for use in settings.environments.values()} == {"arithmetic", "guess", "distinct"}
+    assert {use.use for use in settings.environments.values()} == {"arithmetic", "guess", "distinct", "program"}
     assert settings.engine.urls == ("http://engine:8000",)
+    assert settings.sessions.urls == ("http://sessions:8100",)
     assert all(str(path).startswith("/data/") for path in (settings.run_dir, settings.store_dir, settings.ledger_path))
     for name in (*WORKERS, "orchestrator"):
         assert SERVICES[name]["environment"] == environment

@@ -34,8 +34,8 @@ def demo(
 ) -> None:
     """Watch rollouts become batches: all of Penstock on this machine.
 
-    Starts Redis, an inference server without a model, two workers, the orchestrator and a trainer, each on a port or in
-    a directory of its own; plays three environments, filters, forms and trains steps; sums up, and ends every process.
+    Starts Redis, an inference server without a model, a session server, two workers, the orchestrator and a trainer,
+    on free ports; plays four environments, filters, forms and trains steps; sums up, and ends every process.
     Ctrl-C once sums up what is there, twice stops now.
     """
     from cli.demo.options import Options, Routes, make_run_dir, write_configuration
@@ -56,7 +56,7 @@ def _play(options: "Options", *, as_json: bool) -> None:
     from cli.demo.options import short
 
     # Before anything that takes long to import.
-    parts = "Redis, an engine, two workers, an orchestrator and a trainer"
+    parts = "Redis, an engine, a session server, two workers, an orchestrator and a trainer"
     print(f"penstock demo: starting {parts} in {short(options.run_dir)}", file=sys.stderr, flush=True)
     from cli.demo.course import Course, Interrupts
 

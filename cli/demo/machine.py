@@ -23,7 +23,7 @@ from penstock.loop_lag import LagSummary
 
 logger = logging.getLogger("penstock.demo")
 
-READY = re.compile(r"action=engine_ready url=(http://\S+)")
+READY = re.compile(r"action=(?:engine|sessions)_ready url=(http://\S+)")
 LATENCY = "lognormal:0.1:0.5"  # seconds: a small model's, so that rollouts are seen to be on their way
 STOP_S = 5.0  # workers without a job take about one second
 TICK_S = 0.05
@@ -46,13 +46,14 @@ class Machine:
         self._options = options
         self._redis = EmbeddedRedis(options.run_dir / "redis")
         self._client: redis.Redis | None = None
-        self._engine_url: str | None = None
+        self._urls: dict[str, str] = {}
+        """variables that tell later processes where earlier ones listen"""
         self.parts: dict[str, Part] = {}
         self.stopping = False
         """parts may end now"""
 
     def start(self) -> None:
-        """Redis, then all that needs nothing else; the rollout worker follows when the engine's address is known."""
+        """Redis, then all that needs nothing else; the others follow when the engine's address is known."""
         options = self._options
         options.logs.mkdir()
         self._redis.start()
@@ -82,11 +83,18 @@ class Machine:
             if not part.ready and part.shows_ready(part.process.output):
                 part.ready = True
                 logger.info("action=ready process=%s after_s=%.1f", name, time.monotonic() - part.started_at)
-        if "rollout-worker" not in self.parts and self.parts["engine"].ready:
-            found = READY.search(self.parts["engine"].process.output)
-            assert found
-            self._engine_url = found[1]
+        if "sessions" not in self.parts and (url := self._url_of("engine")):
+            self._urls["PENSTOCK_ENGINE__URLS"] = url
+            listening = lambda output: bool(READY.search(output))  # noqa: E731
+            self._start("sessions", "penstock", "sessions", "--port", "0", ready=listening)
+        if "rollout-worker" not in self.parts and (url := self._url_of("sessions")):
+            self._urls["PENSTOCK_SESSIONS__URLS"] = url
             self._worker("rollout-worker", "workers.rollouts", "-Q", "rollouts", "-c", "64")
+
+    def _url_of(self, name: str) -> str | None:
+        part = self.parts.get(name)
+        found = READY.search(part.process.output) if part and part.ready else None
+        return found[1] if found else None
 
     def ended(self, name: str) -> bool:
         return self.parts[name].process.ended
@@ -140,8 +148,7 @@ class Machine:
 
     def _start(self, name: str, *command: str, ready: Callable[[str], bool]) -> None:
         variables = {"PENSTOCK_CONFIG": str(self._options.config), "PENSTOCK_REDIS_URL": self._redis.url}
-        if self._engine_url:
-            variables["PENSTOCK_ENGINE__URLS"] = self._engine_url
+        variables |= self._urls
         process = Process(name, list(command), directory=self._options.logs, variables=variables)
         self.parts[name] = Part(process=process, shows_ready=ready, started_at=time.monotonic())
         logger.info("action=starting process=%s log=%s", name, short(process.log))
