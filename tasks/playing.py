@@ -1,5 +1,6 @@
 """What a rollout worker does with a job: the environments are the worker's own, a message only names one."""
 
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -7,12 +8,15 @@ from penstock import plans
 from penstock.blobs import Store
 from penstock.config import RunConfig
 from penstock.environments.loading import LoadedEnvironment, load_environments
-from penstock.errors import ConfigError, StageError
+from penstock.errors import ConfigError, InfrastructureFailure, StageError
 from penstock.messages import RolloutJob, RolloutResult, ScoreJob, ScoreResult, SurveyJob, SurveyResult
 from penstock.offload import in_io_thread
 from penstock.policy import Dialect, EngineClient
+from penstock.renderers import PooledRenderer, RendererKey, RendererPools
 from penstock.rollout import Attempt, RolloutStage, play, score_group
 from tasks import noop
+
+logger = logging.getLogger("penstock.tasks")
 
 
 class Player:
@@ -30,8 +34,11 @@ class Player:
         if not real:
             yield self
             return
+        renderer = renderer_of(self._config)
         try:
             self._environments = await in_io_thread(load_environments, real)
+            if renderer:
+                await _warm_up(renderer)
         except ConfigError as error:
             self._broken = str(error)  # every job says so: the orchestrator stops with it, the worker stays
         async with EngineClient.open(self._config.engine) as client:
@@ -39,7 +46,7 @@ class Player:
                 client=client,
                 store=Store(self._config.store_dir),
                 settings=self._config.policy,
-                dialect=Dialect(self._config.engine),
+                dialect=Dialect(self._config.engine, renderer=renderer),
             )
             yield self
 
@@ -80,5 +87,18 @@ class Player:
 
     def _environment(self, name: str) -> LoadedEnvironment:
         if self._broken is not None:
-            raise StageError(f"the worker could not load its environments: {self._broken}")
+            raise StageError(f"the worker cannot play: {self._broken}")
         return self._environments[name]
+
+
+def renderer_of(config: RunConfig) -> PooledRenderer | None:
+    settings = config.policy.renderer
+    return PooledRenderer(RendererPools(), RendererKey.of(settings, config.engine.model)) if settings else None
+
+
+async def _warm_up(renderer: PooledRenderer) -> None:
+    """So that no rollout waits for it, and nothing runs yet that building could hold up."""
+    try:
+        await renderer.warm_up()
+    except InfrastructureFailure as error:
+        logger.warning("action=not_warmed_up error=%s: the first rollout tries again", error)

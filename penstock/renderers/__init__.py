@@ -1,0 +1,8 @@
+"""Messages <-> token ids where the engine is not asked to do it: `PooledRenderer` is what a policy or a session uses."""
+
+from penstock.renderers.backends import RendererKey
+from penstock.renderers.pooled import PooledRenderer
+from penstock.renderers.pools import RendererPools
+from penstock.renderers.protocol import NextTurn, Renderer, next_prompt
+
+__all__ = ["NextTurn", "PooledRenderer", "Renderer", "RendererKey", "RendererPools", "next_prompt"]
