@@ -134,7 +134,8 @@ class RecordedPolicy:
         """Where the engine only says tokens, the renderer knows what they mean."""
         if message is not None:
             return turn, message
-        assert self._dialect.renderer is not None and prompt.ids is not None
+        assert self._dialect.renderer is not None
+        assert prompt.ids is not None
         said = await self._dialect.renderer.message(turn.completion_ids, prompt_ids=prompt.ids, tools=prompt.tools)
         message = {"role": "assistant", **said}
         return replace(turn, message=orjson.dumps(message)), message

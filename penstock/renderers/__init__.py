@@ -1,4 +1,4 @@
-"""Messages <-> token ids where the engine is not asked to do it: `PooledRenderer` is what a policy or a session uses."""
+"""Messages <-> token ids where the engine is not asked for that: `PooledRenderer` is what policies and sessions use."""
 
 from penstock.renderers.backends import RendererKey
 from penstock.renderers.pooled import PooledRenderer

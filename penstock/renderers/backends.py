@@ -1,18 +1,20 @@
 """Which renderer a key means, and how it is built. Building is slow, and touches nothing that the process shares."""
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from penstock import bytes_chatml
 from penstock.environments.boundary import boundary
-from penstock.errors import InfrastructureFailure
+from penstock.errors import ConfigError, InfrastructureFailure
 from penstock.fingerprints import Ids
 from penstock.renderers.protocol import NO_IDS, Message, Renderer, Tools
-from penstock.rollout_config import RendererSettings
+from penstock.rollout_config import BYTES_CHATML, RendererSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,13 @@ def build(key: RendererKey) -> Renderer:
 
 
 def _build(key: RendererKey) -> Renderer:
-    return BytesChatml()
+    if key.backend == BYTES_CHATML:
+        return BytesChatml()
+    try:
+        directory = importlib.import_module("penstock.renderers.directory")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"policy.renderer needs {error.name}: pip install 'penstock[tokenizers]'") from error
+    return directory.DirectoryRenderer(Path(key.model), json.loads(key.template))
 
 
 class BytesChatml:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger("penstock.renderers")
 
-# Encoding is CPU work: more renderers than cores only take memory, 75-95 MB each, and beyond four others need the cores.
+# Encoding is CPU work: more renderers than cores only take memory (75-95 MB each), and others need the cores, too.
 RENDERERS_MOST = 4
 
 
