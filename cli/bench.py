@@ -17,6 +17,7 @@ class Bench(StrEnum):
     RECOVERY = "recovery"
     INGEST = "ingest"
     FILTERS = "filters"
+    RENDERERS = "renderers"
 
 
 class BenchModule(Protocol):

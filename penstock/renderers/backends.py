@@ -1,20 +1,19 @@
 """Which renderer a key means, and how it is built. Building is slow, and touches nothing that the process shares."""
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock import bytes_chatml
-from penstock.environments.boundary import boundary
-from penstock.errors import ConfigError, InfrastructureFailure
 from penstock.fingerprints import Ids
+from penstock.renderers.process import ProcessRenderer
 from penstock.renderers.protocol import NO_IDS, Message, Renderer, Tools
-from penstock.rollout_config import BYTES_CHATML, RendererSettings
+
+if TYPE_CHECKING:
+    from penstock.rollout_config import RendererSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,7 @@ class RendererKey:
     template: str = "{}"
 
     @classmethod
-    def of(cls, settings: RendererSettings, request_model: str, *, evaluation: bool = False) -> "RendererKey":
+    def of(cls, settings: "RendererSettings", request_model: str, *, evaluation: bool = False) -> "RendererKey":
         """Training requests share the renderer of the pinned model, whichever adapter they ask for. Without a pin, and
         in evaluation, every request's model has its own."""
         pinned = None if evaluation else settings.model
@@ -41,19 +40,13 @@ class RendererKey:
 
 
 def build(key: RendererKey) -> Renderer:
-    """Blocks. InfrastructureFailure when it fails for a reason that may pass, ConfigError when it cannot."""
-    with boundary(InfrastructureFailure, f"the renderer {key.backend} of {key.model} could not be built"):
-        return _build(key)
-
-
-def _build(key: RendererKey) -> Renderer:
-    if key.backend == BYTES_CHATML:
+    """Blocks, for as long as a tokenizer takes to be read. ConfigError for what will never work,
+    InfrastructureFailure for what may work the next time."""
+    if key.backend == "bytes-chatml":
         return BytesChatml()
-    try:
-        directory = importlib.import_module("penstock.renderers.directory")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"policy.renderer needs {error.name}: pip install 'penstock[tokenizers]'") from error
-    return directory.DirectoryRenderer(Path(key.model), json.loads(key.template))
+    return ProcessRenderer(
+        backend=key.backend, model=key.model, options=json.loads(key.options), template=json.loads(key.template)
+    )
 
 
 class BytesChatml:

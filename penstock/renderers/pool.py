@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from penstock.errors import PenstockError
-from penstock.offload import cores, in_cpu_thread, in_io_thread
+from penstock.offload import cores, in_io_thread
 from penstock.renderers.protocol import Renderer
 
 T = TypeVar("T")
@@ -39,13 +39,13 @@ class RendererPool:
         """`fn` in a thread, with a renderer of its own. Cancelled, the caller goes on at once, but the renderer is
         taken until the thread has left it."""
         renderer = await self._take()
-        call = asyncio.ensure_future(in_cpu_thread(fn, renderer))
+        call = asyncio.ensure_future(in_io_thread(fn, renderer))
         call.add_done_callback(lambda done: self._left(renderer, done))
         return await asyncio.shield(call)
 
     async def decode(self, fn: Callable[[Renderer], T]) -> T:
         """`fn` in a thread, beside whoever encodes."""
-        return await in_cpu_thread(fn, self._first)
+        return await in_io_thread(fn, self._first)
 
     async def _take(self) -> Renderer:
         if self._idle:

@@ -223,9 +223,7 @@ def test_what_is_wrong_with_a_directory_is_said(tmp_path: Path) -> None:
         built(tokenizer_dir(tmp_path / "syntax", template="{% if %}"))
     broken = tokenizer_dir(tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
-    with pytest.raises(
-        InfrastructureFailure, match=r"the renderer directory of .*broken could not be built: Exception"
-    ):
+    with pytest.raises(InfrastructureFailure, match=r"the renderer directory of .*broken could not be built: "):
         built(broken)
     (broken / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json is not JSON"):
