@@ -94,6 +94,7 @@ class Child:
             its.close()
         # Pipes are left to the collector: closed here, they could be closed under another thread that reads them.
         self.end = weakref.finalize(self, _end, self._process)
+        self.end.atexit = False  # pipes end with us, and no thread can be started then
         try:
             self.ask("encoding", what, timeout_s=BUILD_S)
         except Gone as error:
@@ -132,5 +133,6 @@ class Child:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Who drops a renderer may be the loop: a process of 100 MB takes 10 ms to end."""
     process.kill()  # it has nothing to put away
-    process.wait()
+    threading.Thread(target=process.wait, daemon=True).start()

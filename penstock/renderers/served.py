@@ -15,10 +15,12 @@ from penstock.renderers.protocol import Renderer
 
 def build(*, backend: str, model: str, options: dict[str, Any], template: dict[str, Any]) -> Renderer:
     try:
-        directory = importlib.import_module("penstock.renderers.directory")
+        if backend == "renderers":
+            return importlib.import_module("penstock.renderers.package").PackageRenderer(Path(model), options, template)
+        return importlib.import_module("penstock.renderers.directory").DirectoryRenderer(Path(model), template)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"policy.renderer needs {error.name}: pip install 'penstock[tokenizers]'") from error
-    return directory.DirectoryRenderer(Path(model), template)
+        extra = "renderers" if backend == "renderers" else "tokenizers"
+        raise ConfigError(f"policy.renderer needs {error.name}: pip install 'penstock[{extra}]'") from error
 
 
 def main() -> None:

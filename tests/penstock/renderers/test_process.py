@@ -65,7 +65,7 @@ def test_a_process_that_died_is_replaced_and_nobody_notices(directory: Path) -> 
     os.kill(before, signal.SIGKILL)
     assert len(renderer.render(MESSAGES))
     assert renderer.pid != before
-    assert not is_living(before)
+    wait_until(lambda: not is_living(before))
 
 
 def test_a_process_that_hangs_is_replaced(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_a_process_ends_with_its_renderer(directory: Path) -> None:
     assert is_living(pid)
     del renderer
     gc.collect()
-    assert not is_living(pid)
+    wait_until(lambda: not is_living(pid))
 
 
 def test_a_process_ends_with_a_parent_that_was_killed(directory: Path) -> None:
