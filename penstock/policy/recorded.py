@@ -143,7 +143,10 @@ class RecordedPolicy:
     def _chosen(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         if refused := sorted(RESERVED & overrides.keys()):
             raise BadRequest(f"{', '.join(refused)}: not for an environment to set")
-        return {name: value for name, value in {**self._sampling, **overrides}.items() if value is not None}
+        chosen = {name: value for name, value in {**self._sampling, **overrides}.items() if value is not None}
+        if self._dialect.renderer and "chat_template_kwargs" in chosen:
+            raise BadRequest("the engine gets tokens, no template: set policy.renderer.chat_template_kwargs instead")
+        return chosen
 
     def _turn_seed(self) -> int:
         """The same for the same rollout and turn, whichever attempt it is."""

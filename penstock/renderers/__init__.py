@@ -4,5 +4,15 @@ from penstock.renderers.backends import RendererKey
 from penstock.renderers.pooled import PooledRenderer
 from penstock.renderers.pools import RendererPools
 from penstock.renderers.protocol import NextTurn, Renderer, next_prompt
+from penstock.renderers.turns import SaidTurn, TurnTokens
 
-__all__ = ["NextTurn", "PooledRenderer", "Renderer", "RendererKey", "RendererPools", "next_prompt"]
+__all__ = [
+    "NextTurn",
+    "PooledRenderer",
+    "Renderer",
+    "RendererKey",
+    "RendererPools",
+    "SaidTurn",
+    "TurnTokens",
+    "next_prompt",
+]
