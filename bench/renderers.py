@@ -29,7 +29,7 @@ from penstock.rollout_config import RendererSettings
 ROUNDS, MEMORY_ROUNDS = 15, 5  # a largest gap varies more than any other figure: more rounds than usual
 CALLERS, ADAPTERS = 64, 8
 QUIET_S = 0.1  # before and behind what is measured: a gap at either end is seen, too
-MERGES = 40_000  # read in 200 ms on a quiet core
+MERGES = 60_000  # read in 200 ms on a quiet core
 TURN = NextTurn(messages=[{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 8}])
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>

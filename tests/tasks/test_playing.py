@@ -40,10 +40,14 @@ def test_a_renderer_is_warm_before_the_first_job(tmp_path: Path, caplog: pytest.
     run(main)
 
 
-def test_a_renderer_that_can_never_be_built_is_what_every_job_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("renderer", "why"),
+    [("/nowhere", r"/nowhere has no tokenizer\.json"), (None, r'engine\.dialect = "generate" takes tokens')],
+)
+def test_a_renderer_that_can_never_be_built_is_what_every_job_says(tmp_path: Path, renderer: Any, why: str) -> None:
     async def main() -> None:
-        async with Player(config_of(tmp_path, str(tmp_path / "nowhere"))).ready() as player:
-            with pytest.raises(StageError, match=r"the worker cannot play: .*nowhere has no tokenizer\.json"):
+        async with Player(config_of(tmp_path, renderer)).ready() as player:
+            with pytest.raises(StageError, match=f"the worker cannot play: {why}"):
                 await player.play(JOB, "aa")
 
     run(main)
