@@ -18,6 +18,7 @@ class Bench(StrEnum):
     INGEST = "ingest"
     FILTERS = "filters"
     SESSIONS = "sessions"
+    RENDERERS = "renderers"
 
 
 class BenchModule(Protocol):

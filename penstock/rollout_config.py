@@ -61,6 +61,8 @@ class Engine(Section):
         return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
 
 
+BYTES_CHATML = "bytes-chatml"
+
 # Penstock's own; `n` because exactly one answer can be recorded.
 RESERVED = frozenset(
     {"model", "messages", "tools", "stream", "n", "logprobs", "token_ids", "input_ids", "sampling_params", "seed"}
@@ -89,6 +91,20 @@ class Sampling(Section):
         return more
 
 
+class RendererSettings(Section):
+    """Who turns messages into tokens, for engines that take tokens. A name or a directory alone is a table, too."""
+
+    backend: Literal["bytes-chatml", "directory", "renderers"] = "directory"
+    """bytes as tokens; a Hugging Face tokenizer's directory with its chat template; or the package `renderers`, which
+    knows more of a model family than its template says"""
+    model: str | None = None
+    """whose tokenizer it is: pins one for all adapters of a base model; default: the model of each request"""
+    options: dict[str, Any] = Field(default={})
+    """of the package's renderer, as it spells them (`name`, `thinking_retention`)"""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """what the chat template is given beside the messages (`enable_thinking`)"""
+
+
 class Policy(Section):
     """How a rollout may talk to the engine."""
 
@@ -101,7 +117,16 @@ class Policy(Section):
     """of a rollout that the policy spoilt (time, turns, context), where the environment does not score it"""
     seeded: bool = False
     """every request carries a seed, by rollout and turn; costs throughput on vLLM"""
+    renderer: RendererSettings | None = None
+    """`"bytes-chatml"`, the directory of a tokenizer, or a table; needed where `engine.dialect` takes tokens"""
     sampling: Sampling = Sampling()
+
+    @field_validator("renderer", mode="before")
+    @classmethod
+    def _in_a_word(cls, renderer: object) -> object:
+        if renderer == BYTES_CHATML:
+            return {"backend": BYTES_CHATML, "model": BYTES_CHATML}
+        return {"model": renderer} if isinstance(renderer, str) else renderer
 
 
 class EnvironmentSettings(Section):

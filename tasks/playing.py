@@ -1,5 +1,6 @@
 """What a rollout worker does with a job: the environments are the worker's own, a message only names one."""
 
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -7,13 +8,16 @@ from penstock import plans
 from penstock.blobs import Store
 from penstock.config import RunConfig
 from penstock.environments.loading import LoadedEnvironment, load_environments
-from penstock.errors import ConfigError, StageError
+from penstock.errors import ConfigError, InfrastructureFailure, StageError
 from penstock.messages import RolloutJob, RolloutResult, ScoreJob, ScoreResult, SurveyJob, SurveyResult
 from penstock.offload import in_io_thread
 from penstock.policy import Dialect, EngineClient
 from penstock.policy.agent_sessions import SessionServers
+from penstock.renderers import PooledRenderer, RendererKey, RendererPools
 from penstock.rollout import Attempt, RolloutStage, play, score_group
 from tasks import noop
+
+logger = logging.getLogger("penstock.tasks")
 
 
 class Player:
@@ -28,19 +32,19 @@ class Player:
     @asynccontextmanager
     async def ready(self) -> AsyncGenerator["Player"]:
         real = {name: each for name, each in self._config.environments.items() if each.use != "noop"}
+        dialect = None
         try:
             self._environments = await in_io_thread(load_environments, real)  # of none, the built-ins
+            dialect = await _dialect(self._config)
         except ConfigError as error:
             self._broken = str(error)  # every job says so: the orchestrator stops with it, the worker stays
         config = self._config
         async with EngineClient.open(config.engine) as client, SessionServers.open(config.sessions) as sessions:
-            self._stage = RolloutStage(
-                client=client,
-                store=Store(self._config.store_dir),
-                settings=self._config.policy,
-                dialect=Dialect(self._config.engine),
-                sessions=sessions,
-            )
+            if dialect:
+                store = Store(config.store_dir)
+                self._stage = RolloutStage(
+                    client=client, store=store, settings=config.policy, dialect=dialect, sessions=sessions
+                )
             yield self
 
     async def play(self, job: RolloutJob, execution: str) -> RolloutResult:
@@ -78,7 +82,7 @@ class Player:
         if noop.plays(name, self._config):
             return True
         if self._broken is not None:
-            raise StageError(f"the worker could not load its environments: {self._broken}")
+            raise StageError(f"the worker cannot play: {self._broken}")
         if name not in self._environments:
             known = ", ".join(sorted(self._environments.keys() | self._config.environments.keys()))
             raise StageError(f"this worker has no environment {name!r}, only {known}: add it to its configuration")
@@ -88,3 +92,17 @@ class Player:
                 "`penstock sessions` runs"
             )
         return False
+
+
+async def _dialect(config: RunConfig) -> Dialect:
+    """Its renderer is warm: no rollout waits for it."""
+    settings = config.policy.renderer
+    if settings is None:
+        return Dialect(config.engine)
+    renderer = PooledRenderer(RendererPools(), RendererKey.of(settings, config.engine.model))
+    dialect = Dialect(config.engine, renderer=renderer)
+    try:
+        await renderer.warm_up()
+    except InfrastructureFailure as error:
+        logger.warning("action=not_warmed_up error=%s: the first rollout tries again", error)
+    return dialect

@@ -12,20 +12,20 @@ import orjson
 from penstock.environments.protocol import Message
 from penstock.errors import BadRequest, ConfigError
 from penstock.fingerprints import Ids
+from penstock.renderers.protocol import NextTurn, Tools
 from penstock.replies import Endpoint
 from penstock.rollout_config import Engine
 
-Tools = Sequence[Mapping[str, Any]] | None
-
 
 class Renderer(Protocol):
-    """Messages <-> tokens, where the engine is not asked to do it."""
+    """Messages <-> tokens, where the engine is not asked to do it; `penstock.renderers` has one."""
 
-    async def prompt_ids(self, history_ids: Ids, messages: Sequence[Message], tools: Tools) -> Ids:
-        """`history_ids`, unchanged, and then the ids of `messages`, which follow them."""
+    async def prompt_ids(self, turn: NextTurn) -> Ids:
+        """The tokens of the turn before, unchanged, and then those of the messages that follow; where that cannot be
+        had, those of all messages."""
         ...
 
-    async def message(self, completion_ids: Ids) -> Message:
+    async def message(self, completion_ids: Ids, *, prompt_ids: Ids, tools: Tools) -> Message:
         """What was generated, as an assistant's message."""
         ...
 
@@ -45,7 +45,12 @@ class Dialect:
 
     def __init__(self, settings: Engine, *, renderer: Renderer | None = None) -> None:
         if settings.dialect == "generate" and renderer is None:
-            raise ConfigError('engine.dialect = "generate" takes tokens, and there is no renderer to make them')
+            raise ConfigError('engine.dialect = "generate" takes tokens, and there is no renderer: set policy.renderer')
+        if settings.dialect == "vllm" and renderer is not None:
+            raise ConfigError(
+                'engine.dialect = "vllm" takes messages, and policy.renderer would be of no use: take it away, or set '
+                'engine.dialect = "generate"'
+            )
         self.renderer = renderer
         self._settings = settings
         self._write = self._generate if settings.dialect == "generate" else self._chat

@@ -17,10 +17,11 @@ import xxhash
 from penstock.environments.protocol import Message, Reply
 from penstock.errors import BadRequest, ContextFull, InfrastructureFailure, NotFound, PolicyFailure, Upstream
 from penstock.policy.client import Answer, EngineClient, Request
-from penstock.policy.dialects import Dialect, Prompt, Tools
+from penstock.policy.dialects import Dialect, Prompt
 from penstock.policy.replicas import Replica
 from penstock.policy.sampling import bent_sampling
 from penstock.recording import Prepared, Session
+from penstock.renderers.protocol import NextTurn, Tools, begins_with
 from penstock.responses import Asked, Turn, read_turn
 from penstock.rollout_config import RESERVED, Policy
 from penstock.samples import Circumstances
@@ -65,7 +66,7 @@ class RecordedPolicy:
             prepared = self._session.prepare(claim, messages)
             prompt = await self._prompt(prepared, messages, tools)
             answer = await self._ask(prepared, prompt, chosen)
-            turn, message = await self._spoken(*answer.value)
+            turn, message = await self._spoken(prompt, *answer.value)
             circumstances = _circumstances(answer, chosen, agent=agent, train=train)
             recorded = await self._session.commit(claim, prepared, turn, circumstances)
         if not recorded:
@@ -78,12 +79,17 @@ class RecordedPolicy:
         renderer = self._dialect.renderer
         if renderer is None:
             return Prompt(messages=messages, tools=tools)
-        history_ids = prepared.history_ids
-        new = prepared.request.appended if len(history_ids) else messages
-        ids = await renderer.prompt_ids(history_ids, [dict(message) for message in new], tools)
-        return Prompt(
-            messages=messages, tools=tools, ids=np.ascontiguousarray(ids, np.int32), routes_from=prepared.routes_from
+        history_ids, answer_from = prepared.history_ids, prepared.answer_from
+        turn = NextTurn(
+            messages=messages,
+            tools=tools,
+            prompt_ids=history_ids[:answer_from],
+            completion_ids=history_ids[answer_from:],
+            appended=len(prepared.request.appended),
         )
+        ids = np.ascontiguousarray(await renderer.prompt_ids(turn), np.int32)
+        routes_from = prepared.routes_from if begins_with(ids, history_ids) else 0
+        return Prompt(messages=messages, tools=tools, ids=ids, routes_from=routes_from)
 
     async def _ask(
         self, prepared: Prepared, prompt: Prompt, sampling: Mapping[str, Any]
@@ -111,18 +117,23 @@ class RecordedPolicy:
         self.failures += answer.failures
         return answer
 
-    async def _spoken(self, turn: Turn, message: Message | None) -> tuple[Turn, Message]:
+    async def _spoken(self, prompt: Prompt, turn: Turn, message: Message | None) -> tuple[Turn, Message]:
         """Where the engine only says tokens, the renderer knows what they mean."""
         if message is not None:
             return turn, message
         assert self._dialect.renderer is not None
-        message = {"role": "assistant", **await self._dialect.renderer.message(turn.completion_ids)}
+        assert prompt.ids is not None
+        said = await self._dialect.renderer.message(turn.completion_ids, prompt_ids=prompt.ids, tools=prompt.tools)
+        message = {"role": "assistant", **said}
         return replace(turn, message=orjson.dumps(message)), message
 
     def _chosen(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         if refused := sorted(RESERVED & overrides.keys()):
             raise BadRequest(f"{', '.join(refused)}: not for an environment to set")
-        return {name: value for name, value in {**self._sampling, **overrides}.items() if value is not None}
+        chosen = {name: value for name, value in {**self._sampling, **overrides}.items() if value is not None}
+        if self._dialect.renderer and "chat_template_kwargs" in chosen:
+            raise BadRequest("the engine gets tokens, no template: set policy.renderer.chat_template_kwargs instead")
+        return chosen
 
     def _turn_seed(self) -> int:
         """The same for the same rollout and turn, whichever attempt it is."""

@@ -52,6 +52,8 @@ class Prepared:
     """Committed turns when this was prepared."""
     history_ids: Ids
     """Linear mode: tokens of the conversation so far, to which those of `request.appended` are added."""
+    answer_from: int
+    """Where the last answer begins in `history_ids`."""
     routes_from: int
     """The first routed row to ask for, where the prompt that is sent begins with `history_ids`."""
     known: Sequence[Known]
@@ -167,11 +169,12 @@ class Session:
         else:
             request = self._conversation.prepare(messages)
             self._require_room(request)
-        history_ids, routes_from = self._history(request)
+        history_ids, answer_from, routes_from = self._history(request)
         return Prepared(
             request=request,
             turns=self.turns,
             history_ids=history_ids,
+            answer_from=answer_from,
             routes_from=routes_from,
             known=self._samples.known(),
             route_format=self._route_format,
@@ -219,13 +222,15 @@ class Session:
             await asyncio.wait(under_way)
         await in_io_thread(self._spool.discard)
 
-    def _history(self, request: Request) -> tuple[Ids, int]:
+    def _history(self, request: Request) -> tuple[Ids, int, int]:
         if self.settings.mode is Mode.OPEN or request.parent is START:
-            return np.empty(0, np.int32), 0
+            return np.empty(0, np.int32), 0, 0
         turn = request.parent.turn
         parent = self._samples.turns[turn]
         extends = self._samples.last_turns()[parent.sample] == turn
-        return self._samples.ids(turn), self._samples.known()[parent.sample].rows_from if extends else 0
+        ids = self._samples.ids(turn)
+        routes_from = self._samples.known()[parent.sample].rows_from if extends else 0
+        return ids, len(ids) - len(parent.completion_ids), routes_from
 
     async def _record(self, prepared: Prepared, turn: Turn, circumstances: Circumstances, record: bytes) -> bool:
         if self._is_closed():

@@ -33,6 +33,8 @@ def test_an_environment_may_come_from_a_variable() -> None:
         ("[engine]\nretrys = 3", r"line 2: there is no setting 'engine.retrys'; the nearest is 'engine.retries'"),
         ("[policy.sampling]\ntemperature = -1", r"line 2: policy.sampling.temperature: .*greater than or equal to 0"),
         ("[policy.sampling]\nmore = {n = 2}", r"line 2: policy.sampling.more: n: set by Penstock itself"),
+        ("[policy.renderer]\nmodle = 3", r"line 2: there is no setting 'policy.renderer.modle'"),
+        ("[policy]\nrenderer = 3", r"line 2: policy.renderer is a table"),
         ("[policy]\nmax_samples = 1000", r"line 2: policy.max_samples: .*less than or equal to 128"),
         ('[environments.x]\nuses = "guess"', r"line 1: environments.x.use: Field required"),
         ('[environments.x]\nuses = "guess"', r"line 2: there is no .*; the nearest is 'environments.NAME.use'"),
@@ -42,6 +44,26 @@ def test_an_environment_may_come_from_a_variable() -> None:
 def test_a_wrong_setting_is_named_with_its_line(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(written(tmp_path, text), environ={})
+
+
+@pytest.mark.parametrize(
+    ("text", "backend", "model"),
+    [
+        ('renderer = "bytes-chatml"', "bytes-chatml", "bytes-chatml"),
+        ('renderer = "/models/qwen"', "directory", "/models/qwen"),
+        ('renderer = { backend = "renderers", model = "/m", options = { name = "qwen3" } }', "renderers", "/m"),
+        ("[policy.renderer]\nchat_template_kwargs = { enable_thinking = false }", "directory", None),
+    ],
+)
+def test_a_renderer_is_a_word_a_directory_or_a_table(
+    tmp_path: Path, text: str, backend: str, model: str | None
+) -> None:
+    renderer = load(written(tmp_path, f"[policy]\n{text}\n"), environ={}).policy.renderer
+    assert renderer is not None
+    assert (renderer.backend, renderer.model) == (backend, model)
+    from_variable = load(None, environ={"PENSTOCK_POLICY__RENDERER": "/models/qwen"}).policy.renderer
+    assert from_variable is not None
+    assert from_variable.model == "/models/qwen"
 
 
 def test_the_key_of_the_engine_is_not_printed() -> None:

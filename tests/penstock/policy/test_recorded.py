@@ -1,7 +1,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from penstock.fingerprints import Ids
 from penstock.policy import Dialect, EngineClient, RecordedPolicy
 from penstock.policy.sampling import warn_once
 from penstock.recording import Mode, Session, SessionSettings
+from penstock.renderers import NextTurn
 from penstock.rollout_config import Engine, Policy, Sampling
 
 Message = dict[str, Any]
@@ -29,10 +30,12 @@ Message = dict[str, Any]
 class Bytes:
     """A renderer: what the test's server takes a message for."""
 
-    async def prompt_ids(self, history_ids: Ids, messages: Sequence[Message], tools: Any) -> Ids:
-        return np.concatenate([history_ids, np.array(prompt_ids(messages), np.int32)])
+    async def prompt_ids(self, turn: NextTurn) -> Ids:
+        history = [turn.prompt_ids, turn.completion_ids]
+        new = turn.messages[-turn.appended :] if len(turn.prompt_ids) else turn.messages
+        return np.concatenate([*history, np.array(prompt_ids(new), np.int32)])
 
-    async def message(self, completion_ids: Ids) -> Message:
+    async def message(self, completion_ids: Ids, **_: Any) -> Message:
         return {"content": bytes(completion_ids.tolist()).decode()}
 
 
@@ -305,6 +308,10 @@ def assert_asked(dialect: str, body: Message, tokens: int) -> None:
 def test_tokens_in_and_out_need_a_renderer() -> None:
     with pytest.raises(ConfigError, match=r'engine\.dialect = "generate" takes tokens, and there is no renderer'):
         Dialect(Engine(dialect="generate"))
+    with pytest.raises(
+        ConfigError, match=r'engine\.dialect = "vllm" takes messages, and policy\.renderer would be of no'
+    ):
+        Dialect(Engine(dialect="vllm"), renderer=Bytes())
 
 
 def test_rows_that_change_their_shape_are_the_engines_fault(tmp_path: Path) -> None:

@@ -1,0 +1,208 @@
+"""`penstock bench renderers`: a tokenizer is built while a loop runs, and adapters share one.
+
+First callers: 64 at once need a renderer that nobody has built, a real tokenizer of some 200 ms; the baseline builds it
+on the loop. Adapters: 8 of them send 64 requests each, in a process of their own, beside one adapter's 64; memory is
+what the process and its renderers retain. Pools do not grow there: one renderer each.
+"""
+
+import asyncio
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.canary import INTERVAL_S, WINDOW_S, Canary
+from bench.progress import progress
+from bench.report import Report, Target, median
+from penstock.event_loop import event_loop_factory
+from penstock.loop_lag import LoopLag
+from penstock.renderers import NextTurn, PooledRenderer, Renderer, RendererKey, RendererPools
+from penstock.renderers.backends import build
+from penstock.rollout_config import RendererSettings
+
+ROUNDS, MEMORY_ROUNDS = 15, 5  # a largest gap varies more than any other figure: more rounds than usual
+CALLERS, ADAPTERS = 64, 8
+QUIET_S = 0.1  # before and behind what is measured: a gap at either end is seen, too
+MERGES = 60_000  # read in 200 ms on a quiet core
+TURN = NextTurn(messages=[{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 8}])
+TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstCallers:
+    gap_ms: float
+    canary_ms: float
+    builds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retained:
+    pools: int
+    mib: float
+
+
+def run(*, quick: bool) -> Report:
+    rounds, merges, adapters = (1, 1_000, 2) if quick else (ROUNDS, MERGES, ADAPTERS)
+    ours: list[FirstCallers] = []
+    baseline: list[FirstCallers] = []
+    memory: dict[str, list[Retained]] = {"one": [], "pinned": [], "unpinned": []}
+    with progress("renderers") as say, Canary() as canary, tempfile.TemporaryDirectory() as made:
+        directory = write_tokenizer(Path(made), merges)
+        for number in range(1, rounds + 1):
+            say(f"first callers, round {number} of {rounds}")
+            baseline.append(measured(canary, lambda: on_loop(directory)))
+            ours.append(measured(canary, lambda: pooled(directory)))
+        for number in range(1, min(rounds, MEMORY_ROUNDS) + 1):
+            say(f"adapters, round {number}")
+            memory["one"].append(retained(directory, 1, pinned=True))
+            memory["pinned"].append(retained(directory, adapters, pinned=True))
+        memory["unpinned"].append(retained(directory, adapters, pinned=False))
+    return _report(ours, baseline, memory, adapters=adapters, quick=quick)
+
+
+def measured(canary: Canary, callers: Callable[[], Awaitable[int]]) -> FirstCallers:
+    async def main() -> FirstCallers:
+        lag = LoopLag(process="bench", interval_s=INTERVAL_S, window_s=WINDOW_S)
+        canary.begin()
+        sampling = asyncio.create_task(lag.run())
+        await asyncio.sleep(QUIET_S)
+        builds = await callers()
+        await asyncio.sleep(QUIET_S)
+        sampling.cancel()
+        gap_s, canary_s = lag.summary().max_s, canary.end().max_s
+        return FirstCallers(gap_ms=1000 * gap_s, canary_ms=1000 * canary_s, builds=builds)
+
+    gc.collect()
+    with asyncio.Runner(loop_factory=event_loop_factory(concurrency=CALLERS)) as runner:
+        return runner.run(main())
+
+
+async def pooled(directory: Path) -> int:
+    """As Penstock does it."""
+    builds = 0
+
+    def counted(key: RendererKey) -> Renderer:
+        nonlocal builds
+        builds += 1
+        return build(key)
+
+    renderer = PooledRenderer(RendererPools(counted), RendererKey(backend="directory", model=str(directory)))
+    await asyncio.gather(*(renderer.prompt_ids(TURN) for _ in range(CALLERS)))
+    return builds
+
+
+async def on_loop(directory: Path) -> int:
+    """The straightforward way: whoever comes first builds, the others find it built."""
+    from penstock.renderers.directory import DirectoryRenderer
+
+    built: list[DirectoryRenderer] = []
+
+    async def caller() -> None:
+        if not built:
+            built.append(DirectoryRenderer(directory, {}))
+        await asyncio.sleep(0)
+        built[0].render(TURN.messages)
+
+    await asyncio.gather(*(caller() for _ in range(CALLERS)))
+    return len(built)
+
+
+def retained(directory: Path, adapters: int, *, pinned: bool) -> Retained:
+    arguments = [str(directory), str(adapters), "pinned" if pinned else "unpinned"]
+    done = subprocess.run([sys.executable, "-m", "bench.renderers", *arguments], check=True, stdout=subprocess.PIPE)
+    return Retained(**json.loads(done.stdout))
+
+
+async def play_adapters(directory: Path, adapters: int, *, pinned: bool) -> Retained:
+    """Their names are directories, so that unpinned ones can be built, too."""
+    settings = RendererSettings(model=str(directory) if pinned else None)
+    models = [f"{directory}{'/.' * number}" for number in range(adapters)]
+    pools = RendererPools(renderers_most=1, pools_most=adapters)
+    before = memory_mib(os.getpid())
+    for model in models:
+        renderer = PooledRenderer(pools, RendererKey.of(settings, model))
+        await asyncio.gather(*(renderer.prompt_ids(TURN) for _ in range(CALLERS)))
+    gc.collect()
+    return Retained(pools=len(pools.keys), mib=memory_mib(os.getpid()) - before)
+
+
+def memory_mib(pid: int) -> float:
+    """Of a process with its descendants; a page that several share counts once."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    kib = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    children = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return kib / 1024 + sum(memory_mib(int(child)) for line in children for child in line.split())
+
+
+def write_tokenizer(directory: Path, merges: int) -> Path:
+    """Byte-level BPE with made-up merges: as slow to read, and as large, as a real one of that size."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    draws = random.Random(0)
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary, made = {token: number for number, token in enumerate(tokens)}, list[tuple[str, str]]()
+    while len(made) < merges:
+        left, right = draws.choice(tokens), draws.choice(tokens)
+        if len(left + right) <= 14 and left + right not in vocabulary:
+            vocabulary[left + right] = len(vocabulary)
+            tokens.append(left + right)
+            made.append((left, right))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=made))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return directory
+
+
+def _report(
+    ours: list[FirstCallers],
+    baseline: list[FirstCallers],
+    memory: dict[str, list[Retained]],
+    *,
+    adapters: int,
+    quick: bool,
+) -> Report:
+    above_ms = median([each.gap_ms - each.canary_ms for each in ours])
+    share = median([one.gap_ms / other.gap_ms for one, other in zip(ours, baseline, strict=True)])
+    mib = {name: median([each.mib for each in found]) for name, found in memory.items()}
+    ratio = median([many.mib / one.mib for many, one in zip(memory["pinned"], memory["one"], strict=True)])
+    pools = {name: max(each.pools for each in found) for name, found in memory.items()}
+    builds = max(each.builds for each in ours)
+    figures = {
+        "first callers": CALLERS,
+        "max gap, ms": median([each.gap_ms for each in ours]),
+        "canary max gap, ms": median([each.canary_ms for each in ours]),
+        "on the loop: max gap, ms": median([each.gap_ms for each in baseline]),
+        "builds": builds,
+        "adapters": adapters,
+        "pools, pinned": pools["pinned"],
+        "pools, unpinned": pools["unpinned"],
+        "one adapter, MiB": mib["one"],
+        "pinned, MiB": mib["pinned"],
+        "unpinned, MiB": mib["unpinned"],
+    }
+    targets = [
+        Target(name="max gap above canary's, ms", value=above_ms, limit=5),
+        Target(name="max gap / on the loop", value=share, limit=1 / 20),
+        Target(name="builds for the first callers", value=builds, limit=1),
+        Target(name="pools of pinned adapters", value=pools["pinned"], limit=1),
+        Target(name="memory of pinned adapters / of one", value=ratio, limit=1.05),
+    ]
+    return Report(bench="renderers", figures=figures, targets=targets, rounds=len(ours), quick=quick)
+
+
+if __name__ == "__main__":
+    where, number, pin = sys.argv[1:]
+    with asyncio.Runner(loop_factory=event_loop_factory(concurrency=CALLERS)) as own:
+        found = own.run(play_adapters(Path(where), int(number), pinned=pin == "pinned"))
+    sys.stdout.write(json.dumps({"pools": found.pools, "mib": found.mib}))

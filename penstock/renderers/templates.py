@@ -1,0 +1,111 @@
+"""A model's chat template: messages -> text, by the conventions of Hugging Face, in a sandbox."""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from penstock.errors import BadRequest, ConfigError
+from penstock.renderers.protocol import Message, Tools
+
+
+class Generation(Extension):
+    """`{% generation %}` marks what an assistant says, for whoever builds masks from it; here it is only passed."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """`values` are what the template sees beside the messages: special tokens, and a user's arguments."""
+
+    def __init__(self, source: str, values: Mapping[str, Any]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _json
+        functions = {"raise_exception": _refuse, "strftime_now": _now}
+        try:
+            self._template = environment.from_string(source, globals=functions)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"the chat template is not one: line {error.lineno}: {error.message}") from error
+        self._values = dict(values)
+
+    def text(self, messages: Sequence[Message], *, tools: Tools, generate: bool) -> str:
+        """BadRequest for messages that the template does not take."""
+        plain = [_plain(message) for message in messages]
+        try:
+            return self._template.render(
+                **{**self._values, "messages": plain, "tools": tools or None, "add_generation_prompt": generate}
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise BadRequest(f"the chat template does not take these messages: {error}") from error
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """As templates expect it: content in one string, arguments of tool calls as what their JSON says."""
+    plain = {**message, "content": _content(message.get("content"))}
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [_call(call) for call in calls]
+    return plain
+
+
+def _content(content: object) -> str:
+    match content:
+        case None:
+            return ""
+        case str():
+            return content
+        case list():
+            return "".join(map(_part, content))
+        case _:
+            raise BadRequest("a message has content that is not text")
+
+
+def _part(part: object) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case _:
+            raise BadRequest("a message has content that is not text: images and the like are not supported")
+
+
+def _call(call: object) -> dict[str, Any]:
+    match call:
+        case {"function": {"name": str(name), "arguments": str(text)}, **more}:
+            return {**more, "function": {"name": name, "arguments": _parsed(text)}}
+        case dict():
+            return cast("dict[str, Any]", call)
+        case _:
+            raise BadRequest("a message's tool_calls need a function with a name and arguments")
+
+
+def _parsed(text: str) -> object:
+    """What a policy wrote as arguments may be anything: what is no JSON object stays text."""
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return text
+    return parsed if isinstance(parsed, dict) else text
+
+
+def _json(value: object, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    """Unlike Jinja's own, it does not escape for HTML: a model was not trained on that."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+
+def _refuse(why: str) -> str:
+    raise jinja2.TemplateError(why)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
