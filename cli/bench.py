@@ -17,6 +17,10 @@ class Bench(StrEnum):
     RECOVERY = "recovery"
     INGEST = "ingest"
     FILTERS = "filters"
+    LAG = "lag"
+    BOUNDARY = "boundary"
+    ENGINE = "engine"
+    POOL = "pool"
 
 
 class BenchModule(Protocol):
