@@ -20,7 +20,7 @@ from orchestrator import crash_points, sealing, sweep
 from orchestrator.broker import Broker
 from orchestrator.composer import Composer
 from orchestrator.ending import Ending
-from orchestrator.engine_gate import EngineGate
+from orchestrator.gates import Gates
 from orchestrator.lags import Lags
 from orchestrator.ledger import Ledger
 from orchestrator.lock import RunLock
@@ -71,16 +71,16 @@ class Orchestrator:
         self.stopping = stopping
         self.url = url
         """where others may ask: the HTTP endpoint's"""
-        self.gate = EngineGate()
+        self.gates = Gates()
         self.store = Store(config.store_dir)
-        self.stages = Stages(config, ledger, self.gate)
+        self.stages = Stages(config, ledger, self.gates)
         self.trainer = Trainer(config, ledger)
         self.planner = Planner(config, ledger, self.trainer)
         self.composer = Composer(config, ledger, self.trainer)
         self.release = Release(config, ledger, self.trainer)
         self.sweeper = sweep.Sweep(config, run, ledger)
         self.sealer = sealing.Sealer(config)
-        self.submitter = Submitter(config, run, ledger, broker, self.gate)
+        self.submitter = Submitter(config, run, ledger, broker, self.gates)
         self.replies = Replies(run, broker, ledger)
         self.reconciler = Reconciler(config, run, ledger, broker, self.stages)
         self.ending = Ending(config, run, ledger, broker, self.replies)
@@ -107,6 +107,7 @@ class Orchestrator:
         await self.drive()
         if self.done:
             await self.ending.finish()
+            await self.trainer.look()
             await self.release.run_once()
             await self.sweeper.run_once()
         else:

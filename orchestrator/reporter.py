@@ -112,7 +112,7 @@ class Reporter:
         """Every reason why the run is not moving as it could, in the user's words."""
         own = self._orchestrator
         plans = own.submitter.plan_files
-        causes = [own.broker.trouble, own.ledger.trouble, own.gate.trouble, plans.trouble, own.sealer.trouble,
+        causes = [own.broker.trouble, own.ledger.trouble, *own.gates.troubles, plans.trouble, own.sealer.trouble,
                   own.planner.trouble, own.trainer.trouble, own.metrics.trouble, self.trouble]  # fmt: skip
         now = time.monotonic()
         unattended = [

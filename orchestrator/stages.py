@@ -5,7 +5,7 @@ Every method is one ledger transaction: what a reply changes and the jobs that f
 
 import logging
 
-from orchestrator.engine_gate import EngineGate
+from orchestrator.gates import Gates
 from orchestrator.ledger import Ledger
 from orchestrator.records import Group, Job, Rollout
 from orchestrator.states import UNGENERATED, GroupState, JobKind, JobState, RolloutState
@@ -27,10 +27,10 @@ logger = logging.getLogger("penstock.stages")
 
 
 class Stages:
-    def __init__(self, config: RunConfig, ledger: Ledger, gate: EngineGate) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, gates: Gates) -> None:
         self._config = config
         self._ledger = ledger
-        self._gate = gate
+        self._gates = gates
         self.cancelled: list[Job] = []
         """submitted, and nobody needs them any more: to be revoked, which saves work and nothing else"""
 
@@ -40,8 +40,9 @@ class Stages:
         if job is None or job.state is JobState.SETTLED:
             self._fence(reply)
             return
-        if job.kind is JobKind.ROLLOUT and reply.outcome in (Outcome.DONE, Outcome.FAILED):
-            self._gate.reached()
+        gate = self._gates.of(job.kind)
+        if gate and reply.outcome in (Outcome.DONE, Outcome.FAILED):
+            gate.reached()
         newest = job.state is JobState.SUBMITTED and reply.attempt == job.attempt
         error = reply.error or "the reply does not answer the job"
         match reply.outcome:
@@ -49,13 +50,13 @@ class Stages:
                 self._ledger.spent(job.kind, reply.duration_s)
                 self._settle(job, reply.result)
             case Outcome.RELEASED if newest:
-                self._gate.scout_lost(job.id)
+                self._gates.scout_lost(job.kind, job.id)
                 self._ledger.event(job.id, "released", f"attempt {reply.attempt} by {reply.worker}")
                 self._ledger.wait(job)
-            case Outcome.UNREACHABLE if newest:
-                self._gate.unreachable(job.id, reply.attempt, error)
+            case Outcome.UNREACHABLE | Outcome.UNWRITTEN if newest and gate:
+                gate.missed(reply.outcome, job.id, reply.attempt, error)
                 self._ledger.wait(job, error=error)
-            case Outcome.DONE | Outcome.FAILED if newest:
+            case _ if newest:
                 self.failed(job, error)
             case _:
                 pass
@@ -67,7 +68,7 @@ class Stages:
             self._die(job, f"{job.failures} failures, the last: {error}")
 
     def lost(self, job: Job, why: str) -> None:
-        self._gate.scout_lost(job.id)
+        self._gates.scout_lost(job.kind, job.id)
         self._ledger.event(job.id, "lost", f"attempt {job.attempt}: {why}")
         self._ledger.wait(job, error=why, losses=1)
         if job.losses >= self._config.recovery.max_losses:
@@ -86,7 +87,7 @@ class Stages:
     def _cancel(self, rollouts: list[Rollout], reason: str) -> None:
         for rollout in rollouts:
             job = self._ledger.jobs[rollout.id]
-            self._gate.scout_lost(job.id)
+            self._gates.scout_lost(job.kind, job.id)
             if job.state is JobState.SUBMITTED:
                 self.cancelled.append(job)
             self._ledger.end(job, JobState.CANCELLED)

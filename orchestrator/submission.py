@@ -4,7 +4,7 @@ from typing import Any
 
 from orchestrator import crash_points
 from orchestrator.broker import Broker
-from orchestrator.engine_gate import EngineGate
+from orchestrator.gates import Gate, Gates
 from orchestrator.ledger import Ledger
 from orchestrator.plan_files import PlanFiles
 from orchestrator.records import Job
@@ -22,34 +22,36 @@ from penstock.messages import (
 )
 from tasks import envelope
 
+STAGES = frozenset(JobKind) - {JobKind.ENCODE, JobKind.ROLLOUT}
 AT_ONCE = 50  # one commit and one command: about 2 ms of the loop
 
 
 class Submitter:
-    def __init__(self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, gate: EngineGate) -> None:
+    def __init__(self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, gates: Gates) -> None:
         self._config = config
         self._run = run
         self._ledger = ledger
         self._broker = broker
-        self._gate = gate
+        self._gates = gates
         self.plan_files = PlanFiles(config, run, ledger)
 
     async def submit(self, jobs: list[Job]) -> None:
         """Stages before rollouts: finished work moves on before more is begun."""
-        stages = [job for job in jobs if job.kind is not JobKind.ROLLOUT]
-        for first in range(0, len(stages), AT_ONCE):
-            await self._submit_some(stages[first : first + AT_ONCE])
-        rollouts = [job for job in jobs if job.kind is JobKind.ROLLOUT]
-        for first in range(0, len(rollouts), AT_ONCE):
-            if not self._gate.open:
-                await self._submit_scout(rollouts[first:])
-                break
-            await self._submit_some(rollouts[first : first + AT_ONCE])
+        for kinds in (STAGES, {JobKind.ENCODE}, {JobKind.ROLLOUT}):
+            await self._submit_kinds([job for job in jobs if job.kind in kinds])
 
-    async def _submit_scout(self, jobs: list[Job]) -> None:
+    async def _submit_kinds(self, jobs: list[Job]) -> None:
+        gate = self._gates.of(jobs[0].kind) if jobs else None
+        for first in range(0, len(jobs), AT_ONCE):
+            if gate and not gate.open:
+                await self._submit_scout(gate, jobs[first:])
+                break
+            await self._submit_some(jobs[first : first + AT_ONCE])
+
+    async def _submit_scout(self, gate: Gate, jobs: list[Job]) -> None:
         for job in jobs:
-            if job.state is JobState.WAITING and self._gate.may_send_scout():
-                self._gate.sent_scout(job.id, job.attempt + 1)
+            if job.state is JobState.WAITING and gate.may_send_scout():
+                gate.sent_scout(job.id, job.attempt + 1)
                 await self._submit_some([job])
 
     async def _submit_some(self, jobs: list[Job]) -> None:

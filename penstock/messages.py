@@ -185,6 +185,8 @@ class Outcome(StrEnum):
     """counts towards `max_failures`"""
     UNREACHABLE = "unreachable"
     """the engine is away: counts as nothing, submission pauses"""
+    UNWRITTEN = "unwritten"
+    """the store takes nothing: likewise"""
     RELEASED = "released"
     """the worker is stopping: submitted again at once, counts as nothing"""
 

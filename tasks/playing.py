@@ -27,11 +27,8 @@ class Player:
     @asynccontextmanager
     async def ready(self) -> AsyncGenerator["Player"]:
         real = {name: each for name, each in self._config.environments.items() if each.use != "noop"}
-        if not real:
-            yield self
-            return
         try:
-            self._environments = await in_io_thread(load_environments, real)
+            self._environments = await in_io_thread(load_environments, real)  # of none, the built-ins
         except ConfigError as error:
             self._broken = str(error)  # every job says so: the orchestrator stops with it, the worker stays
         async with EngineClient.open(self._config.engine) as client:
@@ -46,7 +43,7 @@ class Player:
     async def play(self, job: RolloutJob, execution: str) -> RolloutResult:
         if self._is_noop(job.environment):
             return await noop.rollout(job, self._config.noop)
-        assert self._stage is not None
+        assert self._stage is not None, "it is ready before it plays"
         self._stage.client.replicas.announce(job.policy_version)
         attempt = Attempt(
             run=job.run,
@@ -56,29 +53,29 @@ class Player:
             seed=job.seed,
             timeout_s=job.timeout_s,
         )
-        return await play(self._stage, self._environment(job.environment), job.example, attempt)
+        return await play(self._stage, self._environments[job.environment], job.example, attempt)
 
     async def score(self, job: ScoreJob) -> ScoreResult:
+        assert not self._is_noop(job.environment), "a noop's groups are not scored"
         plan = await in_io_thread(plans.read_group, self._config.store_dir, job.plan)
         results = [member.result for member in plan.members]
         store = Store(self._config.store_dir)
-        scores = await score_group(store, self._environment(job.environment), plan.example, results)
+        scores = await score_group(store, self._environments[job.environment], plan.example, results)
         names = (member.rollout for member in plan.members)
         return ScoreResult(rewards={name: score.reward for name, score in zip(names, scores, strict=True)})
 
     async def survey(self, job: SurveyJob) -> SurveyResult:
         if self._is_noop(job.environment):
             return SurveyResult(examples=noop.EXAMPLES, scores_groups=False)
-        environment = self._environment(job.environment)
+        environment = self._environments[job.environment]
         return SurveyResult(examples=environment.size, scores_groups=environment.scores_groups)
 
     def _is_noop(self, name: str) -> bool:
-        if name not in self._config.environments:
-            known = ", ".join(sorted(self._config.environments))
-            raise StageError(f"this worker has no environment {name!r}; its configuration has: {known}")
-        return noop.plays(name, self._config)
-
-    def _environment(self, name: str) -> LoadedEnvironment:
+        if noop.plays(name, self._config):
+            return True
         if self._broken is not None:
             raise StageError(f"the worker could not load its environments: {self._broken}")
-        return self._environments[name]
+        if name not in self._environments:
+            known = ", ".join(sorted(self._environments.keys() | self._config.environments.keys()))
+            raise StageError(f"this worker has no environment {name!r}, only {known}: add it to its configuration")
+        return False

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock import keys
-from penstock.errors import EngineUnreachable, PolicyFailure
+from penstock.errors import BlobUnwritten, EngineUnreachable, PolicyFailure
 from penstock.messages import AnyJob, AnyResult, Outcome, Reply, RolloutJob, RolloutResult, shortened
 
 End = tuple[str, int]
@@ -39,6 +39,8 @@ class Execution:
             return self.reply(Outcome.RELEASED, error=text)
         if isinstance(error, EngineUnreachable):
             return self.reply(Outcome.UNREACHABLE, error=text)
+        if isinstance(error, BlobUnwritten):
+            return self.reply(Outcome.UNWRITTEN, error=text)
         if isinstance(self.job, RolloutJob) and isinstance(error, PolicyFailure | TimeoutError):
             name = "timeout" if isinstance(error, TimeoutError) else type(error).__name__
             return self.reply(Outcome.DONE, result=RolloutResult(reward=0.0, policy_error=name), error=text)

@@ -3,14 +3,18 @@
 Runs on the asyncio pool, because all three may wait for others.
 """
 
+from typing import TYPE_CHECKING
+
 from penstock.messages import Queue, RolloutJob, ScoreJob, SurveyJob
 from tasks.celery_app import app, task_name
-from tasks.execution import AsyncProcess
-from tasks.playing import Player
 
-process: AsyncProcess | None = None
+if TYPE_CHECKING:  # every process declares the tasks; only rollout workers load what plays them
+    from tasks.execution import AsyncProcess
+    from tasks.playing import Player
+
+process: "AsyncProcess | None" = None
 """set by the worker before its first job: what its executions share"""
-player: Player | None = None
+player: "Player | None" = None
 """likewise: the worker's environments and its line to the engine"""
 
 
@@ -32,7 +36,7 @@ async def survey(job: SurveyJob) -> None:
     await shared.execute(job, lambda _: own.survey(job))
 
 
-def _worker() -> tuple[AsyncProcess, Player]:
+def _worker() -> "tuple[AsyncProcess, Player]":
     assert process is not None, "rollouts run on the asyncio pool: celery -A workers.rollouts worker -Q rollouts"
     assert player is not None
     return process, player

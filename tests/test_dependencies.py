@@ -29,6 +29,18 @@ for name in sys.argv[2:]:
 """
 
 
+LOADED = """
+import sys
+import orchestrator.start, orchestrator.audit, orchestrator.status
+print(*(name for name in sys.modules if name.startswith(("penstock.environments", "penstock.policy"))))
+"""
+
+
+def test_an_orchestrator_loads_neither_environments_nor_what_talks_to_an_engine() -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []
+
+
 def canonical(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
 

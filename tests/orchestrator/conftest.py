@@ -17,8 +17,8 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of the reconciler and of the engine's gate."""
+    """The clock of the reconciler and of the gates."""
     clock = Clock()
-    for module in ("reconciler", "engine_gate"):
+    for module in ("reconciler", "gates"):
         monkeypatch.setattr(f"orchestrator.{module}.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock

@@ -11,7 +11,7 @@ from support.ledgers import encoded
 
 from orchestrator import run_dir
 from orchestrator.audit import audit
-from orchestrator.engine_gate import EngineGate
+from orchestrator.gates import Gates
 from orchestrator.ledger import Ledger
 from orchestrator.plan_files import batch_plan
 from orchestrator.records import Batch
@@ -144,7 +144,7 @@ def test_a_damaged_manifest_is_named(config: RunConfig) -> None:
 
 def test_why_jobs_died_is_told_the_most_frequent_cause_first(config: RunConfig) -> None:
     def die(ledger: Ledger) -> None:
-        stages = Stages(config, ledger, EngineGate())
+        stages = Stages(config, ledger, Gates())
         for example in range(3):
             ledger.plan(environment="noop", example=example, size=1)
         for job, error in zip(list(ledger.jobs.values()), ["no", "disk", "no"], strict=True):

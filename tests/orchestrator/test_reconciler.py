@@ -7,7 +7,7 @@ from support.clock import Clock
 from support.ledgers import configured, submitted
 
 from orchestrator.broker import Broker
-from orchestrator.engine_gate import EngineGate
+from orchestrator.gates import Gates
 from orchestrator.ledger import Ledger
 from orchestrator.reconciler import Findings, Reconciler, Snapshot
 from orchestrator.records import Group, Job
@@ -29,9 +29,7 @@ class Scene:
         self.rollout = group.rollouts[0]
         for other in group.rollouts[1:]:
             ledger.end(ledger.jobs[other.id], JobState.CANCELLED)
-        self.reconciler = Reconciler(
-            config, RUN, ledger, Broker("redis://nobody/0"), Stages(config, ledger, EngineGate())
-        )
+        self.reconciler = Reconciler(config, RUN, ledger, Broker("redis://nobody/0"), Stages(config, ledger, Gates()))
         self.poll_s = self.reconciler.poll_s
 
     def see(self, *, lease: str | None = None, depth: int = 0, oldest: int | None = None) -> Findings:
@@ -193,9 +191,9 @@ def test_a_job_that_is_lost_too_often_is_dead(scene: Scene) -> None:
 NOTHING_SEEN = Snapshot(leases={}, depths=dict.fromkeys(Queue, 1), oldest=dict.fromkeys(Queue))
 
 
-def timing_groups(ledger: Ledger, gate: EngineGate, **rollouts: Any) -> Reconciler:
+def timing_groups(ledger: Ledger, gates: Gates, **rollouts: Any) -> Reconciler:
     config = configured(rollouts={"group_timeout_s": 30} | rollouts)
-    return Reconciler(config, RUN, ledger, Broker("redis://nobody/0"), Stages(config, ledger, gate))
+    return Reconciler(config, RUN, ledger, Broker("redis://nobody/0"), Stages(config, ledger, gates))
 
 
 def poll(reconciler: Reconciler, clock: Clock, times: int) -> None:
@@ -216,9 +214,9 @@ def one_still_out(ledger: Ledger) -> Group:
 def test_a_group_over_its_time_goes_on_with_the_rollouts_that_are_there(ledger: Ledger, clock: Clock) -> None:
     group = one_still_out(ledger)
     late = group.rollouts[3]
-    gate = EngineGate()
-    gate.sent_scout(late.id, 1)
-    reconciler = timing_groups(ledger, gate)
+    gates = Gates()
+    gates.rollouts.sent_scout(late.id, 1)
+    reconciler = timing_groups(ledger, gates)
     poll(reconciler, clock, 31)
     assert group.state is GroupState.COLLECTING
     job = ledger.jobs[late.id]
@@ -228,19 +226,19 @@ def test_a_group_over_its_time_goes_on_with_the_rollouts_that_are_there(ledger: 
     assert late.id not in ledger.jobs
     assert group.state is GroupState.FILTERING
     assert len(group.of(RolloutState.GENERATED)) == 3
-    assert gate.may_send_scout()
+    assert gates.rollouts.may_send_scout()
 
 
 def test_a_group_over_its_time_is_dropped_where_partial_groups_are(ledger: Ledger, clock: Clock) -> None:
     group = one_still_out(ledger)
-    poll(timing_groups(ledger, EngineGate(), partial_groups="drop"), clock, 32)
+    poll(timing_groups(ledger, Gates(), partial_groups="drop"), clock, 32)
     assert group.state is GroupState.CLOSED
     assert ledger.reasons == {"group_timeout": 1, "group_too_small": 3}
 
 
 def test_a_group_is_waited_for_where_partial_groups_wait(ledger: Ledger, clock: Clock) -> None:
     group = one_still_out(ledger)
-    poll(timing_groups(ledger, EngineGate(), partial_groups="wait"), clock, 100)
+    poll(timing_groups(ledger, Gates(), partial_groups="wait"), clock, 100)
     assert group.state is GroupState.COLLECTING
 
 

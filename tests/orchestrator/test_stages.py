@@ -8,7 +8,7 @@ import pytest
 from support.ledgers import configured, submitted
 
 from orchestrator import restore
-from orchestrator.engine_gate import EngineGate
+from orchestrator.gates import Gates
 from orchestrator.ledger import Ledger
 from orchestrator.records import Group, Job
 from orchestrator.stages import Stages
@@ -23,8 +23,8 @@ DONE, FAILED, RELEASED, UNREACHABLE = Outcome.DONE, Outcome.FAILED, Outcome.RELE
 class Scene:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.gate = EngineGate()
-        self.stages = Stages(configured(recovery={"max_failures": 3}), ledger, self.gate)
+        self.gates = Gates()
+        self.stages = Stages(configured(recovery={"max_failures": 3}), ledger, self.gates)
         self.group: Group = submitted(ledger)
         self.rollout = self.group.rollouts[0]
         self.job: Job = ledger.jobs[self.rollout.id]
@@ -216,9 +216,22 @@ def test_a_released_job_waits_again_and_nothing_is_counted(scene: Scene) -> None
 def test_an_unreachable_engine_closes_the_gate_and_nothing_is_counted(scene: Scene) -> None:
     scene.reply(scene.job.id, UNREACHABLE)
     assert (scene.job.state, scene.job.failures, scene.job.losses) == (JobState.WAITING, 0, 0)
-    assert not scene.gate.open
+    assert not scene.gates.rollouts.open
     scene.reply(scene.group.rollouts[1].id, result=RolloutResult(reward=1.0))
-    assert scene.gate.open
+    assert scene.gates.rollouts.open
+
+
+def test_a_store_that_takes_nothing_is_waited_for_like_an_engine(scene: Scene) -> None:
+    scene.reply(scene.job.id, Outcome.UNWRITTEN)
+    assert (scene.job.state, scene.job.failures) == (JobState.WAITING, 0)
+    assert scene.gates.troubles == [
+        "a worker cannot write to the store: make room or mend its disk (it broke); next try every 1 s, nothing is lost"
+    ]
+    encoding = scene.ledger.add_job("s000000f1r0", JobKind.ENCODE, "0")
+    scene.ledger.submit(encoding)
+    scene.reply(encoding.id, Outcome.UNWRITTEN)
+    assert (encoding.state, encoding.failures) == (JobState.WAITING, 0)
+    assert not scene.gates.encoding.open
 
 
 def test_a_reply_that_does_not_answer_its_job_is_a_failure(scene: Scene) -> None:

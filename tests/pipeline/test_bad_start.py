@@ -1,0 +1,93 @@
+"""What is wrong at the start is said in words: the run stops with it, or waits for it, and nothing is lost."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.cluster import Process
+from support.pipeline import Pipeline, pipeline_in
+from support.small_disk import small_disk
+from support.waiting import wait_until
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
+    settings = {"trainer": {"max_steps_ahead": "unlimited"}, "steps": 2}
+    with pipeline_in(tmp_path_factory.mktemp("pipeline"), **settings) as pipeline:
+        yield pipeline
+
+
+def refused(run: Process) -> str:
+    assert run.wait(40) == 2, run.text
+    assert "Traceback" not in run.text
+    return run.text.splitlines()[-1]
+
+
+def waits_for(pipeline: Pipeline, text: str) -> None:
+    said = lambda: any(text in cause for cause in pipeline.cluster.status().get("waiting_for", []))  # noqa: E731
+    wait_until(said, timeout_s=40, what=f"the status to say: {text}")
+
+
+def test_an_environment_that_raises_stops_the_run_which_goes_on_when_it_is_mended(pipeline: Pipeline) -> None:
+    pipeline.new_run("bad-environment", **{"environments.sums": {"use": "chess:Chess"}})
+    cluster = pipeline.cluster
+    module = cluster.directory / "chess.py"
+    module.write_text("raise OSError('the openings are missing')\n")
+    path = f"{Path(__file__).parents[2]}:{cluster.directory}"
+    worker = cluster.rollout_worker(PYTHONPATH=path)
+    said = refused(cluster.orchestrator())
+    assert "the environment 'sums' cannot be used: 3 failures, the last: " in said
+    assert "use = 'chess:Chess' cannot be imported: OSError: the openings are missing" in said
+    assert said.endswith("Mend it, then start the run again")
+    worker.end()
+    module.write_text("from penstock.environments.arithmetic import Arithmetic as Chess\n")
+    cluster.rollout_worker(PYTHONPATH=path)
+    cluster.compute_worker()
+    assert pipeline.finish(cluster.orchestrator())["delivered"] > 0
+
+
+def test_a_worker_without_configuration_has_the_built_ins_and_names_what_it_lacks(pipeline: Pipeline) -> None:
+    pipeline.new_run("unconfigured", **{"environments.chess": {"use": "arithmetic"}})
+    cluster = pipeline.cluster
+    empty = cluster.directory / "empty.toml"
+    empty.write_text("")
+    cluster.rollout_worker(PENSTOCK_CONFIG=str(empty))
+    said = refused(cluster.orchestrator())
+    assert "this worker has no environment '" in said
+    assert "only arithmetic, distinct, guess, noop: add it to its configuration" in said
+
+
+def test_an_engine_that_is_not_there_yet_is_waited_for(pipeline: Pipeline) -> None:
+    pipeline.new_run("no-engine")
+    cluster = pipeline.cluster
+    pipeline.engine.kill()
+    cluster.rollout_worker()
+    cluster.compute_worker()
+    run = cluster.orchestrator()
+    waits_for(pipeline, "the engine cannot be reached (EngineUnreachable: ")
+    pipeline.restart_engine("--layers", "4")
+    found = pipeline.finish(run)
+    assert found["dead"] == 0
+    assert found["delivered"] > 0
+
+
+def test_a_store_on_a_full_disk_is_waited_for_and_no_rollout_dies(pipeline: Pipeline, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        pipeline.new_run("full-disk")
+        cluster = pipeline.cluster
+        settings = cluster.config.read_text()
+        cluster.config.write_text(settings.replace(f"file://{cluster.store}", f"file://{disk.directory}/store"))
+        cluster.enter = disk.enter
+        try:
+            run = cluster.orchestrator()
+            wait_until(cluster.status, timeout_s=30, what="the run to begin")
+            (disk.inside / "store" / "rollouts").mkdir()
+            with disk.full(run.pid, "store/rollouts"):
+                cluster.rollout_worker()
+                waits_for(pipeline, "a worker cannot write to the store: make room or mend its disk (BlobUnwritten: ")
+            cluster.compute_worker()
+            assert run.wait(60) == 0, run.text[-2000:]
+        finally:
+            cluster.enter = []
+    assert cluster.ledger("SELECT count(*) FROM rollouts WHERE state = 'dead'") == [(0,)]
+    assert cluster.ledger("SELECT count(*) > 0 FROM rollouts WHERE state = 'delivered'") == [(1,)]

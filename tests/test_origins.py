@@ -1,0 +1,14 @@
+"""docs/origins.md names tests that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "origins.md").read_text())))
+
+
+@pytest.mark.parametrize(("file", "test"), NAMED)
+def test_the_test_is_there(file: str, test: str) -> None:
+    assert re.search(rf"^(async )?def {test}\(", (ROOT / file).read_text(), re.MULTILINE)
