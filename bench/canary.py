@@ -32,6 +32,7 @@ class Canary:
             start_new_session=True,
         )
         self._ask(END)  # it answers: it has started
+        self.pid = self._process.pid
         return self
 
     def __exit__(

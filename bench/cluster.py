@@ -1,6 +1,7 @@
 """A whole Penstock on this machine: an embedded Redis and real processes, started with the commands that users type."""
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,15 +42,19 @@ class Cluster:
         self.redis_url = server.url
         self.redis = redis.Redis.from_url(server.url)
         self._server = server
-        own = {"redis_url": server.url, "store": f"file://{directory / 'store'}"}
-        self._settings = {
-            **own,
-            "trainer__max_steps_ahead": "unlimited",
-            **settings,
-        }  # no benchmark waits for a trainer
+        self.store = f"file://{directory / 'store'}"
+        # Unless it says otherwise, a benchmark waits for no trainer.
+        own = {"redis_url": server.url, "store": self.store, "trainer__max_steps_ahead": "unlimited"}
+        self._settings: dict[str, object] = {**own, **settings}
         self._processes: list[tuple[str, Process]] = []
         self._starting: list[tuple[Process, str, str]] = []
         self._started = 0
+
+    def configure(self, text: str) -> None:
+        """A configuration file for the processes that are started from now on; settings go before it."""
+        path = self.directory / "run.toml"
+        path.write_text(text)
+        self._settings["config"] = path
 
     def start(self, kind: str, *command: str, **settings: object) -> Process:
         self._started += 1
@@ -90,7 +95,11 @@ class Cluster:
         self._starting.clear()
 
     def orchestrator(self, **settings: object) -> Run:
-        """An orchestrator on a run directory of its own, when it begins to plan: its start-up is over."""
+        """An orchestrator on a run directory of its own, when it begins to plan: its start-up is over.
+
+        The last run must have ended: a store holds one run, so that run's files go.
+        """
+        shutil.rmtree(self.directory / "store", ignore_errors=True)
         directory = self.directory / f"run{self._started}"
         process = self.start("orchestrator", "penstock", "run", run_dir=directory, **settings)
         run = Run(process=process, directory=directory)

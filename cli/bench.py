@@ -19,6 +19,10 @@ class Bench(StrEnum):
     FILTERS = "filters"
     SESSIONS = "sessions"
     RENDERERS = "renderers"
+    LAG = "lag"
+    BOUNDARY = "boundary"
+    ENGINE = "engine"
+    POOL = "pool"
 
 
 class BenchModule(Protocol):

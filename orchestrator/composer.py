@@ -21,6 +21,8 @@ class Composer:
         self._config = config
         self._ledger = ledger
         self._trainer = trainer
+        self._judged: tuple[int, set[str]] = (0, set())
+        """a policy version, and the admitted groups whose rollouts were held against it"""
 
     def compose(self) -> Batch | None:
         """Form the next step if there is enough; its encoding jobs are created in the same transaction."""
@@ -94,8 +96,15 @@ class Composer:
         return self._config.filters.stale.drops(version_first=version_first, version_now=now)
 
     def _drop_stale(self) -> None:
-        for group in [group for group in self._ledger.groups.values() if group.state is GroupState.ADMITTED]:
-            self._drop_from(group, "stale", self._is_stale)
+        """This is looked at on every wake-up: what was fresh stays so until there is a new version."""
+        version, judged = self._ledger.number("policy_version"), self._judged[1]
+        if version != self._judged[0]:
+            judged = set[str]()
+        admitted = [group for group in self._ledger.groups.values() if group.state is GroupState.ADMITTED]
+        for group in admitted:
+            if group.id not in judged:
+                self._drop_from(group, "stale", self._is_stale)
+        self._judged = version, {group.id for group in admitted}
 
     def _drop_from(self, group: Group, reason: str, unfit: Callable[[Rollout], bool]) -> None:
         for rollout in filter(unfit, group.of(RolloutState.ADMITTED)):

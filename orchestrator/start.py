@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 from collections.abc import Awaitable
@@ -29,6 +30,8 @@ IO_CONCURRENCY = 8  # plans, manifests and the status file: a handful of small f
 def run(config: RunConfig, *, watch: Watch = nobody) -> dict[str, Any]:
     """Drive the run to its end, or to where somebody stops it; returns its last status."""
     crash_points.arm(config.testing.crash_at)
+    # The imports made 90,000 objects that stay: a full collection looked at each, for 55 ms of the loop.
+    gc.freeze()
     schema.refuse_network_file_system(config.ledger_path.parent)
     run_dir.make(config)
     with (

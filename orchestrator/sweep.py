@@ -23,7 +23,8 @@ EVERY_S = 300.0  # what is swept was written in vain: rare, and no hurry
 AT_ONCE = 64  # directories: some 10 ms of a thread that shares the loop's lock
 STEPS = 16  # the newest ones: an encoder that comes later than that leaves its file until the step is released
 DELIVERED = """
-    SELECT grp || '-' || idx, json_extract(result, '$.columns.key'), json_extract(result, '$.experts.key')
+    SELECT grp || '-' || idx, json_extract(result, '$.columns.key'),
+        CASE WHEN step >= ? THEN json_extract(result, '$.experts.key') END
     FROM rollouts WHERE state IN ('delivered', 'trained') AND step >= ?"""
 
 
@@ -44,7 +45,8 @@ class Sweep:
         named = {key for group in groups for rollout in group.rollouts if rollout.result for key in rollout.result.keys}
         unreleased, delivered = (self._ledger.number(name) for name in ("columns_released", "steps_delivered"))
         steps = range(max(unreleased, delivered - STEPS), delivered)
-        found, of_unknown_files = await in_io_thread(self._delivered, unreleased, steps)
+        experts_unreleased = self._ledger.number("experts_released")
+        found, of_unknown_files = await in_io_thread(self._delivered, unreleased, experts_unreleased, steps)
         spared |= of_unknown_files
         directories = [f"{self._rollouts}/{name}" for name in rollouts if name not in spared]
         directories += [step_directory(step) for step in steps]
@@ -55,10 +57,10 @@ class Sweep:
             logger.info("action=swept files=%d", removed)
         return removed
 
-    def _delivered(self, unreleased: int, steps: range) -> tuple[set[str], set[str]]:
+    def _delivered(self, unreleased: int, experts_unreleased: int, steps: range) -> tuple[set[str], set[str]]:
         """Files of delivered steps; delivered rollouts whose files a rebuilt ledger does not know."""
         with schema.reading(self._ledger_path) as connection:
-            rows = connection.execute(DELIVERED, (unreleased,)).fetchall()
+            rows = connection.execute(DELIVERED, (experts_unreleased, unreleased)).fetchall()
         named = {key for _, *keys in rows for key in keys if key}
         for step in steps:
             manifest = read_manifest(self._store, step)

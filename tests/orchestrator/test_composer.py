@@ -174,6 +174,19 @@ def test_stale_rollouts_are_dropped_before_a_step_is_formed(ledger: Ledger) -> N
     assert ledger.states[RolloutState.BATCHED] == 7
 
 
+def test_a_group_is_judged_when_it_is_admitted_and_again_by_every_version(ledger: Ledger) -> None:
+    composer = composing(ledger, filters={"stale": {"max_off_policy_steps": 2}})
+    ledger.set("policy_version", 3)
+    fresh = sampled_by(admitted(ledger), 1)
+    assert composer.compose() is None
+    late = sampled_by(admitted(ledger), 0)
+    assert composer.compose() is None
+    assert (fresh.state, late.state) == (GroupState.ADMITTED, GroupState.CLOSED)
+    ledger.set("policy_version", 4)
+    assert composer.compose() is None
+    assert fresh.state is GroupState.CLOSED
+
+
 def test_a_step_in_which_something_became_stale_is_not_sealed_but_formed_again(ledger: Ledger) -> None:
     composer = composing(ledger, filters={"stale": {"max_off_policy_steps": 2}})
     old, new, next_one = (sampled_by(admitted(ledger), version) for version in (0, 1, 1))

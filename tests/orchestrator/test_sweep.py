@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 from support.ledgers import configured, submitted
 
-from orchestrator import run_dir
+from orchestrator import run_dir, schema
 from orchestrator.ledger import Ledger
 from orchestrator.plan_files import batch_plan
 from orchestrator.records import Rollout
-from orchestrator.release import release_step
+from orchestrator.release import Release, release_step
 from orchestrator.states import GroupState, JobState, RolloutState
 from orchestrator.sweep import Sweep
-from penstock.batches import EncodedRank, seal_manifest
+from orchestrator.trainer import Trainer
+from penstock.batches import BatchReader, EncodedRank, read_manifest, seal_manifest
 from penstock.blobs import BlobRef, Store
 from penstock.config import RunConfig
 from penstock.messages import RolloutResult
@@ -64,12 +65,13 @@ def test_the_files_of_other_attempts_go_when_a_rollout_is_settled(
     assert swept(config, ledger) == 0
 
 
-def deliver(config: RunConfig, ledger: Ledger, store: Store) -> None:
-    """A step of one group, each rollout with its columns; two encoders wrote its rank, one of them in vain."""
+def deliver(config: RunConfig, ledger: Ledger, store: Store, *, experts: bool = False) -> None:
+    """A step of one group, each rollout with its files; two encoders wrote its rank, one of them in vain."""
     group = submitted(ledger)
     for rollout in group.rollouts:
         ledger.end(ledger.jobs[rollout.id], JobState.SETTLED)
-        ledger.generated(rollout, RolloutResult(reward=0.0, columns=put(store, rollout, "1.aa"), sample_lengths=(1,)))
+        columns, routed = put(store, rollout, "1.aa"), put(store, rollout, "1.aa", "experts") if experts else None
+        ledger.generated(rollout, RolloutResult(reward=0.0, columns=columns, experts=routed, sample_lengths=(1,)))
         rollout.advantage = 0.0
         ledger.move(rollout, RolloutState.ADMITTED)
     ledger.enter(group, GroupState.ADMITTED)
@@ -99,12 +101,60 @@ def test_of_a_released_step_the_manifest_and_what_people_read_stay(
     config: RunConfig, ledger: Ledger, store: Store
 ) -> None:
     deliver(config, ledger, store)
-    assert release_step(store, 0, experts=False) == 4
+    manifest = read_manifest(store, 0)
+    assert manifest
+    release_step(store, manifest, experts=False)
     ledger.set("columns_released", 1)
     swept(config, ledger)
     assert store.keys("rollouts") == []
     assert not (store.root / "rollouts" / RUN / "g0000001-0").exists()
     assert store.keys("batches") == [f"batches/step_000000/{name}" for name in ("manifest.json", "rollouts.good.jsonl")]
+
+
+async def checkpointed(config: RunConfig, ledger: Ledger) -> Release:
+    """The trainer has the first step behind it, and the orchestrator has heard."""
+    BatchReader(config.run_dir, data_rank=0, data_ranks=1, resume_step=0).checkpointed(0)
+    trainer = Trainer(config, ledger)
+    await trainer.look()
+    await ledger.committed()
+    return Release(config, ledger, trainer)
+
+
+def test_a_file_goes_only_after_the_ledger_has_let_go_of_it(config: RunConfig, ledger: Ledger, store: Store) -> None:
+    deliver(config, ledger, store, experts=True)
+    before = len(store.keys("rollouts"))
+
+    async def stopped_at_the_first_file() -> None:
+        release = await checkpointed(config, ledger)
+        releasing = asyncio.create_task(release.run_once())
+        while len(store.keys("rollouts")) == before:
+            await asyncio.sleep(0)
+        releasing.cancel()
+
+    asyncio.run(stopped_at_the_first_file())
+    with schema.reading(config.ledger_path) as connection:
+        released = connection.execute("SELECT value FROM meta WHERE key = 'experts_released'").fetchone()
+    assert released == (1,)
+
+
+def test_a_step_is_released_once_however_many_ask(config: RunConfig, ledger: Ledger, store: Store) -> None:
+    deliver(config, ledger, store, experts=True)
+    held = ledger.number("delivered_bytes")
+
+    async def both() -> None:
+        release = await checkpointed(config, ledger)
+        await asyncio.gather(release.run_once(), release.run_once())
+
+    asyncio.run(both())
+    assert ledger.number("delivered_bytes") == held - 4
+    assert [key.rpartition("/")[2] for key in store.keys("rollouts")] == ["columns"] * 4
+
+
+def test_released_experts_that_a_kill_left_behind_go(config: RunConfig, ledger: Ledger, store: Store) -> None:
+    deliver(config, ledger, store, experts=True)
+    ledger.set("experts_released", 1)
+    swept(config, ledger)
+    assert [key.rpartition("/")[2] for key in store.keys("rollouts")] == ["columns"] * 4
 
 
 def test_files_that_a_rebuilt_ledger_does_not_know_stay(config: RunConfig, ledger: Ledger, store: Store) -> None:

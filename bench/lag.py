@@ -1,0 +1,171 @@
+"""`penstock bench lag`: how late the orchestrator's loop runs while steps of 256 rollouts pass, and at 10x the bytes.
+
+Two whole pipes take turns; all that differs is how many layers of routed experts the engine sends with every token.
+Two lags are of the same time, step by step: the orchestrator's own, from its metrics, and an idle loop's beside it.
+"""
+
+from dataclasses import dataclass
+
+from bench.canary import Canary
+from bench.cpu import queued_s
+from bench.memory import resident_mb
+from bench.pipeline import Load, Pipeline, pipeline
+from bench.progress import Say, progress
+from bench.report import Report, Target, median
+
+ROUNDS = 5
+ABOVE_CANARY_MS = 5.0
+NOISE_MS = 5.0
+"""Two idle loops differ by up to 14 ms in the p99 of one step here, in the median over rounds by less than this."""
+RESIDENT_MB = 200.0
+GROWTH_MB = 2.0
+"""A step. Were every rollout's columns kept, it would be 60 MB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    few: Load
+    many: Load
+    """the same with ten times the bytes"""
+
+
+# 4 turns, 12,000 tokens: 1.6 or 16 MB of bodies a rollout, as each carries the rows of all tokens before it.
+FULL = Size(
+    few=Load(steps=3, step_rollouts=256, turns=4, said=2500, answered=500, layers=4),
+    many=Load(steps=2, step_rollouts=256, turns=4, said=2500, answered=500, layers=48),
+)
+QUICK = Size(
+    few=Load(steps=2, step_rollouts=16, turns=2, said=200, answered=50, layers=4),
+    many=Load(steps=2, step_rollouts=16, turns=2, said=200, answered=50, layers=48),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    received_gb: float
+    seconds: float
+    lag_p99_ms: float
+    lag_max_ms: float
+    cpu_share: float
+    """of a core, by the loop's thread"""
+    queued_share: float
+    """of the time, in which that thread was ready and had no core"""
+    canary_p99_ms: float
+    canary_queued_share: float
+    resident_mb: float
+    """of the orchestrator, when the step was delivered"""
+
+    @property
+    def above_canary_ms(self) -> float:
+        return self.lag_p99_ms - self.canary_p99_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    steps: list[Step]
+    peak_mb: float
+
+    @property
+    def growth_mb(self) -> float:
+        """A step, after the first: until then everything is touched for the first time."""
+        return (self.steps[-1].resident_mb - self.steps[0].resident_mb) / max(1, len(self.steps) - 1)
+
+
+def run(*, quick: bool) -> Report:
+    return measure(QUICK, rounds=1, quick=True) if quick else measure(FULL, rounds=ROUNDS)
+
+
+def measure(size: Size, *, rounds: int, quick: bool = False) -> Report:
+    few: list[Round] = []
+    many: list[Round] = []
+    with progress("lag") as say, Canary() as canary:
+        say("starting two pipes")
+        with pipeline(size.few) as narrow, pipeline(size.many) as wide:
+            for number in range(1, rounds + 1):
+                for pipe, done, name in ((narrow, few, "1x"), (wide, many, "10x")):
+                    here = f"round {number} of {rounds}, {name} the bytes"
+                    done.append(_round(pipe, canary, lambda text, here=here: say(f"{here}: {text}")))
+    return _report(few, many, quick=quick)
+
+
+class Meter:
+    """What has passed since it was last read."""
+
+    def __init__(self, pipe: Pipeline, canary: Canary, orchestrator: int) -> None:
+        self._pipe, self._canary, self._orchestrator = pipe, canary, orchestrator
+        self._begin()
+
+    def _begin(self) -> None:
+        self._before = self._now()
+        self._canary.begin()
+
+    def _now(self) -> tuple[int, float, float]:
+        return self._pipe.received_bytes(), queued_s(self._orchestrator), queued_s(self._canary.pid)
+
+    def read(self, line: dict[str, float]) -> Step:
+        """At the end of the step that `line` in metrics.jsonl is about."""
+        lag = self._canary.end()
+        received, queued, canary_queued = (now - then for now, then in zip(self._now(), self._before, strict=True))
+        self._begin()
+        return Step(
+            received_gb=received / 1e9,
+            seconds=line["time/step_s"],
+            lag_p99_ms=1000 * line["event_loop_lag/p99"],
+            lag_max_ms=1000 * line["event_loop_lag/max"],
+            cpu_share=line["event_loop_lag/cpu_share"],
+            queued_share=queued / lag.window_s,
+            canary_p99_ms=1000 * lag.p99_s,
+            canary_queued_share=canary_queued / lag.window_s,
+            resident_mb=resident_mb(self._orchestrator),
+        )
+
+
+def _round(pipe: Pipeline, canary: Canary, say: Say) -> Round:
+    say("starting the orchestrator")
+    steps: list[Step] = []
+    peak_mb = 0.0
+    with pipe.running() as run:
+
+        def look() -> None:
+            nonlocal peak_mb
+            peak_mb = max(peak_mb, resident_mb(run.process.pid))
+            say(f"{len(steps)} of {pipe.load.steps} steps")
+
+        meter = Meter(pipe, canary, run.process.pid)
+        steps += (meter.read(line) for line in pipe.steps(run, look))
+        canary.end()
+    return Round(steps=steps, peak_mb=peak_mb)
+
+
+def _report(few: list[Round], many: list[Round], *, quick: bool) -> Report:
+    figures = {**_figures("1x", few), **_figures("10x", many)}
+    above = {name: figures[f"{name}: orchestrator's p99 above canary's, ms"] for name in ("1x", "10x")}
+    peak_mb = max(each.peak_mb for each in [*few, *many])
+    targets = [
+        *(Target(name=f"{name}: p99 above canary's, ms", value=above[name], limit=ABOVE_CANARY_MS) for name in above),
+        Target(name="p99 above canary's, 10x - 1x, ms", value=above["10x"] - above["1x"], limit=NOISE_MS),
+        Target(name="orchestrator's memory, MB, most", value=peak_mb, limit=RESIDENT_MB),
+        *(
+            Target(name=f"{name}: MB more a step", value=figures[f"{name}: MB more a step"], limit=GROWTH_MB)
+            for name in above
+        ),
+    ]
+    return Report(bench="lag", figures=figures, targets=targets, rounds=len(few), quick=quick)
+
+
+def _figures(name: str, rounds: list[Round]) -> dict[str, float]:
+    steps = [step for each in rounds for step in each.steps]
+    figures = {
+        "GB received a step": sum(step.received_gb for step in steps) / len(steps),
+        "s a step": median([step.seconds for step in steps]),
+        "orchestrator's lag p99, ms": median([step.lag_p99_ms for step in steps]),
+        "canary's lag p99, ms": median([step.canary_p99_ms for step in steps]),
+        "orchestrator's p99 above canary's, ms": median([step.above_canary_ms for step in steps]),
+        "orchestrator's lag max, ms": median([step.lag_max_ms for step in steps]),
+        "loop's share of a core": median([step.cpu_share for step in steps]),
+        "loop had no core, share of the time": median([step.queued_share for step in steps]),
+        "canary had no core, share of the time": median([step.canary_queued_share for step in steps]),
+        "orchestrator's memory, MB": median([each.peak_mb for each in rounds]),
+        "MB more a step": median([each.growth_mb for each in rounds]),
+    }
+    return {f"{name}: {what}": value for what, value in figures.items()}

@@ -1,0 +1,10 @@
+from bench.boundary import run
+
+
+def test_the_steps_differ_in_their_routed_experts_alone() -> None:
+    report = run(quick=True)  # raises unless every rollout was delivered and every run adds up
+    assert (report.bench, report.rounds, report.quick) == ("boundary", 1, True)
+    for what in ("tokens", "rank files, MB"):
+        assert report.figures[f"with: {what}"] == report.figures[f"without: {what}"] > 0
+    assert report.figures["with: routed experts, MB"] > report.figures["without: routed experts, MB"] == 0
+    assert [target.limit for target in report.targets] == [1.2]
