@@ -133,6 +133,6 @@ class Child:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Who drops a renderer may be the loop: a process of 100 MB takes 10 ms to end."""
+    """Who drops a renderer may be the loop: a process with a tokenizer takes some 8 ms to end."""
     process.kill()  # it has nothing to put away
     threading.Thread(target=process.wait, daemon=True).start()
