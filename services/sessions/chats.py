@@ -95,6 +95,11 @@ class Chats:
         except PolicyFailure as failure:
             raise BadRequest(str(failure)) from failure
 
+    async def warm_up(self) -> None:
+        """Its renderer is built before the first chat; ConfigError for one that will never work."""
+        if self._renderer:
+            await self._renderer.warm_up()
+
     def _headers(self, request: web.BaseRequest, session: Session, notes: Notes) -> Mapping[str, str]:
         own_key = self._config.engine.api_key is not None
         passed = headers.to_upstream(request.headers, notes.secret_digest, own_key=own_key)

@@ -50,6 +50,9 @@ class SessionServer:
             for method in ("GET", "POST"):
                 self._routes.setdefault((method, path), self._proxy)
 
+    async def warm_up(self) -> None:
+        await self._chats.warm_up()
+
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             return await self._route(request)

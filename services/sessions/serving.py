@@ -12,7 +12,6 @@ from penstock.blobs import Store
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.event_loop import event_loop_factory
-from penstock.loop_lag import LagLimits, LoopLag
 from penstock.offload import in_io_thread
 from services.sessions.backend import Backend
 from services.sessions.connection import JsonServer
@@ -41,10 +40,10 @@ async def _serve(config: RunConfig) -> None:
     shelf = Shelf(Store(config.store_dir), owner_of(config.sessions.instance_id, listening.getsockname()[1]))
     await in_io_thread(shelf.take)
     registry = Registry(shelf, config, await in_io_thread(shelf.left_behind))
-    limits = LagLimits(p90_s=config.lag.p90_s, p99_s=config.lag.p99_s, max_s=config.lag.max_s)
-    lag = LoopLag(process="sessions", interval_s=config.lag.interval_s, limits=limits)
+    lag = config.lag.watch("sessions")
     async with Backend.open(config.engine) as backend:
         server = SessionServer(config, registry, backend, lag)
+        await server.warm_up()
         runner = web.ServerRunner(_http(server, config), shutdown_timeout=config.sessions.drain_s)
         async with asyncio.TaskGroup() as group:
             watching = [group.create_task(lag.run()), group.create_task(registry.watch())]

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import engine_process
-from support.session_process import SessionsProcess, running
+from support.session_process import Script, SessionsProcess, running
+from support.tokenizers_dir import tokenizer_dir
 from support.upstream import user
 from typer.testing import CliRunner
 
@@ -70,10 +71,26 @@ def test_what_cannot_be_tokenized_is_refused(tokens: SessionsProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "why"), [("bytes", 'a tokenizer needs engine.dialect = "sglang"'), ("/models/x", "only the built-in")]
+    ("tokenizer", "dialect", "why"),
+    [("bytes", "vllm", 'a tokenizer needs engine.dialect = "sglang"'), ("/models/x", "sglang", "/models/x")],
 )
-def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path: Path, tokenizer: str, why: str) -> None:
+def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path: Path, tokenizer: str, dialect: str, why: str) -> None:
     arguments = ["--port", "0", "--store", f"file://{tmp_path}", "--tokenizer", tokenizer]
-    result = CliRunner().invoke(app, ["sessions", *arguments])
+    result = CliRunner().invoke(app, ["sessions", *arguments], env={"PENSTOCK_ENGINE__DIALECT": dialect})
     assert isinstance(result.exception, ConfigError)
     assert why in str(result.exception)
+
+
+def test_a_tokenizer_s_directory_gives_the_tokens_and_history_stays(script: Script, tmp_path: Path) -> None:
+    directory = tokenizer_dir(tmp_path / "tokenizer")
+    settings = {"engine__dialect": "sglang", "engine__moe_layers": "2"}
+    script.dialect = "sglang"
+    with running(tmp_path, script.server.url, "--tokenizer", str(directory), **settings) as server:
+        agent = server.agent()
+        for text in ("hello", "and now?"):
+            before = agent.ask("GET").json["metadata"]["accumulated_token_ids"]
+            agent.talk(text)
+            sent = agent.ask("GET").json["records"][-1]["request"]["input_ids"]
+            assert sent[: len(before)] == before
+            assert len(sent) > len(before)
+        assert len(agent.ask("POST", "/seal").json["sample_lengths"]) == 1
