@@ -44,7 +44,6 @@ policy.max_seq_len = {1 << 20}
 rollouts.group_size = {GROUP_SIZE}
 rollouts.max_in_flight = {self.step_rollouts}
 batch.size = {self.step_rollouts // GROUP_SIZE}
-batch.seq_len = {1 << 20}
 filters.zero_variance.mode = "monitor"
 environments.talk.use = "bench.talk:Talk"
 environments.talk.options = {{ turns = {self.turns}, said = {self.said} }}
