@@ -34,8 +34,7 @@ ORDINARY = Circumstances()
 
 class State(StrEnum):
     OPEN = "open"
-    SEALED = "sealed"
-    """Its blobs are being written, or were."""
+    SEALED = "sealed"  # its blobs are being written, or were
     CLOSED = "closed"
 
 

@@ -94,14 +94,14 @@ def test_a_terminal_that_is_stopped_does_not_stop_the_run(monkeypatch: pytest.Mo
         monkeypatch.setattr("sys.stderr", file)
         monkeypatch.setattr(logging.getLogger(), "handlers", [])
         with LiveView(Console(file=file, force_terminal=True, width=100)) as shown:
-            for number in range(2_000):
+            for number in range(10_000):
                 logging.getLogger("penstock").warning("action=test number=%d", number)
                 shown.watch(STATUS | {"step": number})
             reader.start()
     reader.join()
     os.close(keyboard)
     assert b"action=test number=0" in b"".join(written)
-    assert b"action=test number=1999" not in b"".join(written)
+    assert b"action=test number=9999" not in b"".join(written)
 
 
 def test_what_is_told_beside_the_status_is_shown_from_the_start() -> None:

@@ -54,7 +54,7 @@ def test_a_worker_without_configuration_has_the_built_ins_and_names_what_it_lack
     cluster.rollout_worker(PENSTOCK_CONFIG=str(empty))
     said = refused(cluster.orchestrator())
     assert "this worker has no environment '" in said
-    assert "only arithmetic, distinct, guess, noop: add it to its configuration" in said
+    assert "only arithmetic, distinct, guess, noop, program: add it to its configuration" in said
 
 
 def test_an_engine_that_is_not_there_yet_is_waited_for(pipeline: Pipeline) -> None:
@@ -113,7 +113,11 @@ def test_code_that_blocks_a_worker_s_loop_is_named_in_the_status(pipeline: Pipel
     path = f"{Path(__file__).parents[2]}:{cluster.directory}"
     cluster.rollout_worker(PYTHONPATH=path, PENSTOCK_LAG__TRACE_S="0.05")
     cluster.orchestrator()
-    by_whom = "by Blocking.rollout ("
-    named = lambda: by_whom in (text := cluster.penstock("status", str(cluster.run_dir)).text) and text  # noqa: E731
-    said = wait_until(named, timeout_s=60, what="the status to name the blocker")
-    assert f"{cluster.directory.name}/blocking.py:8)" in said
+
+    def named() -> bool:
+        others = cluster.status().get("other_loops", {}).values()
+        return any("Blocking.rollout (" in culprit for lag in others for culprit in lag["blockers"])
+
+    wait_until(named, timeout_s=60, what="the status to name the blocker")
+    said = cluster.penstock("status", str(cluster.run_dir)).text
+    assert f"by Blocking.rollout ({cluster.directory.name}/blocking.py:8)" in said

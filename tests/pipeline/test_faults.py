@@ -24,13 +24,13 @@ def test_a_killed_engine_is_waited_for_and_a_killed_worker_replaced(pipeline: Pi
     worker = cluster.rollout_worker()
     cluster.compute_worker()
     run, trainer = cluster.orchestrator(), pipeline.trainer()
-    wait_state(cluster, "running", 4)
+    cluster.wait_running(4)
     pipeline.engine.kill()
     wait_until(
         lambda: "engine" in str(cluster.status().get("waiting_for")), timeout_s=40, what="the engine to be missed"
     )
     pipeline.restart_engine("--layers", "4", *SLOW_ENGINE)
-    wait_state(cluster, "running", 4)
+    cluster.wait_running(4)
     worker.kill()
     cluster.rollout_worker()
     found = pipeline.finish(run, trainer)

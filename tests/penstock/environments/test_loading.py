@@ -74,6 +74,7 @@ def test_without_configuration_there_are_the_built_ins() -> None:
         "arithmetic": 1_000,
         "guess": 1_000,
         "distinct": 10,
+        "program": 1_000,
     }
     assert [name for name, environment in loaded.items() if environment.scores_groups] == ["distinct"]
 
