@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo check test chaos fuzz bench clean
+.PHONY: setup demo check test test-slow chaos fuzz bench clean
 
 setup: $(STAMP)
 
@@ -26,7 +26,11 @@ check: setup
 	@$(BIN)/pytest --quiet tests/test_house_rules.py
 
 test: check
-	@$(BIN)/pytest --ignore tests/test_house_rules.py --numprocesses 3 --dist loadfile
+	@$(BIN)/pytest --ignore tests/test_house_rules.py --numprocesses 3 --dist loadfile -m 'not slow'
+
+# Real all the same: short runs of the benchmarks, demos side by side, session servers killed at random.
+test-slow: setup
+	@$(BIN)/pytest --numprocesses 3 --dist loadfile -m slow
 
 chaos: setup
 	@$(BIN)/pytest tests/chaos --chaos-rounds 20
@@ -35,7 +39,7 @@ fuzz: setup
 	@$(BIN)/pytest tests/penstock/test_response_fuzz.py --fuzz-rounds 1000 --timeout 900
 
 bench: setup
-	@for name in control recovery ingest filters lag boundary engine pool; do $(BIN)/penstock bench $$name || exit 1; done
+	@for name in control recovery ingest filters lag boundary sessions renderers engine pool; do $(BIN)/penstock bench $$name || exit 1; done
 
 clean:
 	@rm -rf $(VENV) build *.egg-info

@@ -82,6 +82,7 @@ def marked(tmp_path: Path) -> Iterator[Marked]:
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_two_demos_at_once_deliver_their_steps_and_end(marked: Marked) -> None:
     demos = [marked.start("--steps", "2", "--json", *options) for options in ([], ["--keep"])]
     said = [demo.communicate(timeout=PATIENCE_S) for demo in demos]
@@ -106,6 +107,7 @@ def test_two_demos_at_once_deliver_their_steps_and_end(marked: Marked) -> None:
     assert all((kept / "store" / blob.key).exists() for blob in blobs), "with --keep nothing is released"
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_it_leaves_nothing(marked: Marked) -> None:
     demo = marked.start("--steps", "1000")
     marked.wait_running()
@@ -115,6 +117,7 @@ def test_killed_in_the_middle_it_leaves_nothing(marked: Marked) -> None:
     marked.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_part_that_dies_is_named_with_its_last_words(marked: Marked) -> None:
     demo = marked.start("--steps", "1000")
     marked.wait_running()
