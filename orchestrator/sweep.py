@@ -48,11 +48,12 @@ class Sweep:
         experts_unreleased = self._ledger.number("experts_released")
         found, of_unknown_files = await in_io_thread(self._delivered, unreleased, experts_unreleased, steps)
         spared |= of_unknown_files
+        named |= found
         directories = [f"{self._rollouts}/{name}" for name in rollouts if name not in spared]
         directories += [step_directory(step) for step in steps]
         removed = 0
         for first in range(0, len(directories), AT_ONCE):
-            removed += await in_io_thread(self._sweep, directories[first : first + AT_ONCE], named | found)
+            removed += await in_io_thread(self._sweep, directories[first : first + AT_ONCE], named)
         if removed:
             logger.info("action=swept files=%d", removed)
         return removed

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from penstock.offload import in_io_thread
 
 OUTPUT_BYTES = 1 << 20
 """Of what a program says, the last so many are kept."""
+BLOCK_BYTES = 1 << 16  # what a pipe holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +39,12 @@ async def run_program(
     """`command`, with the policy's URL and key in its environment as the `openai` package reads them.
 
     It has a process group of its own, which is killed when this returns, raises or is cancelled; the program itself
-    also ends with this process.
+    also ends with this process. Of this process's own environment it gets all but Penstock's settings.
     """
     launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid())]
-    environment = {**os.environ, **policy.variables, **(variables or {})}
+    # Not ours: the addresses of Redis and of the engine have keys and passwords in them, and an agent is not trusted.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    environment = {**inherited, **policy.variables, **(variables or {})}
     # In a thread: the loop would stand still for every fork (380 ms when 16 programs started at once).
     starting = asyncio.create_task(in_io_thread(_start, [*launcher, *command], environment, directory))
     try:
@@ -62,13 +66,32 @@ def _start(command: Sequence[str], environment: Mapping[str, str], directory: Pa
 
 
 def _finished(program: "subprocess.Popen[bytes]") -> Finished:
+    """When the program has ended, whoever else still holds its output."""
     assert program.stdout is not None
     kept = bytearray()
-    with program.stdout as output:
-        while block := os.read(output.fileno(), 1 << 16):
-            kept += block
-            del kept[:-OUTPUT_BYTES]
+    with program.stdout as output, os.fdopen(os.pidfd_open(program.pid)) as ended:
+        os.set_blocking(output.fileno(), False)
+        watched = select.poll()
+        for file in (output, ended):
+            watched.register(file, select.POLLIN)
+        while not any(descriptor == ended.fileno() for descriptor, _ in watched.poll()):
+            if not _take(output.fileno(), kept):
+                watched.unregister(output)
+        for _ in range(OUTPUT_BYTES // BLOCK_BYTES):
+            if not _take(output.fileno(), kept):
+                break
     return Finished(exit_code=program.wait(), output=kept.decode(errors="replace"))
+
+
+def _take(descriptor: int, kept: bytearray) -> bool:
+    """False when there is nothing to take, now or ever."""
+    try:
+        block = os.read(descriptor, BLOCK_BYTES)
+    except BlockingIOError:
+        return False
+    kept += block
+    del kept[:-OUTPUT_BYTES]
+    return bool(block)
 
 
 async def _kill(starting: "asyncio.Task[subprocess.Popen[bytes]]") -> None:

@@ -225,3 +225,28 @@ def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     pid = asyncio.run(main())
     wait_until(lambda: not alive(pid), what="the program to be gone")
     assert os.getpid() != pid
+
+
+def run_here(script: str) -> str:
+    """What a shell script says that is run as an agent."""
+    policy = AgentPolicy(base_url="http://there/v1", api_key="key")
+    return asyncio.run(run_program(["/bin/sh", "-c", script], policy)).output
+
+
+def test_an_agent_gets_its_key_and_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_REDIS_URL", "redis://:hunter2@127.0.0.1/0")
+    monkeypatch.setenv("PENSTOCK_ENGINE__API_KEY", "hunter3")
+    said = run_here("env")
+    assert "OPENAI_BASE_URL=http://there/v1" in said
+    assert "OPENAI_API_KEY=key" in said
+    assert "PENSTOCK_" not in said
+    assert "hunter" not in said
+
+
+def test_a_program_that_leaves_others_behind_has_ended() -> None:
+    assert run_here("sleep 1000 & setsid sleep 5 & echo done") == "done\n"
+
+
+def test_of_much_output_the_end_is_kept() -> None:
+    said = run_here("head -c 3000000 /dev/zero | tr '\\0' x; echo end")
+    assert (len(said), said[-5:]) == (1 << 20, "xend\n")
