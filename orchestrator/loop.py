@@ -156,7 +156,8 @@ class Orchestrator:
     def deliver_what_is_sealed(self) -> None:
         """The manifest on the disk is the truth: a crash may have kept the ledger from saying so."""
         for batch in list(self.ledger.batches.values()):
-            if read_manifest(self.store, batch.step) is not None:
+            if manifest := read_manifest(self.store, batch.step):
+                self.sealer.publish(manifest)
                 self.deliver(batch)
 
     def deliver(self, batch: Batch) -> None:

@@ -113,7 +113,7 @@ class Reporter:
         own = self._orchestrator
         plans = own.submitter.plan_files
         causes = [own.broker.trouble, own.ledger.trouble, *own.gates.troubles, plans.trouble, own.sealer.trouble,
-                  own.planner.trouble, own.trainer.trouble, own.metrics.trouble, self.trouble]  # fmt: skip
+                  own.planner.trouble, *own.trainer.troubles, own.metrics.trouble, self.trouble]  # fmt: skip
         now = time.monotonic()
         unattended = [
             f"nobody takes jobs from the queue {queue}: start a worker: {START_WORKERS[queue]}"

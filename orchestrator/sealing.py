@@ -4,7 +4,8 @@ import logging
 
 from orchestrator.plan_files import batch_plan
 from orchestrator.records import Batch
-from penstock.batches import EncodedRank, seal_manifest
+from penstock.batches import BatchPlan, EncodedRank, Manifest, seal_manifest
+from penstock.batches.publishing import publish_prime_rl
 from penstock.blobs import Store
 from penstock.config import RunConfig
 from penstock.errors import BlobUnwritten
@@ -23,7 +24,7 @@ class Sealer:
         """False when the disk does not take it: the step waits and is tried again."""
         plan = batch_plan(self._config, batch)
         try:
-            await in_io_thread(seal_manifest, self._store, plan, ranks)
+            await in_io_thread(self._seal, plan, ranks)
         except (OSError, BlobUnwritten) as error:
             if self.trouble is None:
                 logger.error("action=sealing_waits step=%d error=%s", batch.step, error)
@@ -34,3 +35,11 @@ class Sealer:
             return False
         self.trouble = None
         return True
+
+    def _seal(self, plan: BatchPlan, ranks: list[EncodedRank]) -> None:
+        self.publish(seal_manifest(self._store, plan, ranks))
+
+    def publish(self, manifest: Manifest) -> None:
+        """Of a format of prime-rl's: where its trainer looks. Once more, after a crash, changes nothing."""
+        if manifest.plan.format != "native":
+            publish_prime_rl(self._store, manifest, self._config.batch.output_dir or self._config.run_dir)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from dataclasses import replace
 
 from orchestrator.ledger import Ledger
@@ -12,6 +13,7 @@ from penstock.offload import in_io_thread
 
 logger = logging.getLogger("penstock.trainer")
 
+AWAITED_S = 5.0  # shorter than this a run waits for its trainer at every step
 HORIZON_STEPS = 64  # without a trainer to wait for: far enough to fill any limit on rollouts in flight
 
 
@@ -22,6 +24,9 @@ class Trainer:
         self._ledger = ledger
         self.state = TrainerState()
         self._told: RunStatus | None = None
+        self._awaited_since: float | None = None
+        """since when nothing may be sealed before the trainer has gone on"""
+        self.unreadable: str | None = None
         self.trouble: str | None = None
         """why a waiting trainer is not told what the run is doing"""
 
@@ -30,13 +35,36 @@ class Trainer:
         try:
             state = await in_io_thread(read_trainer, self._run_dir)
         except BatchError as error:
-            logger.error("action=trainer_unreadable %s", error)
+            if self.unreadable is None:
+                logger.error("action=trainer_unreadable %s", error)
+            self.unreadable = f"what the trainer says cannot be read: {error}"
             return
+        self.unreadable = None
         if state.policy and state.policy.version > self._ledger.number("policy_version"):
             self._ledger.set("policy_version", state.policy.version)
         if state.acked > self.state.acked:
             self._ledger.train(state.acked)
         self.state = state
+        if self.may_seal(self._ledger.number("steps_delivered")):
+            self._awaited_since = None
+        else:
+            self._awaited_since = self._awaited_since or time.monotonic()
+
+    @property
+    def troubles(self) -> list[str]:
+        return [cause for cause in (self.trouble, self.unreadable, self.awaited) if cause]
+
+    @property
+    def awaited(self) -> str | None:
+        """That the run waits for the trainer, once it has for a while: it is slow, or nobody started it."""
+        if self._awaited_since is None or time.monotonic() - self._awaited_since < AWAITED_S:
+            return None
+        step = self._ledger.number("steps_delivered") - 1
+        return (
+            f"step {step} is sealed, and the trainer has not acknowledged step {self.state.acked + 1}: start one that "
+            f"reads {self._run_dir} (examples/toy_trainer.py), or raise trainer.max_steps_ahead "
+            '("unlimited" where nobody acknowledges)'
+        )
 
     def may_seal(self, step: int) -> bool:
         """At most `max_steps_ahead` sealed steps wait behind the one that is being trained on."""

@@ -82,6 +82,8 @@ class Batch(Section):
     extras: tuple[str, ...] = ()
     """per-token columns of the environments' scores that the batch shall carry"""
     format: Literal["native", "prime-rl", "prime-rl-2026-05"] = "native"
+    output_dir: Path | None = None
+    """prime-rl's: steps of its formats appear under `rollouts/step_N` there; default: the run directory"""
 
     def packing_rules(self) -> PackingRules:
         return PackingRules(

@@ -1,10 +1,12 @@
 """From an engine's answers to a trainer's batches, with real processes and no stage left out."""
 
 import json
+import signal
 from pathlib import Path
 
 from support.cluster import cluster_in
 from support.engine_process import EngineProcess
+from support.pipeline import pipeline_in
 
 from penstock.batches import BatchReader, read_manifests
 from penstock.blobs import Store
@@ -65,3 +67,18 @@ def assert_measured(run_dir: Path) -> None:
         assert 0 < line["prompt_tokens/min"] <= line["prompt_tokens/max"]
         assert line["tokens"] > line["loss_tokens"] > 0
         assert line["staleness_max"] <= 2
+
+
+def test_steps_of_prime_rl_s_format_appear_where_its_trainer_looks(tmp_path: Path) -> None:
+    settings = {"batch": {"format": "prime-rl"}, "trainer": {"max_steps_ahead": "unlimited"}, "steps": 2}
+    with pipeline_in(tmp_path / "pipeline", **settings) as pipeline:
+        pipeline.new_run("prime-rl")
+        cluster = pipeline.cluster
+        cluster.rollout_worker()
+        cluster.compute_worker()
+        killed = cluster.orchestrator(PENSTOCK_TESTING__CRASH_AT="sealed")
+        assert killed.wait(60) == -signal.SIGKILL, killed.text[-2000:]
+        assert cluster.orchestrator().wait(60) == 0
+        found = sorted(path.relative_to(cluster.run_dir / "rollouts").as_posix()
+                       for path in (cluster.run_dir / "rollouts").rglob("*.*"))  # fmt: skip
+        assert found == [f"step_{step}/{name}" for step in (0, 1) for name in ("rank_0.bin", "train_rollouts.jsonl")]

@@ -119,3 +119,13 @@ def test_failures_are_tried_again_and_then_dead(tmp_path: Path) -> None:
     assert found["dead"] > 0
     assert found["steps"] == 3
     assert policy_errors[0][0] > 0
+
+
+def test_a_run_that_waits_for_a_trainer_says_so(shared: Cluster) -> None:
+    shared.new_run("no-trainer")
+    run = shared.orchestrator(PENSTOCK_TRAINER__MAX_STEPS_AHEAD="1", PENSTOCK_STEPS="4")
+    said = "step 1 is sealed, and the trainer has not acknowledged step 0: start one that reads "
+    wait_until(lambda: said in str(shared.status().get("waiting_for")), timeout_s=40, what="the trainer to be missed")
+    run.signal(signal.SIGINT)
+    assert run.wait() == 0
+    assert shared.audit()["balanced"]
