@@ -21,7 +21,9 @@ class Problem:
     answer: int
 
 
-class Arithmetic:
+class Sums:
+    """The examples; `program.py` has them played by somebody else."""
+
     def __init__(
         self,
         *,
@@ -32,6 +34,8 @@ class Arithmetic:
     ) -> None:
         self.examples = [make_problem(terms=terms, largest=largest, seed=f"{seed}/{index}") for index in range(size)]
 
+
+class Arithmetic(Sums):
     async def rollout(self, example: Problem, policy: Policy) -> Score:
         reply = await policy.chat([{"role": "user", "content": PROMPT.format(problem=example.text)}])
         answer = last_answer(reply.content)

@@ -2,11 +2,8 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field
-
-from penstock.environments.arithmetic import PROMPT, Arithmetic, Problem, last_answer
+from penstock.environments.arithmetic import PROMPT, Problem, Sums, last_answer
 from penstock.environments.programs import run_program
 from penstock.environments.protocol import AgentPolicy
 from penstock.environments.scores import Score
@@ -14,18 +11,8 @@ from penstock.environments.scores import Score
 AGENT = Path(__file__).with_name("sums_agent.py")
 
 
-class Program:
+class Program(Sums):
     external_agent = True
-
-    def __init__(
-        self,
-        *,
-        size: Annotated[int, Field(ge=1)] = 1_000,
-        terms: Annotated[int, Field(ge=1)] = 3,
-        largest: Annotated[int, Field(ge=1)] = 20,
-        seed: int = 0,
-    ) -> None:
-        self.examples = Arithmetic(size=size, terms=terms, largest=largest, seed=seed).examples
 
     async def rollout(self, example: Problem, policy: AgentPolicy) -> Score:
         ended = await run_program([sys.executable, "-I", str(AGENT), PROMPT.format(problem=example.text)], policy)

@@ -1,7 +1,6 @@
 """The one HTTP client of a process: retries with jitter, failures in two kinds. How bytes come: `transport.py`."""
 
-import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, NoReturn, TypeVar
 
@@ -9,11 +8,9 @@ import aiohttp
 
 from penstock.errors import InfrastructureFailure, PolicyFailure, Upstream
 from penstock.offload import in_cpu_thread
-from penstock.policy.byte_budget import ByteBudget
 from penstock.policy.patience import Patience
-from penstock.policy.replicas import Replica, Replicas
-from penstock.policy.transport import ON_LOOP_BYTES, open_http, raise_if_out_of_descriptors, receive, sendable
-from penstock.rollout_config import Engine
+from penstock.policy.replicas import Replica
+from penstock.policy.transport import ON_LOOP_BYTES, EngineConnection, raise_if_out_of_descriptors, receive, sendable
 
 T = TypeVar("T")
 
@@ -42,20 +39,8 @@ class Answer(Generic[T]):
     """of the attempts before this one"""
 
 
-class EngineClient:
-    """Made by `open`, once a process, on its loop."""
-
-    def __init__(self, settings: Engine, http: aiohttp.ClientSession) -> None:
-        self.settings = settings
-        self.replicas = Replicas(settings.urls)
-        self.budget = ByteBudget(settings.received_bytes)
-        self._http = http
-
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def open(cls, settings: Engine) -> AsyncIterator["EngineClient"]:
-        async with open_http(settings) as http:
-            yield cls(settings, http)
+class EngineClient(EngineConnection):
+    """One a process."""
 
     async def ask(self, request: Request, read: Callable[[bytes], T], *, home: Replica | None = None) -> Answer[T]:
         """What `read` makes of the answer. An answer that it finds malformed (`Upstream`) is asked for again, like one

@@ -12,11 +12,13 @@ import io
 import logging
 import resource
 from collections.abc import AsyncIterator
+from typing import Self
 
 import aiohttp
 
 from penstock.errors import InfrastructureFailure
 from penstock.policy.byte_budget import ByteBudget, Share
+from penstock.policy.replicas import Replicas
 from penstock.rollout_config import Engine
 
 logger = logging.getLogger("penstock.policy")
@@ -47,6 +49,23 @@ async def open_http(settings: Engine) -> AsyncIterator[aiohttp.ClientSession]:
         cookie_jar=aiohttp.DummyCookieJar(),
     ) as http:
         yield http
+
+
+class EngineConnection:
+    """What talking to an engine takes: its replicas, its connections, room for its answers. Made by `open`, on the loop
+    that uses it."""
+
+    def __init__(self, settings: Engine, http: aiohttp.ClientSession) -> None:
+        self.settings = settings
+        self.replicas = Replicas(settings.urls)
+        self.budget = ByteBudget(settings.received_bytes)
+        self._http = http
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, settings: Engine) -> AsyncIterator[Self]:
+        async with open_http(settings) as http:
+            yield cls(settings, http)
 
 
 def sendable(body: bytes) -> bytes | io.BytesIO:

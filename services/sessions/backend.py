@@ -12,10 +12,9 @@ import aiohttp
 from yarl import URL
 
 from penstock.errors import InfrastructureFailure, Upstream
-from penstock.policy.byte_budget import ByteBudget, Share
-from penstock.policy.replicas import Replica, Replicas
-from penstock.policy.transport import open_http, raise_if_out_of_descriptors, receive, sendable
-from penstock.rollout_config import Engine
+from penstock.policy.byte_budget import Share
+from penstock.policy.replicas import Replica
+from penstock.policy.transport import EngineConnection, raise_if_out_of_descriptors, receive, sendable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,21 +43,7 @@ class Answered:
         return body
 
 
-class Backend:
-    """Made by `open`, on the loop that uses it."""
-
-    def __init__(self, settings: Engine, http: aiohttp.ClientSession) -> None:
-        self.settings = settings
-        self.replicas = Replicas(settings.urls)
-        self.budget = ByteBudget(settings.received_bytes)
-        self._http = http
-
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def open(cls, settings: Engine) -> AsyncIterator["Backend"]:
-        async with open_http(settings) as http:
-            yield cls(settings, http)
-
+class Backend(EngineConnection):
     @contextlib.asynccontextmanager
     async def ask(self, asked: Asked, *, home: Replica | None = None) -> AsyncIterator[Answered]:
         """What was answered, whatever its status. Until the end of the block, its bytes count as being received."""
