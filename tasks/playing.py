@@ -48,8 +48,9 @@ class Player:
             yield self
 
     async def play(self, job: RolloutJob, execution: str) -> RolloutResult:
-        if self._is_noop(job.environment):
+        if noop.plays(job.environment, self._config):
             return await noop.rollout(job, self._config.noop)
+        environment = self._environment(job.environment)
         assert self._stage is not None, "it is ready before it plays"
         self._stage.client.replicas.announce(job.policy_version)
         attempt = Attempt(
@@ -61,37 +62,37 @@ class Player:
             timeout_s=job.timeout_s,
             policy_version=job.policy_version,
         )
-        return await play(self._stage, self._environments[job.environment], job.example, attempt)
+        return await play(self._stage, environment, job.example, attempt)
 
     async def score(self, job: ScoreJob) -> ScoreResult:
-        assert not self._is_noop(job.environment), "a noop's groups are not scored"
+        environment = self._environment(job.environment)
         plan = await in_io_thread(plans.read_group, self._config.store_dir, job.plan)
         results = [member.result for member in plan.members]
         store = Store(self._config.store_dir)
-        scores = await score_group(store, self._environments[job.environment], plan.example, results)
+        scores = await score_group(store, environment, plan.example, results)
         names = (member.rollout for member in plan.members)
         return ScoreResult(rewards={name: score.reward for name, score in zip(names, scores, strict=True)})
 
     async def survey(self, job: SurveyJob) -> SurveyResult:
-        if self._is_noop(job.environment):
+        if noop.plays(job.environment, self._config):
             return SurveyResult(examples=noop.EXAMPLES, scores_groups=False)
-        environment = self._environments[job.environment]
+        environment = self._environment(job.environment)
         return SurveyResult(examples=environment.size, scores_groups=environment.scores_groups)
 
-    def _is_noop(self, name: str) -> bool:
-        if noop.plays(name, self._config):
-            return True
+    def _environment(self, name: str) -> LoadedEnvironment:
+        """StageError where this worker cannot play it, with what to do."""
         if self._broken is not None:
             raise StageError(f"the worker cannot play: {self._broken}")
         if name not in self._environments:
             known = ", ".join(sorted(self._environments.keys() | self._config.environments.keys()))
             raise StageError(f"this worker has no environment {name!r}, only {known}: add it to its configuration")
-        if self._environments[name].external_agent and not self._config.sessions.urls:
+        found = self._environments[name]
+        if found.external_agent and not self._config.sessions.urls:
             raise StageError(
                 f"environment {name!r} has an agent of its own: set sessions.urls (PENSTOCK_SESSIONS__URLS) to where "
                 "`penstock sessions` runs"
             )
-        return False
+        return found
 
 
 async def _dialect(config: RunConfig) -> Dialect:
