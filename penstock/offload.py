@@ -1,4 +1,4 @@
-"""Where a loop sends what would block it: one bounded pool for blocking I/O, one for CPU work, both per loop.
+"""Where a loop sends what would block it: bounded pools, each a loop's own, for blocking I/O, CPU work and files.
 
 At the bound a caller is suspended until a thread is free, in order of arrival; nothing queues up inside a pool.
 Cancelled while suspended, the function never runs. Cancelled while it runs, the caller goes on at once, but the
@@ -25,6 +25,10 @@ T = TypeVar("T")
 IO_THREADS_PER_JOB = 2
 # 512 threads in use take 48 MB. More blocking calls at once need a second process, not more threads.
 IO_THREADS_MAX = 512
+# Recording a turn is 0.5 ms of Python between system calls that hardly wait. On the wide pool, 256 rollouts took the
+# GIL from the loop and from each other: 30-60 changes of thread a turn, and more CPU than on 4 or 16 threads. On a
+# network where a call takes 5 ms, eight still record 400 turns a second.
+FILE_THREADS = 8
 # For loops that nobody sized.
 DEFAULT_CONCURRENCY = 64
 # Only what others hand to the default executor directly (asyncio.to_thread, name look-ups) can wait inside a pool.
@@ -49,13 +53,23 @@ class Pool(ThreadPoolExecutor):
         except BaseException:
             self._free.release()
             raise
-        # When the thread is free, not when the caller stopped waiting.
-        call.add_done_callback(lambda _: self._freed(loop))
-        return await asyncio.wrap_future(call)
+        ended: asyncio.Future[T] = loop.create_future()
+        call.add_done_callback(lambda call: self._tell(loop, call, ended))
+        return await ended
 
-    def _freed(self, loop: asyncio.AbstractEventLoop) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits for a thread
-            loop.call_soon_threadsafe(self._free.release)
+    def _tell(self, loop: asyncio.AbstractEventLoop, call: Future[T], ended: "asyncio.Future[T]") -> None:
+        """In the thread: the loop is woken once for the outcome and for the thread that is free again."""
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits for either
+            loop.call_soon_threadsafe(self._end, call, ended)
+
+    def _end(self, call: Future[T], ended: "asyncio.Future[T]") -> None:
+        self._free.release()
+        if ended.done():  # the caller was cancelled
+            return
+        if error := call.exception():
+            ended.set_exception(error)
+        else:
+            ended.set_result(call.result())
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         if self._work_queue.qsize() >= BACKLOG_MAX:
@@ -67,14 +81,16 @@ class Pool(ThreadPoolExecutor):
 
 
 class IoPool(Pool):
-    """The default executor of its loop; the CPU pool ends when the loop ends this one."""
+    """The default executor of its loop; the other two pools end when the loop ends this one."""
 
-    def __init__(self, *, threads: int, cpu: Pool) -> None:
+    def __init__(self, *, threads: int, cpu_threads: int) -> None:
         super().__init__(name="io", threads=threads)
-        self.cpu = cpu
+        self.cpu = Pool(name="cpu", threads=cpu_threads)
+        self.files = Pool(name="files", threads=min(threads, FILE_THREADS))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self.cpu.shutdown(wait, cancel_futures=cancel_futures)
+        for other in (self.cpu, self.files):
+            other.shutdown(wait, cancel_futures=cancel_futures)
         super().shutdown(wait, cancel_futures=cancel_futures)
 
 
@@ -96,7 +112,7 @@ def install(
 ) -> IoPool:
     """Give `loop` its pools, for `concurrency` jobs at once. Whoever ends the default executor ends both."""
     threads = min(IO_THREADS_PER_JOB * concurrency, IO_THREADS_MAX)
-    pool = IoPool(threads=threads, cpu=Pool(name="cpu", threads=cpu_threads or cores()))
+    pool = IoPool(threads=threads, cpu_threads=cpu_threads or cores())
     loop.set_default_executor(pool)
     for closed in [other for other in list(_pools) if other.is_closed()]:
         _pools.pop(closed, None)
@@ -105,8 +121,13 @@ def install(
 
 
 async def in_io_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """For what waits: files, sockets of synchronous libraries, SQLite."""
+    """For what waits: sockets of synchronous libraries, programs, SQLite, one file now and then."""
     return await _pool().run(fn, *args, **kwargs)
+
+
+async def in_file_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """For small files, when hundreds of jobs write them at once."""
+    return await _pool().files.run(fn, *args, **kwargs)
 
 
 async def in_cpu_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -23,7 +23,7 @@ from penstock.environments.protocol import AgentPolicy, Played, ScoresGroups
 from penstock.environments.scores import Score, checked_score
 from penstock.errors import BlobError, NotFound, NothingToTrain, PolicyFailure, StageError
 from penstock.messages import POLICY_ERROR_CHARACTERS, RolloutResult, shortened
-from penstock.offload import in_io_thread
+from penstock.offload import in_file_thread
 from penstock.policy import Dialect, EngineClient, RecordedPolicy
 from penstock.policy.agent_sessions import SessionServers
 from penstock.recording import Mode, Sealed, Session, SessionSettings
@@ -119,7 +119,7 @@ async def score_group(
     store: Store, environment: LoadedEnvironment, example: int, members: Sequence[RolloutResult]
 ) -> list[Score]:
     """The scores of a group's rollouts, in their order, by an environment that judges them together."""
-    rollouts = [await in_io_thread(_read_played, store, member) for member in members]
+    rollouts = [await in_file_thread(_read_played, store, member) for member in members]
     what = f"environment {environment.name!r} could not score a group of example {example}"
     judge = environment.environment
     if not isinstance(judge, ScoresGroups):
@@ -161,7 +161,7 @@ async def _discard(store: Store, key: str, starting: asyncio.Task[Session]) -> N
         if not starting.cancelled() and not starting.exception():
             with contextlib.suppress(NotFound):  # closed already
                 await starting.result().close()
-        await in_io_thread(store.sweep, key, named=())
+        await in_file_thread(store.sweep, key, named=())
     except (OSError, BlobError) as error:
         logger.warning("action=not_discarded key=%s error=%r", key, error)
 

@@ -19,7 +19,7 @@ from penstock.blobs import BlobRef, Store
 from penstock.cancellation import to_the_end
 from penstock.errors import Busy, ContextFull, Invariant, NotFound, NothingToTrain
 from penstock.fingerprints import Ids
-from penstock.offload import in_io_thread
+from penstock.offload import in_file_thread
 from penstock.recording.conversation import START, Conversation, Message, Mode, Request
 from penstock.recording.spool import SessionSettings, Spool
 from penstock.recording.turn_log import Entry
@@ -94,12 +94,12 @@ class Session:
     async def start(
         cls, store: Store, settings: SessionSettings, *, route_format: RouteFormat = ANY_FORMAT
     ) -> "Session":
-        return cls(await in_io_thread(Spool.create, store, settings), route_format=route_format)
+        return cls(await in_file_thread(Spool.create, store, settings), route_format=route_format)
 
     @classmethod
     async def recover(cls, store: Store, key: str, *, route_format: RouteFormat = ANY_FORMAT) -> "Session":
         """The session that another process recorded at `key`, with every turn that it committed."""
-        return await in_io_thread(cls._recovered, store, key, route_format)
+        return await in_file_thread(cls._recovered, store, key, route_format)
 
     @classmethod
     def _recovered(cls, store: Store, key: str, route_format: RouteFormat) -> "Session":
@@ -144,7 +144,7 @@ class Session:
         """What was committed with each turn; in linear mode without those that were discarded."""
         self._require_open()
         turns = self._conversation.line() if self.settings.mode is Mode.LINEAR else range(self.turns)
-        return await in_io_thread(self._spool.records, turns)
+        return await in_file_thread(self._spool.records, turns)
 
     @contextlib.contextmanager
     def claim(self) -> Generator[Claim]:
@@ -219,7 +219,7 @@ class Session:
     async def _discard(self) -> None:
         if under_way := [task for task in (self._recording, self._sealing) if task]:
             await asyncio.wait(under_way)
-        await in_io_thread(self._spool.discard)
+        await in_file_thread(self._spool.discard)
 
     def _history(self, request: Request) -> tuple[Ids, int, int]:
         if self.settings.mode is Mode.OPEN or request.parent is START:
@@ -248,7 +248,7 @@ class Session:
             answer=orjson.dumps(answer),
             record=record,
         )
-        await in_io_thread(self._spool.write, entry, rows)
+        await in_file_thread(self._spool.write, entry, rows)
         if self._is_closed():
             return False
         self._samples.add(addition, turn.sequence)
@@ -261,7 +261,7 @@ class Session:
         turns = self._samples.turns
         lines = [self._conversation.line(turn) for turn in self._samples.last_turns()]
         try:
-            columns, experts = await in_io_thread(self._spool.seal, self._samples, lines, error=error, extras=extras)
+            columns, experts = await in_file_thread(self._spool.seal, self._samples, lines, error=error, extras=extras)
         except BaseException:
             self._sealing = None
             if not self._is_closed():

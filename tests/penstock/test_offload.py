@@ -12,7 +12,7 @@ from support.waiting import wait_until_async
 from penstock import offload
 from penstock.errors import InfrastructureFailure
 from penstock.event_loop import event_loop_factory
-from penstock.offload import Pool, in_cpu_thread, in_io_thread
+from penstock.offload import Pool, in_cpu_thread, in_file_thread, in_io_thread
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]], *, concurrency: int | None = None) -> None:
@@ -28,6 +28,7 @@ def test_each_pool_names_its_threads() -> None:
     async def main() -> None:
         assert (await in_io_thread(threading.current_thread)).name.startswith("penstock-io")
         assert (await in_cpu_thread(threading.current_thread)).name.startswith("penstock-cpu")
+        assert (await in_file_thread(threading.current_thread)).name.startswith("penstock-files")
 
     run(main)
 
@@ -60,6 +61,14 @@ def test_the_cpu_pool_is_as_wide_as_the_cores_it_may_use() -> None:
     run(main)
 
 
+@pytest.mark.parametrize(("concurrency", "threads"), [(1, 2), (1000, offload.FILE_THREADS)])
+def test_however_many_rollouts_record_few_threads_write(concurrency: int, threads: int) -> None:
+    async def main() -> None:
+        assert offload.install(asyncio.get_running_loop(), concurrency=concurrency).files.threads == threads
+
+    run(main)
+
+
 @pytest.mark.parametrize(("content", "quota"), [("150000 100000", 2), ("20000 100000", 1), ("max 100000", 1_000_000)])
 def test_the_cores_are_those_of_the_affinity_and_of_a_container(tmp_path: Path, content: str, quota: int) -> None:
     (tmp_path / "cpu.max").write_text(content)
@@ -68,7 +77,7 @@ def test_the_cores_are_those_of_the_affinity_and_of_a_container(tmp_path: Path, 
     assert offload.cores(tmp_path / "missing") == affinity
 
 
-@pytest.mark.parametrize("in_thread", [in_io_thread, in_cpu_thread])
+@pytest.mark.parametrize("in_thread", [in_io_thread, in_cpu_thread, in_file_thread])
 def test_context_variables_follow_into_the_thread(in_thread) -> None:
     variable = contextvars.ContextVar("variable", default="unset")
 
@@ -140,11 +149,12 @@ def test_cancelled_while_it_runs_the_caller_goes_on_and_the_function_keeps_its_t
     run(main)
 
 
-def test_the_runner_ends_both_pools_and_waits_for_abandoned_calls() -> None:
+def test_the_runner_ends_all_pools_and_waits_for_abandoned_calls() -> None:
     held = Held()
 
     async def main() -> None:
         await in_io_thread(int)
+        await in_file_thread(int)
         abandoned = asyncio.create_task(in_cpu_thread(held))
         await wait_until_async(held.started.is_set)
         abandoned.cancel()
