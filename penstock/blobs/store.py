@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -50,7 +51,7 @@ class Store:
                 f"{key!r} is no key: names of letters, digits, . _ - joined by /, none beginning with a dot"
             )
         path = self.root / key
-        if path.resolve() != path:
+        if any(map(os.path.islink, accumulate(key.split("/"), os.path.join, initial=str(self.root)))):
             raise BlobError(f"key {key} leads through a symbolic link: a store holds plain files and directories")
         return path
 
@@ -83,8 +84,11 @@ class Store:
         """Writes the pieces one after the other, as one blob that appears when it is complete."""
         part = self.part(key)
         try:
-            for piece in pieces:
-                part.append(piece)
+            if isinstance(pieces, list):
+                part.append(*pieces)
+            else:
+                for piece in pieces:
+                    part.append(piece)
             return self.commit(part, key)
         except BaseException:
             part.discard()
