@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from penstock import descriptors
 from tasks import app, rollouts
 from tasks.execution import AsyncProcess
 from tasks.playing import Player
@@ -18,6 +19,7 @@ class RolloutPool(AsyncioPool):
 
     def on_start(self) -> None:
         self.drain_s = settings().recovery.drain_s
+        descriptors.ensure(self.limit)
         super().on_start()
 
     @contextlib.asynccontextmanager
