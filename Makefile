@@ -39,7 +39,7 @@ fuzz: setup
 	@$(BIN)/pytest tests/penstock/test_response_fuzz.py --fuzz-rounds 1000 --timeout 900
 
 bench: setup
-	@for name in control recovery ingest filters lag boundary sessions renderers engine pool; do $(BIN)/penstock bench $$name || exit 1; done
+	@for name in control recovery ingest filters lag boundary sessions rollout-worker renderers engine pool; do $(BIN)/penstock bench $$name || exit 1; done
 
 clean:
 	@rm -rf $(VENV) build *.egg-info

@@ -11,13 +11,14 @@ from cli.output import Json, print_json
 
 
 class Bench(StrEnum):
-    """The modules of `bench/` that have a `run(quick: bool) -> Report`."""
+    """The modules of `bench/` that have a `run(quick: bool) -> Report`, with hyphens for underscores."""
 
     CONTROL = "control"
     RECOVERY = "recovery"
     INGEST = "ingest"
     FILTERS = "filters"
     SESSIONS = "sessions"
+    ROLLOUT_WORKER = "rollout-worker"
     RENDERERS = "renderers"
     LAG = "lag"
     BOUNDARY = "boundary"
@@ -36,7 +37,7 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="A sanity run: no figure of it means anything.")] = False,
 ) -> None:
     """Measure one part of Penstock beside its baseline."""
-    module = cast("BenchModule", importlib.import_module(f"bench.{name.value}"))
+    module = cast("BenchModule", importlib.import_module(f"bench.{name.value.replace('-', '_')}"))
     report = module.run(quick=quick)
     if as_json:
         print_json(report.as_dict())
