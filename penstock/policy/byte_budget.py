@@ -2,7 +2,8 @@
 
 A body whose length is known reserves it in one piece, so the limit holds exactly. One that grows chunk by chunk could
 wait for others that wait for it; therefore the oldest of those that hold something always goes on, and only that one
-can take the total over the limit.
+can take the total over the limit. Bodies that were received are joined before they are read: room for as many `copies`
+of the largest one, at most half of all, is left free.
 """
 
 import asyncio
@@ -23,8 +24,10 @@ class Share:
 
 
 class ByteBudget:
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, copies: int = 0) -> None:
         self.limit = limit
+        self._copies = copies
+        self._largest = 0
         self.used = self.most_used = 0
         self._holders: dict[Share, None] = {}  # oldest first
         self._waiting: dict[Share, tuple[int, asyncio.Future[None]]] = {}
@@ -59,12 +62,19 @@ class ByteBudget:
             oldest = next(iter(self._holders), None)
             share = oldest if oldest in self._waiting else next(iter(self._waiting))
             size, granted = self._waiting[share]
-            if share is not oldest and self.used + size > self.limit:
+            if share is not oldest and not self._fits(share, size):
                 return
             del self._waiting[share]
             self.used += size
             self.most_used = max(self.most_used, self.used)
             share.held += size
+            self._largest = max(self._largest, share.held)
             self._holders[share] = None
             if not granted.done():
                 granted.set_result(None)
+
+    def _fits(self, share: Share, size: int) -> bool:
+        if not self.used:  # a body that leaves no room for its copies is received alone
+            return size <= self.limit
+        copies = self._copies * max(self._largest, share.held + size)
+        return self.used + size + min(copies, self.limit // 2) <= self.limit

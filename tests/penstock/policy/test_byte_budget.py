@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 
 import pytest
 from hypothesis import given, settings
@@ -81,6 +82,34 @@ def test_whoever_is_cancelled_while_waiting_gives_way() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await large
         assert (budget.used, budget.waiting) == (0, 0)
+
+    asyncio.run(main())
+
+
+def test_room_for_copies_of_the_largest_body_is_left_free_but_at_most_half() -> None:
+    async def main() -> None:
+        for copies, fit in ((0, 10), (2, 8), (50, 5)):
+            budget = ByteBudget(100, copies=copies)
+            with contextlib.ExitStack() as stack:
+                for _ in range(fit):
+                    await stack.enter_context(budget.share()).reserve(10)
+                late = stack.enter_context(budget.share())
+                waiting = asyncio.create_task(late.reserve(10))
+                await settle()
+                assert not waiting.done()
+                waiting.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_body_that_leaves_no_room_for_its_copies_is_received_alone() -> None:
+    async def main() -> None:
+        budget = ByteBudget(100, copies=2)
+        with budget.share() as share:
+            await share.reserve(90)
+        with budget.share() as share:
+            await share.reserve(10)
+            assert budget.used == 10
 
     asyncio.run(main())
 

@@ -12,6 +12,8 @@ from support.upstream import Says, Seen, Server, answer, serving, user
 from support.waiting import wait_until_async
 
 from penstock.errors import EngineUnreachable, InfrastructureFailure, PolicyFailure, Upstream
+from penstock.offload import cores
+from penstock.policy import transport
 from penstock.policy.client import ON_LOOP_BYTES, EngineClient, Request
 from penstock.replies import Endpoint
 from penstock.responses import read_turn
@@ -214,9 +216,10 @@ def test_large_bodies_are_read_off_the_loop_and_small_ones_on_it() -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_bodies_over_the_byte_budget_wait_unread(chunked: bool) -> None:
-    """Four of twelve bodies fit. They are held until the other eight have answers waiting; those are not received:
-    what the server could get rid of lies in the buffers of the sockets."""
+    """Four of twelve bodies fit, with room for their copies. They are held until the other eight have answers waiting;
+    those are not received: what the server could get rid of lies in the buffers of the sockets."""
     size, fit, asked = 16 * MEGABYTE, 4, 12
+    limit = (fit + min(fit, cores())) * size
     body, release = b"x" * size, threading.Event()
 
     def read(received: bytes) -> int:
@@ -224,7 +227,7 @@ def test_bodies_over_the_byte_budget_wait_unread(chunked: bool) -> None:
         return len(received)
 
     async def main(server: Server) -> None:
-        async with client_of(server.url, received_bytes=fit * size) as client:
+        async with client_of(server.url, received_bytes=limit) as client:
             asking = [asyncio.create_task(client.ask(REQUEST, read)) for _ in range(asked)]
             if not chunked:
                 await wait_until_async(lambda: client.budget.waiting == asked - fit, timeout_s=30)
@@ -233,7 +236,7 @@ def test_bodies_over_the_byte_budget_wait_unread(chunked: bool) -> None:
                 assert server.unread_bytes < (asked - fit) * size / 2
             release.set()
             assert [found.value for found in await asyncio.gather(*asking)] == [size] * asked
-            assert client.budget.most_used <= fit * size + (size if chunked else 0)
+            assert client.budget.most_used <= (limit + size if chunked else fit * size)
 
     with serving(lambda _: Says(body=body, chunked=chunked)) as server:
         run(lambda: main(server))
@@ -246,6 +249,23 @@ def test_an_answer_larger_than_the_budget_is_refused() -> None:
                 async with client_of(server.url, received_bytes=MEGABYTE // 2) as client:
                     with pytest.raises(InfrastructureFailure, match=r"raise engine\.received_bytes"):
                         await client.ask(REQUEST, words)
+
+    run(main)
+
+
+@pytest.mark.parametrize(("patience_s", "connections"), [(0.0, 2), (3600.0, 1)])
+def test_a_connection_whose_answer_waited_to_be_read_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch, patience_s: float, connections: int
+) -> None:
+    """The server counts its keep-alive from when it has sent: to it, that connection has long been idle."""
+    monkeypatch.setattr(transport, "READ_S", patience_s)
+
+    async def main() -> None:
+        with serving(lambda _: Says(body=bytes(MEGABYTE))) as server:
+            async with client_of(server.url) as client:
+                for _ in range(2):
+                    assert (await client.ask(REQUEST, len)).value == MEGABYTE
+            assert len({seen.headers["peer"] for seen in server.seen}) == connections
 
     run(main)
 
