@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo check test test-slow chaos fuzz bench clean
+.PHONY: setup demo check test test-slow chaos fuzz soak bench clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,9 @@ chaos: setup
 
 fuzz: setup
 	@$(BIN)/pytest tests/penstock/test_response_fuzz.py --fuzz-rounds 1000 --timeout 900
+
+soak: setup
+	@$(BIN)/penstock bench soak --strict
 
 bench: setup
 	@for name in control recovery ingest filters lag boundary sessions rollout-worker renderers engine pool; do $(BIN)/penstock bench $$name || exit 1; done

@@ -6,6 +6,7 @@ kind of process, without recording, byte budget or files.
 
 import asyncio
 import base64
+import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
@@ -47,11 +48,14 @@ class ParseAll:
 
     async def _asked(self, messages: list[Message]) -> bytes:
         if self._http is None:
-            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
         data = orjson.dumps({"messages": messages, "logprobs": True, "return_token_ids": True})
-        async with self._http.post(self._url, data=data) as response:
-            response.raise_for_status()
-            return await response.read()
+        while True:
+            # Its loop may stand for longer than an engine keeps a connection that is silent.
+            with contextlib.suppress(aiohttp.ClientConnectionError):
+                async with self._http.post(self._url, data=data) as response:
+                    response.raise_for_status()
+                    return await response.read()
 
 
 def _decoded(reply: dict[str, Any]) -> NDArray[np.uint8]:

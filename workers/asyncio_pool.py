@@ -5,6 +5,7 @@ early acknowledgement, ignored results and `worker_disable_prefetch`: a body get
 `self.request`, no retries, no links). Invariant: every body that was started is in `_bodies` until it has ended.
 """
 
+import asyncio
 import logging
 import os
 import threading
@@ -142,6 +143,7 @@ class AsyncioPool(BasePool):
             "leaving": len(self._bodies - self._active),
             "started": self._started,
             "finished": self._finished,
+            "tasks": len(asyncio.all_tasks(self._thread.loop)),
             "loop": type(self._thread.loop).__module__,
             "loop_lag": self.loop_lag(),
         }

@@ -84,8 +84,8 @@ async def receive(response: aiohttp.ClientResponse, share: Share, budget: ByteBu
     await _reserve(share, budget, response.content_length or 0)
     chunks, received, content = list[bytes](), 0, response.content
     while not content.at_eof():
-        if response.connection and time.monotonic() - began > READ_S:
-            response.connection.protocol.force_close()
+        if time.monotonic() - began > READ_S:
+            _use_no_more(response.connection)
         chunk, _ = await content.readchunk()
         received += len(chunk)
         if received > share.held:
@@ -94,6 +94,11 @@ async def receive(response: aiohttp.ClientResponse, share: Share, budget: ByteBu
     if error := content.exception():
         raise error
     return chunks
+
+
+def _use_no_more(connection: aiohttp.connector.Connection | None) -> None:
+    if connection and connection.protocol:  # else it was released with the last byte
+        connection.protocol.force_close()
 
 
 async def _reserve(share: Share, budget: ByteBudget, size: int) -> None:

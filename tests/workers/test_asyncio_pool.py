@@ -148,6 +148,7 @@ def test_stats_show_the_pool_and_its_loop(worker: WorkerProcess, said: Said) -> 
     assert (pool["max-concurrency"], pool["processes"]) == (SLOTS, [worker.pid])
     assert (pool["active"], pool["waiting"], pool["leaving"]) == (1, 0, 0)
     assert pool["started"] == before["started"] + 1
+    assert pool["tasks"] > before["tasks"]
     assert pool["loop"] == "uvloop"
     assert pool["loop_lag"] == {"max": 0.25}
 

@@ -1,4 +1,4 @@
-"""What must never happen, made to happen: the server runs in this process, on a socket, so that a test reaches in."""
+"""What is seen from inside only: the server runs in this process, on a socket, so that a test reaches in."""
 
 import asyncio
 import json
@@ -17,10 +17,13 @@ from support.waiting import wait_until_async
 from penstock.blobs import Store
 from penstock.config import RunConfig
 from penstock.loop_lag import LoopLag
+from penstock.policy.transport import ON_LOOP_BYTES
 from penstock.rollout_config import Engine
+from services.sessions import chats
 from services.sessions.backend import Backend
 from services.sessions.connection import JsonServer
 from services.sessions.registry import Registry
+from services.sessions.requests import read_chat
 from services.sessions.server import SessionServer
 from services.sessions.shelf import Shelf
 
@@ -81,6 +84,29 @@ def test_turns_that_appear_meanwhile_are_an_error_that_is_logged(
     ):
         asyncio.run(main(upstream))
     assert "action=invariant" in caplog.text
+
+
+def test_large_requests_are_unpacked_and_checked_off_the_loop_and_small_ones_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def watched(body: bytes, *args: Any) -> Any:
+        threads.append(threading.current_thread().name.rpartition("_")[0])
+        return read_chat(body, *args)
+
+    monkeypatch.setattr(chats, "read_chat", watched)
+
+    async def main(upstream: Server) -> None:
+        async with sessions(tmp_path, upstream.url) as (_, base), ClientSession() as http:
+            for size in (10, ON_LOOP_BYTES):
+                _, created = await ask(http, f"{base}/sessions")
+                chat = f"{base}/sessions/{created['session_id']}/v1/chat/completions"
+                assert (await ask(http, chat, {"messages": [user("x" * size)]}))[0] == 200
+
+    with serving(lambda seen: Says(body=answer(seen, "x"))) as upstream:
+        asyncio.run(main(upstream))
+    assert threads == [threading.current_thread().name.rpartition("_")[0], "penstock-cpu"]
 
 
 def test_our_own_mistakes_are_told_without_their_traceback(caplog: pytest.LogCaptureFixture) -> None:

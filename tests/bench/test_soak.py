@@ -1,0 +1,15 @@
+import pytest
+
+from bench.soak import QUICK, run
+
+pytestmark = pytest.mark.slow
+
+
+def test_three_hundred_rollouts_with_failures_leave_no_handle_behind() -> None:
+    """Memory says nothing after so few; `make soak` plays 20,000."""
+    report = run(quick=True)
+    assert report.figures["rollouts"] == QUICK.rollouts
+    more = {target.name: target.value for target in report.targets if not target.name.startswith("memory")}
+    assert more.keys() == {f"{what} more" for what in ("descriptors", "threads", "children", "tasks", "rollouts")}
+    assert all(value <= 0 for value in more.values()), more
+    assert report.figures["tasks after"] > 0

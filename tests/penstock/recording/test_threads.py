@@ -1,0 +1,55 @@
+"""Where the work of a session is done: its loop only changes memory."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.asking import run
+from support.talking import started, talk
+
+from penstock.blobs import Store
+from penstock.recording import spool
+
+WRITERS = ("frame", "entry_frame", "columns_of", "write_columns", "seal_experts", "routed_valid_of")
+
+
+def test_turns_are_written_and_rollouts_serialised_off_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, set[str]] = {}
+
+    def watched(name: str) -> Any:
+        really = getattr(spool, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.current_thread().name.rpartition("_")[0])
+            return really(*args, **kwargs)
+
+        return call
+
+    for name in WRITERS:
+        monkeypatch.setattr(spool, name, watched(name))
+
+    async def main() -> None:
+        session = await started(Store(tmp_path))
+        await talk(session, ["hello", "and", "bye"])
+        sealed = await session.seal()
+        assert sealed.experts is not None
+
+    run(main)
+    assert threads == {name: {"penstock-files"} for name in WRITERS}
+
+
+def test_two_hundred_sessions_write_through_few_threads(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = Store(tmp_path)
+        sessions = await asyncio.gather(*(started(store, key=f"rollouts/{number}") for number in range(200)))
+        await asyncio.gather(*(talk(session, ["hello"]) for session in sessions))
+        await asyncio.gather(*(session.seal() for session in sessions))
+        writing = [thread for thread in threading.enumerate() if thread.name.startswith("penstock-files")]
+        others = [thread for thread in threading.enumerate() if thread.name.startswith("penstock-io")]
+        assert (len(writing), len(others)) == (8, 0)
+
+    run(main, concurrency=1000)

@@ -1,0 +1,55 @@
+"""One worker process with a thousand rollouts at once, started as the README types it."""
+
+import json
+from pathlib import Path
+
+from support.cluster import Cluster, Process, cluster_in
+from support.waiting import wait_until
+
+from penstock import keys
+from penstock.loop_lag import read_all
+from penstock.messages import Queue, RolloutJob
+from tasks import envelope
+
+ROLLOUTS = 1000
+
+
+def submit(cluster: Cluster) -> None:
+    jobs = [
+        RolloutJob(
+            run="run", job=f"r{number}", attempt=1, sequence=number, timeout_s=600,
+            group="g", environment="noop", example=number, seed=number,
+        )
+        for number in range(ROLLOUTS)
+    ]  # fmt: skip
+    cluster.redis.lpush(Queue.ROLLOUTS, *map(envelope.encode, jobs))
+
+
+def replies(cluster: Cluster) -> list[str]:
+    found = cluster.redis.xrange(keys.replies("run"))
+    return [json.loads(fields[b"reply"])["outcome"] for _, fields in found]  # type: ignore[union-attr]
+
+
+def beats(cluster: Cluster) -> set[bytes]:
+    return {value.rpartition(b":")[2] for value in cluster.redis.hvals(keys.LEASES)}  # type: ignore[union-attr]
+
+
+def own_lag(cluster: Cluster, worker: Process) -> str:
+    return next((lag.process for lag in read_all(cluster.redis) if lag.process.endswith(f"-{worker.pid}")), "")
+
+
+def test_a_thousand_rollouts_run_at_once_in_one_process(tmp_path: Path) -> None:
+    """They hold as many leases, which are renewed together; the worker stays in time and says so."""
+    with cluster_in(tmp_path, noop={"rollout_s": 6.0}) as cluster:
+        worker = cluster.rollout_worker(concurrency=ROLLOUTS)
+        submit(cluster)
+        wait_until(lambda: len(cluster.leases()) == ROLLOUTS, timeout_s=60, what="all hold a lease")
+        wait_until(lambda: len(beats(cluster)) == 1, what="all leases are renewed by one command")
+        wait_until(lambda: len(replies(cluster)) == ROLLOUTS, timeout_s=60, what="all have ended")
+        assert set(replies(cluster)) == {"done"}
+        wait_until(lambda: not cluster.leases(), what="no lease is left")
+        wait_until(lambda: "action=loop_lag process=rollouts@" in worker.text, timeout_s=30, what="its line of lag")
+        wait_until(lambda: own_lag(cluster, worker), timeout_s=30, what="its lag is published")
+        assert "action=lease_withheld" not in worker.text
+        assert "action=few_descriptors" not in worker.text
+        cluster.redis.delete(keys.replies("run"))
