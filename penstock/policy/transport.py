@@ -97,7 +97,7 @@ async def receive(response: aiohttp.ClientResponse, share: Share, budget: ByteBu
 
 
 def _use_no_more(connection: aiohttp.connector.Connection | None) -> None:
-    if connection and connection.protocol:  # else it was released with the last byte
+    if connection is not None and connection.protocol is not None:  # else it was released with the last byte
         connection.protocol.force_close()
 
 
