@@ -2,8 +2,10 @@
 
 A body whose length is known reserves it in one piece, so the limit holds exactly. One that grows chunk by chunk could
 wait for others that wait for it; therefore the oldest of those that hold something always goes on, and only that one
-can take the total over the limit. Bodies that were received are joined before they are read: room for as many `copies`
-of the largest one, at most half of all, is left free.
+can take the total over the limit.
+
+What else bodies cost is left free, at most half of the limit: `copies` of the largest, since a body is joined before it
+is read, and what each that waits has `buffered` already.
 """
 
 import asyncio
@@ -24,9 +26,10 @@ class Share:
 
 
 class ByteBudget:
-    def __init__(self, limit: int, *, copies: int = 0) -> None:
+    def __init__(self, limit: int, *, copies: int = 0, buffered: int = 0) -> None:
         self.limit = limit
         self._copies = copies
+        self._buffered = buffered
         self._largest = 0
         self.used = self.most_used = 0
         self._holders: dict[Share, None] = {}  # oldest first
@@ -76,5 +79,5 @@ class ByteBudget:
     def _fits(self, share: Share, size: int) -> bool:
         if not self.used:  # a body that leaves no room for its copies is received alone
             return size <= self.limit
-        copies = self._copies * max(self._largest, share.held + size)
-        return self.used + size + min(copies, self.limit // 2) <= self.limit
+        beside = self._copies * max(self._largest, share.held + size) + self._buffered * (len(self._waiting) - 1)
+        return self.used + size + min(beside, self.limit // 2) <= self.limit

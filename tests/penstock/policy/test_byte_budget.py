@@ -102,6 +102,23 @@ def test_room_for_copies_of_the_largest_body_is_left_free_but_at_most_half() -> 
     asyncio.run(main())
 
 
+def test_what_waiting_bodies_have_buffered_is_left_free() -> None:
+    async def main() -> None:
+        budget = ByteBudget(100, buffered=5)
+        with contextlib.ExitStack() as stack:
+            await stack.enter_context(budget.share()).reserve(60)
+            waiting = [asyncio.create_task(stack.enter_context(budget.share()).reserve(size)) for size in (41, 30, 20)]
+            await settle()
+            assert not any(task.done() for task in waiting)
+            waiting[0].cancel()
+            await waiting[1]  # 60 + 30, and 5 for the one behind it
+            await settle()
+            assert not waiting[2].done()
+            waiting[2].cancel()
+
+    asyncio.run(main())
+
+
 def test_a_body_that_leaves_no_room_for_its_copies_is_received_alone() -> None:
     async def main() -> None:
         budget = ByteBudget(100, copies=2)
