@@ -1,13 +1,14 @@
 """`penstock bench rollout-worker`: how late a worker's loop runs with 256 and 1,000 rollouts, and what memory it takes.
 
-Two real Celery workers take turns, fed with real messages, in front of one engine: Penstock's, and one whose rollouts
-parse and decode everything (`parse_all.py`). Lag is what each worker itself publishes, beside an idle loop's of the
-same seconds. Bodies of 25 MB are more at once than the byte budget holds.
+Real Celery workers take turns, fed with real messages, in front of one engine that takes seconds for an answer, as they
+do: Penstock's, and one whose rollouts parse and decode everything (`parse_all.py`). Lag is what each worker publishes
+itself, beside an idle loop's of the same seconds. 1,000 rollouts are more than one worker keeps up with here, answers
+of 25 MB more than its byte budget holds: both show what it costs to let them wait.
 """
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from bench.canary import INTERVAL_S, Canary
@@ -46,31 +47,34 @@ class Case:
     environments: tuple[str, ...] = (OURS, PARSE_ALL)
 
     def settings(self, url: str) -> str:
-        """Each kind of environment under a name of the case's own."""
         talk = f"turns = {self.turns}, said = {self.said}"
         return f"""
-environments.{OURS}{self.rollouts} = {{ use = "bench.talk:Talk", options = {{ {talk} }} }}
-environments.{PARSE_ALL}{self.rollouts} = {{ use = "bench.parse_all:ParseAll", options = {{ {talk}, url = "{url}" }} }}
+environments.{OURS} = {{ use = "bench.talk:Talk", options = {{ {talk} }} }}
+environments.{PARSE_ALL} = {{ use = "bench.parse_all:ParseAll", options = {{ {talk}, url = "{url}" }} }}
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
     cases: tuple[Case, ...]
+    latency: str
+    """of the engine, s"""
     publications: int
     """of the worker's lag that a measurement lasts: one every 2 s, each of the last 10 s"""
 
 
-# 4 turns of 1,000 tokens: 0.5 to 2 MB, 1.3 MB in the mean; 2 turns of 32,500: 17 and 33 MB, 25 MB in the mean.
+# 3 turns of 1,250 tokens: 0.65 to 1.95 MB, 1.3 MB in the mean; 2 turns of 32,500: 17 and 33 MB, 25 MB in the mean.
 FULL = Size(
+    latency="lognormal:2.5:0.5",
     publications=5,
     cases=(
-        Case(name="256 x 1.3 MB", said=860, turns=4, rollouts=256, rounds=ROUNDS),
-        Case(name="1000 x 1.3 MB", said=860, turns=4, rollouts=1000, rounds=2, environments=(OURS,)),
+        Case(name="256 x 1.3 MB", said=1_110, turns=3, rollouts=256, rounds=ROUNDS),
+        Case(name="1000 x 1.3 MB", said=1_110, turns=3, rollouts=1000, rounds=1, environments=(OURS,)),
         Case(name="64 x 25 MB", said=32_400, turns=2, rollouts=64, rounds=1, environments=(OURS,)),
     ),
 )
 QUICK = Size(
+    latency="constant:0.05",
     publications=1,
     cases=(
         Case(name="256 x 1.3 MB", said=40, turns=2, rollouts=16, rounds=1),
@@ -99,7 +103,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """A worker that plays one kind of environment, and what feeds it."""
+    """A worker that plays one case, by one kind of environment, and what feeds it."""
 
     cluster: Cluster
     worker: Process
@@ -113,17 +117,17 @@ class Side:
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     canary: Canary
-    sides: dict[str, Side]
+    sides: dict[tuple[str, str], Side]
     publications: int
 
     def measure(self, kind: str, case: Case) -> Measured:
         """From one publication of the worker's lag to another, whose summary is of just that time."""
-        side, at_once = self.sides[kind], 0
+        side, at_once = self.sides[case.name, kind], 0
 
         def published_after(before: LagSummary | None) -> Callable[[], LagSummary | None]:
             def look() -> LagSummary | None:
                 nonlocal at_once
-                side.feed.keep(f"{kind}{case.rollouts}", case.rollouts)
+                side.feed.keep(kind, case.rollouts)
                 at_once = max(at_once, side.feed.running)
                 found = side.published()
                 return None if found == before else found
@@ -157,7 +161,7 @@ def run(*, quick: bool) -> Report:
     size = QUICK if quick else FULL
     found: dict[tuple[str, str], list[Measured]] = {}
     with ExitStack() as stack, progress("rollout-worker") as say:
-        say("starting an engine and two workers")
+        say("starting an engine and the workers")
         bench = stack.enter_context(ready(size))
         for number in range(ROUNDS):
             for case in size.cases:
@@ -169,34 +173,39 @@ def run(*, quick: bool) -> Report:
 
 @contextmanager
 def ready(size: Size) -> Iterator[Bench]:
-    with Canary() as canary, _cluster() as ours, _cluster() as other:
-        routes = ["--layers", str(LAYERS), "--topk", str(TOPK), "--form", "object"]
-        length = ["--length", f"constant:{ANSWERED}", "--max-model-len", str(MOST_TOKENS)]
-        engine = ours.start("engine", "penstock", "engine", "--port", "0", *routes, *length)
-        found = engine.wait_until(lambda: READY.search(engine.output), what="it listens", timeout_s=WAIT_S)
-        assert found is not None
-        shared = f'engine.urls = ["{found[1]}"]\nengine.routed_experts = true\npolicy.max_seq_len = {MOST_TOKENS}\n'
-        most = max(case.rollouts for case in size.cases)
-        workers: list[Process] = []
-        for each in (ours, other):
-            each.configure(shared + "".join(case.settings(found[1]) for case in size.cases))
-            workers.append(each.rollout_worker(concurrency=most))
-        for each in (ours, other):
-            each.wait_ready()
-        sides = {
-            kind: Side(
-                cluster=each,
-                worker=worker,
-                feed=Feed(cluster=each, policy_error=error),
-                idle_mb=resident_mb(worker.pid),
-            )
-            for kind, each, worker, error in zip((OURS, PARSE_ALL), (ours, other), workers, (None, DONE), strict=True)
+    """Each case has workers of its own: memory that a process has once used it keeps."""
+    with ExitStack() as stack:
+        canary, shared = stack.enter_context(Canary()), stack.enter_context(cluster())
+        url = _engine(shared, size.latency)
+        started = {
+            (case, kind): _start(stack.enter_context(cluster(lag__interval_s=INTERVAL_S)), case, url)
+            for case in size.cases
+            for kind in case.environments
         }
+        for own, _ in started.values():
+            own.wait_ready()
+        sides = {(case.name, kind): _side(kind, *own) for (case, kind), own in started.items()}
         yield Bench(canary=canary, sides=sides, publications=size.publications)
 
 
-def _cluster() -> AbstractContextManager[Cluster]:
-    return cluster(lag__interval_s=INTERVAL_S)
+def _engine(shared: Cluster, latency: str) -> str:
+    routes = ["--layers", str(LAYERS), "--topk", str(TOPK), "--form", "object"]
+    answers = ["--length", f"constant:{ANSWERED}", "--latency", latency, "--max-model-len", str(MOST_TOKENS)]
+    engine = shared.start("engine", "penstock", "engine", "--port", "0", *routes, *answers)
+    found = engine.wait_until(lambda: READY.search(engine.output), what="it listens", timeout_s=WAIT_S)
+    assert found is not None
+    return found[1]
+
+
+def _start(own: Cluster, case: Case, url: str) -> tuple[Cluster, Process]:
+    engine = f'engine.urls = ["{url}"]\nengine.routed_experts = true\npolicy.max_seq_len = {MOST_TOKENS}\n'
+    own.configure(engine + case.settings(url))
+    return own, own.rollout_worker(concurrency=case.rollouts)
+
+
+def _side(kind: str, own: Cluster, worker: Process) -> Side:
+    feed = Feed(cluster=own, policy_error=DONE if kind == PARSE_ALL else None)
+    return Side(cluster=own, worker=worker, feed=feed, idle_mb=resident_mb(worker.pid))
 
 
 def _report(found: dict[tuple[str, str], list[Measured]], *, quick: bool) -> Report:

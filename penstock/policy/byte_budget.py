@@ -5,7 +5,7 @@ wait for others that wait for it; therefore the oldest of those that hold someth
 can take the total over the limit.
 
 What else bodies cost is left free, at most half of the limit: `copies` of the largest, since a body is joined before it
-is read, and what each that waits has `buffered` already.
+is read; what each that waits has `buffered` already; and the share of their size that is `lost` between their pieces.
 """
 
 import asyncio
@@ -26,10 +26,11 @@ class Share:
 
 
 class ByteBudget:
-    def __init__(self, limit: int, *, copies: int = 0, buffered: int = 0) -> None:
+    def __init__(self, limit: int, *, copies: int = 0, buffered: int = 0, lost: float = 0.0) -> None:
         self.limit = limit
         self._copies = copies
         self._buffered = buffered
+        self._lost = lost
         self._largest = 0
         self.used = self.most_used = 0
         self._holders: dict[Share, None] = {}  # oldest first
@@ -79,5 +80,6 @@ class ByteBudget:
     def _fits(self, share: Share, size: int) -> bool:
         if not self.used:  # a body that leaves no room for its copies is received alone
             return size <= self.limit
-        beside = self._copies * max(self._largest, share.held + size) + self._buffered * (len(self._waiting) - 1)
+        beside = self._copies * max(self._largest, share.held + size)
+        beside += self._buffered * (len(self._waiting) - 1) + self._lost * (self.used + size)
         return self.used + size + min(beside, self.limit // 2) <= self.limit

@@ -102,6 +102,21 @@ def test_room_for_copies_of_the_largest_body_is_left_free_but_at_most_half() -> 
     asyncio.run(main())
 
 
+def test_what_is_lost_between_pieces_counts() -> None:
+    async def main() -> None:
+        budget = ByteBudget(100, lost=0.25)
+        with budget.share() as share, budget.share() as late:
+            await share.reserve(70)
+            waiting = asyncio.create_task(late.reserve(11))
+            await settle()
+            assert not waiting.done()
+            waiting.cancel()
+            with budget.share() as fitting:
+                await fitting.reserve(10)
+
+    asyncio.run(main())
+
+
 def test_what_waiting_bodies_have_buffered_is_left_free() -> None:
     async def main() -> None:
         budget = ByteBudget(100, buffered=5)
