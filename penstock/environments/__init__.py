@@ -1,5 +1,6 @@
 """Environments: what the policy is asked and how it is scored. The worker's own configuration says which there are."""
 
+from penstock.environments.grading import graded
 from penstock.environments.loading import LoadedEnvironment, load_environment, load_environments
 from penstock.environments.programs import Finished, run_program
 from penstock.environments.protocol import AgentPolicy, Environment, Message, Played, Policy, Reply, ToolCall
@@ -16,6 +17,7 @@ __all__ = [
     "Reply",
     "Score",
     "ToolCall",
+    "graded",
     "load_environment",
     "load_environments",
     "run_program",
