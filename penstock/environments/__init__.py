@@ -5,6 +5,7 @@ from penstock.environments.loading import LoadedEnvironment, load_environment, l
 from penstock.environments.programs import Finished, run_program
 from penstock.environments.protocol import AgentPolicy, Environment, Message, Played, Policy, Reply, ToolCall
 from penstock.environments.scores import Score
+from penstock.environments.tools import Tool, Tools, tool
 
 __all__ = [
     "AgentPolicy",
@@ -16,9 +17,12 @@ __all__ = [
     "Policy",
     "Reply",
     "Score",
+    "Tool",
     "ToolCall",
+    "Tools",
     "graded",
     "load_environment",
     "load_environments",
     "run_program",
+    "tool",
 ]
