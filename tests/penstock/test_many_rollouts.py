@@ -1,6 +1,4 @@
 import asyncio
-import functools
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +6,7 @@ import orjson
 import pytest
 import xxhash
 from support.asking import assert_idle, run
+from support.cancelling import cancelled_at
 from support.playing import attempt_of, files, loaded, stage_of
 from support.upstream import Says, Seen, answer, calling, serving, tool_call, user
 from support.waiting import wait_until_async
@@ -15,32 +14,6 @@ from support.waiting import wait_until_async
 from penstock.environments import load_environments
 from penstock.rollout import play
 from penstock.rollout_config import EnvironmentSettings
-
-
-class CancelledAt:
-    """A coroutine whose task is cancelled when it is about to wait for the `number`th time."""
-
-    def __init__(self, coroutine: Any, number: int) -> None:
-        self._awaited = coroutine.__await__()
-        self._number = number
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        waits, step = 0, self._awaited.__next__
-        while True:
-            try:
-                waiting_for = step()
-            except StopIteration as end:
-                return end.value
-            waits += 1
-            if waits == self._number:
-                task = asyncio.current_task()
-                assert task
-                task.cancel()
-            try:
-                yield waiting_for
-                step = self._awaited.__next__
-            except asyncio.CancelledError as error:
-                step = functools.partial(self._awaited.throw, error)
 
 
 class TwoTurns:
@@ -70,7 +43,7 @@ def test_cancelled_wherever_it_waits_a_rollout_leaves_nothing(tmp_path: Path) ->
             async with stage_of(tmp_path, server.url) as stage:
                 for number in range(1, 41):
                     key = attempt_of(attempt=number)
-                    playing = asyncio.ensure_future(_whole(CancelledAt(play(stage, TWO_TURNS, 0, key), number)))
+                    playing = cancelled_at(number, play(stage, TWO_TURNS, 0, key))
                     await asyncio.wait([playing])
                     assert files(tmp_path) == ([] if playing.cancelled() else SEALED)
                     assert_idle(stage.client)
@@ -81,10 +54,6 @@ def test_cancelled_wherever_it_waits_a_rollout_leaves_nothing(tmp_path: Path) ->
         assert 10 < cancelled < 40
 
     run(main)
-
-
-async def _whole(awaitable: Any) -> Any:
-    return await awaitable
 
 
 def fault_of(seen: Seen) -> Says | None:
