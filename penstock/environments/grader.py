@@ -29,6 +29,7 @@ IMPORT_S = 60.0
 EXIT_S = 1.0
 # What a judge leaks, or leaves lying about, goes with its process; one start is shared by so many answers.
 USES = 1_000
+SIGNALS = {each.value: each.name for each in signal.Signals}
 # Nothing in an answer makes these: memory was short, or somebody tidied up.
 FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 # One core each: with a thread for every core, each judge that imports NumPy would want the whole machine.
@@ -39,8 +40,7 @@ ONE_CORE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREAD
 class Call:
     module: str
     name: str
-    arguments: str
-    """as JSON"""
+    arguments: Sequence[Any]
     timeout_s: float
     memory_mb: int
 
@@ -52,27 +52,27 @@ class Call:
                 f"{name} cannot be a grader: another process must find it by name. Make it a plain function at the top "
                 "of a module that can be imported"
             )
-        try:
-            text = json.dumps(arguments)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise StageError(f"the grader {module}:{name} gets what JSON has, nothing else: {error}") from error
-        return cls(module=module, name=name, arguments=text, timeout_s=timeout_s, memory_mb=memory_mb)
+        return cls(module=module, name=name, arguments=arguments, timeout_s=timeout_s, memory_mb=memory_mb)
 
     @property
     def judge(self) -> str:
         return f"{self.module}:{self.name}"
 
-    @property
-    def preparation(self) -> str:
-        return json.dumps({"module": self.module, "name": self.name})
+    def preparation(self) -> bytes:
+        return json.dumps({"module": self.module, "name": self.name}).encode()
 
-    @property
-    def request(self) -> str:
+    def request(self) -> bytes:
+        """2 ms for a megabyte: not for the loop."""
         limit = self.memory_mb << 20
-        return f'{self.preparation[:-1]}, "memory_bytes": {limit}, "arguments": {self.arguments}}}'
+        request = {"module": self.module, "name": self.name, "memory_bytes": limit, "arguments": self.arguments}
+        try:
+            return json.dumps(request).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise StageError(f"the grader {self.judge} gets what JSON has, nothing else: {error}") from error
 
     def failure(self, what: str) -> PolicyFailure:
-        return PolicyFailure(f"the grader {self.judge} {what}, on arguments of {len(self.arguments):,} characters")
+        characters = sum(len(each) for each in self.arguments if isinstance(each, str))
+        return PolicyFailure(f"the grader {self.judge} {what}, given {characters:,} characters")
 
 
 class Gone(Exception):
@@ -95,7 +95,8 @@ class Grader:
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process else None
+        process = self._process
+        return process.pid if process else None
 
     @property
     def usable(self) -> bool:
@@ -104,8 +105,9 @@ class Grader:
 
     def grade(self, call: Call) -> Any:
         """What the judge returned. Blocks; the time limit begins when the judge's module is there."""
+        request = call.request()
         try:
-            answer = self._answer(call)
+            answer = self._answer(call, request)
         except BaseException:
             self.end()  # nobody knows what it is doing
             raise
@@ -133,29 +135,35 @@ class Grader:
             os.close(self._ended)
         return code
 
-    def _answer(self, call: Call) -> dict[str, Any]:
+    def _answer(self, call: Call, request: bytes) -> dict[str, Any]:
         self._start()
         if call.judge not in self._prepared:
-            answer = self._prepare(call)
-            if "value" not in answer:
-                return answer
-            self._prepared.add(call.judge)
+            self._prepare(call)
         self.uses += 1
         try:
-            return self._ask(call.request, call.timeout_s)
+            return self._ask(request, call.timeout_s)
         except TimeoutError:
             raise call.failure(f"did not end within {call.timeout_s:g} s") from None
         except Gone:
             raise self._death(call) from None
 
-    def _prepare(self, call: Call) -> dict[str, Any]:
+    def _prepare(self, call: Call) -> None:
         try:
-            return self._ask(call.preparation, IMPORT_S)
-        except (TimeoutError, Gone) as error:
-            if self._stopped:
-                raise Stopped from None
-            what = f"took longer than {IMPORT_S:g} s" if isinstance(error, TimeoutError) else "ended its process"
-            raise InfrastructureFailure(f"importing {call.module} for its grader {call.name} {what}") from None
+            answer = self._ask(call.preparation(), IMPORT_S)
+        except TimeoutError:
+            what = f"took longer than {IMPORT_S:g} s"
+        except Gone:
+            what = "ended its process"
+        else:
+            if "value" in answer:
+                self._prepared.add(call.judge)
+                return
+            if "bug" in answer:
+                raise StageError(f"the grader {call.judge} cannot be imported in its process: {answer['bug']}")
+            what = f"failed: {answer}"
+        if self._stopped:
+            raise Stopped
+        raise InfrastructureFailure(f"importing {call.module} for its grader {call.name} {what}")
 
     def _start(self) -> None:
         if self._process is not None:
@@ -178,13 +186,13 @@ class Grader:
         with contextlib.suppress(OSError):  # who asks next sees it
             self._ours.sendall(json.dumps(sys.path).encode() + b"\n")
 
-    def _ask(self, request: str, timeout_s: float) -> dict[str, Any]:
+    def _ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
         """TimeoutError is the kernel's word: a busy loop, or other threads, cannot make an answer late."""
         deadline = time.monotonic() + timeout_s
         received = bytearray()
         try:
             self._ours.settimeout(timeout_s)
-            self._ours.sendall(request.encode() + b"\n")
+            self._ours.sendall(request + b"\n")
             while not received.endswith(b"\n"):
                 self._ours.settimeout(max(deadline - time.monotonic(), 0.0))
                 block = self._ours.recv(ANSWER_BYTES)
@@ -206,12 +214,11 @@ class Grader:
         by_itself = self._has_ended(EXIT_S)
         code = self.end()
         if not by_itself or code is None:
-            return call.failure("let go of its process's socket")
+            return call.failure("closed or misused its process's socket")
+        name = SIGNALS.get(-code, f"signal {-code}")
         if code in FROM_OUTSIDE:
-            name = signal.Signals(-code).name
             return InfrastructureFailure(f"the grader {call.judge} was ended from outside ({name}): is memory short?")
-        how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended its process with exit code {code}"
-        return call.failure(how)
+        return call.failure(f"died of {name}" if code < 0 else f"ended its process with exit code {code}")
 
     def _has_ended(self, patience_s: float) -> bool:
         assert self._ended is not None

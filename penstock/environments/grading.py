@@ -60,7 +60,7 @@ class Graders:
 
     @property
     def pids(self) -> list[int]:
-        return [grader.pid for grader in (*self._idle, *self._busy) if grader.pid is not None]
+        return [pid for grader in (*self._idle, *self._busy) if (pid := grader.pid) is not None]
 
     def end(self) -> None:
         """With the loop: in the thread that ends its executor."""
@@ -86,6 +86,8 @@ class Graders:
         self._busy.discard(grader)
         if grader.usable:
             self._idle.append(grader)
+        else:
+            grader.end()  # mostly it has ended
 
     async def _stop(self, grader: Grader, working: "asyncio.Task[Any]") -> None:
         grader.stop()

@@ -59,7 +59,7 @@ def test_arguments_and_results_are_what_json_has() -> None:
     grading_with(1, body)
 
 
-ON = r", on arguments of \d+ characters$"
+ON = r", given 9 characters$"
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,12 @@ ON = r", on arguments of \d+ characters$"
         (judges.segfaults, PolicyFailure, r"judges:segfaults died of SIGSEGV" + ON),
         (judges.needs_memory, PolicyFailure, r"judges:needs_memory needed more than 256 MB of memory" + ON),
         (judges.goes_deep, PolicyFailure, r"judges:goes_deep raised RecursionError" + ON),
-        (judges.closes_everything, PolicyFailure, r"judges:closes_everything let go of its process's socket" + ON),
-        (judges.answers_out_of_turn, PolicyFailure, r"let go of its process's socket" + ON),
+        (
+            judges.closes_everything,
+            PolicyFailure,
+            r"judges:closes_everything closed or misused its process's socket" + ON,
+        ),
+        (judges.answers_out_of_turn, PolicyFailure, r"closed or misused its process's socket" + ON),
         (judges.is_killed, InfrastructureFailure, r"judges:is_killed was ended from outside \(SIGKILL\): is memory"),
         (judges.raises, StageError, r"judges:raises failed: KeyError: 'an answer' \(.*judges\.py, line \d+\)"),
         (judges.returns_an_object, StageError, r"TypeError: it returned a object: only what JSON has, or a Score"),
@@ -82,7 +86,6 @@ def test_what_goes_wrong_has_a_kind(judge: Any, kind: type[PenstockError], said:
     async def body(_: grading.Graders) -> None:
         with pytest.raises(kind, match=said):
             await graded(judge, "an answer", memory_mb=256)
-        assert await graded(judges.same, "a", "a") == 1.0
 
     grading_with(1, body)
 
@@ -160,15 +163,38 @@ def test_cancelled_it_frees_its_place_and_its_process(judge: Any, tmp_path: Path
 
 def test_cancelled_while_its_process_starts() -> None:
     async def body(graders: grading.Graders) -> None:
-        for pauses in range(12):
+        for pauses in range(6):
             working = asyncio.create_task(graded(judges.process))
             for _ in range(pauses):
-                await asyncio.sleep(0.002)
+                await asyncio.sleep(0.005)
             working.cancel()
             await asyncio.wait([working])
         assert await graded(judges.process) in graders.pids
 
     grading_with(1, body)
+    assert own_children() == []
+
+
+def test_whoever_gives_up_whenever_places_and_processes_are_all_there_afterwards(tmp_path: Path) -> None:
+    async def one(number: int) -> object:
+        if number % 4 == 0:
+            return await graded(judges.catastrophic, "a" * 60 + "b", timeout_s=0.02)
+        return await graded(judges.exits if number % 7 == 0 else judges.process, "x" * number)
+
+    async def body(graders: grading.Graders) -> None:
+        tasks = [asyncio.create_task(one(number)) for number in range(20)]
+        for number, task in enumerate(tasks):
+            asyncio.get_running_loop().call_later(number * 0.03, task.cancel if number % 3 == 0 else lambda: None)
+        await asyncio.wait(tasks)
+        assert all(isinstance(task.exception(), PolicyFailure | None) for task in tasks if not task.cancelled())
+        met = [tmp_path / str(number) for number in range(3)]
+        together = [asyncio.create_task(graded(judges.waits, str(path), str(tmp_path / "go"))) for path in met]
+        await wait_until_async(lambda: all(path.exists() and path.read_text() for path in met))
+        (tmp_path / "go").touch()
+        assert set(await asyncio.gather(*together)) == set(graders.pids)
+        assert len(own_children()) == 3
+
+    grading_with(3, body)
     assert own_children() == []
 
 
@@ -256,6 +282,7 @@ def test_what_cannot_travel_is_refused(judge: Any, argument: Any, said: str) -> 
         with pytest.raises(StageError, match=said):
             await graded(judge, argument)
         assert graders.pids == []
+        assert own_children() == []
 
     grading_with(1, body)
 
@@ -263,7 +290,12 @@ def test_what_cannot_travel_is_refused(judge: Any, argument: Any, said: str) -> 
 @pytest.mark.parametrize(
     ("source", "kind", "said"),
     [
-        ("os.no_such_thing", StageError, r"failed: AttributeError: .*no_such_thing.* \(.*odd_judge\.py, line 2\)"),
+        (
+            "os.no_such_thing",
+            StageError,
+            r"cannot be imported in its process: AttributeError: .*odd_judge\.py, line 2\)",
+        ),
+        ("raise MemoryError", InfrastructureFailure, "importing odd_judge for its grader judge failed: .*MemoryError"),
         ("os._exit(4)", InfrastructureFailure, "importing odd_judge for its grader judge ended its process"),
     ],
 )
