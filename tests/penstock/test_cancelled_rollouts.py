@@ -15,6 +15,7 @@ from support import judges
 from support.asking import assert_idle, run
 from support.cancelling import cancelled_at
 from support.playing import attempt_of, files, loaded
+from support.processes import children
 from support.session_process import Script, SessionsProcess, running, scripted
 from support.upstream import Says, calling, tool_call, user
 from support.waiting import wait_until_async
@@ -155,7 +156,7 @@ class Held:
     """By the rollouts of this process."""
 
     handles: int
-    children: frozenset[str]
+    children: frozenset[int]
     tasks: int
     sessions: int
     """at the session server"""
@@ -167,10 +168,9 @@ class Held:
 
 
 def held(server: SessionsProcess) -> Held:
-    children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
     return Held(
         handles=len(list(Path("/proc/self/fd").iterdir())),
-        children=frozenset(child for found in children for child in found),
+        children=children(),
         tasks=len(asyncio.all_tasks()),
         sessions=server.status()["sessions"]["open"],
         files=tuple(files(server.store)),
