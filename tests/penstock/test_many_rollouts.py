@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +120,22 @@ def test_256_rollouts_at_once_share_a_client_and_leak_nothing(tmp_path: Path) ->
 
 
 def test_sessions_stay_on_their_replica(tmp_path: Path) -> None:
+    """Nobody is answered before all have asked: as many are in flight at one as at the other."""
+
     async def main() -> None:
+        all_asked = threading.Event()
+
         def respond(seen: Seen) -> Says:
-            return Says(body=answer(seen, "hello"))
+            return Says(body=answer(seen, "hello"), waits_for=all_asked)
 
         with serving(respond) as one, serving(respond) as other:
             async with stage_of(tmp_path, one.url, other.url) as stage:
-                await asyncio.gather(*(play(stage, TWO_TURNS, 0, attempt_of(f"r{number}")) for number in range(20)))
+                rollouts = asyncio.gather(
+                    *(play(stage, TWO_TURNS, 0, attempt_of(f"r{number}")) for number in range(20))
+                )
+                await wait_until_async(lambda: len(one.seen) + len(other.seen) == 20)
+                all_asked.set()
+                await rollouts
         sessions = [{seen.headers["X-Session-ID"] for seen in server.seen} for server in (one, other)]
         assert not sessions[0] & sessions[1]
         assert [len(found) for found in sessions] == [10, 10]
