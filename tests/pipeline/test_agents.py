@@ -122,6 +122,7 @@ def test_a_rollout_is_sealed_where_its_execution_keeps_its_files(server: Session
 
     asyncio.run(main())
     assert server.status()["sessions"]["open"] == 0
+    assert [path.name for path in (server.store / "sessions").glob("*/*")] == [".lock"]
 
 
 def test_a_cancelled_rollout_takes_its_session_and_every_process_of_its_agent_along(
