@@ -81,14 +81,18 @@ class Pool(ThreadPoolExecutor):
 
 
 class IoPool(Pool):
-    """The default executor of its loop; the other two pools end when the loop ends this one."""
+    """The default executor of its loop; the other two pools, and what was promised an end, end when the loop ends this
+    one."""
 
     def __init__(self, *, threads: int, cpu_threads: int) -> None:
         super().__init__(name="io", threads=threads)
         self.cpu = Pool(name="cpu", threads=cpu_threads)
         self.files = Pool(name="files", threads=min(threads, FILE_THREADS))
+        self.ends: list[Callable[[], None]] = []
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        while self.ends:
+            self.ends.pop()()
         for other in (self.cpu, self.files):
             other.shutdown(wait, cancel_futures=cancel_futures)
         super().shutdown(wait, cancel_futures=cancel_futures)
@@ -110,7 +114,7 @@ def cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 def install(
     loop: asyncio.AbstractEventLoop, *, concurrency: int = DEFAULT_CONCURRENCY, cpu_threads: int | None = None
 ) -> IoPool:
-    """Give `loop` its pools, for `concurrency` jobs at once. Whoever ends the default executor ends both."""
+    """Give `loop` its pools, for `concurrency` jobs at once. Whoever ends the default executor ends all."""
     threads = min(IO_THREADS_PER_JOB * concurrency, IO_THREADS_MAX)
     pool = IoPool(threads=threads, cpu_threads=cpu_threads or cores())
     loop.set_default_executor(pool)
@@ -133,6 +137,11 @@ async def in_file_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
 async def in_cpu_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """For what computes more than ~1 ms and releases the GIL while it does."""
     return await _pool().cpu.run(fn, *args, **kwargs)
+
+
+def at_end(end: Callable[[], None]) -> None:
+    """Called when the running loop's pools end, in a thread that may block."""
+    _pool().ends.append(end)
 
 
 def _pool() -> IoPool:

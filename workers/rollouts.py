@@ -14,9 +14,8 @@ from workers import event_batches
 from workers.asyncio_pool import AsyncioPool
 from workers.start import announce
 
-
-# A turn leaves no reference cycles (counted: none in 160 turns), but a full collection looks at every live rollout: 60 ms
-# with 400 of them. Environments may leave some: they are found ten times as late as by default.
+# A turn leaves no reference cycles (counted: none in 160 turns), but a full collection looks at every live rollout, for
+# 60 ms with 400 of them. Environments may leave some: they are found ten times as late as by default.
 COLLECTIONS = (700, 10, 100)
 
 
