@@ -79,6 +79,8 @@ class AgentPolicy:
     base_url: str
     """OpenAI-compatible, this rollout's alone; every chat through it is recorded"""
     api_key: str = field(repr=False)
+    model: str = "policy"
+    """what the engine calls it, `engine.model`"""
 
     @property
     def variables(self) -> dict[str, str]:
