@@ -10,7 +10,7 @@ from typing import Any, cast, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.environments.boundary import boundary
-from penstock.environments.protocol import Environment, ScoresGroups
+from penstock.environments.protocol import Closes, Environment, ScoresGroups
 from penstock.errors import ConfigError, StageError
 from penstock.registry import lookup
 from penstock.rollout_config import EnvironmentSettings
@@ -41,6 +41,11 @@ class LoadedEnvironment:
     def external_agent(self) -> bool:
         """Whether it plays through a session server."""
         return bool(getattr(self.environment, "external_agent", False))
+
+    async def close(self) -> None:
+        if isinstance(self.environment, Closes):
+            with boundary(StageError, f"environment {self.name!r} could not be closed"):
+                await self.environment.close()
 
     def example(self, index: int) -> Any:
         if not 0 <= index < self.size:

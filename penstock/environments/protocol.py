@@ -127,3 +127,12 @@ class ScoresGroups(Protocol):
     ) -> Sequence[AnyScore] | Awaitable[Sequence[AnyScore]]:
         """One score a rollout, in their order; these replace those of `rollout`."""
         ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """An environment that holds something open: a process, a connection."""
+
+    async def close(self) -> None:
+        """Once, at the worker's end, after the last rollout."""
+        ...
