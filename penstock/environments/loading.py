@@ -21,6 +21,8 @@ BUILT_INS = {
     "distinct": "penstock.environments.distinct:Distinct",
     "program": "penstock.environments.program:Program",
 }
+"""what a worker plays for which nothing is configured"""
+ADAPTERS = {"verifiers": "penstock.environments.verifiers:Verifiers"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ def load_environment(name: str, settings: EnvironmentSettings) -> LoadedEnvironm
 
 
 def _find(use: str) -> type[Any]:
-    module, _, name = (use if ":" in use else lookup(BUILT_INS, use, setting="use")).partition(":")
+    module, _, name = (use if ":" in use else lookup(BUILT_INS | ADAPTERS, use, setting="use")).partition(":")
     with boundary(ConfigError, f"use = {use!r} cannot be imported"):
         try:
             found = getattr(importlib.import_module(module), name, None)
