@@ -8,6 +8,7 @@
 plays: here in the process itself, since the package's own harnesses install a program at run time.
 """
 
+import functools
 import random
 import re
 from collections.abc import Iterator
@@ -61,11 +62,6 @@ class SumsHarness(vf.Harness[vf.HarnessConfig]):
     NEEDS_CONTAINER = False
     EXECUTES_CODE = False
 
-    def __init__(self, config: vf.HarnessConfig) -> None:
-        super().__init__(config)
-        # One for all rollouts, since making one takes 0.1 s; a rollout has a time-out of its own.
-        self._http = httpx.AsyncClient(timeout=None)  # noqa: S113
-
     async def launch(
         self,
         ctx: vf.ModelContext,
@@ -78,7 +74,7 @@ class SumsHarness(vf.Harness[vf.HarnessConfig]):
     ) -> vf.ProgramResult:
         messages: list[Any] = [{"role": "user", "content": data.prompt}]
         for _ in range(TURNS):
-            response = await self._http.post(
+            response = await http().post(
                 f"{endpoint}/chat/completions",
                 json={"model": ctx.model, "messages": messages},
                 headers={"Authorization": f"Bearer {secret}"},
@@ -89,6 +85,12 @@ class SumsHarness(vf.Harness[vf.HarnessConfig]):
                 break
             messages.append({"role": "user", "content": "End with a line `Answer: N`."})
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+@functools.cache
+def http() -> httpx.AsyncClient:
+    """One for all episodes: making one takes 0.1 s, and a harness is made for every episode."""
+    return httpx.AsyncClient(timeout=None)  # noqa: S113  a rollout has a time-out of its own
 
 
 def stated(text: str) -> int | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from support.cluster import Process
 from support.pipeline import Pipeline, pipeline_in
 from support.session_process import running
+from support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 TASKSET = {"taskset": "verifiers_taskset", "size": 8}
@@ -33,6 +34,8 @@ def test_a_taskset_becomes_batches_although_the_engine_fails_now_and_then(tmp_pa
             cluster = pipeline.cluster
             worker = cluster.rollout_worker(PYTHONPATH=f"{ROOT}:{ROOT / 'examples'}:{Path(__file__).parent}")
             cluster.compute_worker()
+            # The package takes its time to be loaded, twice: not of that which the run has.
+            wait_until(lambda: "action=worker_ready" in worker.text, timeout_s=100, what="the worker")
             found = pipeline.finish(cluster.orchestrator())
             assert found["dead"] == 0
             assert server.status()["sessions"]["open"] == 0

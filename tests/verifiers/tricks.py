@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import functools
 import os
 import time
 from collections.abc import Iterator
@@ -79,10 +80,6 @@ class TricksHarness(vf.Harness[vf.HarnessConfig]):
     NEEDS_CONTAINER = False
     EXECUTES_CODE = False
 
-    def __init__(self, config: vf.HarnessConfig) -> None:
-        super().__init__(config)
-        self._http = httpx.AsyncClient(timeout=None)
-
     async def launch(
         self,
         ctx: vf.ModelContext,
@@ -114,8 +111,13 @@ class TricksHarness(vf.Harness[vf.HarnessConfig]):
         return vf.ProgramResult(exit_code=exit_code, stdout=output, stderr="")
 
     async def _ask(self, endpoint: str, secret: str, text: str) -> httpx.Response:
-        return await self._http.post(
+        return await http().post(
             f"{endpoint}/chat/completions",
             json={"model": "whatever the harness says", "messages": [{"role": "user", "content": text}]},
             headers={"Authorization": f"Bearer {secret}"},
         )
+
+
+@functools.cache
+def http() -> httpx.AsyncClient:
+    return httpx.AsyncClient(timeout=None)

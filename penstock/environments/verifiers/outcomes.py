@@ -38,18 +38,21 @@ def answer_of(number: int, episode: Any) -> Answer:
 
 
 def _timed_out(episode: Any) -> tuple[Kind, str] | None:
-    stages = [trace.stop_condition for trace in episode.traces if trace.is_timeout]
-    if SETUP_TIMEOUT in stages:
-        return Kind.INFRASTRUCTURE, "setup_timeout: the task or its harness was not set up in time"
-    if stages or episode.is_timeout:
-        return Kind.POLICY, f"timeout: {', '.join(stages) or episode.last_error.message}"
-    return None
+    """The policy's, but for what was not set up in time, and for others who took part."""
+    late = [trace for trace in episode.traces if trace.is_timeout]
+    if not late and not episode.is_timeout:
+        return None
+    why = f"timeout: {', '.join(trace.stop_condition for trace in late) or episode.last_error.message}"
+    others = [trace for trace in late if not trace.agent.trainable or trace.stop_condition == SETUP_TIMEOUT]
+    return (Kind.INFRASTRUCTURE if others else Kind.POLICY), why
 
 
 def _broken(episode: Any, trained: Sequence[Any]) -> tuple[Kind, str] | None:
     unanswered = [trace.calls[-1].error for trace in trained if trace.calls and trace.calls[-1].error]
     if not episode.ok:
         errors = [error for trace in episode.traces if not trace.ok for error in trace.errors] + list(episode.errors)
+        if not errors:
+            return Kind.ENVIRONMENT, "the episode is not ok and has no error"
         return _kind_of(errors[-1], unanswered), _told(errors[-1])
     # A harness that ended in peace may have heeded a limit, and is then judged by what it has. A lost answer is lost.
     lost = [error for error in unanswered if error.type == PROVIDER and not _is_a_limit(error)]

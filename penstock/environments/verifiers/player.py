@@ -16,7 +16,7 @@ from penstock.environments.verifiers.wire import Answer, Ask, Settings
 from penstock.errors import ConfigError, StageError
 
 LOCAL_RUNTIME = {"type": "subprocess"}
-# The interception serves this process alone: the package's pools of servers are for tunnels, which are rated by each.
+# All rollouts of the process go through one interception: the package's pools of them are for tunnels.
 ONE_SERVER = {"type": "server"}
 NO_VARIABLE = "PENSTOCK_HAS_NO_VARIABLE_FOR_IT"
 UNUSED_URL = "http://127.0.0.1:9/v1"
@@ -86,7 +86,16 @@ def _config(resolve: Callable[[dict[str, Any]], Any], settings: Settings) -> Any
         if settings.harness and "harness" not in agent.model_fields_set:
             own["harness"] = {"id": settings.harness}
         wanted[role] = own
-    return resolve(wanted)
+    return _without_retries(resolve(wanted), agent_config.agent_config_fields)
+
+
+def _without_retries(config: Any, roles_of: Callable[[Any], dict[str, Any]]) -> Any:
+    """What the package tries again stays recorded in the rollout's session: it would be trained on."""
+    seats = {f"{role}.retries": agent.retries for role, agent in roles_of(config).items() if agent.client is None}
+    for setting, retries in {"retries": config.retries, **seats}.items():
+        if retries.max_retries or retries.rules:
+            raise ConfigError(f"options.config.{setting}: leave it out, Penstock tries again by itself")
+    return config
 
 
 def _tasks(taskset: Any, size: int | None) -> list[Any]:

@@ -24,6 +24,7 @@ from penstock.environments.programs import without_our_settings
 from penstock.environments.protocol import AgentPolicy
 from penstock.environments.verifiers.wire import (
     END_S,
+    LINE_BYTES,
     SAID,
     SILENCE_S,
     Answer,
@@ -141,7 +142,7 @@ class VerifiersProcess:
         return bytes(found)
 
     async def _attached(self) -> Line:
-        reader, writer = await asyncio.open_unix_connection(sock=self._socket)
+        reader, writer = await asyncio.open_unix_connection(sock=self._socket, limit=LINE_BYTES)
         return Line(writer, asyncio.create_task(self._read(reader, writer)))
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

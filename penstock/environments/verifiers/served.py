@@ -20,8 +20,10 @@ from penstock.environments.verifiers.wire import (
     ASKED,
     BEAT_S,
     END_S,
+    LINE_BYTES,
     SETTINGS,
     SILENCE_S,
+    WHY_CHARACTERS,
     Answer,
     Ask,
     Beat,
@@ -32,8 +34,11 @@ from penstock.environments.verifiers.wire import (
 )
 from penstock.errors import ConfigError, PenstockError
 from penstock.event_loop import event_loop_factory
+from penstock.lag_trace import LagTrace
+from penstock.loop_lag import LoopLag
 
-LINE_BYTES = 1 << 20
+# A reward that computes for longer on the loop is named in the worker's log.
+BLOCKED_S = 1.0
 
 
 class Served:
@@ -44,15 +49,17 @@ class Served:
         self._playing: dict[int, asyncio.Task[Answer]] = {}
 
     async def serve(self) -> None:
-        beating = asyncio.create_task(self._beat())
+        lag = LoopLag(process="verifiers", trace=LagTrace(BLOCKED_S))
+        watching = [asyncio.create_task(lag.run()), asyncio.create_task(self._beat())]
         try:
-            while asked := await self._reader.readline():
-                self._heed(ASKED.decode(asked))
+            with contextlib.suppress(ConnectionError):  # a worker that was killed
+                while asked := await self._reader.readline():
+                    self._heed(ASKED.decode(asked))
         finally:
             # By the kernel, too: threads that never end, or an environment that heeds no cancellation, end here.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, END_S)
-            left = [beating, *self._playing.values()]
+            left = [*watching, *self._playing.values()]
             for task in left:
                 task.cancel()
             await asyncio.wait(left)
@@ -73,7 +80,8 @@ class Served:
 
     def _done(self, number: int, task: "asyncio.Task[Answer]") -> None:
         del self._playing[number]
-        self._say(Answer(number=number, kind=Kind.CANCELLED) if task.cancelled() else task.result())
+        answer = Answer(number=number, kind=Kind.CANCELLED) if task.cancelled() else task.result()
+        self._say(msgspec.structs.replace(answer, why=answer.why[:WHY_CHARACTERS]))
 
     async def _beat(self) -> None:
         while True:

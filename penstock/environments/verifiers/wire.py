@@ -10,6 +10,9 @@ BEAT_S = 1.0
 SILENCE_S = 60.0
 """A loop that has not turned for so long hangs: in a reward that never returns, most often."""
 
+LINE_BYTES = 1 << 20
+WHY_CHARACTERS = 4_000
+"""Of a message, the first: an engine may have answered with a whole page."""
 END_S = 20.0
 """What the process has to put its sandboxes away, once its line has ended: the package gives each 10 s."""
 

@@ -129,6 +129,17 @@ def test_a_harness_may_heed_a_limit_and_be_scored_but_not_a_lost_answer() -> Non
     assert kind_of(Trace(calls=[Call(), Call(LOST)])) is Kind.INFRASTRUCTURE
 
 
+def test_a_time_out_of_somebody_else_is_not_the_policys() -> None:
+    late_judge = Trace(agent=Agent(trainable=False), is_timeout=True, stop_condition="agent_timeout")
+    assert kind_of(Trace(), late_judge) is Kind.INFRASTRUCTURE
+    assert kind_of(Trace(is_timeout=True, stop_condition="setup_timeout")) is Kind.INFRASTRUCTURE
+    assert kind_of(Trace(is_timeout=True, stop_condition="agent_timeout")) is Kind.POLICY
+
+
+def test_an_episode_that_failed_without_a_word_is_a_bug() -> None:
+    assert kind_of(Trace(ok=False)) is Kind.ENVIRONMENT
+
+
 def test_a_time_out_of_the_whole_episode_is_the_policys() -> None:
     late = Error("TimeoutError", "run() exceeded its 5s deadline")
     assert kind_of(Trace(), errors=[late], is_timeout=True) is Kind.POLICY
