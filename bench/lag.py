@@ -29,10 +29,10 @@ class Size:
     """the same with ten times the bytes"""
 
 
-# 4 turns, 12,000 tokens: 1.6 or 16 MB of bodies a rollout, as each carries the rows of all tokens before it.
+# 12 turns, 4,800 tokens: 16 or 160 MB of bodies a rollout, as each carries the rows of all tokens before it.
 FULL = Size(
-    few=Load(steps=3, step_rollouts=256, turns=4, said=2500, answered=500, layers=4),
-    many=Load(steps=2, step_rollouts=256, turns=4, said=2500, answered=500, layers=48),
+    few=Load(steps=3, step_rollouts=256, turns=12, said=300, answered=100, layers=48),
+    many=Load(steps=2, step_rollouts=256, turns=12, said=300, answered=100, layers=480),
 )
 QUICK = Size(
     few=Load(steps=2, step_rollouts=16, turns=2, said=200, answered=50, layers=4),

@@ -1,4 +1,4 @@
-"""What need not be parsed of a response body: the routed experts' base64, and prompt ids that are known.
+"""What need not be parsed of a response body: the routed experts, and prompt ids that are known.
 
 Both are found without looking at what is known, and replaced by a mark that no engine can guess: where a typed decoding
 of the rest meets the mark at its place, the right thing was cut; where not, the caller decodes the whole.
@@ -16,6 +16,7 @@ MARK = secrets.token_hex(16).encode()
 MARKED = b'"%b"' % MARK
 EXPERTS_KEY = b'"routed_experts":'
 OBJECT_OPENING = b'{"data":"'
+LISTS_OPENING, LISTS_CLOSING = b"[[[", b"]]]"
 PROMPT_KEY = b'"prompt_token_ids":['
 
 ID_CHARS = 11
@@ -52,17 +53,21 @@ class KnownPrompt:
 @dataclass(frozen=True, kw_only=True)
 class Cuts:
     experts: Span | None = None
-    """The base64 text, without its quotes."""
+    """The base64 text, without its quotes; or nested lists."""
     prompt: KnownPrompt | None = None
 
     @property
     def any(self) -> bool:
         return self.experts is not None or self.prompt is not None
 
+    def lists(self, body: bytes) -> bool:
+        """Whether it is nested lists that were cut, brackets and all, and no base64."""
+        return self.experts is not None and body.startswith(LISTS_OPENING, self.experts[0])
+
     def rest(self, body: bytes) -> bytes:
         """The body with the mark in place of what was cut."""
         view, parts, done = memoryview(body), list[bytes | memoryview](), 0
-        marks = [(self.experts, MARK)] if self.experts else []
+        marks = [(self.experts, MARKED if self.lists(body) else MARK)] if self.experts else []
         marks += [(self.prompt.span, MARKED)] if self.prompt else []
         for (start, end), mark in sorted(marks):
             parts += [view[done:start], mark]
@@ -80,6 +85,9 @@ def _find_experts(body: bytes, known: Sequence[Known], route_format: RouteFormat
     if key < 0:
         return None
     start = key + len(EXPERTS_KEY)
+    if body.startswith(LISTS_OPENING, start):
+        end = body.find(LISTS_CLOSING, start)
+        return (start, end + len(LISTS_CLOSING)) if end >= 0 else None
     if body.startswith(OBJECT_OPENING, start):
         start += len(OBJECT_OPENING)
     elif body.startswith(b'"', start):

@@ -27,7 +27,16 @@ from penstock.replies import (
     read_reply,
     version_of,
 )
-from penstock.routed_experts import WIRE_OBJECT, RouteFormat, Routes, Wanted, read_lists, read_object, read_string
+from penstock.routed_experts import (
+    WIRE_OBJECT,
+    RouteFormat,
+    Routes,
+    Wanted,
+    read_compact_lists,
+    read_lists,
+    read_object,
+    read_string,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +222,8 @@ def _payload(body: bytes, cuts: Cuts, raw: msgspec.Raw) -> _Payload | None:
         before, mark, behind = bytes(raw).partition(MARK)
         if not mark:
             raise Upstream(WRONG_CUT)
+        if cuts.lists(body):
+            return _Payload(json=bytes(raw), span=cuts.experts)
         return _Payload(json=bytes(raw), span=(cuts.experts[0] - len(before), cuts.experts[1] + len(behind)))
     if raw == ABSENT:
         return None
@@ -230,6 +241,10 @@ def _address(buffer: msgspec.Raw | bytes) -> int:
 def _routes(body: bytes, cuts: Cuts, payload: _Payload, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
     if payload.json[:1] == b"[":
         return read_lists(payload.json, wanted, route_format)
+    if cuts.experts is not None and cuts.lists(body):
+        if payload.json != MARKED:
+            raise Upstream(WRONG_CUT)
+        return read_compact_lists(memoryview(body)[slice(*cuts.experts)], wanted, route_format)
     wire = read_part(payload.json, WIRE_OBJECT, "routed_experts") if payload.json[:1] == b"{" else None
     quoted = memoryview(wire.data if wire else payload.json)
     if bytes(quoted[:1]) != b'"':

@@ -17,6 +17,7 @@ import pybase64
 from numpy.typing import NDArray
 
 from penstock.errors import Upstream
+from penstock.number_lists import number_lists
 
 Rows = NDArray[np.uint8] | NDArray[np.uint16]
 Text = bytes | memoryview
@@ -182,6 +183,19 @@ def read_lists(raw: Text, wanted: Wanted, route_format: RouteFormat) -> Routes |
     if values.ndim != 3:
         raise Upstream("routed experts: empty lists")
     learned = route_format.learned(layers=values.shape[1], topk=values.shape[2], wire=SHAPELESS_WIRE)
+    return _routes(values, first, wanted, learned)
+
+
+def read_compact_lists(text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    """The same of compact lists, without a Python integer for every number."""
+    lists = number_lists(text)
+    start = wanted.start(len(lists)) if lists else 0
+    first = max(start, wanted.first)
+    if lists is None or (values := lists.values(first - start)) is None:
+        raise Upstream("routed experts: not compact lists of equal lengths")
+    if not len(values):
+        return None
+    learned = route_format.learned(layers=lists.layers, topk=lists.topk, wire=SHAPELESS_WIRE)
     return _routes(values, first, wanted, learned)
 
 

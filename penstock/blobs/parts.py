@@ -1,5 +1,6 @@
 """Files that grow under a temporary name until they are complete, and are then renamed: nobody sees half of one."""
 
+import ctypes
 import os
 import threading
 import weakref
@@ -22,12 +23,18 @@ Piece = bytes | bytearray | memoryview | np.ndarray[Any, Any]
 # written last. One page: what follows is aligned for every dtype.
 HEAD = 4096
 
+_libc_fallocate = getattr(ctypes.CDLL(None), "fallocate", None)  # Python's own writes zeros where it is not supported
+
 # Buffers that one pwritev takes (IOV_MAX on Linux).
 BUFFERS_PER_WRITE = 1024
 
 # What recovery reads at once to compute the checksum again: bounds memory.
 BYTES_PER_READ = 1 << 22
 
+# Below this much a part's file is not worth reserving space for; above, it is given as much again as it has, at once:
+# a quarter less time in writing.
+RESERVED_FROM = 1 << 20
+FALLOC_FL_KEEP_SIZE = 1
 
 # Opening and closing is a tenth of an append's time. A thousand recordings cost no more descriptors than this.
 KEPT_OPEN = threading.BoundedSemaphore(64)
@@ -89,6 +96,7 @@ class Part(GrowingFile):
         super().__init__(path, length=HEAD if reserve_head else 0)
         self._head = None if reserve_head else bytearray()
         self._tail = xxhash.xxh3_64()
+        self._reserved = RESERVED_FROM
         self._kept: int | None = None
         self._give_back: Callable[[], object] | None = None
 
@@ -142,11 +150,15 @@ class Part(GrowingFile):
 
     def _open(self) -> int:
         if self._kept is not None:
-            return self._kept
-        descriptor = super()._open()
-        if KEPT_OPEN.acquire(blocking=False):
-            self._kept = descriptor
-            self._give_back = weakref.finalize(self, _close_kept, descriptor)
+            descriptor = self._kept
+        else:
+            descriptor = super()._open()
+            if KEPT_OPEN.acquire(blocking=False):
+                self._kept = descriptor
+                self._give_back = weakref.finalize(self, _close_kept, descriptor)
+        if self.length > self._reserved:
+            _reserve(descriptor, self.length)
+            self._reserved = 2 * self.length
         return descriptor
 
     def _leave(self, descriptor: int) -> None:
@@ -180,6 +192,12 @@ def view_of(piece: Piece) -> memoryview:
 def _close_kept(descriptor: int) -> None:
     os.close(descriptor)
     KEPT_OPEN.release()
+
+
+def _reserve(descriptor: int, length: int) -> None:
+    """As many bytes again behind `length`, without changing the file's size. Not every file system can: no matter."""
+    if _libc_fallocate:
+        _libc_fallocate(descriptor, FALLOC_FL_KEEP_SIZE, ctypes.c_int64(length), ctypes.c_int64(length))
 
 
 def _write_all(descriptor: int, views: list[memoryview], offset: int) -> None:

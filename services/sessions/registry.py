@@ -161,6 +161,7 @@ class Registry:
         store = self._shelf.store
         columns = store.move(sealed.columns, f"{files_key}/{COLUMNS}")
         experts = sealed.experts and store.move(sealed.experts, f"{files_key}/{EXPERTS}")
+        self._shelf.discard(entry.id)
         return replace(sealed, columns=columns, experts=experts)
 
     async def delete(self, entry: Entry) -> None:

@@ -19,6 +19,7 @@ from penstock.blobs import Store
 from penstock.blobs.columns import read_columns
 from penstock.environments import AgentPolicy, run_program
 from penstock.environments.program import AGENT
+from penstock.environments.programs import NICENESS
 from penstock.errors import EngineUnreachable, StageError
 from penstock.policy import Dialect, EngineClient
 from penstock.policy.agent_sessions import SessionServers
@@ -120,6 +121,7 @@ def test_a_rollout_is_sealed_where_its_execution_keeps_its_files(server: Session
 
     asyncio.run(main())
     assert server.status()["sessions"]["open"] == 0
+    assert [path.name for path in (server.store / "sessions").glob("*/*")] == [".lock"]
 
 
 def test_a_cancelled_rollout_takes_its_session_and_every_process_of_its_agent_along(
@@ -250,3 +252,7 @@ def test_a_program_that_leaves_others_behind_has_ended() -> None:
 def test_of_much_output_the_end_is_kept() -> None:
     said = run_here("head -c 3000000 /dev/zero | tr '\\0' x; echo end")
     assert (len(said), said[-5:]) == (1 << 20, "xend\n")
+
+
+def test_a_program_lets_the_loop_that_serves_it_go_first() -> None:
+    assert int(run_here("nice")) == os.nice(0) + NICENESS

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.blobs import Store
-from penstock.blobs.parts import HEAD, Part
+from penstock.blobs.parts import HEAD, RESERVED_FROM, Part
 from penstock.errors import BlobCorrupt
 
 
@@ -76,3 +76,13 @@ def test_a_part_that_ends_gives_its_descriptor_back(store: Store) -> None:
     discarded.discard()
     del forgotten, part
     assert kept() == 0
+
+
+def test_space_that_was_reserved_and_not_needed_is_given_back(store: Store) -> None:
+    part, piece = store.part("rows"), b"x" * (RESERVED_FROM // 2)
+    for _ in range(4):
+        part.append(piece)
+    assert part.path.stat().st_size == 4 * len(piece)
+    store.commit(part, "rows")
+    taken = store.path("rows").stat().st_blocks * 512
+    assert taken <= 4 * len(piece) + 4096
