@@ -1,11 +1,15 @@
 """What is refused of the package's settings, and what they become; here the package is imported by the test itself."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.session_process import Script
+from support.waiting import wait_until
 
 from penstock.environments.verifiers.player import Player
 from penstock.environments.verifiers.wire import Answer, Ask, Kind, Settings
@@ -49,6 +53,30 @@ def test_an_episode_with_several_trained_agents_has_no_reward_for_a_rollout(scri
     answer = asyncio.run(played(player_of(id="best-of-n", n=2), script.server.url))
     assert answer.kind is Kind.ENVIRONMENT
     assert "2 trained traces" in answer.why
+
+
+STARTS_ONE = f"""
+from penstock.environments.verifiers import Verifiers
+environment = Verifiers(taskset="tricks", size=1, config={{"taskset": {NAMES}}})
+print(environment._process.pid, flush=True)
+input()
+"""
+
+
+def test_a_killed_worker_takes_its_process_along() -> None:
+    path = f"{Path(__file__).parents[2]}:{Path(__file__).parent}"
+    worker = subprocess.Popen(
+        [sys.executable, "-c", STARTS_ONE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    with worker:
+        assert worker.stdout is not None
+        started = Path(f"/proc/{int(worker.stdout.readline())}")
+        assert started.exists()
+        worker.kill()
+    wait_until(lambda: not started.exists(), timeout_s=30, what="the environment's process to be gone")
 
 
 async def played(player: Player, url: str) -> Answer:

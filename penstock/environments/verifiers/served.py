@@ -80,7 +80,8 @@ class Served:
 
     def _done(self, number: int, task: "asyncio.Task[Answer]") -> None:
         del self._playing[number]
-        answer = Answer(number=number, kind=Kind.CANCELLED) if task.cancelled() else task.result()
+        stopped = Answer(number=number, kind=Kind.CANCELLED, why="the episode was cancelled, not by its worker")
+        answer = stopped if task.cancelled() else task.result()
         self._say(msgspec.structs.replace(answer, why=answer.why[:WHY_CHARACTERS]))
 
     async def _beat(self) -> None:
