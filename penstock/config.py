@@ -51,6 +51,8 @@ class Rollouts(Section):
     """a group of which some rollouts died or timed out: train on the rest, wait for all, or drop it"""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """groups begun for every group that the coming steps need: for when many are dropped"""
+    graders: PositiveInt | None = None
+    """processes of a worker that score answers (`graded`); default: as many as its cores"""
 
     @property
     def smallest_group(self) -> int:

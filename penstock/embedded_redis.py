@@ -29,6 +29,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from penstock.errors import ConfigError, RunError
+from penstock.launcher import LAUNCHER
 
 HOST = "127.0.0.1"
 # Below Linux's ephemeral ports (32768 and up).
@@ -43,17 +44,6 @@ START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.01
 LOG_TAIL_LINES = 15
-
-# Runs in the child, which then becomes the server. A `preexec_fn` would run in a fork of a process with threads.
-LAUNCHER = """
-import ctypes, os, sys
-PR_SET_PDEATHSIG, SIGKILL = 1, 9
-if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) != 0:
-    sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent ended before the server started")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class EmbeddedRedis:

@@ -67,13 +67,16 @@ class Pool(ThreadPoolExecutor):
 
 
 class IoPool(Pool):
-    """The default executor of its loop; the CPU pool ends when the loop ends this one."""
+    """The default executor of its loop; the CPU pool, and what was promised an end, end when the loop ends this one."""
 
     def __init__(self, *, threads: int, cpu: Pool) -> None:
         super().__init__(name="io", threads=threads)
         self.cpu = cpu
+        self.ends: list[Callable[[], None]] = []
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        while self.ends:
+            self.ends.pop()()
         self.cpu.shutdown(wait, cancel_futures=cancel_futures)
         super().shutdown(wait, cancel_futures=cancel_futures)
 
@@ -112,6 +115,11 @@ async def in_io_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
 async def in_cpu_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """For what computes more than ~1 ms and releases the GIL while it does."""
     return await _pool().cpu.run(fn, *args, **kwargs)
+
+
+def at_end(end: Callable[[], None]) -> None:
+    """Called when the running loop's pools end, in a thread that may block."""
+    _pool().ends.append(end)
 
 
 def _pool() -> IoPool:

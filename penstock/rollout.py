@@ -66,9 +66,12 @@ class RolloutStage:
 
 async def play(stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt) -> RolloutResult:
     """One rollout, by whichever door the environment uses."""
-    if environment.external_agent:
-        return await _play_agent(stage, environment, example, attempt)
-    return await _play_here(stage, environment, example, attempt)
+    door = _play_agent if environment.external_agent else _play_here
+    try:
+        return await door(stage, environment, example, attempt)
+    except BaseException:
+        await to_the_end(asyncio.create_task(_sweep(stage.store, attempt.key)))
+        raise
 
 
 async def _play_here(
@@ -134,7 +137,7 @@ async def score_group(
 
 @contextlib.asynccontextmanager
 async def _recording(stage: RolloutStage, attempt: Attempt) -> AsyncIterator[Session]:
-    """A session that was not sealed, or whose result nobody got, leaves no file."""
+    """A session that ends with its rollout, sealed or not."""
     engine = stage.client.settings
     settings = SessionSettings(
         session=attempt.execution,
@@ -150,17 +153,20 @@ async def _recording(stage: RolloutStage, attempt: Attempt) -> AsyncIterator[Ses
     try:
         yield await asyncio.shield(starting)
     except BaseException:
-        await to_the_end(asyncio.create_task(_discard(stage.store, attempt.key, starting)))
+        await to_the_end(asyncio.create_task(_close(starting)))
         raise
 
 
-async def _discard(store: Store, key: str, starting: asyncio.Task[Session]) -> None:
-    """What fails here is left to the sweep, and must not hide why the rollout failed."""
+async def _close(starting: asyncio.Task[Session]) -> None:
     await asyncio.wait([starting])
+    if not starting.cancelled() and not starting.exception():
+        with contextlib.suppress(NotFound, OSError, BlobError):  # closed already; or its files go with the others
+            await starting.result().close()
+
+
+async def _sweep(store: Store, key: str) -> None:
+    """What fails here is left to the orchestrator's sweep, and must not hide why the rollout failed."""
     try:
-        if not starting.cancelled() and not starting.exception():
-            with contextlib.suppress(NotFound):  # closed already
-                await starting.result().close()
         await in_io_thread(store.sweep, key, named=())
     except (OSError, BlobError) as error:
         logger.warning("action=not_discarded key=%s error=%r", key, error)

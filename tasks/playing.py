@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from penstock import plans
 from penstock.blobs import Store
 from penstock.config import RunConfig
+from penstock.environments import grading
 from penstock.environments.loading import LoadedEnvironment, load_environments
 from penstock.errors import ConfigError, InfrastructureFailure, StageError
 from penstock.messages import RolloutJob, RolloutResult, ScoreJob, ScoreResult, SurveyJob, SurveyResult
@@ -40,6 +41,7 @@ class Player:
         except ConfigError as error:
             self._broken = str(error)  # every job says so: the orchestrator stops with it, the worker stays
         config = self._config
+        grading.install(config.rollouts.graders)
         try:
             async with EngineClient.open(config.engine) as client, SessionServers.open(config.sessions) as sessions:
                 if dialect:

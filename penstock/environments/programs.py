@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.cancellation import to_the_end
-from penstock.embedded_redis import LAUNCHER
 from penstock.environments.protocol import AgentPolicy
+from penstock.launcher import LAUNCHER
 from penstock.offload import in_io_thread
 
 NICENESS = 10

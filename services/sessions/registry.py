@@ -219,7 +219,9 @@ class Registry:
         entry.retained_bytes = 0
 
     async def _close(self, entry: Entry) -> None:
-        """Sealed blobs stay: they are whoever's asked for them."""
+        """Sealed blobs stay: they are whoever's asked for them. Once this is over, none appears any more."""
+        if entry.sealing:
+            await asyncio.wait([entry.sealing])
         session = entry.session
         try:
             if session is not None:

@@ -13,8 +13,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from support.waiting import wait_until
 
-from penstock.embedded_redis import LAUNCHER, EmbeddedRedis, find_server
+from penstock.embedded_redis import EmbeddedRedis, find_server
 from penstock.errors import ConfigError, RunError
+from penstock.launcher import LAUNCHER
 
 
 def client(server: EmbeddedRedis) -> redis.Redis:

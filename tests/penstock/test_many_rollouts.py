@@ -1,6 +1,5 @@
 import asyncio
-import functools
-from collections.abc import Generator
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import orjson
 import pytest
 import xxhash
 from support.asking import assert_idle, run
+from support.cancelling import cancelled_at
 from support.playing import attempt_of, files, loaded, stage_of
 from support.upstream import Says, Seen, answer, calling, serving, tool_call, user
 from support.waiting import wait_until_async
@@ -15,32 +15,6 @@ from support.waiting import wait_until_async
 from penstock.environments import load_environments
 from penstock.rollout import play
 from penstock.rollout_config import EnvironmentSettings
-
-
-class CancelledAt:
-    """A coroutine whose task is cancelled when it is about to wait for the `number`th time."""
-
-    def __init__(self, coroutine: Any, number: int) -> None:
-        self._awaited = coroutine.__await__()
-        self._number = number
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        waits, step = 0, self._awaited.__next__
-        while True:
-            try:
-                waiting_for = step()
-            except StopIteration as end:
-                return end.value
-            waits += 1
-            if waits == self._number:
-                task = asyncio.current_task()
-                assert task
-                task.cancel()
-            try:
-                yield waiting_for
-                step = self._awaited.__next__
-            except asyncio.CancelledError as error:
-                step = functools.partial(self._awaited.throw, error)
 
 
 class TwoTurns:
@@ -70,7 +44,7 @@ def test_cancelled_wherever_it_waits_a_rollout_leaves_nothing(tmp_path: Path) ->
             async with stage_of(tmp_path, server.url) as stage:
                 for number in range(1, 41):
                     key = attempt_of(attempt=number)
-                    playing = asyncio.ensure_future(_whole(CancelledAt(play(stage, TWO_TURNS, 0, key), number)))
+                    playing = cancelled_at(number, play(stage, TWO_TURNS, 0, key))
                     await asyncio.wait([playing])
                     assert files(tmp_path) == ([] if playing.cancelled() else SEALED)
                     assert_idle(stage.client)
@@ -81,10 +55,6 @@ def test_cancelled_wherever_it_waits_a_rollout_leaves_nothing(tmp_path: Path) ->
         assert 10 < cancelled < 40
 
     run(main)
-
-
-async def _whole(awaitable: Any) -> Any:
-    return await awaitable
 
 
 def fault_of(seen: Seen) -> Says | None:
@@ -150,13 +120,22 @@ def test_256_rollouts_at_once_share_a_client_and_leak_nothing(tmp_path: Path) ->
 
 
 def test_sessions_stay_on_their_replica(tmp_path: Path) -> None:
+    """Nobody is answered before all have asked: as many are in flight at one as at the other."""
+
     async def main() -> None:
+        all_asked = threading.Event()
+
         def respond(seen: Seen) -> Says:
-            return Says(body=answer(seen, "hello"))
+            return Says(body=answer(seen, "hello"), waits_for=all_asked)
 
         with serving(respond) as one, serving(respond) as other:
             async with stage_of(tmp_path, one.url, other.url) as stage:
-                await asyncio.gather(*(play(stage, TWO_TURNS, 0, attempt_of(f"r{number}")) for number in range(20)))
+                rollouts = asyncio.gather(
+                    *(play(stage, TWO_TURNS, 0, attempt_of(f"r{number}")) for number in range(20))
+                )
+                await wait_until_async(lambda: len(one.seen) + len(other.seen) == 20)
+                all_asked.set()
+                await rollouts
         sessions = [{seen.headers["X-Session-ID"] for seen in server.seen} for server in (one, other)]
         assert not sessions[0] & sessions[1]
         assert [len(found) for found in sessions] == [10, 10]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.pipeline import Pipeline, pipeline_in
 from support.playing import attempt_of, files, loaded
+from support.processes import alive
 from support.session_process import Script, SessionsProcess, running, scripted
 from support.waiting import wait_until, wait_until_async
 
@@ -147,13 +148,6 @@ def test_a_cancelled_rollout_takes_its_session_and_every_process_of_its_agent_al
     assert server.status()["sessions"]["open"] == 0
     assert not any("cancelled" in name for name in files(server.store))
     assert not (server.store / "rollouts" / "run" / "cancelled").exists()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_an_agent_over_its_time_is_a_failure_of_the_policy_with_what_it_said(server: SessionsProcess) -> None:

@@ -114,12 +114,12 @@ def test_guess_is_played_with_several_calls_a_turn() -> None:
         (tool_call("guess", {"box": "A", "number": 4}), "too low"),
         (tool_call("guess", {"box": "A", "number": 6}), "too high"),
         (tool_call("guess", {"box": "Z", "number": 6}), "error: there is no box Z; there are A, B"),
-        (tool_call("guess", {"box": "A", "number": "6"}), "error: call guess with a box"),
-        (tool_call("guess", {"box": "A", "number": True}), "error: call guess with a box"),
-        (tool_call("guess", {}), "error: call guess with a box"),
-        (tool_call("open", {"box": "A", "number": 5}), "error: call guess"),
-        (tool_call("guess", "box A"), "error: the arguments of guess are not JSON"),
-        (tool_call("guess", [1]), "error: the arguments of guess are not a JSON object"),
+        (tool_call("guess", {"box": "A", "number": "6"}), "error: guess: number: Input should be a valid integer"),
+        (tool_call("guess", {"box": "A", "number": True}), "error: guess: number: Input should be a valid integer"),
+        (tool_call("guess", {}), "error: guess: box: Field required; number: Field required"),
+        (tool_call("open", {"box": "A", "number": 5}), "error: there is no tool open; there are guess"),
+        (tool_call("guess", "box A"), "error: guess: Invalid JSON: expected value at line 1"),
+        (tool_call("guess", [1]), "error: guess: Input should be an object"),
     ],
 )
 def test_guess_tells_the_policy_what_it_did_wrong(call: Message, told: str) -> None:

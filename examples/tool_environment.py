@@ -1,0 +1,41 @@
+"""An environment with tools: the policy looks things up, several at once if it likes, then answers.
+
+    [environments.atlas]
+    use = "tool_environment:Atlas"     # with examples/ on the worker's PYTHONPATH
+
+What the policy calls wrongly is told to it; a tool that takes too long is an answer like any other.
+"""
+
+import itertools
+
+from penstock.environments import Message, Policy, Score, Tools, tool
+
+POPULATIONS = {"France": 68, "Japan": 124, "Kenya": 55, "Peru": 34}
+"""in millions"""
+TURNS = 4
+
+
+@tool(timeout_s=2.0)
+async def population(country: str) -> int:
+    """How many millions of people live in a country."""
+    if country not in POPULATIONS:
+        raise ValueError(f"the atlas has no {country}: it has {', '.join(POPULATIONS)}")
+    return POPULATIONS[country]
+
+
+class Atlas:
+    examples = tuple(itertools.combinations(POPULATIONS, 2))
+
+    async def rollout(self, example: tuple[str, str], policy: Policy) -> Score:
+        one, other = example
+        question = f"Where do more people live, in {one} or in {other}? Look it up, then name the country."
+        messages: list[Message] = [{"role": "user", "content": question}]
+        tools, said = Tools(population), ""
+        for _ in range(TURNS):
+            reply = await policy.chat(messages, tools=tools.schemas)
+            if not reply.tool_calls:
+                said = reply.content.strip(" .")
+                break
+            messages += [reply.message, *await tools.answer(reply)]
+        right = max(example, key=lambda country: POPULATIONS[country])
+        return Score(reward=float(said == right), metrics={"calls": tools.calls, "wrong_calls": tools.errors})

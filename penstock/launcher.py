@@ -1,0 +1,15 @@
+"""How a program is started that shall end with the process that starts it.
+
+Runs in the child, which then becomes the program: a `preexec_fn` would run in a fork of a process with threads. The
+kernel sends the signal when the *thread* that started the child ends, and none if that has ended already.
+"""
+
+LAUNCHER = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) != 0:
+    sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent ended before its program started")
+os.execv(sys.argv[2], sys.argv[2:])
+"""

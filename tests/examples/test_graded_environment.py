@@ -1,0 +1,50 @@
+import sys
+from pathlib import Path
+
+import pytest
+from support.asking import run
+from support.playing import attempt_of, stage_of
+from support.upstream import Says, Seen, answer, serving
+
+from penstock.environments import load_environments
+from penstock.messages import RolloutResult
+from penstock.rollout import play
+from penstock.rollout_config import EnvironmentSettings
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROGRAMS = {
+    "right": "def f(n):\n    return sum(map(int, str(n)))",
+    "wrong": "def f(n):\n    return n",
+    "broken": "def f(n)",
+    "endless": "import time; time.sleep(1000)",
+}
+
+
+def said(seen: Seen) -> Says:
+    """Which program it writes is the rollout's name."""
+    name = seen.headers["X-Session-ID"].partition(".")[0]
+    return Says(body=answer(seen, f"Like this:\n```python\n{PROGRAMS[name]}\n```" if name in PROGRAMS else "no idea"))
+
+
+def test_programs_are_scored_by_what_they_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    results: dict[str, RolloutResult] = {}
+
+    async def main() -> None:
+        environment = load_environments({"code": EnvironmentSettings(use="graded_environment:Code")})["code"]
+        with serving(said) as server:
+            async with stage_of(tmp_path, server.url) as stage:
+                for name in ("silent", "right", "wrong", "broken", "endless"):
+                    results[name] = await play(stage, environment, 1, attempt_of(name))
+
+    run(main)
+    del sys.modules["graded_environment"]
+    late = results.pop("endless")
+    assert {name: result.reward for name, result in results.items()} == {
+        "silent": 0.0,
+        "right": 1.0,
+        "wrong": pytest.approx(2 / 3),
+        "broken": 0.0,
+    }
+    assert late.policy_error
+    assert late.policy_error.startswith("the grader graded_environment:judge did not end within 5 s")

@@ -1,0 +1,45 @@
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from support.asking import run
+from support.playing import attempt_of, stage_of
+from support.upstream import Says, Seen, answer, calling, serving, tool_call
+
+from penstock.environments import load_environments
+from penstock.rollout import play
+from penstock.rollout_config import EnvironmentSettings
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def looks_up(seen: Seen) -> Says:
+    """Both countries in one turn, one of them misspelt at first; then it names the larger number."""
+    countries = re.findall(r"in (\w+)", seen.messages[0]["content"])
+    told = [message["content"] for message in seen.messages if message["role"] == "tool"]
+    if not told:
+        asked = [tool_call("population", {"country": name}, id=name) for name in (countries[0], countries[1].lower())]
+        return Says(body=answer(seen, calling(*asked)))
+    if len(told) == 2:
+        assert told[1].startswith("error: the atlas has no ")
+        return Says(body=answer(seen, calling(tool_call("population", {"country": countries[1]}))))
+    return Says(body=answer(seen, f"{countries[int(told[2]) > int(told[0])]}."))
+
+
+def test_a_policy_that_looks_up_what_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+    async def main() -> None:
+        environment = load_environments({"atlas": EnvironmentSettings(use="tool_environment:Atlas")})["atlas"]
+        with serving(looks_up) as server:
+            async with stage_of(tmp_path, server.url) as stage:
+                results = [await play(stage, environment, n, attempt_of(f"r{n}")) for n in range(environment.size)]
+        assert [result.reward for result in results] == [1.0] * 6
+        assert {(result.metrics["calls"], result.metrics["wrong_calls"], result.turns) for result in results} == {
+            (3.0, 1.0, 3)
+        }
+        assert all(len(result.sample_lengths) == 1 for result in results)
+
+    run(main)
+    del sys.modules["tool_environment"]

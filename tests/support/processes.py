@@ -1,0 +1,16 @@
+"""What the kernel says of processes."""
+
+from pathlib import Path
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def children() -> frozenset[int]:
+    """Of this process, whichever of its threads started them; also those that it has not waited for."""
+    found = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+    return frozenset(int(pid) for pids in found for pid in pids)
