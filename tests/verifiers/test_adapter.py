@@ -170,22 +170,30 @@ def members(group: int) -> list[int]:
     return [int(each[2]) for each in fields if int(each[2]) == group and each[0] != "Z"]
 
 
-def test_a_process_that_dies_fails_its_rollouts_and_is_replaced_once(
-    tricks: Verifiers, stages: Any, on_loop: Run, example: Example
+def test_a_process_that_dies_fails_its_rollouts_leaves_nothing_and_is_replaced_once(
+    tricks: Verifiers, stages: Any, on_loop: Run, marks: Path, example: Example
 ) -> None:
+    pid = marks / "pid"
+    pid.unlink(missing_ok=True)
+
     async def main() -> None:
         async with stages() as stage:
             environment = loaded(tricks, name="tricks")
-            died = play(stage, environment, example("kills_itself"), attempt_of("died"))
+            beside = asyncio.create_task(play(stage, environment, example("program"), attempt_of("beside")))
+            await wait_until_async(lambda: pid.exists() and pid.read_text().strip(), timeout_s=30)
             with pytest.raises(InfrastructureFailure, match="the environment's process died"):
-                await died
+                await play(stage, environment, example("kills_itself"), attempt_of("died"))
+            with pytest.raises(InfrastructureFailure, match="the environment's process died"):
+                await beside
             after = [play(stage, environment, 0, attempt_of(f"after{n}")) for n in range(4)]
             assert {result.reward for result in await asyncio.gather(*after)} == {1.75}
 
     before = pid_of(tricks)
     on_loop(main())
     assert pid_of(tricks) != before
-    wait_until(lambda: not Path(f"/proc/{before}").exists())
+    everything = directory_of(marks).parents[2]
+    assert everything.name.startswith("penstock-verifiers-")
+    wait_until(lambda: not members(int(pid.read_text())) and not everything.exists(), what="its program to be gone")
 
 
 def test_a_reward_that_never_returns_ends_the_process_not_the_worker(

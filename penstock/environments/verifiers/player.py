@@ -9,6 +9,7 @@ import contextlib
 import copy
 import importlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from penstock.environments.verifiers.outcomes import answer_of
@@ -26,6 +27,8 @@ class Player:
     def __init__(self, settings: Settings) -> None:
         self._vf = _package()
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
+        if settings.directory:
+            _work_in(Path(settings.directory))
         self._environment = loaders.load_environment(_config(loaders.resolve_env_config, settings))
         self.tasks = _tasks(self._environment.taskset, settings.size)
         self._client = importlib.import_module("verifiers.v1.clients").EvalClient(self._endpoint(UNUSED_URL))
@@ -70,6 +73,13 @@ def _package() -> Any:
         return importlib.import_module("verifiers.v1")
     except ModuleNotFoundError as error:
         raise ConfigError(f"it needs {error.name}: pip install 'penstock[verifiers]' where the worker runs") from error
+
+
+def _work_in(directory: Path) -> None:
+    """The package's own place is in the home directory, where nobody looks after a crash. What it keeps there for all
+    processes, programs that it has installed, stays."""
+    runtime: Any = importlib.import_module("verifiers.v1.runtimes.subprocess")
+    runtime.CACHE_DIR = directory
 
 
 def _config(resolve: Callable[[dict[str, Any]], Any], settings: Settings) -> Any:

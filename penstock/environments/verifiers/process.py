@@ -9,15 +9,19 @@ import asyncio
 import contextlib
 import itertools
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from penstock.cancellation import to_the_end
 from penstock.environments.programs import without_our_settings
@@ -57,6 +61,7 @@ class VerifiersProcess:
     with the environment."""
 
     def __init__(self, settings: Settings) -> None:
+        directory = tempfile.mkdtemp(prefix="penstock-verifiers-")
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -67,13 +72,13 @@ class VerifiersProcess:
                 env=without_our_settings(),
                 start_new_session=True,
             )
-        self._end = weakref.finalize(self, _end, self._socket, self._process)
+        self._end = weakref.finalize(self, _end, self._socket, self._process, directory)
         self._end.atexit = False  # the line ends with us, and no thread can be started then
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._attaching: asyncio.Task[Line] | None = None
         self._ending: threading.Thread | None = None
-        self.examples = self._started(settings)
+        self.examples = self._started(msgspec.structs.replace(settings, directory=directory))
 
     @property
     def pid(self) -> int:
@@ -190,28 +195,29 @@ def _gone(number: int, why: str) -> Answer:
     return Answer(number=number, kind=Kind.INFRASTRUCTURE, why=f"the environment's process {why}; {LAST_WORDS}")
 
 
-def _end(connection: socket.socket, process: "subprocess.Popen[bytes]") -> threading.Thread:
+def _end(connection: socket.socket, process: "subprocess.Popen[bytes]", directory: str) -> threading.Thread:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-    thread = threading.Thread(target=_bury, args=(process,), daemon=True)
+    thread = threading.Thread(target=_bury, args=(process, directory), daemon=True)
     thread.start()
     return thread
 
 
-def _bury(process: "subprocess.Popen[bytes]") -> None:
-    """It puts its sandboxes away and ends; where it does not, it is killed with all that it started."""
+def _bury(process: "subprocess.Popen[bytes]", directory: str) -> None:
+    """It puts its sandboxes away and ends. Where it was killed or crashed, its programs and their files are left."""
     try:
         process.wait(END_S)
     except subprocess.TimeoutExpired:
-        for pid in [*_descendants(process.pid), process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        process.kill()
         process.wait()
+    for pid in _working_in(directory):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
-def _descendants(pid: int) -> Iterator[int]:
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+def _working_in(directory: str) -> Iterator[int]:
+    for link in Path("/proc").glob("[0-9]*/cwd"):
         with contextlib.suppress(OSError):
-            for child in map(int, listed.read_text().split()):
-                yield from _descendants(child)
-                yield child
+            if link.readlink().is_relative_to(directory):
+                yield int(link.parent.name)

@@ -6,6 +6,7 @@ The loop runs in the main thread, because the package's graders keep their time 
 import asyncio
 import contextlib
 import logging
+import shutil
 import signal
 import socket
 import sys
@@ -123,8 +124,12 @@ def main() -> None:
     except PenstockError as error:
         connection.sendall(line(Refused(why=str(error))))
         return
-    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-        runner.run(serve(player, connection))
+    try:
+        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+            runner.run(serve(player, connection))
+    finally:
+        if settings.directory:  # its worker does it, too, if it lives
+            shutil.rmtree(settings.directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     harness: str | None
     size: int | None
     config: dict[str, Any]
+    directory: str | None = None
+    """for what episodes put on this machine's disk"""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
