@@ -84,8 +84,8 @@ class AgentPolicy:
 
     @property
     def variables(self) -> dict[str, str]:
-        """For the environment of a program that uses the `openai` package."""
-        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+        """For the environment of a program that uses the `openai` package; the model's name is ours to hand over."""
+        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model}
 
 
 @dataclass(frozen=True, kw_only=True)
