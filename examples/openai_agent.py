@@ -30,7 +30,7 @@ class Trivia:
     async def rollout(self, example: str, policy: AgentPolicy) -> float:
         messages: list[Any] = [{"role": "user", "content": f"What is the capital of {example}? You have an atlas."}]
         # The same tools in every request: a prompt that begins differently would begin another sample.
-        request: dict[str, Any] = {"model": "policy", "messages": messages, "tools": [LOOK_UP]}
+        request: dict[str, Any] = {"model": policy.model, "messages": messages, "tools": [LOOK_UP]}
         async with AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key, max_retries=2) as client:
             message = (await client.chat.completions.create(**request)).choices[0].message
             calls = message.tool_calls or []

@@ -22,7 +22,8 @@ class Shell:
     examples = ("list files", "show the date", "count words")
 
     async def rollout(self, example: str, policy: AgentPolicy) -> float:
-        asked = {"model": "policy", "messages": [{"role": "user", "content": f"Which command does this: {example}?"}]}
+        question = f"Which command does this: {example}?"
+        asked = {"model": policy.model, "messages": [{"role": "user", "content": question}]}
         ended = await run_program(["/bin/sh", "-c", SCRIPT, "sh", json.dumps(asked)], policy)
         said = json.loads(ended.output)["choices"][0]["message"]["content"] if ended.exit_code == 0 else ""
         return min(len(said), 1_000) / 1_000

@@ -106,7 +106,7 @@ async def _play_agent(
         "policy_version": attempt.policy_version,
     }
     async with stage.sessions.session(asked) as session:
-        policy = AgentPolicy(base_url=session.base_url, api_key=session.secret)
+        policy = AgentPolicy(base_url=session.base_url, api_key=session.secret, model=stage.client.settings.model)
         score, error = await _played(environment, example, policy, stage.settings, attempt.timeout_s)
         if score.columns:
             raise StageError(f"environment {environment.name!r}: an agent's session takes no columns of one's own")

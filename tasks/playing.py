@@ -1,5 +1,6 @@
 """What a rollout worker does with a job: the environments are the worker's own, a message only names one."""
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -41,13 +42,16 @@ class Player:
             self._broken = str(error)  # every job says so: the orchestrator stops with it, the worker stays
         config = self._config
         grading.install(config.rollouts.graders)
-        async with EngineClient.open(config.engine) as client, SessionServers.open(config.sessions) as sessions:
-            if dialect:
-                store = Store(config.store_dir)
-                self._stage = RolloutStage(
-                    client=client, store=store, settings=config.policy, dialect=dialect, sessions=sessions
-                )
-            yield self
+        try:
+            async with EngineClient.open(config.engine) as client, SessionServers.open(config.sessions) as sessions:
+                if dialect:
+                    store = Store(config.store_dir)
+                    self._stage = RolloutStage(
+                        client=client, store=store, settings=config.policy, dialect=dialect, sessions=sessions
+                    )
+                yield self
+        finally:
+            await self._close_environments()
 
     async def play(self, job: RolloutJob, execution: str) -> RolloutResult:
         if noop.plays(job.environment, self._config):
@@ -80,6 +84,13 @@ class Player:
             return SurveyResult(examples=noop.EXAMPLES, scores_groups=False)
         environment = self._environment(job.environment)
         return SurveyResult(examples=environment.size, scores_groups=environment.scores_groups)
+
+    async def _close_environments(self) -> None:
+        """All at once: each may have processes to wait for."""
+        names, closing = list(self._environments), [each.close() for each in self._environments.values()]
+        for name, found in zip(names, await asyncio.gather(*closing, return_exceptions=True), strict=True):
+            if found is not None:
+                logger.error("action=not_closed environment=%s error=%s", name, found)
 
     def _environment(self, name: str) -> LoadedEnvironment:
         """StageError where this worker cannot play it, with what to do."""

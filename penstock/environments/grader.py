@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.environments.grader_child import ANSWER_BYTES
+from penstock.environments.programs import without_our_settings
 from penstock.environments.scores import Score
 from penstock.errors import InfrastructureFailure, PolicyFailure, StageError
 
@@ -168,15 +169,13 @@ class Grader:
     def _start(self) -> None:
         if self._process is not None:
             return
-        # Not Penstock's settings: the addresses of Redis and of the engine have keys in them.
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(CHILD), str(os.getpid())],
                 stdin=self._theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # warnings quote the policy's text, by the megabyte
-                env={**ONE_CORE, **inherited},
+                env={**ONE_CORE, **without_our_settings()},
                 start_new_session=True,
             )
             self._ended = os.pidfd_open(self._process.pid)

@@ -10,7 +10,7 @@ from typing import Any, cast, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.environments.boundary import boundary
-from penstock.environments.protocol import Environment, ScoresGroups
+from penstock.environments.protocol import Closes, Environment, ScoresGroups
 from penstock.errors import ConfigError, StageError
 from penstock.registry import lookup
 from penstock.rollout_config import EnvironmentSettings
@@ -21,6 +21,8 @@ BUILT_INS = {
     "distinct": "penstock.environments.distinct:Distinct",
     "program": "penstock.environments.program:Program",
 }
+"""what a worker plays for which nothing is configured"""
+ADAPTERS = {"verifiers": "penstock.environments.verifiers:Verifiers"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,11 @@ class LoadedEnvironment:
     def external_agent(self) -> bool:
         """Whether it plays through a session server."""
         return bool(getattr(self.environment, "external_agent", False))
+
+    async def close(self) -> None:
+        if isinstance(self.environment, Closes):
+            with boundary(StageError, f"environment {self.name!r} could not be closed"):
+                await self.environment.close()
 
     def example(self, index: int) -> Any:
         if not 0 <= index < self.size:
@@ -80,7 +87,7 @@ def load_environment(name: str, settings: EnvironmentSettings) -> LoadedEnvironm
 
 
 def _find(use: str) -> type[Any]:
-    module, _, name = (use if ":" in use else lookup(BUILT_INS, use, setting="use")).partition(":")
+    module, _, name = (use if ":" in use else lookup(BUILT_INS | ADAPTERS, use, setting="use")).partition(":")
     with boundary(ConfigError, f"use = {use!r} cannot be imported"):
         try:
             found = getattr(importlib.import_module(module), name, None)

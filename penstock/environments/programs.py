@@ -44,15 +44,19 @@ async def run_program(
     also ends with this process. Of this process's own environment it gets all but Penstock's settings.
     """
     launcher = [sys.executable, "-I", "-S", "-c", f"import os; os.nice({NICENESS})\n{LAUNCHER}", str(os.getpid())]
-    # Not ours: the addresses of Redis and of the engine have keys and passwords in them, and an agent is not trusted.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-    environment = {**inherited, **policy.variables, **(variables or {})}
+    environment = {**without_our_settings(), **policy.variables, **(variables or {})}
     # In a thread: the loop would stand still for every fork (380 ms when 16 programs started at once).
     starting = asyncio.create_task(in_io_thread(_start, [*launcher, *command], environment, directory))
     try:
         return await in_io_thread(_finished, await asyncio.shield(starting))
     finally:
         await to_the_end(asyncio.create_task(_kill(starting)))
+
+
+def without_our_settings() -> dict[str, str]:
+    """This process's variables for one that is not trusted: the addresses of Redis and of the engine have keys and
+    passwords in them."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], directory: Path | None) -> "subprocess.Popen[bytes]":

@@ -79,11 +79,13 @@ class AgentPolicy:
     base_url: str
     """OpenAI-compatible, this rollout's alone; every chat through it is recorded"""
     api_key: str = field(repr=False)
+    model: str = "policy"
+    """what the engine calls it, `engine.model`"""
 
     @property
     def variables(self) -> dict[str, str]:
-        """For the environment of a program that uses the `openai` package."""
-        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+        """For the environment of a program that uses the `openai` package; the model's name is ours to hand over."""
+        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,4 +126,13 @@ class ScoresGroups(Protocol):
         self, example: Any, rollouts: Sequence[Played]
     ) -> Sequence[AnyScore] | Awaitable[Sequence[AnyScore]]:
         """One score a rollout, in their order; these replace those of `rollout`."""
+        ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """An environment that holds something open: a process, a connection."""
+
+    async def close(self) -> None:
+        """Once, at the worker's end, after the last rollout."""
         ...

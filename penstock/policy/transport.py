@@ -42,6 +42,8 @@ ON_LOOP_BYTES = 128 * 1024
 SENT_AT_ONCE_BYTES = 1 << 20
 # File descriptors that are not for the engine: Redis, files, the loop itself.
 OTHER_DESCRIPTORS = 256
+UNREACHABLE = "the engine cannot be reached"
+"""Begins what a session server says where no connection is made: who hears it knows that waiting helps."""
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ from yarl import URL
 from penstock.errors import InfrastructureFailure, Upstream
 from penstock.policy.byte_budget import Share
 from penstock.policy.replicas import Replica
-from penstock.policy.transport import EngineConnection, raise_if_out_of_descriptors, receive, sendable
+from penstock.policy.transport import UNREACHABLE, EngineConnection, raise_if_out_of_descriptors, receive, sendable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Backend(EngineConnection):
                     answered = await self._receive(replica, asked, share)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 replica.mark_away()
-                raise Upstream(f"the engine cannot be reached: {_said(error)}") from error
+                raise Upstream(f"{UNREACHABLE}: {_said(error)}") from error
             except (aiohttp.ClientError, TimeoutError) as error:
                 raise Upstream(f"the engine broke off its answer: {_said(error)}") from error
             except InfrastructureFailure as error:

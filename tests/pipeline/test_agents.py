@@ -235,6 +235,7 @@ def test_an_agent_gets_its_key_and_none_of_ours(monkeypatch: pytest.MonkeyPatch)
     said = run_here("env")
     assert "OPENAI_BASE_URL=http://there/v1" in said
     assert "OPENAI_API_KEY=key" in said
+    assert "OPENAI_MODEL=policy" in said
     assert "PENSTOCK_" not in said
     assert "hunter" not in said
 

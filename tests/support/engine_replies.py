@@ -54,7 +54,11 @@ def vllm_reply(said: Said) -> dict[str, Any]:
         "created": 1762300000,
         "model": "policy",
         "choices": [choice],
-        "usage": {"prompt_tokens": len(said.prompt), "completion_tokens": len(said.completion)},
+        "usage": {
+            "prompt_tokens": len(said.prompt),
+            "completion_tokens": len(said.completion),
+            "total_tokens": len(said.prompt) + len(said.completion),
+        },
         "prompt_logprobs": None,
         "prompt_token_ids": said.prompt,
         "kv_transfer_params": None,

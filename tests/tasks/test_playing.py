@@ -1,5 +1,6 @@
 """A worker whose engine takes tokens builds its renderer before the first job."""
 
+import importlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -64,3 +65,44 @@ def test_a_renderer_that_cannot_be_built_now_is_tried_again_by_the_first_rollout
             assert "action=not_warmed_up" in caplog.text
 
     run(main)
+
+
+MODULE = """
+class Closing:
+    examples = [1]
+    closed = []
+
+    def __init__(self, *, name: str) -> None:
+        self.name = name
+
+    async def rollout(self, example, policy):
+        return 1.0
+
+    async def close(self):
+        self.closed.append(self.name)
+        if self.name == "first":
+            raise OSError("no more")
+"""
+
+
+def test_environments_are_closed_at_the_end_and_one_that_fails_keeps_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "closing_environment.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    environments = {
+        name: {"use": "closing_environment:Closing", "options": {"name": name}} for name in ("first", "second")
+    }
+    config = RunConfig.model_validate(
+        {"run_dir": tmp_path / "run", "environments": {**environments, "sums": {"use": "arithmetic"}}}
+    )
+    closed = importlib.import_module("closing_environment").Closing.closed
+
+    async def main() -> None:
+        async with Player(config).ready():
+            assert closed == []
+
+    run(main)
+    assert sorted(closed) == ["first", "second"]
+    assert "action=not_closed environment=first" in caplog.text
+    assert "OSError: no more" in caplog.text
