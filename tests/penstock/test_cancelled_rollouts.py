@@ -22,7 +22,7 @@ from support.waiting import wait_until_async
 
 from penstock.blobs import Store
 from penstock.environments import AgentPolicy, Reply, Tools, graded, run_program, tool
-from penstock.offload import in_io_thread
+from penstock.offload import in_file_thread
 from penstock.policy import Dialect, EngineClient
 from penstock.policy.agent_sessions import SessionServers
 from penstock.recording import Session
@@ -101,7 +101,7 @@ async def in_a_program(scene: Scene, policy: Any) -> None:
 
 async def in_sealing(scene: Scene, policy: Any) -> None:
     """Which waits for a thread: all have something else to do."""
-    scene.busy = [asyncio.create_task(in_io_thread(scene.go_on.wait, 60)) for _ in range(2)]
+    scene.busy = [asyncio.create_task(in_file_thread(scene.go_on.wait, 60)) for _ in range(2)]
     await asyncio.sleep(0)
     scene.begun += 1
 

@@ -28,7 +28,7 @@ from penstock.errors import (
     PolicyFailure,
 )
 from penstock.event_loop import event_loop_factory
-from penstock.offload import in_io_thread
+from penstock.offload import in_file_thread
 from penstock.recording import Mode, Session
 
 
@@ -255,13 +255,13 @@ async def ticks(count: int = 10) -> None:
 
 
 class BlockedPool:
-    """Both threads of the loop's I/O pool wait: a write has begun but cannot end."""
+    """Both threads for files wait: a write has begun but cannot end."""
 
     def __init__(self) -> None:
         self.release = threading.Event()
 
     async def __aenter__(self) -> "BlockedPool":
-        self.tasks = [asyncio.create_task(in_io_thread(self.release.wait)) for _ in range(2)]
+        self.tasks = [asyncio.create_task(in_file_thread(self.release.wait)) for _ in range(2)]
         await ticks()
         return self
 
