@@ -28,9 +28,9 @@ check: setup
 	@$(BIN)/pytest --quiet tests/test_house_rules.py
 
 test: check
-	@$(BIN)/pytest --ignore tests/test_house_rules.py --ignore tests/verifiers --numprocesses 3 --dist loadfile -m 'not slow'
+	@$(BIN)/pytest --ignore tests/test_house_rules.py --ignore tests/verifiers --numprocesses 4 --dist loadfile -m 'not slow'
 
-# Real all the same: short runs of the benchmarks, demos side by side, session servers killed at random.
+# Real all the same: the rollout worker's benchmark, demos side by side and killed in the middle.
 test-slow: setup
 	@$(BIN)/pytest --ignore tests/verifiers --numprocesses 3 --dist loadfile -m slow
 

@@ -74,7 +74,7 @@ FULL = Size(
     ),
 )
 QUICK = Size(
-    latency="constant:0.05",
+    latency="constant:0.5",
     publications=1,
     cases=(
         Case(name="256 x 1.3 MB", said=40, turns=2, rollouts=16, rounds=1),

@@ -1,8 +1,4 @@
-import pytest
-
 from bench.lag import run
-
-pytestmark = pytest.mark.slow
 
 
 def test_both_pipes_pass_their_steps_and_the_wide_one_receives_more() -> None:

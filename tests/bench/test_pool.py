@@ -1,8 +1,4 @@
-import pytest
-
 from bench.pool import run
-
-pytestmark = pytest.mark.slow
 
 
 def test_both_pools_do_the_same_tasks() -> None:

@@ -1,8 +1,4 @@
-import pytest
-
 from bench.renderers import run
-
-pytestmark = pytest.mark.slow
 
 
 def test_adapters_share_one_pool_and_first_callers_one_build() -> None:

@@ -1,8 +1,4 @@
-import pytest
-
 from bench import sessions
-
-pytestmark = pytest.mark.slow
 
 
 def test_measures_chats_health_and_memory() -> None:

@@ -14,8 +14,6 @@ from support.session_process import Agent, SessionsProcess, running, scripted
 from support.upstream import user
 from support.waiting import wait_until
 
-pytestmark = pytest.mark.slow
-
 TURNS = 5
 THREADS = 16
 BROKEN = (ConnectionError, http.client.HTTPException, TimeoutError)

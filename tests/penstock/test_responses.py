@@ -59,14 +59,14 @@ def exchanges(draw: st.DrawFn) -> tuple[Said, Question]:
     return said, question
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(exchanges())
 def test_reads_what_the_strict_reference_reads(exchange: tuple[Said, Question]) -> None:
     said, question = exchange
     agree(said.body(), question)
 
 
-@settings(max_examples=200)
+@settings(max_examples=150)
 @given(exchanges(), st.data())
 def test_spelling_does_not_matter(exchange: tuple[Said, Question], data: st.DataObject) -> None:
     said, question = exchange

@@ -74,7 +74,7 @@ def assert_rows(store: Store, sealed: Sealed, columns: Columns, expected: list[P
         assert experts.routed_valid[columns.sample(index)].tobytes() == valid
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     case=turn_structures(exact=True).filter(lambda case: bool(case[0])),
     dtype=st.sampled_from([np.uint8, np.uint16]),
