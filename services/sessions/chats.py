@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 from aiohttp import web
 
 from penstock.config import RunConfig
+from penstock.cuts import EXPERTS_KEY
 from penstock.errors import BadRequest, PolicyFailure
 from penstock.offload import in_cpu_thread
 from penstock.policy import Dialect
@@ -33,6 +34,11 @@ logger = logging.getLogger("penstock.sessions")
 P = ParamSpec("P")
 T = TypeVar("T")
 
+CUT_ON_LOOP_BYTES = 1 << 21
+"""Joining, cutting and decoding the new rows of an answer of 1.3 MB takes 0.7 ms; through a thread a chat of that size
+cost a fifth more CPU (302-314 instead of 245-273 chats/s)."""
+HEAD_CHUNKS = 2
+"""of up to 256 KiB: a socket's first read may be short"""
 SESSION_HEADER = "X-Session-ID"
 """By which an engine, or what stands before several, may keep a conversation together."""
 
@@ -74,7 +80,10 @@ class Chats:
                     self.counts.refused_upstream += 1
                     return passed_on(answered)
                 exchange = _exchange(chat, sent, prepared, read_with)
-                answer = await _sized(answered.size, exchange.answer, answered)
+                if is_quick(answered.chunks):
+                    answer = exchange.answer(answered)
+                else:
+                    answer = await in_cpu_thread(exchange.answer, answered)
                 circumstances = _circumstances(answered, chat.fields)
                 await self._commit(session, claim, prepared, answer, circumstances)
             return _response(answered, answer, stream=chat.stream)
@@ -141,6 +150,17 @@ def _circumstances(answered: Answered, fields: Mapping[str, Any]) -> Circumstanc
         temperature=1.0 if temperature is None else float(temperature),
         sampling=bent_sampling(fields),
     )
+
+
+def is_quick(chunks: list[bytes]) -> bool:
+    """Whether reading an answer takes no longer than the way to a thread. What takes time is what stands before the
+    routed experts, all in the first chunks: base64 is cut out unread."""
+    size = sum(map(len, chunks))
+    if size <= ON_LOOP_BYTES:
+        return True
+    before = b"".join(chunks[:HEAD_CHUNKS])[:ON_LOOP_BYTES] if size <= CUT_ON_LOOP_BYTES else b""
+    key = before.find(EXPERTS_KEY)
+    return key >= 0 and before[key + len(EXPERTS_KEY) :][:1] in (b'"', b"{")
 
 
 async def _sized(size: int, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

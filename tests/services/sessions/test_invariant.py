@@ -21,6 +21,7 @@ from penstock.policy.transport import ON_LOOP_BYTES
 from penstock.rollout_config import Engine
 from services.sessions import chats
 from services.sessions.backend import Backend
+from services.sessions.chats import CUT_ON_LOOP_BYTES, is_quick
 from services.sessions.connection import JsonServer
 from services.sessions.registry import Registry
 from services.sessions.requests import read_chat
@@ -107,6 +108,26 @@ def test_large_requests_are_unpacked_and_checked_off_the_loop_and_small_ones_on_
     with serving(lambda seen: Says(body=answer(seen, "x"))) as upstream:
         asyncio.run(main(upstream))
     assert threads == [threading.current_thread().name.rpartition("_")[0], "penstock-cpu"]
+
+
+ROUTED = b'"routed_experts":'
+
+
+@pytest.mark.parametrize(
+    ("chunks", "quick"),
+    [
+        ([b"x" * ON_LOOP_BYTES], True),
+        ([b"x" * ON_LOOP_BYTES, b"x"], False),
+        ([b"{", ROUTED + b'"', b"x" * ON_LOOP_BYTES], True),  # base64
+        ([b"{", ROUTED + b'{"data":"', b"x" * ON_LOOP_BYTES], True),
+        ([b"{", ROUTED + b"[[[", b"1," * ON_LOOP_BYTES], False),  # every number is looked at
+        ([b"x" * ON_LOOP_BYTES, ROUTED + b'"'], False),  # many tokens
+        ([ROUTED + b'"', b"x" * CUT_ON_LOOP_BYTES], False),  # joining takes its time
+        ([b"{", b'"routed', b'_experts":"', b"x" * ON_LOOP_BYTES], False),  # in doubt, a thread
+    ],
+)
+def test_answers_are_read_on_the_loop_where_little_of_them_is_looked_at(chunks: list[bytes], quick: bool) -> None:
+    assert is_quick(chunks) is quick
 
 
 def test_our_own_mistakes_are_told_without_their_traceback(caplog: pytest.LogCaptureFixture) -> None:
