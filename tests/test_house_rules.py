@@ -1,4 +1,4 @@
-"""What the code base promises about itself: sizes, and nothing that names a registry's host."""
+"""What the code base promises about itself: sizes, nothing that names a registry's host, no half-done merge."""
 
 import ast
 from pathlib import Path
@@ -26,11 +26,19 @@ def test_modules_and_functions_stay_small(path: Path) -> None:
     assert not long
 
 
+def files() -> list[Path]:
+    others = {".venv", ".venv-verifiers", ".git", "penstock.egg-info"}
+    found = (path for path in ROOT.rglob("*") if path.is_file() and not others & set(path.parts))
+    return [path for path in found if path.suffix != ".pyc"]
+
+
 def test_no_file_names_a_registry() -> None:
     hosts = ["py" + "pi.org", "pythonhosted" + ".org", "npm" + "js.org", "deb." + "debian.org"]
-    others = {".venv", ".venv-verifiers", ".git"}
-    files = [path for path in ROOT.rglob("*") if path.is_file() and not others & set(path.parts)]
-    named = [
-        str(path) for path in files for host in hosts if path.suffix != ".pyc" and host.encode() in path.read_bytes()
-    ]
+    named = [str(path) for path in files() for host in hosts if host.encode() in path.read_bytes()]
     assert not named
+
+
+def test_no_file_has_a_merge_s_marks() -> None:
+    marks = [mark * 7 for mark in (b"<", b">")]
+    marked = [str(path) for path in files() if any(line[:7] in marks for line in path.read_bytes().splitlines())]
+    assert not marked
