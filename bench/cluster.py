@@ -1,6 +1,7 @@
 """A whole Penstock on this machine: an embedded Redis and real processes, started with the commands that users type."""
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from tasks.celery_app import CONTENT_TYPE
 
 START_S = 60.0  # a worker imports for 2 s; on a machine that others use, for longer
 PING_S = 0.5
+ENGINE_READY = re.compile(r"action=engine_ready url=(http://\S+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,13 @@ class Cluster:
     def kill(self, process: Process) -> None:
         process.kill()
         self._processes = [(kind, other) for kind, other in self._processes if other is not process]
+
+    def engine(self, *options: str) -> str:
+        """The URL of an engine that listens."""
+        process = self.start("engine", "penstock", "engine", "--port", "0", *options)
+        found = process.wait_until(lambda: ENGINE_READY.search(process.output), what="it listens", timeout_s=START_S)
+        assert found is not None
+        return found[1]
 
     def rollout_worker(self, *, concurrency: int, **settings: object) -> Process:
         options = ["-Q", "rollouts", "-c", str(concurrency)]

@@ -4,7 +4,6 @@ Redis and every process are its own, so that several pipes that differ in their 
 """
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +16,7 @@ from bench.processes import Process
 from orchestrator.audit import audit
 from penstock.errors import RunError
 
-READY = re.compile(r"action=engine_ready url=(http://\S+)")
-START_S, RUN_S = 60.0, 300.0
+RUN_S = 300.0
 GROUP_SIZE = 8
 TOPK = 8
 COMPUTE_PROCESSES = 2
@@ -94,10 +92,8 @@ def pipeline(load: Load) -> Iterator[Pipeline]:
     with cluster(trainer__max_steps_ahead=1) as own:
         routes = ["--layers", str(load.layers), "--topk", str(TOPK)]
         length = ["--length", f"constant:{load.answered}", "--max-model-len", str(1 << 20)]
-        engine = own.start("engine", "penstock", "engine", "--port", "0", *routes, *length)
-        found = engine.wait_until(lambda: READY.search(engine.output), what="it listens", timeout_s=START_S)
-        assert found is not None
-        own.configure(f'{load.settings}engine.urls = ["{found[1]}"]\n')
+        url = own.engine(*routes, *length)
+        own.configure(f'{load.settings}engine.urls = ["{url}"]\n')
         rollout_worker = own.rollout_worker(concurrency=load.step_rollouts)
         own.compute_worker(concurrency=COMPUTE_PROCESSES)
         own.wait_ready()

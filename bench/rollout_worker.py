@@ -17,7 +17,6 @@ from bench.cpu import cpu_s
 from bench.feed import Feed
 from bench.memory import forget_peak, peak_mb, resident_mb
 from bench.parse_all import DONE
-from bench.pipeline import READY
 from bench.processes import Process
 from bench.progress import progress
 from bench.report import Report, Target, median
@@ -191,10 +190,7 @@ def ready(size: Size) -> Iterator[Bench]:
 def _engine(shared: Cluster, latency: str) -> str:
     routes = ["--layers", str(LAYERS), "--topk", str(TOPK), "--form", "object"]
     answers = ["--length", f"constant:{ANSWERED}", "--latency", latency, "--max-model-len", str(MOST_TOKENS)]
-    engine = shared.start("engine", "penstock", "engine", "--port", "0", *routes, *answers)
-    found = engine.wait_until(lambda: READY.search(engine.output), what="it listens", timeout_s=WAIT_S)
-    assert found is not None
-    return found[1]
+    return shared.engine(*routes, *answers)
 
 
 def _start(own: Cluster, case: Case, url: str) -> tuple[Cluster, Process]:

@@ -15,7 +15,6 @@ from celery import Celery
 from bench.cluster import Cluster, cluster
 from bench.feed import Feed
 from bench.memory import resident_mb
-from bench.pipeline import READY
 from bench.processes import Process
 from bench.progress import Say, progress
 from bench.report import Report, Target
@@ -24,7 +23,7 @@ from tasks.celery_app import CONTENT_TYPE
 
 AT_ONCE = 64
 FAILURES = "error=0.04,malformed=0.03,disconnect=0.03"
-START_S, ROLLOUTS_S = 60.0, 1_800.0
+ROLLOUTS_S = 1_800.0
 REST_S = 6.0  # idle connections go after 4 s, leases and events within one
 LOOK_S, ANSWER_S = 0.5, 10.0
 GROWTH_KB = 0.5
@@ -70,11 +69,8 @@ def run(*, quick: bool) -> Report:
 
 def _worker(own: Cluster) -> Process:
     what = ["--layers", "4", "--topk", "2", "--length", "constant:20", "--failures", FAILURES]
-    engine = own.start("engine", "penstock", "engine", "--port", "0", *what)
-    found = engine.wait_until(lambda: READY.search(engine.output), what="it listens", timeout_s=START_S)
-    assert found is not None
     own.configure(f"""
-engine.urls = ["{found[1]}"]
+engine.urls = ["{own.engine(*what)}"]
 engine.routed_experts = true
 engine.retries = 20
 engine.retry_first_s = 0.01

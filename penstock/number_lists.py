@@ -23,9 +23,9 @@ class NumberLists:
     """A list of rows. `layers` lists of `topk` numbers are a row; only the first was looked at so far."""
 
     chars: Chars
-    """Without the outermost brackets, with a comma behind the last row."""
+    """Without the outermost opening bracket; the closing one stands where the others have a comma."""
     ends: NDArray[np.int64]
-    """Behind each row's comma, if every row is like the first."""
+    """Behind each row and its comma, if every row is like the first."""
     layers: int
     topk: int
 
@@ -56,6 +56,8 @@ class NumberLists:
         digits = chars - ord("0")
         is_digit = digits < 10
         skeleton, others = self._skeleton, chars[~is_digit]
+        if end == len(self.chars):
+            others[-1] = ord(",")
         if len(others) != rows * len(skeleton) or not (others.reshape(rows, -1) == skeleton).all():
             return None
         last = is_digit[:-1] & ~is_digit[1:]
@@ -99,8 +101,7 @@ def number_lists(text: bytes | memoryview) -> NumberLists | None:
         return None
     first = start[1 : end_of_first + 2]
     layers, topk = first.count(b"[") - 1, first[: first.index(b"]")].count(b",") + 1
-    chars = np.frombuffer(text, np.uint8)[1:].copy()
-    chars[-1] = ord(",")
+    chars = np.frombuffer(text, np.uint8)[1:]
     closing = chars == ord("]")
     ends = np.flatnonzero(closing[:-2] & closing[1:-1] & (chars[2:] == ord(","))) + 3
-    return NumberLists(chars=chars, ends=ends, layers=layers, topk=topk)
+    return NumberLists(chars=chars, ends=np.append(ends, len(chars)), layers=layers, topk=topk)
