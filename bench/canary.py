@@ -23,13 +23,13 @@ class Canary:
     """`with Canary() as canary: canary.begin(); ...; lag = canary.end()`"""
 
     def __enter__(self) -> Self:
-        # In a session of its own: Ctrl-C is for the benchmark, whose end then ends it.
+        # In a process group of its own: Ctrl-C is for the benchmark, whose end then ends it.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.canary"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,
+            process_group=0,
         )
         self._ask(END)  # it answers: it has started
         self.pid = self._process.pid

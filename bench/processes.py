@@ -1,4 +1,4 @@
-"""The processes of a benchmark or a demo: each in a session of its own, its output in a file. None outlives it."""
+"""The processes of a benchmark or a demo: each a process group of its own, its output in a file. None outlives it."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,  # not a session: the kernel shares the cores between sessions before it looks at loads
             )
         self.pid = self._popen.pid
 

@@ -2,7 +2,7 @@
 
 First callers: 64 at once need a renderer that nobody has built, a real tokenizer of some 200 ms; the baseline builds it
 on the loop. Adapters: 8 of them send 64 requests each, in a process of their own, beside one adapter's 64; memory is
-what the process and its renderers retain. Pools do not grow there: one renderer each.
+what the process and its renderers retain. Pools do not grow here: one renderer each.
 """
 
 import asyncio
@@ -95,7 +95,9 @@ async def pooled(directory: Path) -> int:
         builds += 1
         return build(key)
 
-    renderer = PooledRenderer(RendererPools(counted), RendererKey(backend="directory", model=str(directory)))
+    renderer = PooledRenderer(
+        RendererPools(counted, renderers_most=1), RendererKey(backend="directory", model=str(directory))
+    )
     await asyncio.gather(*(renderer.prompt_ids(TURN) for _ in range(CALLERS)))
     return builds
 

@@ -123,11 +123,11 @@ class Composer:
         return sorted(taken, key=lambda group: group.ordinal)
 
     def _take_from(self, environment: str, quota: int) -> list[Group] | None:
-        open_groups = [
+        open_groups = (
             group
             for group in self._ledger.groups.values()
             if group.environment == environment and group.state is not GroupState.BATCHED
-        ]
+        )
         window = self._window(quota)
         taken: list[Group] = []
         held, awaited = 0, False

@@ -35,6 +35,7 @@ class Ledger:
         """filtered rollouts by reason"""
         self.untrained: dict[int, int] = kept.untrained
         """delivered step -> its rollouts"""
+        self._delivered: list[Row] = []
         self._trained: list[Row] = []
         self.unwanted: list[str] = []
         """keys of blobs to delete, once what made them unwanted is committed"""
@@ -200,13 +201,18 @@ class Ledger:
     def deliver(self, batch: Batch) -> None:
         batch.state = BatchState.DELIVERED
         self._touch("batches", batch)
-        self.untrained[batch.step] = sum(1 for _ in batch.rollouts())
-        size = sum(rollout.result.stored_bytes for rollout in batch.rollouts() if rollout.result)
+        rollouts = list(batch.rollouts())
+        self.untrained[batch.step] = len(rollouts)
+        size = sum(rollout.result.stored_bytes for rollout in rollouts if rollout.result)
         self.count("open_bytes", -size)
         self.count("delivered_bytes", size)
+        # Nothing of them changes but their state: one statement a group, not a row each.
+        self.states[RolloutState.BATCHED] -= len(rollouts)
+        self.states[RolloutState.DELIVERED] += len(rollouts)
+        for rollout in rollouts:
+            rollout.state = RolloutState.DELIVERED
         for group in batch.groups:
-            for rollout in group.of(RolloutState.BATCHED):
-                self.move(rollout, RolloutState.DELIVERED)
+            self._delivered.append((group.id,))
             self.enter(group, GroupState.CLOSED)
         for kind in JobKind:
             self.set(f"longest:{kind}", 0.0)
@@ -257,11 +263,13 @@ class Ledger:
             changes["meta"] = [(key, self.meta[key]) for key in self._changed_meta]
         if self._events:
             changes["events"] = self._events
+        if self._delivered:
+            changes["delivered"] = self._delivered
         if self._trained:
             changes["trained"] = changes["trained_steps"] = self._trained
         if not changes:
             return
-        self._changed, self._changed_meta, self._events, self._trained = {}, set(), [], []
+        self._changed, self._changed_meta, self._events, self._delivered, self._trained = {}, set(), [], [], []
         loop = asyncio.get_running_loop()
         done = self._last_commit = loop.create_future()
         self._writer.put(changes, lambda: loop.call_soon_threadsafe(done.set_result, None))

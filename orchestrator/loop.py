@@ -31,6 +31,7 @@ from orchestrator.records import Batch
 from orchestrator.release import Release
 from orchestrator.replies import Replies
 from orchestrator.reporter import Reporter, Watch
+from orchestrator.spaced import spaced
 from orchestrator.stages import Stages
 from orchestrator.stopping import Phase, Stopping
 from orchestrator.submission import Submitter
@@ -44,6 +45,7 @@ from penstock.loop_lag import LoopLag
 logger = logging.getLogger("penstock.orchestrator")
 
 WAKE_S = 0.5
+GATHER_S = 0.01  # six replies at a time, as they came, cost a third more CPU: each time is three questions and a commit
 TRAINER_S = 0.25  # how soon a trainer's word is heard
 CATCH_UP_S = 5.0  # replies that take longer than this to apply: the losses are looked for in the next round
 
@@ -166,16 +168,18 @@ class Orchestrator:
 
     async def read_replies(self) -> None:
         while True:
-            replies = await self.replies.read()
-            if not replies:
+            entries = await self.replies.read()
+            if not entries:
                 continue
             crash_points.passed("replies_read")
-            for reply in replies:
-                self.stages.apply(reply)
+            async for some in spaced(entries):
+                for reply in filter(None, map(self.replies.take, some)):
+                    self.stages.apply(reply)
             self.changed.set()
             await self.ledger.committed()
             crash_points.passed("replies_committed")
             await self.replies.trim()
+            await asyncio.sleep(GATHER_S)
 
     async def heed_trainer(self) -> None:
         while True:

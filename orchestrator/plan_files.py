@@ -30,7 +30,8 @@ class PlanFiles:
         self._run = run
         self._ledger = ledger
         self._store = config.store_dir
-        self._written: set[str] = plans.keys(self._store, run)
+        self._written: dict[str, GroupPlan | BatchPlan | None] = dict.fromkeys(plans.keys(self._store, run))
+        """what there is; None where an earlier orchestrator wrote it"""
         self.trouble: str | None = None
 
     def key(self, job: Job) -> str:
@@ -40,11 +41,16 @@ class PlanFiles:
         return plans.group_key(self._run, job.subject)
 
     async def ensure(self, jobs: list[Job]) -> bool:
-        """Write what `jobs` will read. False when the store does not take it: the jobs wait and are tried again."""
-        wanted = {self.key(job): self._plan(job) for job in jobs if job.kind in NEEDED_BY}
+        """Write what `jobs` will read. False when the store does not take it: the jobs wait and are tried again.
+
+        What a group's last job read serves its next one too, unless that fails: then the file may be what it lacked.
+        """
+        readers = {self.key(job): job for job in jobs if job.kind in NEEDED_BY}
+        planned = {key: self._plan(job) for key, job in readers.items()}
+        wanted = {key: plan for key, plan in planned.items() if readers[key].attempt or self._written.get(key) != plan}
         if not wanted:
             return True
-        stale = self._written - self._needed() - wanted.keys()
+        stale = self._written.keys() - self._needed() - planned.keys()
         try:
             await in_io_thread(_write_and_delete, self._store, wanted, stale)
         except OSError as error:
@@ -55,7 +61,9 @@ class PlanFiles:
                 "make room or mend its disk; jobs wait, nothing is lost"
             )
             return False
-        self._written = (self._written - stale) | wanted.keys()
+        for key in stale:
+            self._written.pop(key)
+        self._written |= wanted
         self.trouble = None
         return True
 

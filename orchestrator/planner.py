@@ -1,6 +1,7 @@
 """Which groups to begin: what the steps in sight need of each environment, as fast as the limits in flight allow."""
 
 import math
+import operator
 from collections import Counter
 
 from orchestrator.ledger import Ledger
@@ -10,7 +11,7 @@ from orchestrator.trainer import Trainer
 from penstock.config import RunConfig
 from penstock.errors import RunError
 
-AT_ONCE = 128  # rollouts: about 2 ms of the loop
+AT_ONCE = 32  # rollouts: as many as are submitted at once, so that each is written down once, as submitted
 
 
 class Planner:
@@ -84,12 +85,14 @@ class Planner:
 
     def _open_groups(self) -> dict[str, float]:
         """environment -> groups on their way. Admitted ones count for what is left of them: some are partial."""
+        groups = self._ledger.groups.values()
         coming, admitted = Counter[str](), Counter[str]()
-        for group in self._ledger.groups.values():
+        for (environment, state), number in Counter(map(operator.attrgetter("environment", "state"), groups)).items():
+            if state not in (GroupState.ADMITTED, GroupState.BATCHED):
+                coming[environment] += number
+        for group in groups:
             if group.state is GroupState.ADMITTED:
                 admitted[group.environment] += weight(self._config, group)
-            elif group.state is not GroupState.BATCHED:
-                coming[group.environment] += 1
         return {name: coming[name] + self._in_groups(admitted[name]) for name in self._config.environments}
 
     def _in_groups(self, quantity: float) -> float:

@@ -13,8 +13,11 @@ from penstock.messages import Reply
 logger = logging.getLogger("penstock.replies")
 
 BLOCK_MS = 1000
-AT_ONCE = 100  # about 3 ms of the loop to decode and apply
+AT_ONCE = 100  # for one commit
 START = "0-0"
+
+Entry = tuple[bytes, dict[bytes, bytes]]
+"""an id and its fields"""
 
 
 class Replies:
@@ -29,19 +32,22 @@ class Replies:
     def position(self) -> str:
         return str(self._ledger.meta.get("position", START))
 
-    async def read(self) -> list[Reply]:
-        """The next replies, or none after a second. The caller applies them and commits; then `trim` may follow."""
+    async def read(self) -> list[Entry]:
+        """The next entries, or none after a second. The caller takes and applies each; once that is committed, `trim`
+        may follow."""
         if self._outages_seen != self._broker.outages:
             self._outages_seen = self._broker.outages
             await self.newest()
         answer: Any = await self._broker.ask(
             lambda client: client.xread({self._stream: self.position}, count=AT_ONCE, block=BLOCK_MS)
         )
-        entries = _entries(answer)
-        if not entries:
-            return []
-        self._ledger.set("position", entries[-1][0].decode())
-        return [reply for id, fields in entries if (reply := self._parse(id, fields))]
+        return _entries(answer)
+
+    def take(self, entry: Entry) -> Reply | None:
+        """The reply in it, if it is one of this run's. The position moves on with what the caller makes of it."""
+        id, fields = entry
+        self._ledger.set("position", id.decode())
+        return self._parse(id, fields)
 
     async def newest(self) -> str:
         """The id of the newest reply that was ever in the stream.
@@ -80,7 +86,7 @@ class Replies:
         return reply if reply.run == self._run else None
 
 
-def _entries(answer: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
+def _entries(answer: Any) -> list[Entry]:
     """XREAD's answer is a list of streams in RESP2 and a mapping in RESP3."""
     if not answer:
         return []

@@ -47,6 +47,7 @@ UPSERTS = {
     "jobs": "INSERT OR REPLACE INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     "batches": "INSERT OR REPLACE INTO batches VALUES (?, ?, ?)",
     "meta": "INSERT OR REPLACE INTO meta VALUES (?, ?)",
+    "delivered": "UPDATE rollouts SET state = 'delivered' WHERE grp = ? AND state = 'batched'",
     "trained": "UPDATE rollouts SET state = 'trained' WHERE step = ? AND state = 'delivered'",
     "trained_steps": "UPDATE batches SET state = 'trained' WHERE step = ?",
     "events": "INSERT INTO events (at, subject, action, detail) VALUES (?, ?, ?, ?)",

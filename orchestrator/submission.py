@@ -1,5 +1,6 @@
 """Waiting jobs become messages: plan file, ledger, queue, in this order. The only place that publishes."""
 
+from collections import defaultdict
 from typing import Any
 
 from orchestrator import crash_points
@@ -8,6 +9,7 @@ from orchestrator.gates import Gate, Gates
 from orchestrator.ledger import Ledger
 from orchestrator.plan_files import PlanFiles
 from orchestrator.records import Job
+from orchestrator.spaced import spaced
 from orchestrator.states import JobKind, JobState
 from penstock.config import RunConfig
 from penstock.messages import (
@@ -23,7 +25,7 @@ from penstock.messages import (
 from tasks import envelope
 
 STAGES = frozenset(JobKind) - {JobKind.ENCODE, JobKind.ROLLOUT}
-AT_ONCE = 50  # one commit and one command: about 2 ms of the loop
+AT_ONCE = 32  # one commit and one command
 
 
 class Submitter:
@@ -57,17 +59,16 @@ class Submitter:
     async def _submit_some(self, jobs: list[Job]) -> None:
         if not await self.plan_files.ensure(jobs):
             return
-        # A late reply may have settled a job while its plan was being written.
-        jobs = [job for job in jobs if job.state is JobState.WAITING]
-        for job in jobs:
-            self._ledger.submit(job)
-        messages = [self._message(job) for job in jobs]
+        messages = defaultdict[Queue, list[bytes]](list)
+        async for some in spaced(jobs):
+            for job in some:
+                if job.state is JobState.WAITING:  # a late reply may have settled it
+                    self._ledger.submit(job)
+                    messages[job.kind.queue].append(envelope.encode(self._message(job)))
         await self._ledger.committed()
         crash_points.passed("submitted")
-        for queue in Queue:
-            encoded = [envelope.encode(message) for message in messages if message.queue == queue]
-            if encoded:
-                await self._broker.ask(lambda client, queue=queue, encoded=encoded: client.lpush(queue, *encoded))
+        for queue, encoded in messages.items():
+            await self._broker.ask(lambda client, queue=queue, encoded=encoded: client.lpush(queue, *encoded))
         crash_points.passed("published")
 
     def _message(self, job: Job) -> AnyJob:

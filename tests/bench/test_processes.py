@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from support.waiting import wait_until
 
+from bench.canary import Canary
 from bench.processes import Process
 from penstock.errors import RunError
 
@@ -19,6 +20,13 @@ def test_waiting_ends_with_what_was_waited_for(tmp_path: Path) -> None:
     process.kill()
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
+
+
+def test_all_share_one_session_in_which_the_kernel_treats_them_alike(tmp_path: Path) -> None:
+    process = python(tmp_path, "import time; time.sleep(60)")
+    with Canary() as canary:
+        assert os.getsid(process.pid) == os.getsid(canary.pid) == os.getsid(0)
+    process.kill()
 
 
 def test_a_process_that_ends_too_early_is_quoted(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 from support.ledgers import admitted, configured, submitted
 
 from orchestrator.ledger import Ledger
-from orchestrator.planner import Planner
+from orchestrator.planner import AT_ONCE, Planner
 from orchestrator.states import GroupState, JobKind, JobState, RolloutState
 from orchestrator.trainer import Trainer
 from penstock.blobs import BlobRef
@@ -42,15 +42,15 @@ def test_no_more_rollouts_are_in_flight_than_allowed(ledger: Ledger) -> None:
 def test_a_large_plan_is_made_in_small_pieces(ledger: Ledger) -> None:
     planner = planning(ledger, steps=50, rollouts={"max_in_flight": 1000})
     assert planner.plan()
-    assert ledger.number("rollouts_planned") == 128
+    assert ledger.number("rollouts_planned") == AT_ONCE
     plan_all(planner)
     assert ledger.number("rollouts_planned") == 400
 
 
 def test_a_piece_holds_whole_groups(ledger: Ledger) -> None:
-    planner = planning(ledger, rollouts={"group_size": 48, "max_in_flight": 3000})
+    planner = planning(ledger, rollouts={"group_size": 2 * AT_ONCE, "max_in_flight": 3000})
     assert planner.plan()
-    assert ledger.number("groups_planned") == 2
+    assert ledger.number("groups_planned") == 1
     plan_all(planner)
     assert ledger.number("groups_planned") == 6
 

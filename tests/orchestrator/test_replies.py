@@ -53,7 +53,8 @@ class Scene:
         await self.broker.client.xadd(self.stream, {"reply": reply.model_dump_json()})
 
     async def read(self) -> list[str]:
-        return [reply.job for reply in await self.replies.read()]
+        entries = await self.replies.read()
+        return [reply.job for reply in map(self.replies.take, entries) if reply]
 
 
 def play(server: EmbeddedRedis, directory: Path, scene: Callable[[Scene], Coroutine[Any, Any, None]]) -> None:
@@ -83,6 +84,18 @@ def test_replies_come_once_and_in_order(server: EmbeddedRedis, tmp_path: Path) -
         assert await it.read() == ["c"]
         await it.replies.trim()
         assert await it.broker.client.xlen(it.stream) <= 3
+
+    play(server, tmp_path, scene)
+
+
+def test_what_is_read_and_not_taken_is_read_again(server: EmbeddedRedis, tmp_path: Path) -> None:
+    async def scene(it: Scene) -> None:
+        await it.answer("a")
+        await it.answer("b")
+        entries = await it.replies.read()
+        assert len(entries) == 2
+        it.replies.take(entries[0])
+        assert await it.read() == ["b"]
 
     play(server, tmp_path, scene)
 

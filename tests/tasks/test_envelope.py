@@ -62,6 +62,6 @@ def test_a_message_over_the_limit_is_refused() -> None:
         envelope.encode(FilterJob(**COMMON, job="g0000001-filter", plan="p" * 5000))
 
 
-def test_two_encodings_of_one_job_have_tags_of_their_own() -> None:
-    tags = {json.loads(envelope.encode(JOBS[0]))["properties"]["delivery_tag"] for _ in range(10)}
-    assert len(tags) == 10
+def test_every_attempt_has_a_tag_of_its_own() -> None:
+    attempts = [JOBS[0].model_copy(update={"attempt": attempt}) for attempt in range(1, 11)]
+    assert len({json.loads(envelope.encode(job))["properties"]["delivery_tag"] for job in attempts}) == 10
