@@ -164,8 +164,8 @@ class EmbeddedRedis:
             config.write(self._config().encode())
             config.seek(0)
             self._log_start = log.tell()
-            # A group of its own: Ctrl-C is not for it. No session: between these the kernel shares the cores first, and a
-            # server alone in one took turns with all other processes together.
+            # A process group: Ctrl-C is not for it. No session: the kernel shares the cores between sessions first,
+            # and alone in one the server took turns with all other processes together.
             self._process = subprocess.Popen(
                 command, stdin=config, stdout=log, stderr=log, pass_fds=[lock.fileno()], process_group=0
             )
