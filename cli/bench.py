@@ -22,6 +22,7 @@ class Bench(StrEnum):
     RENDERERS = "renderers"
     LAG = "lag"
     BOUNDARY = "boundary"
+    STEPS = "steps"
     SOAK = "soak"
     ENGINE = "engine"
     POOL = "pool"

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.lag_trace import LagTrace
 
@@ -125,7 +126,6 @@ class LoopLag:
         self._samples: list[_Sample] = []
         self._samples_max = math.ceil(window_s / interval_s) + 2
         self._untaken = _Untaken()
-        self.summary()  # NumPy's first quantile takes 9 ms: better now than on a loop that is being watched
 
     async def run(self) -> None:
         """Sample until cancelled."""
@@ -193,18 +193,17 @@ class LoopLag:
     def _summary(
         self, lags_s: "list[float] | array[float]", *, wall_s: float, cpu_s: float, overdue_s: float = 0.0
     ) -> LagSummary:
-        lags = np.array(lags_s or [0.0], np.float64)
-        smallest, median, p90, p99, largest = np.quantile(lags, [0, 0.5, 0.9, 0.99, 1]).tolist()
+        lags = np.sort(np.array(lags_s or [0.0], np.float64))
         return LagSummary(
             process=self._process,
             samples=len(lags_s),
             window_s=wall_s + overdue_s,
-            min_s=smallest,
+            min_s=float(lags[0]),
             mean_s=float(lags.mean()),
-            median_s=median,
-            p90_s=p90,
-            p99_s=p99,
-            max_s=largest,
+            median_s=_quantile(lags, 0.5),
+            p90_s=_quantile(lags, 0.9),
+            p99_s=_quantile(lags, 0.99),
+            max_s=float(lags[-1]),
             blocked_s=float(lags[lags > BLOCKED_ABOVE_S].sum()),
             cpu_share=cpu_s / wall_s if wall_s else 0.0,
             blockers=self._trace.blockers() if self._trace else {},
@@ -235,6 +234,14 @@ class LoopLag:
                 failing = True
             else:
                 failing = False
+
+
+def _quantile(ordered: NDArray[np.float64], share: float) -> float:
+    """As NumPy's, which takes ten times as long for the few values of a window."""
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return float(ordered[below] + (place - below) * (ordered[above] - ordered[below]))
 
 
 def publish_to(redis: "AsyncRedis") -> Publish:

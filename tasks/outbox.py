@@ -20,7 +20,7 @@ Write = Callable[[Any], End]
 """adds its commands to a pipeline"""
 ANSWER_S = 5.0  # Redis answers within milliseconds; a longer silence is a dead connection
 RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
-PIPELINE_WRITES = 128  # keeps one round trip's parsing on the loop under a millisecond
+PIPELINE_WRITES = 48  # keeps what one round trip costs the loop under a millisecond
 GATHER_S = 0.01  # between two pipelines: a lone write goes at once, in a crowd each takes several along
 
 

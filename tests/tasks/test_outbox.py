@@ -6,16 +6,16 @@ import redis.asyncio
 
 from penstock import keys
 from penstock.embedded_redis import EmbeddedRedis
-from tasks.outbox import Outbox
+from tasks.outbox import PIPELINE_WRITES, Outbox
 from tasks.replies import take_lease
 
 
 def test_writes_of_a_crowd_share_a_round_trip_and_what_they_write_has_an_end(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server:
-        commands, leases, ttl_s = asyncio.run(write_at_once(server.url, 50))
+        commands, leases, ttl_s = asyncio.run(write_at_once(server.url, PIPELINE_WRITES))
     assert commands["cmdstat_exec"]["calls"] == 1
     assert commands["cmdstat_expire"]["calls"] == 1
-    assert leases == 50
+    assert leases == PIPELINE_WRITES
     assert 0 < ttl_s <= keys.LEASES_TTL_S
 
 

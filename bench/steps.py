@@ -1,0 +1,87 @@
+"""`penstock bench steps`: how long a rollout worker keeps its loop at a time, with 256 and 1,000 rollouts.
+
+All rollouts of a case begin at once, play three turns of 1.3 MB on average, and end; then the worker says how much CPU
+time each step of its loop took (`loop_steps.py`), and each stop for the garbage collector.
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bench.cluster import Cluster, cluster
+from bench.feed import Feed
+from bench.loop_steps import FILE, LONG_S
+from bench.progress import Say, progress
+from bench.report import Report, Target
+
+LONG, LONG_SHARE = "share of steps over 1 ms", 0.002  # some of any kind meet cold caches and new pages
+PLAY_S, END_S = 300.0, 60.0  # some 30 s and 2 s are usual
+TURNS = 3
+ENVIRONMENT = "talk"
+NAMED = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    rollouts: tuple[int, ...]
+    said: int
+    latency: str
+
+
+FULL = Size(rollouts=(256, 1000), said=1_110, latency="lognormal:2.5:0.5")
+QUICK = Size(rollouts=(16,), said=40, latency="constant:0.2")
+
+
+def run(*, quick: bool) -> Report:
+    size = QUICK if quick else FULL
+    figures: dict[str, float] = {}
+    targets: list[Target] = []
+    with progress("steps") as say:
+        for rollouts in size.rollouts:
+            with cluster() as own:
+                seen = _figures(_play(own, size, rollouts, say))
+            figures |= {f"{rollouts} rollouts: {name}": value for name, value in seen.items()}
+            targets.append(Target(name=f"{rollouts} rollouts: {LONG}", value=seen[LONG], limit=LONG_SHARE))
+    return Report(bench="steps", figures=figures, targets=targets, rounds=1, quick=quick)
+
+
+def _figures(seen: dict[str, Any]) -> dict[str, float]:
+    steps_ms, stops_ms = 1000 * np.array(seen["cpu_s"]), 1000 * np.array(seen["collections_s"] or [0.0])
+    return {
+        "steps": float(len(steps_ms)),
+        LONG: float((steps_ms > 1000 * LONG_S).mean()),
+        "a step's CPU p99, ms": float(np.quantile(steps_ms, 0.99)),
+        "the longest, ms": float(steps_ms.max()),
+        **{f"over 1 ms: {name}": float(steps) for name, steps in Counter[str](seen["long"]).most_common(NAMED)},
+        "stops for the collector": float(len(stops_ms)),
+        "a stop's CPU p99, ms": float(np.quantile(stops_ms, 0.99)),
+        "the longest stop, ms": float(stops_ms.max()),
+    }
+
+
+def _play(own: Cluster, size: Size, rollouts: int, say: Say) -> dict[str, Any]:
+    say(f"{rollouts} rollouts: starting an engine and a worker")
+    routes = ["--layers", "48", "--topk", "8", "--form", "object"]
+    url = own.engine(*routes, "--length", "constant:120", "--latency", size.latency, "--max-model-len", "1048576")
+    own.configure(f"""
+engine.urls = ["{url}"]
+engine.routed_experts = true
+policy.max_seq_len = 1048576
+environments.{ENVIRONMENT} = {{ use = "bench.talk:Talk", options = {{ turns = {TURNS}, said = {size.said} }} }}
+""")
+    worker = own.worker("rollout worker", "bench.timed_worker", ["-Q", "rollouts", "-c", str(rollouts)])
+    own.wait_ready()
+    feed = Feed(cluster=own)
+    feed.keep(ENVIRONMENT, rollouts)
+
+    def drained() -> bool:
+        say(f"{rollouts} rollouts: {feed.finished} have ended")
+        return feed.drained()
+
+    worker.wait_until(drained, what="the last rollout ends", timeout_s=PLAY_S)
+    worker.terminate()
+    worker.wait_until(lambda: worker.ended, what="it ends", timeout_s=END_S)
+    return json.loads((own.directory / FILE).read_text())
