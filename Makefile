@@ -58,7 +58,7 @@ soak: setup
 	@$(BIN)/penstock bench soak --strict
 
 bench: setup
-	@for name in control recovery ingest filters lag boundary sessions rollout-worker renderers engine pool; do $(BIN)/penstock bench $$name || exit 1; done
+	@for name in control recovery ingest filters lag boundary sessions rollout-worker steps renderers engine pool; do $(BIN)/penstock bench $$name || exit 1; done
 
 clean:
 	@rm -rf $(VENV) $(VERIFIERS) build *.egg-info
