@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import gc
 import json
+import threading
 import time
 from array import array
 from collections import Counter
@@ -56,6 +57,8 @@ class Steps:
             self._long[name] += 1
 
     def _collector(self, phase: str, _: dict[str, int]) -> None:
+        if threading.current_thread() is threading.main_thread():  # Celery's: the loop runs in another
+            return
         if phase == "start":
             self._collecting_since = time.thread_time()
             return

@@ -29,7 +29,7 @@ from orchestrator.planner import Planner
 from orchestrator.reconciler import Reconciler
 from orchestrator.records import Batch
 from orchestrator.release import Release
-from orchestrator.replies import Replies
+from orchestrator.replies import AT_ONCE, Replies
 from orchestrator.reporter import Reporter, Watch
 from orchestrator.spaced import spaced
 from orchestrator.stages import Stages
@@ -179,7 +179,8 @@ class Orchestrator:
             await self.ledger.committed()
             crash_points.passed("replies_committed")
             await self.replies.trim()
-            await asyncio.sleep(GATHER_S)
+            if len(entries) < AT_ONCE:
+                await asyncio.sleep(GATHER_S)
 
     async def heed_trainer(self) -> None:
         while True:

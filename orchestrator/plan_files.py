@@ -45,9 +45,10 @@ class PlanFiles:
 
         What a group's last job read serves its next one too, unless that fails: then the file may be what it lacked.
         """
-        readers = {self.key(job): job for job in jobs if job.kind in NEEDED_BY}
-        planned = {key: self._plan(job) for key, job in readers.items()}
-        wanted = {key: plan for key, plan in planned.items() if readers[key].attempt or self._written.get(key) != plan}
+        readers = [(self.key(job), job) for job in jobs if job.kind in NEEDED_BY]
+        tried = {key for key, job in readers if job.attempt}
+        planned = {key: self._plan(job) for key, job in dict(readers).items()}
+        wanted = {key: plan for key, plan in planned.items() if key in tried or self._written.get(key) != plan}
         if not wanted:
             return True
         stale = self._written.keys() - self._needed() - planned.keys()

@@ -7,11 +7,10 @@ from collections import Counter
 from orchestrator.ledger import Ledger
 from orchestrator.shares import quotas, weight
 from orchestrator.states import GroupState, JobKind
+from orchestrator.submission import AT_ONCE
 from orchestrator.trainer import Trainer
 from penstock.config import RunConfig
 from penstock.errors import RunError
-
-AT_ONCE = 32  # rollouts: as many as are submitted at once, so that each is written down once, as submitted
 
 
 class Planner:
@@ -29,7 +28,10 @@ class Planner:
                 self._ledger.add_job(f"e{self._ledger.number('epoch')}-{name}", JobKind.SURVEY, name)
 
     def plan(self) -> bool:
-        """Begin some groups; True when more could follow at once. This rule alone replaces a group that was dropped."""
+        """Begin some groups; True when more could follow at once. This rule alone replaces a group that was dropped.
+
+        As many rollouts as are submitted at once: each is then written down once, as submitted.
+        """
         self._stop_if_everything_is_dropped()
         size = self._config.rollouts.group_size
         room = (self._config.rollouts.max_in_flight - self._ledger.ungenerated) // size

@@ -7,7 +7,7 @@ import logging
 import sqlite3
 
 from orchestrator.records import Batch, Group, Rollout, Row
-from orchestrator.schema import UPSERTS, open_for_writing
+from orchestrator.schema import STATEMENTS, open_for_writing
 from orchestrator.states import BatchState, GroupState, RolloutState
 from penstock.batches import Manifest, PlannedRollout, read_manifests
 from penstock.blobs import Store
@@ -41,14 +41,14 @@ def _fill(connection: sqlite3.Connection, manifests: dict[int, Manifest], group_
     planned = last_ordinal = 0
     connection.execute("BEGIN")
     for step, manifest in manifests.items():
-        connection.execute(UPSERTS["batches"], Batch(step=step, formation=1, state=BatchState.DELIVERED).row())
+        connection.execute(STATEMENTS["batches"], Batch(step=step, formation=1, state=BatchState.DELIVERED).row())
         sealed = {rollout.rollout: rollout for rollout in manifest.plan.rollouts}
         for id, environment in {rollout.group: rollout.env for rollout in sealed.values()}.items():
             ordinal = int(id.removeprefix("g"))
             group = Group(id=id, ordinal=ordinal, environment=environment, example=UNKNOWN, state=GroupState.CLOSED)
             rows = _rollouts(id, group_size, step, sealed)
-            connection.execute(UPSERTS["groups"], group.row())
-            connection.executemany(UPSERTS["rollouts"], rows)
+            connection.execute(STATEMENTS["groups"], group.row())
+            connection.executemany(STATEMENTS["rollouts"], rows)
             planned += len(rows)
             last_ordinal = max(last_ordinal, ordinal)
     # Ordinals of groups that were open are not known: leave room, so that no name is used twice.
@@ -59,7 +59,7 @@ def _fill(connection: sqlite3.Connection, manifests: dict[int, Manifest], group_
         "steps_delivered": max(manifests) + 1,
         "delivered_bytes": sum(blob.size for blob in blobs),
     }
-    connection.executemany(UPSERTS["meta"], [("rollouts_planned", planned), *counters.items()])
+    connection.executemany(STATEMENTS["meta"], [("rollouts_planned", planned), *counters.items()])
     connection.execute("COMMIT")
 
 

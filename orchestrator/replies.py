@@ -27,6 +27,8 @@ class Replies:
         self._broker = broker
         self._ledger = ledger
         self._outages_seen = -1
+        self._begun_anew = False
+        """since the last entries were read: their ids are another stream's"""
 
     @property
     def position(self) -> str:
@@ -38,6 +40,7 @@ class Replies:
         if self._outages_seen != self._broker.outages:
             self._outages_seen = self._broker.outages
             await self.newest()
+        self._begun_anew = False
         answer: Any = await self._broker.ask(
             lambda client: client.xread({self._stream: self.position}, count=AT_ONCE, block=BLOCK_MS)
         )
@@ -46,7 +49,8 @@ class Replies:
     def take(self, entry: Entry) -> Reply | None:
         """The reply in it, if it is one of this run's. The position moves on with what the caller makes of it."""
         id, fields = entry
-        self._ledger.set("position", id.decode())
+        if not self._begun_anew:
+            self._ledger.set("position", id.decode())
         return self._parse(id, fields)
 
     async def newest(self) -> str:
@@ -59,6 +63,7 @@ class Replies:
         if _order(newest) < _order(position):
             logger.warning("action=replies_from_start stream=%s position=%s", self._stream, position)
             self._ledger.set("position", START)
+            self._begun_anew = True
         return newest
 
     async def _last_id(self, client: Any) -> str:

@@ -41,7 +41,7 @@ PRAGMA synchronous = FULL;
 {TABLES}
 PRAGMA user_version = {SCHEMA_VERSION};
 """
-UPSERTS = {
+STATEMENTS = {
     "rollouts": "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
     "groups": "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?)",
     "jobs": "INSERT OR REPLACE INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",

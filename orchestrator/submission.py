@@ -54,15 +54,19 @@ class Submitter:
         for job in jobs:
             if job.state is JobState.WAITING and gate.may_send_scout():
                 gate.sent_scout(job.id, job.attempt + 1)
-                await self._submit_some([job])
+                if not await self._submit_some([job]):
+                    gate.scout_lost(job.id)
+                    break
 
-    async def _submit_some(self, jobs: list[Job]) -> None:
+    async def _submit_some(self, jobs: list[Job]) -> bool:
+        """Whether any was submitted. Whoever waited for a turn here may have been settled by a late reply."""
+        jobs = [job for job in jobs if job.state is JobState.WAITING]
         if not await self.plan_files.ensure(jobs):
-            return
+            return False
         messages = defaultdict[Queue, list[bytes]](list)
         async for some in spaced(jobs):
             for job in some:
-                if job.state is JobState.WAITING:  # a late reply may have settled it
+                if job.state is JobState.WAITING:
                     self._ledger.submit(job)
                     messages[job.kind.queue].append(envelope.encode(self._message(job)))
         await self._ledger.committed()
@@ -70,6 +74,7 @@ class Submitter:
         for queue, encoded in messages.items():
             await self._broker.ask(lambda client, queue=queue, encoded=encoded: client.lpush(queue, *encoded))
         crash_points.passed("published")
+        return bool(messages)
 
     def _message(self, job: Job) -> AnyJob:
         common = self._common(job)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.records import Row
-from orchestrator.schema import UPSERTS, open_for_writing
+from orchestrator.schema import STATEMENTS, open_for_writing
 
 logger = logging.getLogger("penstock.ledger")
 
@@ -79,7 +79,7 @@ class Writer:
         try:
             for changes in gathered:
                 for table, rows in changes.items():
-                    connection.executemany(UPSERTS[table], rows)
+                    connection.executemany(STATEMENTS[table], rows)
             if self.commits % PRUNE_EVERY == 0:
                 connection.execute("DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?", (EVENTS_KEPT,))
             connection.execute("COMMIT")

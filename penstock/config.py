@@ -182,7 +182,7 @@ class RunConfig(Section):
     steps: PositiveInt = 10
     vocab_size: PositiveInt = 151_936
     """of the model: tells an improbable token from gibberish"""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     environments: dict[EnvironmentName, EnvironmentSettings] = Field(
         default={"noop": EnvironmentSettings(use="noop")}, min_length=1
     )

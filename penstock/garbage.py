@@ -12,14 +12,15 @@ from collections.abc import AsyncIterator, Callable
 
 YOUNG_S = 0.02  # what 1,000 rollouts make in this time is looked at in 0.3 ms
 # Cycles that were not young any more when they were left. Looking at everything takes 60 ms with 1,000 rollouts.
-ALL_S, IDLE_S = 60.0, 1.0
+ALL_S = 60.0
+LOOK_S = 0.1
 YOUNG, ALL = 0, 2
 
 
 @contextlib.asynccontextmanager
 async def collected_in_lots(is_busy: Callable[[], bool]) -> AsyncIterator[None]:
-    """The young while there is work; all of them when it ends, or after a minute of it. What was made before stays and
-    is never looked at."""
+    """The young while there is work; everything when it ends, and every minute. What was made before stays, and is not
+    looked at."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -35,9 +36,9 @@ async def collected_in_lots(is_busy: Callable[[], bool]) -> AsyncIterator[None]:
 async def _collect_for_ever(is_busy: Callable[[], bool]) -> None:
     loop = asyncio.get_running_loop()
     while True:
-        while not is_busy():
-            await asyncio.sleep(IDLE_S)
         all_at = loop.time() + ALL_S
+        while not is_busy() and loop.time() < all_at:
+            await asyncio.sleep(LOOK_S)
         while is_busy() and loop.time() < all_at:
             await asyncio.sleep(YOUNG_S)
             gc.collect(YOUNG)

@@ -1,7 +1,7 @@
 """The plans of groups and steps: JSON files in the store, named by key in a message, because they grow.
 
-Written by the orchestrator alone, from its ledger, before every submission of a job that needs one: a plan that is lost
-is written again.
+Written by the orchestrator alone, from its ledger, before a job that needs one is submitted: when it has changed, and
+whenever a job is tried again, for the file may be what it lacked.
 """
 
 from pathlib import Path

@@ -1,0 +1,101 @@
+"""What happens to a job between the moment it is to be submitted and the moment its message is out."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from support.clock import Clock
+from support.ledgers import admitted, configured, generated
+
+from orchestrator.broker import Broker
+from orchestrator.gates import Gates
+from orchestrator.ledger import Ledger
+from orchestrator.stages import Stages
+from orchestrator.states import GroupState, JobKind, JobState
+from orchestrator.submission import AT_ONCE, Submitter
+from penstock.embedded_redis import EmbeddedRedis
+from penstock.messages import FilterResult, Outcome, Queue, Reply
+
+
+class InterruptedBroker(Broker):
+    """Something else happens while the first question is on its way."""
+
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
+
+    async def ask(self, question: Callable[[Any], Awaitable[Any]]) -> Any:
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+        return await super().ask(question)
+
+
+def play(directory: Path, scene: Callable[[SimpleNamespace], Coroutine[Any, Any, None]]) -> None:
+    async def run(server: EmbeddedRedis) -> None:
+        config, ledger, gates = configured(run_dir=directory), Ledger(directory / "ledger.sqlite"), Gates()
+        broker = InterruptedBroker(server.url)
+        submitter = Submitter(config, "run", ledger, broker, gates)
+        stages = Stages(config, ledger, gates)
+        try:
+            await scene(SimpleNamespace(ledger=ledger, gates=gates, broker=broker, submitter=submitter, stages=stages))
+        finally:
+            ledger.close()
+            await broker.close()
+
+    with EmbeddedRedis(directory / "redis") as server:
+        asyncio.run(run(server))
+
+
+def test_a_job_that_is_settled_while_it_waits_for_its_turn_is_not_submitted(tmp_path: Path) -> None:
+    async def scene(it: SimpleNamespace) -> None:
+        groups = [generated(it.ledger) for _ in range(AT_ONCE + 1)]
+        jobs = [it.ledger.add_job(f"{group.id}-filter", JobKind.FILTER, group.id) for group in groups]
+        for group, job in zip(groups, jobs, strict=True):
+            it.ledger.enter(group, GroupState.FILTERING)
+            it.ledger.submit(job)
+            it.ledger.wait(job, losses=1)
+        last = groups[-1]
+
+        def a_late_reply_closes_the_last_group() -> None:
+            result = FilterResult(dropped={rollout.id: "short" for rollout in last.rollouts})
+            it.stages.apply(
+                Reply(
+                    run="run",
+                    job=jobs[-1].id,
+                    attempt=1,
+                    execution="x",
+                    worker="w",
+                    outcome=Outcome.DONE,
+                    result=result,
+                )
+            )
+
+        it.broker.meanwhile = a_late_reply_closes_the_last_group
+        await it.submitter.submit(jobs)
+        assert last.id not in it.ledger.groups
+        assert [job.state for job in jobs] == [JobState.SUBMITTED] * AT_ONCE + [JobState.SETTLED]
+        assert await it.broker.client.llen(Queue.FILTERING) == AT_ONCE
+
+    play(tmp_path, scene)
+
+
+def test_a_scout_whose_plan_cannot_be_written_goes_when_it_can(tmp_path: Path, clock: Clock) -> None:
+    async def scene(it: SimpleNamespace) -> None:
+        batch = it.ledger.compose(0, [admitted(it.ledger), admitted(it.ledger)])
+        job = it.ledger.add_job(batch.job_id(0), JobKind.ENCODE, "0")
+        it.ledger.submit(job)
+        it.ledger.wait(job)
+        it.gates.encoding.missed(Outcome.UNWRITTEN, job.id, 1, "full")
+        clock.now += 60
+        in_the_way = tmp_path / "store" / "plans"
+        in_the_way.parent.mkdir(exist_ok=True)
+        in_the_way.write_text("a file where the plans' folder should be")
+        await it.submitter.submit([job])
+        assert job.state is JobState.WAITING
+        assert it.submitter.plan_files.trouble
+        in_the_way.unlink()
+        await it.submitter.submit([job])
+        assert job.state is JobState.SUBMITTED
+        assert it.submitter.plan_files.trouble is None
+
+    play(tmp_path, scene)
