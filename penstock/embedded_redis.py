@@ -3,7 +3,7 @@
 Traps, all handled here:
 - The kernel sends the parent-death signal when the *thread* that started the child ends: the main thread must start it.
 - A parent that dies before the child has asked for that signal sends none: the child compares its parent's id.
-- Ctrl-C reaches the whole foreground process group: the server gets a session of its own, or it would end first.
+- Ctrl-C reaches the whole foreground process group: the server gets a group of its own, or it would end first.
 - A port of the ephemeral range can be taken by any client's outgoing connection while the server is down.
 - Two servers on one directory destroy its append-only file: a lock file, open in the server, goes with the process.
 """

@@ -176,7 +176,7 @@ class Grader:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # warnings quote the policy's text, by the megabyte
                 env={**ONE_CORE, **without_our_settings()},
-                start_new_session=True,
+                process_group=0,
             )
             self._ended = os.pidfd_open(self._process.pid)
         except OSError as error:

@@ -67,7 +67,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str], directory: Pa
         stderr=subprocess.STDOUT,
         env=environment,
         cwd=directory,
-        start_new_session=True,
+        process_group=0,
     )
 
 

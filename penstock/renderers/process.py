@@ -81,14 +81,14 @@ class Child:
         self._locks = {name: threading.Lock() for name in pairs}
         theirs = [its for _, its in pairs.values()]
         numbers = [its.fileno() for its in theirs]
-        # In a session of its own: Ctrl-C is for its parent. One text at a time needs no threads of the package's own.
+        # A process group: Ctrl-C is for its parent. One text at a time needs no threads of the package's own.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "penstock.renderers.served", *map(str, numbers)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=numbers,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,
+            process_group=0,
         )
         for its in theirs:
             its.close()

@@ -1,5 +1,6 @@
 """What the kernel says of processes."""
 
+import contextlib
 from pathlib import Path
 
 
@@ -12,5 +13,8 @@ def alive(pid: int) -> bool:
 
 def children() -> frozenset[int]:
     """Of this process, whichever of its threads started them; also those that it has not waited for."""
-    found = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+    found: list[list[str]] = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError):  # a thread that ended meanwhile
+            found.append(path.read_text().split())
     return frozenset(int(pid) for pids in found for pid in pids)

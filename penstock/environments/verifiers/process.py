@@ -70,7 +70,7 @@ class VerifiersProcess:
                 stdout=2,  # what an environment prints
                 pass_fds=[theirs.fileno()],
                 env=without_our_settings(),
-                start_new_session=True,
+                process_group=0,
             )
         self._end = weakref.finalize(self, _end, self._socket, self._process, directory)
         self._end.atexit = False  # the line ends with us, and no thread can be started then
