@@ -1,6 +1,6 @@
 """How much CPU time each step of a loop takes, and each stop for the garbage collector.
 
-A step is what a loop runs between two looks at its sockets and timers: nobody else has it meanwhile. uvloop does not
+A step is one callback, or a task's way from one await to the next: nobody else has the loop meanwhile. uvloop does not
 show its steps; asyncio's own loop does, and runs the same code of ours. What counts is the CPU time of the loop's
 thread: waiting for a core is the machine's.
 """

@@ -175,9 +175,9 @@ def ready(size: Size) -> Iterator[Bench]:
     """Each case has workers of its own: memory that a process has once used it keeps."""
     with ExitStack() as stack:
         canary, shared = stack.enter_context(Canary()), stack.enter_context(cluster())
-        url = _engine(shared, size.latency)
+        url = engine(shared, size.latency)
         started = {
-            (case, kind): _start(stack.enter_context(cluster(lag__interval_s=INTERVAL_S)), case, url)
+            (case, kind): start(stack.enter_context(cluster(lag__interval_s=INTERVAL_S)), case, url)
             for case in size.cases
             for kind in case.environments
         }
@@ -187,16 +187,16 @@ def ready(size: Size) -> Iterator[Bench]:
         yield Bench(canary=canary, sides=sides, publications=size.publications)
 
 
-def _engine(shared: Cluster, latency: str) -> str:
+def engine(shared: Cluster, latency: str) -> str:
     routes = ["--layers", str(LAYERS), "--topk", str(TOPK), "--form", "object"]
     answers = ["--length", f"constant:{ANSWERED}", "--latency", latency, "--max-model-len", str(MOST_TOKENS)]
     return shared.engine(*routes, *answers)
 
 
-def _start(own: Cluster, case: Case, url: str) -> tuple[Cluster, Process]:
-    engine = f'engine.urls = ["{url}"]\nengine.routed_experts = true\npolicy.max_seq_len = {MOST_TOKENS}\n'
-    own.configure(engine + case.settings(url))
-    return own, own.rollout_worker(concurrency=case.rollouts)
+def start(own: Cluster, case: Case, url: str, *, app: str = "workers.rollouts") -> tuple[Cluster, Process]:
+    settings = f'engine.urls = ["{url}"]\nengine.routed_experts = true\npolicy.max_seq_len = {MOST_TOKENS}\n'
+    own.configure(settings + case.settings(url))
+    return own, own.worker("rollout worker", app, ["-Q", "rollouts", "-c", str(case.rollouts)])
 
 
 def _side(kind: str, own: Cluster, worker: Process) -> Side:

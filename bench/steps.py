@@ -1,12 +1,11 @@
 """`penstock bench steps`: how long a rollout worker keeps its loop at a time, with 256 and 1,000 rollouts.
 
-All rollouts of a case begin at once, play three turns of 1.3 MB on average, and end; then the worker says how much CPU
+The rollouts of `bench rollout-worker`, all begun at once and played to their end; then the worker says how much CPU
 time each step of its loop took (`loop_steps.py`), and each stop for the garbage collector.
 """
 
 import json
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,23 +15,11 @@ from bench.feed import Feed
 from bench.loop_steps import FILE, LONG_S
 from bench.progress import Say, progress
 from bench.report import Report, Target
+from bench.rollout_worker import FULL, OURS, QUICK, Case, engine, start
 
 LONG, LONG_SHARE = "share of steps over 1 ms", 0.002  # some of any kind meet cold caches and new pages
 PLAY_S, END_S = 300.0, 60.0  # some 30 s and 2 s are usual
-TURNS = 3
-ENVIRONMENT = "talk"
 NAMED = 6
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    rollouts: tuple[int, ...]
-    said: int
-    latency: str
-
-
-FULL = Size(rollouts=(256, 1000), said=1_110, latency="lognormal:2.5:0.5")
-QUICK = Size(rollouts=(16,), said=40, latency="constant:0.2")
 
 
 def run(*, quick: bool) -> Report:
@@ -40,11 +27,11 @@ def run(*, quick: bool) -> Report:
     figures: dict[str, float] = {}
     targets: list[Target] = []
     with progress("steps") as say:
-        for rollouts in size.rollouts:
+        for case in size.cases[:1] if quick else size.cases[:2]:
             with cluster() as own:
-                seen = _figures(_play(own, size, rollouts, say))
-            figures |= {f"{rollouts} rollouts: {name}": value for name, value in seen.items()}
-            targets.append(Target(name=f"{rollouts} rollouts: {LONG}", value=seen[LONG], limit=LONG_SHARE))
+                seen = _figures(_play(own, case, engine(own, size.latency), say))
+            figures |= {f"{case.rollouts} rollouts: {name}": value for name, value in seen.items()}
+            targets.append(Target(name=f"{case.rollouts} rollouts: {LONG}", value=seen[LONG], limit=LONG_SHARE))
     return Report(bench="steps", figures=figures, targets=targets, rounds=1, quick=quick)
 
 
@@ -62,23 +49,15 @@ def _figures(seen: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _play(own: Cluster, size: Size, rollouts: int, say: Say) -> dict[str, Any]:
-    say(f"{rollouts} rollouts: starting an engine and a worker")
-    routes = ["--layers", "48", "--topk", "8", "--form", "object"]
-    url = own.engine(*routes, "--length", "constant:120", "--latency", size.latency, "--max-model-len", "1048576")
-    own.configure(f"""
-engine.urls = ["{url}"]
-engine.routed_experts = true
-policy.max_seq_len = 1048576
-environments.{ENVIRONMENT} = {{ use = "bench.talk:Talk", options = {{ turns = {TURNS}, said = {size.said} }} }}
-""")
-    worker = own.worker("rollout worker", "bench.timed_worker", ["-Q", "rollouts", "-c", str(rollouts)])
+def _play(own: Cluster, case: Case, url: str, say: Say) -> dict[str, Any]:
+    say(f"{case.rollouts} rollouts: starting a worker")
+    _, worker = start(own, case, url, app="bench.timed_worker")
     own.wait_ready()
     feed = Feed(cluster=own)
-    feed.keep(ENVIRONMENT, rollouts)
+    feed.keep(OURS, case.rollouts)
 
     def drained() -> bool:
-        say(f"{rollouts} rollouts: {feed.finished} have ended")
+        say(f"{case.rollouts} rollouts: {feed.finished} have ended")
         return feed.drained()
 
     worker.wait_until(drained, what="the last rollout ends", timeout_s=PLAY_S)

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import redis
 import redis.asyncio
@@ -255,3 +256,11 @@ def test_a_long_time_without_taking_is_bounded(monkeypatch: pytest.MonkeyPatch) 
 def test_a_summary_survives_the_trip_through_a_dictionary() -> None:
     summary = LoopLag(process="test").summary()
     assert LagSummary.from_dict(summary.as_dict()) == summary
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 200])
+def test_quantiles_are_numpys(samples: int) -> None:
+    lags_s = np.random.default_rng(samples).random(samples)
+    summary = LoopLag(process="test")._summary(lags_s.tolist(), wall_s=1.0, cpu_s=0.0)
+    found = [summary.min_s, summary.median_s, summary.p90_s, summary.p99_s, summary.max_s]
+    assert found == pytest.approx(np.quantile(lags_s, [0, 0.5, 0.9, 0.99, 1]))
