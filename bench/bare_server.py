@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import sys
 
-from penstock.event_loop import event_loop_factory
+from penstock.runtime.event_loop import event_loop_factory
 
 
 async def serve(size: int) -> None:

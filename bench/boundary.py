@@ -11,7 +11,7 @@ from bench.pipeline import Load, Pipeline, pipeline
 from bench.progress import Say, progress
 from bench.report import Report, Target, median
 from penstock.batches import read_manifest
-from penstock.blobs import open_store
+from penstock.store import open_store
 
 ROUNDS = 15
 """A boundary takes 0.15 s, of which a busy machine makes 0.4 at times: medians of fewer rounds differ by a third."""

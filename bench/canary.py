@@ -10,8 +10,8 @@ import sys
 from types import TracebackType
 from typing import Self
 
-from penstock.event_loop import event_loop_factory
-from penstock.loop_lag import LagSummary, LoopLag
+from penstock.runtime.event_loop import event_loop_factory
+from penstock.runtime.loop_lag import LagSummary, LoopLag
 
 INTERVAL_S = 0.005
 """200 Hz: of both loops that are compared"""

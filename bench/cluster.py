@@ -15,7 +15,7 @@ from celery import Celery
 
 from bench.cpu import cpu_s
 from bench.processes import Process
-from penstock.embedded_redis import EmbeddedRedis
+from penstock.runtime.embedded_redis import EmbeddedRedis
 from tasks.celery_app import CONTENT_TYPE
 
 START_S = 60.0  # a worker imports for 2 s; on a machine that others use, for longer

@@ -12,7 +12,7 @@ from bench.canary import INTERVAL_S, Canary
 from bench.cluster import Cluster, Run, cluster
 from bench.progress import Say, progress
 from bench.report import Report, Target, median
-from orchestrator.audit import audit
+from orchestrator.ledger.audit import audit
 from penstock.errors import RunError
 
 ROUNDS = 5

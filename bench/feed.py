@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from bench.cluster import Cluster
-from penstock import keys
+from penstock import redis_keys
 from penstock.errors import RunError
 from penstock.messages import Queue, RolloutJob
 from tasks import envelope
@@ -40,7 +40,7 @@ class Feed:
     @property
     def running(self) -> int:
         """Executions that hold a lease; one that has just ended may be renewed once more."""
-        leases: int = self.cluster.redis.hlen(keys.LEASES)  # pyright: ignore[reportAssignmentType]
+        leases: int = self.cluster.redis.hlen(redis_keys.LEASES)  # pyright: ignore[reportAssignmentType]
         return min(leases, self.under_way)
 
     def keep(self, environment: str, at_once: int) -> None:
@@ -57,13 +57,13 @@ class Feed:
 
     def read(self) -> None:
         streams: Any = self.cluster.redis.xread(
-            {keys.replies(RUN): self._position}, count=REPLIES_AT_ONCE, block=WAIT_MS
+            {redis_keys.replies(RUN): self._position}, count=REPLIES_AT_ONCE, block=WAIT_MS
         )
         for position, fields in streams[0][1] if streams else []:
             self._position = position
             self._settle(orjson.loads(fields[b"reply"]))
         if streams:
-            self.cluster.redis.xtrim(keys.replies(RUN), minid=self._position)
+            self.cluster.redis.xtrim(redis_keys.replies(RUN), minid=self._position)
 
     def _settle(self, reply: dict[str, Any]) -> None:
         result = reply["result"]

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from bench.bodies import Rollout
 from bench.report import Report, Target, median
-from penstock.blobs import open_store
-from penstock.responses import Known, Turn, read_turn
-from penstock.routed_experts import RouteFormat, Routes
+from penstock.engines.response import Known, Turn, read_turn
+from penstock.engines.routed_experts import RouteFormat, Routes
+from penstock.store import open_store
 
 CASES = {
     "50 turns": Rollout(turns=50, tokens=60_000, sampled=1 / 6),  # an agent: calls of 200 tokens, answers of 1,000

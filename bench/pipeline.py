@@ -13,7 +13,7 @@ from typing import Any
 from bench.canary import INTERVAL_S
 from bench.cluster import Cluster, Run, cluster
 from bench.processes import Process
-from orchestrator.audit import audit
+from orchestrator.ledger.audit import audit
 from penstock.errors import RunError
 
 RUN_S = 300.0

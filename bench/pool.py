@@ -15,7 +15,7 @@ from celery import Celery
 from bench.cpu import cpu_s
 from bench.processes import Process
 from bench.report import Report, Target, median
-from penstock.embedded_redis import EmbeddedRedis
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 ROUNDS, TASKS = 5, 1_000
 TIMEOUT_S = 120.0

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from penstock.embedded_redis import LAUNCHER
 from penstock.errors import RunError
+from penstock.runtime.embedded_redis import LAUNCHER
 
 T = TypeVar("T")
 BIN = Path(sys.executable).parent

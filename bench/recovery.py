@@ -13,9 +13,9 @@ from bench.cluster import Cluster, Run, cluster
 from bench.processes import Process
 from bench.progress import Say, progress
 from bench.report import Report, Target, median
-from orchestrator.audit import audit
-from orchestrator.schema import open_for_reading
-from penstock import keys
+from orchestrator.ledger.audit import audit
+from penstock import redis_keys
+from penstock.ledger.schema import open_for_reading
 
 ROUNDS = 5
 GROUP_SIZE, STEPS = 8, 2
@@ -101,7 +101,7 @@ def _round(own: Cluster, size: Size, say: Say) -> Round:
 
 def _running_on(worker: Process, own: Cluster) -> set[str]:
     """The rollouts of which an execution there holds a lease: `run.job.attempt.execution` -> `host-pid:beat`."""
-    leases: dict[bytes, bytes] = own.redis.hgetall(keys.LEASES)  # pyright: ignore[reportAssignmentType]
+    leases: dict[bytes, bytes] = own.redis.hgetall(redis_keys.LEASES)  # pyright: ignore[reportAssignmentType]
     return {
         lease.decode().split(".")[1]
         for lease, value in leases.items()

@@ -20,11 +20,11 @@ from pathlib import Path
 from bench.canary import INTERVAL_S, WINDOW_S, Canary
 from bench.progress import progress
 from bench.report import Report, Target, median
-from penstock.event_loop import event_loop_factory
-from penstock.loop_lag import LoopLag
+from penstock.config.engine import RendererSettings
 from penstock.renderers import NextTurn, PooledRenderer, Renderer, RendererKey, RendererPools
 from penstock.renderers.backends import build
-from penstock.rollout_config import RendererSettings
+from penstock.runtime.event_loop import event_loop_factory
+from penstock.runtime.loop_lag import LoopLag
 
 ROUNDS, MEMORY_ROUNDS = 15, 5  # a largest gap varies more than any other figure: more rounds than usual
 CALLERS, ADAPTERS = 64, 8

@@ -20,8 +20,8 @@ from bench.parse_all import DONE
 from bench.processes import Process
 from bench.progress import progress
 from bench.report import Report, Target, median
-from penstock.loop_lag import LagSummary, read_all
-from penstock.rollout_config import Engine
+from penstock.config.engine import Engine
+from penstock.runtime.loop_lag import LagSummary, read_all
 
 ROUNDS = 5
 ABOVE_CANARY_MS = 15.0

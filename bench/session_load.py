@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from penstock.event_loop import event_loop_factory
+from penstock.runtime.event_loop import event_loop_factory
 
 CHARACTERS_A_TURN = 40
 """that the user adds"""

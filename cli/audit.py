@@ -13,7 +13,7 @@ from cli.output import Json, print_facts, print_json
 from cli.status import RunDir
 
 if TYPE_CHECKING:
-    from orchestrator.sealed_files import Progress
+    from orchestrator.ledger.audit import Progress
 
 
 def audit(run_dir: RunDir, as_json: Json = False) -> None:
@@ -24,7 +24,7 @@ def audit(run_dir: RunDir, as_json: Json = False) -> None:
     released is read again and its checksum compared. Nothing is changed, and the run may go on.
     The exit code is 1 when it does not add up.
     """
-    from orchestrator.audit import audit as account
+    from orchestrator.ledger.audit import audit as account
 
     with reading_again() as progress:
         found = account(run_dir, progress)

@@ -16,7 +16,7 @@ from cli.facts import Fact
 from cli.output import LOG_FORMAT, Json, on_terminal, print_facts, print_json
 
 if TYPE_CHECKING:
-    from orchestrator.reporter import Watch
+    from orchestrator.reporting.reporter import Watch
 
 
 def run(
@@ -45,7 +45,7 @@ def run(
 
     settings = configuration.load(config, flags={"run_dir": run_dir, "steps": steps, "lag.trace_s": lag_trace})
     from orchestrator import start  # after the settings: a wrong one is told before Celery is imported
-    from orchestrator.audit import audit
+    from orchestrator.ledger.audit import audit
 
     with _shown(live=on_terminal() and not as_json) as watch:
         status = start.run(settings, watch=watch)
@@ -61,7 +61,7 @@ def run(
 
 @contextlib.contextmanager
 def _shown(*, live: bool) -> "Iterator[Watch]":
-    from orchestrator.reporter import nobody
+    from orchestrator.reporting.reporter import nobody
 
     if live:
         from cli.live import LiveView

@@ -20,7 +20,7 @@ def status(run_dir: RunDir, as_json: Json = False) -> None:
     with; a password comes only from the environment), and changes nothing. Works while the run goes on, after it, and
     when parts of it are gone.
     """
-    from orchestrator.status import status as look
+    from orchestrator.reporting.status import status as look
     from penstock import config
 
     found = look(run_dir, config.redis_url())

@@ -14,8 +14,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
+from penstock.config.redis_address import address, has_password
 from penstock.errors import ConfigError
-from penstock.redis_url import address, has_password
 
 logger = logging.getLogger("penstock.broker")
 

@@ -4,14 +4,14 @@ import logging
 import math
 from collections.abc import Callable
 
-from orchestrator.ledger import Ledger
-from orchestrator.records import Batch, Group, Rollout
-from orchestrator.shares import quotas, weight
-from orchestrator.states import GroupState, JobKind, JobState, RolloutState
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import Batch, Group, Rollout
+from orchestrator.quotas import quotas, weight
 from orchestrator.trainer import Trainer
 from penstock.batches import EncodedRank
 from penstock.config import RunConfig
 from penstock.errors import RunError
+from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
 
 logger = logging.getLogger("penstock.composer")
 

@@ -2,23 +2,65 @@
 
 import asyncio
 import logging
+import signal
 import time
+from collections.abc import Coroutine
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from orchestrator.broker import Broker
-from orchestrator.ledger import Ledger
-from orchestrator.replies import Replies
-from orchestrator.states import IN_FLIGHT, GroupState, JobState
-from penstock import keys, plans
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.reply_stream import Replies
+from penstock import job_inputs, redis_keys
 from penstock.config import RunConfig
+from penstock.ledger.states import IN_FLIGHT, GroupState, JobState
 from penstock.messages import Queue
-from penstock.offload import in_io_thread
+from penstock.runtime.offload import in_io_thread
 from tasks import app
 
 logger = logging.getLogger("penstock.orchestrator")
+
+
+class Phase(StrEnum):
+    RUNNING = "running"
+    DRAINING = "draining"
+    STOPPING = "stopping"
+
+
+class Stopping:
+    def __init__(self) -> None:
+        self.phase = Phase.RUNNING
+        self._stopped = asyncio.Event()
+
+    def listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self.ask)
+
+    def ask(self) -> None:
+        if self.phase is Phase.RUNNING:
+            self.phase = Phase.DRAINING
+            logger.warning("action=draining what runs is finished, nothing is begun; Ctrl-C again stops now")
+        else:
+            self.phase = Phase.STOPPING
+            logger.warning("action=stopping")
+            self._stopped.set()
+
+    async def unless_stopped(self, work: Coroutine[None, None, None]) -> None:
+        """Do `work`, whatever it waits for, until it is done or the second request to stop comes."""
+        doing, stopped = asyncio.ensure_future(work), asyncio.ensure_future(self._stopped.wait())
+        try:
+            await asyncio.wait({doing, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            if not doing.done():
+                doing.cancel()
+        if doing.done() and not doing.cancelled():
+            doing.result()
+
 
 TICK_S = 0.1
 
@@ -54,7 +96,7 @@ class Ending:
             await asyncio.sleep(TICK_S)
         leases = await self._leases()
         if leases:
-            await self._broker.ask(lambda client: client.hdel(keys.LEASES, *leases))
+            await self._broker.ask(lambda client: client.hdel(redis_keys.LEASES, *leases))
         await self._replies.delete()
         await in_io_thread(_delete_plans, self._config.store_dir, self._run)
 
@@ -84,13 +126,13 @@ class Ending:
 
     async def _leases(self) -> list[str]:
         """The leases of this run's executions."""
-        leases: Any = await self._broker.ask(lambda client: client.hkeys(keys.LEASES))
+        leases: Any = await self._broker.ask(lambda client: client.hkeys(redis_keys.LEASES))
         return [lease.decode() for lease in leases if lease.startswith(self._run.encode())]
 
 
 def _delete_plans(store: Path, run: str) -> None:
-    for key in plans.keys(store, run):
-        plans.delete(store, key)
+    for key in job_inputs.keys(store, run):
+        job_inputs.delete(store, key)
 
 
 async def _emptied(client: Any, queue: Queue) -> list[bytes]:

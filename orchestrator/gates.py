@@ -5,7 +5,7 @@ Rollouts need the engine and a store that takes their files, encoding the store.
 
 import time
 
-from orchestrator.states import JobKind
+from penstock.ledger.states import JobKind
 from penstock.messages import Outcome
 
 RETRY_FIRST_S, RETRY_MOST_S = 1.0, 30.0

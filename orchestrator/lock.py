@@ -13,7 +13,7 @@ import orjson
 
 from orchestrator.broker import Broker
 from orchestrator.run_dir import usable
-from penstock import keys
+from penstock import redis_keys
 from penstock.errors import RunLocked
 
 logger = logging.getLogger("penstock.lock")
@@ -44,7 +44,7 @@ class RunLock:
             if self._left_behind(holder):
                 await self._hold(instead_of=holder)
                 continue
-            ttl_ms = await self._broker.ask(lambda client: client.pttl(keys.LOCK))
+            ttl_ms = await self._broker.ask(lambda client: client.pttl(redis_keys.LOCK))
             if last_ttl_ms is not None and ttl_ms > last_ttl_ms:
                 raise RunLocked(f"this Redis database is in use: {describe(holder)}. One run per database: "
                                 "put another number at the end of the Redis URL, or stop that run")  # fmt: skip
@@ -64,11 +64,11 @@ class RunLock:
             raise RunLocked(f"another orchestrator has taken over: {describe(holder)}; this one stops writing")
 
     async def release(self) -> None:
-        await self._broker.ask(lambda client: client.eval(RELEASE, 1, keys.LOCK, self._mine))
+        await self._broker.ask(lambda client: client.eval(RELEASE, 1, redis_keys.LOCK, self._mine))
 
     async def _hold(self, instead_of: bytes = b"") -> bytes:
         return await self._broker.ask(
-            lambda client: client.eval(HOLD, 1, keys.LOCK, self._mine, TTL_S, instead_of)  # pyright: ignore[reportReturnType]
+            lambda client: client.eval(HOLD, 1, redis_keys.LOCK, self._mine, TTL_S, instead_of)  # pyright: ignore[reportReturnType]
         )
 
     def _left_behind(self, holder: bytes) -> bool:

@@ -16,31 +16,30 @@
 import asyncio
 import logging
 
-from orchestrator import crash_points, sealing, sweep
+from orchestrator import crash_points, release, sealing
 from orchestrator.broker import Broker
 from orchestrator.composer import Composer
-from orchestrator.ending import Ending
+from orchestrator.ending import Ending, Phase, Stopping
 from orchestrator.gates import Gates
-from orchestrator.lags import Lags
-from orchestrator.ledger import Ledger
+from orchestrator.groups import Stages
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import Batch
 from orchestrator.lock import RunLock
-from orchestrator.metrics import Metrics
 from orchestrator.planner import Planner
 from orchestrator.reconciler import Reconciler
-from orchestrator.records import Batch
 from orchestrator.release import Release
-from orchestrator.replies import AT_ONCE, Replies
-from orchestrator.reporter import Reporter, Watch
-from orchestrator.spaced import spaced
-from orchestrator.stages import Stages
-from orchestrator.stopping import Phase, Stopping
+from orchestrator.reply_stream import AT_ONCE, Replies
+from orchestrator.reporting.lags import Lags
+from orchestrator.reporting.metrics import Metrics
+from orchestrator.reporting.reporter import Reporter, Watch
+from orchestrator.slices import spaced
 from orchestrator.submission import Submitter
 from orchestrator.trainer import Trainer
-from penstock import keys
+from penstock import redis_keys
 from penstock.batches import EncodedRank, read_manifest
-from penstock.blobs import Store
 from penstock.config import RunConfig
-from penstock.loop_lag import LoopLag
+from penstock.runtime.loop_lag import LoopLag
+from penstock.store import Store
 
 logger = logging.getLogger("penstock.orchestrator")
 
@@ -80,7 +79,7 @@ class Orchestrator:
         self.planner = Planner(config, ledger, self.trainer)
         self.composer = Composer(config, ledger, self.trainer)
         self.release = Release(config, ledger, self.trainer)
-        self.sweeper = sweep.Sweep(config, run, ledger)
+        self.sweeper = release.Sweep(config, run, ledger)
         self.sealer = sealing.Sealer(config)
         self.submitter = Submitter(config, run, ledger, broker, self.gates)
         self.replies = Replies(run, broker, ledger)
@@ -196,7 +195,7 @@ class Orchestrator:
     async def sweep(self) -> None:
         while True:
             await self.sweeper.run_once()
-            await asyncio.sleep(sweep.EVERY_S)
+            await asyncio.sleep(release.EVERY_S)
 
     async def reconcile(self) -> None:
         while True:
@@ -208,7 +207,7 @@ class Orchestrator:
             self.changed.set()
             await self.ledger.committed()
             if expired := findings.expired_leases:
-                await self.broker.ask(lambda client, expired=expired: client.hdel(keys.LEASES, *expired))
+                await self.broker.ask(lambda client, expired=expired: client.hdel(redis_keys.LEASES, *expired))
             cancelled, self.stages.cancelled = self.stages.cancelled, []
             if revoke := findings.revoke + [job.task_id(self.run_id) for job in cancelled]:
                 await self.ending.revoke(revoke)

@@ -4,13 +4,13 @@ import math
 import operator
 from collections import Counter
 
-from orchestrator.ledger import Ledger
-from orchestrator.shares import quotas, weight
-from orchestrator.states import GroupState, JobKind
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.quotas import quotas, weight
 from orchestrator.submission import AT_ONCE
 from orchestrator.trainer import Trainer
 from penstock.config import RunConfig
 from penstock.errors import RunError
+from penstock.ledger.states import GroupState, JobKind
 
 
 class Planner:

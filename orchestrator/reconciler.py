@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.broker import Broker
-from orchestrator.ledger import Ledger
-from orchestrator.records import Job
-from orchestrator.stages import Stages
-from orchestrator.states import GroupState, JobKind, JobState, RolloutState
-from penstock import keys
+from orchestrator.groups import Stages
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import Job
+from penstock import redis_keys
 from penstock.config import RunConfig
+from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
 from penstock.messages import GRACE_S, Queue
 from tasks import envelope
 
@@ -78,7 +78,7 @@ class Reconciler:
     async def look(self) -> Snapshot:
         async def ask(client: Any) -> list[Any]:
             async with client.pipeline(transaction=True) as pipe:
-                pipe.hgetall(keys.LEASES)
+                pipe.hgetall(redis_keys.LEASES)
                 for queue in Queue:
                     pipe.llen(queue)
                     pipe.lindex(queue, -1)

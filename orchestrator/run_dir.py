@@ -8,10 +8,11 @@ from typing import Any
 
 import orjson
 
-from penstock import atomic_files, plans
+from penstock import job_inputs
 from penstock.config import RunConfig
+from penstock.config.redis_address import address
 from penstock.errors import RunError, RunMismatch
-from penstock.redis_url import address
+from penstock.store import atomic
 
 # What a run is made of: a directory that was begun with other values cannot be gone on with.
 IDENTITY = ("seed", "environments", "rollouts.group_size", "batch.unit", "batch.size", "batch.data_ranks")
@@ -46,9 +47,9 @@ def enter(config: RunConfig) -> str:
             write_json(config.run_dir / "run.json", content, durable=True)
         _claim_store(config.store_dir, content["run"])
         for directory in (config.run_dir, *config.store_dir.glob("batches/*")):
-            atomic_files.sweep(directory)
-        atomic_files.sweep(config.run_dir / "trainer", "run.json")  # the others there are the trainer's
-        plans.sweep(config.store_dir, content["run"])
+            atomic.sweep(directory)
+        atomic.sweep(config.run_dir / "trainer", "run.json")  # the others there are the trainer's
+        job_inputs.sweep(config.store_dir, content["run"])
     return content["run"]
 
 
@@ -87,14 +88,14 @@ def usable(directory: Path, setting: str = "run_dir") -> Iterator[None]:
 
 
 def write_json(path: Path, content: dict[str, Any], *, durable: bool = False) -> None:
-    atomic_files.write(path, orjson.dumps(content, option=orjson.OPT_INDENT_2), durable=durable)
+    atomic.write(path, orjson.dumps(content, option=orjson.OPT_INDENT_2), durable=durable)
 
 
 def _claim_store(store: Path, run: str) -> None:
     """A store is one run's: steps of two runs would have the same names."""
     owner = store / "run"
     if not owner.exists():
-        atomic_files.write(owner, run.encode(), durable=True)
+        atomic.write(owner, run.encode(), durable=True)
     if owner.read_text() != run:
         raise RunMismatch(f"the store {store} belongs to run {owner.read_text()}: give this run a store of its own")
 

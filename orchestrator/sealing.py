@@ -2,14 +2,14 @@
 
 import logging
 
-from orchestrator.plan_files import batch_plan
-from orchestrator.records import Batch
+from orchestrator.inputs import batch_plan
+from orchestrator.ledger.records import Batch
 from penstock.batches import BatchPlan, EncodedRank, Manifest, seal_manifest
-from penstock.batches.publishing import publish_prime_rl
-from penstock.blobs import Store
+from penstock.batches.prime_rl import publish_prime_rl
 from penstock.config import RunConfig
 from penstock.errors import BlobUnwritten
-from penstock.offload import in_io_thread
+from penstock.runtime.offload import in_io_thread
+from penstock.store import Store
 
 logger = logging.getLogger("penstock.sealing")
 

@@ -8,18 +8,21 @@ import socket
 from collections.abc import Awaitable
 from typing import Any
 
-from orchestrator import crash_points, endpoint, rebuild, run_dir, schema
+from orchestrator import crash_points, run_dir
 from orchestrator.broker import Broker
-from orchestrator.ledger import Ledger
+from orchestrator.ending import Stopping
+from orchestrator.ledger import rebuild
+from orchestrator.ledger.ledger import Ledger
 from orchestrator.lock import RunLock, lock_directory
 from orchestrator.loop import Orchestrator
-from orchestrator.reporter import Watch, nobody
-from orchestrator.stopping import Stopping
-from penstock import stacks
+from orchestrator.reporting import endpoint
+from orchestrator.reporting.reporter import Watch, nobody
 from penstock.config import RunConfig
 from penstock.errors import PenstockError, RunLocked
-from penstock.event_loop import event_loop_factory
-from penstock.loop_lag import publish_to
+from penstock.ledger import schema
+from penstock.runtime import stacks
+from penstock.runtime.event_loop import event_loop_factory
+from penstock.runtime.loop_lag import publish_to
 
 logger = logging.getLogger("penstock.orchestrator")
 

@@ -6,12 +6,12 @@ from typing import Any
 from orchestrator import crash_points
 from orchestrator.broker import Broker
 from orchestrator.gates import Gate, Gates
-from orchestrator.ledger import Ledger
-from orchestrator.plan_files import PlanFiles
-from orchestrator.records import Job
-from orchestrator.spaced import spaced
-from orchestrator.states import JobKind, JobState
+from orchestrator.inputs import PlanFiles
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import Job
+from orchestrator.slices import spaced
 from penstock.config import RunConfig
+from penstock.ledger.states import JobKind, JobState
 from penstock.messages import (
     AdvantageJob,
     AnyJob,

@@ -5,11 +5,11 @@ import math
 import time
 from dataclasses import replace
 
-from orchestrator.ledger import Ledger
+from orchestrator.ledger.ledger import Ledger
 from penstock.batches import RunStatus, TrainerState, read_trainer, write_status
 from penstock.config import RunConfig
 from penstock.errors import BatchError, BlobUnwritten
-from penstock.offload import in_io_thread
+from penstock.runtime.offload import in_io_thread
 
 logger = logging.getLogger("penstock.trainer")
 

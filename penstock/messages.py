@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from penstock.batches.manifest import EncodedRank
-from penstock.blobs import BlobRef
+from penstock.store import BlobRef
 
 MESSAGE_LIMIT_BYTES = 4096
 GRACE_S = 20.0  # what a body that keeps its own time-out may take to put away what it has

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock import plans
+from penstock import job_inputs
 from penstock.advantages import Group, group_phase, resolve
 from penstock.config import RunConfig
 from penstock.filters import GroupRewards, group_filters, judge_group
@@ -19,7 +19,7 @@ def run(job: AdvantageJob) -> None:
 
 
 def body(job: AdvantageJob, config: RunConfig) -> AdvantageResult:
-    plan = plans.read_group(config.store_dir, job.plan)
+    plan = job_inputs.read_group(config.store_dir, job.plan)
     if noop.plays(plan.environment, config):
         return noop.advantages(job, plan, config.noop)
     return estimate(plan, config)

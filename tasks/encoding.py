@@ -1,12 +1,12 @@
 """The queue `encoding`: one data rank's file of one step. Runs on prefork."""
 
-from penstock import plans
+from penstock import job_inputs
 from penstock.batches import encode_rank
-from penstock.blobs import BlobRef, Store
-from penstock.blobs.columns import read_columns
 from penstock.config import RunConfig
 from penstock.errors import BlobCorrupt, BlobMissing
 from penstock.messages import UNREADABLE_LIMIT, EncodeJob, EncodeResult, Queue
+from penstock.store import BlobRef, Store
+from penstock.store.columns import read_columns
 from tasks import noop
 from tasks.celery_app import app, task_name
 from tasks.settings import settings
@@ -19,7 +19,7 @@ def run(job: EncodeJob) -> None:
 
 
 def body(job: EncodeJob, config: RunConfig, execution: str) -> EncodeResult:
-    plan = plans.read_step(config.store_dir, job.plan)
+    plan = job_inputs.read_step(config.store_dir, job.plan)
     if all(noop.plays(environment, config) for environment in plan.envs):
         return noop.encoding(job, plan, config.noop)
     store = Store(config.store_dir)

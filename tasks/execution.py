@@ -18,11 +18,11 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from penstock.config import RunConfig
-from penstock.loop_lag import publish_to
 from penstock.messages import GRACE_S, AnyJob, AnyResult, Outcome, Reply
+from penstock.runtime.loop_lag import publish_to
 from tasks.leases import LeaseKeeper
 from tasks.outbox import Outbox, Write
-from tasks.replies import Execution, send, take_lease
+from tasks.outcomes import Execution, send, take_lease
 
 logger = logging.getLogger("penstock.execution")
 

@@ -2,13 +2,13 @@
 
 import logging
 
-from penstock import plans
-from penstock.blobs import Store
-from penstock.blobs.columns import read_columns
+from penstock import job_inputs
 from penstock.config import RunConfig
 from penstock.errors import BlobCorrupt, BlobMissing
 from penstock.filters import RolloutTokens, Verdict, count, judge, rollout_filters
 from penstock.messages import FilterJob, FilterResult, GroupPlan, Queue, RolloutResult
+from penstock.store import Store
+from penstock.store.columns import read_columns
 from tasks import noop
 from tasks.celery_app import app, task_name
 from tasks.settings import settings
@@ -23,7 +23,7 @@ def run(job: FilterJob) -> None:
 
 
 def body(job: FilterJob, config: RunConfig) -> FilterResult:
-    plan = plans.read_group(config.store_dir, job.plan)
+    plan = job_inputs.read_group(config.store_dir, job.plan)
     if noop.plays(plan.environment, config):
         return noop.filtering(job, plan, config.noop)
     return filter_group(Store(config.store_dir), plan, config)

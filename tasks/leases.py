@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import redis
 
-from penstock import keys
+from penstock import redis_keys
 
 logger = logging.getLogger("penstock.leases")
 
@@ -80,9 +80,9 @@ class LeaseKeeper:
         self._renewed |= held
         with self._client.pipeline(transaction=True) as pipe:
             if ended:
-                pipe.hdel(keys.LEASES, *ended)
+                pipe.hdel(redis_keys.LEASES, *ended)
             if held:
-                pipe.hset(keys.LEASES, mapping=dict.fromkeys(held, self._value()))
-                pipe.expire(keys.LEASES, keys.LEASES_TTL_S)
+                pipe.hset(redis_keys.LEASES, mapping=dict.fromkeys(held, self._value()))
+                pipe.expire(redis_keys.LEASES, redis_keys.LEASES_TTL_S)
             pipe.execute()
         self._renewed = held

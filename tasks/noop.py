@@ -9,7 +9,6 @@ import time
 import xxhash
 
 from penstock.batches import BatchPlan, EncodedRank
-from penstock.blobs import BlobRef
 from penstock.config import Noop, RunConfig
 from penstock.errors import EngineUnreachable, InfrastructureFailure
 from penstock.messages import (
@@ -24,6 +23,7 @@ from penstock.messages import (
     RolloutJob,
     RolloutResult,
 )
+from penstock.store import BlobRef
 
 EXAMPLES = 1_000_000
 

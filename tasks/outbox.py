@@ -12,7 +12,7 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from tasks.replies import End
+from tasks.outcomes import End
 
 logger = logging.getLogger("penstock.outbox")
 

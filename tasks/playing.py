@@ -5,18 +5,19 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from penstock import plans
-from penstock.blobs import Store
+from penstock import job_inputs
 from penstock.config import RunConfig
+from penstock.engines.client import EngineClient
+from penstock.engines.dialects import Dialect
 from penstock.environments import grading
 from penstock.environments.loading import LoadedEnvironment, load_environments
 from penstock.errors import ConfigError, InfrastructureFailure, StageError
 from penstock.messages import RolloutJob, RolloutResult, ScoreJob, ScoreResult, SurveyJob, SurveyResult
-from penstock.offload import in_io_thread
-from penstock.policy import Dialect, EngineClient
-from penstock.policy.agent_sessions import SessionServers
+from penstock.playing.agent_sessions import SessionServers
+from penstock.playing.rollout import Attempt, RolloutStage, play, score_group
 from penstock.renderers import PooledRenderer, RendererKey, RendererPools
-from penstock.rollout import Attempt, RolloutStage, play, score_group
+from penstock.runtime.offload import in_io_thread
+from penstock.store import Store
 from tasks import noop
 
 logger = logging.getLogger("penstock.tasks")
@@ -72,7 +73,7 @@ class Player:
 
     async def score(self, job: ScoreJob) -> ScoreResult:
         environment = self._environment(job.environment)
-        plan = await in_io_thread(plans.read_group, self._config.store_dir, job.plan)
+        plan = await in_io_thread(job_inputs.read_group, self._config.store_dir, job.plan)
         results = [member.result for member in plan.members]
         store = Store(self._config.store_dir)
         scores = await score_group(store, environment, plan.example, results)

@@ -32,7 +32,7 @@ for name in sys.argv[2:]:
 LOADED = """
 import sys
 import orchestrator.start, orchestrator.audit, orchestrator.status
-print(*(name for name in sys.modules if name.startswith(("penstock.environments", "penstock.policy"))))
+print(*(name for name in sys.modules if name.startswith(("penstock.environments", "penstock.engines", "penstock.playing"))))
 """
 
 

@@ -23,7 +23,7 @@ from celery.worker.state import maybe_shutdown
 from kombu.asynchronous.hub import Hub
 
 from penstock.errors import PenstockError, RunError
-from penstock.event_loop import event_loop_factory
+from penstock.runtime.event_loop import event_loop_factory
 from workers import stop_signals
 from workers.hub_calls import HubCalls
 from workers.job import REVOKED, STOPPING, Job, exception_info

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from penstock import descriptors, garbage
+from penstock.runtime import descriptors, garbage
 from tasks import app, rollouts
 from tasks.execution import AsyncProcess
 from tasks.playing import Player

@@ -15,11 +15,11 @@ from redis.retry import Retry
 
 from bench.processes import Process
 from cli.demo.options import EXAMPLES, Options, short
-from penstock import loop_lag
 from penstock.batches import read_trainer
-from penstock.embedded_redis import EmbeddedRedis
 from penstock.errors import RunError
-from penstock.loop_lag import LagSummary
+from penstock.runtime import loop_lag
+from penstock.runtime.embedded_redis import EmbeddedRedis
+from penstock.runtime.loop_lag import LagSummary
 
 logger = logging.getLogger("penstock.demo")
 

@@ -12,11 +12,12 @@ from cli.audit import verdict
 from cli.demo.course import DONE, Course
 from cli.demo.options import Options, short
 from cli.facts import Fact
-from orchestrator import run_dir, schema
-from orchestrator.audit import audit
+from orchestrator import run_dir
+from orchestrator.ledger.audit import audit
 from penstock.batches import Manifest, read_manifests, read_trainer
 from penstock.batches.manifest import manifest_path
-from penstock.blobs import Store
+from penstock.ledger import schema
+from penstock.store import Store
 
 
 def collect(options: Options, course: Course) -> dict[str, Any]:

@@ -3,13 +3,11 @@
 Imports numpy, safetensors, xxhash and the standard library only: a trainer reads batches in a bare environment.
 """
 
-from penstock.batches.batch import Batch
-from penstock.batches.encoding import encode_rank
 from penstock.batches.manifest import EncodedRank, Manifest, Totals, read_manifest, read_manifests, seal_manifest
-from penstock.batches.micro_batch import MicroBatch
 from penstock.batches.plan import BatchPlan, PlannedRollout
-from penstock.batches.reader import BatchReader
+from penstock.batches.reader import Batch, BatchReader, MicroBatch
 from penstock.batches.signals import RunStatus, TrainerState, read_trainer, write_status
+from penstock.batches.writer import encode_rank
 
 __all__ = [
     "Batch",

@@ -9,12 +9,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from penstock.batches.batch_columns import EXTRA, PADDING, Array, token_columns
 from penstock.batches.plan import BatchPlan, PlannedRollout
-from penstock.batches.schema import EXTRA, PADDING, Array, token_columns
-from penstock.blobs import Store
-from penstock.blobs.columns import Columns, read_columns
 from penstock.errors import StageError
 from penstock.packing import Normalise, pack, positions, segments
+from penstock.store import Store
+from penstock.store.columns import Columns, read_columns
 
 OPEN_ROLLOUTS = 16  # memory maps kept for the next sample of the same rollout; most rollouts have one sample
 

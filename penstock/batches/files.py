@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from penstock import atomic_files
-from penstock.blobs.parts import writing
+from penstock.store import atomic
+from penstock.store.parts import writing
 
 
 def replace(path: Path, content: bytes) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_files.write(path, content, durable=True)
-        atomic_files.sync_directory(path.parent)
+        atomic.write(path, content, durable=True)
+        atomic.sync_directory(path.parent)
 
 
 def create(path: Path, content: bytes) -> bool:
@@ -18,10 +18,10 @@ def create(path: Path, content: bytes) -> bool:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            atomic_files.create(path, content)
+            atomic.create(path, content)
         except FileExistsError:
             return False
         finally:
             for directory in (path.parent, path.parent.parent):  # the first file of a step made its directory too
-                atomic_files.sync_directory(directory)
+                atomic.sync_directory(directory)
     return True

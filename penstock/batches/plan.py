@@ -13,10 +13,10 @@ from typing import Literal
 import numpy as np
 import xxhash
 
-from penstock.batches import records
-from penstock.blobs import BlobRef
+from penstock.batches import json_records
 from penstock.errors import StageError
 from penstock.packing import Ints, Normalise, PackingRules
+from penstock.store import BlobRef
 
 Format = Literal["native", "prime-rl", "prime-rl-2026-05"]
 FIRST_STEP = 0  # the batch of step s is trained into policy version s + 1
@@ -82,7 +82,7 @@ class BatchPlan:
 
     @cached_property
     def digest(self) -> str:
-        return xxhash.xxh3_64_hexdigest(records.dumps(self))
+        return xxhash.xxh3_64_hexdigest(json_records.dumps(self))
 
     @property
     def files(self) -> int:

@@ -4,19 +4,23 @@
 file of samples a step. Both carry the routed experts in the file, with zeros where nobody sent a row.
 """
 
+import errno
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from penstock.batches import msgpack
 from penstock.batches.assembly import AssembledMicroBatch, Assembly, Sample
-from penstock.batches.schema import Array
-from penstock.blobs import BlobRef
-from penstock.blobs.experts import Experts
-from penstock.blobs.parts import Piece
+from penstock.batches.batch_columns import Array
+from penstock.batches.manifest import Manifest
 from penstock.errors import StageError
+from penstock.store import BlobRef, Store
+from penstock.store.experts import Experts
+from penstock.store.parts import Piece, writing
 
 PAD_ID = 1
 ROWS_PER_PIECE = 4096  # of routed experts, read and written at once: 1.5 MB at 48 layers and top-8
@@ -166,3 +170,33 @@ def _pieces(
         if experts:
             experts.read(sample, start, stop, piece, missing=0)
         yield piece
+
+
+def publish_prime_rl(store: Store, manifest: Manifest, output_dir: Path) -> None:
+    """Puts the step under `output_dir/rollouts/step_N`, prime-rl's output directory."""
+    directory = output_dir / "rollouts" / f"step_{manifest.plan.step}"
+    one_file = manifest.plan.format == "prime-rl-2026-05"
+    for rank in manifest.ranks:
+        if rank.rollouts_jsonl:
+            _publish(store, rank.rollouts_jsonl, directory / "train_rollouts.jsonl")
+        _publish(store, rank.file, directory / ("train_rollouts.bin" if one_file else f"rank_{rank.data_rank}.bin"))
+
+
+def _publish(store: Store, ref: BlobRef, target: Path) -> None:
+    temporary = target.with_name(target.name + ".tmp")
+    store.open(ref, verify=False)
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)
+        try:
+            temporary.hardlink_to(store.path(ref.key))
+        except OSError as error:
+            if error.errno not in (
+                errno.EXDEV,
+                errno.EPERM,
+                errno.EOPNOTSUPP,
+            ):  # another file system, or one without links
+                raise
+            shutil.copyfile(store.path(ref.key), temporary)
+        temporary.replace(target)
+        temporary.unlink(missing_ok=True)  # a rename onto the same file leaves both names

@@ -5,13 +5,18 @@ A sealed step is delivered byte for byte the same, however often a trainer comes
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from os import PathLike, fspath
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from penstock.batches.batch import Batch
+import numpy as np
+
+from penstock.batches.batch_columns import EXTRA, OFFSETS, SAMPLE, SAMPLE_COLUMNS, TOKEN_COLUMNS, Array, rank_metadata
 from penstock.batches.manifest import Manifest, manifest_path, read_manifest
-from penstock.batches.plan import FIRST_STEP
+from penstock.batches.plan import FIRST_STEP, BatchPlan
 from penstock.batches.signals import (
     NOTHING,
     Checkpoint,
@@ -24,8 +29,170 @@ from penstock.batches.signals import (
     write_policy,
     write_progress,
 )
-from penstock.blobs import Store, open_store
-from penstock.errors import BatchError, ConfigError, Stalled
+from penstock.errors import BatchError, BlobCorrupt, ConfigError, Stalled
+from penstock.store import Store, open_store, tensors
+from penstock.store.experts import Experts, Layers, Missing
+
+SIGNED = {1: np.dtype("i2"), 2: np.dtype("i4")}  # what holds -1 beside every expert id, by the ids' width in bytes
+
+
+class Kind(NamedTuple):
+    layers: int
+    topk: int
+    dtype: np.dtype[Any]
+
+
+class BatchRoutes:
+    def __init__(self, store: Store, plan: BatchPlan) -> None:
+        self._store, self._rollouts, self._step = store, plan.rollouts, plan.step
+        self._opened: dict[int, Experts] = {}
+
+    @cached_property
+    def kind(self) -> Kind:
+        """The same on every rank, also on one whose own samples have no experts."""
+        for rollout in self._rollouts:
+            if rollout.experts:
+                return _kind(Experts(self._store, rollout.experts))
+        raise BatchError(f"no rollout of step {self._step} has routed experts: was the engine asked to return them?")
+
+    def new_rows(self, tokens: int, layers: Layers, missing: Missing) -> Array:
+        """Space, not yet filled, for the rows of so many tokens."""
+        count, topk, dtype = self.kind
+        shape = (tokens, np.arange(count)[layers].size, topk)
+        return np.empty(shape, SIGNED[dtype.itemsize] if missing == -1 else dtype)
+
+    def filling(self, missing: Missing) -> Array:
+        """What stands where nobody sent a row."""
+        return np.arange(self.kind.topk) if missing == "dummy" else np.array(missing)
+
+    def open(self, rollout_index: int) -> Experts | None:
+        ref = self._rollouts[rollout_index].experts
+        if ref is None:
+            return None
+        if rollout_index not in self._opened:
+            experts = Experts(self._store, ref)
+            if _kind(experts) != self.kind:
+                raise BatchError(f"{ref.key} holds experts of {_kind(experts)}, other rollouts of {self.kind}")
+            self._opened[rollout_index] = experts
+        return self._opened[rollout_index]
+
+
+def _kind(experts: Experts) -> Kind:
+    _, layers, topk = experts.rows.shape
+    return Kind(layers, topk, experts.rows.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """One entry a sample of the micro-batch, in the order of its segments; padding has none."""
+
+    rollout_index: Array
+    """in `batch.plan.rollouts`"""
+    group_index: Array
+    """in `batch.plan.groups`"""
+    env_index: Array
+    """in `batch.plan.envs`"""
+    sample_in_rollout: Array
+    rollout_offset: Array
+    """where the sample begins among all tokens of its rollout"""
+    loss_tokens: Array
+    rollout_loss_tokens: Array
+    """in all samples of its rollout, on whatever rank"""
+    truncated: Array
+    version_first: Array
+    version_last: Array
+    reward: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    input_ids: Array
+    position_ids: Array
+    """restart with every sample, and with the padding"""
+    loss_mask: Array
+    loss_weights: Array
+    """0 outside the loss; the sum of loss_weights * loss over all ranks / `batch.totals.denominator` is the mean"""
+    logprobs: Array
+    """of each token at its own index, under the policy that sampled it; 0 on context"""
+    advantages: Array
+    temperatures: Array
+    versions: Array
+    """-1 on context"""
+    cu_seqlens: Array
+    """bounds of the segments, from 0; padding is the last segment"""
+    max_seqlen: int
+    samples: Samples
+    extras: dict[str, Array]
+    routes: BatchRoutes
+
+    def routed_experts(self, *, layers: Layers = slice(None), missing: Missing = -1) -> Array:
+        """Expert ids [tokens, layers, topk]. Where nobody sent any: -1 (then signed), 0, or the valid route "dummy"."""
+        rows = self.routes.new_rows(self.input_ids.size, layers, missing)
+        for sample, where, experts in self._segments():
+            if experts:
+                inside = int(self.samples.sample_in_rollout[sample])
+                experts.read(inside, 0, where.stop - where.start, rows[where], layers=layers, missing=missing)
+            else:
+                rows[where] = self.routes.filling(missing)
+        return rows
+
+    def routed_valid(self) -> Array:
+        """u8[tokens]: 1 where the engine's own routing is known."""
+        valid = np.zeros(self.input_ids.size, np.uint8)
+        for sample, where, experts in self._segments():
+            if experts:
+                first = int(self.samples.rollout_offset[sample])
+                valid[where] = experts.routed_valid[first : first + where.stop - where.start]
+        return valid
+
+    def torch(self) -> dict[str, Any]:
+        """Tensors of all columns, `cu_seqlens` and extras by name: copies, because the file is mapped read-only."""
+        try:
+            import torch  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise BatchError("torch is not installed here: install it, or use the NumPy arrays") from error
+        columns = {name: getattr(self, name) for name in (*TOKEN_COLUMNS, "cu_seqlens")}
+        return {name: torch.from_numpy(array.copy()) for name, array in {**columns, **self.extras}.items()}
+
+    def _segments(self) -> Iterator[tuple[int, slice, Experts | None]]:
+        """Number, place and experts of each segment; padding, which is no sample, has none."""
+        for number, (start, stop) in enumerate(pairwise(self.cu_seqlens.tolist())):
+            is_sample = number < self.samples.rollout_index.size
+            experts = self.routes.open(int(self.samples.rollout_index[number])) if is_sample else None
+            yield number, slice(start, stop), experts
+
+
+class Batch:
+    def __init__(self, store: Store, manifest: Manifest, data_rank: int) -> None:
+        """Checks every byte of the rank's file; experts are checked when they are asked for."""
+        self.step = manifest.plan.step
+        self.totals = manifest.totals
+        self.plan = manifest.plan
+        self._routes = BatchRoutes(store, manifest.plan)
+        ref = manifest.ranks[data_rank].file
+        file = tensors.read(store, ref)
+        if file.metadata != rank_metadata(self.step, data_rank):
+            raise BlobCorrupt(f"blob {ref.key} is not rank {data_rank} of step {self.step}: {file.metadata}")
+        self._arrays = file.arrays
+
+    def __len__(self) -> int:
+        return self._arrays["max_seqlen"].size
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """As often as one likes, always the same. Every rank has as many."""
+        return (self._micro_batch(number) for number in range(len(self)))
+
+    def _micro_batch(self, number: int) -> MicroBatch:
+        tokens, samples, segments = (slice(*self._arrays[name][number : number + 2].tolist()) for name in OFFSETS)
+        return MicroBatch(
+            **{name: self._arrays[name][tokens] for name in TOKEN_COLUMNS},
+            cu_seqlens=self._arrays["cu_seqlens"][segments],
+            max_seqlen=int(self._arrays["max_seqlen"][number]),
+            samples=Samples(**{name: self._arrays[SAMPLE + name][samples] for name in SAMPLE_COLUMNS}),
+            extras={name: self._arrays[EXTRA + name][tokens] for name in self.plan.extras},
+            routes=self._routes,
+        )
+
 
 # How often a waiting reader looks: soon for a batch that is about to come, at most once a second for one that is not.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0

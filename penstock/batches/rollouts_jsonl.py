@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 
 from penstock.batches.plan import BatchPlan, PlannedRollout
-from penstock.blobs import BlobRef, Store
-from penstock.blobs.columns import read_columns
+from penstock.store import BlobRef, Store
+from penstock.store.columns import read_columns
 
 
 def write_rollouts(store: Store, plan: BatchPlan, key: str) -> BlobRef:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from penstock.batches import files, records
+from penstock.batches import files, json_records
 from penstock.batches.plan import FIRST_STEP
 from penstock.errors import BatchError
 
@@ -108,13 +108,13 @@ def read_trainer(run_dir: Path) -> TrainerState:
 
 
 def _write(run_dir: Path, name: str, signal: object) -> None:
-    files.replace(run_dir / "trainer" / name, records.dumps(signal))
+    files.replace(run_dir / "trainer" / name, json_records.dumps(signal))
 
 
 def _read(run_dir: Path, name: str, kind: type[Signal]) -> Signal | None:
     path = run_dir / "trainer" / name
     try:
-        return records.loads(kind, path.read_bytes())
+        return json_records.loads(kind, path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar, TypeVarTuple
 
-from penstock import offload
-from penstock.cancellation import to_the_end
 from penstock.environments.grader import Call, Grader
+from penstock.runtime import offload
+from penstock.runtime.cancellation import to_the_end
 
 Ts = TypeVarTuple("Ts")
 R = TypeVar("R")

@@ -9,11 +9,11 @@ from typing import Any, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from penstock.config.engine import EnvironmentSettings
 from penstock.environments.boundary import boundary
 from penstock.environments.protocol import Closes, Environment, ScoresGroups
 from penstock.errors import ConfigError, StageError
 from penstock.registry import lookup
-from penstock.rollout_config import EnvironmentSettings
 
 BUILT_INS = {
     "arithmetic": "penstock.environments.arithmetic:Arithmetic",

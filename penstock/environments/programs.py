@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.cancellation import to_the_end
 from penstock.environments.protocol import AgentPolicy
-from penstock.launcher import LAUNCHER
-from penstock.offload import in_io_thread
+from penstock.runtime.cancellation import to_the_end
+from penstock.runtime.launcher import LAUNCHER
+from penstock.runtime.offload import in_io_thread
 
 NICENESS = 10
 """Programs wait for a core before the loop that serves them does: sixteen that start at once took 90 % of its time."""

@@ -56,7 +56,7 @@ class Reply:
 
 
 class Policy(Protocol):
-    """What an environment talks to; `penstock.policy` has the one that records."""
+    """What an environment talks to; `penstock.playing` has the one that records."""
 
     async def chat(
         self,

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from penstock.environments.protocol import Message, Reply, ToolCall
 from penstock.errors import ConfigError, PenstockError
-from penstock.offload import in_io_thread
+from penstock.runtime.offload import in_io_thread
 
 logger = logging.getLogger("penstock.environments")
 

@@ -15,17 +15,17 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from penstock.blobs import BlobRef, Store
-from penstock.cancellation import to_the_end
+from penstock.engines.response import ANY_FORMAT, Known, Turn
+from penstock.engines.routed_experts import RouteFormat
 from penstock.errors import Busy, ContextFull, Invariant, NotFound, NothingToTrain
-from penstock.fingerprints import Ids
-from penstock.offload import in_file_thread
 from penstock.recording.conversation import START, Conversation, Message, Mode, Request
+from penstock.recording.samples import Circumstances, Samples
 from penstock.recording.spool import SessionSettings, Spool
 from penstock.recording.turn_log import Entry
-from penstock.responses import ANY_FORMAT, Known, Turn
-from penstock.routed_experts import RouteFormat
-from penstock.samples import Circumstances, Samples
+from penstock.runtime.cancellation import to_the_end
+from penstock.runtime.offload import in_file_thread
+from penstock.store import BlobRef, Store
+from penstock.turn import Ids
 
 log = logging.getLogger(__name__)
 

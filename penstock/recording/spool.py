@@ -14,17 +14,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.blobs import BlobRef, Store
-from penstock.blobs.columns import write_columns
-from penstock.blobs.experts import seal_experts
-from penstock.blobs.parts import GrowingFile, Part
-from penstock.blobs.tensors import Tensors
+from penstock.engines.routed_experts import Rows
 from penstock.errors import BlobCorrupt, BlobMissing, Upstream
 from penstock.recording.conversation import Mode
+from penstock.recording.samples import Samples, columns_of, routed_valid_of
 from penstock.recording.turn_log import Bytes, Entry, RowsState, entry_frame, frame, frames, read_entry
-from penstock.routed_experts import Rows
-from penstock.sample_columns import columns_of, routed_valid_of
-from penstock.samples import Samples
+from penstock.store import BlobRef, Store
+from penstock.store.columns import write_columns
+from penstock.store.experts import seal_experts
+from penstock.store.parts import GrowingFile, Part
+from penstock.store.tensors import Tensors
 
 COLUMNS, EXPERTS = "columns.safetensors", "experts.safetensors"
 LOG, ROWS = "log", "rows"  # end the temporary names, by which a later process finds the files

@@ -14,10 +14,10 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.blobs import tensors
-from penstock.blobs.experts import Chunk
-from penstock.blobs.parts import Piece, view_of
-from penstock.samples import Addition
+from penstock.recording.samples import Addition
+from penstock.store import tensors
+from penstock.store.experts import Chunk
+from penstock.store.parts import Piece, view_of
 
 Bytes = NDArray[np.uint8]
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock import bytes_chatml
-from penstock.fingerprints import Ids
-from penstock.renderers.process import ProcessRenderer
+from penstock.renderers import bytes_chatml
+from penstock.renderers.process_renderer import ProcessRenderer
 from penstock.renderers.protocol import NO_IDS, Message, Renderer, Tools
+from penstock.turn import Ids
 
 if TYPE_CHECKING:
-    from penstock.rollout_config import RendererSettings
+    from penstock.config.engine import RendererSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def build(key: RendererKey) -> Renderer:
 
 
 class BytesChatml:
-    """`penstock.bytes_chatml`. Has no state and needs no files."""
+    """`penstock.renderers.bytes_chatml`. Has no state and needs no files."""
 
     def render(self, messages: Sequence[Message], *, tools: Tools = None, generate: bool = True) -> Ids:
         return bytes_chatml.encode(messages, tools=tools, generate=generate)

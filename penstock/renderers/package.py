@@ -15,10 +15,10 @@ from renderers.base import ParsedToolCall, ToolCallParseStatus
 from renderers.configs import RendererConfig
 
 from penstock.errors import BadRequest, ConfigError
-from penstock.fingerprints import Ids
 from penstock.renderers.directory import TokenizerFiles
 from penstock.renderers.protocol import NO_IDS, Message, Tools
 from penstock.renderers.templates import ChatTemplate
+from penstock.turn import Ids
 
 
 class PackageTokenizer:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.fingerprints import Ids
+from penstock.turn import Ids
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None

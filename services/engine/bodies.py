@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import orjson
 
-from penstock.bytes_chatml import MESSAGE_END, MESSAGE_START, VOCABULARY
-from penstock.fingerprints import Ids, ids_text
-from services.engine.answers import LOGPROB_LEVELS, Answer
+from penstock.renderers.bytes_chatml import MESSAGE_END, MESSAGE_START, VOCABULARY
+from penstock.turn import Ids, ids_text
+from services.engine.completions import LOGPROB_LEVELS, Answer
 from services.engine.requests import Asked
-from services.engine.routes import Part, RouteTable
+from services.engine.route_table import Part, RouteTable
 from services.engine.settings import Form
 
 CREATED = 1762300000

@@ -6,10 +6,10 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
-from penstock import bytes_chatml
+from penstock.engines.response_fields import TokenId
 from penstock.errors import BadRequest
-from penstock.fingerprints import Ids
-from penstock.replies import TokenId
+from penstock.renderers import bytes_chatml
+from penstock.turn import Ids
 from services.engine.settings import Dialect
 
 Tokens = Annotated[list[TokenId], msgspec.Meta(min_length=1)]

@@ -11,17 +11,17 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from penstock.engines.response_fields import Endpoint
 from penstock.errors import BadRequest, ConfigError
-from penstock.event_loop import event_loop_factory
-from penstock.loop_lag import LoopLag
-from penstock.replies import Endpoint
+from penstock.runtime.event_loop import event_loop_factory
+from penstock.runtime.loop_lag import LoopLag
 from services.engine import bodies
-from services.engine.answers import answer_to, draws_of
 from services.engine.bodies import Printed
+from services.engine.completions import answer_to, draws_of
 from services.engine.draws import Draws
 from services.engine.failures import Failure, failure_of, malformed
 from services.engine.requests import Asked, read_chat, read_generate
-from services.engine.routes import Part, RouteTable
+from services.engine.route_table import Part, RouteTable
 from services.engine.settings import Dialect, EngineSettings
 
 logger = logging.getLogger("penstock.engine")

@@ -15,7 +15,7 @@ class Dialect(StrEnum):
 
 
 class Form(StrEnum):
-    """How routed experts are written: the four forms of `penstock.routed_experts`."""
+    """How routed experts are written: the four forms of `penstock.engines.routed_experts`."""
 
     OBJECT = "object"
     NPY = "npy"

@@ -11,10 +11,16 @@ from dataclasses import dataclass
 import aiohttp
 from yarl import URL
 
+from penstock.engines.replicas import Replica
+from penstock.engines.transport import (
+    UNREACHABLE,
+    EngineConnection,
+    Share,
+    raise_if_out_of_descriptors,
+    receive,
+    sendable,
+)
 from penstock.errors import InfrastructureFailure, Upstream
-from penstock.policy.byte_budget import Share
-from penstock.policy.replicas import Replica
-from penstock.policy.transport import UNREACHABLE, EngineConnection, raise_if_out_of_descriptors, receive, sendable
 
 
 @dataclass(frozen=True, kw_only=True)

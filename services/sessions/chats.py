@@ -9,25 +9,24 @@ from typing import Any, ParamSpec, TypeVar
 from aiohttp import web
 
 from penstock.config import RunConfig
-from penstock.cuts import EXPERTS_KEY
+from penstock.engines.cuts import EXPERTS_KEY
+from penstock.engines.dialects import Dialect
+from penstock.engines.response import Asked as ReadWith
+from penstock.engines.response import read_turn
+from penstock.engines.response_fields import Endpoint
+from penstock.engines.sampling import bent_sampling
+from penstock.engines.transport import ON_LOOP_BYTES, ByteBudget
 from penstock.errors import BadRequest, PolicyFailure
-from penstock.offload import in_cpu_thread
-from penstock.policy import Dialect
-from penstock.policy.byte_budget import ByteBudget
-from penstock.policy.sampling import bent_sampling
-from penstock.policy.transport import ON_LOOP_BYTES
 from penstock.recording import Claim, Prepared, Session
-from penstock.replies import Endpoint
-from penstock.responses import Asked as ReadWith
-from penstock.responses import read_turn
-from penstock.samples import Circumstances
+from penstock.recording.samples import Circumstances
+from penstock.runtime.offload import in_cpu_thread
 from services.sessions import headers
-from services.sessions.answers import Answer, Exchange
 from services.sessions.backend import Answered, Asked, Backend
 from services.sessions.event_stream import EVENT_STREAM
-from services.sessions.registry import Entry, Notes, opened
+from services.sessions.exchange import Answer, Exchange
 from services.sessions.rendering import prompt_ids, renderer_of
 from services.sessions.requests import Chat, read_body, read_chat
+from services.sessions.session_table import Entry, Notes, opened
 
 logger = logging.getLogger("penstock.sessions")
 

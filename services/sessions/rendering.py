@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 
 from penstock.config import RunConfig
+from penstock.config.engine import BYTES_CHATML, RendererSettings
 from penstock.errors import ConfigError, Invariant
-from penstock.fingerprints import Ids
 from penstock.recording import Prepared
 from penstock.renderers import NextTurn, PooledRenderer, RendererKey, RendererPools
 from penstock.renderers.protocol import begins_with
-from penstock.rollout_config import BYTES_CHATML, RendererSettings
+from penstock.turn import Ids
 from services.sessions.requests import Chat
 
 

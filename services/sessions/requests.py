@@ -10,10 +10,10 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from penstock.config.engine import RESERVED
+from penstock.engines.transport import Share
 from penstock.errors import BadRequest, TooLarge, TooSlow
-from penstock.policy.byte_budget import Share
 from penstock.recording import Digested, digested
-from penstock.rollout_config import RESERVED
 
 T = TypeVar("T")
 

@@ -9,17 +9,17 @@ import orjson
 from aiohttp import web
 
 from penstock.config import RunConfig
+from penstock.engines.transport import ByteBudget
 from penstock.errors import BlobMissing, NotFound, PenstockError, SessionError, Unauthorised
-from penstock.fingerprints import ids_text
-from penstock.loop_lag import LoopLag
-from penstock.offload import in_io_thread
-from penstock.policy.byte_budget import ByteBudget
+from penstock.runtime.loop_lag import LoopLag
+from penstock.runtime.offload import in_io_thread
+from penstock.turn import ids_text
 from services.sessions import headers
 from services.sessions.backend import Asked, Backend
 from services.sessions.chats import Chats, passed_on
 from services.sessions.connection import JSON, error_response
-from services.sessions.registry import Entry, Notes, Registry, opened
 from services.sessions.requests import read_body, read_new_session, read_seal
+from services.sessions.session_table import Entry, Notes, Registry, opened
 
 logger = logging.getLogger("penstock.sessions")
 

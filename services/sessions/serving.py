@@ -8,15 +8,15 @@ import socket
 
 from aiohttp import web
 
-from penstock.blobs import Store
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
-from penstock.event_loop import event_loop_factory
-from penstock.offload import in_io_thread
+from penstock.runtime.event_loop import event_loop_factory
+from penstock.runtime.offload import in_io_thread
+from penstock.store import Store
 from services.sessions.backend import Backend
 from services.sessions.connection import JsonServer
-from services.sessions.registry import Registry
 from services.sessions.server import SessionServer
+from services.sessions.session_table import Registry
 from services.sessions.shelf import Shelf, owner_of
 
 logger = logging.getLogger("penstock.sessions")

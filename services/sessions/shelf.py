@@ -9,9 +9,9 @@ import re
 import socket
 from pathlib import Path
 
-from penstock.blobs import Store
 from penstock.errors import ConfigError
 from penstock.recording import unsealed
+from penstock.store import Store
 
 FOLDER = "sessions"
 

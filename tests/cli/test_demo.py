@@ -19,8 +19,8 @@ from cli.demo.command import STEPS
 from cli.demo.options import EXAMPLES, GROUP_SIZE, Options, Routes, make_run_dir, write_configuration
 from penstock import config
 from penstock.batches import read_manifests
-from penstock.blobs import Store
 from penstock.errors import ConfigError
+from penstock.store import Store
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
 ROOT = str(Path(__file__).parents[2])

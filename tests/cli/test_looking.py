@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from cli.main import app, main
 from orchestrator import run_dir
-from orchestrator.ledger import Ledger
+from orchestrator.ledger.ledger import Ledger
 from penstock.config import RunConfig
-from penstock.embedded_redis import EmbeddedRedis
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
 ROOT = str(Path(__file__).parents[2])

@@ -13,10 +13,11 @@ import pytest
 from support.terminal import Terminal
 from support.waiting import wait_until
 
-from orchestrator import run_dir, status
-from orchestrator.ledger import Ledger
+from orchestrator import run_dir
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.reporting import status
 from penstock import config
-from penstock.embedded_redis import EmbeddedRedis
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
 ROOT = str(Path(__file__).parents[2])

@@ -6,10 +6,10 @@ from support.asking import run
 from support.playing import attempt_of, stage_of
 from support.upstream import Says, Seen, answer, serving
 
+from penstock.config.engine import EnvironmentSettings
 from penstock.environments import load_environments
 from penstock.messages import RolloutResult
-from penstock.rollout import play
-from penstock.rollout_config import EnvironmentSettings
+from penstock.playing.rollout import play
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = {

@@ -7,9 +7,9 @@ from support.asking import run
 from support.playing import attempt_of, stage_of
 from support.upstream import Says, Seen, answer, calling, serving, tool_call
 
+from penstock.config.engine import EnvironmentSettings
 from penstock.environments import load_environments
-from penstock.rollout import play
-from penstock.rollout_config import EnvironmentSettings
+from penstock.playing.rollout import play
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -7,8 +7,8 @@ import pytest
 from support.waiting import wait_until_async
 
 from orchestrator.broker import Broker
-from penstock.embedded_redis import EmbeddedRedis
 from penstock.errors import ConfigError
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 PASSWORD = "hunter2/#?"
 NOBODY = "127.0.0.1:1/0"

@@ -6,15 +6,15 @@ import pytest
 from support.ledgers import admitted, configured, generated, planned
 
 from orchestrator.composer import Composer
-from orchestrator.ledger import Ledger
-from orchestrator.records import Batch, Group
-from orchestrator.states import GroupState, JobKind, JobState, RolloutState
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import Batch, Group
 from orchestrator.trainer import Trainer
 from penstock.batches.manifest import EncodedRank
 from penstock.batches.signals import RankProgress, write_progress
-from penstock.blobs import BlobRef
 from penstock.errors import RunError
+from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
 from penstock.messages import EncodeResult, RolloutResult
+from penstock.store import BlobRef
 
 
 def composing(ledger: Ledger, **settings: Any) -> Composer:

@@ -3,13 +3,13 @@ from typing import Any
 import pytest
 from support.ledgers import admitted, configured, submitted
 
-from orchestrator.ledger import Ledger
+from orchestrator.ledger.ledger import Ledger
 from orchestrator.planner import AT_ONCE, Planner
-from orchestrator.states import GroupState, JobKind, JobState, RolloutState
 from orchestrator.trainer import Trainer
-from penstock.blobs import BlobRef
 from penstock.errors import RunError
+from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
 from penstock.messages import RolloutResult
+from penstock.store import BlobRef
 
 
 def planning(ledger: Ledger, *, examples: int = 1000, **settings: Any) -> Planner:

@@ -8,11 +8,11 @@ from support.ledgers import configured, submitted
 
 from orchestrator.broker import Broker
 from orchestrator.gates import Gates
-from orchestrator.ledger import Ledger
+from orchestrator.groups import Stages
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import Group, Job
 from orchestrator.reconciler import Findings, Reconciler, Snapshot
-from orchestrator.records import Group, Job
-from orchestrator.stages import Stages
-from orchestrator.states import GroupState, JobState, RolloutState
+from penstock.ledger.states import GroupState, JobState, RolloutState
 from penstock.messages import GRACE_S, Queue, RolloutResult
 
 RUN = "run"

@@ -5,9 +5,9 @@ import pytest
 
 from orchestrator import run_dir
 from orchestrator.lock import lock_directory
-from orchestrator.schema import open_for_writing
 from penstock.config import RunConfig
 from penstock.errors import RunError, RunLocked, RunMismatch
+from penstock.ledger.schema import open_for_writing
 
 
 def entered(config: RunConfig) -> str:

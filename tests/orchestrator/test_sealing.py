@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from support.ledgers import admitted, configured, encoded
 
-from orchestrator.ledger import Ledger
+from orchestrator.ledger.ledger import Ledger
 from orchestrator.sealing import Sealer
 from penstock.batches import read_manifest, read_manifests
 from penstock.batches.manifest import manifest_path
-from penstock.blobs import Store
 from penstock.config import RunConfig
 from penstock.errors import BatchError
+from penstock.store import Store
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from support.ledgers import admitted, configured, generated
 
 from orchestrator.broker import Broker
 from orchestrator.gates import Gates
-from orchestrator.ledger import Ledger
-from orchestrator.stages import Stages
-from orchestrator.states import GroupState, JobKind, JobState
+from orchestrator.groups import Stages
+from orchestrator.ledger.ledger import Ledger
 from orchestrator.submission import AT_ONCE, Submitter
-from penstock.embedded_redis import EmbeddedRedis
+from penstock.ledger.states import GroupState, JobKind, JobState
 from penstock.messages import FilterResult, Outcome, Queue, Reply
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 
 class InterruptedBroker(Broker):

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from support.ledgers import configured, submitted
 
-from orchestrator import run_dir, schema
-from orchestrator.ledger import Ledger
-from orchestrator.plan_files import batch_plan
-from orchestrator.records import Rollout
-from orchestrator.release import Release, release_step
-from orchestrator.states import GroupState, JobState, RolloutState
-from orchestrator.sweep import Sweep
+from orchestrator import run_dir
+from orchestrator.inputs import batch_plan
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import Rollout
+from orchestrator.release import Release, Sweep, release_step
 from orchestrator.trainer import Trainer
 from penstock.batches import BatchReader, EncodedRank, read_manifest, seal_manifest
-from penstock.blobs import BlobRef, Store
 from penstock.config import RunConfig
+from penstock.ledger import schema
+from penstock.ledger.states import GroupState, JobState, RolloutState
 from penstock.messages import RolloutResult
+from penstock.store import BlobRef, Store
 
 RUN = "run"
 

@@ -1,7 +1,6 @@
 import pytest
 from pydantic import ValidationError
 
-from penstock.blobs import BlobRef
 from penstock.messages import (
     MESSAGE_LIMIT_BYTES,
     METRICS_LIMIT,
@@ -13,6 +12,7 @@ from penstock.messages import (
     Reply,
     RolloutResult,
 )
+from penstock.store import BlobRef
 
 EXECUTION = "rollouts/0123456789abcdef/g000123-07/12.0123456789ab"
 

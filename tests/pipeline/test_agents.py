@@ -16,17 +16,18 @@ from support.processes import alive
 from support.session_process import Script, SessionsProcess, running, scripted
 from support.waiting import wait_until, wait_until_async
 
-from penstock.blobs import Store
-from penstock.blobs.columns import read_columns
+from penstock.config.engine import Engine, Policy
+from penstock.config.sessions import Sessions
+from penstock.engines.client import EngineClient
+from penstock.engines.dialects import Dialect
 from penstock.environments import AgentPolicy, run_program
 from penstock.environments.program import AGENT
 from penstock.environments.programs import NICENESS
 from penstock.errors import EngineUnreachable, StageError
-from penstock.policy import Dialect, EngineClient
-from penstock.policy.agent_sessions import SessionServers
-from penstock.rollout import RolloutStage, play
-from penstock.rollout_config import Engine, Policy
-from penstock.sessions_config import Sessions
+from penstock.playing.agent_sessions import SessionServers
+from penstock.playing.rollout import RolloutStage, play
+from penstock.store import Store
+from penstock.store.columns import read_columns
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -9,7 +9,7 @@ from support.engine_process import EngineProcess
 from support.pipeline import pipeline_in
 
 from penstock.batches import BatchReader, read_manifests
-from penstock.blobs import Store
+from penstock.store import Store
 
 ENVIRONMENTS = """
 [environments.sums]

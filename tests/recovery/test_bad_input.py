@@ -12,9 +12,9 @@ import pytest
 from support.cluster import BIN, Cluster, Process, cluster_in
 from support.waiting import wait_until
 
-from orchestrator import schema
-from penstock.embedded_redis import EmbeddedRedis
 from penstock.errors import LedgerError
+from penstock.ledger import schema
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 PASSWORD = "hunter2/#?"
 

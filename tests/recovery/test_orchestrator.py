@@ -10,7 +10,7 @@ from support.cluster import Cluster, cluster_in
 from support.waiting import wait_until
 
 from orchestrator.crash_points import POINTS
-from penstock import keys
+from penstock import redis_keys
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_replies_that_come_twice_and_in_any_order_count_once(shared: Cluster) ->
     shared.new_run("replies")
     crashed = shared.orchestrator(PENSTOCK_TESTING__CRASH_AT="published:2")
     assert crashed.wait() == -signal.SIGKILL
-    stream = wait_until(lambda: next(shared.redis.scan_iter(keys.replies("*")), None), what="replies")
+    stream = wait_until(lambda: next(shared.redis.scan_iter(redis_keys.replies("*")), None), what="replies")
     wait_until(lambda: shared.redis.xlen(stream) >= 32, timeout_s=30, what="a reply to each of the 32 rollouts")
     replies = [fields for _, fields in shared.redis.xrange(stream)] * 3
     random.Random(7).shuffle(replies)
@@ -50,9 +50,9 @@ def test_replies_that_come_twice_and_in_any_order_count_once(shared: Cluster) ->
 def test_a_paused_orchestrator_condemns_nobody(shared: Cluster) -> None:
     shared.new_run("paused")
     run = shared.orchestrator()
-    wait_until(lambda: shared.redis.exists(keys.LOCK), timeout_s=30, what="the lock")
+    wait_until(lambda: shared.redis.exists(redis_keys.LOCK), timeout_s=30, what="the lock")
     run.signal(signal.SIGSTOP)
-    wait_until(lambda: not shared.redis.exists(keys.LOCK), timeout_s=30, what="the lock to lapse")
+    wait_until(lambda: not shared.redis.exists(redis_keys.LOCK), timeout_s=30, what="the lock to lapse")
     run.signal(signal.SIGCONT)
     shared.finish(run)
     assert shared.events("lost") == 0

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from penstock.event_loop import event_loop_factory
-from penstock.policy import EngineClient
-from penstock.rollout_config import Engine
+from penstock.config.engine import Engine
+from penstock.engines.client import EngineClient
+from penstock.runtime.event_loop import event_loop_factory
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]], *, concurrency: int = 8) -> None:

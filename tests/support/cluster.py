@@ -13,11 +13,11 @@ from typing import Any
 
 import redis
 
-from orchestrator.audit import audit
+from orchestrator.ledger.audit import audit
 from orchestrator.run_dir import ledger_path
-from orchestrator.schema import reading
-from penstock import keys
-from penstock.embedded_redis import EmbeddedRedis
+from penstock import redis_keys
+from penstock.ledger.schema import reading
+from penstock.runtime.embedded_redis import EmbeddedRedis
 from support.forked import Forked, is_program
 from support.waiting import wait_until
 
@@ -159,7 +159,7 @@ class Cluster:
         return self.ledger(f"SELECT count(*) FROM events WHERE action = '{action}'")[0][0]
 
     def leases(self) -> list[str]:
-        return [lease.decode() for lease in self.redis.hkeys(keys.LEASES)]  # type: ignore[union-attr]
+        return [lease.decode() for lease in self.redis.hkeys(redis_keys.LEASES)]  # type: ignore[union-attr]
 
     def wait_running(self, at_least: int, of: str = "") -> None:
         """`of` is part of the jobs' names: "-filter", "-advantages"."""
@@ -186,7 +186,7 @@ class Cluster:
 
 
 def assert_nothing_left_in_redis(cluster: Cluster) -> None:
-    ours = {key.decode() for key in cluster.redis.scan_iter("penstock:*")} - {keys.LEASES}
+    ours = {key.decode() for key in cluster.redis.scan_iter("penstock:*")} - {redis_keys.LEASES}
     assert {key for key in ours if not key.startswith("penstock:lag:")} == set()
     # A renewal may have come after a lease's end; the next one removes it again.
     wait_until(lambda: not cluster.leases(), timeout_s=10, what="every lease to end")

@@ -25,7 +25,7 @@ PRELOADED = [
     "cli.main",
     "orchestrator.loop",
     "orchestrator.start",
-    "penstock.rollout",
+    "penstock.playing.rollout",
     "services.engine.server",
     "services.sessions.serving",
     "uvloop",

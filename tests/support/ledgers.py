@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from orchestrator.ledger import Ledger
-from orchestrator.plan_files import batch_plan
-from orchestrator.records import Batch, Group
-from orchestrator.states import GroupState, JobState, RolloutState
+from orchestrator.inputs import batch_plan
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import Batch, Group
 from penstock.batches import EncodedRank
-from penstock.blobs import BlobRef
 from penstock.config import RunConfig
+from penstock.ledger.states import GroupState, JobState, RolloutState
 from penstock.messages import RolloutResult
+from penstock.store import BlobRef
 
 
 def configured(**settings: Any) -> RunConfig:

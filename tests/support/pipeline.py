@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.batches import Manifest, read_manifests
-from penstock.blobs import Store
+from penstock.store import Store
 from support.cluster import BIN, Cluster, Process, assert_nothing_left_in_redis, cluster_in
 from support.engine_process import EngineProcess
 from support.waiting import wait_until

@@ -5,11 +5,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from penstock.blobs import Store
+from penstock.config.engine import Policy
+from penstock.engines.client import EngineClient
+from penstock.engines.dialects import Dialect
 from penstock.environments.loading import LoadedEnvironment
-from penstock.policy import Dialect, EngineClient
-from penstock.rollout import Attempt, RolloutStage
-from penstock.rollout_config import Policy
+from penstock.playing.rollout import Attempt, RolloutStage
+from penstock.store import Store
 from support.asking import assert_idle, quick_engine
 
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.engines.response import Asked, Known, Turn, read_turn, without_routes
+from penstock.engines.response_fields import Endpoint
+from penstock.engines.routed_experts import CheckRoutes, RouteFormat
 from penstock.errors import Upstream
-from penstock.fingerprints import Fingerprint
-from penstock.replies import Endpoint
-from penstock.responses import Asked, Known, Turn, read_turn, without_routes
-from penstock.routed_experts import CheckRoutes, RouteFormat
+from penstock.turn import Fingerprint
 from support import strict_reference as reference
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from penstock.batches import BatchPlan, EncodedRank, Manifest, PlannedRollout, encode_rank, seal_manifest
-from penstock.blobs import BlobRef, Store
-from penstock.blobs.columns import Columns, TurnTable, write_columns
-from penstock.blobs.experts import Chunk, seal_experts
 from penstock.packing import PackingRules
+from penstock.store import BlobRef, Store
+from penstock.store.columns import Columns, TurnTable, write_columns
+from penstock.store.experts import Chunk, seal_experts
 
 
 @dataclass(frozen=True, kw_only=True)

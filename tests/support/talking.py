@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from penstock.blobs import Store
+from penstock.engines.response import Turn
+from penstock.engines.routed_experts import RouteFormat, Routes
 from penstock.recording import Prepared, Session, SessionSettings
-from penstock.responses import Turn
-from penstock.routed_experts import RouteFormat, Routes
-from penstock.samples import Circumstances, turn_of_ids
+from penstock.recording.samples import Circumstances, turn_of_ids
+from penstock.store import Store
 
 ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 LAYERS, TOPK = 3, 2

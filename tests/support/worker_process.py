@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from penstock.launcher import LAUNCHER
+from penstock.runtime.launcher import LAUNCHER
 from support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import redis
 
-from penstock.embedded_redis import EmbeddedRedis
 from penstock.errors import StageError
 from penstock.messages import AdvantageJob, AnyJob, EncodeJob, FilterJob, RolloutJob
+from penstock.runtime.embedded_redis import EmbeddedRedis
 from tasks import app, envelope
 
 COMMON: dict[str, Any] = {"run": "0123456789ab", "attempt": 2, "sequence": 17, "timeout_s": 60.0}

@@ -6,8 +6,8 @@ import pytest
 import redis
 from support.waiting import wait_until
 
-from penstock import keys
-from penstock.embedded_redis import EmbeddedRedis
+from penstock import redis_keys
+from penstock.runtime.embedded_redis import EmbeddedRedis
 from tasks.leases import LeaseKeeper
 
 
@@ -27,19 +27,19 @@ def keeper(client: redis.Redis) -> Iterator[LeaseKeeper]:
 
 def test_a_held_lease_beats_and_has_an_end(client: redis.Redis, keeper: LeaseKeeper) -> None:
     keeper.take("lease")
-    first = wait_until(lambda: client.hget(keys.LEASES, "lease"))
-    wait_until(lambda: client.hget(keys.LEASES, "lease") != first)
-    assert 0 < client.ttl(keys.LEASES) <= keys.LEASES_TTL_S
+    first = wait_until(lambda: client.hget(redis_keys.LEASES, "lease"))
+    wait_until(lambda: client.hget(redis_keys.LEASES, "lease") != first)
+    assert 0 < client.ttl(redis_keys.LEASES) <= redis_keys.LEASES_TTL_S
 
 
 def test_a_renewal_that_comes_after_the_end_does_not_bring_a_lease_back(
     client: redis.Redis, keeper: LeaseKeeper
 ) -> None:
     keeper.take("ended")
-    wait_until(lambda: client.hexists(keys.LEASES, "ended"))
+    wait_until(lambda: client.hexists(redis_keys.LEASES, "ended"))
     keeper.drop("ended")
-    client.hset(keys.LEASES, "ended", "w:1")
-    wait_until(lambda: not client.exists(keys.LEASES))
+    client.hset(redis_keys.LEASES, "ended", "w:1")
+    wait_until(lambda: not client.exists(redis_keys.LEASES))
 
 
 def test_a_process_that_is_not_alive_renews_nothing(client: redis.Redis) -> None:
@@ -48,5 +48,5 @@ def test_a_process_that_is_not_alive_renews_nothing(client: redis.Redis) -> None
     keeper.start()
     keeper.take("lease")
     wait_until(lambda: len(asked) >= 3)
-    assert not client.exists(keys.LEASES)
+    assert not client.exists(redis_keys.LEASES)
     keeper.stop()

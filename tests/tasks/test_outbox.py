@@ -4,10 +4,10 @@ from typing import Any
 
 import redis.asyncio
 
-from penstock import keys
-from penstock.embedded_redis import EmbeddedRedis
+from penstock import redis_keys
+from penstock.runtime.embedded_redis import EmbeddedRedis
 from tasks.outbox import PIPELINE_WRITES, Outbox
-from tasks.replies import take_lease
+from tasks.outcomes import take_lease
 
 
 def test_writes_of_a_crowd_share_a_round_trip_and_what_they_write_has_an_end(tmp_path: Path) -> None:
@@ -16,7 +16,7 @@ def test_writes_of_a_crowd_share_a_round_trip_and_what_they_write_has_an_end(tmp
     assert commands["cmdstat_exec"]["calls"] == 1
     assert commands["cmdstat_expire"]["calls"] == 1
     assert leases == PIPELINE_WRITES
-    assert 0 < ttl_s <= keys.LEASES_TTL_S
+    assert 0 < ttl_s <= redis_keys.LEASES_TTL_S
 
 
 async def write_at_once(url: str, count: int) -> tuple[dict[str, Any], int, int]:
@@ -30,4 +30,8 @@ async def write_at_once(url: str, count: int) -> tuple[dict[str, Any], int, int]
             )
         )
         running.cancel()
-        return await client.info("commandstats"), await client.hlen(keys.LEASES), await client.ttl(keys.LEASES)
+        return (
+            await client.info("commandstats"),
+            await client.hlen(redis_keys.LEASES),
+            await client.ttl(redis_keys.LEASES),
+        )

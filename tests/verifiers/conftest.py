@@ -11,15 +11,16 @@ import pytest
 from support.playing import attempt_of, loaded
 from support.session_process import Script, SessionsProcess, running, scripted
 
-from penstock.blobs import Store
+from penstock.config.engine import Engine, Policy
+from penstock.config.sessions import Sessions
+from penstock.engines.client import EngineClient
+from penstock.engines.dialects import Dialect
 from penstock.environments.verifiers import Verifiers
-from penstock.event_loop import event_loop_factory
 from penstock.messages import RolloutResult
-from penstock.policy import Dialect, EngineClient
-from penstock.policy.agent_sessions import SessionServers
-from penstock.rollout import RolloutStage, play
-from penstock.rollout_config import Engine, Policy
-from penstock.sessions_config import Sessions
+from penstock.playing.agent_sessions import SessionServers
+from penstock.playing.rollout import RolloutStage, play
+from penstock.runtime.event_loop import event_loop_factory
+from penstock.store import Store
 
 T = TypeVar("T")
 HERE = Path(__file__).parent

@@ -12,12 +12,12 @@ from support.session_process import JSON, Script, SessionsProcess
 from support.upstream import Says, Seen, answer
 from support.waiting import wait_until, wait_until_async
 
-from penstock.blobs import Store
-from penstock.blobs.columns import read_columns
-from penstock.environments.verifiers import Verifiers, process
+from penstock.environments.verifiers import Verifiers, verifiers_process
 from penstock.errors import EngineUnreachable, InfrastructureFailure, StageError
 from penstock.messages import RolloutResult
-from penstock.rollout import play
+from penstock.playing.rollout import play
+from penstock.store import Store
+from penstock.store.columns import read_columns
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 Played = Callable[..., RolloutResult]
@@ -199,8 +199,8 @@ def test_a_process_that_dies_fails_its_rollouts_leaves_nothing_and_is_replaced_o
 def test_a_reward_that_never_returns_ends_the_process_not_the_worker(
     tricks: Verifiers, stages: Any, on_loop: Run, example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "SILENCE_S", 3.0)
-    monkeypatch.setattr(process, "END_S", 0.1)
+    monkeypatch.setattr(verifiers_process, "SILENCE_S", 3.0)
+    monkeypatch.setattr(verifiers_process, "END_S", 0.1)
 
     async def main() -> None:
         async with stages() as stage:

@@ -5,7 +5,7 @@ import pytest
 from kombu.asynchronous.hub import Hub
 from support.waiting import wait_until
 
-from penstock.event_loop import event_loop_factory
+from penstock.runtime.event_loop import event_loop_factory
 from workers.hub_calls import HubCalls
 from workers.loop_thread import LoopThread
 

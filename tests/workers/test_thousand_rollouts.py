@@ -6,9 +6,9 @@ from pathlib import Path
 from support.cluster import Cluster, Process, cluster_in
 from support.waiting import wait_until
 
-from penstock import keys
-from penstock.loop_lag import read_all
+from penstock import redis_keys
 from penstock.messages import Queue, RolloutJob
+from penstock.runtime.loop_lag import read_all
 from tasks import envelope
 
 ROLLOUTS = 1000
@@ -26,12 +26,12 @@ def submit(cluster: Cluster) -> None:
 
 
 def replies(cluster: Cluster) -> list[str]:
-    found = cluster.redis.xrange(keys.replies("run"))
+    found = cluster.redis.xrange(redis_keys.replies("run"))
     return [json.loads(fields[b"reply"])["outcome"] for _, fields in found]  # type: ignore[union-attr]
 
 
 def beats(cluster: Cluster) -> set[bytes]:
-    return {value.rpartition(b":")[2] for value in cluster.redis.hvals(keys.LEASES)}  # type: ignore[union-attr]
+    return {value.rpartition(b":")[2] for value in cluster.redis.hvals(redis_keys.LEASES)}  # type: ignore[union-attr]
 
 
 def own_lag(cluster: Cluster, worker: Process) -> str:
@@ -52,4 +52,4 @@ def test_a_thousand_rollouts_run_at_once_in_one_process(tmp_path: Path) -> None:
         wait_until(lambda: own_lag(cluster, worker), timeout_s=30, what="its lag is published")
         assert "action=lease_withheld" not in worker.text
         assert "action=few_descriptors" not in worker.text
-        cluster.redis.delete(keys.replies("run"))
+        cluster.redis.delete(redis_keys.replies("run"))

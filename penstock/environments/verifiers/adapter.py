@@ -6,10 +6,10 @@ from typing import Any
 
 from penstock.environments.protocol import AgentPolicy
 from penstock.environments.scores import Score
-from penstock.environments.verifiers.process import VerifiersProcess
+from penstock.environments.verifiers.verifiers_process import VerifiersProcess
 from penstock.environments.verifiers.wire import Answer, Kind, Settings
 from penstock.errors import ConfigError, EngineUnreachable, InfrastructureFailure, PolicyFailure, StageError
-from penstock.offload import in_io_thread
+from penstock.runtime.offload import in_io_thread
 
 FAILURES = {
     Kind.POLICY: PolicyFailure,

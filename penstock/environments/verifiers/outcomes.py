@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.engines.client import CONTEXT_LIMIT
+from penstock.engines.transport import UNREACHABLE
 from penstock.environments.verifiers.wire import Answer, Kind
-from penstock.policy.client import CONTEXT_LIMIT
-from penstock.policy.transport import UNREACHABLE
 
 # What the session server refuses because the policy has used up what it may use.
 POLICY_LIMITS = (*CONTEXT_LIMIT, "turn limit:", "max_seq_len", "breaks its prefix too often")

@@ -9,8 +9,8 @@ from support.rollouts import MadeTurn, RolloutMaker, encode_all, plan_of
 
 from penstock.batches import BatchPlan, EncodedRank, read_manifest, seal_manifest
 from penstock.batches.manifest import manifest_path
-from penstock.blobs import Store
 from penstock.errors import BatchError, BlobCorrupt, BlobUnwritten, StageError
+from penstock.store import Store
 
 
 @pytest.fixture

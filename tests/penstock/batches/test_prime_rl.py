@@ -13,10 +13,10 @@ from support.rollouts import MadeRollout, MadeTurn, RolloutMaker, encode_all, pl
 
 from penstock.batches import BatchReader, encode_rank, msgpack, prime_rl
 from penstock.batches.plan import Format
-from penstock.batches.publishing import publish_prime_rl
-from penstock.blobs import BlobRef, Store
+from penstock.batches.prime_rl import publish_prime_rl
 from penstock.errors import BatchError, BlobCorrupt
 from penstock.packing import PackingRules
+from penstock.store import BlobRef, Store
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 

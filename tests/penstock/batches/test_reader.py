@@ -9,8 +9,8 @@ from support.waiting import wait_until
 
 from penstock.batches import Batch, BatchReader, RunStatus, TrainerState, read_trainer, seal_manifest, write_status
 from penstock.batches.signals import NOTHING, PublishedPolicy
-from penstock.blobs import Store
 from penstock.errors import BatchError, BlobCorrupt, BlobMissing, ConfigError, Stalled
+from penstock.store import Store
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 from support.rollouts import MadeRollout, MadeTurn, RolloutMaker, plan_of, seal
 
 from penstock.batches import BatchReader, MicroBatch
-from penstock.blobs import Store
-from penstock.blobs.experts import Missing
 from penstock.errors import BatchError, BlobCorrupt, BlobMissing
+from penstock.store import Store
+from penstock.store.experts import Missing
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from support.waiting import wait_until
 
 from penstock.batches import RunStatus, read_trainer, write_status
 from penstock.batches.signals import PublishedPolicy
-from penstock.blobs import Store
+from penstock.store import Store
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -82,8 +82,8 @@ def test_every_module_of_batches_and_blobs_can_be_imported_in_a_bare_environment
     program = """
 import pkgutil, runpy, sys
 sys.meta_path.insert(0, runpy.run_path(sys.argv[1])["Refusing"]())
-import penstock.batches, penstock.blobs
-for package in (penstock.batches, penstock.blobs):
+import penstock.batches, penstock.store
+for package in (penstock.batches, penstock.store):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         __import__(module.name)
         print(module.name)

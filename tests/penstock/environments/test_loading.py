@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.engine import EnvironmentSettings
 from penstock.environments import load_environments
 from penstock.errors import ConfigError, StageError
-from penstock.rollout_config import EnvironmentSettings
 
 MODULE = """
 from dataclasses import dataclass

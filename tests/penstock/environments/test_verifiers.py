@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from penstock.config.engine import EnvironmentSettings
 from penstock.environments import load_environments
 from penstock.environments.verifiers.outcomes import answer_of
 from penstock.environments.verifiers.wire import Kind
 from penstock.errors import ConfigError
-from penstock.rollout_config import EnvironmentSettings
 
 
 def test_without_the_package_it_says_what_to_install() -> None:

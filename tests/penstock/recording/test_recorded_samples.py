@@ -12,13 +12,13 @@ from support.plain_samples import PlainSample, PlainTurn, merge
 from support.talking import started
 from support.turn_structures import turn_structures
 
-from penstock.blobs import Store
-from penstock.blobs.columns import Columns, read_columns
-from penstock.blobs.experts import Experts
+from penstock.engines.response import Asked, read_turn
+from penstock.engines.routed_experts import CheckRoutes, RouteFormat
 from penstock.recording import Sealed, Session
-from penstock.responses import Asked, read_turn
-from penstock.routed_experts import CheckRoutes, RouteFormat
-from penstock.samples import Circumstances
+from penstock.recording.samples import Circumstances
+from penstock.store import Store
+from penstock.store.columns import Columns, read_columns
+from penstock.store.experts import Experts
 
 SHAPE = (1, 2)
 EVERY_ROW = RouteFormat(check=CheckRoutes.ALL)

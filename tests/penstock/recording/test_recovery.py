@@ -12,9 +12,9 @@ import pytest
 from support.talking import assistant, chat, prompt_ids, spoken, started, talk, user
 from support.waiting import wait_until
 
-from penstock.blobs import Store
 from penstock.errors import BadRequest, BlobCorrupt, BlobMissing
 from penstock.recording import Mode, Session, unsealed
+from penstock.store import Store
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ RECORDER = """
 import asyncio, sys
 from pathlib import Path
 from support.talking import assistant, chat, started, user
-from penstock.blobs import Store
+from penstock.store import Store
 from penstock.recording import Mode
 
 async def main():

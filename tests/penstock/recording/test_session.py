@@ -14,9 +14,6 @@ import pytest
 from support.talking import LAYERS, TOPK, chat, prompt_ids, rows_of, started, talk, turn_for, user
 from support.waiting import wait_until_async
 
-from penstock.blobs import Store
-from penstock.blobs.columns import read_columns
-from penstock.blobs.experts import Experts
 from penstock.errors import (
     BadRequest,
     BlobUnwritten,
@@ -27,9 +24,12 @@ from penstock.errors import (
     NothingToTrain,
     PolicyFailure,
 )
-from penstock.event_loop import event_loop_factory
-from penstock.offload import in_file_thread
 from penstock.recording import Mode, Session
+from penstock.runtime.event_loop import event_loop_factory
+from penstock.runtime.offload import in_file_thread
+from penstock.store import Store
+from penstock.store.columns import read_columns
+from penstock.store.experts import Experts
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]], *, concurrency: int = 8) -> None:

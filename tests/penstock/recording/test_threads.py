@@ -9,8 +9,8 @@ import pytest
 from support.asking import run
 from support.talking import started, talk
 
-from penstock.blobs import Store
 from penstock.recording import spool
+from penstock.store import Store
 
 WRITERS = ("frame", "entry_frame", "columns_of", "write_columns", "seal_experts", "routed_valid_of")
 

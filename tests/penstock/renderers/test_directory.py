@@ -8,10 +8,10 @@ from support.tokenizers_dir import TEMPLATE, tokenizer_dir
 from tokenizers import Tokenizer
 
 from penstock.errors import BadRequest, ConfigError, InfrastructureFailure
-from penstock.fingerprints import Ids
 from penstock.renderers import NextTurn, RendererKey, next_prompt
 from penstock.renderers.backends import build
 from penstock.renderers.directory import DirectoryRenderer
+from penstock.turn import Ids
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "größer & <größer>"}}]
 

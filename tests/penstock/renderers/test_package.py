@@ -7,11 +7,11 @@ from support.tokenizers_dir import tokenizer_dir
 from tokenizers import Tokenizer
 
 from penstock.errors import BadRequest, ConfigError
-from penstock.fingerprints import Ids
 from penstock.renderers import NextTurn, RendererKey, next_prompt
 from penstock.renderers.backends import build
 from penstock.renderers.directory import DirectoryRenderer
 from penstock.renderers.package import PackageRenderer
+from penstock.turn import Ids
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 QUESTION: dict[str, Any] = {"role": "user", "content": "What is 12 + 30?"}

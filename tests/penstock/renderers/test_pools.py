@@ -7,11 +7,11 @@ import pytest
 from support.asking import run
 from support.waiting import wait_until_async
 
+from penstock.config.engine import RendererSettings
 from penstock.errors import InfrastructureFailure
-from penstock.fingerprints import Ids
 from penstock.renderers import NextTurn, PooledRenderer, RendererKey, RendererPools
 from penstock.renderers.backends import BytesChatml
-from penstock.rollout_config import RendererSettings
+from penstock.turn import Ids
 
 CALLERS = 64
 HELLO = NextTurn(messages=[{"role": "user", "content": "hello"}])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from support.engine_process import ASK, CHAT, GENERATE, EngineProcess, running, user
 
+from penstock.engines.response import read_turn
 from penstock.errors import Upstream
-from penstock.responses import read_turn
 
 HELLO = {"messages": [user("hi")]}
 

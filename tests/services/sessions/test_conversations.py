@@ -5,8 +5,8 @@ import pytest
 from support.session_process import Agent, Script, SessionsProcess, running
 from support.upstream import Says, answer, calling, tool_call, user
 
-from penstock.blobs import BlobRef, Store
-from penstock.blobs.columns import read_columns
+from penstock.store import BlobRef, Store
+from penstock.store.columns import read_columns
 
 LIMITS = {"policy__max_turns": "8", "policy__max_seq_len": "400", "policy__max_samples": "5"}
 

@@ -14,18 +14,18 @@ from aiohttp import ClientSession, web
 from support.upstream import Says, Server, answer, serving, user
 from support.waiting import wait_until_async
 
-from penstock.blobs import Store
 from penstock.config import RunConfig
-from penstock.loop_lag import LoopLag
-from penstock.policy.transport import ON_LOOP_BYTES
-from penstock.rollout_config import Engine
+from penstock.config.engine import Engine
+from penstock.engines.transport import ON_LOOP_BYTES
+from penstock.runtime.loop_lag import LoopLag
+from penstock.store import Store
 from services.sessions import chats
 from services.sessions.backend import Backend
 from services.sessions.chats import CUT_ON_LOOP_BYTES, is_quick
 from services.sessions.connection import JsonServer
-from services.sessions.registry import Registry
 from services.sessions.requests import read_chat
 from services.sessions.server import SessionServer
+from services.sessions.session_table import Registry
 from services.sessions.shelf import Shelf
 
 

@@ -10,9 +10,9 @@ from support.session_process import Agent, Got, Script, SessionsProcess, running
 from support.talking import LAYERS, TOPK, rows_of
 from support.upstream import Says, Seen, answer, calling, prompt_ids, spoken_ids, tool_call, user
 
-from penstock.blobs import BlobRef, Store
-from penstock.blobs.columns import read_columns
-from penstock.blobs.experts import Experts
+from penstock.store import BlobRef, Store
+from penstock.store.columns import read_columns
+from penstock.store.experts import Experts
 
 LONG = 'Grüße \\ "quoted" \U0001f600 ' * 100
 """With its logprobs half a megabyte: read in a thread."""

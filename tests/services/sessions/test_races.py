@@ -8,7 +8,7 @@ from support.session_process import CHAT, Agent, Got, Script, SessionsProcess
 from support.upstream import Says
 from support.waiting import wait_until
 
-from penstock.blobs import BlobRef, Store
+from penstock.store import BlobRef, Store
 
 BUSY = "session already has an in-flight chat completion"
 

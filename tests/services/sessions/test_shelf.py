@@ -6,8 +6,8 @@ from support.session_process import Script, running
 from typer.testing import CliRunner
 
 from cli.main import app
-from penstock.blobs import Store
 from penstock.errors import ConfigError
+from penstock.store import Store
 from services.sessions.shelf import Shelf, owner_of
 
 

@@ -9,9 +9,9 @@ from support.upstream import prompt_ids, user
 from typer.testing import CliRunner
 
 from cli.main import app
-from penstock.blobs import BlobRef, Store
-from penstock.blobs.columns import read_columns
 from penstock.errors import ConfigError
+from penstock.store import BlobRef, Store
+from penstock.store.columns import read_columns
 
 ID = re.compile("[0-9a-f]{32}")
 HUGE = b" " * (17 << 20)

@@ -12,11 +12,11 @@ from support.upstream import user
 from typer.testing import CliRunner
 
 from cli.main import app
-from penstock.blobs import BlobRef, Store
-from penstock.blobs.columns import read_columns
-from penstock.blobs.experts import Experts
 from penstock.errors import ConfigError
-from services.engine.routes import RouteTable
+from penstock.store import BlobRef, Store
+from penstock.store.columns import read_columns
+from penstock.store.experts import Experts
+from services.engine.route_table import RouteTable
 from services.engine.settings import RouteShape
 
 SHAPE = RouteShape(layers=3, topk=2, experts=16)

@@ -1,0 +1,232 @@
+"""What follows from a reply: a rollout settles; its group is scored, filtered, estimated; a step is encoded.
+
+Every method is one ledger transaction: what a reply changes and the jobs that follow from it are committed together.
+"""
+
+import logging
+
+from orchestrator.gates import Gates
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import Group, Job, Rollout
+from penstock.config import RunConfig
+from penstock.errors import RunError
+from penstock.ledger.states import UNGENERATED, GroupState, JobKind, JobState, RolloutState
+from penstock.messages import (
+    AdvantageResult,
+    AnyResult,
+    EncodeResult,
+    FilterResult,
+    Outcome,
+    Reply,
+    RolloutResult,
+    ScoreResult,
+    SurveyResult,
+)
+
+logger = logging.getLogger("penstock.stages")
+
+
+class Stages:
+    def __init__(self, config: RunConfig, ledger: Ledger, gates: Gates) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._gates = gates
+        self.cancelled: list[Job] = []
+        """submitted, and nobody needs them any more: to be revoked, which saves work and nothing else"""
+
+    def apply(self, reply: Reply) -> None:
+        """The first good reply of any attempt settles its job; a failure counts only from the newest attempt."""
+        job = self._ledger.jobs.get(reply.job)
+        if job is None or job.state is JobState.SETTLED:
+            self._fence(reply)
+            return
+        gate = self._gates.of(job.kind)
+        if gate and reply.outcome in (Outcome.DONE, Outcome.FAILED):
+            gate.reached()
+        newest = job.state is JobState.SUBMITTED and reply.attempt == job.attempt
+        error = reply.error or "the reply does not answer the job"
+        match reply.outcome:
+            case Outcome.DONE if reply.result is not None and self._fits(job, reply.result):
+                self._ledger.spent(job.kind, reply.duration_s)
+                self._settle(job, reply.result)
+            case Outcome.RELEASED if newest:
+                self._gates.scout_lost(job.kind, job.id)
+                self._ledger.event(job.id, "released", f"attempt {reply.attempt} by {reply.worker}")
+                self._ledger.wait(job)
+            case Outcome.UNREACHABLE | Outcome.UNWRITTEN if newest and gate:
+                gate.missed(reply.outcome, job.id, reply.attempt, error)
+                self._ledger.wait(job, error=error)
+            case _ if newest:
+                self.failed(job, error)
+            case _:
+                pass
+
+    def failed(self, job: Job, error: str) -> None:
+        self._ledger.event(job.id, "failed", f"attempt {job.attempt}: {error}")
+        self._ledger.wait(job, error=error, failures=1)
+        if job.failures >= self._config.recovery.max_failures:
+            self._die(job, f"{job.failures} failures, the last: {error}")
+
+    def lost(self, job: Job, why: str) -> None:
+        self._gates.scout_lost(job.kind, job.id)
+        self._ledger.event(job.id, "lost", f"attempt {job.attempt}: {why}")
+        self._ledger.wait(job, error=why, losses=1)
+        if job.losses >= self._config.recovery.max_losses:
+            self._die(job, f"lost {job.losses} times, the last: {why}")
+
+    def give_up_waiting(self, group: Group) -> None:
+        """The group goes on without the rollouts that are still out."""
+        self._cancel(group.of(*UNGENERATED), "group_timeout")
+        self._collect(group)
+
+    def outdated(self, job: Job) -> None:
+        """A rollout that still runs was begun with weights that are too old to train on."""
+        self._cancel([self._ledger.rollout(job)], "stale")
+        self._collect(self._ledger.groups[job.subject])
+
+    def _cancel(self, rollouts: list[Rollout], reason: str) -> None:
+        for rollout in rollouts:
+            job = self._ledger.jobs[rollout.id]
+            self._gates.scout_lost(job.kind, job.id)
+            if job.state is JobState.SUBMITTED:
+                self.cancelled.append(job)
+            self._ledger.end(job, JobState.CANCELLED)
+            self._ledger.drop(rollout, reason)
+
+    def _fence(self, reply: Reply) -> None:
+        if reply.outcome is Outcome.DONE:
+            self._ledger.count("fenced")
+        if isinstance(reply.result, RolloutResult) and self._another_s(reply.job, reply.result):
+            self._ledger.unwanted += reply.result.keys
+
+    def _another_s(self, rollout: str, result: RolloutResult) -> bool:
+        """Whether the files of `result` are surely not those that settled `rollout`: the same reply may come twice.
+
+        Of a closed group that is no longer known, and its files may be in a batch.
+        """
+        group = self._ledger.groups.get(rollout.rpartition("-")[0])
+        kept = [own.result for own in group.rollouts if own.id == rollout and own.result] if group else [result]
+        return not any(own.columns == result.columns and own.experts == result.experts for own in kept)
+
+    def _fits(self, job: Job, result: AnyResult) -> bool:
+        """Whether `result` answers `job`: a worker of another version, or a custom stage, may be wrong."""
+        if result.answers != job.kind:
+            return False
+        if isinstance(result, EncodeResult):
+            return result.rank is not None or bool(result.unreadable)
+        if isinstance(result, ScoreResult) or (isinstance(result, AdvantageResult) and not result.dropped):
+            named = result.rewards if isinstance(result, ScoreResult) else result.advantages
+            return named.keys() >= {r.id for r in self._ledger.groups[job.subject].of(RolloutState.GENERATED)}
+        return True
+
+    def _settle(self, job: Job, result: AnyResult) -> None:
+        group = self._ledger.groups.get(job.subject)
+        if isinstance(result, RolloutResult):
+            self._ledger.generated(self._ledger.rollout(job), result)
+        self._ledger.end(job, JobState.SETTLED, result=result if isinstance(result, EncodeResult) else None)
+        match result:
+            case SurveyResult():
+                self._ledger.set(f"examples:{job.subject}", result.examples)
+                self._ledger.set(f"scores_groups:{job.subject}", int(result.scores_groups))
+            case EncodeResult():
+                pass
+            case _:
+                assert group is not None
+                self._advance(group, result)
+
+    def _advance(self, group: Group, result: AnyResult) -> None:
+        match result:
+            case RolloutResult():
+                self._collect(group)
+            case ScoreResult():
+                self._scored(group, result)
+            case FilterResult():
+                self._filtered(group, result)
+            case AdvantageResult():
+                self._estimated(group, result)
+            case _:
+                raise AssertionError(f"{result.answers} does not answer a group's job")
+
+    def _die(self, job: Job, why: str) -> None:
+        logger.error("action=dead job=%s %s", job.id, why)
+        self._ledger.event(job.id, "dead", why)
+        if job.kind is JobKind.SURVEY:
+            self._ledger.end(job, JobState.DEAD)
+            raise RunError(f"the environment {job.subject!r} cannot be used: {why}. Mend it, then start the run again")
+        group = self._ledger.groups.get(job.subject)
+        if job.kind is JobKind.ROLLOUT:
+            self._ledger.kill(self._ledger.rollout(job), why)
+        self._ledger.end(job, JobState.DEAD)  # of a dead encoding job, the composer forms the step again
+        if group is None:
+            return
+        if job.kind is JobKind.ROLLOUT:
+            self._collect(group)
+            return
+        for rollout in group.of(RolloutState.GENERATED):
+            self._ledger.kill(rollout, why)
+        self._close(group, "dead")
+
+    def _collect(self, group: Group) -> None:
+        if group.state is not GroupState.COLLECTING:
+            return
+        out = group.of(*UNGENERATED)
+        possible = len(out) + len(group.of(RolloutState.GENERATED))
+        partial = possible < len(group.rollouts) and self._config.rollouts.partial_groups == "drop"
+        if partial or possible < self._config.rollouts.smallest_group:
+            self._cancel(out, "cancelled")
+            self._close(group, "group_too_small")
+        elif out:
+            return
+        elif self._ledger.meta.get(f"scores_groups:{group.environment}"):
+            self._ledger.enter(group, GroupState.SCORING)
+            self._ledger.add_job(f"{group.id}-score", JobKind.SCORE, group.id)
+        else:
+            self._filter(group)
+
+    def _scored(self, group: Group, result: ScoreResult) -> None:
+        for rollout in group.of(RolloutState.GENERATED):
+            self._ledger.score(rollout, result.rewards[rollout.id])
+        self._filter(group)
+
+    def _filter(self, group: Group) -> None:
+        self._ledger.enter(group, GroupState.FILTERING)
+        self._ledger.add_job(f"{group.id}-filter", JobKind.FILTER, group.id)
+
+    def _filtered(self, group: Group, result: FilterResult) -> None:
+        for name, rollouts in result.matched.items():
+            self._ledger.count(f"matched:{name}", rollouts)
+        for rollout in group.of(RolloutState.GENERATED):
+            if rollout.id in result.dropped:
+                self._ledger.drop(rollout, result.dropped[rollout.id])
+            elif rollout.id in result.masked:
+                self._ledger.mask(rollout)
+        if not group.of(RolloutState.GENERATED):
+            self._close(group, "filtered")
+            return
+        self._ledger.enter(group, GroupState.ESTIMATING)
+        self._ledger.add_job(f"{group.id}-advantages", JobKind.ADVANTAGE, group.id)
+
+    def _estimated(self, group: Group, result: AdvantageResult) -> None:
+        if result.dropped:
+            self._close(group, result.dropped)
+            return
+        for rollout in group.of(RolloutState.GENERATED):
+            rollout.masked |= result.masked
+            self._admit(rollout, result.advantages[rollout.id])
+        self._ledger.enter(group, GroupState.ADMITTED)
+        self._ledger.set("dropped_in_a_row", 0)
+        self._ledger.count("groups_admitted")
+
+    def _admit(self, rollout: Rollout, advantage: float) -> None:
+        assert rollout.result is not None
+        rollout.advantage = advantage
+        self._ledger.move(rollout, RolloutState.ADMITTED)
+        self._ledger.count("tokens_admitted", rollout.result.completion_tokens)
+
+    def _close(self, group: Group, reason: str) -> None:
+        """Nothing of it will be trained on: what is left of it is dropped, and the planner replaces it."""
+        for rollout in group.of(RolloutState.GENERATED):
+            self._ledger.drop(rollout, reason)
+        self._ledger.event(group.id, "dropped", reason)
+        self._ledger.count("dropped_in_a_row")
+        self._ledger.enter(group, GroupState.CLOSED)

@@ -1,0 +1,1 @@
+"""The run's ledger: records in memory, every change in SQLite."""

@@ -1,0 +1,278 @@
+"""The run's truth: what is open, in memory; everything, in SQLite.
+
+Every method is synchronous and leaves the records consistent. What is changed between two awaits of the caller becomes
+one transaction; `committed()` returns when all changes so far are on the disk. Nothing that depends on a change may
+leave the process before that.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from pathlib import Path
+
+from orchestrator.ledger import restore
+from orchestrator.ledger.records import Batch, Group, Job, Rollout, Row, Value
+from orchestrator.ledger.writer import Writer
+from penstock.ledger.states import UNGENERATED, BatchState, GroupState, JobKind, JobState, RolloutState, check
+from penstock.messages import EncodeResult, RolloutResult, shortened
+
+
+class Ledger:
+    def __init__(self, path: Path) -> None:
+        kept = restore.read(path)
+        self._writer = Writer(path)
+        self.groups: dict[str, Group] = kept.groups
+        """the open ones, in the order of planning"""
+        self.jobs: dict[str, Job] = kept.jobs
+        """those that are neither settled nor dead, and the encoding jobs of open batches"""
+        self.batches: dict[int, Batch] = kept.batches
+        """those that are not delivered"""
+        self.meta: dict[str, Value] = kept.meta
+        self.waiting: dict[str, Job] = {id: job for id, job in self.jobs.items() if job.state is JobState.WAITING}
+        """jobs to be submitted"""
+        self.states: Counter[RolloutState] = kept.states
+        self.reasons: Counter[str] = kept.reasons
+        """filtered rollouts by reason"""
+        self.untrained: dict[int, int] = kept.untrained
+        """delivered step -> its rollouts"""
+        self._delivered: list[Row] = []
+        self._trained: list[Row] = []
+        self.unwanted: list[str] = []
+        """keys of blobs to delete, once what made them unwanted is committed"""
+        self._changed: dict[int, tuple[str, Rollout | Group | Job | Batch]] = {}
+        self._changed_meta: set[str] = set()
+        self._events: list[Row] = []
+        self._last_commit: asyncio.Future[None] | None = None
+
+    @property
+    def ungenerated(self) -> int:
+        return sum(self.states[state] for state in UNGENERATED)
+
+    def number(self, key: str) -> int:
+        value = self.meta.get(key, 0)
+        assert isinstance(value, int)
+        return value
+
+    def count(self, key: str, by: int = 1) -> int:
+        self.set(key, self.number(key) + by)
+        return self.number(key)
+
+    def set(self, key: str, value: Value) -> None:
+        self.meta[key] = value
+        self._changed_meta.add(key)
+
+    def spent(self, kind: JobKind, seconds: float) -> None:
+        """An execution that settled a job took this long; the longest one is remembered until the next step."""
+        self.count(f"settled:{kind}")
+        self.set(f"seconds:{kind}", self.seconds(f"seconds:{kind}") + seconds)
+        self.set(f"longest:{kind}", max(self.seconds(f"longest:{kind}"), seconds))
+
+    def seconds(self, key: str) -> float:
+        return float(self.meta.get(key) or 0.0)
+
+    def event(self, subject: str, action: str, detail: str = "") -> None:
+        self._events.append((time.time(), subject, action, detail))
+
+    # groups and rollouts
+
+    def plan(self, *, environment: str, example: int, size: int) -> Group:
+        ordinal = self.count("groups_planned")
+        group = Group(id=f"g{ordinal:07d}", ordinal=ordinal, environment=environment, example=example)
+        group.rollouts = [Rollout(group=group.id, index=index) for index in range(size)]
+        self.count("rollouts_planned", size)
+        self.states[RolloutState.PLANNED] += size
+        self.groups[group.id] = group
+        self._touch("groups", group)
+        for rollout in group.rollouts:
+            self._touch("rollouts", rollout)
+            self.add_job(rollout.id, JobKind.ROLLOUT, group.id)
+        return group
+
+    def rollout(self, job: Job) -> Rollout:
+        return self.groups[job.subject].rollouts[int(job.id.rpartition("-")[2])]
+
+    def move(
+        self, rollout: Rollout, state: RolloutState, *, reason: str | None = None, error: str | None = None
+    ) -> None:
+        check(rollout.id, rollout.state, state)
+        self.states[rollout.state] -= 1
+        self.states[state] += 1
+        if reason:
+            self.reasons[reason] += 1
+        rollout.state, rollout.reason = state, reason
+        rollout.error = shortened(error) if error else rollout.error
+        self._touch("rollouts", rollout)
+
+    def generated(self, rollout: Rollout, result: RolloutResult) -> None:
+        rollout.result = result
+        self.count("rollouts_generated")
+        self.count("tokens_generated", result.completion_tokens)
+        self.move(rollout, RolloutState.GENERATED)
+        self.count("open_bytes", result.stored_bytes)
+
+    def score(self, rollout: Rollout, reward: float) -> None:
+        assert rollout.result is not None
+        rollout.result = rollout.result.model_copy(update={"reward": reward})
+        self._touch("rollouts", rollout)
+
+    def mask(self, rollout: Rollout) -> None:
+        """It will be delivered with loss mask 0."""
+        rollout.masked = True
+        self._touch("rollouts", rollout)
+
+    def drop(self, rollout: Rollout, reason: str) -> None:
+        self.move(rollout, RolloutState.FILTERED, reason=reason)
+        self._release(rollout)
+
+    def kill(self, rollout: Rollout, error: str) -> None:
+        self.move(rollout, RolloutState.DEAD, error=error)
+        self._release(rollout)
+
+    def _release(self, rollout: Rollout) -> None:
+        """Nobody will read its blobs any more."""
+        if rollout.result:
+            self.unwanted += rollout.result.keys
+            self.count("open_bytes", -rollout.result.stored_bytes)
+
+    def enter(self, group: Group, state: GroupState) -> None:
+        group.state = state
+        self._touch("groups", group)
+        if state is GroupState.FILTERING:
+            self.count(f"solved_{group.solved}:{group.environment}")  # here, because a filter may drop the extremes
+        if state is GroupState.CLOSED:
+            self.groups.pop(group.id)
+            if not group.of(RolloutState.DELIVERED):
+                self.count("groups_dropped")
+
+    # jobs
+
+    def add_job(self, id: str, kind: JobKind, subject: str) -> Job:
+        job = self.jobs[id] = self.waiting[id] = Job(id=id, kind=kind, subject=subject)
+        self._touch("jobs", job)
+        return job
+
+    def submit(self, job: Job) -> None:
+        """The next attempt: to be committed before its message is published."""
+        job.attempt += 1
+        job.sequence = self.count("sequence")
+        job.state = JobState.SUBMITTED
+        self.waiting.pop(job.id)
+        self._touch("jobs", job)
+        if job.kind is JobKind.ROLLOUT and (rollout := self.rollout(job)).state is not RolloutState.SUBMITTED:
+            self.move(rollout, RolloutState.SUBMITTED)
+
+    def wait(self, job: Job, *, error: str | None = None, failures: int = 0, losses: int = 0) -> None:
+        """The attempt came to nothing: `job` is to be submitted again."""
+        job.state = JobState.WAITING
+        self.waiting[job.id] = job
+        job.failures += failures
+        job.losses += losses
+        job.error = error or job.error
+        self._touch("jobs", job)
+
+    def end(self, job: Job, state: JobState, *, result: EncodeResult | None = None) -> None:
+        job.state, job.result = state, result
+        self.waiting.pop(job.id, None)
+        self._touch("jobs", job)
+        if job.kind is not JobKind.ENCODE:
+            self.jobs.pop(job.id)
+
+    # batches
+
+    def compose(self, step: int, groups: list[Group]) -> Batch:
+        batch = self.batches[step] = Batch(step=step, formation=self.count("formation"), groups=groups)
+        self._touch("batches", batch)
+        for group in groups:
+            self.enter(group, GroupState.BATCHED)
+            for rollout in group.of(RolloutState.ADMITTED):
+                rollout.step = step
+                self.move(rollout, RolloutState.BATCHED)
+        return batch
+
+    def dissolve(self, batch: Batch) -> None:
+        """Back to admitted: the step will be formed again."""
+        for group in batch.groups:
+            for rollout in group.of(RolloutState.BATCHED):
+                rollout.step = None
+                self.move(rollout, RolloutState.ADMITTED)
+            self.enter(group, GroupState.ADMITTED)
+        self._forget(batch)
+
+    def deliver(self, batch: Batch) -> None:
+        batch.state = BatchState.DELIVERED
+        self._touch("batches", batch)
+        rollouts = list(batch.rollouts())
+        self.untrained[batch.step] = len(rollouts)
+        size = sum(rollout.result.stored_bytes for rollout in rollouts if rollout.result)
+        self.count("open_bytes", -size)
+        self.count("delivered_bytes", size)
+        # Nothing of them changes but their state: one statement a group, not a row each.
+        self.states[RolloutState.BATCHED] -= len(rollouts)
+        self.states[RolloutState.DELIVERED] += len(rollouts)
+        for rollout in rollouts:
+            rollout.state = RolloutState.DELIVERED
+        for group in batch.groups:
+            self._delivered.append((group.id,))
+            self.enter(group, GroupState.CLOSED)
+        for kind in JobKind:
+            self.set(f"longest:{kind}", 0.0)
+        self.set("steps_delivered", batch.step + 1)
+        self.set("formation", 0)
+        self.set("failed_formations", 0)
+        self._forget(batch)
+
+    def train(self, acked: int) -> None:
+        """The trainer has trained on every step up to `acked`."""
+        for step in [step for step in self.untrained if step <= acked]:
+            rollouts = self.untrained.pop(step)
+            self.states[RolloutState.DELIVERED] -= rollouts
+            self.states[RolloutState.TRAINED] += rollouts
+            self._trained.append((step,))
+
+    def _forget(self, batch: Batch) -> None:
+        self.batches.pop(batch.step)
+        for job in [job for job in self.jobs.values() if self._encodes(job, batch)]:
+            if job.state is not JobState.SETTLED:
+                self.end(job, JobState.CANCELLED)
+            self.jobs.pop(job.id)
+
+    @staticmethod
+    def _encodes(job: Job, batch: Batch) -> bool:
+        """An environment may be named like a step."""
+        return job.kind is JobKind.ENCODE and job.subject == str(batch.step)
+
+    # committing
+
+    @property
+    def trouble(self) -> str | None:
+        return self._writer.trouble
+
+    def _touch(self, table: str, record: Rollout | Group | Job | Batch) -> None:
+        self._changed[id(record)] = (table, record)
+
+    async def committed(self) -> None:
+        self._hand_over()
+        if self._last_commit is not None:
+            await asyncio.shield(self._last_commit)
+
+    def _hand_over(self) -> None:
+        changes: dict[str, list[Row]] = {}
+        for table, record in self._changed.values():
+            changes.setdefault(table, []).append(record.row())
+        if self._changed_meta:
+            changes["meta"] = [(key, self.meta[key]) for key in self._changed_meta]
+        if self._events:
+            changes["events"] = self._events
+        if self._delivered:
+            changes["delivered"] = self._delivered
+        if self._trained:
+            changes["trained"] = changes["trained_steps"] = self._trained
+        if not changes:
+            return
+        self._changed, self._changed_meta, self._events, self._delivered, self._trained = {}, set(), [], [], []
+        loop = asyncio.get_running_loop()
+        done = self._last_commit = loop.create_future()
+        self._writer.put(changes, lambda: loop.call_soon_threadsafe(done.set_result, None))
+
+    def close(self) -> None:
+        self._writer.close()

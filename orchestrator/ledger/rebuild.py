@@ -1,0 +1,74 @@
+"""A ledger that was lost with its disk, made anew from the manifests: what is sealed is delivered.
+
+What was open is planned again, under new names.
+"""
+
+import logging
+import sqlite3
+
+from orchestrator.ledger.records import Batch, Group, Rollout, Row
+from penstock.batches import Manifest, PlannedRollout, read_manifests
+from penstock.config import RunConfig
+from penstock.ledger.schema import STATEMENTS, open_for_writing
+from penstock.ledger.states import BatchState, GroupState, RolloutState
+from penstock.store import Store
+
+logger = logging.getLogger("penstock.ledger")
+
+UNKNOWN = -1  # a manifest does not name the example
+
+
+def if_lost(config: RunConfig) -> None:
+    """Only where there is no ledger and there are manifests."""
+    if config.ledger_path.exists():
+        return
+    manifests = read_manifests(Store(config.store_dir))
+    if not manifests:
+        return
+    logger.warning("action=ledger_rebuilt path=%s from_steps=%d", config.ledger_path, len(manifests))
+    temporary = config.ledger_path.with_suffix(".rebuilding")
+    temporary.unlink(missing_ok=True)
+    connection = open_for_writing(temporary)
+    try:
+        _fill(connection, manifests, config.rollouts.group_size)
+        connection.execute("PRAGMA journal_mode = DELETE")  # one file, so that the renaming below is all or nothing
+    finally:
+        connection.close()
+    temporary.rename(config.ledger_path)
+
+
+def _fill(connection: sqlite3.Connection, manifests: dict[int, Manifest], group_size: int) -> None:
+    planned = last_ordinal = 0
+    connection.execute("BEGIN")
+    for step, manifest in manifests.items():
+        connection.execute(STATEMENTS["batches"], Batch(step=step, formation=1, state=BatchState.DELIVERED).row())
+        sealed = {rollout.rollout: rollout for rollout in manifest.plan.rollouts}
+        for id, environment in {rollout.group: rollout.env for rollout in sealed.values()}.items():
+            ordinal = int(id.removeprefix("g"))
+            group = Group(id=id, ordinal=ordinal, environment=environment, example=UNKNOWN, state=GroupState.CLOSED)
+            rows = _rollouts(id, group_size, step, sealed)
+            connection.execute(STATEMENTS["groups"], group.row())
+            connection.executemany(STATEMENTS["rollouts"], rows)
+            planned += len(rows)
+            last_ordinal = max(last_ordinal, ordinal)
+    # Ordinals of groups that were open are not known: leave room, so that no name is used twice.
+    plans = [manifest.plan for manifest in manifests.values()]
+    blobs = [blob for plan in plans for rollout in plan.rollouts for blob in (rollout.columns, rollout.experts) if blob]
+    counters = {
+        "groups_planned": last_ordinal + 1_000_000,
+        "steps_delivered": max(manifests) + 1,
+        "delivered_bytes": sum(blob.size for blob in blobs),
+    }
+    connection.executemany(STATEMENTS["meta"], [("rollouts_planned", planned), *counters.items()])
+    connection.execute("COMMIT")
+
+
+def _rollouts(group: str, size: int, step: int, sealed: dict[str, PlannedRollout]) -> list[Row]:
+    """Those that the manifest names were delivered; the others of the group were not wanted then either."""
+    rollouts = [Rollout(group=group, index=index, step=step, state=RolloutState.DELIVERED) for index in range(size)]
+    for rollout in rollouts:
+        if rollout.id in sealed:
+            rollout.advantage = sealed[rollout.id].advantage
+        else:
+            rollout.state, rollout.reason, rollout.step = RolloutState.FILTERED, "ledger_lost", None
+    return [rollout.row() for rollout in rollouts]

@@ -1,0 +1,104 @@
+"""What the ledger keeps: groups with their rollouts, jobs, batches. Each knows its row; the ledger changes them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from penstock.ledger.states import BatchState, GroupState, JobKind, JobState, RolloutState
+from penstock.messages import EncodeResult, RolloutResult
+
+Value = str | int | float | None
+Row = tuple[Value, ...]
+SOLVED, UNSOLVED = 1.0, 0.0  # rewards
+
+
+@dataclass(kw_only=True, eq=False)
+class Rollout:
+    group: str
+    index: int
+    state: RolloutState = RolloutState.PLANNED
+    reason: str | None = None
+    """why it was filtered"""
+    step: int | None = None
+    advantage: float | None = None
+    result: RolloutResult | None = None
+    masked: bool = False
+    """delivered with loss mask 0"""
+    error: str | None = None
+
+    @property
+    def id(self) -> str:
+        return f"{self.group}-{self.index}"
+
+    def row(self) -> Row:
+        result = self.result.model_dump_json() if self.result else None
+        return (self.group, self.index, self.state, self.reason, self.step, self.advantage, result, self.masked,
+                self.error)  # fmt: skip
+
+
+@dataclass(kw_only=True, eq=False)
+class Group:
+    id: str
+    ordinal: int
+    """its place in the order of planning"""
+    environment: str
+    example: int
+    state: GroupState = GroupState.COLLECTING
+    rollouts: list[Rollout] = field(default_factory=list[Rollout])
+
+    def row(self) -> Row:
+        return (self.id, self.ordinal, self.environment, self.example, self.state)
+
+    @property
+    def solved(self) -> Literal["all", "none", "mixed"]:
+        """By the rewards of its finished rollouts: 1 or more is solved, 0 or less is not, anything else is mixed."""
+        rewards = [rollout.result.reward for rollout in self.rollouts if rollout.result]
+        if min(rewards, default=0.0) >= SOLVED:
+            return "all"
+        return "none" if max(rewards, default=0.0) <= UNSOLVED else "mixed"
+
+    def of(self, *states: RolloutState) -> list[Rollout]:
+        return [rollout for rollout in self.rollouts if rollout.state in states]
+
+
+@dataclass(kw_only=True, eq=False)
+class Job:
+    id: str
+    kind: JobKind
+    subject: str
+    """the group, the step or the environment that it serves"""
+    attempt: int = 0
+    """how often it was submitted"""
+    sequence: int = 0
+    state: JobState = JobState.WAITING
+    failures: int = 0
+    losses: int = 0
+    error: str | None = None
+    result: EncodeResult | None = None
+    """kept for encoding jobs only: sealing needs every rank's"""
+
+    def task_id(self, run: str) -> str:
+        """Of its newest attempt, as Celery knows it."""
+        return f"{run}.{self.id}.{self.attempt}"
+
+    def row(self) -> Row:
+        result = self.result.model_dump_json() if self.result else None
+        return (self.id, self.kind, self.subject, self.attempt, self.sequence, self.state,
+                self.failures, self.losses, self.error, result)  # fmt: skip
+
+
+@dataclass(kw_only=True, eq=False)
+class Batch:
+    step: int
+    formation: int
+    state: BatchState = BatchState.COMPOSED
+    groups: list[Group] = field(default_factory=list[Group])
+
+    def row(self) -> Row:
+        return (self.step, self.formation, self.state)
+
+    def rollouts(self) -> Iterable[Rollout]:
+        return (rollout for group in self.groups for rollout in group.of(RolloutState.BATCHED))
+
+    def job_id(self, data_rank: int) -> str:
+        return f"s{self.step:06d}f{self.formation}r{data_rank}"

@@ -1,0 +1,37 @@
+"""What a step is made of: its size, shared out among the environments in whole numbers; what a group adds to it."""
+
+from collections.abc import Mapping
+
+from orchestrator.ledger.records import Group
+from penstock.config import RunConfig
+from penstock.ledger.states import RolloutState
+
+
+def quotas(config: RunConfig, step: int) -> dict[str, int]:
+    """environment -> its part of the step's `batch.size`. Remainders go round, so that no environment is favoured."""
+    return apportion(config.batch.size, {name: env.weight for name, env in config.environments.items()}, turn=step)
+
+
+def apportion(size: int, weights: Mapping[str, float], *, turn: int = 0) -> dict[str, int]:
+    """By largest remainder; equal remainders are served in an order that moves on with `turn`."""
+    total = sum(weights.values())
+    exact = {name: size * weight / total for name, weight in weights.items()}
+    shares = {name: int(share) for name, share in exact.items()}
+    names = sorted(weights)
+    in_turn = names[turn % len(names) :] + names[: turn % len(names)]
+    by_remainder = sorted(in_turn, key=lambda name: shares[name] - exact[name])
+    for name in by_remainder[: size - sum(shares.values())]:
+        shares[name] += 1
+    return shares
+
+
+def weight(config: RunConfig, group: Group) -> int:
+    """What an admitted group adds to a step, in the batch's unit."""
+    admitted = group.of(RolloutState.ADMITTED)
+    match config.batch.unit:
+        case "groups":
+            return 1
+        case "rollouts":
+            return len(admitted)
+        case "tokens":
+            return sum(rollout.result.completion_tokens for rollout in admitted if rollout.result)

@@ -1,0 +1,1 @@
+"""What a run says about itself: status, metrics, Prometheus, the HTTP endpoint."""

@@ -1,0 +1,172 @@
+"""What a run is doing, seen from outside: its last status, its ledger, its Redis. Only reads; each may be missing."""
+
+import fcntl
+import shutil
+import socket
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import orjson
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from orchestrator import run_dir
+from orchestrator.broker import unusable
+from orchestrator.ledger import audit
+from penstock import redis_keys
+from penstock.config.redis_address import address
+from penstock.errors import LedgerError
+from penstock.ledger import schema
+from penstock.messages import Queue
+from penstock.runtime import loop_lag
+
+SILENT_S = 10.0  # ten statuses that did not come
+REDIS_TIMEOUT_S = 2.0
+FULL_BYTES = 1 << 20
+SAID = ("phase", "stopped_by", "process", "running_s", "step", "steps", "rollouts", "states", "rollouts_per_s",
+        "tokens_per_s", "http")  # fmt: skip
+
+
+class State(StrEnum):
+    STARTING = "starting"
+    RUNNING = "running"
+    SILENT = "silent"
+    """its process is there and says nothing"""
+    STOPPED = "stopped"
+    DONE = "done"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What Redis shows of the run."""
+
+    error: str | None = None
+    held: bool = False
+    """an orchestrator of this run holds the lock"""
+    queued: dict[str, Any] | None = None
+    workers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    """worker -> the jobs that it runs"""
+    event_loop_lag: dict[str, Any] = field(default_factory=dict[str, Any])
+    """process -> its last summary"""
+
+
+def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
+    """`redis_url` goes before the address in run.json, which has no password."""
+    about = run_dir.read(directory)
+    url: str = redis_url or about["redis"]
+    seen = _look_into_redis(url, about["run"])
+    last = _last_status(directory)
+    age_s = round(max(0.0, time.time() - last["at"]), 1) if last else None
+    state = _state(directory, last, age_s, seen)
+    counts, ledger_error = _look_into_ledger(directory / about["ledger"])
+    found = {
+        "run": about["run"],
+        "run_dir": str(directory.resolve()),
+        "state": state,
+        "status_age_s": age_s,
+        **{key: last.get(key) for key in SAID},
+        **counts,
+        "queued": seen.queued,
+        "workers": seen.workers,
+        "event_loop_lag": seen.event_loop_lag,
+        "redis": {"address": address(url), "error": seen.error},
+        "ledger": {"path": str(directory / about["ledger"]), "error": ledger_error},
+    }
+    if state is State.RUNNING:
+        lags = seen.event_loop_lag | {"orchestrator": last["event_loop_lag"]}
+        return found | {"event_loop_lag": lags, "waiting_for": last["waiting_for"]}
+    disks = [directory, directory / about["ledger"], directory / about["store"]]
+    full = [f"the disk of {path} is full: make room" for path in disks if _full(path)]
+    gone = {"rollouts_per_s": 0.0, "tokens_per_s": 0.0, "http": None}
+    return found | gone | {"waiting_for": [*_troubles(found), *full]}
+
+
+def _troubles(found: dict[str, Any]) -> list[str]:
+    """Why a run that cannot say so itself does not go on."""
+    match found["state"]:
+        case State.DONE:
+            return []
+        case State.SILENT:
+            why = "it is paused, it hangs (kill -USR1 PID shows where), or its disk is full"
+            troubles = [f"the orchestrator has said nothing for {found['status_age_s']:.0f} s: {why}"]
+        case State.STOPPED:
+            ended = {"running": "its process has died", None: "it has not come to work yet"}
+            why = found["stopped_by"] or ended.get(found["phase"], "it was stopped")
+            troubles = [f"the orchestrator is not running ({why}): `penstock run` resumes the run, nothing is lost"]
+        case _:
+            troubles = []
+    return [*troubles, found["redis"]["error"]] if found["redis"]["error"] else troubles
+
+
+def _state(directory: Path, last: dict[str, Any], age_s: float | None, seen: Seen) -> State:
+    elsewhere = bool(last) and last["process"]["host"] != socket.gethostname()
+    if _locked(directory / "lock") or (elsewhere and seen.held):
+        if age_s is None:
+            return State.STARTING
+        return State.SILENT if age_s > SILENT_S else State.RUNNING
+    return State.DONE if last.get("phase") == "done" else State.STOPPED
+
+
+def _locked(path: Path) -> bool:
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _last_status(directory: Path) -> dict[str, Any]:
+    try:
+        return orjson.loads((directory / "status.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return {}
+
+
+def _look_into_ledger(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The truth, where it can be read: it may lie on another host's disk."""
+    try:
+        with schema.reading(path) as connection:
+            return audit.counted(connection), None
+    except LedgerError as error:
+        return {}, str(error)
+
+
+def _look_into_redis(url: str, run: str) -> Seen:
+    timeouts = {"socket_timeout": REDIS_TIMEOUT_S, "socket_connect_timeout": REDIS_TIMEOUT_S}
+    with redis.Redis.from_url(url, retry=Retry(NoBackoff(), retries=0), **timeouts) as client:
+        try:
+            lock: Any = client.get(redis_keys.LOCK)
+            holder: dict[str, Any] = orjson.loads(lock) if lock else {}
+            if holder.get("run", run) != run:
+                return Seen(error=f"Redis at {address(url)} serves another run: the one in {holder['run_dir']}")
+            leases: Any = client.hgetall(redis_keys.LEASES)
+            return Seen(
+                held=bool(holder),
+                queued={queue.value: client.llen(queue) for queue in Queue},
+                workers=_workers(leases, run),
+                event_loop_lag={lag.process: lag.as_dict() for lag in loop_lag.read_all(client)},
+            )
+        except (redis.RedisError, OSError) as error:
+            return Seen(error=unusable(url, error))
+
+
+def _workers(leases: dict[bytes, bytes], run: str) -> dict[str, list[str]]:
+    workers: dict[str, list[str]] = defaultdict(list)
+    for lease, value in sorted(leases.items()):
+        of_run, _, execution = lease.decode().partition(".")
+        if of_run == run:
+            workers[value.decode().rpartition(":")[0]].append(execution.split(".")[0])
+    return dict(workers)
+
+
+def _full(path: Path) -> bool:
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    return shutil.disk_usage(existing).free < FULL_BYTES

@@ -1,0 +1,196 @@
+"""What one step's line in metrics.jsonl says: flat keys, computed from records and counters. Pure; a key whose value
+nobody knows is left out. `docs/metrics.md` lists them all.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from orchestrator.ledger.records import Group, Rollout
+from penstock.batches import EncodedRank, Manifest
+from penstock.ledger.states import JobKind, RolloutState
+from penstock.messages import RolloutResult
+from penstock.runtime.loop_lag import LagSummary
+
+Values = dict[str, float]
+Counts = Mapping[str, float]
+"""counter -> its value: of the whole run, or what it grew by since the last step"""
+
+NAMES_MOST = 64  # of an environment's own metrics, the most frequent ones: a name per example must not flood the file
+STAGES = (JobKind.ROLLOUT, JobKind.SCORE, JobKind.FILTER, JobKind.ADVANTAGE, JobKind.ENCODE)
+LAG_S = ("min", "mean", "median", "p90", "p99", "max")
+
+
+def of_rollouts(groups: Sequence[Group], *, policy_version: int) -> Values:
+    """Of what the step is made of."""
+    played = [(group.environment, rollout) for group in groups for rollout in group.of(RolloutState.BATCHED)]
+    results = [rollout.result for _, rollout in played if rollout.result]
+    staleness = [policy_version - result.version_first for result in results]
+    return {
+        "rollouts": len(played),
+        "groups": len(groups),
+        **_lengths(results),
+        "truncated_rate": _share(sum(result.truncated for result in results), len(results)),
+        "policy_error_rate": _share(sum(result.policy_error is not None for result in results), len(results)),
+        "masked_rate": _share(sum(rollout.masked for _, rollout in played), len(played)),
+        "staleness_mean": _share(sum(staleness), len(staleness)),
+        "staleness_max": max(staleness, default=0),
+        **_rewards([(environment, r.result.reward) for environment, r in played if r.result]),
+        **_named(played),
+    }
+
+
+def of_ranks(ranks: Iterable[EncodedRank]) -> Values:
+    """Of what the step's files hold."""
+    ranks = list(ranks)
+    return {
+        "tokens": sum(rank.tokens for rank in ranks),
+        "loss_tokens": sum(rank.loss_tokens for rank in ranks),
+        "samples": sum(rank.samples for rank in ranks),
+        "micro_batches": sum(rank.micro_batches for rank in ranks),
+    }
+
+
+def of_manifest(manifest: Manifest) -> Values:
+    """What is left of a step whose line was lost together with the ledger."""
+    rollouts, totals = manifest.plan.rollouts, manifest.totals
+    return {
+        "step": manifest.plan.step,
+        "rollouts": totals.rollouts,
+        "groups": totals.groups,
+        **of_ranks(manifest.ranks),
+        **_spread("samples_per_rollout", [len(rollout.sample_lengths) for rollout in rollouts]),
+        "masked_rate": _share(sum(rollout.masked for rollout in rollouts), len(rollouts)),
+        **_rewards([(rollout.env, rollout.reward) for rollout in rollouts]),
+    }
+
+
+def of_totals(totals: Counts) -> Values:
+    """Since the run began."""
+    filtered = sum(value for key, value in totals.items() if key.startswith("filtered:"))
+    return {
+        "total/rollouts_planned": totals["planned"],
+        "total/rollouts_generated": totals["generated"],
+        "total/rollouts_delivered": totals["delivered"],
+        "total/rollouts_filtered": filtered,
+        "total/rollouts_dead": totals["dead"],
+        "total/tokens_generated": totals["tokens_generated"],
+        "total/fenced": totals["fenced"],
+    }
+
+
+def of_window(since: Counts, *, groups: int, longest_s: Mapping[JobKind, float], step_s: float) -> Values:
+    """Of everything that happened since the last step, whether it became part of this one or not."""
+    filtered = _under(since, "filtered:")
+    decided = since["delivered"] + sum(filtered.values()) + since["dead"]
+    dropped = since["groups_dropped"]
+    return {
+        "filtered_rate": _share(sum(filtered.values()), decided),
+        **{f"filtered_rate/{reason}": _share(number, decided) for reason, number in filtered.items()},
+        **{f"matched_rate/{name}": _share(n, since["generated"]) for name, n in _under(since, "matched:").items()},
+        "dead": since["dead"],
+        "fenced": since["fenced"],
+        "groups_dropped": dropped,
+        "replaced_share": _share(dropped, dropped + groups),
+        **_solved(since),
+        **_timings(since, longest_s),
+        "time/step_s": step_s,
+        "rollouts_per_s": _share(since["generated"], step_s),
+        "tokens_per_s": _share(since["tokens_generated"], step_s),
+    }
+
+
+def of_lag(own: LagSummary, workers: Sequence[LagSummary]) -> Values:
+    """The orchestrator's own since the last step; of the others, the worst of their last windows."""
+    values: Values = {f"event_loop_lag/{name}": getattr(own, f"{name}_s") for name in LAG_S}
+    values |= {f"event_loop_lag/{name}": getattr(own, name) for name in ("blocked_s", "window_s", "cpu_share")}
+    if not workers:
+        return values
+    return values | {
+        "worker_lag/processes": len(workers),
+        "worker_lag/p99": max(lag.p99_s for lag in workers),
+        "worker_lag/max": max(lag.max_s for lag in workers),
+        "worker_lag/blocked_s": max(lag.blocked_s for lag in workers),
+    }
+
+
+def _lengths(results: Sequence[RolloutResult]) -> Values:
+    return {
+        **_spread("prompt_tokens", [result.prompt_tokens for result in results]),
+        **_spread("completion_tokens", [result.completion_tokens for result in results]),
+        **_spread("tool_tokens", [result.tool_tokens for result in results]),
+        **_spread("turns", [result.turns for result in results]),
+        **_spread("samples_per_rollout", [len(result.sample_lengths) for result in results]),
+    }
+
+
+def _rewards(rewards: Sequence[tuple[str, float]]) -> Values:
+    if not rewards:
+        return {}
+    by_environment: dict[str, list[float]] = defaultdict(list)
+    for environment, reward in rewards:
+        by_environment[environment].append(reward)
+    values = [reward for _, reward in rewards]
+    mean = sum(values) / len(values)
+    return {
+        "reward_mean": mean,
+        "reward_std": math.sqrt(sum((value - mean) ** 2 for value in values) / len(values)),
+        "reward_min": min(values),
+        "reward_max": max(values),
+        **{f"reward_mean/{name}": sum(part) / len(part) for name, part in sorted(by_environment.items())},
+        **{f"rollouts/{name}": len(part) for name, part in sorted(by_environment.items())},
+    }
+
+
+def _named(played: Iterable[tuple[str, Rollout]]) -> Values:
+    """Means of what environments measure themselves, over the rollouts that have it."""
+    # By the names they have, nearly always the same ones: adding up columns is five times faster than one by one.
+    tables: dict[tuple[str, ...], list[Iterable[float]]] = defaultdict(list)
+    for environment, rollout in played:
+        if (result := rollout.result) and (result.rewards or result.metrics):
+            tables["rewards", environment, *result.rewards].append(result.rewards.values())
+            tables["metrics", environment, *result.metrics].append(result.metrics.values())
+    sums, numbers = defaultdict[str, float](float), Counter[str]()
+    for (folder, environment, *names), rows in tables.items():
+        for name, column in zip(names, zip(*rows, strict=True), strict=True):
+            sums[f"{folder}/{environment}/{name}"] += sum(column)
+            numbers[f"{folder}/{environment}/{name}"] += len(column)
+    return {key: sums[key] / number for key, number in sorted(numbers.most_common(NAMES_MOST))}
+
+
+def _solved(since: Counts) -> Values:
+    """Shares of the groups that were completed; filters may have dropped the extremes since."""
+    by_suffix: dict[str, Counter[str]] = defaultdict(Counter)
+    for name, number in _under(since, "solved_").items():
+        solved, _, environment = name.partition(":")
+        for suffix in ("", f"/{environment}"):
+            by_suffix[suffix][solved] += int(number)
+    shares = {
+        f"solved_{solved}{suffix}": parts[solved] / parts.total()
+        for suffix, parts in by_suffix.items()
+        for solved in ("all", "none", "mixed")
+    }
+    return shares | {"groups_completed": by_suffix[""].total()}
+
+
+def _timings(since: Counts, longest_s: Mapping[JobKind, float]) -> Values:
+    values: Values = {}
+    for kind in STAGES:
+        if jobs := since.get(f"settled:{kind}", 0):
+            values[f"time/{kind}_mean_s"] = since.get(f"seconds:{kind}", 0.0) / jobs
+            values[f"time/{kind}_max_s"] = longest_s.get(kind, 0.0)
+    return values
+
+
+def _spread(name: str, values: Sequence[float]) -> Values:
+    if not values:
+        return {}
+    return {f"{name}/mean": sum(values) / len(values), f"{name}/min": min(values), f"{name}/max": max(values)}
+
+
+def _under(counts: Counts, prefix: str) -> Values:
+    return {key.removeprefix(prefix): n for key, n in sorted(counts.items()) if n and key.startswith(prefix)}
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,131 @@
+"""An encoding job's work: one rank of a plan into one file of the store, in the plan's format."""
+
+import mmap
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from penstock.batches import prime_rl, writer
+from penstock.batches.assembly import Assembly
+from penstock.batches.batch_columns import OFFSETS, SAMPLE, SAMPLE_COLUMNS, Array, rank_metadata, token_columns
+from penstock.batches.manifest import EncodedRank
+from penstock.batches.plan import BatchPlan
+from penstock.batches.rollouts_jsonl import write_rollouts
+from penstock.packing import segments
+from penstock.store import BlobRef, Store, tensors
+from penstock.store.parts import checksum, writing
+
+
+def encode_rank(store: Store, plan: BatchPlan, *, data_rank: int, execution: str) -> EncodedRank:
+    """`execution` is in every name: no execution overwrites another's bytes."""
+    assembly = Assembly(store, plan)
+    stem = f"{plan.directory}/rank_{data_rank:02d}.{execution}"
+    numbers = [number for batch in assembly.packing.ranks[data_rank] for number in batch]
+    match plan.format:
+        case "native":
+            file, loss_tokens = writer.write_rank(assembly, data_rank, f"{stem}.safetensors")
+        case "prime-rl":
+            file, loss_tokens = prime_rl.write_rank(assembly, data_rank, f"{stem}.bin")
+        case "prime-rl-2026-05":
+            file, loss_tokens = prime_rl.write_step(assembly, f"{stem}.bin")
+            numbers = [number for number, length in enumerate(assembly.packing.lengths) if length]
+    jsonl = write_rollouts(store, plan, f"{plan.directory}/rollouts.{execution}.jsonl") if data_rank == 0 else None
+    # By the process that wrote them: on a network file system nobody else can.
+    store.sync([ref.key for ref in (file, jsonl) if ref])
+    return EncodedRank(
+        plan=plan.digest,
+        data_rank=data_rank,
+        file=file,
+        rollouts_jsonl=jsonl,
+        micro_batches=len(assembly.packing.ranks[data_rank]),
+        tokens=int(assembly.packing.lengths[numbers].sum()),
+        samples=len(numbers),
+        loss_tokens=loss_tokens,
+    )
+
+
+Layout = Mapping[str, tuple[np.dtype[Any], int]]
+
+
+def write_rank(assembly: Assembly, data_rank: int, key: str) -> tuple[BlobRef, int]:
+    """The file, and how many of its tokens are in the loss."""
+    plan, batches = assembly.plan, assembly.packing.ranks[data_rank]
+    tables = _micro_batch_tables(assembly, batches)
+    tokens, rows = int(tables["token_offsets"][-1]), int(tables["sample_offsets"][-1])
+    samples = {SAMPLE + name: np.zeros(rows, dtype) for name, dtype in SAMPLE_COLUMNS.items()}
+    small = {**tables, **samples}
+    layout = {name: (dtype, tokens) for name, dtype in token_columns(plan.extras).items()}
+    layout |= {name: (array.dtype, array.size) for name, array in small.items()}
+    file = _ColumnFile(assembly.store, key, layout, rank_metadata(plan.step, data_rank))
+    try:
+        for number, batch in enumerate(batches):
+            assembled = assembly.micro_batch(batch, pad_id=plan.pad_id)
+            for name, values in assembled.tokens.items():
+                file.write(name, values, first=int(tables["token_offsets"][number]))
+            for row, sample in enumerate(assembled.samples, int(tables["sample_offsets"][number])):
+                for name, value in sample.row.items():
+                    samples[SAMPLE + name][row] = value
+        for name, values in small.items():
+            file.write(name, values)
+        return file.commit(), int(samples[SAMPLE + "loss_tokens"].sum())
+    except BaseException:
+        file.discard()
+        raise
+
+
+def _micro_batch_tables(assembly: Assembly, batches: list[list[int]]) -> dict[str, Array]:
+    lengths, multiple = assembly.packing.lengths, assembly.plan.rules.pad_to_multiple_of
+    cu_seqlens = [segments(lengths[batch], multiple) for batch in batches]
+    sizes = [
+        [int(each[-1]) for each in cu_seqlens],
+        [len(batch) for batch in batches],
+        [each.size for each in cu_seqlens],
+    ]
+    return {
+        **{name: np.cumsum([0, *size], dtype=np.int64) for name, size in zip(OFFSETS, sizes, strict=True)},
+        "cu_seqlens": np.concatenate([np.zeros(0, np.int32), *cu_seqlens]),
+        "max_seqlen": np.array([np.diff(each).max() for each in cu_seqlens], np.int32),
+    }
+
+
+class _ColumnFile:
+    """A safetensors file whose arrays are written in pieces, in any order; it appears when it is committed."""
+
+    def __init__(self, store: Store, key: str, layout: Layout, metadata: Mapping[str, str]) -> None:
+        # Wide dtypes first, so that every array is aligned.
+        ordered = sorted(layout.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
+        self._head = tensors.header({name: (dtype, (length,)) for name, (dtype, length) in ordered}, metadata)
+        self._key, self._target, self._path = key, store.path(key), store.part_path(key, secrets.token_hex(8))
+        self._starts: dict[str, int] = {}
+        self._size = len(self._head)
+        for name, (dtype, length) in ordered:
+            self._starts[name] = self._size
+            self._size += length * dtype.itemsize
+        with writing(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("xb+", buffering=0)
+
+    def write(self, name: str, values: Array, *, first: int = 0) -> None:
+        self._write(values, self._starts[name] + first * values.itemsize)
+
+    def commit(self) -> BlobRef:
+        self._write(np.frombuffer(self._head, np.uint8), 0)
+        with writing(self._path), self._file:
+            self._file.truncate(self._size)
+            content = np.frombuffer(mmap.mmap(self._file.fileno(), self._size, access=mmap.ACCESS_READ), np.uint8)
+            self._path.replace(self._target)
+        return BlobRef(key=self._key, size=self._size, checksum=checksum(content))
+
+    def discard(self) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    def _write(self, content: Array, offset: int) -> None:
+        left = content.view(np.uint8).data
+        with writing(self._path):
+            while left:
+                written = os.pwrite(self._file.fileno(), left, offset)
+                left, offset = left[written:], offset + written

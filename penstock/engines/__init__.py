@@ -1,0 +1,1 @@
+"""One inference server: how it is asked, how its response becomes a Turn."""

@@ -1,0 +1,386 @@
+"""Routed experts as engines send them: four forms on the wire, and those rows of a payload that are still wanted.
+
+Base64 is positional, so only the characters from the first wanted row on are decoded; those before it are never looked
+at. Rows are known by their absolute token position, not by their order of arrival.
+"""
+
+import binascii
+import re
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import pybase64
+from numpy.typing import NDArray
+
+from penstock.errors import Upstream
+
+Rows = NDArray[np.uint8] | NDArray[np.uint16]
+Text = bytes | memoryview
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Lists = list[list[list[Annotated[int, msgspec.Meta(ge=0, le=65535)]]]]
+
+WIRE_DTYPES = {name: np.dtype(name) for name in ("uint8", "uint16", "uint32", "int16", "int32", "int64")}
+WIRE_RANGES = {name: (np.iinfo(dtype).min, np.iinfo(dtype).max) for name, dtype in WIRE_DTYPES.items()}
+SHAPELESS_WIRE = "int32"
+"""What SGLang's bare string holds, and what nested lists are taken for."""
+NPY_MAGIC_TEXT = pybase64.b64encode(b"\x93NUMPY")
+NPY_HEADER = re.compile(
+    rb"\{'descr': '[|<]([ui][1248])', 'fortran_order': False, 'shape': \((\d{1,9}), (\d{1,9}), (\d{1,9})\), \} *\n"
+)
+SAMPLED_ROWS = 16
+"""Zero rows come in runs (a cached prefix, a payload never captured): a few rows, evenly spread, meet them."""
+
+
+class CheckRoutes(StrEnum):
+    """Which new rows are looked at for zeros, an engine's way of saying that it captured nothing."""
+
+    SAMPLE = "sample"
+    ALL = "all"
+    OFF = "off"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteFormat:
+    """What is known of an engine's rows: from the configuration, then from the first ones that came."""
+
+    layers: int | None = None
+    """Needed for SGLang's bare string, which has no shape."""
+    topk: int | None = None
+    experts: int | None = None
+    """Experts of a layer. Up to 256 are kept as u8, more (or an unknown number, sent as wide integers) as u16."""
+    wire: str | None = None
+    """The integers' type on the wire."""
+    check: CheckRoutes = CheckRoutes.SAMPLE
+
+    @cached_property
+    def row_bytes(self) -> int | None:
+        """Size of one row on the wire."""
+        if self.layers is None or self.topk is None or self.wire is None:
+            return None
+        return self.layers * self.topk * WIRE_DTYPES[self.wire].itemsize
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        narrow = self.wire == "uint8" or (self.experts is not None and self.experts <= 256)
+        return np.dtype(np.uint8 if narrow else np.uint16)
+
+    def learned(self, *, layers: int, topk: int, wire: str) -> "RouteFormat":
+        """This format completed by what a payload says of itself; they must agree."""
+        if (self.layers, self.topk, self.wire) == (layers, topk, wire):
+            return self
+        for what, before, now in [
+            ("layers", self.layers, layers),
+            ("top-k", self.topk, topk),
+            ("type", self.wire, wire),
+        ]:
+            if before not in (None, now):
+                raise Upstream(f"routed experts: {what} is {now}, but {before} is configured or came before")
+        if wire not in WIRE_DTYPES:
+            raise Upstream(f"routed experts: type {wire!r} is none of {', '.join(WIRE_DTYPES)}")
+        if layers < 1 or topk < 1:
+            raise Upstream(f"routed experts: {layers} layers and top-k {topk}; neither can be zero")
+        if self.experts is not None and self.experts - 1 > WIRE_RANGES[wire][1]:
+            raise Upstream(f"routed experts: {wire} cannot number the {self.experts} experts of the configuration")
+        return replace(self, layers=layers, topk=topk, wire=wire)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """The new rows of one response."""
+
+    first: int
+    """Token position of the first row."""
+    rows: Rows
+    """`[rows, layers, topk]`"""
+    valid: NDArray[np.bool_] | None
+    """False where the engine captured nothing; None when every row counts."""
+    format: RouteFormat
+    """With what these rows taught: pass it on with the next response."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which rows of a response are still wanted, and how many it must have."""
+
+    tokens: int
+    """Of the response: prompt and completion."""
+    first: int
+    """Rows before this position are held already."""
+    until: int
+    """Rows from this position on belong to tokens that were cut."""
+    asked_from: int = 0
+    """The start that the request asked for; an engine may or may not have obeyed."""
+
+    def start(self, rows: int, said: int | None = None) -> int:
+        """Position of a payload's first row. Every token has one but the last, which some engines send as well."""
+        starts = (self.asked_from, 0) if said is None else (said,)
+        for missing in (1, 0):
+            for start in starts:
+                if rows == self.tokens - missing - start:
+                    return start
+        raise Upstream(f"routed experts: {rows} rows from {starts[-1]} on do not fit {self.tokens} tokens")
+
+
+class WireObject(msgspec.Struct):
+    """The form that carries its shape."""
+
+    data: msgspec.Raw
+    shape: tuple[Count, Count, Count]
+    start: Count | None = None
+    dtype: str | None = None
+
+
+WIRE_OBJECT = msgspec.json.Decoder(WireObject)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payload:
+    """Base64 text and what it holds."""
+
+    text: Text
+    rows: int
+    start: int
+    format: RouteFormat
+    header_bytes: int = 0
+    """Bytes before the first row: a `.npy` header."""
+
+
+def read_object(wire: WireObject, text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    """The wanted rows of the form with a shape; `text` is the base64 of its data."""
+    rows, layers, topk = wire.shape
+    learned = route_format.learned(layers=layers, topk=topk, wire="uint8" if wire.dtype is None else wire.dtype)
+    return _read(Payload(text=text, rows=rows, start=wanted.start(rows, wire.start), format=learned), wanted)
+
+
+def read_string(text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    """The wanted rows of a string: a `.npy` file's base64, or SGLang's bare one."""
+    if bytes(text[: len(NPY_MAGIC_TEXT)]) != NPY_MAGIC_TEXT:
+        return _read(_bare(text, wanted, route_format), wanted)
+    header_bytes, rows, learned = npy_header(text, route_format)
+    start = wanted.start(rows)
+    return _read(Payload(text=text, rows=rows, start=start, format=learned, header_bytes=header_bytes), wanted)
+
+
+def read_lists(raw: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    """The wanted rows of nested lists; of the others only the brackets are looked at."""
+    rows = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    start = wanted.start(len(rows))
+    first = max(start, wanted.first)
+    new = rows[first - start :]
+    if not new:
+        return None
+    try:
+        values = np.array(msgspec.json.decode(b"[" + b",".join(map(bytes, new)) + b"]", type=Lists), np.int32)
+    except msgspec.DecodeError as error:
+        raise Upstream(f"routed experts: {error}") from None
+    except ValueError:
+        raise Upstream("routed experts: lists of different lengths") from None
+    if values.ndim != 3:
+        raise Upstream("routed experts: empty lists")
+    learned = route_format.learned(layers=values.shape[1], topk=values.shape[2], wire=SHAPELESS_WIRE)
+    return _routes(values, first, wanted, learned)
+
+
+def read_compact_lists(text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    """The same of compact lists, without a Python integer for every number."""
+    lists = number_lists(text)
+    start = wanted.start(len(lists)) if lists else 0
+    first = max(start, wanted.first)
+    if lists is None or (values := lists.values(first - start)) is None:
+        raise Upstream("routed experts: not compact lists of equal lengths")
+    if not len(values):
+        return None
+    learned = route_format.learned(layers=lists.layers, topk=lists.topk, wire=SHAPELESS_WIRE)
+    return _routes(values, first, wanted, learned)
+
+
+def npy_header(text: Text, route_format: RouteFormat) -> tuple[int, int, RouteFormat]:
+    """Length in bytes of the header of a base64 `.npy` file, and the rows and the format that it states."""
+    preamble = _decode(text[:16])
+    fixed = 10 if preamble[6:7] == b"\x01" else 12
+    header_bytes = fixed + int.from_bytes(preamble[8:fixed], "little")
+    found = NPY_HEADER.fullmatch(_decode(text[: base64_length(header_bytes)])[fixed:header_bytes])
+    if found is None:
+        raise Upstream("routed experts: not the .npy header of a little-endian, C-ordered array of 3 dimensions")
+    rows, layers, topk = map(int, found.groups()[1:])
+    wire = np.dtype(found[1].decode()).name
+    return header_bytes, rows, route_format.learned(layers=layers, topk=topk, wire=wire)
+
+
+def base64_length(size: int) -> int:
+    return -(-size // 3) * 4
+
+
+def _bare(text: Text, wanted: Wanted, route_format: RouteFormat) -> Payload:
+    """SGLang's string without a shape: the configuration knows the layers, division gives top-k."""
+    layers, size = route_format.layers, len(text) // 4 * 3 - bytes(text[-2:]).count(b"=")
+    if layers is None:
+        raise Upstream("routed experts: a bare string has no shape; configure the model's number of MoE layers")
+    for missing in (1, 0):
+        for start in (wanted.asked_from, 0):
+            rows = wanted.tokens - missing - start
+            row_values = layers * (route_format.topk or (size // 4 // max(rows * layers, 1)))
+            if rows >= 0 and row_values and size == rows * row_values * 4:
+                learned = route_format.learned(layers=layers, topk=row_values // layers, wire=SHAPELESS_WIRE)
+                return Payload(text=text, rows=rows, start=start, format=learned)
+    raise Upstream(
+        f"routed experts: {size} bytes are no whole number of int32 rows of {layers} layers for {wanted.tokens} tokens"
+    )
+
+
+def _read(payload: Payload, wanted: Wanted) -> Routes | None:
+    layout, row_bytes = payload.format, payload.format.row_bytes
+    assert layout.wire is not None
+    assert row_bytes is not None
+    size = payload.header_bytes + payload.rows * row_bytes
+    if len(payload.text) != base64_length(size):
+        raise Upstream(f"routed experts: {len(payload.text)} characters of base64 for {size} bytes")
+    first = max(payload.start, wanted.first)
+    skipped_bytes = payload.header_bytes + (first - payload.start) * row_bytes
+    if skipped_bytes >= size:
+        return None
+    decoded = _decode(payload.text[skipped_bytes // 3 * 4 :])
+    if len(decoded) != size - skipped_bytes // 3 * 3:
+        raise Upstream("routed experts: the base64's padding does not fit its shape")
+    values = np.frombuffer(decoded, WIRE_DTYPES[layout.wire], offset=skipped_bytes % 3)
+    return _routes(values.reshape(-1, layout.layers or 0, layout.topk or 0), first, wanted, layout)
+
+
+def _routes(values: NDArray[Any], first: int, wanted: Wanted, layout: RouteFormat) -> Routes | None:
+    rows = _narrowed(values, layout)[: max(0, wanted.until - first)]
+    if not len(rows):
+        return None
+    valid = _captured(rows, layout)
+    if valid is not None and not valid.any():
+        return None
+    return Routes(first=first, rows=rows, valid=valid, format=layout)
+
+
+def _narrowed(values: NDArray[Any], layout: RouteFormat) -> Rows:
+    """Expert ids in the type that they are kept in; one that no expert has is malformed."""
+    experts = layout.experts or 1 << layout.dtype.itemsize * 8
+    lowest, highest = WIRE_RANGES[layout.wire or SHAPELESS_WIRE]
+    if (lowest < 0 and values.min() < 0) or (highest >= experts and values.max() >= experts):
+        raise Upstream(f"routed experts: an id below 0 or above {experts - 1}")
+    rows = values.astype(layout.dtype, copy=False)
+    return rows if rows.flags.aligned else rows.copy()
+
+
+def _captured(rows: Rows, layout: RouteFormat) -> NDArray[np.bool_] | None:
+    """Which rows hold routes. Zeros mean expert 0 chosen top-k times, which no router does."""
+    if layout.check is CheckRoutes.OFF or layout.topk == 1:
+        return None
+    if layout.check is CheckRoutes.SAMPLE:
+        sampled = rows[:: -max(1, len(rows) // SAMPLED_ROWS)]  # from the last one, the likeliest to be missing
+        if sampled[:, 0, 0].all() or sampled.any(axis=(1, 2)).all():
+            return None
+    captured: NDArray[np.bool_] = np.any(rows.reshape(len(rows), -1), axis=1)
+    return None if captured.all() else captured
+
+
+def _decode(text: Text) -> bytes:
+    try:
+        return pybase64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise Upstream("routed experts: not base64") from None
+
+
+Chars = NDArray[np.uint8]
+
+MAX_DIGITS = 5
+"""Of a u16."""
+BLOCK_CHARS = 1 << 18
+"""Worked on at once: ten arrays of this size stay in the cache, and no step holds the lock for long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberLists:
+    """A list of rows. `layers` lists of `topk` numbers are a row; only the first was looked at so far."""
+
+    chars: Chars
+    """Without the outermost opening bracket; the closing one stands where the others have a comma."""
+    ends: NDArray[np.int64]
+    """Behind each row and its comma, if every row is like the first."""
+    layers: int
+    topk: int
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def values(self, first: int) -> NDArray[np.int32] | None:
+        """`[rows, layers, topk]` from row `first` on; None unless all, those before too, are alike and compact."""
+        found = np.empty((max(0, len(self) - first), self.layers, self.topk), np.int32)
+        row = done = 0
+        while row < len(self):
+            until = max(row + 1, int(np.searchsorted(self.ends, done + BLOCK_CHARS, side="right")))
+            until = min(until, first) if row < first else until
+            block = self._block(done, int(self.ends[until - 1]), until - row)
+            if block is None:
+                return None
+            if row >= first:
+                numbers = block.numbers()
+                if numbers is None:
+                    return None
+                found[row - first : until - first] = numbers.reshape(-1, self.layers, self.topk)
+            row, done = until, int(self.ends[until - 1])
+        return found
+
+    def _block(self, start: int, end: int, rows: int) -> "_Block | None":
+        """None unless it is JSON, and as regular as the first row."""
+        chars = self.chars[start:end]
+        digits = chars - ord("0")
+        is_digit = digits < 10
+        skeleton, others = self._skeleton, chars[~is_digit]
+        if end == len(self.chars):
+            others[-1] = ord(",")
+        if len(others) != rows * len(skeleton) or not (others.reshape(rows, -1) == skeleton).all():
+            return None
+        last = is_digit[:-1] & ~is_digit[1:]
+        leading_zero = (digits[1:-1] == 0) & ~is_digit[:-2] & is_digit[2:]
+        if np.count_nonzero(last) != rows * self.layers * self.topk or leading_zero.any():
+            return None
+        return _Block(digits=digits, is_digit=is_digit, last=last)
+
+    @cached_property
+    def _skeleton(self) -> Chars:
+        """What is left of a row without its digits."""
+        layer = b"[" + b"," * (self.topk - 1) + b"]"
+        return np.frombuffer(b"[" + b",".join([layer] * self.layers) + b"],", np.uint8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    digits: Chars
+    is_digit: NDArray[np.bool_]
+    last: NDArray[np.bool_]
+    """The last digit of each number."""
+
+    def numbers(self) -> NDArray[np.int32] | None:
+        """None when one has more than MAX_DIGITS."""
+        place = np.flatnonzero(self.last)
+        numbers = self.digits[place].astype(np.int32)
+        more = self.is_digit[place - 1]
+        for power in range(1, MAX_DIGITS):
+            if not more.any():
+                break
+            numbers += np.where(more, self.digits[place - power], 0) * np.int32(10**power)
+            more &= self.is_digit[place - power - 1]
+        return None if more.any() else numbers
+
+
+def number_lists(text: bytes | memoryview) -> NumberLists | None:
+    """None when `text` is not at first sight a compact list of rows."""
+    start = bytes(text[:BLOCK_CHARS])
+    end_of_first = start.find(b"]]")
+    if not start.startswith(b"[[[") or end_of_first < 0 or bytes(text[-3:]) != b"]]]":
+        return None
+    first = start[1 : end_of_first + 2]
+    layers, topk = first.count(b"[") - 1, first[: first.index(b"]")].count(b",") + 1
+    chars = np.frombuffer(text, np.uint8)[1:]
+    closing = chars == ord("]")
+    ends = np.flatnonzero(closing[:-2] & closing[1:-1] & (chars[2:] == ord(","))) + 3
+    return NumberLists(chars=chars, ends=np.append(ends, len(chars)), layers=layers, topk=topk)

@@ -1,0 +1,1 @@
+"""Playing one rollout: the recorded policy, agent sessions, from example to files."""

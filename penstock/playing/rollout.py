@@ -1,0 +1,235 @@
+"""One rollout from its example to its files, and the score of a finished group.
+
+A rollout that the policy spoilt is a result like any other; everything else that goes wrong is raised. Unless a result
+is returned, nothing of the rollout stays in the store.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import orjson
+
+from penstock.config.engine import Policy
+from penstock.engines.client import EngineClient
+from penstock.engines.dialects import Dialect
+from penstock.environments.boundary import boundary
+from penstock.environments.loading import LoadedEnvironment
+from penstock.environments.protocol import AgentPolicy, Played, ScoresGroups
+from penstock.environments.scores import Score, checked_score
+from penstock.errors import BlobError, NotFound, NothingToTrain, PolicyFailure, StageError
+from penstock.messages import POLICY_ERROR_CHARACTERS, RolloutResult, shortened
+from penstock.playing.agent_sessions import SessionServers
+from penstock.playing.policy import RecordedPolicy
+from penstock.recording import Mode, Sealed, Session, SessionSettings
+from penstock.runtime.cancellation import to_the_end
+from penstock.runtime.offload import in_file_thread
+from penstock.store import Store, rollout_files
+from penstock.store.columns import read_columns
+
+logger = logging.getLogger("penstock.rollout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """Which rollout this is, and which of the executions that it may take."""
+
+    run: str
+    rollout: str
+    attempt: int
+    execution: str
+    seed: int
+    timeout_s: float
+    """after which the rollout ends with what it has: a failure of the policy"""
+    policy_version: int = 0
+    """the newest when the rollout was submitted"""
+
+    @property
+    def key(self) -> str:
+        """Directory of its files in the store, its own alone."""
+        return rollout_files.key(self.run, self.rollout, self.attempt, self.execution)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutStage:
+    """What the rollouts of a process share."""
+
+    client: EngineClient
+    store: Store
+    settings: Policy
+    dialect: Dialect
+    sessions: SessionServers | None = None
+    """for agents of their own; None where no session server is configured"""
+
+
+async def play(stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt) -> RolloutResult:
+    """One rollout, by whichever door the environment uses."""
+    door = _play_agent if environment.external_agent else _play_here
+    try:
+        return await door(stage, environment, example, attempt)
+    except BaseException:
+        await to_the_end(asyncio.create_task(_sweep(stage.store, attempt.key)))
+        raise
+
+
+async def _play_here(
+    stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt
+) -> RolloutResult:
+    """A rollout that the policy spoilt before its first answer has a result without files: it counts in the baseline,
+    since trying it again would be choosing among rollouts."""
+    async with _recording(stage, attempt) as session:
+        policy = RecordedPolicy(stage.client, session, stage.settings, stage.dialect, seed=attempt.seed)
+        score, error = await _played(environment, example, policy, stage.settings, attempt.timeout_s)
+        if error and not session.turns:
+            await session.close()
+            return RolloutResult(reward=score.reward, policy_error=shortened(error, POLICY_ERROR_CHARACTERS))
+        with boundary(StageError, f"environment {environment.name!r} left its rollout unfinished"):
+            sealed = await session.seal(error=error or "", extras=score.columns)
+        own = {"engine_s": policy.engine_s, "engine_failures": float(policy.failures)}
+        return _result(environment, score, error, sealed, own)
+
+
+async def _play_agent(
+    stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt
+) -> RolloutResult:
+    """An agent that asked for nothing has a result without files, whatever it was scored."""
+    assert stage.sessions is not None, "refused when the environments were loaded"
+    sampling = stage.settings.sampling.model_dump(exclude={"more"}, exclude_none=True) | stage.settings.sampling.more
+    asked = {
+        "run": attempt.run,
+        "rollout": attempt.rollout,
+        "attempt": attempt.attempt,
+        "execution": attempt.execution,
+        "sampling": sampling,
+        "policy_version": attempt.policy_version,
+    }
+    async with stage.sessions.session(asked) as session:
+        policy = AgentPolicy(base_url=session.base_url, api_key=session.secret, model=stage.client.settings.model)
+        score, error = await _played(environment, example, policy, stage.settings, attempt.timeout_s)
+        if score.columns:
+            raise StageError(f"environment {environment.name!r}: an agent's session takes no columns of one's own")
+        try:
+            sealed = await session.seal(error or "")
+        except NothingToTrain as nothing:
+            said = shortened(error or str(nothing), POLICY_ERROR_CHARACTERS)
+            return RolloutResult(reward=score.reward, policy_error=said)
+        return _result(environment, score, error, sealed, {})
+
+
+async def score_group(
+    store: Store, environment: LoadedEnvironment, example: int, members: Sequence[RolloutResult]
+) -> list[Score]:
+    """The scores of a group's rollouts, in their order, by an environment that judges them together."""
+    rollouts = [await in_file_thread(_read_played, store, member) for member in members]
+    what = f"environment {environment.name!r} could not score a group of example {example}"
+    judge = environment.environment
+    if not isinstance(judge, ScoresGroups):
+        raise StageError(f"{what}: it has no score_group")
+    with boundary(StageError, what):
+        found = judge.score_group(environment.example(example), rollouts)
+        scores = await found if inspect.isawaitable(found) else found
+        if len(scores) != len(members):
+            raise StageError(f"{what}: {len(scores)} scores for {len(members)} rollouts")
+        return [checked_score(score) for score in scores]
+
+
+@contextlib.asynccontextmanager
+async def _recording(stage: RolloutStage, attempt: Attempt) -> AsyncIterator[Session]:
+    """A session that ends with its rollout, sealed or not."""
+    engine = stage.client.settings
+    settings = SessionSettings(
+        session=attempt.execution,
+        key=attempt.key,
+        rollout=attempt.rollout,
+        attempt=attempt.attempt,
+        mode=Mode.LINEAR if stage.dialect.renderer else Mode.OPEN,
+        max_seq_len=stage.settings.max_seq_len,
+        max_samples=stage.settings.max_samples,
+        logprobs_mode=engine.logprobs_mode,
+    )
+    starting = asyncio.create_task(Session.start(stage.store, settings, route_format=engine.route_format))
+    try:
+        yield await asyncio.shield(starting)
+    except BaseException:
+        await to_the_end(asyncio.create_task(_close(starting)))
+        raise
+
+
+async def _close(starting: asyncio.Task[Session]) -> None:
+    await asyncio.wait([starting])
+    if not starting.cancelled() and not starting.exception():
+        with contextlib.suppress(NotFound, OSError, BlobError):  # closed already; or its files go with the others
+            await starting.result().close()
+
+
+async def _sweep(store: Store, key: str) -> None:
+    """What fails here is left to the orchestrator's sweep, and must not hide why the rollout failed."""
+    try:
+        await in_file_thread(store.sweep, key, named=())
+    except (OSError, BlobError) as error:
+        logger.warning("action=not_discarded key=%s error=%r", key, error)
+
+
+async def _played(
+    environment: LoadedEnvironment,
+    example: int,
+    policy: RecordedPolicy | AgentPolicy,
+    settings: Policy,
+    timeout_s: float,
+) -> tuple[Score, str | None]:
+    """The score, and what the policy did wrong where the environment did not score that itself."""
+    what = f"environment {environment.name!r} failed at example {example}"
+    try:
+        async with asyncio.timeout(timeout_s):
+            with boundary(StageError, what):
+                return checked_score(await environment.environment.rollout(environment.example(example), policy)), None
+    except PolicyFailure as failure:
+        error = str(failure)
+    except TimeoutError:
+        error = f"timeout: the rollout took longer than {timeout_s:g} s"
+    return Score(reward=settings.policy_error_reward), error
+
+
+def _result(
+    environment: LoadedEnvironment, score: Score, error: str | None, sealed: Sealed, own: Mapping[str, float]
+) -> RolloutResult:
+    own = {**sealed.metrics, **own}
+    if taken := sorted(own.keys() & score.metrics.keys()):
+        raise StageError(
+            f"environment {environment.name!r} names a metric {', '.join(taken)}: Penstock's own is called so"
+        )
+    return RolloutResult(
+        reward=score.reward,
+        rewards=dict(score.rewards),
+        policy_error=shortened(error, POLICY_ERROR_CHARACTERS) if error else None,
+        columns=sealed.columns,
+        experts=sealed.experts,
+        sample_lengths=sealed.sample_lengths,
+        version_first=sealed.version_first,
+        version_last=sealed.version_last,
+        turns=sealed.turns,
+        prompt_tokens=sealed.prompt_tokens,
+        tool_tokens=sum(sealed.sample_lengths) - sealed.prompt_tokens - sealed.completion_tokens,
+        completion_tokens=sealed.completion_tokens,
+        truncated=sealed.truncated,
+        metrics=_rounded({**score.metrics, **own}),
+    )
+
+
+def _rounded(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Six digits: what keeps a reply small."""
+    return {name: float(f"{value:.6g}") for name, value in metrics.items()}
+
+
+def _read_played(store: Store, member: RolloutResult) -> Played:
+    conversations = orjson.loads(read_columns(store, member.columns).conversation.tobytes()) if member.columns else [[]]
+    return Played(
+        score=Score(reward=member.reward, rewards=member.rewards, metrics=member.metrics),
+        error=member.policy_error,
+        turns=member.turns,
+        completion_tokens=member.completion_tokens,
+        conversations=conversations,
+    )

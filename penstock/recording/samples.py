@@ -1,0 +1,321 @@
+"""Turns -> samples: a turn extends the sample that its prompt begins with, the longest such one, or starts another.
+
+Which one that is, `responses.py` found when it recognised the prompt. Only what a turn adds is kept; its routed rows
+are placed by absolute token position and go straight to the experts file.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.engines.response import Known, Turn
+from penstock.engines.response_fields import Logprobs
+from penstock.engines.routed_experts import Routes, Rows
+from penstock.errors import Invariant, PolicyFailure
+from penstock.store.columns import Columns, TurnTable
+from penstock.store.experts import Chunk
+from penstock.turn import Fingerprint, Ids, longest_in_ids
+
+Mask = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circumstances:
+    """What a response does not say of its turn."""
+
+    agent: str = ""
+    engine: str = ""
+    version_sent: int = 0
+    """The replica's policy version when the request was sent; counts where the engine names none itself."""
+    version_received: int = 0
+    temperature: float = 1.0
+    sampling: str = "{}"
+    """top_p and what else was asked for, as JSON."""
+    completion_mask: Mask | None = None
+    """What to train on of the completion; None is all of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Addition:
+    """A turn as it is kept: what it adds to its sample. Its routed rows are in the experts file."""
+
+    sample: int
+    prefix_tokens: int
+    prompt_ids: Ids
+    completion_ids: Ids
+    completion_logprobs: Logprobs
+    completion_mask: Mask | None = None
+    chunks: tuple[Chunk, ...]
+    agent: str
+    engine: str
+    version_first: int
+    version_last: int
+    temperature: float
+    sampling: str
+    finish_reason: str
+    truncated: bool
+    overlong_prompt: bool
+    matches: int
+    """Samples that the prompt begins with."""
+    broken_at: int | None
+    """Where the prompt leaves the sample that its agent had last extended, when it starts another."""
+
+    @property
+    def nbytes(self) -> int:
+        mask = 0 if self.completion_mask is None else self.completion_mask.nbytes
+        return self.prompt_ids.nbytes + self.completion_ids.nbytes + self.completion_logprobs.nbytes + mask
+
+    @property
+    def start(self) -> int:
+        """Where its completion begins in the sample."""
+        return self.prefix_tokens + len(self.prompt_ids)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.completion_ids)
+
+
+@dataclass(kw_only=True)
+class _Sample:
+    sequence: Fingerprint = field(default_factory=Fingerprint)
+    turns: list[int] = field(default_factory=list[int])
+    rows_until: int = 0
+
+    @property
+    def known(self) -> Known:
+        tokens = self.sequence.tokens
+        return Known(sequence=self.sequence, rows_from=tokens if self.rows_until == tokens else max(0, tokens - 1))
+
+
+class Samples:
+    """The samples of one rollout, growing by turns."""
+
+    def __init__(self, *, max_samples: int | None = None) -> None:
+        self.turns: list[Addition] = []
+        self.nbytes = 0
+        """of the arrays of all turns"""
+        self._samples: list[_Sample] = []
+        self._max_samples = max_samples
+
+    def lengths(self) -> list[int]:
+        """Tokens of each sample."""
+        return [sample.sequence.tokens for sample in self._samples]
+
+    def last_turns(self) -> list[int]:
+        """The turn that extended each sample last."""
+        return [sample.turns[-1] for sample in self._samples]
+
+    def known(self) -> list[Known]:
+        """What `read_turn` needs to recognise the prompt of the next response."""
+        return [sample.known for sample in self._samples]
+
+    def place(self, turn: Turn, circumstances: Circumstances) -> tuple[Addition, list[Rows]]:
+        """The turn as it will be kept, and the rows of its chunks. Changes nothing."""
+        index = len(self._samples) if turn.extends is None else turn.extends
+        known = _Sample().known if turn.extends is None else self._samples[index].known
+        if known.sequence.tokens != turn.prefix_tokens:
+            raise Invariant(f"sample {index} has {known.sequence.tokens} tokens; the turn extends {turn.prefix_tokens}")
+        if self._max_samples is not None and index >= self._max_samples:
+            raise PolicyFailure(f"the rollout breaks its prefix too often: {self._max_samples} samples are allowed")
+        runs = _runs(turn.routes, known.rows_from, turn.tokens) if turn.routes else []
+        addition = Addition(
+            sample=index,
+            prefix_tokens=turn.prefix_tokens,
+            prompt_ids=turn.prompt_ids.copy(),  # a view would keep alive all of what was read
+            completion_ids=turn.completion_ids.copy(),
+            completion_logprobs=turn.completion_logprobs.copy(),
+            completion_mask=_cut(circumstances.completion_mask, len(turn.completion_ids)),
+            chunks=tuple(Chunk(sample=index, first=first, rows=len(rows)) for first, rows in runs),
+            agent=circumstances.agent,
+            engine=circumstances.engine,
+            version_first=circumstances.version_sent if turn.version is None else turn.version,
+            version_last=circumstances.version_received if turn.version is None else turn.version,
+            temperature=circumstances.temperature,
+            sampling=circumstances.sampling,
+            finish_reason=turn.finish_reason or "",
+            truncated=turn.truncated,
+            overlong_prompt=turn.overlong_prompt,
+            matches=turn.matches,
+            broken_at=self._broken_at(turn, circumstances.agent) if turn.extends is None else None,
+        )
+        return addition, [rows for _, rows in runs]
+
+    def add(self, addition: Addition, sequence: Fingerprint | None = None) -> None:
+        """`sequence` is the sample's with this turn, where somebody computed it already."""
+        if addition.sample == len(self._samples):
+            self._samples.append(_Sample())
+        sample = self._samples[addition.sample]
+        sample.sequence = sequence or sample.sequence.extended(addition.prompt_ids, addition.completion_ids)
+        sample.turns.append(len(self.turns))
+        if addition.chunks:
+            sample.rows_until = addition.chunks[-1].first + addition.chunks[-1].rows
+        self.turns.append(addition)
+        self.nbytes += addition.nbytes
+
+    def ids(self, turn: int) -> Ids:
+        """The sample of a turn up to the end of its completion."""
+        turns = [self.turns[index] for index in self._samples[self.turns[turn].sample].turns if index <= turn]
+        return np.concatenate([ids for addition in turns for ids in (addition.prompt_ids, addition.completion_ids)])
+
+    def chunks(self) -> list[Chunk]:
+        return [chunk for turn in self.turns for chunk in turn.chunks]
+
+    def metrics(self) -> dict[str, float]:
+        """Breaks are loud: how often, where first, how many tokens are context once more because of them. Routes are
+        missing where nobody sent a row, a sample's last token apart; without any rows they are not counted."""
+        broken_at = [turn.broken_at for turn in self.turns if turn.broken_at is not None]
+        rows = sum(chunk.rows for chunk in self.chunks())
+        due = sum(max(sample.rows_until, sample.sequence.tokens - 1) for sample in self._samples)
+        return {
+            "samples": len(self._samples),
+            "turns": len(self.turns),
+            "breaks": len(broken_at),
+            **({"first_break_position": broken_at[0]} if broken_at else {}),
+            "wasted_tokens": sum(broken_at),
+            "ambiguous_turns": sum(turn.matches > 1 for turn in self.turns),
+            **({"missing_routes": due - rows} if rows else {}),
+        }
+
+    def _broken_at(self, turn: Turn, agent: str) -> int | None:
+        before = next((index for index in reversed(range(len(self.turns))) if self.turns[index].agent == agent), None)
+        if before is None:
+            return None
+        held = self.ids(before)[: len(turn.prompt_ids)]
+        differs = held != turn.prompt_ids[: len(held)]
+        return int(np.argmax(differs)) if differs.any() else len(held)
+
+
+def turn_of_ids(
+    prompt_ids: Ids,
+    completion_ids: Ids,
+    completion_logprobs: Logprobs,
+    *,
+    known: Sequence[Known] = (),
+    routes: Routes | None = None,
+    max_seq_len: int | None = None,
+    finish_reason: str | None = None,
+) -> Turn:
+    """A turn whose tokens are at hand, as if an engine had said them; `routes` may hold rows that are not wanted."""
+    match = longest_in_ids(prompt_ids, [sample.sequence for sample in known])
+    before = known[match.index].sequence if match else Fingerprint()
+    tokens = len(prompt_ids) + len(completion_ids)
+    limit = tokens if max_seq_len is None else max_seq_len
+    kept_prompt = prompt_ids[before.tokens : limit]
+    kept_completion = completion_ids[: max(0, limit - len(prompt_ids))]
+    return Turn(
+        extends=match.index if match else None,
+        matches=match.matches if match else 0,
+        prefix_tokens=before.tokens,
+        prompt_ids=kept_prompt,
+        completion_ids=kept_completion,
+        completion_logprobs=completion_logprobs[: len(kept_completion)],
+        routes=routes,
+        sequence=before.extended(kept_prompt, kept_completion),
+        finish_reason=finish_reason,
+        version=None,
+        message=None,
+        truncated=tokens > limit,
+        overlong_prompt=len(prompt_ids) > limit,
+        payload=None,
+    )
+
+
+def _cut(mask: Mask | None, length: int) -> Mask | None:
+    if mask is not None and len(mask) < length:
+        raise Invariant(f"a completion mask of {len(mask)} entries for {length} tokens")
+    return None if mask is None else mask[:length].copy()
+
+
+def _runs(routes: Routes, first: int, until: int) -> list[tuple[int, Rows]]:
+    """Rows that follow one another, from the positions first..until, with the position of each run's first row."""
+    begin, end = max(0, first - routes.first), min(len(routes.rows), until - routes.first)
+    if end <= begin:
+        return []
+    if routes.valid is None:
+        return [(routes.first + begin, routes.rows[begin:end])]
+    edges = np.flatnonzero(np.diff(routes.valid[begin:end], prepend=False, append=False)) + begin
+    return [(routes.first + start, routes.rows[start:stop]) for start, stop in edges.reshape(-1, 2).tolist()]
+
+
+Offsets = NDArray[np.int64]
+
+
+def columns_of(
+    samples: Samples,
+    *,
+    rollout: str,
+    attempt: int,
+    logprobs_mode: str,
+    error: str = "",
+    extras: Mapping[str, NDArray[np.float32]] | None = None,
+    conversation: bytes = b"",
+) -> Columns:
+    """Context has loss mask 0 and logprob 0; of a rollout that ended in an error nothing is trained on."""
+    offsets = _offsets(samples)
+    input_ids, logprobs = np.empty(offsets[-1], np.int32), np.zeros(offsets[-1], np.float32)
+    loss_mask = np.zeros(offsets[-1], np.uint8)
+    by_sample: list[list[Addition]] = [[] for _ in offsets[1:]]
+    for turn in samples.turns:
+        by_sample[turn.sample].append(turn)
+        begin, start, end = (offsets[turn.sample] + at for at in (turn.prefix_tokens, turn.start, turn.end))
+        input_ids[begin:start], input_ids[start:end] = turn.prompt_ids, turn.completion_ids
+        logprobs[start:end] = turn.completion_logprobs
+        if not error:
+            loss_mask[start:end] = 1 if turn.completion_mask is None else turn.completion_mask
+    return Columns(
+        rollout=rollout,
+        attempt=attempt,
+        logprobs_mode=logprobs_mode,
+        error=error,
+        input_ids=input_ids,
+        loss_mask=loss_mask,
+        logprobs=logprobs,
+        sample_offsets=offsets,
+        first_prompt_length=np.array([turns[0].start for turns in by_sample], np.int32),
+        truncated=np.array([any(turn.truncated for turn in turns) for turns in by_sample], np.uint8),
+        overlong_prompt=np.array([any(turn.overlong_prompt for turn in turns) for turns in by_sample], np.uint8),
+        turns=_turn_table(samples.turns, offsets),
+        metrics=samples.metrics(),
+        extras=extras or {},
+        conversation=np.frombuffer(conversation, np.uint8),
+    )
+
+
+def routed_valid_of(samples: Samples) -> Mask:
+    """For each token, whether its routed row was sent."""
+    offsets = _offsets(samples)
+    valid = np.zeros(offsets[-1], np.uint8)
+    for chunk in samples.chunks():
+        first = offsets[chunk.sample] + chunk.first
+        valid[first : first + chunk.rows] = 1
+    return valid
+
+
+def _offsets(samples: Samples) -> Offsets:
+    return np.cumsum([0, *samples.lengths()], dtype=np.int64)
+
+
+def _turn_table(turns: Sequence[Addition], offsets: Offsets) -> TurnTable:
+    sample = np.array([turn.sample for turn in turns], np.int32)
+    named = {
+        "finish_reason": [turn.finish_reason for turn in turns],
+        "agent": [turn.agent for turn in turns],
+        "engine": [turn.engine for turn in turns],
+        "sampling": [turn.sampling for turn in turns],
+    }
+    words = {name: list(dict.fromkeys(values)) for name, values in named.items()}
+    numbers = {
+        name: np.array([words[name].index(value) for value in values], np.int32) for name, values in named.items()
+    }
+    return TurnTable(
+        sample=sample,
+        start=offsets[sample] + np.array([turn.start for turn in turns], np.int64),
+        end=offsets[sample] + np.array([turn.end for turn in turns], np.int64),
+        version_first=np.array([turn.version_first for turn in turns], np.int32),
+        version_last=np.array([turn.version_last for turn in turns], np.int32),
+        temperature=np.array([turn.temperature for turn in turns], np.float32),
+        **numbers,
+        words=words,
+    )

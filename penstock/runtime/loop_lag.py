@@ -1,0 +1,349 @@
+"""How late the event loop of this process runs: sampled always, logged, published to Redis for whoever asks.
+
+Owns the numbers; what to do about them is the reader's. Sampling never waits for anything but the loop itself.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import sys
+import sysconfig
+import threading
+import time
+from array import array
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field, fields
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+logger = logging.getLogger("penstock.loop_lag")
+
+LOOKS_PER_LIMIT = 4  # so that a block a little longer than the limit is seen
+SHORTEST_LOOK_S = 0.002  # a look takes some 20 us
+NAMES_KEPT = 200  # of different culprits; more are counted under OTHERS
+NAMES_SHOWN = 5
+OTHERS = "others"
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+class LagTrace:
+    """`start` is called on the loop's thread; `last_tick` says when the loop last ran, on the monotonic clock."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._blocked_s: dict[str, float] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, last_tick: Callable[[], float], interval_s: float) -> None:
+        loop_thread = threading.get_ident()
+        self._thread = threading.Thread(
+            target=self._look_for_ever, args=(loop_thread, last_tick, interval_s), name="lag-trace", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread:
+            self._thread.join()
+
+    def blockers(self) -> dict[str, float]:
+        """What blocked for longer than the limit, and for how many seconds since the start, the worst first."""
+        worst_first = sorted(self._blocked_s.copy().items(), key=lambda item: -item[1])
+        return {name: round(seconds, 3) for name, seconds in worst_first[:NAMES_SHOWN]}
+
+    def _look_for_ever(self, loop_thread: int, last_tick: Callable[[], float], interval_s: float) -> None:
+        pause_s = max(SHORTEST_LOOK_S, self._limit_s / LOOKS_PER_LIMIT)
+        looked_at = time.monotonic()
+        while not self._stop.wait(pause_s):
+            now = time.monotonic()
+            due = last_tick() + interval_s
+            frames = sys._current_frames() if now - due > self._limit_s else {}  # pyright: ignore[reportPrivateUsage]
+            if frame := frames.get(loop_thread):
+                self._seen(name_of(frame), since=max(due, looked_at), now=now, first=looked_at <= due + self._limit_s)
+            looked_at = now
+
+    def _seen(self, name: str, *, since: float, now: float, first: bool) -> None:
+        if name not in self._blocked_s and len(self._blocked_s) >= NAMES_KEPT:
+            name = OTHERS
+        self._blocked_s[name] = self._blocked_s.get(name, 0.0) + now - since
+        if first:
+            logger.warning("action=loop_blocked by=%r", name)
+
+
+def name_of(frame: FrameType) -> str:
+    """The innermost frame; behind it, where that is a library's, the line of ours or of the user's that went there."""
+    own = frame
+    while own.f_code.co_filename.startswith(LIBRARIES) and own.f_back is not None:
+        own = own.f_back
+    if own is frame or own.f_code.co_filename.startswith(LIBRARIES):
+        return _place(frame)
+    return f"{_place(own)} in {frame.f_code.co_qualname}"
+
+
+def _place(frame: FrameType) -> str:
+    file = "/".join(frame.f_code.co_filename.rsplit("/", 2)[-2:])
+    return f"{frame.f_code.co_qualname} ({file}:{frame.f_lineno})"
+
+
+if TYPE_CHECKING:
+    from redis import Redis
+    from redis.asyncio import Redis as AsyncRedis
+
+
+# A lag above this counts as blocked time. Two idle loops on a busy 2-core machine differ by up to 14 ms in p99.
+BLOCKED_ABOVE_S = 0.02
+LAG_KEY = "penstock:lag:{process}"
+# Three windows of the default length: a process that misses two publications is still there, a dead one soon is not.
+LAG_TTL_S = 30
+# Often enough for whoever looks at a short run; each time is one small SET.
+PUBLISH_EVERY_S = 2.0
+# What `take` looks back on: an hour at 20 Hz, 0.6 MB.
+TAKEN_MOST = 72_000
+# A Redis that does not answer must not pile up publications; the next window brings a newer one.
+PUBLISH_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LagSummary:
+    """One window. `cpu_share` tells a loop that is busy itself (near 1) from one that is kept waiting by the GIL."""
+
+    process: str
+    samples: int
+    window_s: float
+    min_s: float
+    mean_s: float
+    median_s: float
+    p90_s: float
+    p99_s: float
+    max_s: float
+    blocked_s: float
+    """Sum of the lags above BLOCKED_ABOVE_S."""
+    cpu_share: float
+    """CPU time of the loop's thread / wall time."""
+    blockers: dict[str, float] = field(default_factory=dict[str, float])
+    """What blocked the loop, and for how many seconds since the start, where it is traced."""
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LagLimits:
+    """Above any of them, the window's line is a warning."""
+
+    p90_s: float = 0.05
+    p99_s: float = 0.25
+    max_s: float = 1.0
+
+    def exceeded_by(self, summary: LagSummary) -> list[str]:
+        return [name for name in ("p90_s", "p99_s", "max_s") if getattr(summary, name) > getattr(self, name)]
+
+
+class _Sample(NamedTuple):
+    at: float
+    lag_s: float
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(kw_only=True)
+class _Untaken:
+    lags_s: "array[float]" = field(default_factory=lambda: array("d"))
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+    def add(self, sample: _Sample) -> None:
+        self.lags_s.append(sample.lag_s)
+        self.wall_s += sample.wall_s
+        self.cpu_s += sample.cpu_s
+        if len(self.lags_s) > TAKEN_MOST:
+            del self.lags_s[: TAKEN_MOST // 2]
+
+
+Publish = Callable[[LagSummary], Awaitable[None]]
+
+
+class LoopLag:
+    """Sleeps `interval_s` over and over and notes how much later than that it wakes."""
+
+    def __init__(
+        self,
+        *,
+        process: str,
+        interval_s: float = 0.05,
+        window_s: float = 10.0,
+        limits: LagLimits = LagLimits(),  # noqa: B008 - frozen
+        publish: Publish | None = None,
+        trace: LagTrace | None = None,
+    ) -> None:
+        self.last_tick = time.monotonic()
+        self._process = process
+        self._interval_s = interval_s
+        self._window_s = window_s
+        self._limits = limits
+        self._publish = publish
+        self._trace = trace
+        self._worst_s = 0.0
+        # Other threads copy this list while the loop appends: copying a list cannot fail half-way as a deque's can.
+        self._samples: list[_Sample] = []
+        self._samples_max = math.ceil(window_s / interval_s) + 2
+        self._untaken = _Untaken()
+
+    async def run(self) -> None:
+        """Sample until cancelled."""
+        if self._trace:
+            self._trace.start(lambda: self.last_tick, self._interval_s)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._sample_for_ever())
+                # On a task of its own: a Redis that hangs must not look like a loop that hangs.
+                if self._publish is not None:
+                    group.create_task(self._publish_for_ever(self._publish))
+        finally:
+            if self._trace:
+                self._trace.stop()
+
+    def summary(self) -> LagSummary:
+        """The last `window_s`; from another thread, a block that is still going on is part of it."""
+        now = time.monotonic()
+        return self._summarise(since=now - self._window_s, overdue_s=now - self.last_tick - self._interval_s)
+
+    def worst(self) -> float:
+        """The largest lag since the start, in seconds."""
+        return self._worst_s
+
+    def take(self) -> LagSummary:
+        """Since the last call, at most the last TAKEN_MOST samples. For the loop's own thread."""
+        untaken, self._untaken = self._untaken, _Untaken()
+        return self._summary(untaken.lags_s, wall_s=untaken.wall_s, cpu_s=untaken.cpu_s)
+
+    async def _sample_for_ever(self) -> None:
+        self.last_tick = reported = time.monotonic()
+        cpu = time.thread_time()
+        while True:
+            await asyncio.sleep(self._interval_s)
+            now, cpu_before, cpu = time.monotonic(), cpu, time.thread_time()
+            self._record(_Sample(now, self._lag_s(now), now - self.last_tick, cpu - cpu_before))
+            self.last_tick = now
+            if now - reported >= self._window_s:
+                self._log(self._summarise(since=reported))
+                reported = now
+
+    def _lag_s(self, now: float) -> float:
+        # A loop's timers may fire a clock tick early.
+        return max(0.0, now - self.last_tick - self._interval_s)
+
+    def _record(self, sample: _Sample) -> None:
+        self._worst_s = max(self._worst_s, sample.lag_s)
+        self._untaken.add(sample)
+        self._samples.append(sample)
+        if len(self._samples) >= 2 * self._samples_max:
+            self._samples = self._samples[-self._samples_max :]
+
+    def _summarise(self, *, since: float, overdue_s: float = 0.0) -> LagSummary:
+        samples = [sample for sample in self._samples.copy() if sample.at > since]
+        lags_s = [sample.lag_s for sample in samples]
+        if overdue_s > BLOCKED_ABOVE_S:
+            lags_s.append(overdue_s)
+        return self._summary(
+            lags_s,
+            wall_s=sum(sample.wall_s for sample in samples),
+            cpu_s=sum(sample.cpu_s for sample in samples),
+            overdue_s=max(0.0, overdue_s),
+        )
+
+    def _summary(
+        self, lags_s: "list[float] | array[float]", *, wall_s: float, cpu_s: float, overdue_s: float = 0.0
+    ) -> LagSummary:
+        lags = np.sort(np.array(lags_s or [0.0], np.float64))
+        return LagSummary(
+            process=self._process,
+            samples=len(lags_s),
+            window_s=wall_s + overdue_s,
+            min_s=float(lags[0]),
+            mean_s=float(lags.mean()),
+            median_s=_quantile(lags, 0.5),
+            p90_s=_quantile(lags, 0.9),
+            p99_s=_quantile(lags, 0.99),
+            max_s=float(lags[-1]),
+            blocked_s=float(lags[lags > BLOCKED_ABOVE_S].sum()),
+            cpu_share=cpu_s / wall_s if wall_s else 0.0,
+            blockers=self._trace.blockers() if self._trace else {},
+        )
+
+    def _log(self, summary: LagSummary) -> None:
+        exceeded = self._limits.exceeded_by(summary)
+        values = {
+            name: f"{value:.4f}" if isinstance(value, float) else value
+            for name, value in asdict(summary).items()
+            if name != "blockers"  # each has had its own line
+        }
+        if exceeded:
+            values["above_limit"] = ",".join(exceeded)
+        line = " ".join(f"{name}={value}" for name, value in values.items())
+        logger.log(logging.WARNING if exceeded else logging.INFO, "action=loop_lag %s", line)
+
+    async def _publish_for_ever(self, publish: Publish) -> None:
+        failing = False
+        while True:
+            await asyncio.sleep(min(self._window_s, PUBLISH_EVERY_S))
+            try:
+                async with asyncio.timeout(PUBLISH_TIMEOUT_S):
+                    await publish(self.summary())
+            except Exception as error:  # noqa: BLE001 - whatever the publisher raises, the loop goes on being watched
+                if not failing:
+                    logger.warning("action=loop_lag_unpublished process=%s error=%r", self._process, error)
+                failing = True
+            else:
+                failing = False
+
+
+def _quantile(ordered: NDArray[np.float64], share: float) -> float:
+    """As NumPy's, which takes ten times as long for the few values of a window."""
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return float(ordered[below] + (place - below) * (ordered[above] - ordered[below]))
+
+
+def publish_to(redis: "AsyncRedis") -> Publish:
+    """What LoopLag takes as `publish`: one key a process, gone LAG_TTL_S after its last sign."""
+
+    async def publish(summary: LagSummary) -> None:
+        await redis.set(LAG_KEY.format(process=summary.process), json.dumps(summary.as_dict()), ex=LAG_TTL_S)
+
+    return publish
+
+
+def read_all(redis: "Redis") -> list[LagSummary]:
+    """The last summary of every process that published within LAG_TTL_S, by name."""
+    keys = list(redis.scan_iter(match=LAG_KEY.format(process="*"), count=1000))
+    return _parse(redis.mget(keys) if keys else [])
+
+
+async def read_all_async(redis: "AsyncRedis") -> list[LagSummary]:
+    keys = [key async for key in redis.scan_iter(match=LAG_KEY.format(process="*"), count=1000)]
+    return _parse(await redis.mget(keys) if keys else [])
+
+
+def _parse(values: Any) -> list[LagSummary]:
+    # A key may expire between the scan and the read.
+    summaries = [summary for value in values if value is not None and (summary := _read(value))]
+    return sorted(summaries, key=lambda summary: summary.process)
+
+
+def _read(value: bytes) -> LagSummary | None:
+    """None for what a process of another version may have written: nobody stops for that."""
+    try:
+        return LagSummary.from_dict(json.loads(value))
+    except (ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,131 @@
+"""A rollout's `columns` file: its samples one after the other, the turns that made them, its conversation.
+
+Everything that encoding needs; the routed experts lie in a file of their own (experts.py).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import BlobCorrupt, StageError
+from penstock.store import tensors
+from penstock.store.files import BlobRef, Store
+
+Array = np.ndarray[Any, Any]
+
+FORMAT = "penstock.columns.1"
+TURN, EXTRA = "turn.", "extra."  # begin the names, in the file, of the arrays of these two
+
+# The dtype of every array by the axis it runs along: T tokens of all samples, S samples, S+1 their bounds, N turns.
+DTYPES = {
+    "T": {"input_ids": "i4", "loss_mask": "u1", "logprobs": "f4"},
+    "S": {"first_prompt_length": "i4", "truncated": "u1", "overlong_prompt": "u1"},
+    "S+1": {"sample_offsets": "i8"},
+    "N": {
+        "turn.sample": "i4",
+        "turn.start": "i8",
+        "turn.end": "i8",
+        "turn.version_first": "i4",
+        "turn.version_last": "i4",
+        "turn.temperature": "f4",
+        "turn.finish_reason": "i4",
+        "turn.agent": "i4",
+        "turn.engine": "i4",
+        "turn.sampling": "i4",
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnTable:
+    """One entry a turn, in the order of arrival."""
+
+    sample: Array
+    start: Array  # where its completion begins in T
+    end: Array
+    version_first: Array
+    version_last: Array
+    temperature: Array
+    finish_reason: Array  # this and the next three number the entries of `words[<their name>]`
+    agent: Array
+    engine: Array
+    sampling: Array  # top_p and the like, a JSON object
+    words: Mapping[str, list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    rollout: str
+    attempt: int
+    logprobs_mode: str  # processed or raw
+    error: str = ""  # why the rollout ended badly: its loss mask is then 0
+    input_ids: Array
+    loss_mask: Array
+    logprobs: Array
+    sample_offsets: Array
+    first_prompt_length: Array  # of the turn that began the sample
+    truncated: Array
+    overlong_prompt: Array
+    turns: TurnTable
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    extras: Mapping[str, Array] = field(default_factory=dict[str, Array])  # f4[T] each
+    conversation: Array = field(default_factory=lambda: np.empty(0, np.uint8))  # JSON
+
+    def __post_init__(self) -> None:
+        tokens, samples, turns = self.input_ids.size, self.truncated.size, self.turns.sample.size
+        lengths = {"T": tokens, "S": samples, "S+1": samples + 1, "N": turns}
+        arrays = _arrays(self)
+        for axis, dtypes in DTYPES.items():
+            for name, dtype in dtypes.items():
+                _check(name, arrays[name], dtype, lengths[axis])
+        for name, array in self.extras.items():
+            _check(EXTRA + name, array, "f4", tokens)
+        offsets = self.sample_offsets
+        if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 0).any():
+            raise StageError(f"columns of rollout {self.rollout}: sample_offsets do not rise from 0 to {tokens}")
+
+    def sample(self, index: int) -> slice:
+        """Where in T a sample lies."""
+        return slice(int(self.sample_offsets[index]), int(self.sample_offsets[index + 1]))
+
+
+def write_columns(store: Store, key: str, columns: Columns) -> BlobRef:
+    words = {name: json.dumps(value, allow_nan=False) for name, value in _words(columns).items()}
+    return tensors.write(store, key, _arrays(columns), {"format": FORMAT, **words})
+
+
+def read_columns(store: Store, ref: BlobRef, *, verify: bool = True) -> Columns:
+    """Views of the memory map."""
+    file = tensors.read(store, ref, verify=verify)
+    if file.metadata.pop("format", "no columns file") != FORMAT:
+        raise BlobCorrupt(f"blob {ref.key} is not {FORMAT}")
+    words = {name: json.loads(text) for name, text in file.metadata.items()}
+    own, turn, extra = dict[str, Array](), dict[str, Array](), dict[str, Array]()
+    for name, array in file.arrays.items():
+        prefix, dot, rest = name.partition(".")
+        {TURN: turn, EXTRA: extra}.get(prefix + dot, own)[rest or name] = array
+    try:
+        return Columns(**own, turns=TurnTable(**turn, words=words.pop("words")), extras=extra, **words)
+    except (KeyError, TypeError, StageError) as error:
+        raise BlobCorrupt(f"blob {ref.key} is not a whole columns file: {error}") from error
+
+
+def _check(name: str, array: Array, dtype: str, length: int) -> None:
+    if array.dtype != np.dtype(dtype) or array.shape != (length,):
+        raise StageError(f"column {name} is {array.dtype} {array.shape}, expected {np.dtype(dtype)} ({length},)")
+
+
+def _arrays(columns: Columns) -> dict[str, Array]:
+    """Every array under its name in the file."""
+    arrays = {field.name: getattr(columns, field.name) for field in fields(columns)}
+    arrays |= {TURN + field.name: getattr(columns.turns, field.name) for field in fields(columns.turns)}
+    arrays |= {EXTRA + name: array for name, array in columns.extras.items()}
+    return {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
+
+
+def _words(columns: Columns) -> dict[str, Any]:
+    names = ("rollout", "attempt", "logprobs_mode", "error", "metrics")
+    return {**{name: getattr(columns, name) for name in names}, "words": columns.turns.words}

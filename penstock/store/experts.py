@@ -1,0 +1,106 @@
+"""A rollout's `experts` file: the routed rows in the order in which they came, and where each belongs.
+
+Rows are appended while the rollout runs and leave memory at once; sealing adds the chunk table and `routed_valid` and
+writes the header into the space reserved at the start. Nothing is written twice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from penstock.errors import BlobCorrupt, StageError
+from penstock.store import tensors
+from penstock.store.files import BlobRef, Store
+from penstock.store.parts import HEAD, Part
+
+Array = np.ndarray[Any, Any]
+
+FORMAT = "penstock.experts.1"
+
+# What a reader puts where nobody sent a row: a number, or "dummy", the valid route (0, 1, ..., topk-1).
+Missing = Literal[-1, 0, "dummy"]
+Layers = slice | Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Rows that follow one another in the file and in a sample."""
+
+    sample: int
+    first: int  # position in the sample
+    rows: int
+
+
+def seal_experts(
+    store: Store,
+    key: str,
+    part: Part,
+    *,
+    chunks: Sequence[Chunk],
+    routed_valid: Array,
+    row: tuple[int, int],
+    dtype: np.dtype[Any],
+    rollout: str,
+    attempt: int,
+) -> BlobRef:
+    """Makes the blob from a part (with a reserved head) that holds the chunks' rows, `row` being (layers, topk)."""
+    rows = sum(chunk.rows for chunk in chunks)
+    if part.length != HEAD + rows * row[0] * row[1] * dtype.itemsize:
+        raise StageError(f"part {part.path.name} has {part.length - HEAD} bytes for {rows} rows of {row} {dtype}")
+    table = np.array([(chunk.sample, chunk.first, chunk.rows) for chunk in chunks], np.int64).reshape(-1, 3)
+    layout = {
+        "rows": (dtype, (rows, *row)),
+        "chunks": (table.dtype, table.shape),
+        "routed_valid": (routed_valid.dtype, routed_valid.shape),
+    }
+    metadata = {"format": FORMAT, "rollout": rollout, "attempt": str(attempt)}
+    head = tensors.header(layout, metadata, size=HEAD)
+    mark = part.mark()
+    try:
+        part.append(table, routed_valid)
+        return store.commit(part, key, head=head)
+    except BaseException:
+        part.reset(mark)
+        raise
+
+
+class Experts:
+    """An opened experts file, memory-mapped."""
+
+    def __init__(self, store: Store, ref: BlobRef, *, verify: bool = True) -> None:
+        file = tensors.read(store, ref, verify=verify)
+        if file.metadata.get("format") != FORMAT or file.arrays.keys() != {"rows", "chunks", "routed_valid"}:
+            raise BlobCorrupt(f"blob {ref.key} is {file.metadata.get('format')!r}, expected {FORMAT}")
+        self.rows = file.arrays["rows"]  # u8|u16[R, layers, topk]
+        self.routed_valid = file.arrays["routed_valid"]  # u8[T], the rollout's samples one after the other
+        chunks = file.arrays["chunks"].copy()  # where it lies in the file need not be aligned
+        if self.rows.ndim != 3 or chunks.shape[1:] != (3,) or chunks[:, 2].sum() != len(self.rows):
+            raise BlobCorrupt(f"blob {ref.key} is not a whole experts file: its chunks are not its rows")
+        self._sample, self._first, self._count = chunks.T
+        self._row = np.cumsum(self._count) - self._count
+
+    def read(
+        self, sample: int, start: int, stop: int, out: Array, *, layers: Layers = slice(None), missing: Missing = -1
+    ) -> None:
+        """Copies a sample's rows of positions start..stop into `out` [stop-start, layers, topk], of any integer type
+        that holds them, and fills the positions that nobody sent."""
+        self._check_type(out.dtype, missing)
+        filling = np.arange(self.rows.shape[2]) if missing == "dummy" else missing
+        touched = (self._sample == sample) & (self._first < stop) & (self._first + self._count > start)
+        done = start
+        for chunk in np.flatnonzero(touched):  # in a sample, later chunks have later positions
+            first, end = max(start, self._first[chunk]), min(stop, self._first[chunk] + self._count[chunk])
+            row = self._row[chunk] + first - self._first[chunk]
+            out[done - start : first - start] = filling
+            out[first - start : end - start] = self.rows[row : row + end - first, layers]
+            done = end
+        out[done - start :] = filling
+
+    def _check_type(self, dtype: np.dtype[Any], missing: Missing) -> None:
+        signed = dtype.kind == "i"
+        if missing == -1 and not signed:
+            raise StageError(f"{dtype} cannot hold -1: read into int16 or int32, or choose another filling")
+        if dtype.itemsize * 8 - signed < self.rows.dtype.itemsize * 8:
+            raise StageError(f"{dtype} cannot hold expert ids of {self.rows.dtype}: read into a wider type")

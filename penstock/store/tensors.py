@@ -1,0 +1,99 @@
+"""The safetensors layout: named arrays and string metadata in one blob, read as views of the memory map.
+
+Written and read here, not by the package, so that arrays go to disk without an intermediate copy, a header can be
+written last, and reading copies nothing. Every file opens with the official reader.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import BlobCorrupt
+from penstock.store.files import BlobRef, Store
+from penstock.store.parts import Piece
+
+Array = np.ndarray[Any, Any]
+
+DTYPES = {
+    name: np.dtype(code)
+    for name, code in {
+        "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
+        "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8",
+    }.items()
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+PREFIX = 8  # bytes: the header's length, little-endian, stands before it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensors:
+    arrays: dict[str, Array]
+    metadata: dict[str, str]
+
+
+def write(store: Store, key: str, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> BlobRef:
+    return store.put(key, pieces(arrays, metadata))
+
+
+def pieces(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> list[Piece]:
+    """What to write. The same arrays in any order give the same bytes; wide dtypes come first: all are aligned."""
+    ordered = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    layout = {name: (arrays[name].dtype, arrays[name].shape) for name in ordered}
+    return [header(layout, metadata), *(np.ascontiguousarray(arrays[name]) for name in ordered)]
+
+
+def read(store: Store, ref: BlobRef, *, verify: bool = True) -> Tensors:
+    content = store.open(ref, verify=verify)
+    try:
+        return parse(content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BlobCorrupt(f"blob {ref.key} is no safetensors file: {error}") from error
+
+
+def header(
+    layout: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], metadata: Mapping[str, str], *, size: int = 0
+) -> bytes:
+    """Length and JSON for arrays that follow one another, padded with spaces to `size` or to the next 8 bytes."""
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    end = 0
+    for name, (dtype, shape) in layout.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    length = max(size - PREFIX, -len(text) % 8 + len(text))
+    if size and length > size - PREFIX:
+        raise ValueError(f"a header of {len(text)} bytes does not fit into the {size - PREFIX} reserved for it")
+    return length.to_bytes(PREFIX, "little") + text.ljust(length)
+
+
+def parse(content: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensors:
+    """Views of `content`. Raises ValueError, KeyError, TypeError or AttributeError for what is no such file."""
+    length = int.from_bytes(content[:PREFIX].tobytes(), "little")
+    start = PREFIX + length
+    if start > content.size or content.size < PREFIX:
+        raise ValueError(f"a header of {length} bytes in a file of {content.size}")
+    entries: dict[str, Any] = json.loads(content[PREFIX:start].tobytes())
+    metadata: dict[str, str] = entries.pop("__metadata__", {})
+    arrays: dict[str, Array] = {}
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = _expect_start(name, entry["data_offsets"], end)
+        view = content[start + begin : start + end].view(DTYPES[entry["dtype"]])
+        arrays[name] = view.reshape(entry["shape"])
+        if list(arrays[name].shape) != entry["shape"]:
+            raise ValueError(f"{name} has shape {entry['shape']}")
+    if start + end != content.size:
+        raise ValueError(f"arrays of {end} bytes in a file that holds {content.size - start} of them")
+    return Tensors(arrays=arrays, metadata=metadata)
+
+
+def _expect_start(name: str, offsets: list[int], expected: int) -> tuple[int, int]:
+    begin, end = offsets
+    if begin != expected or end < begin:
+        raise ValueError(f"{name} lies at {begin}:{end}, expected at {expected}")
+    return begin, end

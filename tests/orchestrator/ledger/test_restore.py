@@ -1,0 +1,156 @@
+"""A ledger that is opened again holds what it held: everything that is open, and the counts of the rest."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from support.ledgers import admitted, configured, encoded, generated, planned, submitted
+
+from orchestrator.composer import Composer
+from orchestrator.inputs import batch_plan
+from orchestrator.ledger import rebuild, restore
+from orchestrator.ledger.audit import audit
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.run_dir import enter, make
+from orchestrator.trainer import Trainer
+from penstock.batches import seal_manifest
+from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
+from penstock.messages import EncodeResult
+from penstock.store import Store
+
+
+def written(path: Path, write: Callable[[Ledger], object]) -> Ledger:
+    """What `write` did, committed; the ledger is closed, its memory is there to compare."""
+
+    async def run() -> Ledger:
+        ledger = Ledger(path)
+        write(ledger)
+        await ledger.committed()
+        ledger.close()
+        return ledger
+
+    return asyncio.run(run())
+
+
+def contents(ledger: Ledger | restore.Kept) -> dict[str, Any]:
+    return {
+        "groups": {
+            id: (group.row(), [rollout.row() for rollout in group.rollouts]) for id, group in ledger.groups.items()
+        },
+        "jobs": {id: job.row() for id, job in ledger.jobs.items()},
+        "batches": {
+            step: (batch.row(), [group.id for group in batch.groups]) for step, batch in ledger.batches.items()
+        },
+        "meta": ledger.meta,
+        "states": +ledger.states,
+        "reasons": +ledger.reasons,
+        "untrained": ledger.untrained,
+    }
+
+
+def test_everything_that_is_open_comes_back(tmp_path: Path) -> None:
+    def write(ledger: Ledger) -> None:
+        planned(ledger)
+        ledger.wait(ledger.jobs[submitted(ledger).rollouts[0].id], error="it broke", failures=1)
+        ledger.enter(generated(ledger), GroupState.FILTERING)
+        admitted(ledger).rollouts[1].masked = True
+        ledger.set("position", "17-3")
+        config = configured(batch={"size": 1, "data_ranks": 2, "order": "completion"})
+        batch = Composer(config, ledger, Trainer(config, ledger)).compose()
+        assert batch is not None
+        job = ledger.jobs[batch.job_id(0)]
+        ledger.submit(job)
+        ledger.end(job, JobState.SETTLED, result=EncodeResult(rank=encoded(config, batch)[0]))
+
+    before = written(tmp_path / "ledger.sqlite", write)
+    after = restore.read(tmp_path / "ledger.sqlite")
+    assert contents(after) == contents(before)
+    assert {job.state for job in after.jobs.values()} == {JobState.WAITING, JobState.SUBMITTED, JobState.SETTLED}
+
+
+def test_what_is_closed_stays_in_the_counts_and_out_of_memory(tmp_path: Path) -> None:
+    def write(ledger: Ledger) -> None:
+        batch = ledger.compose(0, [admitted(ledger)])
+        ledger.deliver(batch)
+        dropped = generated(ledger)
+        for rollout in dropped.rollouts:
+            ledger.move(rollout, RolloutState.FILTERED, reason="zero_variance")
+        ledger.enter(dropped, GroupState.CLOSED)
+
+    written(tmp_path / "ledger.sqlite", write)
+    after = restore.read(tmp_path / "ledger.sqlite")
+    assert (after.groups, after.jobs, after.batches) == ({}, {}, {})
+    assert after.states == {RolloutState.DELIVERED: 4, RolloutState.FILTERED: 4}
+    assert after.reasons == {"zero_variance": 4}
+    assert after.meta["steps_delivered"] == 1
+    assert after.untrained == {0: 4}
+
+
+def test_what_the_trainer_has_had_stays_trained(tmp_path: Path) -> None:
+    def write(ledger: Ledger) -> None:
+        for step in range(2):
+            ledger.deliver(ledger.compose(step, [admitted(ledger)]))
+        ledger.train(0)
+
+    written(tmp_path / "ledger.sqlite", write)
+    after = restore.read(tmp_path / "ledger.sqlite")
+    assert after.states == {RolloutState.TRAINED: 4, RolloutState.DELIVERED: 4}
+    assert after.untrained == {1: 4}
+
+
+def test_a_survey_of_an_environment_named_like_a_step_outlives_that_step(tmp_path: Path) -> None:
+    def write(ledger: Ledger) -> None:
+        ledger.add_job("e1-0", JobKind.SURVEY, "0")
+        ledger.deliver(ledger.compose(0, [admitted(ledger)]))
+
+    written(tmp_path / "ledger.sqlite", write)
+    assert list(restore.read(tmp_path / "ledger.sqlite").jobs) == ["e1-0"]
+
+
+def test_encoding_jobs_of_an_earlier_formation_do_not_come_back(tmp_path: Path) -> None:
+    def write(ledger: Ledger) -> None:
+        admitted(ledger)
+        config = configured(batch={"size": 1})
+        composer = Composer(config, ledger, Trainer(config, ledger))
+        first = composer.compose()
+        assert first is not None
+        ledger.dissolve(first)
+        assert composer.compose() is not None
+
+    written(tmp_path / "ledger.sqlite", write)
+    assert list(restore.read(tmp_path / "ledger.sqlite").jobs) == ["s000000f2r0"]
+
+
+def test_there_is_nothing_to_restore_at_first(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    assert restore.read(path) == restore.Kept()
+    path.touch()
+    assert restore.read(path) == restore.Kept(), "the first start died before it had made its tables"
+
+
+def test_a_ledger_that_is_gone_is_made_anew_from_the_manifests(tmp_path: Path) -> None:
+    config = configured(run_dir=tmp_path / "run")
+    make(config)
+    enter(config)
+
+    def deliver(ledger: Ledger) -> None:
+        group = admitted(ledger)
+        ledger.move(group.rollouts[0], RolloutState.FILTERED, reason="gibberish")
+        batch = ledger.compose(0, [group])
+        ranks = encoded(config, batch)
+        seal_manifest(Store(config.store_dir), batch_plan(config, batch), ranks)
+        ledger.deliver(batch)
+        planned(ledger)
+
+    written(config.ledger_path, deliver)
+    config.ledger_path.unlink()
+    rebuild.if_lost(config)
+    found = audit(config.run_dir)
+    assert found["balanced"], found["problems"]
+    assert (found["planned"], found["delivered"], found["filtered"]) == (4, 3, {"ledger_lost": 1})
+    kept = restore.read(config.ledger_path)
+    assert kept.meta["steps_delivered"] == 1
+    before = config.ledger_path.read_bytes()
+    rebuild.if_lost(config)
+    assert config.ledger_path.read_bytes() == before, "a ledger that is there is left alone"

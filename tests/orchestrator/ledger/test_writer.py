@@ -1,0 +1,120 @@
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.small_disk import LimitedDirectory
+from support.waiting import wait_until
+
+from orchestrator.ledger import writer as module
+from orchestrator.ledger.writer import Changes, Writer
+from penstock.ledger.schema import reading
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.sqlite"
+
+
+@pytest.fixture
+def writer(path: Path) -> Iterator[Writer]:
+    writer = Writer(path)
+    yield writer
+    writer.close()
+
+
+def meta(key: str, value: int) -> Changes:
+    return {"meta": [(key, value)]}
+
+
+def events(number: int) -> Changes:
+    return {"events": [(0.0, "subject", "action", "detail" * 20)] * number}
+
+
+def kept(path: Path, query: str = "SELECT key, value FROM meta ORDER BY key") -> list[tuple[object, ...]]:
+    with reading(path) as connection:
+        return connection.execute(query).fetchall()
+
+
+def test_what_is_committed_is_on_the_disk_when_it_is_said(writer: Writer, path: Path) -> None:
+    seen: list[list[tuple[object, ...]]] = []
+    done = threading.Event()
+    writer.put(meta("a", 1), lambda: seen.append(kept(path)))
+    writer.put(meta("b", 2), done.set)
+    assert done.wait(10)
+    assert ("a", 1) in seen[0]
+
+
+def test_changes_are_committed_in_order_and_several_at_once(writer: Writer, path: Path) -> None:
+    order: list[int] = []
+    for number in range(1000):
+        writer.put(meta("last", number), lambda number=number: order.append(number))
+    writer.close()
+    assert order == list(range(1000))
+    assert kept(path) == [("last", 999)]
+    assert writer.commits < 1000
+
+
+def test_closing_commits_what_is_queued(path: Path) -> None:
+    writer = Writer(path)
+    for number in range(100):
+        writer.put(meta(f"{number:03}", number), lambda: None)
+    writer.close()
+    assert len(kept(path)) == 100
+
+
+def test_old_events_go(writer: Writer, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EVENTS_KEPT", 10)
+    monkeypatch.setattr(module, "PRUNE_EVERY", 1)
+    writer.put(events(50), lambda: None)
+    writer.close()
+    assert kept(path, "SELECT min(id), count(*) FROM events") == [(41, 10)]
+
+
+def test_a_disk_that_takes_nothing_is_waited_for_and_nothing_is_lost(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
+    writer = Writer(path)
+    writer.put(events(1000), lambda: None)
+    wait_until(lambda: writer.commits == 1)
+    late = threading.Event()
+    with LimitedDirectory(path.parent).full(os.getpid(), "."):
+        writer.put(events(1000) | meta("late", 1), late.set)
+        trouble = wait_until(lambda: writer.trouble)
+        assert trouble.startswith(f"the ledger {path} cannot be written (")
+        assert trouble.endswith("free space on its disk; nothing is lost")
+        assert not late.is_set()
+        assert kept(path) == []
+    assert late.wait(10)
+    assert writer.trouble is None
+    writer.close()
+    assert kept(path) == [("late", 1)]
+    assert kept(path, "SELECT count(*) FROM events") == [(2000,)]
+
+
+def test_a_writer_that_cannot_write_can_be_closed_all_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
+    writer = Writer(path)
+    writer.put(events(1000), lambda: None)
+    wait_until(lambda: writer.commits == 1)
+    late = threading.Event()
+    with LimitedDirectory(path.parent).full(os.getpid(), "."):
+        writer.put(events(1000) | meta("late", 1), late.set)
+        wait_until(lambda: writer.trouble)
+        writer.close(timeout_s=0.1)
+    assert not late.is_set(), "what is not on the disk is never called committed"
+    assert kept(path) == []
+
+
+def test_a_ledger_that_somebody_else_holds_is_waited_for(writer: Writer, path: Path) -> None:
+    done = threading.Event()
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    writer.put(meta("a", 1), done.set)
+    assert not done.wait(0.05)
+    other.execute("ROLLBACK")
+    other.close()
+    assert done.wait(10)

@@ -1,0 +1,191 @@
+import asyncio
+import dataclasses
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from orchestrator import run_dir
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.lock import lock_directory
+from orchestrator.reporting.status import status
+from penstock import redis_keys
+from penstock.config import RunConfig
+from penstock.errors import RunError
+from penstock.runtime.embedded_redis import EmbeddedRedis
+from penstock.runtime.loop_lag import LAG_KEY, LagSummary
+
+HERE = socket.gethostname()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis"), password="hunter2") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: EmbeddedRedis) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url) as client:
+        yield client
+        client.flushall()
+
+
+@pytest.fixture
+def run(server: EmbeddedRedis, tmp_path: Path) -> Path:
+    """A run with two planned rollouts in its ledger, which nobody drives."""
+    config = RunConfig(run_dir=tmp_path / "run", redis_url=server.url)
+    run_dir.make(config)
+    run_dir.enter(config)
+
+    async def plan() -> None:
+        ledger = Ledger(config.ledger_path)
+        ledger.plan(environment="noop", example=0, size=2)
+        ledger.set("steps_delivered", 3)
+        await ledger.committed()
+        ledger.close()
+
+    asyncio.run(plan())
+    return config.run_dir
+
+
+def say(run: Path, *, age_s: float = 0.0, host: str = HERE, **values: Any) -> None:
+    """What the orchestrator last wrote."""
+    said = {
+        "run": run_dir.read(run)["run"], "phase": "running", "stopped_by": None, "at": time.time() - age_s,
+        "process": {"host": host, "pid": 4711}, "running_s": 60.0, "step": 2, "steps": 9, "rollouts_per_s": 7.5,
+        "rollouts": {"planned": 1}, "states": {}, "waiting_for": ["the engine cannot be reached"],
+        "event_loop_lag": {"p99_s": 0.5},
+    }  # fmt: skip
+    run_dir.write_json(run / "status.json", said | values)
+
+
+def lock_in_redis(client: redis.Redis, run: str) -> None:
+    client.set(redis_keys.LOCK, json.dumps({"run": run, "run_dir": "/runs/other", "host": "elsewhere", "pid": 1}))
+
+
+def test_a_running_run_says_itself_what_it_waits_for(run: Path, server: EmbeddedRedis) -> None:
+    say(run)
+    with lock_directory(run):
+        found = status(run, server.url)
+    assert found["state"] == "running"
+    assert found["process"] == {"host": HERE, "pid": 4711}
+    assert found["waiting_for"] == ["the engine cannot be reached"]
+    assert (found["steps"], found["rollouts_per_s"]) == (9, 7.5)
+    assert found["status_age_s"] < 10
+    assert found["event_loop_lag"] == {"orchestrator": {"p99_s": 0.5}}
+
+
+def test_the_counts_are_the_ledger_s(run: Path, server: EmbeddedRedis) -> None:
+    say(run)
+    found = status(run, server.url)
+    assert found["step"] == 3
+    assert found["rollouts"]["planned"] == found["rollouts"]["in_flight"] == 2
+    assert found["states"] == {"planned": 2}
+
+
+def test_a_ledger_that_is_out_of_reach_leaves_the_last_counts(run: Path, server: EmbeddedRedis) -> None:
+    say(run)
+    (run / "ledger.sqlite").unlink()
+    found = status(run, server.url)
+    assert found["rollouts"] == {"planned": 1}
+    assert "there is no ledger" in found["ledger"]["error"]
+
+
+def test_an_orchestrator_that_is_just_starting(run: Path, server: EmbeddedRedis) -> None:
+    with lock_directory(run):
+        found = status(run, server.url)
+    assert found["state"] == "starting"
+    assert found["status_age_s"] is None
+
+
+def test_a_lock_without_a_sign_of_life(run: Path, server: EmbeddedRedis) -> None:
+    say(run, age_s=60)
+    with lock_directory(run):
+        found = status(run, server.url)
+    assert found["state"] == "silent"
+    assert "said nothing for 60 s" in found["waiting_for"][0]
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({}, "its process has died"),
+        ({"phase": "draining"}, "it was stopped"),
+        ({"stopped_by": "160 groups in a row were dropped"}, "160 groups in a row were dropped"),
+    ],
+)
+def test_a_run_that_nobody_drives_says_why(run: Path, server: EmbeddedRedis, said: dict[str, Any], why: str) -> None:
+    say(run, **said)
+    found = status(run, server.url)
+    assert found["state"] == "stopped"
+    assert found["rollouts_per_s"] == 0
+    assert found["waiting_for"] == [
+        f"the orchestrator is not running ({why}): `penstock run` resumes the run, nothing is lost"
+    ]
+
+
+def test_a_run_that_is_done_waits_for_nothing_even_without_redis(run: Path) -> None:
+    say(run, phase="done")
+    found = status(run, "redis://127.0.0.1:1/0")
+    assert found["state"] == "done"
+    assert found["waiting_for"] == []
+    assert found["queued"] is None
+    assert "127.0.0.1:1/0 cannot be used" in found["redis"]["error"]
+
+
+@pytest.mark.parametrize(("holder", "state"), [("ours", "running"), (None, "stopped")])
+def test_on_another_host_the_lock_in_redis_tells(
+    run: Path, server: EmbeddedRedis, client: redis.Redis, holder: str | None, state: str
+) -> None:
+    say(run, host="elsewhere")
+    if holder:
+        lock_in_redis(client, run_dir.read(run)["run"])
+    assert status(run, server.url)["state"] == state
+
+
+def test_a_full_disk_is_seen_where_no_status_can_be_written(
+    run: Path, server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not any("full" in cause for cause in status(run, server.url)["waiting_for"])
+    monkeypatch.setattr("orchestrator.status.FULL_BYTES", 1 << 62)
+    assert f"the disk of {run}/ledger.sqlite is full: make room" in status(run, server.url)["waiting_for"]
+
+
+def test_queues_workers_and_the_lag_of_every_loop(run: Path, server: EmbeddedRedis, client: redis.Redis) -> None:
+    id = run_dir.read(run)["run"]
+    client.lpush("rollouts", "a", "b")
+    client.hset(
+        redis_keys.LEASES, mapping={f"{id}.g1-0.1.x": "host-1:7", f"{id}.g1-1.2.y": "host-1:7", "other.j.1.z": "w:1"}
+    )
+    names = {field.name for field in dataclasses.fields(LagSummary)} - {"process", "samples"}
+    summary = LagSummary(process="rollouts@host-1", samples=4, **dict.fromkeys(names, 0.25))
+    client.set(LAG_KEY.format(process=summary.process), json.dumps(summary.as_dict()))
+    found = status(run, server.url)
+    assert found["queued"] == {"rollouts": 2, "filtering": 0, "advantages": 0, "encoding": 0}
+    assert found["workers"] == {"host-1": ["g1-0", "g1-1"]}
+    assert found["event_loop_lag"]["rollouts@host-1"]["p99_s"] == 0.25
+
+
+def test_a_redis_of_another_run_is_not_taken_for_ours(run: Path, server: EmbeddedRedis, client: redis.Redis) -> None:
+    lock_in_redis(client, "other")
+    client.lpush("rollouts", "theirs")
+    found = status(run, server.url)
+    assert found["queued"] is None
+    assert found["redis"]["error"].endswith("serves another run: the one in /runs/other")
+
+
+def test_a_password_that_is_missing_is_asked_for_and_none_is_shown(run: Path, server: EmbeddedRedis) -> None:
+    found = status(run)
+    assert "asks for a password: put the right one into the environment" in found["redis"]["error"]
+    assert "hunter2" not in json.dumps(status(run, server.url))
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="is not a run directory"):
+        status(tmp_path)

@@ -1,0 +1,274 @@
+"""What follows from a reply."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ledgers import configured, submitted
+
+from orchestrator.gates import Gates
+from orchestrator.groups import Stages
+from orchestrator.ledger import restore
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import Group, Job
+from penstock.errors import RunError
+from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
+from penstock.messages import AdvantageResult, FilterResult, Outcome, Reply, RolloutResult, ScoreResult, SurveyResult
+from penstock.store import BlobRef
+
+DONE, FAILED, RELEASED, UNREACHABLE = Outcome.DONE, Outcome.FAILED, Outcome.RELEASED, Outcome.UNREACHABLE
+
+
+class Scene:
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.gates = Gates()
+        self.stages = Stages(configured(recovery={"max_failures": 3}), ledger, self.gates)
+        self.group: Group = submitted(ledger)
+        self.rollout = self.group.rollouts[0]
+        self.job: Job = ledger.jobs[self.rollout.id]
+
+    def reply(self, job: str, outcome: Outcome = DONE, *, result: Any = None, attempt: int = 1) -> None:
+        error = None if outcome is DONE else "it broke"
+        self.stages.apply(Reply(run="run", job=job, attempt=attempt, execution="x", worker="w", outcome=outcome,
+                                result=result, error=error))  # fmt: skip
+
+    def finish_rollouts(self) -> None:
+        for rollout in self.group.rollouts:
+            self.reply(rollout.id, result=RolloutResult(reward=1.0))
+
+    def submit_stage(self, name: str) -> str:
+        job = self.ledger.jobs[f"{self.group.id}-{name}"]
+        self.ledger.submit(job)
+        return job.id
+
+    def states(self) -> list[RolloutState]:
+        return [rollout.state for rollout in self.group.rollouts]
+
+
+@pytest.fixture
+def scene(ledger: Ledger) -> Scene:
+    return Scene(ledger)
+
+
+def test_a_group_goes_through_filtering_and_advantages(scene: Scene) -> None:
+    scene.finish_rollouts()
+    assert scene.group.state is GroupState.FILTERING
+    scene.reply(scene.submit_stage("filter"), result=FilterResult(dropped={f"{scene.group.id}-3": "gibberish"}))
+    assert scene.group.state is GroupState.ESTIMATING
+    advantages = {rollout.id: 0.5 for rollout in scene.group.rollouts[:3]}
+    scene.reply(scene.submit_stage("advantages"), result=AdvantageResult(advantages=advantages))
+    assert scene.group.state is GroupState.ADMITTED
+    assert scene.states() == [RolloutState.ADMITTED] * 3 + [RolloutState.FILTERED]
+    assert scene.ledger.reasons == {"gibberish": 1}
+    assert scene.ledger.jobs == {}
+
+
+def test_what_a_filter_masks_is_admitted_and_stays_masked(scene: Scene) -> None:
+    scene.finish_rollouts()
+    scene.reply(scene.submit_stage("filter"), result=FilterResult(masked=(scene.rollout.id,)))
+    advantages = {rollout.id: 0.5 for rollout in scene.group.rollouts}
+    scene.reply(scene.submit_stage("advantages"), result=AdvantageResult(advantages=advantages))
+    assert scene.states() == [RolloutState.ADMITTED] * 4
+    assert [rollout.masked for rollout in scene.group.rollouts] == [True, False, False, False]
+
+
+def test_what_a_filter_masks_is_in_the_next_commit(scene: Scene, tmp_path: Path) -> None:
+    async def commit_twice() -> None:
+        scene.finish_rollouts()
+        filtering = scene.submit_stage("filter")
+        await scene.ledger.committed()
+        scene.reply(filtering, result=FilterResult(masked=(scene.rollout.id,)))
+        await scene.ledger.committed()
+
+    asyncio.run(commit_twice())
+    kept = restore.read(tmp_path / "ledger.sqlite").groups[scene.group.id]
+    assert [rollout.masked for rollout in kept.rollouts] == [True, False, False, False]
+
+
+def test_an_environment_that_scores_groups_is_asked_for_their_rewards(scene: Scene) -> None:
+    scene.ledger.set("scores_groups:noop", 1)
+    scene.finish_rollouts()
+    assert scene.group.state is GroupState.SCORING
+    job = scene.submit_stage("score")
+    scene.reply(job, result=ScoreResult(rewards={scene.rollout.id: 3.0}))
+    assert scene.ledger.jobs[job].failures == 1, "it names one rollout of four"
+    scene.ledger.submit(scene.ledger.jobs[job])
+    rewards = {rollout.id: 3.0 + rollout.index for rollout in scene.group.rollouts}
+    scene.reply(job, result=ScoreResult(rewards=rewards), attempt=2)
+    assert [rollout.result and rollout.result.reward for rollout in scene.group.rollouts] == [3.0, 4.0, 5.0, 6.0]
+    assert scene.group.state is GroupState.FILTERING
+
+
+def test_a_survey_says_how_large_an_environment_is(scene: Scene) -> None:
+    scene.ledger.submit(scene.ledger.add_job("e1-noop", JobKind.SURVEY, "noop"))
+    scene.reply("e1-noop", result=SurveyResult(examples=7, scores_groups=True))
+    assert (scene.ledger.number("examples:noop"), scene.ledger.number("scores_groups:noop")) == (7, 1)
+    assert "e1-noop" not in scene.ledger.jobs
+
+
+def test_an_environment_that_cannot_be_surveyed_ends_the_run_and_is_asked_anew_by_the_next(scene: Scene) -> None:
+    job = scene.ledger.add_job("e1-noop", JobKind.SURVEY, "noop")
+    for attempt in (1, 2):
+        scene.ledger.submit(job)
+        scene.reply(job.id, FAILED, attempt=attempt)
+    scene.ledger.submit(job)
+    with pytest.raises(RunError, match=r"'noop' cannot be used: 3 failures, the last: it broke. Mend it"):
+        scene.reply(job.id, FAILED, attempt=3)
+    assert job.state is JobState.DEAD
+    assert job.id not in scene.ledger.jobs
+
+
+def test_the_first_good_reply_settles_and_later_ones_are_fenced(scene: Scene) -> None:
+    scene.ledger.wait(scene.job)
+    scene.ledger.submit(scene.job)
+    scene.reply(scene.job.id, result=RolloutResult(reward=1.0), attempt=1)
+    assert scene.rollout.state is RolloutState.GENERATED
+    scene.reply(scene.job.id, result=RolloutResult(reward=2.0), attempt=2)
+    scene.reply(scene.job.id, FAILED, attempt=2)
+    assert scene.rollout.result == RolloutResult(reward=1.0)
+    assert scene.ledger.number("fenced") == 1
+
+
+def with_files(execution: str) -> RolloutResult:
+    columns, experts = (
+        BlobRef(key=f"{execution}/{kind}", size=1, checksum="0" * 16) for kind in ("columns", "experts")
+    )
+    return RolloutResult(reward=1.0, columns=columns, experts=experts)
+
+
+def test_the_files_of_a_fenced_execution_go(scene: Scene) -> None:
+    scene.reply(scene.job.id, result=with_files("first"))
+    scene.reply(scene.job.id, result=with_files("second"), attempt=2)
+    assert scene.ledger.unwanted == ["second/columns", "second/experts"]
+
+
+def test_a_reply_that_comes_twice_does_not_take_its_own_files_away(scene: Scene) -> None:
+    """A worker writes its reply again when Redis has not confirmed it in time, though it may have arrived."""
+    for _ in range(2):
+        scene.reply(scene.job.id, result=with_files("first"))
+    assert scene.ledger.number("fenced") == 1
+    assert scene.ledger.unwanted == []
+
+
+def test_a_reply_that_comes_again_after_its_group_was_closed_takes_nothing_away(scene: Scene) -> None:
+    """As when the stream is read from its start: the files may be in a batch by then."""
+    scene.reply(scene.job.id, result=with_files("first"))
+    scene.ledger.enter(scene.group, GroupState.CLOSED)
+    scene.reply(scene.job.id, result=with_files("first"))
+    assert scene.ledger.unwanted == []
+
+
+def test_a_good_reply_counts_while_the_job_waits_to_be_submitted_again(scene: Scene) -> None:
+    scene.stages.lost(scene.job, "the worker's lease expired")
+    scene.reply(scene.job.id, result=RolloutResult(reward=1.0))
+    assert scene.rollout.state is RolloutState.GENERATED
+    assert scene.job.id not in scene.ledger.waiting
+
+
+def test_a_failure_counts_only_from_the_newest_attempt(scene: Scene) -> None:
+    scene.ledger.wait(scene.job)
+    scene.ledger.submit(scene.job)
+    scene.reply(scene.job.id, FAILED, attempt=1)
+    assert (scene.job.state, scene.job.failures) == (JobState.SUBMITTED, 0)
+    scene.reply(scene.job.id, FAILED, attempt=2)
+    assert (scene.job.state, scene.job.failures) == (JobState.WAITING, 1)
+
+
+def test_failures_that_use_up_the_attempts_are_dead_with_the_last_error(scene: Scene) -> None:
+    for attempt in (1, 2, 3):
+        scene.reply(scene.job.id, FAILED, attempt=attempt)
+        if attempt < 3:
+            scene.ledger.submit(scene.job)
+    assert scene.rollout.state is RolloutState.DEAD
+    assert scene.rollout.error == "3 failures, the last: it broke"
+    for rollout in scene.group.rollouts[1:]:
+        scene.reply(rollout.id, result=RolloutResult(reward=1.0))
+    assert scene.group.state is GroupState.FILTERING, "three of four are enough"
+
+
+def test_a_group_of_which_too_little_is_left_is_dropped(scene: Scene) -> None:
+    for rollout in scene.group.rollouts[:3]:
+        for attempt in (1, 2, 3):
+            scene.reply(rollout.id, FAILED, attempt=attempt)
+            if attempt < 3:
+                scene.ledger.submit(scene.ledger.jobs[rollout.id])
+    assert scene.states() == [RolloutState.DEAD] * 3 + [RolloutState.FILTERED]
+    assert scene.ledger.reasons == {"cancelled": 1}
+    assert [job.task_id("run") for job in scene.stages.cancelled] == [f"run.{scene.group.rollouts[3].id}.1"]
+    assert scene.group.state is GroupState.CLOSED
+    assert scene.ledger.number("dropped_in_a_row") == 1
+    scene.reply(scene.group.rollouts[3].id, result=RolloutResult(reward=1.0))
+    assert scene.ledger.number("fenced") == 1
+
+
+def test_what_the_policy_did_wrong_is_a_result(scene: Scene) -> None:
+    scene.reply(scene.job.id, result=RolloutResult(reward=0.0, policy_error="timeout"))
+    assert scene.rollout.state is RolloutState.GENERATED
+
+
+def test_a_released_job_waits_again_and_nothing_is_counted(scene: Scene) -> None:
+    scene.reply(scene.job.id, RELEASED)
+    assert (scene.job.state, scene.job.failures, scene.job.losses) == (JobState.WAITING, 0, 0)
+
+
+def test_an_unreachable_engine_closes_the_gate_and_nothing_is_counted(scene: Scene) -> None:
+    scene.reply(scene.job.id, UNREACHABLE)
+    assert (scene.job.state, scene.job.failures, scene.job.losses) == (JobState.WAITING, 0, 0)
+    assert not scene.gates.rollouts.open
+    scene.reply(scene.group.rollouts[1].id, result=RolloutResult(reward=1.0))
+    assert scene.gates.rollouts.open
+
+
+def test_a_store_that_takes_nothing_is_waited_for_like_an_engine(scene: Scene) -> None:
+    scene.reply(scene.job.id, Outcome.UNWRITTEN)
+    assert (scene.job.state, scene.job.failures) == (JobState.WAITING, 0)
+    assert scene.gates.troubles == [
+        "a worker cannot write to the store: make room or mend its disk (it broke); next try every 1 s, nothing is lost"
+    ]
+    encoding = scene.ledger.add_job("s000000f1r0", JobKind.ENCODE, "0")
+    scene.ledger.submit(encoding)
+    scene.reply(encoding.id, Outcome.UNWRITTEN)
+    assert (encoding.state, encoding.failures) == (JobState.WAITING, 0)
+    assert not scene.gates.encoding.open
+
+
+def test_a_reply_that_does_not_answer_its_job_is_a_failure(scene: Scene) -> None:
+    scene.reply(scene.job.id, result=FilterResult())
+    assert (scene.job.state, scene.job.failures) == (JobState.WAITING, 1)
+    assert scene.job.error == "the reply does not answer the job"
+    scene.ledger.submit(scene.job)
+    scene.finish_rollouts()
+    scene.reply(scene.submit_stage("filter"), result=FilterResult())
+    advantages = scene.submit_stage("advantages")
+    scene.reply(advantages, result=AdvantageResult(advantages={scene.rollout.id: 1.0}))
+    assert scene.ledger.jobs[advantages].failures == 1
+
+
+def test_a_group_without_variance_is_dropped_for_that_reason(scene: Scene) -> None:
+    scene.finish_rollouts()
+    scene.reply(scene.submit_stage("filter"), result=FilterResult())
+    scene.reply(scene.submit_stage("advantages"), result=AdvantageResult(dropped="zero_variance"))
+    assert scene.states() == [RolloutState.FILTERED] * 4
+    assert scene.ledger.reasons == {"zero_variance": 4}
+
+
+def test_a_stage_that_dies_takes_its_group_with_it(scene: Scene) -> None:
+    scene.finish_rollouts()
+    job = scene.submit_stage("filter")
+    for attempt in (1, 2, 3):
+        scene.reply(job, FAILED, attempt=attempt)
+        if attempt < 3:
+            scene.ledger.submit(scene.ledger.jobs[job])
+    assert scene.states() == [RolloutState.DEAD] * 4
+    assert scene.group.state is GroupState.CLOSED
+
+
+def test_a_reply_to_a_job_that_nobody_knows_changes_nothing(scene: Scene) -> None:
+    before = dict(scene.ledger.states)
+    for outcome in Outcome:
+        scene.reply("g0000099-0", outcome, result=RolloutResult(reward=1.0) if outcome is DONE else None)
+    assert dict(scene.ledger.states) == before
+    assert scene.ledger.number("fenced") == 1
+    assert {job.kind for job in scene.ledger.jobs.values()} == {JobKind.ROLLOUT}

@@ -1,0 +1,59 @@
+"""Plans are in the store before whoever reads them is submitted, and are not written for nothing."""
+
+import asyncio
+from pathlib import Path
+
+from support.ledgers import configured, generated
+
+from orchestrator.inputs import PlanFiles
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import Job
+from penstock import job_inputs
+from penstock.ledger.states import GroupState, JobKind, RolloutState
+
+
+class Scene:
+    """A group that is to be filtered, and the file that says so."""
+
+    def __init__(self, ledger: Ledger, directory: Path) -> None:
+        self.files = PlanFiles(configured(run_dir=directory), "run", ledger)
+        self.ledger = ledger
+        self.group = generated(ledger)
+        ledger.enter(self.group, GroupState.FILTERING)
+        self.file = directory / "store" / job_inputs.group_key("run", self.group.id)
+
+    def job(self, kind: JobKind) -> Job:
+        return self.ledger.add_job(f"{self.group.id}-{kind}", kind, self.group.id)
+
+    def ensure(self, job: Job) -> None:
+        assert asyncio.run(self.files.ensure([job]))
+
+
+def test_what_a_group_s_last_job_read_serves_its_next_one(ledger: Ledger, tmp_path: Path) -> None:
+    scene = Scene(ledger, tmp_path)
+    scene.ensure(scene.job(JobKind.FILTER))
+    scene.file.write_text("as it was")
+    scene.ensure(scene.job(JobKind.ADVANTAGE))
+    assert scene.file.read_text() == "as it was"
+
+
+def test_a_plan_that_has_changed_is_written_again(ledger: Ledger, tmp_path: Path) -> None:
+    scene = Scene(ledger, tmp_path)
+    scene.ensure(scene.job(JobKind.FILTER))
+    before = scene.file.read_text()
+    ledger.move(scene.group.rollouts[0], RolloutState.DEAD)
+    scene.ensure(scene.job(JobKind.ADVANTAGE))
+    assert scene.file.read_text() != before
+
+
+def test_whoever_tries_again_finds_its_plan_even_if_the_file_was_lost(ledger: Ledger, tmp_path: Path) -> None:
+    scene = Scene(ledger, tmp_path)
+    job = scene.job(JobKind.FILTER)
+    scene.ensure(job)
+    ledger.submit(job)
+    ledger.wait(job, failures=1)
+    scene.file.unlink()
+    scene.ensure(job)
+    assert (
+        job_inputs.read_group(tmp_path / "store", job_inputs.group_key("run", scene.group.id)).group == scene.group.id
+    )

@@ -1,0 +1,34 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.quotas import apportion
+
+SIZES = st.integers(1, 500)
+WEIGHTS = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.01, 100), min_size=1)
+
+
+@given(SIZES, WEIGHTS, st.integers(0, 100))
+def test_the_shares_are_the_size_and_each_is_within_one_of_its_weight(
+    size: int, weights: dict[str, float], turn: int
+) -> None:
+    shares = apportion(size, weights, turn=turn)
+    assert sum(shares.values()) == size
+    for name, weight in weights.items():
+        assert abs(shares[name] - size * weight / sum(weights.values())) < 1 + 1e-9
+
+
+@given(SIZES, st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 9), min_size=1), st.integers(0, 100))
+def test_the_shares_do_not_depend_on_the_order_in_which_environments_are_named(
+    size: int, weights: dict[str, float], turn: int
+) -> None:
+    backwards = dict(reversed(list(weights.items())))
+    assert apportion(size, weights, turn=turn) == apportion(size, backwards, turn=turn)
+
+
+def test_a_whole_share_is_exact() -> None:
+    assert apportion(16, {"maths": 3, "games": 1}) == {"maths": 12, "games": 4}
+
+
+def test_what_is_left_over_goes_round() -> None:
+    shares = [apportion(1, {"a": 1, "b": 1, "c": 1}, turn=turn) for turn in range(3)]
+    assert [max(share, key=lambda name: share[name]) for share in shares] == ["a", "b", "c"]

@@ -1,0 +1,23 @@
+import asyncio
+
+from orchestrator.slices import AT_ONCE, spaced
+
+
+def test_others_have_their_turn_between_two_slices() -> None:
+    async def main() -> None:
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        waiting = asyncio.create_task(other())
+        seen: list[tuple[list[int], int]] = [(list(some), turns) async for some in spaced(range(2 * AT_ONCE + 1))]
+        waiting.cancel()
+        assert [len(some) for some, _ in seen] == [AT_ONCE, AT_ONCE, 1]
+        assert [item for some, _ in seen for item in some] == list(range(2 * AT_ONCE + 1))
+        assert [turn for _, turn in seen] == [1, 2, 3]
+
+    asyncio.run(main())

@@ -1,0 +1,64 @@
+import pytest
+
+from penstock.config.redis_address import address, check, has_password
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://127.0.0.1:6379/0",
+        "redis://localhost",
+        "redis://[::1]:6379/2",
+        "redis://:p%2Fss@redis:6379/0",
+        "rediss://ada:secret@redis.example:6380/1?ssl_cert_reqs=required",
+        "unix:///run/redis.sock?db=2",
+    ],
+)
+def test_an_address_that_redis_and_celery_take_is_right(url: str) -> None:
+    check(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost:6379",
+        "http://localhost:6379/0",
+        "redis://",
+        "redis://host:port/0",
+        "redis://host:99999/0",
+        "redis://host:6379/zero",
+        "redis://[::1/0",
+        "redis://:hunter2/x@host:6379/0",
+        "redis://:hunter2#x@host:6379/0",
+        "redis://:hunter2@host:6379/0?tiemout=3",
+        "unix://",
+    ],
+)
+def test_a_wrong_address_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ValueError, match="redis://HOST:PORT/NUMBER") as refusal:
+        check(url)
+    assert "hunter2" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://h:6379/0", "redis://h:6379/0"),
+        ("redis://ada:hunter2@h:6379/0", "redis://h:6379/0"),
+        ("redis://:hunt@er2@h:6379/0", "redis://h:6379/0"),
+        ("redis://h:6379/0?password=hunter2&username=ada", "redis://h:6379/0"),
+        ("rediss://:hunter2@h/1?ssl_password=x&ssl_cert_reqs=none", "rediss://h/1?ssl_cert_reqs=none"),
+        ("unix:///run/redis.sock?db=2&password=hunter2", "unix:///run/redis.sock?db=2"),
+    ],
+)
+def test_what_is_shown_of_an_address_holds_no_name_and_no_password(url: str, shown: str) -> None:
+    assert address(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("url", "has"),
+    [("redis://h/0", False), ("redis://:x@h/0", True), ("redis://h/0?password=x", True), ("redis://ada@h/0", False)],
+)
+def test_whether_an_address_holds_a_password(url: str, has: bool) -> None:
+    assert has_password(url) is has

@@ -1,0 +1,317 @@
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import orjson
+import pytest
+from support.asking import assert_idle, quick_engine, run
+from support.upstream import Says, Seen, Server, answer, serving, user
+from support.waiting import wait_until_async
+
+from penstock.engines import transport
+from penstock.engines.client import ON_LOOP_BYTES, EngineClient, Request
+from penstock.engines.response import read_turn
+from penstock.engines.response_fields import Endpoint
+from penstock.errors import EngineUnreachable, InfrastructureFailure, PolicyFailure, Upstream
+from penstock.runtime.offload import cores
+
+MEGABYTE = 1 << 20
+REQUEST = Request(
+    path=Endpoint.CHAT, body=orjson.dumps({"messages": [user("hello")]}), headers={"X-Session-ID": "r1.1"}
+)
+
+
+@contextlib.asynccontextmanager
+async def client_of(*urls: str, **changes: Any) -> AsyncIterator[EngineClient]:
+    """A client that, in the end, holds nothing of anybody."""
+    async with EngineClient.open(quick_engine(*urls, **changes)) as client:
+        yield client
+        assert_idle(client)
+
+
+def hello(seen: Seen) -> Says:
+    return Says(body=answer(seen, "hello"))
+
+
+def failing(times: int, fault: Says) -> Callable[[Seen], Says]:
+    return lambda seen: fault if seen.retry < times else hello(seen)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+def words(body: bytes) -> bytes:
+    return orjson.dumps(orjson.loads(body)["choices"][0]["message"]["content"])
+
+
+FAULTS = {
+    "a 500": Says(status=500, body=b"oops"),
+    "a 503 in chunks": Says(status=503, body=b"busy", chunked=True),
+    "too many requests": Says(status=429, body=b"later"),
+    "no JSON": Says(body=b"<html>"),
+    "no choices": Says(body=b'{"choices":[]}'),
+    "half a body": Says(body=b'{"choices":[' * 10, breaks_off_at=30),
+    "half a chunked body": Says(body=b'{"choices":[' * 10, breaks_off_at=30, chunked=True),
+    "a broken connection": Says(breaks_off_at=-1),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_what_fails_is_asked_again(fault: Says) -> None:
+    async def main() -> None:
+        with serving(failing(2, fault)) as server:
+            async with client_of(server.url) as client:
+                found = await client.ask(REQUEST, read_turn)
+                assert bytes(found.value.completion_ids.tolist()) == b"hello"
+                assert found.failures == 2
+                assert [seen.retry for seen in server.seen] == [0, 1, 2]
+
+    run(main)
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_what_fails_for_ever_is_an_infrastructure_failure(fault: Says) -> None:
+    async def main() -> None:
+        with serving(lambda _: fault) as server:
+            async with client_of(server.url, retries=2) as client:
+                with pytest.raises(InfrastructureFailure, match="failed 3 times at one request") as failure:
+                    await client.ask(REQUEST, read_turn)
+                assert not isinstance(failure.value, EngineUnreachable)
+                assert len(server.seen) == 3
+
+    run(main)
+
+
+def test_silence_is_a_failure() -> None:
+    async def main() -> None:
+        with serving(failing(1, Says(hangs=True))) as server:
+            async with client_of(server.url, silence_s=0.2, retries=100) as client:
+                assert (await client.ask(REQUEST, words)).failures >= 1
+                await wait_until_async(lambda: not server.answering)
+
+    run(main)
+
+
+def test_an_engine_that_nobody_can_connect_to_is_unreachable() -> None:
+    async def main() -> None:
+        urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+        async with client_of(*urls, retries=0) as client:
+            with pytest.raises(EngineUnreachable, match=r"0\.1 s.*is it running, and is engine\.urls right"):
+                await client.ask(REQUEST, words)
+            assert client.replicas.all_avoided
+
+    run(main)
+
+
+def test_connections_that_are_not_taken_up_time_out() -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as waiting:
+            for _ in range(4):
+                connection = waiting.enter_context(socket.socket())
+                connection.setblocking(False)
+                connection.connect_ex(full.getsockname())
+            url = f"http://127.0.0.1:{full.getsockname()[1]}"
+            async with client_of(url, connect_timeout_s=0.05) as client:
+                with pytest.raises(EngineUnreachable, match="Timeout"):
+                    await client.ask(REQUEST, words)
+
+    run(main)
+
+
+def test_an_engine_that_comes_back_in_time_was_never_away() -> None:
+    async def main() -> None:
+        with serving(hello) as server:
+            server.stop()
+            async with client_of(server.url, unreachable_s=30, retries=0) as client:
+                asking = asyncio.create_task(client.ask(REQUEST, words))
+                await wait_until_async(lambda: client.replicas.all_avoided)
+                server.start()
+                assert (await asking).failures == 0
+
+    run(main)
+
+
+def test_an_engine_killed_while_it_answers_is_waited_for() -> None:
+    async def main() -> None:
+        with serving(failing(1, Says(hangs=True))) as server:
+            async with client_of(server.url, unreachable_s=30, retries=1) as client:
+                asking = asyncio.create_task(client.ask(REQUEST, words))
+                await wait_until_async(lambda: server.answering)
+                server.stop()
+                await wait_until_async(lambda: client.replicas.all_avoided)
+                server.start()
+                assert (await asking).failures == 1
+
+    run(main)
+
+
+def test_another_replica_answers_for_one_that_is_away_or_fails() -> None:
+    async def main() -> None:
+        with serving(hello) as good, serving(lambda _: FAULTS["a 500"]) as bad:
+            away = f"http://127.0.0.1:{free_port()}"
+            async with client_of(away, bad.url, good.url) as client:
+                first = await client.ask(REQUEST, words)
+                assert first.replica.url == good.url
+                for _ in range(5):
+                    assert (await client.ask(REQUEST, words, home=first.replica)).replica is first.replica
+                assert len(bad.seen) == 1
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("says", "failure", "said"),
+    [
+        (Says(status=404, body=b"no such model"), InfrastructureFailure, "404: no such model.*engine.model"),
+        (Says(status=307), InfrastructureFailure, "307"),
+        (Says(status=400, body=b"This model's maximum context length is 8 tokens"), PolicyFailure, "context limit"),
+        (Says(status=400, body=b'{"code":"context_length_exceeded"}'), PolicyFailure, "context limit"),
+        (Says(status=400, body=b"The decoder prompt (length 9) is longer than the maximum model length of 8"),
+         PolicyFailure, "context limit"),
+    ],
+)  # fmt: skip
+def test_what_the_engine_refuses_is_not_asked_again(says: Says, failure: type[Exception], said: str) -> None:
+    async def main() -> None:
+        with serving(lambda _: says) as server:
+            async with client_of(server.url) as client:
+                with pytest.raises(failure, match=said):
+                    await client.ask(REQUEST, words)
+                assert len(server.seen) == 1
+
+    run(main)
+
+
+def test_versions_are_those_at_sending_and_at_arrival() -> None:
+    async def main() -> None:
+        with serving(hello) as server:
+            async with client_of(server.url) as client:
+                client.replicas.announce(4)
+
+                def read_late(body: bytes) -> bytes:
+                    client.replicas.announce(5)
+                    return words(body)
+
+                found = await client.ask(REQUEST, read_late)
+                assert (found.version_sent, found.version_received) == (4, 5)
+
+    run(main)
+
+
+def test_large_bodies_are_read_off_the_loop_and_small_ones_on_it() -> None:
+    async def main() -> None:
+        sizes = {True: 1, False: ON_LOOP_BYTES}
+        for on_loop, size in sizes.items():
+            with serving(lambda seen, size=size: Says(body=answer(seen, "hello", padding="x" * size))) as server:
+                async with client_of(server.url) as client:
+                    found = await client.ask(REQUEST, lambda _: threading.current_thread())
+                    assert (found.value is threading.current_thread()) == on_loop
+
+    run(main)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_bodies_over_the_byte_budget_wait_unread(chunked: bool) -> None:
+    """Four of twelve bodies fit, with room for their copies. They are held until the other eight have answers waiting;
+    those are not received: what the server could get rid of lies in the buffers of the sockets."""
+    size, fit, asked = 16 * MEGABYTE, 4, 12
+    beside = min(fit, cores()) * size + asked * transport.BUFFERED_BYTES + int(transport.LOST * fit * size)
+    limit = fit * size + beside
+    body, release = b"x" * size, threading.Event()
+
+    def read(received: bytes) -> int:
+        assert release.wait(60)
+        return len(received)
+
+    async def main(server: Server) -> None:
+        async with client_of(server.url, received_bytes=limit) as client:
+            asking = [asyncio.create_task(client.ask(REQUEST, read)) for _ in range(asked)]
+            if not chunked:
+                await wait_until_async(lambda: client.budget.waiting == asked - fit, timeout_s=30)
+                assert client.budget.used == fit * size
+                await wait_until_async(lambda: server.answering == asked - fit)
+                assert server.unread_bytes < (asked - fit) * size / 2
+            release.set()
+            assert [found.value for found in await asyncio.gather(*asking)] == [size] * asked
+            assert client.budget.most_used <= (limit + size if chunked else fit * size)
+
+    with serving(lambda _: Says(body=body, chunked=chunked)) as server:
+        run(lambda: main(server))
+
+
+def test_an_answer_larger_than_the_budget_is_refused() -> None:
+    async def main() -> None:
+        for chunked in (False, True):
+            with serving(lambda _, chunked=chunked: Says(body=bytes(MEGABYTE), chunked=chunked)) as server:
+                async with client_of(server.url, received_bytes=MEGABYTE // 2) as client:
+                    with pytest.raises(InfrastructureFailure, match=r"raise engine\.received_bytes"):
+                        await client.ask(REQUEST, words)
+
+    run(main)
+
+
+@pytest.mark.parametrize(("patience_s", "connections"), [(0.0, 2), (3600.0, 1)])
+def test_a_connection_whose_answer_waited_to_be_read_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch, patience_s: float, connections: int
+) -> None:
+    """The server counts its keep-alive from when it has sent: to it, that connection has long been idle."""
+    monkeypatch.setattr(transport, "READ_S", patience_s)
+
+    async def main() -> None:
+        with serving(lambda _: Says(body=bytes(MEGABYTE))) as server:
+            async with client_of(server.url) as client:
+                for _ in range(2):
+                    assert (await client.ask(REQUEST, len)).value == MEGABYTE
+            assert len({seen.headers["peer"] for seen in server.seen}) == connections
+
+    run(main)
+
+
+def test_connections_are_bounded_and_used_again() -> None:
+    async def main() -> None:
+        with serving(hello) as server:
+            async with client_of(server.url, connections=3) as client:
+                await asyncio.gather(*(client.ask(REQUEST, words) for _ in range(20)))
+            assert server.most_answering <= 3
+            assert len({seen.headers["peer"] for seen in server.seen}) <= 3
+
+    run(main)
+
+
+def test_a_large_request_arrives_whole() -> None:
+    async def main() -> None:
+        text = "y" * (MEGABYTE)
+        request = Request(path=Endpoint.CHAT, body=orjson.dumps({"messages": [user(text)]}), headers={})
+        with serving(failing(1, FAULTS["a 500"])) as server:
+            async with client_of(server.url) as client:
+                await client.ask(request, words)
+            assert [seen.messages[0]["content"] == text for seen in server.seen] == [True, True]
+
+    run(main)
+
+
+def test_the_key_travels_as_a_bearer_token() -> None:
+    async def main() -> None:
+        with serving(hello) as server:
+            async with client_of(server.url, api_key="hush") as client:
+                await client.ask(REQUEST, words)
+            assert server.seen[0].headers["Authorization"] == "Bearer hush"
+
+    run(main)
+
+
+def test_whatever_read_raises_gives_everything_back() -> None:
+    async def main() -> None:
+        def read(_: bytes) -> None:
+            raise Upstream("not good enough")
+
+        with serving(hello) as server:
+            async with client_of(server.url, retries=1) as client:
+                with pytest.raises(InfrastructureFailure, match="not good enough"):
+                    await client.ask(REQUEST, read)
+
+    run(main)

@@ -1,0 +1,33 @@
+from penstock.engines.replicas import Replicas
+
+
+def test_the_least_busy_is_chosen_and_equal_ones_in_turn() -> None:
+    replicas = Replicas(["a", "b", "c"])
+    assert [replicas.choose().url for _ in range(4)] == ["a", "b", "c", "a"]
+    with replicas.choose().busy() as _, replicas.choose().busy() as _:
+        busy = {replica.url for replica in replicas.all if replica.in_flight}
+        assert replicas.choose().url not in busy
+    assert all(replica.in_flight == 0 for replica in replicas.all)
+
+
+def test_a_rollout_stays_at_home_unless_home_is_away_or_failed() -> None:
+    replicas = Replicas(["a", "b"])
+    home = replicas.choose()
+    with home.busy():
+        assert replicas.choose(home) is home
+        assert replicas.choose(home, failed=home) is not home
+        home.mark_away()
+        assert replicas.choose(home) is not home
+        for replica in replicas.all:
+            replica.mark_away()
+        assert replicas.all_avoided
+        assert replicas.choose(home).url == "b"
+
+
+def test_versions_are_of_one_replica_or_of_all() -> None:
+    replicas = Replicas(["a", "b"])
+    replicas.announce(3)
+    replicas.announce(4, url="b")
+    assert {replica.url: replica.version for replica in replicas.all} == {"a": 3, "b": 4}
+    replicas.announce(2)
+    assert {replica.version for replica in replicas.all} == {2}

@@ -1,0 +1,217 @@
+"""A response is read as a strict reader reads it, whatever the dialect, the form, the spelling and what is known."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.engine_replies import DIALECTS, FORMS, Said, compact
+from support.reading import agree, fingerprint
+from support.strict_reference import Question
+
+from penstock.engines.response import Asked, Known, Turn, read_turn, without_routes
+from penstock.engines.response_fields import Endpoint
+from penstock.engines.routed_experts import RouteFormat, Rows
+from penstock.errors import Upstream
+
+ids = st.integers(0, 200_000)
+token_lists = st.lists(ids, min_size=1, max_size=12)
+
+
+def drawn_rows(draw: st.DrawFn, rows: int, form: str) -> Rows:
+    layers, topk = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    dtype = draw(st.sampled_from(["uint8", "uint16", "int32"])) if form in ("object", "npy") else "int32"
+    seed = draw(st.integers(0, 2**32 - 1))
+    return np.random.default_rng(seed).integers(0, 6, (rows, layers, topk)).astype(dtype)
+
+
+@st.composite
+def exchanges(draw: st.DrawFn) -> tuple[Said, Question]:
+    """An engine's answer to a prompt that may begin with known sequences, some of them prefixes of each other."""
+    dialect, form = draw(st.sampled_from(DIALECTS)), draw(st.sampled_from(FORMS))
+    prompt, completion = draw(token_lists), draw(st.lists(ids, max_size=6))
+    tokens = len(prompt) + len(completion)
+    known = [
+        (prompt[: draw(st.integers(1, len(prompt)))] if draw(st.booleans()) else draw(token_lists))
+        for _ in range(draw(st.integers(0, 3)))
+    ]
+    asked_from = draw(st.integers(0, tokens - 1)) if draw(st.booleans()) else 0
+    start = asked_from if draw(st.booleans()) else 0
+    rows = None
+    if draw(st.booleans()):
+        rows = drawn_rows(draw, tokens - start - draw(st.sampled_from([0, 1])), form)
+        start = min(start, tokens - len(rows))
+    said = Said(prompt=prompt, completion=completion, rows=rows, start=start, dialect=dialect, form=form)
+    taught = rows is not None and draw(st.booleans())
+    question = Question(
+        endpoint="generate" if dialect == "generate" else "chat",
+        known=[(held, len(held) - draw(st.sampled_from([0, 1]))) for held in known],
+        prompt=prompt if dialect != "vllm" else None,
+        routes_from=asked_from,
+        max_seq_len=draw(st.none() | st.integers(1, tokens + 1)),
+        layers=rows.shape[1] if rows is not None and (form == "bare" or taught) else None,
+        topk=rows.shape[2] if rows is not None and taught else None,
+        wire=rows.dtype.name if rows is not None and taught else None,
+        experts=draw(st.sampled_from([None, 6] if taught else [None, 6, 300])),
+    )
+    return said, question
+
+
+@settings(max_examples=150)
+@given(exchanges())
+def test_reads_what_the_strict_reference_reads(exchange: tuple[Said, Question]) -> None:
+    said, question = exchange
+    agree(said.body(), question)
+
+
+@settings(max_examples=150)
+@given(exchanges(), st.data())
+def test_spelling_does_not_matter(exchange: tuple[Said, Question], data: st.DataObject) -> None:
+    said, question = exchange
+    body = data.draw(
+        st.sampled_from(
+            [
+                json.dumps(said.reply()).encode(),
+                json.dumps(said.reply(), indent=2, sort_keys=True).encode(),
+                said.body().replace(b'"routed_experts"', b'"rout\\u0065d_experts"'),
+                said.body().replace(b'"prompt_token_ids"', b'"prompt_token\\u005fids"'),
+                said.body().replace(b"/", b"\\/"),
+                b" " + said.body() + b"\r\n",
+            ]
+        )
+    )
+    plain = agree(said.body(), question)
+    bent = agree(body, question)
+    assert (plain is None) == (bent is None)
+
+
+ROWS = np.random.default_rng(0).integers(1, 100, (20, 3, 2), dtype=np.uint8)
+
+
+def rows_of(turn: Turn) -> list[int]:
+    """The token positions of a turn's rows, having checked that they are the right ones."""
+    if turn.routes is None:
+        return []
+    first, until = turn.routes.first, turn.routes.first + len(turn.routes.rows)
+    assert np.array_equal(turn.routes.rows, ROWS[first:until])
+    return list(range(first, until))
+
+
+def test_two_turns_of_a_conversation() -> None:
+    first = read_turn(Said(prompt=[1, 2, 3], completion=[4, 5], rows=ROWS[:4]).body())
+    assert first.extends is None
+    assert first.prompt_ids.tolist() == [1, 2, 3]
+    assert first.completion_ids.tolist() == [4, 5]
+    assert first.completion_logprobs.dtype == np.float32
+    assert rows_of(first) == [0, 1, 2, 3]
+    assert first.routes is not None
+    assert json.loads(first.message or b"")["role"] == "assistant"
+
+    known = Known(sequence=first.sequence, rows_from=4)
+    said = Said(prompt=[1, 2, 3, 4, 5, 6, 7], completion=[8], rows=ROWS[:7])
+    second = read_turn(said.body(), known=[known], route_format=first.routes.format)
+    assert (second.extends, second.prefix_tokens, second.prompt_tokens, second.tokens) == (0, 5, 7, 8)
+    assert second.prompt_ids.tolist() == [6, 7]
+    assert rows_of(second) == [4, 5, 6]
+
+
+def test_a_prompt_that_is_exactly_the_known_sequence_extends_it() -> None:
+    turn = read_turn(
+        Said(prompt=[1, 2, 3], completion=[4]).body(), known=[Known(sequence=fingerprint([1, 2, 3]), rows_from=2)]
+    )
+    assert turn.extends == 0
+    assert turn.prompt_ids.tolist() == []
+
+
+def test_an_id_that_only_begins_alike_is_not_known() -> None:
+    known = Known(sequence=fingerprint([1, 2]), rows_from=1)
+    assert read_turn(Said(prompt=[1, 22, 3], completion=[4]).body(), known=[known]).extends is None
+
+
+def test_the_longest_known_sequence_counts_and_ambiguity_is_told() -> None:
+    known = [Known(sequence=fingerprint(ids), rows_from=0) for ids in ([1, 2], [1, 2, 3], [1, 9], [1, 2, 3])]
+    turn = read_turn(Said(prompt=[1, 2, 3, 4], completion=[5]).body(), known=known)
+    assert turn.extends == 1, "of equal ones the first"
+    assert turn.matches == 3
+
+
+def test_token_in_token_out_takes_the_prompt_from_the_request() -> None:
+    asked = Asked(endpoint=Endpoint.GENERATE, prompt_ids=np.array([1, 2, 3], np.int32))
+    body = Said(prompt=[1, 2, 3], completion=[4, 5], dialect="generate").body()
+    turn = read_turn(body, asked=asked, known=[Known(sequence=fingerprint([1, 2]), rows_from=1)])
+    assert turn.prompt_ids.tolist() == [3]
+    assert turn.message is None
+    assert turn.finish_reason == "length"
+    with pytest.raises(Upstream, match="no prompt_token_ids"):
+        read_turn(body, asked=replace(asked, prompt_ids=None))
+
+
+@pytest.mark.parametrize(
+    ("said", "version"),
+    [("12", 12), (12, 12), ("default", None), (None, None), ("\u0663", None), ("9" * 5000, None), ("2147483648", None)],
+)
+def test_sglang_names_its_weights(said: str | int | None, version: int | None) -> None:
+    reply = Said(prompt=[1], completion=[2], dialect="sglang").reply()
+    reply["choices"][0]["meta_info"]["weight_version"] = said
+    assert read_turn(compact(reply), asked=Asked(prompt_ids=np.array([1], np.int32))).version == version
+
+
+def test_tool_calls_stand_for_content() -> None:
+    reply = Said(prompt=[1], completion=[2]).reply()
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    reply["choices"][0]["message"] = {"role": "assistant", "content": None, "tool_calls": calls}
+    assert json.loads(read_turn(compact(reply)).message or b"")["tool_calls"] == calls
+
+
+def test_an_empty_completion_is_a_turn() -> None:
+    turn = read_turn(Said(prompt=[1, 2], completion=[], rows=ROWS[:1]).body())
+    assert turn.completion_ids.tolist() == []
+    assert rows_of(turn) == [0]
+
+
+@pytest.mark.parametrize(
+    ("limit", "prompt", "completion", "rows", "truncated", "overlong"),
+    [
+        (9, [3, 4, 5], [6, 7], [2, 3, 4, 5], False, False),
+        (7, [3, 4, 5], [6, 7], [2, 3, 4, 5], False, False),
+        (6, [3, 4, 5], [6], [2, 3, 4, 5], True, False),
+        (5, [3, 4, 5], [], [2, 3, 4], True, False),
+        (4, [3, 4], [], [2, 3], True, True),
+        (3, [3], [], [2], True, True),
+    ],
+)
+def test_truncation_cuts_rows_with_the_tokens(
+    limit: int, prompt: list[int], completion: list[int], rows: list[int], truncated: bool, overlong: bool
+) -> None:
+    body = Said(prompt=[1, 2, 3, 4, 5], completion=[6, 7], rows=ROWS[:6]).body()
+    known = [Known(sequence=fingerprint([1, 2]), rows_from=2)]
+    turn = read_turn(body, known=known, asked=Asked(max_seq_len=limit))
+    assert (turn.prompt_ids.tolist(), turn.completion_ids.tolist()) == (prompt, completion)
+    assert len(turn.completion_logprobs) == len(completion)
+    assert rows_of(turn) == rows
+    assert (turn.truncated, turn.overlong_prompt) == (truncated, overlong)
+    assert turn.sequence.ids_digest == fingerprint([1, 2, *prompt, *completion]).ids_digest
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_client_gets_the_bytes_without_the_rows(dialect: str, form: str) -> None:
+    said = Said(prompt=[1, 2], completion=[3, 4], rows=ROWS[:3], dialect=dialect, form=form)
+    endpoint = Endpoint.GENERATE if dialect == "generate" else Endpoint.CHAT
+    asked = Asked(endpoint=endpoint, prompt_ids=np.array([1, 2], np.int32))
+    for body in (said.body(), json.dumps(said.reply(), indent=1).encode()):
+        turn = read_turn(body, asked=asked, route_format=RouteFormat(layers=3))
+        assert turn.payload is not None
+        start, end = turn.payload
+        assert without_routes(body, turn) == body[:start] + b"null" + body[end:]
+        expected = said.reply()
+        holder = expected["choices"][0]["meta_info"] if dialect == "sglang" else expected["choices"][0]
+        holder["routed_experts"] = None
+        assert json.loads(without_routes(body, turn)) == expected
+
+
+def test_a_body_without_rows_goes_on_as_it_is() -> None:
+    body = Said(prompt=[1], completion=[2]).body()
+    assert without_routes(body, read_turn(body)) is body

@@ -1,0 +1,111 @@
+"""What is cut out of a body is what it is taken for, or nothing is cut: decoys, duplicates, escapes, other places."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engine_replies import FORMS, Said, compact
+from support.reading import agree
+from support.strict_reference import Question
+
+from penstock.engines.response import Turn
+
+PROMPT, COMPLETION = [5, 70, 800, 9000, 10_000], [31, 32]
+ROWS = np.full((6, 2, 2), 255, np.uint8)
+"""Base64 of nothing but slashes."""
+KNOWN = Question(known=[(PROMPT[:3], 2)], layers=2, topk=2, wire="uint8")
+
+
+def read(body: bytes, question: Question = KNOWN) -> Turn:
+    turn = agree(body, question)
+    assert turn is not None
+    assert turn.extends == 0
+    assert turn.prompt_ids.tolist() == PROMPT[3:]
+    assert turn.routes is not None
+    assert turn.routes.first == 2
+    return turn
+
+
+def said(**changes: Any) -> Said:
+    return Said(**{"prompt": PROMPT, "completion": COMPLETION, "rows": ROWS} | changes)
+
+
+def test_keys_inside_a_string_are_no_keys() -> None:
+    read(said(content='"routed_experts":"AAAA","prompt_token_ids":[5,70],{"routed_experts":{"data":"').body())
+
+
+@pytest.mark.parametrize("form", ["object", "lists"])
+@pytest.mark.parametrize("place", ["message", "usage", "stop"])
+@pytest.mark.parametrize(
+    "decoy",
+    [
+        {"routed_experts": "AAAA"},
+        {"routed_experts": {"data": "A" * 32, "shape": [6, 2, 2]}},
+        {"routed_experts": [[[1]]]},
+        {"prompt_token_ids": PROMPT},
+        {"prompt_token_ids": [*PROMPT[:3], 4, 4, 4]},
+        {'x"routed_experts': "AAAA", ',"prompt_token_ids': PROMPT},
+    ],
+)
+def test_keys_at_other_places_are_not_taken_for_the_real_ones(form: str, place: str, decoy: dict[str, Any]) -> None:
+    reply = said(form=form).reply()
+    at = {"message": reply["choices"][0]["message"], "usage": reply["usage"], "stop": reply["choices"][0]}[place]
+    if place == "stop":
+        at["stop_reason"] = decoy
+    else:
+        at |= decoy
+    read(compact(reply), Question(known=KNOWN.known))
+
+
+@pytest.mark.parametrize(
+    ("key", "first"),
+    [
+        (b'"routed_experts":', b'{"data":"AAAA","shape":[1,1,3]}'),
+        (b'"routed_experts":', b"null"),
+        (b'"data":', b'"AAAA"'),
+        (b'"shape":', b"[1,1,1]"),
+        (b'"prompt_token_ids":', b"[5,70,800,1]"),
+        (b'"prompt_token_ids":', b"null"),
+        (b'"token_ids":', b"[1]"),
+    ],
+)
+def test_of_a_key_that_comes_twice_the_last_counts(key: bytes, first: bytes) -> None:
+    body = said().body()
+    read(body.replace(key, key + first + b"," + key, 1))
+    agree(twice_behind(body, key, first), KNOWN)
+
+
+def twice_behind(body: bytes, key: bytes, last: bytes) -> bytes:
+    """The body with the key once more behind its value."""
+    reply, value = json.loads(body), None
+    for holder in (reply, reply["choices"][0], reply["choices"][0]["routed_experts"]):
+        value = holder.get(json.loads(key[:-1]), value)
+    text = key + compact(value)
+    assert text in body
+    return body.replace(text, text + b"," + key + last)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_escaped_slashes_are_slashes(form: str) -> None:
+    body = said(form=form, rows=ROWS if form in ("object", "npy") else ROWS.astype(np.int32)).body()
+    question = Question(known=KNOWN.known, layers=2)
+    read(body, question)
+    read(body.replace(b"/", b"\\/"), question)
+
+
+def test_the_prompt_may_come_first_and_on_the_choice() -> None:
+    reply = said().reply()
+    prompt = reply.pop("prompt_token_ids")
+    read(compact({"prompt_token_ids": prompt} | reply))
+    reply["choices"][0] = {"prompt_token_ids": prompt} | reply["choices"][0]
+    read(compact(reply))
+
+
+def test_a_shorter_answer_than_the_longest_known_sequence() -> None:
+    """Skipping what the other sample holds leads behind the end of this one's rows."""
+    others = [(list(range(100)), 99), (list(range(7)), 6)]
+    question = Question(known=[*KNOWN.known, *others], layers=2, topk=2, wire="uint8")
+    read(said().body(), question)
+    bare = Question(known=question.known, layers=2, topk=2, wire="int32")
+    read(said(form="bare", rows=ROWS.astype(np.int32)).body(), bare)

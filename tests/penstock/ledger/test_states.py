@@ -1,0 +1,53 @@
+import itertools
+
+import pytest
+
+from penstock.errors import IllegalTransition
+from penstock.ledger.states import IN_FLIGHT, TRANSITIONS, UNGENERATED, RolloutState, check
+
+# A rollout's whole life; what is not here does not happen.
+WAYS = """
+planned   -> submitted filtered
+submitted -> running generated filtered dead
+running   -> submitted generated filtered dead
+generated -> admitted filtered dead
+admitted  -> batched filtered
+batched   -> delivered admitted
+delivered -> trained
+filtered  ->
+dead      ->
+trained   ->
+"""
+LEGAL = {
+    (RolloutState(old.strip()), RolloutState(new))
+    for old, _, all_new in (line.partition("->") for line in WAYS.strip().splitlines())
+    for new in all_new.split()
+}
+PAIRS = list(itertools.product(RolloutState, repeat=2))
+
+
+@pytest.mark.parametrize(("old", "new"), [pair for pair in PAIRS if pair in LEGAL], ids=" to ".join)
+def test_a_legal_change_passes(old: RolloutState, new: RolloutState) -> None:
+    check("g0000001-0", old, new)
+
+
+@pytest.mark.parametrize(("old", "new"), [pair for pair in PAIRS if pair not in LEGAL], ids=" to ".join)
+def test_any_other_change_is_a_bug(old: RolloutState, new: RolloutState) -> None:
+    with pytest.raises(IllegalTransition, match=f"rollout g0000001-0 cannot go from {old} to {new}"):
+        check("g0000001-0", old, new)
+
+
+def test_every_state_can_be_reached_and_left_unless_it_is_an_end() -> None:
+    reached = {RolloutState.PLANNED}
+    while more := {new for old in reached for new in TRANSITIONS[old]} - reached:
+        reached |= more
+    assert reached == set(RolloutState)
+    ends = {state for state in RolloutState if not TRANSITIONS[state]}
+    assert ends == {RolloutState.FILTERED, RolloutState.DEAD, RolloutState.TRAINED}
+
+
+def test_the_counts_of_an_audit_part_the_states_without_rest() -> None:
+    counted = {RolloutState.DELIVERED, RolloutState.TRAINED, RolloutState.FILTERED, RolloutState.DEAD}
+    assert counted | IN_FLIGHT == set(RolloutState)
+    assert not counted & IN_FLIGHT
+    assert UNGENERATED < IN_FLIGHT

@@ -1,0 +1,157 @@
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import xxhash
+from support.asking import assert_idle, run
+from support.cancelling import cancelled_at
+from support.playing import attempt_of, files, loaded, stage_of
+from support.upstream import Says, Seen, answer, calling, serving, tool_call, user
+from support.waiting import wait_until_async
+
+from penstock.config.engine import EnvironmentSettings
+from penstock.environments import load_environments
+from penstock.playing.rollout import play
+
+
+class TwoTurns:
+    async def rollout(self, example: Any, policy: Any) -> float:
+        reply = await policy.chat([user("first")])
+        await policy.chat([user("first"), reply.message, user("second")])
+        return 1.0
+
+
+TWO_TURNS = loaded(TwoTurns())
+SEALED = ["columns.safetensors", "experts.safetensors"]
+
+
+def large_and_routed(seen: Seen) -> Says:
+    """Large enough to be read off the loop; the first time it fails, so that a pause is among what is awaited."""
+    if seen.retry == 0 and len(seen.messages) > 1:
+        return Says(status=500)
+    return Says(body=answer(seen, "hello", routed=True, padding="x" * 300_000))
+
+
+def test_cancelled_wherever_it_waits_a_rollout_leaves_nothing(tmp_path: Path) -> None:
+    """How often it waits depends on how the bytes arrive: the last of these run to their end."""
+
+    async def main() -> None:
+        cancelled = 0
+        with serving(large_and_routed) as server:
+            async with stage_of(tmp_path, server.url) as stage:
+                for number in range(1, 41):
+                    key = attempt_of(attempt=number)
+                    playing = cancelled_at(number, play(stage, TWO_TURNS, 0, key))
+                    await asyncio.wait([playing])
+                    assert files(tmp_path) == ([] if playing.cancelled() else SEALED)
+                    assert_idle(stage.client)
+                    assert not stage.client._http.connector._acquired
+                    stage.store.sweep("rollouts", named=())
+                    cancelled += playing.cancelled()
+                await wait_until_async(lambda: not server.answering)
+        assert 10 < cancelled < 40
+
+    run(main)
+
+
+def fault_of(seen: Seen) -> Says | None:
+    """One request in five goes wrong when it is sent first, in one of five ways."""
+    body = {name: value for name, value in seen.body.items() if name != "seed"}
+    draw = xxhash.xxh3_64_intdigest(orjson.dumps([body, seen.headers["X-Session-ID"]]), seed=1) % 25
+    faults = [
+        Says(status=500),
+        Says(status=503, body=b"busy", chunked=True),
+        Says(body=b"{"),
+        Says(body=b'{"choices":[]}' * 9, breaks_off_at=40),
+        Says(breaks_off_at=-1),
+    ]
+    return faults[draw] if seen.retry == 0 and draw < len(faults) else None
+
+
+def halving(seen: Seen) -> Says:
+    """Plays `guess` with two boxes of 1 to 10, without a mistake."""
+    if fault := fault_of(seen):
+        return fault
+    ranges = {"A": (1, 10), "B": (1, 10)}
+    asked = [call for message in seen.messages for call in message.get("tool_calls") or []]
+    told = [message["content"] for message in seen.messages if message["role"] == "tool"]
+    for call, words in zip(asked, told, strict=True):
+        arguments = orjson.loads(call["function"]["arguments"])
+        (low, high), number = ranges[arguments["box"]], arguments["number"]
+        after = {"too low": (number + 1, high), "too high": (low, number - 1), "correct": (1, 0)}
+        ranges[arguments["box"]] = after[words]
+    left = {box: (low + high) // 2 for box, (low, high) in ranges.items() if low <= high}
+    calls = [tool_call("guess", {"box": box, "number": number}, id=box) for box, number in left.items()]
+    return Says(body=answer(seen, calling(*calls) if calls else "DONE", routed=True))
+
+
+def test_256_rollouts_at_once_share_a_client_and_leak_nothing(tmp_path: Path) -> None:
+    rollouts, connections = 256, 32
+
+    async def main() -> None:
+        options = {"boxes": 2, "largest": 10, "size": rollouts}
+        environment = load_environments({"g": EnvironmentSettings(use="guess", options=options)})["g"]
+        with serving(halving) as one, serving(halving) as other:
+            async with stage_of(tmp_path, one.url, other.url, connections=connections) as stage:
+                tasks = [
+                    asyncio.create_task(play(stage, environment, index, attempt_of(f"r{index}")))
+                    for index in range(rollouts)
+                ]
+                await wait_until_async(lambda: any(task.done() for task in tasks), timeout_s=60)
+                cancelled = [task for task in tasks[::16] if task.cancel()]
+                await asyncio.wait(tasks)
+                assert_idle(stage.client)
+                assert not stage.client._http.connector._acquired
+            results = [task.result() for task in tasks if task not in cancelled]
+            await wait_until_async(lambda: not one.answering + other.answering)
+        assert all(result.reward == 1.0 for result in results)
+        assert sum(result.metrics["engine_failures"] for result in results) > 20
+        assert all(task.cancelled() for task in cancelled)
+        assert len(results) >= rollouts - rollouts // 16
+        assert files(tmp_path) == sorted(SEALED * len(results))
+        for server in (one, other):
+            peers = {seen.headers["peer"] for seen in server.seen}
+            assert len(peers) < len(server.seen) / 2
+
+    run(main, concurrency=rollouts)
+
+
+def test_sessions_stay_on_their_replica(tmp_path: Path) -> None:
+    """Nobody is answered before all have asked: as many are in flight at one as at the other."""
+
+    async def main() -> None:
+        all_asked = threading.Event()
+
+        def respond(seen: Seen) -> Says:
+            return Says(body=answer(seen, "hello"), waits_for=all_asked)
+
+        with serving(respond) as one, serving(respond) as other:
+            async with stage_of(tmp_path, one.url, other.url) as stage:
+                rollouts = asyncio.gather(
+                    *(play(stage, TWO_TURNS, 0, attempt_of(f"r{number}")) for number in range(20))
+                )
+                await wait_until_async(lambda: len(one.seen) + len(other.seen) == 20)
+                all_asked.set()
+                await rollouts
+        sessions = [{seen.headers["X-Session-ID"] for seen in server.seen} for server in (one, other)]
+        assert not sessions[0] & sessions[1]
+        assert [len(found) for found in sessions] == [10, 10]
+
+    run(main)
+
+
+@pytest.mark.parametrize("connections", [1, 1000])
+def test_the_number_of_connections_changes_nothing_but_speed(tmp_path: Path, connections: int) -> None:
+    async def main() -> None:
+        with serving(lambda seen: Says(body=answer(seen, "hello"))) as server:
+            async with stage_of(tmp_path, server.url, connections=connections) as stage:
+                results = await asyncio.gather(
+                    *(play(stage, TWO_TURNS, 0, attempt_of(f"r{number}")) for number in range(10))
+                )
+        assert [result.turns for result in results] == [2] * 10
+        assert server.most_answering <= connections
+
+    run(main)

@@ -1,0 +1,139 @@
+"""A policy that speaks tokens: prompts go on from the very tokens of the turn before."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.asking import quick_engine, run
+from support.engine_replies import Said, compact
+from support.talking import rows_of
+from support.tokenizers_dir import tokenizer_dir
+from support.upstream import Says, Seen, serving, user
+from tokenizers import Tokenizer
+
+from penstock.config.engine import Policy
+from penstock.engines.client import EngineClient
+from penstock.engines.dialects import Dialect
+from penstock.errors import BadRequest
+from penstock.playing.policy import RecordedPolicy
+from penstock.recording import Mode, Session, SessionSettings
+from penstock.renderers import PooledRenderer, RendererKey, RendererPools, bytes_chatml
+from penstock.store import Store
+from penstock.store.columns import read_columns
+
+Speak = Callable[[str], list[int]]
+
+
+def speaking(directory: Path) -> Speak:
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.no_truncation()
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def saying(speak: Speak, text: str, *, routed: bool = False) -> Callable[[Seen], Says]:
+    """Answers tokens with tokens."""
+
+    def respond(seen: Seen) -> Says:
+        prompt, completion = seen.body["token_ids"], speak(text)
+        start = seen.body["sampling_params"].get("routed_experts_prompt_start", 0)
+        rows = rows_of([*prompt, *completion])[start:] if routed else None
+        said = Said(
+            prompt=prompt,
+            completion=completion,
+            logprobs=[-0.5] * len(completion),
+            rows=rows,
+            dialect="generate",
+            form="object",
+            start=start,
+        )
+        return Says(body=compact(said.reply()))
+
+    return respond
+
+
+@contextlib.asynccontextmanager
+async def talking(
+    root: Path, url: str, settings: Policy, **engine: Any
+) -> AsyncIterator[tuple[RecordedPolicy, Session]]:
+    config = quick_engine(url, dialect="generate", **engine)
+    assert settings.renderer is not None
+    renderer = PooledRenderer(RendererPools(), RendererKey.of(settings.renderer, config.model))
+    recording = SessionSettings(session="s1", key="rollouts/r1", rollout="r1", attempt=1, mode=Mode.LINEAR)
+    async with EngineClient.open(config) as client:
+        session = await Session.start(Store(root), recording, route_format=config.route_format)
+        yield RecordedPolicy(client, session, settings, Dialect(config, renderer=renderer)), session
+
+
+async def conversation(policy: RecordedPolicy, turns: int) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for number in range(turns):
+        messages.append(user(f"question {number}"))
+        messages.append((await policy.chat(messages)).message)
+    return messages
+
+
+@pytest.mark.parametrize("said", ["It is 42.<|im_end|>", "<think>\nhm\n</think>\n\n42<|im_end|>", "cut off"])
+def test_with_a_tokenizers_directory_a_conversation_is_one_sample(tmp_path: Path, said: str) -> None:
+    """Also where the template would drop the thoughts of earlier turns: what was sampled is what is trained on."""
+    directory = tokenizer_dir(tmp_path / "tokenizer")
+
+    async def main() -> None:
+        with serving(saying(speaking(directory), said)) as server:
+            settings = Policy.model_validate({"renderer": str(directory)})
+            async with talking(tmp_path / "store", server.url, settings, model="adapter-3") as (policy, session):
+                messages = await conversation(policy, 3)
+                sealed = await session.seal()
+        assert len(sealed.sample_lengths) == 1
+        columns = read_columns(Store(tmp_path / "store"), sealed.columns)
+        text = Tokenizer.from_file(str(directory / "tokenizer.json")).decode(
+            columns.input_ids.tolist(), skip_special_tokens=False
+        )
+        asked = [f"<|im_start|>user\nquestion {number}<|im_end|>\n<|im_start|>assistant\n" for number in range(3)]
+        between = "\n" if said.endswith("<|im_end|>") else "<|im_end|>\n"
+        assert text == between.join(question + said for question in asked)
+        assert int(columns.loss_mask.sum()) == 3 * len(speaking(directory)(said))
+        assert {seen.body["model"] for seen in server.seen} == {"adapter-3"}
+        assert "42" in messages[1]["content"] or messages[1]["content"] == "cut off"
+
+    run(main)
+
+
+def test_bytes_need_no_directory(tmp_path: Path) -> None:
+    def speak(text: str) -> list[int]:
+        return bytes_chatml.encode_answer({"content": text}).tolist()
+
+    async def main() -> None:
+        with serving(saying(speak, "grüß dich")) as server:
+            settings = Policy.model_validate({"renderer": "bytes-chatml"})
+            async with talking(tmp_path, server.url, settings) as (policy, session):
+                messages = await conversation(policy, 3)
+                ids = session.token_ids()
+                with pytest.raises(BadRequest, match=r"set policy\.renderer\.chat_template_kwargs instead"):
+                    await policy.chat([*messages, user("?")], chat_template_kwargs={"enable_thinking": False})
+        assert messages[1] == {"role": "assistant", "content": "grüß dich"}
+        assert bytes_chatml.decode_messages(ids) == messages
+
+    run(main)
+
+
+def test_where_history_cannot_be_kept_a_sample_begins_and_its_rows_are_asked_for_from_the_start(tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ loop.revindex }}{{ message.content }}\n{% endfor %}"
+    directory = tokenizer_dir(tmp_path / "tokenizer", template=template)
+
+    async def main() -> None:
+        with serving(saying(speaking(directory), "said", routed=True)) as server:
+            settings = Policy.model_validate({"renderer": str(directory)})
+            routed = {"routed_experts": True, "moe_experts": 256}
+            async with talking(tmp_path / "store", server.url, settings, **routed) as (policy, session):
+                await conversation(policy, 3)
+                sealed = await session.seal()
+        assert len(sealed.sample_lengths) == 3
+        assert [seen.body["sampling_params"]["routed_experts_prompt_start"] for seen in server.seen] == [0, 0, 0]
+        assert np.sum(sealed.sample_lengths) == sum(
+            len(seen.body["token_ids"]) + len(speaking(directory)("said")) for seen in server.seen
+        )
+
+    run(main)

@@ -1,0 +1,262 @@
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.plain_samples import merge
+from support.turn_structures import turn_structures
+
+from penstock.engines.routed_experts import RouteFormat, Routes
+from penstock.errors import Invariant, PolicyFailure
+from penstock.recording.samples import Circumstances, Samples, columns_of, routed_valid_of, turn_of_ids
+
+VECTORS = [json.loads(line) for line in (Path(__file__).parents[1] / "vectors" / "merge.jsonl").open()]
+
+
+class Recorder:
+    """Samples, and the routed rows in the order in which they would be written."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.max_seq_len = limits.pop("max_seq_len", None)
+        self.samples = Samples(**limits)
+        self.rows: list[np.ndarray] = []
+
+    def turn(self, prompt: list[int], completion: list[int], logprobs: list[float] | None = None, **more: Any) -> None:
+        turn = turn_of_ids(
+            np.array(prompt, np.int32),
+            np.array(completion, np.int32),
+            np.array([-1.0] * len(completion) if logprobs is None else logprobs, np.float32),
+            known=self.samples.known(),
+            routes=more.pop("routes", None),
+            max_seq_len=self.max_seq_len,
+        )
+        addition, rows = self.samples.place(turn, Circumstances(**more))
+        self.samples.add(addition, turn.sequence)
+        self.rows += [row for run in rows for row in run]
+
+    def columns(self, **more: Any):
+        return columns_of(self.samples, rollout="r", attempt=1, logprobs_mode="processed", **more)
+
+    def rows_by_position(self, sample: int) -> dict[int, np.ndarray]:
+        """What the experts file would hold for a sample."""
+        rows, placed = iter(self.rows), dict[int, np.ndarray]()
+        for chunk in self.samples.chunks():
+            for position in range(chunk.first, chunk.first + chunk.rows):
+                row = next(rows)
+                if chunk.sample == sample:
+                    assert position not in placed
+                    placed[position] = row
+        return placed
+
+
+def routes_of(rows: np.ndarray, first: int = 0, valid: np.ndarray | None = None) -> Routes:
+    return Routes(first=first, rows=rows, valid=valid, format=RouteFormat())
+
+
+@pytest.mark.parametrize("case", VECTORS, ids=range(len(VECTORS)))
+def test_prime_rls_own_code_merges_alike(case: dict[str, Any]) -> None:
+    recorder = Recorder()
+    for turn in case["turns"]:
+        payload = turn.get("routed_experts")
+        rows = payload and np.frombuffer(base64.b64decode(payload["data"]), np.uint8).reshape(payload["shape"])
+        recorder.turn(
+            turn["prompt_ids"],
+            turn["completion_ids"],
+            turn["completion_logprobs"],
+            routes=None if rows is None else routes_of(rows),
+            temperature=turn["temperature"],
+        )
+    columns = recorder.columns(error="failed" if case["error"] else "")
+    assert columns.truncated.size == len(case["samples"])
+    for index, expected in enumerate(case["samples"]):
+        where, prompt = columns.sample(index), len(expected["prompt_ids"])
+        assert columns.input_ids[where].tolist() == expected["prompt_ids"] + expected["completion_ids"]
+        assert columns.first_prompt_length[index] == prompt
+        assert columns.loss_mask[where].tolist() == [0] * prompt + expected["completion_mask"]
+        logprobs = np.array([0.0] * prompt + expected["completion_logprobs"], np.float32)
+        assert columns.logprobs[where].tobytes() == logprobs.tobytes()
+        assert_temperatures(columns, index, expected["completion_temperatures"])
+        payload, placed = expected["routed_experts"], recorder.rows_by_position(index)
+        if payload is None:
+            assert not placed
+            continue
+        rows = np.zeros(payload["shape"], payload["dtype"])
+        for position, row in placed.items():
+            rows[position] = row
+        assert base64.b64encode(rows.tobytes()).decode() == payload["data"]
+        valid = routed_valid_of(recorder.samples)[where]
+        assert valid.tolist() == [position in placed for position in range(where.stop - where.start)]
+
+
+def assert_temperatures(columns: Any, sample: int, expected: list[float]) -> None:
+    turns = columns.turns.sample == sample
+    assert set(columns.turns.temperature[turns].tolist()) == {np.float32(value) for value in expected}
+
+
+def test_two_agents_interleaved_give_two_samples() -> None:
+    recorder = Recorder()
+    recorder.turn([1, 2], [3], agent="a")
+    recorder.turn([1, 2, 3, 4], [5], agent="a")
+    recorder.turn([9], [8], agent="b")
+    recorder.turn([1, 2, 3, 4, 5, 6], [7], agent="a")
+    columns = recorder.columns()
+    assert columns.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 9, 8]
+    assert columns.sample_offsets.tolist() == [0, 7, 9]
+    assert columns.loss_mask.tolist() == [0, 0, 1, 0, 1, 0, 1, 0, 1]
+    assert columns.turns.sample.tolist() == [0, 0, 1, 0]
+    assert columns.turns.start.tolist() == [2, 4, 8, 6]
+    assert columns.turns.end.tolist() == [3, 5, 9, 7]
+    assert [columns.turns.words["agent"][index] for index in columns.turns.agent] == ["a", "a", "b", "a"]
+    assert recorder.samples.metrics() == {
+        "samples": 2, "turns": 4, "breaks": 0, "wasted_tokens": 0, "ambiguous_turns": 0
+    }  # fmt: skip
+
+
+def test_of_several_samples_the_longest_is_extended_and_the_choice_counted() -> None:
+    recorder = Recorder()
+    recorder.turn([1], [2])
+    recorder.turn([1], [2, 3])
+    recorder.turn([1, 2, 3, 4], [5])
+    assert recorder.columns().input_ids.tolist() == [1, 2, 1, 2, 3, 4, 5]
+    assert recorder.samples.metrics()["ambiguous_turns"] == 1
+
+
+def test_a_broken_prefix_is_loud() -> None:
+    recorder = Recorder()
+    recorder.turn([1, 2, 3], [4])
+    recorder.turn([1, 2, 7, 4, 5], [6])
+    recorder.turn([1, 2], [9])
+    recorder.turn([50], [51], agent="other")
+    metrics = recorder.samples.metrics()
+    assert (metrics["samples"], metrics["breaks"]) == (4, 2)
+    assert metrics["first_break_position"] == 2
+    assert metrics["wasted_tokens"] == 2 + 2
+
+
+def test_routes_that_nobody_sent_are_counted() -> None:
+    rows, recorder = np.ones((9, 1, 1), np.uint8), Recorder()
+    recorder.turn([1, 2], [3], routes=routes_of(rows[:2]))
+    assert recorder.samples.metrics()["missing_routes"] == 0
+    recorder.turn([1, 2, 3, 4], [5])
+    recorder.turn([1, 2, 3, 4, 5, 6], [7], routes=routes_of(rows[:6]))
+    assert recorder.samples.metrics()["missing_routes"] == 2
+
+
+def test_a_limit_on_samples_is_the_policys_failure_and_changes_nothing() -> None:
+    recorder = Recorder(max_samples=1)
+    recorder.turn([1], [2])
+    with pytest.raises(PolicyFailure, match="1 samples are allowed"):
+        recorder.turn([5], [6])
+    recorder.turn([1, 2], [3])
+    assert recorder.columns().input_ids.tolist() == [1, 2, 3]
+
+
+def test_truncation_cuts_the_completion_then_the_prompt() -> None:
+    rows = np.arange(6, dtype=np.uint8).reshape(6, 1, 1)
+    cases = [
+        ([1, 2, 3], [4, 5, 6], [1, 2, 3, 4], (1, 0), 4),
+        ([1, 2, 3, 4], [5], [1, 2, 3, 4], (1, 0), 4),
+        ([1, 2, 3, 4], [], [1, 2, 3, 4], (0, 0), 4),
+        ([1, 2, 3, 4, 5], [6], [1, 2, 3, 4], (1, 1), 4),
+        ([1, 2], [3, 4], [1, 2, 3, 4], (0, 0), 3),
+    ]
+    for prompt, completion, kept, flags, valid in cases:
+        recorder = Recorder(max_seq_len=4)
+        sent = rows[: len(prompt) + len(completion) - (len(completion) > 0)]
+        recorder.turn(prompt, completion, routes=routes_of(sent))
+        columns = recorder.columns()
+        assert columns.input_ids.tolist() == kept
+        assert (columns.truncated[0], columns.overlong_prompt[0]) == flags
+        assert len(recorder.rows) == valid
+        assert routed_valid_of(recorder.samples).sum() == valid
+
+
+def test_a_turn_after_a_truncated_one_adds_nothing() -> None:
+    recorder = Recorder(max_seq_len=4)
+    recorder.turn([1, 2, 3], [4, 5])
+    recorder.turn([1, 2, 3, 4, 5, 6], [7])
+    columns = recorder.columns()
+    assert columns.input_ids.tolist() == [1, 2, 3, 4]
+    assert columns.turns.start.tolist() == [3, 4]
+    assert columns.turns.end.tolist() == [4, 4]
+    assert columns.overlong_prompt.tolist() == [1]
+
+
+def test_an_empty_completion_is_a_sample_without_loss() -> None:
+    recorder = Recorder()
+    recorder.turn([1, 2], [])
+    recorder.turn([1, 2], [3])
+    columns = recorder.columns()
+    assert columns.input_ids.tolist() == [1, 2, 3]
+    assert columns.loss_mask.tolist() == [0, 0, 1]
+
+
+def test_no_turns_give_no_samples() -> None:
+    columns = Recorder().columns(error="the sandbox never started")
+    assert columns.truncated.size == columns.input_ids.size == columns.turns.sample.size == 0
+    assert columns.sample_offsets.tolist() == [0]
+
+
+def test_an_environment_may_mask_tokens_of_a_completion() -> None:
+    recorder = Recorder(max_seq_len=3)
+    recorder.turn([1], [2, 3, 4], completion_mask=np.array([0, 1, 1], np.uint8))
+    assert recorder.columns().loss_mask.tolist() == [0, 0, 1]
+    with pytest.raises(Invariant, match="mask of 1 entries"):
+        recorder.turn([7], [2, 3, 4], completion_mask=np.array([0], np.uint8))
+
+
+def test_versions_are_the_engines_word_or_the_replicas() -> None:
+    recorder = Recorder()
+    recorder.turn([1], [2], version_sent=4, version_received=5)
+    table = recorder.columns().turns
+    assert (table.version_first.tolist(), table.version_last.tolist()) == ([4], [5])
+
+
+def test_a_sample_keeps_nothing_of_what_was_read() -> None:
+    recorder = Recorder()
+    recorder.turn([1, 2, 3], [4])
+    recorder.turn([1, 2, 3, 4, 5], [6])
+    addition = recorder.samples.turns[1]
+    assert addition.prompt_ids.base is None
+    assert addition.prompt_ids.tolist() == [5]
+
+
+def as_routes(rows: dict[int, Any], dtype: Any) -> Routes | None:
+    if not rows:
+        return None
+    first, end = min(rows), max(rows) + 1
+    array = np.array([rows.get(position, [[0, 0]]) for position in range(first, end)], dtype)
+    valid = np.array([position in rows for position in range(first, end)])
+    return routes_of(array, first, None if valid.all() else valid)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(case=turn_structures(), error=st.booleans(), dtype=st.sampled_from([np.uint8, np.uint16]))
+def test_samples_rows_and_validity_equal_the_plain_rule(case: Any, error: bool, dtype: Any) -> None:
+    turns, limits = case
+    expected, ambiguous = merge(turns, error=error, **limits)
+    recorder = Recorder(**limits)
+
+    def scaled(row: list[list[int]]) -> list[list[int]]:
+        return [[value * (1 if dtype == np.uint8 else 200) for value in layer] for layer in row]
+
+    for turn in turns:
+        routes = as_routes({position: scaled(row) for position, row in turn.rows.items()}, dtype)
+        recorder.turn(turn.prompt, turn.completion, turn.logprobs, routes=routes, agent=turn.agent)
+    columns, valid = recorder.columns(error="failed" if error else ""), routed_valid_of(recorder.samples)
+    assert columns.truncated.tolist() == [sample.truncated for sample in expected]
+    assert columns.overlong_prompt.tolist() == [sample.overlong for sample in expected]
+    assert columns.first_prompt_length.tolist() == [sample.first_prompt for sample in expected]
+    assert columns.metrics["ambiguous_turns"] == ambiguous
+    for index, sample in enumerate(expected):
+        where = columns.sample(index)
+        assert columns.input_ids[where].tobytes() == np.array(sample.ids, np.int32).tobytes()
+        assert columns.loss_mask[where].tobytes() == bytes(sample.mask)
+        assert columns.logprobs[where].tobytes() == np.array(sample.logprobs, np.float32).tobytes()
+        assert valid[where].tobytes() == bytes(position in sample.rows for position in range(len(sample.ids)))
+        placed = {position: row.tolist() for position, row in recorder.rows_by_position(index).items()}
+        assert placed == {position: scaled(row) for position, row in sample.rows.items()}

@@ -1,0 +1,88 @@
+import gc
+import resource
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import BlobCorrupt
+from penstock.store import Store
+from penstock.store.parts import HEAD, RESERVED_FROM, Part
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
+
+
+def test_a_part_goes_back_to_a_mark(store: Store) -> None:
+    part = store.part("rows", reserve_head=True)
+    part.append(b"kept")
+    mark = part.mark()
+    part.append(b"a much longer piece that is undone")
+    part.reset(mark)
+    part.append(b", too")
+    ref = store.commit(part, "rows", head=b"h" * HEAD)
+    assert store.open(ref)[HEAD:].tobytes() == b"kept, too"
+
+
+def test_a_part_is_taken_up_by_another_process(store: Store) -> None:
+    left = store.part("rows", suffix="part", reserve_head=True)
+    left.append(b"kept")
+    good = left.length
+    left.append(b"torn")
+    part = Part.recover(store.part_path("rows", "part"), good)
+    part.append(b"more")
+    ref = store.commit(part, "rows", head=b"h" * HEAD)
+    assert store.open(ref)[HEAD:].tobytes() == b"keptmore"
+
+
+def test_a_part_that_is_shorter_than_it_was_is_refused(store: Store) -> None:
+    left = store.part("rows", suffix="part", reserve_head=True)
+    left.append(b"kept")
+    with pytest.raises(BlobCorrupt, match="has only 4100 of the 5000 bytes"):
+        Part.recover(left.path, 5000)
+
+
+def test_more_pieces_than_one_system_call_takes(store: Store) -> None:
+    part = store.part("rows")
+    part.append(*(index.to_bytes(2) for index in range(3000)))
+    ref = store.commit(part, "rows")
+    assert store.open(ref).tobytes() == b"".join(index.to_bytes(2) for index in range(3000))
+
+
+def test_few_descriptors_stay_open_however_many_parts_grow(store: Store) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    parts = [store.part(f"p{index}") for index in range(200)]
+    opened = len(list(Path("/proc/self/fd").iterdir()))  # whoever runs the tests has some of its own
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 80, hard))
+    try:
+        for part in parts:
+            part.append(b"x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_part_that_ends_gives_its_descriptor_back(store: Store) -> None:
+    def kept() -> int:
+        gc.collect()
+        opened = [path for path in Path("/proc/self/fd").iterdir() if path.exists()]
+        return sum(path.resolve().name.startswith(".rows") for path in opened)
+
+    committed, discarded, forgotten = (store.part(f"rows{index}") for index in range(3))
+    for part in (committed, discarded, forgotten):
+        part.append(b"x")
+    assert kept() == 3
+    store.commit(committed, "rows0")
+    discarded.discard()
+    del forgotten, part
+    assert kept() == 0
+
+
+def test_space_that_was_reserved_and_not_needed_is_given_back(store: Store) -> None:
+    part, piece = store.part("rows"), b"x" * (RESERVED_FROM // 2)
+    for _ in range(4):
+        part.append(piece)
+    assert part.path.stat().st_size == 4 * len(piece)
+    store.commit(part, "rows")
+    taken = store.path("rows").stat().st_blocks * 512
+    assert taken <= 4 * len(piece) + 4096

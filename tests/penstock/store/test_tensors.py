@@ -1,0 +1,70 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.errors import BlobCorrupt
+from penstock.store import Store, tensors
+from penstock.store.columns import read_columns
+from penstock.store.experts import Experts
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
+
+
+def test_a_foreign_blob_is_neither_columns_nor_experts(store: Store) -> None:
+    refs = [
+        store.put("text", [b"hello"]),
+        store.put("zeros", [bytes(10_000)]),
+        store.put("huge-header", [b"\xff" * 64]),
+        store.put("list", [(2).to_bytes(8, "little"), b"[]"]),
+        store.put("nothing", []),
+        tensors.write(store, "other", {"x": np.zeros(3)}, {}),
+        tensors.write(store, "half", {"input_ids": np.zeros(3, np.int32)}, {"format": "penstock.columns.1"}),
+    ]
+    for ref in refs:
+        with pytest.raises(BlobCorrupt, match=f"blob {ref.key} is "):
+            read_columns(store, ref)
+        with pytest.raises(BlobCorrupt, match=f"blob {ref.key} is "):
+            Experts(store, ref)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        '"a":{"dtype":"U8","shape":[4],"data_offsets":[0,3]}',
+        '"a":{"dtype":"U8","shape":[3],"data_offsets":[1,4]}',
+        '"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[3],"data_offsets":[1,4]}',
+        '"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}',
+        '"a":{"dtype":"Q8","shape":[4],"data_offsets":[0,4]}',
+        '"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,4]}',
+        '"a":{"dtype":"U8","shape":[4]}',
+        '"a":7',
+    ],
+)
+def test_a_header_that_lies_is_refused(store: Store, entry: str) -> None:
+    text = f"{{{entry}}}".encode()
+    ref = store.put("lies", [len(text).to_bytes(8, "little"), text, b"1234"])
+    with pytest.raises(BlobCorrupt, match="lies"):
+        tensors.read(store, ref)
+
+
+BARE = """
+import sys
+class Bare:
+    allowed = {"numpy", "safetensors", "xxhash", "_xxhash", "penstock", *sys.stdlib_module_names}
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in self.allowed:
+            raise ImportError(f"{name} is not there in a bare environment")
+sys.meta_path.insert(0, Bare())
+import penstock.store.columns, penstock.store.experts
+"""
+
+
+def test_blobs_need_numpy_safetensors_and_xxhash_only() -> None:
+    run = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

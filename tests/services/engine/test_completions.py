@@ -1,0 +1,196 @@
+"""What an engine answers, read by the library over a real socket."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engine_process import ASK, CHAT, GENERATE, EngineProcess, running, user
+
+from penstock.engines.response import Asked, Known, Turn, read_turn
+from penstock.engines.response_fields import Endpoint
+from penstock.engines.routed_experts import CheckRoutes, RouteFormat
+from penstock.renderers import bytes_chatml
+from penstock.turn import Ids
+from services.engine.route_table import RouteTable
+from services.engine.settings import RouteShape
+
+Engines = dict[tuple[str, str], EngineProcess]
+
+TABLE = RouteTable(RouteShape(layers=3, topk=2, experts=16))
+FORMAT = RouteFormat(layers=3, experts=16, check=CheckRoutes.ALL)
+QUESTION = "What is 12 + 3 * 4 - 5? Think it through, then end with a line `Answer: N`, where N is a whole number."
+GAME = "The boxes A, B each hold a whole number from 1 to 100. Find every number. You have 8 turns."
+START_FIELD = {"vllm": "routed_experts_prompt_start", "sglang": "routed_experts_start_len"}
+LONG = [{"role": "system", "content": "Grüße " * 60}, user(QUESTION)]
+
+
+def generate_request(prompt: Ids, **sampling: Any) -> dict[str, Any]:
+    return {"model": "m", "token_ids": prompt.tolist(), "sampling_params": {"logprobs": 1, **sampling}}
+
+
+def seen(turn: Turn) -> dict[str, Any]:
+    """What a turn says, as far as every dialect says it."""
+    assert turn.routes is not None
+    return {
+        "prompt": turn.prompt_ids.tolist(),
+        "completion": turn.completion_ids.tolist(),
+        "logprobs": turn.completion_logprobs.tolist(),
+        "rows": turn.routes.rows.tolist(),
+        "first": turn.routes.first,
+    }
+
+
+def every_answer(engines: Engines, messages: list[Any], **sampling: Any) -> Iterator[tuple[str, Turn]]:
+    """From every dialect and every form."""
+    prompt = bytes_chatml.encode(messages)
+    asked = Asked(endpoint=Endpoint.GENERATE, prompt_ids=prompt)
+    for (dialect, form), engine in engines.items():
+        body = engine.answer(CHAT, {"messages": messages, **ASK[dialect], **sampling})
+        yield f"{dialect} {form}", read_turn(body, route_format=FORMAT)
+        body = engine.answer(GENERATE, generate_request(prompt, **sampling))
+        yield f"generate {form}", read_turn(body, asked=asked, route_format=FORMAT)
+
+
+def test_every_dialect_and_form_says_the_same(engines: Engines) -> None:
+    turns = dict(every_answer(engines, LONG, seed=7))
+    assert len(turns) == 12
+    first, *others = map(seen, turns.values())
+    assert all(other == first for other in others)
+
+    turn = turns["vllm object"]
+    sequence = np.concatenate([turn.prompt_ids, turn.completion_ids])
+    assert turn.prompt_ids.tolist() == bytes_chatml.encode(LONG).tolist()
+    assert seen(turn)["rows"] == TABLE.rows(sequence).tolist()
+    assert {turn.finish_reason for turn in turns.values()} == {"stop"}
+    assert bytes_chatml.decode_answer(turn.completion_ids) == {"role": "assistant", "content": content(turn)}
+    assert content(turn).endswith(("Answer: 19", *(f"Answer: {19 + error}" for error in range(1, 10))))
+
+
+def content(turn: Turn) -> str:
+    return json.loads(turn.message or b"")["content"]
+
+
+def test_answers_depend_on_nothing_but_the_request(engine: EngineProcess, tmp_path: Path) -> None:
+    """The same bytes in any order, from any process."""
+    requests = [{"messages": [user(QUESTION)], "seed": seed, **ASK["vllm"]} for seed in range(20)]
+    bodies = [engine.answer(CHAT, request) for request in requests]
+    assert len(set(bodies)) == 20
+    assert [engine.answer(CHAT, request) for request in reversed(requests)] == bodies[::-1]
+    shape = ("--layers", "3", "--topk", "2", "--experts", "16", "--form", "object")
+    with running(tmp_path, *shape) as other:
+        assert [other.answer(CHAT, request) for request in requests] == bodies
+    with running(tmp_path, *shape, "--seed", "1") as other:
+        assert other.answer(CHAT, requests[0]) != bodies[0]
+
+
+def test_without_a_seed_sessions_differ(engine: EngineProcess) -> None:
+    request = {"messages": [user(QUESTION)]}
+    one = engine.answer(CHAT, request, X_Session_ID="r1.1")
+    assert engine.answer(CHAT, request, X_Session_ID="r1.1") == one
+    assert engine.answer(CHAT, request, X_Session_ID="r2.1") != one
+    seeded = engine.answer(CHAT, request | {"seed": 1}, X_Session_ID="r1.1")
+    assert engine.answer(CHAT, request | {"seed": 1}, X_Session_ID="r2.1") == seeded
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_every_turn_of_a_game_extends_the_one_before(engines: Engines, dialect: str) -> None:
+    """With tool calls, and only the new rows asked for: together they are the rows of the whole sequence."""
+    hidden, messages, turns = {"A": 37, "B": 64}, [user(GAME)], list[Turn]()
+    engine, known, rows = engines[dialect, "npy"], list[Known](), list[np.ndarray]()
+    tools = [{"type": "function", "function": {"name": "guess"}}]
+    sequence = np.empty(0, np.int32)
+    while not turns or turns[-1].finish_reason == "tool_calls":
+        start = known[0].rows_from if known else 0
+        asking = ASK[dialect] | {"messages": messages, "tools": tools, "seed": len(turns), START_FIELD[dialect]: start}
+        body = engine.answer(CHAT, asking)
+        turn = read_turn(body, known=known, asked=Asked(routes_from=start), route_format=FORMAT)
+        assert turn.extends == (0 if known else None)
+        assert turn.routes is not None
+        assert turn.routes.first == start
+        rows.append(turn.routes.rows)
+        known = [Known(sequence=turn.sequence, rows_from=turn.tokens - 1)]
+        sequence = np.concatenate([sequence, turn.prompt_ids, turn.completion_ids])
+        turns.append(turn)
+        message = json.loads(turn.message or b"")
+        messages += [message, *(tool_answer(call, hidden) for call in message["tool_calls"] or [])]
+    assert len(turns) > 2
+    assert content(turns[-1]).endswith("DONE")
+    assert np.array_equal(np.concatenate(rows), TABLE.rows(sequence))
+
+
+def tool_answer(call: dict[str, Any], hidden: dict[str, int]) -> dict[str, Any]:
+    guess = json.loads(call["function"]["arguments"])
+    number = hidden[guess["box"]]
+    word = "correct" if guess["number"] == number else "too low" if guess["number"] < number else "too high"
+    return {"role": "tool", "tool_call_id": call["id"], "content": word}
+
+
+def test_an_answer_is_cut_at_the_limit(engines: Engines) -> None:
+    for name, turn in every_answer(engines, LONG, max_tokens=5, seed=3):
+        assert turn.finish_reason == "length", name
+        assert len(turn.completion_ids) == 5
+        assert bytes_chatml.MESSAGE_END not in turn.completion_ids
+
+
+def test_length_latency_and_skill_are_as_they_were_set(tmp_path: Path) -> None:
+    settings = ("--length", "uniform:40:60", "--latency", "uniform:0:0.01", "--skill", "1")
+    requests = [{"messages": [user(QUESTION)], "seed": seed, **ASK["sglang"]} for seed in range(40)]
+    with running(tmp_path, "--dialect", "sglang", *settings) as engine:
+        choices = [json.loads(engine.answer(CHAT, request))["choices"][0] for request in requests]
+    lengths = [choice["meta_info"]["completion_tokens"] for choice in choices]
+    latencies = [choice["meta_info"]["e2e_latency"] for choice in choices]
+    assert 40 <= min(lengths) < 45 < 55 < max(lengths) <= 60
+    assert 0 < min(latencies) < 0.002 < 0.008 < max(latencies) < 0.01
+    assert all(choice["message"]["content"].endswith("Answer: 19") for choice in choices)
+
+
+def test_what_was_not_asked_for_is_not_sent(engines: Engines) -> None:
+    request = {"messages": [user("hi")]}
+    vllm = json.loads(engines["vllm", "object"].answer(CHAT, request))
+    assert vllm["prompt_token_ids"] is vllm["choices"][0]["token_ids"] is vllm["choices"][0]["logprobs"] is None
+    sglang = json.loads(engines["sglang", "object"].answer(CHAT, request))["choices"][0]
+    assert not {"meta_info", "prompt_token_ids", "routed_experts"} & sglang.keys()
+    tokens = engines["sglang", "object"].answer(CHAT, request | ASK["sglang"] | {"return_routed_experts": False})
+    assert "routed_experts" not in json.loads(tokens)["choices"][0]["meta_info"]
+
+
+VLLM_FIELDS = (
+    "id object created model choices service_tier system_fingerprint usage prompt_logprobs prompt_token_ids "
+    "kv_transfer_params / index message logprobs finish_reason stop_reason token_ids routed_experts / "
+    "role content refusal annotations audio function_call tool_calls reasoning / token logprob bytes top_logprobs"
+)
+SGLANG_FIELDS = (
+    "id object created model choices usage metadata / "
+    "index message logprobs finish_reason matched_stop prompt_token_ids meta_info / "
+    "role content reasoning_content tool_calls / token bytes logprob top_logprobs / "
+    "id finish_reason prompt_tokens weight_version total_retractions output_token_logprobs completion_tokens "
+    "cached_tokens routed_experts e2e_latency"
+)
+
+
+@pytest.mark.parametrize(("dialect", "fields"), [("vllm", VLLM_FIELDS), ("sglang", SGLANG_FIELDS)])
+def test_fields_and_their_order_are_the_real_engine_s(engines: Engines, dialect: str, fields: str) -> None:
+    body = engines[dialect, "npy"].answer(CHAT, {"messages": [user("hi")], **ASK[dialect]})
+    reply = json.loads(body)
+    choice = reply["choices"][0]
+    objects = [reply, choice, choice["message"], choice["logprobs"]["content"][0], choice.get("meta_info")]
+    assert " / ".join(" ".join(each) for each in objects if each) == fields
+    assert body == json.dumps(reply, separators=(",", ":"), ensure_ascii=False).encode(), "compact, as they print it"
+
+
+def test_sglang_takes_the_prompt_as_ids(sglang: EngineProcess) -> None:
+    ids = bytes_chatml.encode(LONG)
+    by_messages = sglang.answer(CHAT, {"messages": LONG, "seed": 1, **ASK["sglang"]})
+    by_ids = sglang.answer(CHAT, {"messages": [user("?")], "input_ids": ids.tolist(), "seed": 1, **ASK["sglang"]})
+    assert by_ids == by_messages
+
+
+def test_ids_of_another_vocabulary_are_answered_too(engine: EngineProcess) -> None:
+    prompt = np.array([150_000, 3, 99_999], np.int32)
+    asked = Asked(endpoint=Endpoint.GENERATE, prompt_ids=prompt)
+    turn = read_turn(engine.answer(GENERATE, generate_request(prompt)), asked=asked, route_format=FORMAT)
+    assert turn.prompt_ids.tolist() == prompt.tolist()
+    assert len(turn.completion_ids) > 1
