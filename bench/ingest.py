@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from bench.bodies import Rollout
 from bench.report import Report, Target, median
-from penstock.engines.response import Known, Turn, read_turn
+from penstock.engines.response import OpenSample, Turn, read_turn
 from penstock.engines.routed_experts import RouteFormat, Routes
 from penstock.store import open_store
 
@@ -75,12 +75,12 @@ class Recorder:
     """As much of one as reading needs: what is known when a response comes."""
 
     def __init__(self) -> None:
-        self._known: list[Known] = []
+        self._known: list[OpenSample] = []
         self._route_format = RouteFormat()
 
     def read(self, body: bytes) -> Turn:
         turn = read_turn(body, known=self._known, route_format=self._route_format)
-        self._known = [Known(sequence=turn.sequence, rows_from=turn.tokens - 1)]
+        self._known = [OpenSample(sequence=turn.sequence, rows_from=turn.tokens - 1)]
         self._route_format = rows_of(turn).format
         return turn
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import Batch, Group, Rollout
+from orchestrator.ledger.records import BatchRecord, GroupRecord, RolloutRecord
 from orchestrator.quotas import quotas, weight
 from orchestrator.trainer import Trainer
 from penstock.batches import EncodedRank
@@ -24,7 +24,7 @@ class Composer:
         self._judged: tuple[int, set[str]] = (0, set())
         """a policy version, and the admitted groups whose rollouts were held against it"""
 
-    def compose(self) -> Batch | None:
+    def compose(self) -> BatchRecord | None:
         """Form the next step if there is enough; its encoding jobs are created in the same transaction."""
         step = self._ledger.number("steps_delivered")
         if self._ledger.batches or step >= self._config.steps or not self._trainer.may_seal(step):
@@ -38,7 +38,7 @@ class Composer:
             self._ledger.add_job(batch.job_id(data_rank), JobKind.ENCODE, str(step))
         return batch
 
-    def encoded(self) -> tuple[Batch, list[EncodedRank]] | None:
+    def encoded(self) -> tuple[BatchRecord, list[EncodedRank]] | None:
         """The open step whose every rank is in its file."""
         for batch in self._ledger.batches.values():
             jobs = [self._ledger.jobs[batch.job_id(rank)] for rank in range(self._files)]
@@ -56,7 +56,7 @@ class Composer:
                 return (batch, ranks) if self.still_fresh(batch) else None
         return None
 
-    def still_fresh(self, batch: Batch) -> bool:
+    def still_fresh(self, batch: BatchRecord) -> bool:
         """Judged once more at sealing: time in queues counts. A step with something stale in it is formed again."""
         if not any(self._is_stale(rollout) for rollout in batch.rollouts()):
             return True
@@ -69,7 +69,7 @@ class Composer:
         """One encoding job a data rank, where the format knows ranks."""
         return 1 if self._config.batch.format == "prime-rl-2026-05" else self._config.batch.data_ranks
 
-    def _form_again(self, batch: Batch, error: str | None) -> None:
+    def _form_again(self, batch: BatchRecord, error: str | None) -> None:
         failed = self._ledger.count("failed_formations")
         if failed >= self._config.recovery.max_formations:
             raise RunError(
@@ -80,7 +80,7 @@ class Composer:
         self._ledger.event(f"step {batch.step}", "formed_again", error or "")
         self._ledger.dissolve(batch)
 
-    def _form_without(self, batch: Batch, unreadable: set[str]) -> None:
+    def _form_without(self, batch: BatchRecord, unreadable: set[str]) -> None:
         """Blobs were damaged or deleted after they had been checked: the step goes on without their rollouts."""
         logger.error("action=step_formed_again step=%d unreadable=%s", batch.step, ",".join(sorted(unreadable)))
         self._ledger.event(f"step {batch.step}", "formed_again", f"{len(unreadable)} rollouts cannot be read")
@@ -89,7 +89,7 @@ class Composer:
         for group in groups:
             self._drop_from(group, "blob_corrupt", lambda rollout: rollout.id in unreadable)
 
-    def _is_stale(self, rollout: Rollout) -> bool:
+    def _is_stale(self, rollout: RolloutRecord) -> bool:
         if rollout.result is None:
             return False
         version_first, now = rollout.result.version_first, self._ledger.number("policy_version")
@@ -106,15 +106,15 @@ class Composer:
                 self._drop_from(group, "stale", self._is_stale)
         self._judged = version, {group.id for group in admitted}
 
-    def _drop_from(self, group: Group, reason: str, unfit: Callable[[Rollout], bool]) -> None:
+    def _drop_from(self, group: GroupRecord, reason: str, unfit: Callable[[RolloutRecord], bool]) -> None:
         for rollout in filter(unfit, group.of(RolloutState.ADMITTED)):
             self._ledger.drop(rollout, reason)
         if not group.of(RolloutState.ADMITTED):
             self._ledger.enter(group, GroupState.CLOSED)
 
-    def _take(self, step: int) -> list[Group] | None:
+    def _take(self, step: int) -> list[GroupRecord] | None:
         """Every environment's part, or nothing yet."""
-        taken: list[Group] = []
+        taken: list[GroupRecord] = []
         for name, quota in quotas(self._config, step).items():
             part = self._take_from(name, quota)
             if part is None:
@@ -122,14 +122,14 @@ class Composer:
             taken += part
         return sorted(taken, key=lambda group: group.ordinal)
 
-    def _take_from(self, environment: str, quota: int) -> list[Group] | None:
+    def _take_from(self, environment: str, quota: int) -> list[GroupRecord] | None:
         open_groups = (
             group
             for group in self._ledger.groups.values()
             if group.environment == environment and group.state is not GroupState.BATCHED
         )
         window = self._window(quota)
-        taken: list[Group] = []
+        taken: list[GroupRecord] = []
         held, awaited = 0, False
         for place, group in enumerate(open_groups):
             # Partial groups may leave a window short that nothing more can come into: only then it is passed.

@@ -13,7 +13,7 @@ import orjson
 
 from orchestrator.broker import Broker
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.reply_stream import Replies
+from orchestrator.reply_stream import ReplyStream
 from penstock import job_inputs, redis_keys
 from penstock.config import RunConfig
 from penstock.ledger.states import IN_FLIGHT, GroupState, JobState
@@ -66,7 +66,7 @@ TICK_S = 0.1
 
 
 class Ending:
-    def __init__(self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, replies: Replies) -> None:
+    def __init__(self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, replies: ReplyStream) -> None:
         self._config = config
         self._run = run
         self._ledger = ledger

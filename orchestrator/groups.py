@@ -7,7 +7,7 @@ import logging
 
 from orchestrator.gates import Gates
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import Group, Job, Rollout
+from orchestrator.ledger.records import GroupRecord, JobRecord, RolloutRecord
 from penstock.config import RunConfig
 from penstock.errors import RunError
 from penstock.ledger.states import UNGENERATED, GroupState, JobKind, JobState, RolloutState
@@ -26,12 +26,12 @@ from penstock.messages import (
 logger = logging.getLogger("penstock.stages")
 
 
-class Stages:
+class Groups:
     def __init__(self, config: RunConfig, ledger: Ledger, gates: Gates) -> None:
         self._config = config
         self._ledger = ledger
         self._gates = gates
-        self.cancelled: list[Job] = []
+        self.cancelled: list[JobRecord] = []
         """submitted, and nobody needs them any more: to be revoked, which saves work and nothing else"""
 
     def apply(self, reply: Reply) -> None:
@@ -61,30 +61,30 @@ class Stages:
             case _:
                 pass
 
-    def failed(self, job: Job, error: str) -> None:
+    def failed(self, job: JobRecord, error: str) -> None:
         self._ledger.event(job.id, "failed", f"attempt {job.attempt}: {error}")
         self._ledger.wait(job, error=error, failures=1)
         if job.failures >= self._config.recovery.max_failures:
             self._die(job, f"{job.failures} failures, the last: {error}")
 
-    def lost(self, job: Job, why: str) -> None:
+    def lost(self, job: JobRecord, why: str) -> None:
         self._gates.scout_lost(job.kind, job.id)
         self._ledger.event(job.id, "lost", f"attempt {job.attempt}: {why}")
         self._ledger.wait(job, error=why, losses=1)
         if job.losses >= self._config.recovery.max_losses:
             self._die(job, f"lost {job.losses} times, the last: {why}")
 
-    def give_up_waiting(self, group: Group) -> None:
+    def give_up_waiting(self, group: GroupRecord) -> None:
         """The group goes on without the rollouts that are still out."""
         self._cancel(group.of(*UNGENERATED), "group_timeout")
         self._collect(group)
 
-    def outdated(self, job: Job) -> None:
+    def outdated(self, job: JobRecord) -> None:
         """A rollout that still runs was begun with weights that are too old to train on."""
         self._cancel([self._ledger.rollout(job)], "stale")
         self._collect(self._ledger.groups[job.subject])
 
-    def _cancel(self, rollouts: list[Rollout], reason: str) -> None:
+    def _cancel(self, rollouts: list[RolloutRecord], reason: str) -> None:
         for rollout in rollouts:
             job = self._ledger.jobs[rollout.id]
             self._gates.scout_lost(job.kind, job.id)
@@ -96,10 +96,10 @@ class Stages:
     def _fence(self, reply: Reply) -> None:
         if reply.outcome is Outcome.DONE:
             self._ledger.count("fenced")
-        if isinstance(reply.result, RolloutResult) and self._another_s(reply.job, reply.result):
+        if isinstance(reply.result, RolloutResult) and self._is_other_execution(reply.job, reply.result):
             self._ledger.unwanted += reply.result.keys
 
-    def _another_s(self, rollout: str, result: RolloutResult) -> bool:
+    def _is_other_execution(self, rollout: str, result: RolloutResult) -> bool:
         """Whether the files of `result` are surely not those that settled `rollout`: the same reply may come twice.
 
         Of a closed group that is no longer known, and its files may be in a batch.
@@ -108,7 +108,7 @@ class Stages:
         kept = [own.result for own in group.rollouts if own.id == rollout and own.result] if group else [result]
         return not any(own.columns == result.columns and own.experts == result.experts for own in kept)
 
-    def _fits(self, job: Job, result: AnyResult) -> bool:
+    def _fits(self, job: JobRecord, result: AnyResult) -> bool:
         """Whether `result` answers `job`: a worker of another version, or a custom stage, may be wrong."""
         if result.answers != job.kind:
             return False
@@ -119,7 +119,7 @@ class Stages:
             return named.keys() >= {r.id for r in self._ledger.groups[job.subject].of(RolloutState.GENERATED)}
         return True
 
-    def _settle(self, job: Job, result: AnyResult) -> None:
+    def _settle(self, job: JobRecord, result: AnyResult) -> None:
         group = self._ledger.groups.get(job.subject)
         if isinstance(result, RolloutResult):
             self._ledger.generated(self._ledger.rollout(job), result)
@@ -134,7 +134,7 @@ class Stages:
                 assert group is not None
                 self._advance(group, result)
 
-    def _advance(self, group: Group, result: AnyResult) -> None:
+    def _advance(self, group: GroupRecord, result: AnyResult) -> None:
         match result:
             case RolloutResult():
                 self._collect(group)
@@ -147,7 +147,7 @@ class Stages:
             case _:
                 raise AssertionError(f"{result.answers} does not answer a group's job")
 
-    def _die(self, job: Job, why: str) -> None:
+    def _die(self, job: JobRecord, why: str) -> None:
         logger.error("action=dead job=%s %s", job.id, why)
         self._ledger.event(job.id, "dead", why)
         if job.kind is JobKind.SURVEY:
@@ -166,7 +166,7 @@ class Stages:
             self._ledger.kill(rollout, why)
         self._close(group, "dead")
 
-    def _collect(self, group: Group) -> None:
+    def _collect(self, group: GroupRecord) -> None:
         if group.state is not GroupState.COLLECTING:
             return
         out = group.of(*UNGENERATED)
@@ -183,16 +183,16 @@ class Stages:
         else:
             self._filter(group)
 
-    def _scored(self, group: Group, result: ScoreResult) -> None:
+    def _scored(self, group: GroupRecord, result: ScoreResult) -> None:
         for rollout in group.of(RolloutState.GENERATED):
             self._ledger.score(rollout, result.rewards[rollout.id])
         self._filter(group)
 
-    def _filter(self, group: Group) -> None:
+    def _filter(self, group: GroupRecord) -> None:
         self._ledger.enter(group, GroupState.FILTERING)
         self._ledger.add_job(f"{group.id}-filter", JobKind.FILTER, group.id)
 
-    def _filtered(self, group: Group, result: FilterResult) -> None:
+    def _filtered(self, group: GroupRecord, result: FilterResult) -> None:
         for name, rollouts in result.matched.items():
             self._ledger.count(f"matched:{name}", rollouts)
         for rollout in group.of(RolloutState.GENERATED):
@@ -206,7 +206,7 @@ class Stages:
         self._ledger.enter(group, GroupState.ESTIMATING)
         self._ledger.add_job(f"{group.id}-advantages", JobKind.ADVANTAGE, group.id)
 
-    def _estimated(self, group: Group, result: AdvantageResult) -> None:
+    def _estimated(self, group: GroupRecord, result: AdvantageResult) -> None:
         if result.dropped:
             self._close(group, result.dropped)
             return
@@ -217,13 +217,13 @@ class Stages:
         self._ledger.set("dropped_in_a_row", 0)
         self._ledger.count("groups_admitted")
 
-    def _admit(self, rollout: Rollout, advantage: float) -> None:
+    def _admit(self, rollout: RolloutRecord, advantage: float) -> None:
         assert rollout.result is not None
         rollout.advantage = advantage
         self._ledger.move(rollout, RolloutState.ADMITTED)
         self._ledger.count("tokens_admitted", rollout.result.completion_tokens)
 
-    def _close(self, group: Group, reason: str) -> None:
+    def _close(self, group: GroupRecord, reason: str) -> None:
         """Nothing of it will be trained on: what is left of it is dropped, and the planner replaces it."""
         for rollout in group.of(RolloutState.GENERATED):
             self._ledger.drop(rollout, reason)

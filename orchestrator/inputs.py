@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import Batch, Group, Job, Rollout
+from orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord
 from penstock import job_inputs
-from penstock.advantages import ESTIMATORS, batch_phase, resolve
-from penstock.advantages import Batch as BatchValues
-from penstock.batches import BatchPlan, PlannedRollout
+from penstock.advantages import ESTIMATORS, BatchValues, batch_phase, resolve
+from penstock.batches import BatchPlan, BatchRollout
 from penstock.config import RunConfig
 from penstock.ledger.states import GroupState, JobKind, RolloutState
 from penstock.messages import GroupMember, GroupPlan
@@ -24,7 +23,7 @@ NEEDED_BY = frozenset({JobKind.SCORE, JobKind.FILTER, JobKind.ADVANTAGE, JobKind
 NO_BLOB = BlobRef(key="none", size=0, checksum="")  # of rollouts that made nothing: the no-op environment's
 
 
-class PlanFiles:
+class JobInputs:
     def __init__(self, config: RunConfig, run: str, ledger: Ledger) -> None:
         self._config = config
         self._run = run
@@ -34,13 +33,13 @@ class PlanFiles:
         """what there is; None where an earlier orchestrator wrote it"""
         self.trouble: str | None = None
 
-    def key(self, job: Job) -> str:
+    def key(self, job: JobRecord) -> str:
         if job.kind is JobKind.ENCODE:
             batch = self._ledger.batches[int(job.subject)]
             return job_inputs.step_key(self._run, batch.step, batch.formation)
         return job_inputs.group_key(self._run, job.subject)
 
-    async def ensure(self, jobs: list[Job]) -> bool:
+    async def ensure(self, jobs: list[JobRecord]) -> bool:
         """Write what `jobs` will read. False when the store does not take it: the jobs wait and are tried again.
 
         What a group's last job read serves its next one too, unless that fails: then the file may be what it lacked.
@@ -75,7 +74,7 @@ class PlanFiles:
             job_inputs.step_key(self._run, batch.step, batch.formation) for batch in steps
         }
 
-    def _plan(self, job: Job) -> GroupPlan | BatchPlan:
+    def _plan(self, job: JobRecord) -> GroupPlan | BatchPlan:
         if job.kind is JobKind.ENCODE:
             return batch_plan(self._config, self._ledger.batches[int(job.subject)])
         return group_plan(self._ledger.groups[job.subject], self._ledger.number("policy_version"))
@@ -88,7 +87,7 @@ def _write_and_delete(store: Path, wanted: dict[str, GroupPlan | BatchPlan], sta
         job_inputs.delete(store, key)
 
 
-def group_plan(group: Group, policy_version: int) -> GroupPlan:
+def group_plan(group: GroupRecord, policy_version: int) -> GroupPlan:
     """All that were generated: a dropped rollout's reward still counts in the baseline."""
     finished = [(rollout.id, rollout.result) for rollout in group.rollouts if rollout.state is not RolloutState.DEAD]
     return GroupPlan(
@@ -100,7 +99,7 @@ def group_plan(group: Group, policy_version: int) -> GroupPlan:
     )
 
 
-def batch_plan(config: RunConfig, batch: Batch) -> BatchPlan:
+def batch_plan(config: RunConfig, batch: BatchRecord) -> BatchPlan:
     settings = config.batch
     return BatchPlan(
         step=batch.step,
@@ -113,7 +112,7 @@ def batch_plan(config: RunConfig, batch: Batch) -> BatchPlan:
     )
 
 
-def _planned(config: RunConfig, batch: Batch) -> tuple[PlannedRollout, ...]:
+def _planned(config: RunConfig, batch: BatchRecord) -> tuple[BatchRollout, ...]:
     environments = {group.id: group.environment for group in batch.groups}
     rollouts = sorted(batch.rollouts(), key=lambda rollout: rollout.id)
     advantages = _final_advantages(config, rollouts)
@@ -123,7 +122,7 @@ def _planned(config: RunConfig, batch: Batch) -> tuple[PlannedRollout, ...]:
     )
 
 
-def _final_advantages(config: RunConfig, rollouts: list[Rollout]) -> list[float]:
+def _final_advantages(config: RunConfig, rollouts: list[RolloutRecord]) -> list[float]:
     """Where the estimator has a batch phase it is done here: one scalar a rollout, 1 ms for 4,096 of them."""
     values = [rollout.advantage or 0.0 for rollout in rollouts]
     if config.advantages.estimator not in ESTIMATORS:
@@ -136,10 +135,10 @@ def _final_advantages(config: RunConfig, rollouts: list[Rollout]) -> list[float]
     return batch_phase(phase, recipe).tolist()
 
 
-def _planned_rollout(rollout: Rollout, environment: str, advantage: float) -> PlannedRollout:
+def _planned_rollout(rollout: RolloutRecord, environment: str, advantage: float) -> BatchRollout:
     result = rollout.result
     assert result is not None, "only what was generated is batched"
-    return PlannedRollout(
+    return BatchRollout(
         rollout=rollout.id,
         group=rollout.group,
         env=environment,

@@ -21,14 +21,14 @@ from orchestrator.broker import Broker
 from orchestrator.composer import Composer
 from orchestrator.ending import Ending, Phase, Stopping
 from orchestrator.gates import Gates
-from orchestrator.groups import Stages
+from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import Batch
+from orchestrator.ledger.records import BatchRecord
 from orchestrator.lock import RunLock
 from orchestrator.planner import Planner
 from orchestrator.reconciler import Reconciler
 from orchestrator.release import Release
-from orchestrator.reply_stream import AT_ONCE, Replies
+from orchestrator.reply_stream import AT_ONCE, ReplyStream
 from orchestrator.reporting.lags import Lags
 from orchestrator.reporting.metrics import Metrics
 from orchestrator.reporting.reporter import Reporter, Watch
@@ -74,7 +74,7 @@ class Orchestrator:
         """where others may ask: the HTTP endpoint's"""
         self.gates = Gates()
         self.store = Store(config.store_dir)
-        self.stages = Stages(config, ledger, self.gates)
+        self.stages = Groups(config, ledger, self.gates)
         self.trainer = Trainer(config, ledger)
         self.planner = Planner(config, ledger, self.trainer)
         self.composer = Composer(config, ledger, self.trainer)
@@ -82,7 +82,7 @@ class Orchestrator:
         self.sweeper = release.Sweep(config, run, ledger)
         self.sealer = sealing.Sealer(config)
         self.submitter = Submitter(config, run, ledger, broker, self.gates)
-        self.replies = Replies(run, broker, ledger)
+        self.replies = ReplyStream(run, broker, ledger)
         self.reconciler = Reconciler(config, run, ledger, broker, self.stages)
         self.ending = Ending(config, run, ledger, broker, self.replies)
         self.lags = Lags(broker)
@@ -141,7 +141,7 @@ class Orchestrator:
             pass
         self.changed.clear()
 
-    async def seal(self, batch: Batch, ranks: list[EncodedRank]) -> bool:
+    async def seal(self, batch: BatchRecord, ranks: list[EncodedRank]) -> bool:
         crash_points.passed("encoded")
         await self.lock.check()
         if not await self.sealer.seal(batch, ranks):
@@ -161,7 +161,7 @@ class Orchestrator:
                 self.sealer.publish(manifest)
                 self.deliver(batch)
 
-    def deliver(self, batch: Batch) -> None:
+    def deliver(self, batch: BatchRecord) -> None:
         self.metrics.measure(batch)
         self.ledger.deliver(batch)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from orchestrator.ledger.records import Group
+from orchestrator.ledger.records import GroupRecord
 from penstock.config import RunConfig
 from penstock.ledger.states import RolloutState
 
@@ -25,7 +25,7 @@ def apportion(size: int, weights: Mapping[str, float], *, turn: int = 0) -> dict
     return shares
 
 
-def weight(config: RunConfig, group: Group) -> int:
+def weight(config: RunConfig, group: GroupRecord) -> int:
     """What an admitted group adds to a step, in the batch's unit."""
     admitted = group.of(RolloutState.ADMITTED)
     match config.batch.unit:

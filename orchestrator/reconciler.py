@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.broker import Broker
-from orchestrator.groups import Stages
+from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import Job
+from orchestrator.ledger.records import JobRecord
 from penstock import redis_keys
 from penstock.config import RunConfig
 from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
@@ -62,7 +62,7 @@ class Findings:
 
 
 class Reconciler:
-    def __init__(self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, stages: Stages) -> None:
+    def __init__(self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, stages: Groups) -> None:
         self._config = config
         self._run = run
         self._ledger = ledger
@@ -140,7 +140,7 @@ class Reconciler:
         self._beats = beats
         return alive
 
-    def _judge_job(self, job: Job, queued: bool, passed_s: float, alive: bool | None, findings: Findings) -> None:
+    def _judge_job(self, job: JobRecord, queued: bool, passed_s: float, alive: bool | None, findings: Findings) -> None:
         watch = self._watched.get(job.id)
         if watch is None or watch.attempt != job.attempt:
             watch = self._watched[job.id] = Watch(attempt=job.attempt)
@@ -169,12 +169,12 @@ class Reconciler:
             version_first=version, version_now=self._ledger.number("policy_version")
         )
 
-    def _timeout_s(self, job: Job) -> float:
+    def _timeout_s(self, job: JobRecord) -> float:
         if job.kind is JobKind.ROLLOUT:
             return self._config.rollouts.timeout_s
         return self._config.recovery.stage_timeout_s
 
-    def _running(self, job: Job) -> None:
+    def _running(self, job: JobRecord) -> None:
         if job.kind is JobKind.ROLLOUT and (rollout := self._ledger.rollout(job)).state is RolloutState.SUBMITTED:
             self._ledger.move(rollout, RolloutState.RUNNING)
 

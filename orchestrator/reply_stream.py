@@ -20,7 +20,7 @@ Entry = tuple[bytes, dict[bytes, bytes]]
 """an id and its fields"""
 
 
-class Replies:
+class ReplyStream:
     def __init__(self, run: str, broker: Broker, ledger: Ledger) -> None:
         self._run = run
         self._stream = redis_keys.replies(run)

@@ -3,7 +3,7 @@
 import logging
 
 from orchestrator.inputs import batch_plan
-from orchestrator.ledger.records import Batch
+from orchestrator.ledger.records import BatchRecord
 from penstock.batches import BatchPlan, EncodedRank, Manifest, seal_manifest
 from penstock.batches.prime_rl import publish_prime_rl
 from penstock.config import RunConfig
@@ -20,7 +20,7 @@ class Sealer:
         self._store = Store(config.store_dir)
         self.trouble: str | None = None
 
-    async def seal(self, batch: Batch, ranks: list[EncodedRank]) -> bool:
+    async def seal(self, batch: BatchRecord, ranks: list[EncodedRank]) -> bool:
         """False when the disk does not take it: the step waits and is tried again."""
         plan = batch_plan(self._config, batch)
         try:

@@ -6,9 +6,9 @@ from typing import Any
 from orchestrator import crash_points
 from orchestrator.broker import Broker
 from orchestrator.gates import Gate, Gates
-from orchestrator.inputs import PlanFiles
+from orchestrator.inputs import JobInputs
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import Job
+from orchestrator.ledger.records import JobRecord
 from orchestrator.slices import spaced
 from penstock.config import RunConfig
 from penstock.ledger.states import JobKind, JobState
@@ -35,14 +35,14 @@ class Submitter:
         self._ledger = ledger
         self._broker = broker
         self._gates = gates
-        self.plan_files = PlanFiles(config, run, ledger)
+        self.plan_files = JobInputs(config, run, ledger)
 
-    async def submit(self, jobs: list[Job]) -> None:
+    async def submit(self, jobs: list[JobRecord]) -> None:
         """Stages before rollouts: finished work moves on before more is begun."""
         for kinds in (STAGES, {JobKind.ENCODE}, {JobKind.ROLLOUT}):
             await self._submit_kinds([job for job in jobs if job.kind in kinds])
 
-    async def _submit_kinds(self, jobs: list[Job]) -> None:
+    async def _submit_kinds(self, jobs: list[JobRecord]) -> None:
         gate = self._gates.of(jobs[0].kind) if jobs else None
         for first in range(0, len(jobs), AT_ONCE):
             if gate and not gate.open:
@@ -50,7 +50,7 @@ class Submitter:
                 break
             await self._submit_some(jobs[first : first + AT_ONCE])
 
-    async def _submit_scout(self, gate: Gate, jobs: list[Job]) -> None:
+    async def _submit_scout(self, gate: Gate, jobs: list[JobRecord]) -> None:
         for job in jobs:
             if job.state is JobState.WAITING and gate.may_send_scout():
                 gate.sent_scout(job.id, job.attempt + 1)
@@ -58,7 +58,7 @@ class Submitter:
                     gate.scout_lost(job.id)
                     break
 
-    async def _submit_some(self, jobs: list[Job]) -> bool:
+    async def _submit_some(self, jobs: list[JobRecord]) -> bool:
         """Whether any was submitted. Whoever waited for a turn here may have been settled by a late reply."""
         jobs = [job for job in jobs if job.state is JobState.WAITING]
         if not await self.plan_files.ensure(jobs):
@@ -76,7 +76,7 @@ class Submitter:
         crash_points.passed("published")
         return bool(messages)
 
-    def _message(self, job: Job) -> AnyJob:
+    def _message(self, job: JobRecord) -> AnyJob:
         common = self._common(job)
         match job.kind:
             case JobKind.SURVEY:
@@ -96,7 +96,7 @@ class Submitter:
                 step, data_rank = int(job.subject), int(job.id.rpartition("r")[2])
                 return EncodeJob(**common, plan=self.plan_files.key(job), step=step, data_rank=data_rank)
 
-    def _common(self, job: Job) -> dict[str, Any]:
+    def _common(self, job: JobRecord) -> dict[str, Any]:
         rollout = job.kind is JobKind.ROLLOUT
         return {
             "run": self._run,

@@ -45,7 +45,7 @@ class AdvantageSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class GroupValues:
     """The n scored rollouts of one group, one entry each."""
 
     rewards: Floats
@@ -63,7 +63,7 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class BatchValues:
     """The rollouts of one batch in ledger order, one entry each."""
 
     values: Floats
@@ -76,15 +76,15 @@ class Batch:
             raise StageError(f"a batch has {len(self.values)} values, but {len(self.sampled_tokens)} token counts")
 
 
-Shaping = Callable[[Group], Floats]
+Shaping = Callable[[GroupValues], Floats]
 """A group's rewards before the baseline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
-    group: Callable[[Group], Floats]
+    group: Callable[[GroupValues], Floats]
     """Sees shaped rewards."""
-    batch: Callable[[Batch], Floats] | None = None
+    batch: Callable[[BatchValues], Floats] | None = None
     needs_variance: bool = True
     """Learns from differences within a group: equal rewards give exactly 0, and the zero-variance filter applies."""
     min_reward: float = -MAX_REWARD
@@ -147,7 +147,7 @@ def reward_error(reward: float, recipe: Recipe) -> str | None:
     return None
 
 
-def group_phase(group: Group, recipe: Recipe) -> GroupAdvantages:
+def group_phase(group: GroupValues, recipe: Recipe) -> GroupAdvantages:
     size = len(group.rewards)
     for index, reward in enumerate(group.rewards.tolist()):
         if error := reward_error(reward, recipe):
@@ -164,7 +164,7 @@ def group_phase(group: Group, recipe: Recipe) -> GroupAdvantages:
     return GroupAdvantages(values=values, shaped=shaped)
 
 
-def batch_phase(batch: Batch, recipe: Recipe) -> NDArray[np.float32]:
+def batch_phase(batch: BatchValues, recipe: Recipe) -> NDArray[np.float32]:
     """The advantages as they are delivered; for an estimator of one phase only a change of type."""
     values = recipe.estimator.batch(batch) if recipe.estimator.batch else batch.values
     return _checked(values, len(batch.values), recipe.name).astype(np.float32)
@@ -177,40 +177,40 @@ def _checked(given: Floats, size: int, giver: str) -> Floats:
     return values
 
 
-def unchanged(group: Group) -> Floats:
+def unchanged(group: GroupValues) -> Floats:
     return group.rewards
 
 
-def centered(group: Group) -> Floats:
+def centered(group: GroupValues) -> Floats:
     return group.rewards - mean(group.rewards)
 
 
-def grpo(group: Group) -> Floats:
+def grpo(group: GroupValues) -> Floats:
     return centered(group) / (deviation(group.rewards) + STD_EPSILON)
 
 
-def rloo(group: Group) -> Floats:
+def rloo(group: GroupValues) -> Floats:
     size = len(group.rewards)
     return centered(group) * size / (size - 1)
 
 
-def max_rl(group: Group) -> Floats:
+def max_rl(group: GroupValues) -> Floats:
     average = mean(group.rewards)
     return centered(group) / average if average > 0 else np.zeros(len(group.rewards))
 
 
-def pass_at_k(group: Group) -> Floats:
+def pass_at_k(group: GroupValues) -> Floats:
     second, best = np.sort(group.rewards)[-2:]
     values = np.zeros(len(group.rewards))
     values[group.rewards.argmax()] = best - second
     return values
 
 
-def pass_at_k_normalised(group: Group) -> Floats:
+def pass_at_k_normalised(group: GroupValues) -> Floats:
     return pass_at_k(group) / (deviation(group.rewards) + STD_EPSILON)
 
 
-def whiten(batch: Batch) -> Floats:
+def whiten(batch: BatchValues) -> Floats:
     """Mean 0 and variance 1 over the batch's sampled tokens, each of which carries its rollout's value."""
     weights, tokens = batch.sampled_tokens, int(batch.sampled_tokens.sum())
     if tokens < 2:
@@ -220,12 +220,12 @@ def whiten(batch: Batch) -> Floats:
     return apart / math.sqrt(variance + VARIANCE_EPSILON)
 
 
-def shape_by_tokens(settings: AdvantageSettings, group: Group) -> Floats:
+def shape_by_tokens(settings: AdvantageSettings, group: GroupValues) -> Floats:
     costs = settings.completion_weight * group.completion_tokens + settings.tool_weight * group.tool_tokens
     return reward_thrift(group.rewards, costs)
 
 
-def shape_by_turns(group: Group) -> Floats:
+def shape_by_turns(group: GroupValues) -> Floats:
     return reward_thrift(group.rewards, group.turns.astype(np.float64))
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from penstock import job_inputs
-from penstock.advantages import Group, group_phase, resolve
+from penstock.advantages import GroupValues, group_phase, resolve
 from penstock.config import RunConfig
 from penstock.filters import GroupRewards, group_filters, judge_group
 from penstock.messages import AdvantageJob, AdvantageResult, GroupPlan, Queue
@@ -29,7 +29,7 @@ def estimate(plan: GroupPlan, config: RunConfig) -> AdvantageResult:
     recipe = resolve(config.advantages, group_size=config.rollouts.group_size)
     results = [member.result for member in plan.members]
     rewards = np.array([result.reward for result in results], np.float64)
-    group = Group(
+    group = GroupValues(
         rewards=rewards,
         completion_tokens=np.array([result.completion_tokens for result in results], np.int64),
         tool_tokens=np.array([result.tool_tokens for result in results], np.int64),

@@ -31,8 +31,9 @@ for name in sys.argv[2:]:
 
 LOADED = """
 import sys
-import orchestrator.start, orchestrator.audit, orchestrator.status
-print(*(name for name in sys.modules if name.startswith(("penstock.environments", "penstock.engines", "penstock.playing"))))
+import orchestrator.start, orchestrator.ledger.audit, orchestrator.reporting.status
+rooms = "penstock.environments", "penstock.engines", "penstock.playing"
+print(*(name for name in sys.modules if name.startswith(rooms)))
 """
 
 

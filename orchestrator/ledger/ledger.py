@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from orchestrator.ledger import restore
-from orchestrator.ledger.records import Batch, Group, Job, Rollout, Row, Value
+from orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord, Row, Value
 from orchestrator.ledger.writer import Writer
 from penstock.ledger.states import UNGENERATED, BatchState, GroupState, JobKind, JobState, RolloutState, check
 from penstock.messages import EncodeResult, RolloutResult, shortened
@@ -21,14 +21,14 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         kept = restore.read(path)
         self._writer = Writer(path)
-        self.groups: dict[str, Group] = kept.groups
+        self.groups: dict[str, GroupRecord] = kept.groups
         """the open ones, in the order of planning"""
-        self.jobs: dict[str, Job] = kept.jobs
+        self.jobs: dict[str, JobRecord] = kept.jobs
         """those that are neither settled nor dead, and the encoding jobs of open batches"""
-        self.batches: dict[int, Batch] = kept.batches
+        self.batches: dict[int, BatchRecord] = kept.batches
         """those that are not delivered"""
         self.meta: dict[str, Value] = kept.meta
-        self.waiting: dict[str, Job] = {id: job for id, job in self.jobs.items() if job.state is JobState.WAITING}
+        self.waiting: dict[str, JobRecord] = {id: job for id, job in self.jobs.items() if job.state is JobState.WAITING}
         """jobs to be submitted"""
         self.states: Counter[RolloutState] = kept.states
         self.reasons: Counter[str] = kept.reasons
@@ -39,7 +39,7 @@ class Ledger:
         self._trained: list[Row] = []
         self.unwanted: list[str] = []
         """keys of blobs to delete, once what made them unwanted is committed"""
-        self._changed: dict[int, tuple[str, Rollout | Group | Job | Batch]] = {}
+        self._changed: dict[int, tuple[str, RolloutRecord | GroupRecord | JobRecord | BatchRecord]] = {}
         self._changed_meta: set[str] = set()
         self._events: list[Row] = []
         self._last_commit: asyncio.Future[None] | None = None
@@ -75,10 +75,10 @@ class Ledger:
 
     # groups and rollouts
 
-    def plan(self, *, environment: str, example: int, size: int) -> Group:
+    def plan(self, *, environment: str, example: int, size: int) -> GroupRecord:
         ordinal = self.count("groups_planned")
-        group = Group(id=f"g{ordinal:07d}", ordinal=ordinal, environment=environment, example=example)
-        group.rollouts = [Rollout(group=group.id, index=index) for index in range(size)]
+        group = GroupRecord(id=f"g{ordinal:07d}", ordinal=ordinal, environment=environment, example=example)
+        group.rollouts = [RolloutRecord(group=group.id, index=index) for index in range(size)]
         self.count("rollouts_planned", size)
         self.states[RolloutState.PLANNED] += size
         self.groups[group.id] = group
@@ -88,11 +88,11 @@ class Ledger:
             self.add_job(rollout.id, JobKind.ROLLOUT, group.id)
         return group
 
-    def rollout(self, job: Job) -> Rollout:
+    def rollout(self, job: JobRecord) -> RolloutRecord:
         return self.groups[job.subject].rollouts[int(job.id.rpartition("-")[2])]
 
     def move(
-        self, rollout: Rollout, state: RolloutState, *, reason: str | None = None, error: str | None = None
+        self, rollout: RolloutRecord, state: RolloutState, *, reason: str | None = None, error: str | None = None
     ) -> None:
         check(rollout.id, rollout.state, state)
         self.states[rollout.state] -= 1
@@ -103,38 +103,38 @@ class Ledger:
         rollout.error = shortened(error) if error else rollout.error
         self._touch("rollouts", rollout)
 
-    def generated(self, rollout: Rollout, result: RolloutResult) -> None:
+    def generated(self, rollout: RolloutRecord, result: RolloutResult) -> None:
         rollout.result = result
         self.count("rollouts_generated")
         self.count("tokens_generated", result.completion_tokens)
         self.move(rollout, RolloutState.GENERATED)
         self.count("open_bytes", result.stored_bytes)
 
-    def score(self, rollout: Rollout, reward: float) -> None:
+    def score(self, rollout: RolloutRecord, reward: float) -> None:
         assert rollout.result is not None
         rollout.result = rollout.result.model_copy(update={"reward": reward})
         self._touch("rollouts", rollout)
 
-    def mask(self, rollout: Rollout) -> None:
+    def mask(self, rollout: RolloutRecord) -> None:
         """It will be delivered with loss mask 0."""
         rollout.masked = True
         self._touch("rollouts", rollout)
 
-    def drop(self, rollout: Rollout, reason: str) -> None:
+    def drop(self, rollout: RolloutRecord, reason: str) -> None:
         self.move(rollout, RolloutState.FILTERED, reason=reason)
         self._release(rollout)
 
-    def kill(self, rollout: Rollout, error: str) -> None:
+    def kill(self, rollout: RolloutRecord, error: str) -> None:
         self.move(rollout, RolloutState.DEAD, error=error)
         self._release(rollout)
 
-    def _release(self, rollout: Rollout) -> None:
+    def _release(self, rollout: RolloutRecord) -> None:
         """Nobody will read its blobs any more."""
         if rollout.result:
             self.unwanted += rollout.result.keys
             self.count("open_bytes", -rollout.result.stored_bytes)
 
-    def enter(self, group: Group, state: GroupState) -> None:
+    def enter(self, group: GroupRecord, state: GroupState) -> None:
         group.state = state
         self._touch("groups", group)
         if state is GroupState.FILTERING:
@@ -146,12 +146,12 @@ class Ledger:
 
     # jobs
 
-    def add_job(self, id: str, kind: JobKind, subject: str) -> Job:
-        job = self.jobs[id] = self.waiting[id] = Job(id=id, kind=kind, subject=subject)
+    def add_job(self, id: str, kind: JobKind, subject: str) -> JobRecord:
+        job = self.jobs[id] = self.waiting[id] = JobRecord(id=id, kind=kind, subject=subject)
         self._touch("jobs", job)
         return job
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: JobRecord) -> None:
         """The next attempt: to be committed before its message is published."""
         job.attempt += 1
         job.sequence = self.count("sequence")
@@ -161,7 +161,7 @@ class Ledger:
         if job.kind is JobKind.ROLLOUT and (rollout := self.rollout(job)).state is not RolloutState.SUBMITTED:
             self.move(rollout, RolloutState.SUBMITTED)
 
-    def wait(self, job: Job, *, error: str | None = None, failures: int = 0, losses: int = 0) -> None:
+    def wait(self, job: JobRecord, *, error: str | None = None, failures: int = 0, losses: int = 0) -> None:
         """The attempt came to nothing: `job` is to be submitted again."""
         job.state = JobState.WAITING
         self.waiting[job.id] = job
@@ -170,7 +170,7 @@ class Ledger:
         job.error = error or job.error
         self._touch("jobs", job)
 
-    def end(self, job: Job, state: JobState, *, result: EncodeResult | None = None) -> None:
+    def end(self, job: JobRecord, state: JobState, *, result: EncodeResult | None = None) -> None:
         job.state, job.result = state, result
         self.waiting.pop(job.id, None)
         self._touch("jobs", job)
@@ -179,8 +179,8 @@ class Ledger:
 
     # batches
 
-    def compose(self, step: int, groups: list[Group]) -> Batch:
-        batch = self.batches[step] = Batch(step=step, formation=self.count("formation"), groups=groups)
+    def compose(self, step: int, groups: list[GroupRecord]) -> BatchRecord:
+        batch = self.batches[step] = BatchRecord(step=step, formation=self.count("formation"), groups=groups)
         self._touch("batches", batch)
         for group in groups:
             self.enter(group, GroupState.BATCHED)
@@ -189,7 +189,7 @@ class Ledger:
                 self.move(rollout, RolloutState.BATCHED)
         return batch
 
-    def dissolve(self, batch: Batch) -> None:
+    def dissolve(self, batch: BatchRecord) -> None:
         """Back to admitted: the step will be formed again."""
         for group in batch.groups:
             for rollout in group.of(RolloutState.BATCHED):
@@ -198,7 +198,7 @@ class Ledger:
             self.enter(group, GroupState.ADMITTED)
         self._forget(batch)
 
-    def deliver(self, batch: Batch) -> None:
+    def deliver(self, batch: BatchRecord) -> None:
         batch.state = BatchState.DELIVERED
         self._touch("batches", batch)
         rollouts = list(batch.rollouts())
@@ -229,7 +229,7 @@ class Ledger:
             self.states[RolloutState.TRAINED] += rollouts
             self._trained.append((step,))
 
-    def _forget(self, batch: Batch) -> None:
+    def _forget(self, batch: BatchRecord) -> None:
         self.batches.pop(batch.step)
         for job in [job for job in self.jobs.values() if self._encodes(job, batch)]:
             if job.state is not JobState.SETTLED:
@@ -237,7 +237,7 @@ class Ledger:
             self.jobs.pop(job.id)
 
     @staticmethod
-    def _encodes(job: Job, batch: Batch) -> bool:
+    def _encodes(job: JobRecord, batch: BatchRecord) -> bool:
         """An environment may be named like a step."""
         return job.kind is JobKind.ENCODE and job.subject == str(batch.step)
 
@@ -247,7 +247,7 @@ class Ledger:
     def trouble(self) -> str | None:
         return self._writer.trouble
 
-    def _touch(self, table: str, record: Rollout | Group | Job | Batch) -> None:
+    def _touch(self, table: str, record: RolloutRecord | GroupRecord | JobRecord | BatchRecord) -> None:
         self._changed[id(record)] = (table, record)
 
     async def committed(self) -> None:

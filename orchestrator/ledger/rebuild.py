@@ -6,8 +6,8 @@ What was open is planned again, under new names.
 import logging
 import sqlite3
 
-from orchestrator.ledger.records import Batch, Group, Rollout, Row
-from penstock.batches import Manifest, PlannedRollout, read_manifests
+from orchestrator.ledger.records import BatchRecord, GroupRecord, RolloutRecord, Row
+from penstock.batches import BatchRollout, Manifest, read_manifests
 from penstock.config import RunConfig
 from penstock.ledger.schema import STATEMENTS, open_for_writing
 from penstock.ledger.states import BatchState, GroupState, RolloutState
@@ -41,11 +41,13 @@ def _fill(connection: sqlite3.Connection, manifests: dict[int, Manifest], group_
     planned = last_ordinal = 0
     connection.execute("BEGIN")
     for step, manifest in manifests.items():
-        connection.execute(STATEMENTS["batches"], Batch(step=step, formation=1, state=BatchState.DELIVERED).row())
+        connection.execute(STATEMENTS["batches"], BatchRecord(step=step, formation=1, state=BatchState.DELIVERED).row())
         sealed = {rollout.rollout: rollout for rollout in manifest.plan.rollouts}
         for id, environment in {rollout.group: rollout.env for rollout in sealed.values()}.items():
             ordinal = int(id.removeprefix("g"))
-            group = Group(id=id, ordinal=ordinal, environment=environment, example=UNKNOWN, state=GroupState.CLOSED)
+            group = GroupRecord(
+                id=id, ordinal=ordinal, environment=environment, example=UNKNOWN, state=GroupState.CLOSED
+            )
             rows = _rollouts(id, group_size, step, sealed)
             connection.execute(STATEMENTS["groups"], group.row())
             connection.executemany(STATEMENTS["rollouts"], rows)
@@ -63,9 +65,11 @@ def _fill(connection: sqlite3.Connection, manifests: dict[int, Manifest], group_
     connection.execute("COMMIT")
 
 
-def _rollouts(group: str, size: int, step: int, sealed: dict[str, PlannedRollout]) -> list[Row]:
+def _rollouts(group: str, size: int, step: int, sealed: dict[str, BatchRollout]) -> list[Row]:
     """Those that the manifest names were delivered; the others of the group were not wanted then either."""
-    rollouts = [Rollout(group=group, index=index, step=step, state=RolloutState.DELIVERED) for index in range(size)]
+    rollouts = [
+        RolloutRecord(group=group, index=index, step=step, state=RolloutState.DELIVERED) for index in range(size)
+    ]
     for rollout in rollouts:
         if rollout.id in sealed:
             rollout.advantage = sealed[rollout.id].advantage

@@ -13,7 +13,7 @@ SOLVED, UNSOLVED = 1.0, 0.0  # rewards
 
 
 @dataclass(kw_only=True, eq=False)
-class Rollout:
+class RolloutRecord:
     group: str
     index: int
     state: RolloutState = RolloutState.PLANNED
@@ -37,14 +37,14 @@ class Rollout:
 
 
 @dataclass(kw_only=True, eq=False)
-class Group:
+class GroupRecord:
     id: str
     ordinal: int
     """its place in the order of planning"""
     environment: str
     example: int
     state: GroupState = GroupState.COLLECTING
-    rollouts: list[Rollout] = field(default_factory=list[Rollout])
+    rollouts: list[RolloutRecord] = field(default_factory=list[RolloutRecord])
 
     def row(self) -> Row:
         return (self.id, self.ordinal, self.environment, self.example, self.state)
@@ -57,12 +57,12 @@ class Group:
             return "all"
         return "none" if max(rewards, default=0.0) <= UNSOLVED else "mixed"
 
-    def of(self, *states: RolloutState) -> list[Rollout]:
+    def of(self, *states: RolloutState) -> list[RolloutRecord]:
         return [rollout for rollout in self.rollouts if rollout.state in states]
 
 
 @dataclass(kw_only=True, eq=False)
-class Job:
+class JobRecord:
     id: str
     kind: JobKind
     subject: str
@@ -88,16 +88,16 @@ class Job:
 
 
 @dataclass(kw_only=True, eq=False)
-class Batch:
+class BatchRecord:
     step: int
     formation: int
     state: BatchState = BatchState.COMPOSED
-    groups: list[Group] = field(default_factory=list[Group])
+    groups: list[GroupRecord] = field(default_factory=list[GroupRecord])
 
     def row(self) -> Row:
         return (self.step, self.formation, self.state)
 
-    def rollouts(self) -> Iterable[Rollout]:
+    def rollouts(self) -> Iterable[RolloutRecord]:
         return (rollout for group in self.groups for rollout in group.of(RolloutState.BATCHED))
 
     def job_id(self, data_rank: int) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from orchestrator.ledger.records import Batch, Group, Job, Rollout, Value
+from orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord, Value
 from penstock.ledger import schema
 from penstock.ledger.states import BatchState, GroupState, JobKind, JobState, RolloutState
 from penstock.messages import EncodeResult, RolloutResult
@@ -14,9 +14,9 @@ from penstock.messages import EncodeResult, RolloutResult
 
 @dataclass(kw_only=True)
 class Kept:
-    groups: dict[str, Group] = field(default_factory=dict[str, Group])
-    jobs: dict[str, Job] = field(default_factory=dict[str, Job])
-    batches: dict[int, Batch] = field(default_factory=dict[int, Batch])
+    groups: dict[str, GroupRecord] = field(default_factory=dict[str, GroupRecord])
+    jobs: dict[str, JobRecord] = field(default_factory=dict[str, JobRecord])
+    batches: dict[int, BatchRecord] = field(default_factory=dict[int, BatchRecord])
     meta: dict[str, Value] = field(default_factory=dict[str, Value])
     states: Counter[RolloutState] = field(default_factory=Counter[RolloutState])
     reasons: Counter[str] = field(default_factory=Counter[str])
@@ -54,9 +54,9 @@ def count_by(connection: sqlite3.Connection, column: Literal["state", "reason", 
     ).fetchall()
 
 
-def _groups(connection: sqlite3.Connection) -> dict[str, Group]:
+def _groups(connection: sqlite3.Connection) -> dict[str, GroupRecord]:
     groups = {
-        id: Group(id=id, ordinal=ordinal, environment=environment, example=example, state=GroupState(state))
+        id: GroupRecord(id=id, ordinal=ordinal, environment=environment, example=example, state=GroupState(state))
         for id, ordinal, environment, example, state in connection.execute(
             "SELECT id, ordinal, environment, example, state FROM groups WHERE state != 'closed' ORDER BY ordinal"
         )
@@ -66,7 +66,7 @@ def _groups(connection: sqlite3.Connection) -> dict[str, Group]:
     )
     for group, index, state, reason, step, advantage, result, masked, error in rows:
         groups[group].rollouts.append(
-            Rollout(
+            RolloutRecord(
                 group=group,
                 index=index,
                 state=RolloutState(state),
@@ -81,9 +81,9 @@ def _groups(connection: sqlite3.Connection) -> dict[str, Group]:
     return groups
 
 
-def _batches(connection: sqlite3.Connection, groups: dict[str, Group]) -> dict[int, Batch]:
+def _batches(connection: sqlite3.Connection, groups: dict[str, GroupRecord]) -> dict[int, BatchRecord]:
     batches = {
-        step: Batch(step=step, formation=formation)
+        step: BatchRecord(step=step, formation=formation)
         for step, formation in connection.execute(
             "SELECT step, formation FROM batches WHERE state = ? ORDER BY step", (BatchState.COMPOSED,)
         )
@@ -96,16 +96,16 @@ def _batches(connection: sqlite3.Connection, groups: dict[str, Group]) -> dict[i
     return {step: batch for step, batch in batches.items() if batch.groups}
 
 
-def _jobs(connection: sqlite3.Connection, batches: dict[int, Batch]) -> dict[str, Job]:
+def _jobs(connection: sqlite3.Connection, batches: dict[int, BatchRecord]) -> dict[str, JobRecord]:
     rows = connection.execute(
         "SELECT * FROM jobs WHERE state IN ('waiting', 'submitted') OR kind = ? AND state = ? ORDER BY sequence",
         (JobKind.ENCODE, JobState.SETTLED),
     )
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, JobRecord] = {}
     for id, kind, subject, attempt, sequence, state, failures, losses, error, result in rows:
         if kind == JobKind.ENCODE and not _is_current(id, int(subject), batches):
             continue
-        jobs[id] = Job(
+        jobs[id] = JobRecord(
             id=id, kind=JobKind(kind), subject=subject, attempt=attempt, sequence=sequence, state=JobState(state),
             failures=failures, losses=losses, error=error,
             result=EncodeResult.model_validate_json(result) if result else None,
@@ -113,6 +113,6 @@ def _jobs(connection: sqlite3.Connection, batches: dict[int, Batch]) -> dict[str
     return jobs
 
 
-def _is_current(job: str, step: int, batches: dict[int, Batch]) -> bool:
+def _is_current(job: str, step: int, batches: dict[int, BatchRecord]) -> bool:
     batch = batches.get(step)
     return batch is not None and job.startswith(f"s{batch.step:06d}f{batch.formation}r")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import orjson
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import Batch
+from orchestrator.ledger.records import BatchRecord
 from orchestrator.reporting import step_metrics
 from orchestrator.reporting.lags import Lags
 from orchestrator.reporting.metrics_file import NAME, MetricsFile, dumps
@@ -52,7 +52,7 @@ class Metrics:
     def composed(self) -> None:
         self._composed_at = time.monotonic()
 
-    def measure(self, batch: Batch) -> None:
+    def measure(self, batch: BatchRecord) -> None:
         """To be called in the transaction that delivers `batch`, before it is delivered."""
         counted = orjson.loads(str(self._ledger.meta.get(COUNTED) or "{}"))
         totals = counters(self._ledger) | {"delivered": _delivered(self._ledger) + sum(1 for _ in batch.rollouts())}
@@ -69,7 +69,7 @@ class Metrics:
         self._ledger.set(COUNTED, orjson.dumps(totals).decode())
         self._changed.set()
 
-    def _of(self, batch: Batch, since: Mapping[str, float]) -> step_metrics.Values:
+    def _of(self, batch: BatchRecord, since: Mapping[str, float]) -> step_metrics.Values:
         ledger, now = self._ledger, time.monotonic()
         version = ledger.number("policy_version")
         jobs = map(ledger.jobs.get, map(batch.job_id, range(self._data_ranks)))

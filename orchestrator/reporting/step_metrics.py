@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from orchestrator.ledger.records import Group, Rollout
+from orchestrator.ledger.records import GroupRecord, RolloutRecord
 from penstock.batches import EncodedRank, Manifest
 from penstock.ledger.states import JobKind, RolloutState
 from penstock.messages import RolloutResult
@@ -21,7 +21,7 @@ STAGES = (JobKind.ROLLOUT, JobKind.SCORE, JobKind.FILTER, JobKind.ADVANTAGE, Job
 LAG_S = ("min", "mean", "median", "p90", "p99", "max")
 
 
-def of_rollouts(groups: Sequence[Group], *, policy_version: int) -> Values:
+def of_rollouts(groups: Sequence[GroupRecord], *, policy_version: int) -> Values:
     """Of what the step is made of."""
     played = [(group.environment, rollout) for group in groups for rollout in group.of(RolloutState.BATCHED)]
     results = [rollout.result for _, rollout in played if rollout.result]
@@ -142,7 +142,7 @@ def _rewards(rewards: Sequence[tuple[str, float]]) -> Values:
     }
 
 
-def _named(played: Iterable[tuple[str, Rollout]]) -> Values:
+def _named(played: Iterable[tuple[str, RolloutRecord]]) -> Values:
     """Means of what environments measure themselves, over the rollouts that have it."""
     # By the names they have, nearly always the same ones: adding up columns is five times faster than one by one.
     tables: dict[tuple[str, ...], list[Iterable[float]]] = defaultdict(list)

@@ -4,7 +4,7 @@ Imports numpy, safetensors, xxhash and the standard library only: a trainer read
 """
 
 from penstock.batches.manifest import EncodedRank, Manifest, Totals, read_manifest, read_manifests, seal_manifest
-from penstock.batches.plan import BatchPlan, PlannedRollout
+from penstock.batches.plan import BatchPlan, BatchRollout
 from penstock.batches.reader import Batch, BatchReader, MicroBatch
 from penstock.batches.signals import RunStatus, TrainerState, read_trainer, write_status
 from penstock.batches.writer import encode_rank
@@ -13,10 +13,10 @@ __all__ = [
     "Batch",
     "BatchPlan",
     "BatchReader",
+    "BatchRollout",
     "EncodedRank",
     "Manifest",
     "MicroBatch",
-    "PlannedRollout",
     "RunStatus",
     "Totals",
     "TrainerState",

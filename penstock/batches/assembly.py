@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from penstock.batches.batch_columns import EXTRA, PADDING, Array, token_columns
-from penstock.batches.plan import BatchPlan, PlannedRollout
+from penstock.batches.plan import BatchPlan, BatchRollout
 from penstock.errors import StageError
 from penstock.packing import Normalise, pack, positions, segments
 from penstock.store import Store
@@ -21,7 +21,7 @@ OPEN_ROLLOUTS = 16  # memory maps kept for the next sample of the same rollout; 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    rollout: PlannedRollout
+    rollout: BatchRollout
     tokens: dict[str, Array]
     """by the names of the batch's columns, without position_ids"""
     row: dict[str, int | float]

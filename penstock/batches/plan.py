@@ -23,7 +23,7 @@ FIRST_STEP = 0  # the batch of step s is trained into policy version s + 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedRollout:
+class BatchRollout:
     rollout: str
     group: str
     env: str
@@ -50,7 +50,7 @@ class PlannedRollout:
 class BatchPlan:
     step: int
     rules: PackingRules
-    rollouts: tuple[PlannedRollout, ...]
+    rollouts: tuple[BatchRollout, ...]
     normalise: str = "token"
     logprobs_mode: Literal["processed", "raw"] = "processed"
     extras: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 
-from penstock.batches.plan import BatchPlan, PlannedRollout
+from penstock.batches.plan import BatchPlan, BatchRollout
 from penstock.store import BlobRef, Store
 from penstock.store.columns import read_columns
 
@@ -12,7 +12,7 @@ def write_rollouts(store: Store, plan: BatchPlan, key: str) -> BlobRef:
     return store.put(key, (line for rollout in plan.rollouts for line in _line(store, plan, rollout)))
 
 
-def _line(store: Store, plan: BatchPlan, planned: PlannedRollout) -> Iterator[bytes]:
+def _line(store: Store, plan: BatchPlan, planned: BatchRollout) -> Iterator[bytes]:
     columns = read_columns(store, planned.columns)
     fields = {
         "step": plan.step,

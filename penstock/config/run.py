@@ -66,7 +66,7 @@ class Rollouts(Section):
         return self
 
 
-class Batch(Section):
+class BatchSettings(Section):
     unit: Literal["groups", "rollouts", "tokens"] = "groups"
     size: PositiveInt = 16
     order: Literal["planned-window", "completion"] = "planned-window"
@@ -95,7 +95,7 @@ class Batch(Section):
         )
 
     @model_validator(mode="after")
-    def _sound(self) -> "Batch":
+    def _sound(self) -> "BatchSettings":
         self.packing_rules()
         Normalise.parse(self.normalise)
         return self
@@ -190,7 +190,7 @@ class RunConfig(Section):
     policy: Policy = Policy()
     sessions: Sessions = Sessions()
     rollouts: Rollouts = Rollouts()
-    batch: Batch = Batch()
+    batch: BatchSettings = BatchSettings()
     trainer: Trainer = Trainer()
     filters: FilterSettings = FilterSettings()
     advantages: AdvantageSettings = AdvantageSettings()

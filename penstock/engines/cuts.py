@@ -28,7 +28,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class OpenSample:
     """An open sample that a response may extend."""
 
     sequence: Fingerprint
@@ -75,12 +75,12 @@ class Cuts:
         return b"".join([*parts, view[done:]]) if parts else body
 
 
-def find_cuts(body: bytes, known: Sequence[Known], route_format: RouteFormat) -> Cuts:
+def find_cuts(body: bytes, known: Sequence[OpenSample], route_format: RouteFormat) -> Cuts:
     experts = _find_experts(body, known, route_format)
     return Cuts(experts=experts, prompt=_find_prompt(body, known, experts or (0, 0)) if known else None)
 
 
-def _find_experts(body: bytes, known: Sequence[Known], route_format: RouteFormat) -> Span | None:
+def _find_experts(body: bytes, known: Sequence[OpenSample], route_format: RouteFormat) -> Span | None:
     key = body.find(EXPERTS_KEY)
     if key < 0:
         return None
@@ -110,7 +110,7 @@ def _npy_end(body: bytes, start: int, route_format: RouteFormat) -> int:
     return end if body.startswith(b'"', end) else -1
 
 
-def _base64_end(body: bytes, start: int, known: Sequence[Known], row_bytes: int | None) -> int:
+def _base64_end(body: bytes, start: int, known: Sequence[OpenSample], row_bytes: int | None) -> int:
     """The closing quote, searched for behind the rows that the answer must have if it extends a known sample."""
     if row_bytes:
         for sample in sorted(known, key=lambda sample: sample.rows_from, reverse=True):
@@ -122,7 +122,7 @@ def _base64_end(body: bytes, start: int, known: Sequence[Known], row_bytes: int 
     return body.find(b'"', start)
 
 
-def _find_prompt(body: bytes, known: Sequence[Known], experts: Span) -> KnownPrompt | None:
+def _find_prompt(body: bytes, known: Sequence[OpenSample], experts: Span) -> KnownPrompt | None:
     """Engines print the prompt behind the choices, some before."""
     key = body.find(PROMPT_KEY, experts[1])
     if key < 0:

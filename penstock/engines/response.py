@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from penstock.engines.cuts import MARK, MARKED, Cuts, Known, Span, find_cuts
+from penstock.engines.cuts import MARK, MARKED, Cuts, OpenSample, Span, find_cuts
 from penstock.engines.response_fields import (
     ABSENT,
     NO_META_INFO,
@@ -89,14 +89,14 @@ class Turn:
         return self.prompt_tokens + len(self.completion_ids)
 
 
-NOTHING = Known(sequence=Fingerprint(), rows_from=0)
+NOTHING = OpenSample(sequence=Fingerprint(), rows_from=0)
 CHAT, ANY_FORMAT = Asked(), RouteFormat()
 WRONG_CUT = "what was cut out of the body is not what it was taken for"
 """Nobody reads it: the full way follows."""
 
 
 def read_turn(
-    body: bytes, *, known: Sequence[Known] = (), asked: Asked = CHAT, route_format: RouteFormat = ANY_FORMAT
+    body: bytes, *, known: Sequence[OpenSample] = (), asked: Asked = CHAT, route_format: RouteFormat = ANY_FORMAT
 ) -> Turn:
     """Validate a response and take what is new in it; `Upstream` says what an engine must not have said."""
     cuts = find_cuts(body, known, route_format)
@@ -117,7 +117,7 @@ def without_routes(body: bytes, turn: Turn) -> bytes:
     return b"".join([view[:start], b"null", view[end:]])
 
 
-def _read(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked, route_format: RouteFormat) -> Turn:
+def _read(body: bytes, cuts: Cuts, known: Sequence[OpenSample], asked: Asked, route_format: RouteFormat) -> Turn:
     try:
         return _turn(body, cuts, known, asked, route_format)
     except UnicodeDecodeError as error:
@@ -128,7 +128,7 @@ def _read(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked, route_f
         raise Upstream(f"the engine's answer is malformed: {error}") from None
 
 
-def _turn(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked, route_format: RouteFormat) -> Turn:
+def _turn(body: bytes, cuts: Cuts, known: Sequence[OpenSample], asked: Asked, route_format: RouteFormat) -> Turn:
     said = _said(body, cuts, known, asked)
     before = NOTHING if said.match is None else known[said.match.index]
     prefix_tokens = before.sequence.tokens
@@ -178,7 +178,7 @@ class _Said:
     message: bytes | None
 
 
-def _said(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked) -> _Said:
+def _said(body: bytes, cuts: Cuts, known: Sequence[OpenSample], asked: Asked) -> _Said:
     reply = read_reply(cuts.rest(body), asked.endpoint)
     choice = reply.only_choice()
     meta_info = choice.meta_info or NO_META_INFO
@@ -199,7 +199,7 @@ def _said(body: bytes, cuts: Cuts, known: Sequence[Known], asked: Asked) -> _Sai
     )
 
 
-def _prompt(raw: msgspec.Raw, cuts: Cuts, known: Sequence[Known], asked: Asked) -> tuple[Match | None, Ids]:
+def _prompt(raw: msgspec.Raw, cuts: Cuts, known: Sequence[OpenSample], asked: Asked) -> tuple[Match | None, Ids]:
     """The known sequence that the prompt begins with, and the ids behind it."""
     if cuts.prompt is not None:
         before, mark, behind = bytes(raw).partition(MARKED)

@@ -3,19 +3,19 @@
 from penstock.environments.grading import graded
 from penstock.environments.loading import LoadedEnvironment, load_environment, load_environments
 from penstock.environments.programs import Finished, run_program
-from penstock.environments.protocol import AgentPolicy, Environment, Message, Played, Policy, Reply, ToolCall
+from penstock.environments.protocol import AgentPolicy, Completion, Environment, Message, Played, Policy, ToolCall
 from penstock.environments.scores import Score
 from penstock.environments.tools import Tool, Tools, tool
 
 __all__ = [
     "AgentPolicy",
+    "Completion",
     "Environment",
     "Finished",
     "LoadedEnvironment",
     "Message",
     "Played",
     "Policy",
-    "Reply",
     "Score",
     "Tool",
     "ToolCall",

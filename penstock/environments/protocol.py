@@ -34,7 +34,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class Completion:
     """What the policy said in one turn."""
 
     message: Message
@@ -66,7 +66,7 @@ class Policy(Protocol):
         agent: str = "",
         train: bool = True,
         **sampling: Any,
-    ) -> Reply:
+    ) -> Completion:
         """One turn, one at a time. `train=False` keeps what is said out of the loss; a sampling field of None takes a
         default away. PolicyFailure at the turn or context limit, InfrastructureFailure when the engine fails."""
         ...

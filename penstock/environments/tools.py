@@ -17,7 +17,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from penstock.environments.protocol import Message, Reply, ToolCall
+from penstock.environments.protocol import Completion, Message, ToolCall
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.offload import in_io_thread
 
@@ -125,7 +125,7 @@ class Tools:
         """For `policy.chat(messages, tools=...)`."""
         return [each.schema for each in self._tools.values()]
 
-    async def answer(self, reply: Reply) -> list[Message]:
+    async def answer(self, reply: Completion) -> list[Message]:
         """A message for each tool call of the reply, in their order. All run at once; a failure that is not the
         policy's ends the others."""
         calls = reply.tool_calls

@@ -20,10 +20,10 @@ from penstock.engines.dialects import Dialect, Prompt
 from penstock.engines.replicas import Replica
 from penstock.engines.response import Asked, Turn, read_turn
 from penstock.engines.sampling import bent_sampling
-from penstock.environments.protocol import Message, Reply
+from penstock.environments.protocol import Completion, Message
 from penstock.errors import BadRequest, ContextFull, InfrastructureFailure, NotFound, PolicyFailure, Upstream
 from penstock.recording import Prepared, Session
-from penstock.recording.samples import Circumstances
+from penstock.recording.samples import TurnMetadata
 from penstock.renderers.protocol import NextTurn, Tools, begins_with
 
 
@@ -57,7 +57,7 @@ class RecordedPolicy:
         agent: str = "",
         train: bool = True,
         **sampling: Any,
-    ) -> Reply:
+    ) -> Completion:
         """One turn. `train=False` keeps what is said out of the loss; a sampling field of None takes a default away."""
         if self._session.turns >= self._settings.max_turns:
             raise PolicyFailure(f"turn limit: the rollout has had its {self._settings.max_turns} turns")
@@ -73,7 +73,7 @@ class RecordedPolicy:
             raise NotFound(f"rollout {self._session.settings.rollout} has ended: nothing is recorded any more")
         if turn.overlong_prompt:
             raise PolicyFailure(f"context limit: the prompt has more than {self._settings.max_seq_len} tokens")
-        return Reply(message=message, finish_reason=turn.finish_reason or "", truncated=turn.truncated)
+        return Completion(message=message, finish_reason=turn.finish_reason or "", truncated=turn.truncated)
 
     async def _prompt(self, prepared: Prepared, messages: Sequence[Message], tools: Tools) -> Prompt:
         renderer = self._dialect.renderer
@@ -167,9 +167,9 @@ def _with_message(turn: Turn) -> tuple[Turn, Message | None]:
 
 def _circumstances(
     answer: Answer[tuple[Turn, Message | None]], sampling: Mapping[str, Any], *, agent: str, train: bool
-) -> Circumstances:
+) -> TurnMetadata:
     turn = answer.value[0]
-    return Circumstances(
+    return TurnMetadata(
         agent=agent,
         engine=answer.replica.url,
         version_sent=answer.version_sent,

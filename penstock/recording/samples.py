@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engines.response import Known, Turn
+from penstock.engines.response import OpenSample, Turn
 from penstock.engines.response_fields import Logprobs
 from penstock.engines.routed_experts import Routes, Rows
 from penstock.errors import Invariant, PolicyFailure
@@ -22,7 +22,7 @@ Mask = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Circumstances:
+class TurnMetadata:
     """What a response does not say of its turn."""
 
     agent: str = ""
@@ -38,7 +38,7 @@ class Circumstances:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Addition:
+class TurnDelta:
     """A turn as it is kept: what it adds to its sample. Its routed rows are in the experts file."""
 
     sample: int
@@ -84,16 +84,16 @@ class _Sample:
     rows_until: int = 0
 
     @property
-    def known(self) -> Known:
+    def known(self) -> OpenSample:
         tokens = self.sequence.tokens
-        return Known(sequence=self.sequence, rows_from=tokens if self.rows_until == tokens else max(0, tokens - 1))
+        return OpenSample(sequence=self.sequence, rows_from=tokens if self.rows_until == tokens else max(0, tokens - 1))
 
 
 class Samples:
     """The samples of one rollout, growing by turns."""
 
     def __init__(self, *, max_samples: int | None = None) -> None:
-        self.turns: list[Addition] = []
+        self.turns: list[TurnDelta] = []
         self.nbytes = 0
         """of the arrays of all turns"""
         self._samples: list[_Sample] = []
@@ -107,11 +107,11 @@ class Samples:
         """The turn that extended each sample last."""
         return [sample.turns[-1] for sample in self._samples]
 
-    def known(self) -> list[Known]:
+    def known(self) -> list[OpenSample]:
         """What `read_turn` needs to recognise the prompt of the next response."""
         return [sample.known for sample in self._samples]
 
-    def place(self, turn: Turn, circumstances: Circumstances) -> tuple[Addition, list[Rows]]:
+    def place(self, turn: Turn, circumstances: TurnMetadata) -> tuple[TurnDelta, list[Rows]]:
         """The turn as it will be kept, and the rows of its chunks. Changes nothing."""
         index = len(self._samples) if turn.extends is None else turn.extends
         known = _Sample().known if turn.extends is None else self._samples[index].known
@@ -120,7 +120,7 @@ class Samples:
         if self._max_samples is not None and index >= self._max_samples:
             raise PolicyFailure(f"the rollout breaks its prefix too often: {self._max_samples} samples are allowed")
         runs = _runs(turn.routes, known.rows_from, turn.tokens) if turn.routes else []
-        addition = Addition(
+        addition = TurnDelta(
             sample=index,
             prefix_tokens=turn.prefix_tokens,
             prompt_ids=turn.prompt_ids.copy(),  # a view would keep alive all of what was read
@@ -142,7 +142,7 @@ class Samples:
         )
         return addition, [rows for _, rows in runs]
 
-    def add(self, addition: Addition, sequence: Fingerprint | None = None) -> None:
+    def add(self, addition: TurnDelta, sequence: Fingerprint | None = None) -> None:
         """`sequence` is the sample's with this turn, where somebody computed it already."""
         if addition.sample == len(self._samples):
             self._samples.append(_Sample())
@@ -192,7 +192,7 @@ def turn_of_ids(
     completion_ids: Ids,
     completion_logprobs: Logprobs,
     *,
-    known: Sequence[Known] = (),
+    known: Sequence[OpenSample] = (),
     routes: Routes | None = None,
     max_seq_len: int | None = None,
     finish_reason: str | None = None,
@@ -256,7 +256,7 @@ def columns_of(
     offsets = _offsets(samples)
     input_ids, logprobs = np.empty(offsets[-1], np.int32), np.zeros(offsets[-1], np.float32)
     loss_mask = np.zeros(offsets[-1], np.uint8)
-    by_sample: list[list[Addition]] = [[] for _ in offsets[1:]]
+    by_sample: list[list[TurnDelta]] = [[] for _ in offsets[1:]]
     for turn in samples.turns:
         by_sample[turn.sample].append(turn)
         begin, start, end = (offsets[turn.sample] + at for at in (turn.prefix_tokens, turn.start, turn.end))
@@ -297,7 +297,7 @@ def _offsets(samples: Samples) -> Offsets:
     return np.cumsum([0, *samples.lengths()], dtype=np.int64)
 
 
-def _turn_table(turns: Sequence[Addition], offsets: Offsets) -> TurnTable:
+def _turn_table(turns: Sequence[TurnDelta], offsets: Offsets) -> TurnTable:
     sample = np.array([turn.sample for turn in turns], np.int32)
     named = {
         "finish_reason": [turn.finish_reason for turn in turns],

@@ -15,11 +15,11 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from penstock.engines.response import ANY_FORMAT, Known, Turn
+from penstock.engines.response import ANY_FORMAT, OpenSample, Turn
 from penstock.engines.routed_experts import RouteFormat
 from penstock.errors import Busy, ContextFull, Invariant, NotFound, NothingToTrain
 from penstock.recording.conversation import START, Conversation, Message, Mode, Request
-from penstock.recording.samples import Circumstances, Samples
+from penstock.recording.samples import Samples, TurnMetadata
 from penstock.recording.spool import SessionSettings, Spool
 from penstock.recording.turn_log import Entry
 from penstock.runtime.cancellation import to_the_end
@@ -29,7 +29,7 @@ from penstock.turn import Ids
 
 log = logging.getLogger(__name__)
 
-ORDINARY = Circumstances()
+ORDINARY = TurnMetadata()
 
 
 class State(StrEnum):
@@ -55,7 +55,7 @@ class Prepared:
     """Where the last answer begins in `history_ids`."""
     routes_from: int
     """The first routed row to ask for, where the prompt that is sent begins with `history_ids`."""
-    known: Sequence[Known]
+    known: Sequence[OpenSample]
     """For `read_turn`, as is the next."""
     route_format: RouteFormat
 
@@ -184,7 +184,7 @@ class Session:
         claim: Claim,
         prepared: Prepared,
         turn: Turn,
-        circumstances: Circumstances = ORDINARY,
+        circumstances: TurnMetadata = ORDINARY,
         *,
         record: bytes = b"",
     ) -> bool:
@@ -231,7 +231,7 @@ class Session:
         routes_from = self._samples.known()[parent.sample].rows_from if extends else 0
         return ids, len(ids) - len(parent.completion_ids), routes_from
 
-    async def _record(self, prepared: Prepared, turn: Turn, circumstances: Circumstances, record: bytes) -> bool:
+    async def _record(self, prepared: Prepared, turn: Turn, circumstances: TurnMetadata, record: bytes) -> bool:
         if self._is_closed():
             return False
         if self.turns != prepared.turns:

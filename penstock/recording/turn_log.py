@@ -14,7 +14,7 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.recording.samples import Addition
+from penstock.recording.samples import TurnDelta
 from penstock.store import tensors
 from penstock.store.experts import Chunk
 from penstock.store.parts import Piece, view_of
@@ -25,7 +25,7 @@ PREAMBLE = struct.Struct("<QQ")  # the body's length and its xxh3
 ALIGNMENT = 8  # bytes; frames are padded to it, so that the arrays in a mapped log are aligned
 
 ADDITION_ARRAYS = ("prompt_ids", "completion_ids", "completion_logprobs", "completion_mask")
-ADDITION_WORDS = tuple(field.name for field in fields(Addition) if field.name not in (*ADDITION_ARRAYS, "chunks"))
+ADDITION_WORDS = tuple(field.name for field in fields(TurnDelta) if field.name not in (*ADDITION_ARRAYS, "chunks"))
 ENTRY_TEXTS = ("appended", "answer", "record")
 
 
@@ -44,7 +44,7 @@ class RowsState:
 class Entry:
     """A committed turn."""
 
-    addition: Addition
+    addition: TurnDelta
     parent: int
     """The turn whose messages the request repeated; -1 for none."""
     appended: bytes = b"[]"
@@ -69,7 +69,7 @@ def read_entry(body: tensors.Tensors) -> tuple[Entry, RowsState | None]:
     words: dict[str, Any] = {name: orjson.loads(text) for name, text in body.metadata.items()}
     sample, chunks = words["addition"]["sample"], body.arrays["chunks"].tolist()
     arrays: dict[str, Any] = {name: body.arrays[name].copy() for name in ADDITION_ARRAYS if name in body.arrays}
-    addition = Addition(
+    addition = TurnDelta(
         **words["addition"],
         **arrays,
         chunks=tuple(Chunk(sample=sample, first=first, rows=rows) for first, rows in chunks),

@@ -18,7 +18,7 @@ from penstock.engines.sampling import bent_sampling
 from penstock.engines.transport import ON_LOOP_BYTES, ByteBudget
 from penstock.errors import BadRequest, PolicyFailure
 from penstock.recording import Claim, Prepared, Session
-from penstock.recording.samples import Circumstances
+from penstock.recording.samples import TurnMetadata
 from penstock.runtime.offload import in_cpu_thread
 from services.sessions import headers
 from services.sessions.backend import Answered, Asked, Backend
@@ -94,7 +94,7 @@ class Chats:
         return session.prepare(claim, chat.asked)
 
     async def _commit(
-        self, session: Session, claim: Claim, prepared: Prepared, answer: Answer, circumstances: Circumstances
+        self, session: Session, claim: Claim, prepared: Prepared, answer: Answer, circumstances: TurnMetadata
     ) -> None:
         """A session that was closed meanwhile records nothing; its client gets the answer all the same."""
         try:
@@ -140,9 +140,9 @@ def _response(answered: Answered, answer: Answer, *, stream: bool) -> web.Respon
     return web.Response(headers=passed, body=answer.body)
 
 
-def _circumstances(answered: Answered, fields: Mapping[str, Any]) -> Circumstances:
+def _circumstances(answered: Answered, fields: Mapping[str, Any]) -> TurnMetadata:
     temperature = fields.get("temperature")
-    return Circumstances(
+    return TurnMetadata(
         engine=answered.replica.url,
         version_sent=answered.version_sent,
         version_received=answered.replica.version,

@@ -7,7 +7,7 @@ from support.ledgers import admitted, configured, generated, planned
 
 from orchestrator.composer import Composer
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import Batch, Group
+from orchestrator.ledger.records import BatchRecord, GroupRecord
 from orchestrator.trainer import Trainer
 from penstock.batches.manifest import EncodedRank
 from penstock.batches.signals import RankProgress, write_progress
@@ -23,19 +23,19 @@ def composing(ledger: Ledger, **settings: Any) -> Composer:
     return Composer(config, ledger, Trainer(config, ledger))
 
 
-def sampled_by(group: Group, version: int) -> Group:
+def sampled_by(group: GroupRecord, version: int) -> GroupRecord:
     for rollout in group.rollouts:
         rollout.result = RolloutResult(reward=0.0, version_first=version, completion_tokens=10)
     return group
 
 
-def composed(composer: Composer) -> Batch:
+def composed(composer: Composer) -> BatchRecord:
     batch = composer.compose()
     assert batch is not None
     return batch
 
 
-def end(ledger: Ledger, batch: Batch, data_rank: int, state: JobState) -> None:
+def end(ledger: Ledger, batch: BatchRecord, data_rank: int, state: JobState) -> None:
     job = ledger.jobs[batch.job_id(data_rank)]
     ledger.submit(job)
     file = BlobRef(key=f"rank_{data_rank}", size=1, checksum="0" * 16)

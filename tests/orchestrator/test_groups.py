@@ -8,10 +8,10 @@ import pytest
 from support.ledgers import configured, submitted
 
 from orchestrator.gates import Gates
-from orchestrator.groups import Stages
+from orchestrator.groups import Groups
 from orchestrator.ledger import restore
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import Group, Job
+from orchestrator.ledger.records import GroupRecord, JobRecord
 from penstock.errors import RunError
 from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
 from penstock.messages import AdvantageResult, FilterResult, Outcome, Reply, RolloutResult, ScoreResult, SurveyResult
@@ -24,10 +24,10 @@ class Scene:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.gates = Gates()
-        self.stages = Stages(configured(recovery={"max_failures": 3}), ledger, self.gates)
-        self.group: Group = submitted(ledger)
+        self.stages = Groups(configured(recovery={"max_failures": 3}), ledger, self.gates)
+        self.group: GroupRecord = submitted(ledger)
         self.rollout = self.group.rollouts[0]
-        self.job: Job = ledger.jobs[self.rollout.id]
+        self.job: JobRecord = ledger.jobs[self.rollout.id]
 
     def reply(self, job: str, outcome: Outcome = DONE, *, result: Any = None, attempt: int = 1) -> None:
         error = None if outcome is DONE else "it broke"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from support.ledgers import configured, generated
 
-from orchestrator.inputs import PlanFiles
+from orchestrator.inputs import JobInputs
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import Job
+from orchestrator.ledger.records import JobRecord
 from penstock import job_inputs
 from penstock.ledger.states import GroupState, JobKind, RolloutState
 
@@ -16,16 +16,16 @@ class Scene:
     """A group that is to be filtered, and the file that says so."""
 
     def __init__(self, ledger: Ledger, directory: Path) -> None:
-        self.files = PlanFiles(configured(run_dir=directory), "run", ledger)
+        self.files = JobInputs(configured(run_dir=directory), "run", ledger)
         self.ledger = ledger
         self.group = generated(ledger)
         ledger.enter(self.group, GroupState.FILTERING)
         self.file = directory / "store" / job_inputs.group_key("run", self.group.id)
 
-    def job(self, kind: JobKind) -> Job:
+    def job(self, kind: JobKind) -> JobRecord:
         return self.ledger.add_job(f"{self.group.id}-{kind}", kind, self.group.id)
 
-    def ensure(self, job: Job) -> None:
+    def ensure(self, job: JobRecord) -> None:
         assert asyncio.run(self.files.ensure([job]))
 
 

@@ -8,9 +8,9 @@ from support.ledgers import configured, submitted
 
 from orchestrator.broker import Broker
 from orchestrator.gates import Gates
-from orchestrator.groups import Stages
+from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import Group, Job
+from orchestrator.ledger.records import GroupRecord, JobRecord
 from orchestrator.reconciler import Findings, Reconciler, Snapshot
 from penstock.ledger.states import GroupState, JobState, RolloutState
 from penstock.messages import GRACE_S, Queue, RolloutResult
@@ -25,11 +25,11 @@ class Scene:
         self.clock = clock
         self.ledger = ledger
         group = submitted(ledger)
-        self.job: Job = ledger.jobs[group.rollouts[0].id]
+        self.job: JobRecord = ledger.jobs[group.rollouts[0].id]
         self.rollout = group.rollouts[0]
         for other in group.rollouts[1:]:
             ledger.end(ledger.jobs[other.id], JobState.CANCELLED)
-        self.reconciler = Reconciler(config, RUN, ledger, Broker("redis://nobody/0"), Stages(config, ledger, Gates()))
+        self.reconciler = Reconciler(config, RUN, ledger, Broker("redis://nobody/0"), Groups(config, ledger, Gates()))
         self.poll_s = self.reconciler.poll_s
 
     def see(self, *, lease: str | None = None, depth: int = 0, oldest: int | None = None) -> Findings:
@@ -193,7 +193,7 @@ NOTHING_SEEN = Snapshot(leases={}, depths=dict.fromkeys(Queue, 1), oldest=dict.f
 
 def timing_groups(ledger: Ledger, gates: Gates, **rollouts: Any) -> Reconciler:
     config = configured(rollouts={"group_timeout_s": 30} | rollouts)
-    return Reconciler(config, RUN, ledger, Broker("redis://nobody/0"), Stages(config, ledger, gates))
+    return Reconciler(config, RUN, ledger, Broker("redis://nobody/0"), Groups(config, ledger, gates))
 
 
 def poll(reconciler: Reconciler, clock: Clock, times: int) -> None:
@@ -202,7 +202,7 @@ def poll(reconciler: Reconciler, clock: Clock, times: int) -> None:
         assert reconciler.judge(NOTHING_SEEN).revoke == []
 
 
-def one_still_out(ledger: Ledger) -> Group:
+def one_still_out(ledger: Ledger) -> GroupRecord:
     """Three of the four rollouts are there, the last has been submitted."""
     group = submitted(ledger)
     for rollout in group.rollouts[:3]:

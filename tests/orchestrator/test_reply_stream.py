@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.broker import Broker
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.reply_stream import START, Replies
+from orchestrator.reply_stream import START, ReplyStream
 from penstock import redis_keys
 from penstock.messages import Outcome, Reply
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -44,7 +44,7 @@ class Scene:
     def __init__(self, server: EmbeddedRedis, directory: Path) -> None:
         self.broker = HeldBroker(server.url)
         self.ledger = Ledger(directory / "ledger.sqlite")
-        self.replies = Replies(directory.name, self.broker, self.ledger)
+        self.replies = ReplyStream(directory.name, self.broker, self.ledger)
         self.stream = redis_keys.replies(directory.name)
         self.run = directory.name
 

@@ -11,7 +11,7 @@ from support.ledgers import admitted, configured, generated
 
 from orchestrator.broker import Broker
 from orchestrator.gates import Gates
-from orchestrator.groups import Stages
+from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.submission import AT_ONCE, Submitter
 from penstock.ledger.states import GroupState, JobKind, JobState
@@ -35,7 +35,7 @@ def play(directory: Path, scene: Callable[[SimpleNamespace], Coroutine[Any, Any,
         config, ledger, gates = configured(run_dir=directory), Ledger(directory / "ledger.sqlite"), Gates()
         broker = InterruptedBroker(server.url)
         submitter = Submitter(config, "run", ledger, broker, gates)
-        stages = Stages(config, ledger, gates)
+        stages = Groups(config, ledger, gates)
         try:
             await scene(SimpleNamespace(ledger=ledger, gates=gates, broker=broker, submitter=submitter, stages=stages))
         finally:

@@ -10,7 +10,7 @@ from support.ledgers import configured, submitted
 from orchestrator import run_dir
 from orchestrator.inputs import batch_plan
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import Rollout
+from orchestrator.ledger.records import RolloutRecord
 from orchestrator.release import Release, Sweep, release_step
 from orchestrator.trainer import Trainer
 from penstock.batches import BatchReader, EncodedRank, read_manifest, seal_manifest
@@ -42,7 +42,7 @@ def store(config: RunConfig) -> Store:
     return Store(config.store_dir)
 
 
-def put(store: Store, rollout: Rollout, attempt: str, name: str = "columns") -> BlobRef:
+def put(store: Store, rollout: RolloutRecord, attempt: str, name: str = "columns") -> BlobRef:
     return store.put(f"rollouts/{RUN}/{rollout.id}/{attempt}/{name}", [b"x"])
 
 
@@ -168,6 +168,6 @@ def test_files_that_a_rebuilt_ledger_does_not_know_stay(config: RunConfig, ledge
 async def _forget_results(ledger: Ledger) -> None:
     """As `rebuild` leaves it: the manifests say which rollouts were delivered, not what they answered."""
     for index in range(4):
-        rollout = Rollout(group="g0000001", index=index, step=0, state=RolloutState.DELIVERED)
+        rollout = RolloutRecord(group="g0000001", index=index, step=0, state=RolloutState.DELIVERED)
         ledger._touch("rollouts", rollout)
     await ledger.committed()

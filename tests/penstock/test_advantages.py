@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from penstock.advantages import (
     ESTIMATORS,
     AdvantageSettings,
-    Batch,
+    BatchValues,
     Estimator,
     Floats,
-    Group,
+    GroupValues,
     Recipe,
     batch_phase,
     deviation,
@@ -44,20 +44,20 @@ sizes = st.integers(0, 40)
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> Group:
+def groups(draw: st.DrawFn) -> GroupValues:
     rows = draw(st.lists(st.tuples(rewards, sizes, sizes, sizes, sizes), min_size=2, max_size=8))
     given_rewards, *columns = zip(*rows, strict=True)
     return group(list(given_rewards), *columns)
 
 
-def allowed(of: Group, estimator: str) -> Group:
+def allowed(of: GroupValues, estimator: str) -> GroupValues:
     """The same with rewards that the estimator takes."""
     return replace(of, rewards=np.maximum(of.rewards, ESTIMATORS[estimator].min_reward))
 
 
-def group(rewards: list[float], *columns: Any, named: dict[str, list[float]] | None = None) -> Group:
+def group(rewards: list[float], *columns: Any, named: dict[str, list[float]] | None = None) -> GroupValues:
     completion, tool, inputs, turns = columns or [[1] * len(rewards)] * 4
-    return Group(
+    return GroupValues(
         rewards=np.array(rewards, np.float64),
         completion_tokens=np.array(completion, np.int64),
         tool_tokens=np.array(tool, np.int64),
@@ -75,8 +75,8 @@ def recipe(estimator: str = "dr_grpo", *, group_size: int = 8, shaping: str = "n
     )
 
 
-def values(estimator: str, of: Group | list[float]) -> Floats:
-    return group_phase(of if isinstance(of, Group) else group(of), recipe(estimator)).values
+def values(estimator: str, of: GroupValues | list[float]) -> Floats:
+    return group_phase(of if isinstance(of, GroupValues) else group(of), recipe(estimator)).values
 
 
 @pytest.mark.parametrize("name", IN_VECTORS)
@@ -89,7 +89,7 @@ def test_other_systems_own_code_gives_the_same_numbers(name: str) -> None:
             of = group(row["rewards"], row["completion_tokens"], zeros, zeros, row["turns"])
             parts.append(group_phase(of, chosen).values)
         tokens = np.array([count for row in case["groups"] for count in row["completion_tokens"]])
-        advantages = batch_phase(Batch(values=np.concatenate(parts), sampled_tokens=tokens), chosen)
+        advantages = batch_phase(BatchValues(values=np.concatenate(parts), sampled_tokens=tokens), chosen)
         all_rewards = np.array([reward for row in case["groups"] for reward in row["rewards"]])
         tolerance = 1e-4 if np.ptp(all_rewards) < 1e-6 else 2e-7  # two float32 steps at 1
         expected = np.concatenate(case["expected"][name])
@@ -124,7 +124,7 @@ REFERENCE: dict[str, Callable[[list[Fraction], Fraction, float], list[Any]]] = {
 }
 
 
-def exact_shaped(of: Group, shaping: str) -> list[Fraction]:
+def exact_shaped(of: GroupValues, shaping: str) -> list[Fraction]:
     r = [Fraction(reward) for reward in of.rewards.tolist()]
     costs = [Fraction(turns) for turns in of.turns.tolist()]
     if shaping == "tokens":
@@ -149,7 +149,7 @@ def test_every_estimator_has_a_reference() -> None:
 @pytest.mark.parametrize("shaping", ["none", "tokens", "turns"])
 @thorough
 @given(drawn=groups())
-def test_the_group_phase_equals_exact_arithmetic(shaping: str, drawn: Group) -> None:
+def test_the_group_phase_equals_exact_arithmetic(shaping: str, drawn: GroupValues) -> None:
     for estimator in ESTIMATORS:
         of = allowed(drawn, estimator)
         expected = exact_shaped(of, shaping)
@@ -161,14 +161,14 @@ def test_the_group_phase_equals_exact_arithmetic(shaping: str, drawn: Group) -> 
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> Batch:
+def batches(draw: st.DrawFn) -> BatchValues:
     rows = draw(st.lists(st.tuples(rewards, sizes), max_size=12))
-    return Batch(values=np.array([r for r, _ in rows]), sampled_tokens=np.array([n for _, n in rows], np.int64))
+    return BatchValues(values=np.array([r for r, _ in rows]), sampled_tokens=np.array([n for _, n in rows], np.int64))
 
 
 @thorough
 @given(batch=batches())
-def test_whitening_equals_exact_arithmetic_over_every_token(batch: Batch) -> None:
+def test_whitening_equals_exact_arithmetic_over_every_token(batch: BatchValues) -> None:
     pairs = zip(batch.values.tolist(), batch.sampled_tokens.tolist(), strict=True)
     tokens = [Fraction(value) for value, count in pairs for _ in range(count)]
     expected = [0.0] * len(batch.values)
@@ -184,21 +184,23 @@ def test_whitening_equals_exact_arithmetic_over_every_token(batch: Batch) -> Non
 @pytest.mark.parametrize("estimator", [name for name, each in ESTIMATORS.items() if each.batch is None])
 def test_without_a_batch_phase_values_are_delivered_as_float32(estimator: str) -> None:
     assert not recipe(estimator).has_batch_phase
-    delivered = batch_phase(Batch(values=np.array([0.1, -2.0]), sampled_tokens=np.array([3, 0])), recipe(estimator))
+    delivered = batch_phase(
+        BatchValues(values=np.array([0.1, -2.0]), sampled_tokens=np.array([3, 0])), recipe(estimator)
+    )
     assert delivered.dtype == np.float32
     assert delivered.tolist() == [np.float32(0.1), -2.0]
 
 
 @thorough
 @given(of=groups())
-def test_values_with_a_mean_as_baseline_sum_to_zero(of: Group) -> None:
+def test_values_with_a_mean_as_baseline_sum_to_zero(of: GroupValues) -> None:
     for estimator in ["grpo", "dr_grpo", "rloo", "max_rl"]:
         assert math.fsum(values(estimator, allowed(of, estimator))) == pytest.approx(0, abs=1e-7), estimator
 
 
 @thorough
 @given(of=groups(), shift=st.integers(-100, 100))
-def test_a_shift_of_all_rewards_changes_nothing(of: Group, shift: int) -> None:
+def test_a_shift_of_all_rewards_changes_nothing(of: GroupValues, shift: int) -> None:
     for estimator in ["grpo", "dr_grpo", "rloo", "pass_at_k", "pass_at_k_normalised"]:
         shifted = values(estimator, replace(of, rewards=of.rewards + shift))
         np.testing.assert_allclose(shifted, values(estimator, of), rtol=1e-6, atol=1e-6, err_msg=estimator)
@@ -206,7 +208,7 @@ def test_a_shift_of_all_rewards_changes_nothing(of: Group, shift: int) -> None:
 
 @thorough
 @given(drawn=groups())
-def test_twice_the_rewards_give_twice_the_values_or_the_same(drawn: Group) -> None:
+def test_twice_the_rewards_give_twice_the_values_or_the_same(drawn: GroupValues) -> None:
     for estimator, factor in {"dr_grpo": 2, "rloo": 2, "pass_at_k": 2, "none": 2, "max_rl": 1, "grpo": 1}.items():
         of = allowed(drawn, estimator)
         doubled = values(estimator, replace(of, rewards=2 * of.rewards))
@@ -216,7 +218,7 @@ def test_twice_the_rewards_give_twice_the_values_or_the_same(drawn: Group) -> No
 @pytest.mark.parametrize("shaping", ["none", "tokens", "turns"])
 @thorough
 @given(drawn=groups(), data=st.data())
-def test_the_order_of_arrival_changes_no_bit(shaping: str, drawn: Group, data: st.DataObject) -> None:
+def test_the_order_of_arrival_changes_no_bit(shaping: str, drawn: GroupValues, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(drawn.rewards))))
     columns = ["rewards", "completion_tokens", "tool_tokens", "input_tokens", "turns"]
     for estimator in ESTIMATORS:
@@ -225,8 +227,8 @@ def test_the_order_of_arrival_changes_no_bit(shaping: str, drawn: Group, data: s
         before, after = group_phase(of, chosen), group_phase(moved, chosen)
         assert before.shaped[order].tobytes() == after.shaped.tobytes()
         assert before.values[order].tobytes() == after.values.tobytes(), estimator
-        one = batch_phase(Batch(values=before.values, sampled_tokens=of.completion_tokens), chosen)
-        other = batch_phase(Batch(values=after.values, sampled_tokens=moved.completion_tokens), chosen)
+        one = batch_phase(BatchValues(values=before.values, sampled_tokens=of.completion_tokens), chosen)
+        other = batch_phase(BatchValues(values=after.values, sampled_tokens=moved.completion_tokens), chosen)
         assert one[order].tobytes() == other.tobytes(), estimator
 
 
@@ -305,16 +307,16 @@ def test_the_largest_rewards_stay_finite_as_float32(estimator: str) -> None:
     chosen = recipe(estimator)
     lowest = max(-1e30, chosen.estimator.min_reward)
     result = group_phase(group([1e30, lowest, lowest]), chosen)
-    batch = Batch(values=result.values, sampled_tokens=np.array([5, 0, 1]))
+    batch = BatchValues(values=result.values, sampled_tokens=np.array([5, 0, 1]))
     assert np.isfinite(batch_phase(batch, chosen)).all()
 
 
-def gdpo_group(of: Group) -> Floats:
+def gdpo_group(of: GroupValues) -> Floats:
     weighted = [(weight, of.named_rewards[name]) for name, weight in {"right": 1.0, "short": 0.5}.items()]
     return np.sum([weight * (part - mean(part)) / deviation(part) for weight, part in weighted], axis=0)
 
 
-def gdpo_batch(batch: Batch) -> Floats:
+def gdpo_batch(batch: BatchValues) -> Floats:
     return (batch.values - mean(batch.values)) / deviation(batch.values)
 
 
@@ -324,14 +326,14 @@ def test_an_estimator_over_named_rewards_with_both_phases_fits_the_seam() -> Non
     of = group([1.0, 0.0], named={"right": [1.0, 0.0], "short": [0.0, 1.0]})
     result = group_phase(of, chosen)
     assert result.values.tolist() == pytest.approx([math.sqrt(0.125), -math.sqrt(0.125)])
-    delivered = batch_phase(Batch(values=result.values, sampled_tokens=np.array([4, 9])), chosen)
+    delivered = batch_phase(BatchValues(values=result.values, sampled_tokens=np.array([4, 9])), chosen)
     assert delivered.tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
 
 
 def test_an_estimator_with_a_baseline_per_agent_fits_the_seam() -> None:
     baselines = {"white": 0.5, "black": 0.0}
 
-    def rae(batch: Batch) -> Floats:
+    def rae(batch: BatchValues) -> Floats:
         values = batch.values.copy()
         for index, agent in enumerate(batch.agents):
             values[index] -= baselines[agent]
@@ -339,7 +341,7 @@ def test_an_estimator_with_a_baseline_per_agent_fits_the_seam() -> None:
         return values
 
     own = {"rae": Estimator(group=lambda of: of.rewards, batch=rae, needs_variance=False)}
-    batch = Batch(
+    batch = BatchValues(
         values=np.array([1.0, 1.0, 1.0]), sampled_tokens=np.ones(3, np.int64), agents=("white", "black", "white")
     )
     assert batch_phase(batch, recipe("rae", estimators=own)).tolist() == [0.5, 1.0, 0.25]
@@ -347,7 +349,7 @@ def test_an_estimator_with_a_baseline_per_agent_fits_the_seam() -> None:
 
 
 def test_linear_shaping_fits_the_seam() -> None:
-    def linear(of: Group) -> Floats:
+    def linear(of: GroupValues) -> Floats:
         costs = [column / max(column.max(), 1) for column in (of.completion_tokens, of.input_tokens, of.turns)]
         return of.rewards - mean(of.rewards) * 0.1 * np.sum(costs, axis=0)
 
@@ -399,10 +401,10 @@ def test_columns_that_disagree_are_refused() -> None:
     with pytest.raises(StageError, match="a group of 0 rewards"):
         group([])
     with pytest.raises(StageError, match="a batch has 2 values, but 1 token counts"):
-        Batch(values=np.zeros(2), sampled_tokens=np.zeros(1, np.int64))
+        BatchValues(values=np.zeros(2), sampled_tokens=np.zeros(1, np.int64))
 
 
 @pytest.mark.parametrize("sampled_tokens", [[], [0, 0], [0, 1]], ids=str)
 def test_a_batch_of_less_than_two_tokens_has_no_spread_and_whitens_to_zero(sampled_tokens: list[int]) -> None:
-    batch = Batch(values=np.arange(len(sampled_tokens)) * 1.0, sampled_tokens=np.array(sampled_tokens, np.int64))
+    batch = BatchValues(values=np.arange(len(sampled_tokens)) * 1.0, sampled_tokens=np.array(sampled_tokens, np.int64))
     assert batch_phase(batch, recipe("reinforce_pp")).tolist() == [0.0] * len(sampled_tokens)

@@ -4,7 +4,7 @@ from typing import Any
 
 from orchestrator.inputs import batch_plan
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import Batch, Group
+from orchestrator.ledger.records import BatchRecord, GroupRecord
 from penstock.batches import EncodedRank
 from penstock.config import RunConfig
 from penstock.ledger.states import GroupState, JobState, RolloutState
@@ -20,18 +20,18 @@ def configured(**settings: Any) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-def planned(ledger: Ledger, size: int = 4) -> Group:
+def planned(ledger: Ledger, size: int = 4) -> GroupRecord:
     return ledger.plan(environment="noop", example=ledger.number("groups_planned"), size=size)
 
 
-def submitted(ledger: Ledger, size: int = 4) -> Group:
+def submitted(ledger: Ledger, size: int = 4) -> GroupRecord:
     group = planned(ledger, size)
     for rollout in group.rollouts:
         ledger.submit(ledger.jobs[rollout.id])
     return group
 
 
-def generated(ledger: Ledger, size: int = 4) -> Group:
+def generated(ledger: Ledger, size: int = 4) -> GroupRecord:
     group = submitted(ledger, size)
     for rollout in group.rollouts:
         ledger.end(ledger.jobs[rollout.id], JobState.SETTLED)
@@ -39,7 +39,7 @@ def generated(ledger: Ledger, size: int = 4) -> Group:
     return group
 
 
-def admitted(ledger: Ledger, size: int = 4) -> Group:
+def admitted(ledger: Ledger, size: int = 4) -> GroupRecord:
     group = generated(ledger, size)
     for rollout in group.rollouts:
         rollout.advantage = rollout.index - 1.5
@@ -48,7 +48,7 @@ def admitted(ledger: Ledger, size: int = 4) -> Group:
     return group
 
 
-def encoded(config: RunConfig, batch: Batch) -> list[EncodedRank]:
+def encoded(config: RunConfig, batch: BatchRecord) -> list[EncodedRank]:
     """What the encoding jobs of `batch` would answer: two samples, 20 tokens of loss a rank, and nothing written."""
     plan = batch_plan(config, batch)
     return [

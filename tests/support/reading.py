@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.engines.response import Asked, Known, Turn, read_turn, without_routes
+from penstock.engines.response import Asked, OpenSample, Turn, read_turn, without_routes
 from penstock.engines.response_fields import Endpoint
 from penstock.engines.routed_experts import CheckRoutes, RouteFormat
 from penstock.errors import Upstream
@@ -16,7 +16,7 @@ from support import strict_reference as reference
 def ask(body: bytes, question: reference.Question) -> Turn:
     return read_turn(
         body,
-        known=[Known(sequence=fingerprint(ids), rows_from=rows_from) for ids, rows_from in question.known],
+        known=[OpenSample(sequence=fingerprint(ids), rows_from=rows_from) for ids, rows_from in question.known],
         asked=Asked(
             endpoint=Endpoint.CHAT if question.endpoint == "chat" else Endpoint.GENERATE,
             prompt_ids=None if question.prompt is None else np.array(question.prompt, np.int32),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.batches import BatchPlan, EncodedRank, Manifest, PlannedRollout, encode_rank, seal_manifest
+from penstock.batches import BatchPlan, BatchRollout, EncodedRank, Manifest, encode_rank, seal_manifest
 from penstock.packing import PackingRules
 from penstock.store import BlobRef, Store
 from penstock.store.columns import Columns, TurnTable, write_columns
@@ -24,7 +24,7 @@ class MadeTurn:
 
 @dataclass(frozen=True, kw_only=True)
 class MadeRollout:
-    planned: PlannedRollout
+    planned: BatchRollout
     columns: Columns
     rows: list[np.ndarray[Any, Any]]
     """routed experts of each sample, of all its tokens"""
@@ -52,7 +52,7 @@ class RolloutMaker:
         columns = self._columns(rollout, samples)
         lengths = np.diff(columns.sample_offsets).tolist()
         rows, valid = self._routes(lengths)
-        planned = PlannedRollout(
+        planned = BatchRollout(
             rollout=rollout,
             group=group,
             env=f"env-{group}",

@@ -11,7 +11,7 @@ import xxhash
 from penstock.engines.response import Turn
 from penstock.engines.routed_experts import RouteFormat, Routes
 from penstock.recording import Prepared, Session, SessionSettings
-from penstock.recording.samples import Circumstances, turn_of_ids
+from penstock.recording.samples import TurnMetadata, turn_of_ids
 from penstock.store import Store
 
 ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
@@ -70,7 +70,7 @@ async def chat(session: Session, messages: Sequence[dict[str, Any]], *, agent: s
         prepared = session.prepare(claim, list(messages))
         turn = turn_for(prepared, messages, max_seq_len=session.settings.max_seq_len, **more)
         record = json.dumps(answer_to(messages)).encode()
-        assert await session.commit(claim, prepared, turn, Circumstances(agent=agent, engine="e1"), record=record)
+        assert await session.commit(claim, prepared, turn, TurnMetadata(agent=agent, engine="e1"), record=record)
     return answer_to(messages)
 
 

@@ -11,11 +11,11 @@ from support.ledgers import encoded
 
 from orchestrator import run_dir
 from orchestrator.gates import Gates
-from orchestrator.groups import Stages
+from orchestrator.groups import Groups
 from orchestrator.inputs import batch_plan
 from orchestrator.ledger.audit import audit
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import Batch
+from orchestrator.ledger.records import BatchRecord
 from penstock.batches import read_manifests, seal_manifest
 from penstock.batches.manifest import manifest_path
 from penstock.config import RunConfig
@@ -43,7 +43,7 @@ def written(config: RunConfig, write: Callable[[Ledger], object]) -> None:
     asyncio.run(run())
 
 
-def one_step(ledger: Ledger) -> Batch:
+def one_step(ledger: Ledger) -> BatchRecord:
     """Four rollouts: two delivered, one filtered, one dead."""
     group = ledger.plan(environment="noop", example=0, size=4)
     for rollout, job in zip(group.rollouts, list(ledger.jobs.values()), strict=True):
@@ -59,7 +59,7 @@ def one_step(ledger: Ledger) -> Batch:
     return ledger.compose(0, [group])
 
 
-def seal(config: RunConfig, batch: Batch) -> None:
+def seal(config: RunConfig, batch: BatchRecord) -> None:
     ranks = encoded(config, batch)
     seal_manifest(Store(config.store_dir), batch_plan(config, batch), ranks)
 
@@ -144,7 +144,7 @@ def test_a_damaged_manifest_is_named(config: RunConfig) -> None:
 
 def test_why_jobs_died_is_told_the_most_frequent_cause_first(config: RunConfig) -> None:
     def die(ledger: Ledger) -> None:
-        stages = Stages(config, ledger, Gates())
+        stages = Groups(config, ledger, Gates())
         for example in range(3):
             ledger.plan(environment="noop", example=example, size=1)
         for job, error in zip(list(ledger.jobs.values()), ["no", "disk", "no"], strict=True):

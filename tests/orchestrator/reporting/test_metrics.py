@@ -8,9 +8,9 @@ from support.small_disk import LimitedDirectory
 from support.waiting import wait_until_async
 
 from orchestrator.broker import Broker
-from orchestrator.groups import Stages
+from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import Batch
+from orchestrator.ledger.records import BatchRecord
 from orchestrator.reporting.lags import Lags
 from orchestrator.reporting.metrics import Metrics
 from orchestrator.sealing import Sealer
@@ -29,12 +29,12 @@ class Run:
         lags = Lags(Broker("redis://127.0.0.1:1/0"))
         self.metrics = Metrics(self.config, self.ledger, LoopLag(process="orchestrator"), lags)
 
-    def compose(self) -> Batch:
+    def compose(self) -> BatchRecord:
         step = self.ledger.number("steps_delivered")
         self.metrics.composed()
         return self.ledger.compose(step, [admitted(self.ledger), admitted(self.ledger)])
 
-    async def deliver(self, batch: Batch) -> None:
+    async def deliver(self, batch: BatchRecord) -> None:
         self.metrics.measure(batch)
         self.ledger.deliver(batch)
         await self.ledger.committed()
@@ -163,7 +163,7 @@ def test_a_disk_that_takes_nothing_is_named_and_tried_again(tmp_path: Path) -> N
 
 
 def test_groups_are_counted_by_how_they_were_solved_before_a_filter_drops_them(ledger: Ledger) -> None:
-    stages = Stages(configured(), ledger, None)  # type: ignore[arg-type]
+    stages = Groups(configured(), ledger, None)  # type: ignore[arg-type]
     group = generated(ledger)
     stages._collect(group)  # pyright: ignore[reportPrivateUsage]
     assert group.state is GroupState.FILTERING

@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.ledger.records import Group, Rollout
+from orchestrator.ledger.records import GroupRecord, RolloutRecord
 from orchestrator.reporting import step_metrics
-from penstock.batches import BatchPlan, EncodedRank, PlannedRollout
+from penstock.batches import BatchPlan, BatchRollout, EncodedRank
 from penstock.batches.manifest import Manifest, Totals
 from penstock.ledger.states import JobKind, RolloutState
 from penstock.messages import RolloutResult
@@ -16,10 +16,10 @@ BLOB = BlobRef(key="none", size=0, checksum="")
 NOTHING = dict.fromkeys(("delivered", "dead", "fenced", "generated", "groups_dropped", "tokens_generated"), 0)
 
 
-def group(environment: str, *results: dict[str, Any], state: RolloutState = RolloutState.BATCHED) -> Group:
-    made = Group(id="g1", ordinal=1, environment=environment, example=0)
+def group(environment: str, *results: dict[str, Any], state: RolloutState = RolloutState.BATCHED) -> GroupRecord:
+    made = GroupRecord(id="g1", ordinal=1, environment=environment, example=0)
     made.rollouts = [
-        Rollout(group="g1", index=index, state=state, result=RolloutResult(**{"reward": 0.0} | values))
+        RolloutRecord(group="g1", index=index, state=state, result=RolloutResult(**{"reward": 0.0} | values))
         for index, values in enumerate(results)
     ]
     return made
@@ -150,7 +150,7 @@ def test_lag_of_the_loop_and_the_worst_of_the_workers() -> None:
 
 def test_a_manifest_has_what_the_step_is_made_of() -> None:
     rollouts = tuple(
-        PlannedRollout(rollout=f"g1-{index}", group="g1", env="sums", reward=index, advantage=0.0, version_first=0,
+        BatchRollout(rollout=f"g1-{index}", group="g1", env="sums", reward=index, advantage=0.0, version_first=0,
                        version_last=0, sample_lengths=(3, 4), columns=BLOB)
         for index in range(2)
     )  # fmt: skip

@@ -11,7 +11,7 @@ from support.engine_replies import DIALECTS, FORMS, Said, compact
 from support.reading import agree, fingerprint
 from support.strict_reference import Question
 
-from penstock.engines.response import Asked, Known, Turn, read_turn, without_routes
+from penstock.engines.response import Asked, OpenSample, Turn, read_turn, without_routes
 from penstock.engines.response_fields import Endpoint
 from penstock.engines.routed_experts import RouteFormat, Rows
 from penstock.errors import Upstream
@@ -109,7 +109,7 @@ def test_two_turns_of_a_conversation() -> None:
     assert first.routes is not None
     assert json.loads(first.message or b"")["role"] == "assistant"
 
-    known = Known(sequence=first.sequence, rows_from=4)
+    known = OpenSample(sequence=first.sequence, rows_from=4)
     said = Said(prompt=[1, 2, 3, 4, 5, 6, 7], completion=[8], rows=ROWS[:7])
     second = read_turn(said.body(), known=[known], route_format=first.routes.format)
     assert (second.extends, second.prefix_tokens, second.prompt_tokens, second.tokens) == (0, 5, 7, 8)
@@ -119,19 +119,19 @@ def test_two_turns_of_a_conversation() -> None:
 
 def test_a_prompt_that_is_exactly_the_known_sequence_extends_it() -> None:
     turn = read_turn(
-        Said(prompt=[1, 2, 3], completion=[4]).body(), known=[Known(sequence=fingerprint([1, 2, 3]), rows_from=2)]
+        Said(prompt=[1, 2, 3], completion=[4]).body(), known=[OpenSample(sequence=fingerprint([1, 2, 3]), rows_from=2)]
     )
     assert turn.extends == 0
     assert turn.prompt_ids.tolist() == []
 
 
 def test_an_id_that_only_begins_alike_is_not_known() -> None:
-    known = Known(sequence=fingerprint([1, 2]), rows_from=1)
+    known = OpenSample(sequence=fingerprint([1, 2]), rows_from=1)
     assert read_turn(Said(prompt=[1, 22, 3], completion=[4]).body(), known=[known]).extends is None
 
 
 def test_the_longest_known_sequence_counts_and_ambiguity_is_told() -> None:
-    known = [Known(sequence=fingerprint(ids), rows_from=0) for ids in ([1, 2], [1, 2, 3], [1, 9], [1, 2, 3])]
+    known = [OpenSample(sequence=fingerprint(ids), rows_from=0) for ids in ([1, 2], [1, 2, 3], [1, 9], [1, 2, 3])]
     turn = read_turn(Said(prompt=[1, 2, 3, 4], completion=[5]).body(), known=known)
     assert turn.extends == 1, "of equal ones the first"
     assert turn.matches == 3
@@ -140,7 +140,7 @@ def test_the_longest_known_sequence_counts_and_ambiguity_is_told() -> None:
 def test_token_in_token_out_takes_the_prompt_from_the_request() -> None:
     asked = Asked(endpoint=Endpoint.GENERATE, prompt_ids=np.array([1, 2, 3], np.int32))
     body = Said(prompt=[1, 2, 3], completion=[4, 5], dialect="generate").body()
-    turn = read_turn(body, asked=asked, known=[Known(sequence=fingerprint([1, 2]), rows_from=1)])
+    turn = read_turn(body, asked=asked, known=[OpenSample(sequence=fingerprint([1, 2]), rows_from=1)])
     assert turn.prompt_ids.tolist() == [3]
     assert turn.message is None
     assert turn.finish_reason == "length"
@@ -186,7 +186,7 @@ def test_truncation_cuts_rows_with_the_tokens(
     limit: int, prompt: list[int], completion: list[int], rows: list[int], truncated: bool, overlong: bool
 ) -> None:
     body = Said(prompt=[1, 2, 3, 4, 5], completion=[6, 7], rows=ROWS[:6]).body()
-    known = [Known(sequence=fingerprint([1, 2]), rows_from=2)]
+    known = [OpenSample(sequence=fingerprint([1, 2]), rows_from=2)]
     turn = read_turn(body, known=known, asked=Asked(max_seq_len=limit))
     assert (turn.prompt_ids.tolist(), turn.completion_ids.tolist()) == (prompt, completion)
     assert len(turn.completion_logprobs) == len(completion)

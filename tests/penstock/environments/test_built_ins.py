@@ -6,7 +6,7 @@ import pytest
 from support.asking import run
 from support.upstream import calling, tool_call
 
-from penstock.environments import Message, Played, Reply, Score
+from penstock.environments import Completion, Message, Played, Score
 from penstock.environments.arithmetic import Arithmetic, Problem, last_answer
 from penstock.environments.distinct import Distinct
 from penstock.environments.guess import Guess
@@ -19,11 +19,11 @@ class Scripted:
         self._says = says
         self.asked: list[tuple[list[Message], Any]] = []
 
-    async def chat(self, messages: Sequence[Message], *, tools: Any = None, **_: Any) -> Reply:
+    async def chat(self, messages: Sequence[Message], *, tools: Any = None, **_: Any) -> Completion:
         self.asked.append((list(messages), tools))
         said = self._says(list(messages))
         message = {"role": "assistant", "content": said} if isinstance(said, str) else said
-        return Reply(message=message, finish_reason="stop", truncated=False)
+        return Completion(message=message, finish_reason="stop", truncated=False)
 
 
 def played(answer: str, *, error: str | None = None) -> Played:

@@ -9,12 +9,12 @@ from support.asking import run
 from support.upstream import calling, tool_call
 from support.waiting import wait_until_async
 
-from penstock.environments import Message, Reply, Tools, tool
+from penstock.environments import Completion, Message, Tools, tool
 from penstock.errors import ConfigError, InfrastructureFailure, PolicyFailure
 
 
-def reply(*calls: Message) -> Reply:
-    return Reply(message=calling(*calls), finish_reason="tool_calls", truncated=False)
+def reply(*calls: Message) -> Completion:
+    return Completion(message=calling(*calls), finish_reason="tool_calls", truncated=False)
 
 
 class Place(BaseModel):

@@ -24,7 +24,7 @@ from penstock.config.engine import Engine, Policy
 from penstock.config.sessions import Sessions
 from penstock.engines.client import EngineClient
 from penstock.engines.dialects import Dialect
-from penstock.environments import AgentPolicy, Reply, Tools, graded, run_program, tool
+from penstock.environments import AgentPolicy, Completion, Tools, graded, run_program, tool
 from penstock.playing.agent_sessions import SessionServers
 from penstock.playing.rollout import RolloutStage, play, score_group
 from penstock.recording import Session
@@ -82,7 +82,7 @@ async def in_a_tool(scene: Scene, policy: Any) -> None:
         return ""
 
     calls = [tool_call(name, {}, id=str(number)) for number, name in enumerate(["waits", "blocks", "waits"])]
-    await Tools(waits, blocks).answer(Reply(message=calling(*calls), finish_reason="", truncated=False))
+    await Tools(waits, blocks).answer(Completion(message=calling(*calls), finish_reason="", truncated=False))
 
 
 async def in_grading(scene: Scene, policy: Any) -> None:

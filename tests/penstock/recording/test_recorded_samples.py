@@ -15,7 +15,7 @@ from support.turn_structures import turn_structures
 from penstock.engines.response import Asked, read_turn
 from penstock.engines.routed_experts import CheckRoutes, RouteFormat
 from penstock.recording import Sealed, Session
-from penstock.recording.samples import Circumstances
+from penstock.recording.samples import TurnMetadata
 from penstock.store import Store
 from penstock.store.columns import Columns, read_columns
 from penstock.store.experts import Experts
@@ -46,7 +46,7 @@ async def record(session: Session, turn: PlainTurn, dtype: Any) -> None:
         prepared = session.prepare(claim)
         asked = Asked(max_seq_len=session.settings.max_seq_len)
         read = read_turn(body(turn, dtype), known=prepared.known, asked=asked, route_format=prepared.route_format)
-        assert await session.commit(claim, prepared, read, Circumstances(agent=turn.agent))
+        assert await session.commit(claim, prepared, read, TurnMetadata(agent=turn.agent))
 
 
 async def recorded(store: Store, turns: list[PlainTurn], limits: Any, dtype: Any, killed_after: int) -> Sealed:

@@ -12,7 +12,7 @@ from support.turn_structures import turn_structures
 
 from penstock.engines.routed_experts import RouteFormat, Routes
 from penstock.errors import Invariant, PolicyFailure
-from penstock.recording.samples import Circumstances, Samples, columns_of, routed_valid_of, turn_of_ids
+from penstock.recording.samples import Samples, TurnMetadata, columns_of, routed_valid_of, turn_of_ids
 
 VECTORS = [json.loads(line) for line in (Path(__file__).parents[1] / "vectors" / "merge.jsonl").open()]
 
@@ -34,7 +34,7 @@ class Recorder:
             routes=more.pop("routes", None),
             max_seq_len=self.max_seq_len,
         )
-        addition, rows = self.samples.place(turn, Circumstances(**more))
+        addition, rows = self.samples.place(turn, TurnMetadata(**more))
         self.samples.add(addition, turn.sequence)
         self.rows += [row for run in rows for row in run]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.engine_process import ASK, CHAT, GENERATE, EngineProcess, running, user
 
-from penstock.engines.response import Asked, Known, Turn, read_turn
+from penstock.engines.response import Asked, OpenSample, Turn, read_turn
 from penstock.engines.response_fields import Endpoint
 from penstock.engines.routed_experts import CheckRoutes, RouteFormat
 from penstock.renderers import bytes_chatml
@@ -99,7 +99,7 @@ def test_without_a_seed_sessions_differ(engine: EngineProcess) -> None:
 def test_every_turn_of_a_game_extends_the_one_before(engines: Engines, dialect: str) -> None:
     """With tool calls, and only the new rows asked for: together they are the rows of the whole sequence."""
     hidden, messages, turns = {"A": 37, "B": 64}, [user(GAME)], list[Turn]()
-    engine, known, rows = engines[dialect, "npy"], list[Known](), list[np.ndarray]()
+    engine, known, rows = engines[dialect, "npy"], list[OpenSample](), list[np.ndarray]()
     tools = [{"type": "function", "function": {"name": "guess"}}]
     sequence = np.empty(0, np.int32)
     while not turns or turns[-1].finish_reason == "tool_calls":
@@ -111,7 +111,7 @@ def test_every_turn_of_a_game_extends_the_one_before(engines: Engines, dialect: 
         assert turn.routes is not None
         assert turn.routes.first == start
         rows.append(turn.routes.rows)
-        known = [Known(sequence=turn.sequence, rows_from=turn.tokens - 1)]
+        known = [OpenSample(sequence=turn.sequence, rows_from=turn.tokens - 1)]
         sequence = np.concatenate([sequence, turn.prompt_ids, turn.completion_ids])
         turns.append(turn)
         message = json.loads(turn.message or b"")
