@@ -65,7 +65,7 @@ class VerifiersProcess:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.served", str(theirs.fileno())],
+                [sys.executable, "-m", f"{__package__}.verifiers_child", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what an environment prints
                 pass_fds=[theirs.fileno()],

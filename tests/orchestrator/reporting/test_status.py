@@ -153,7 +153,7 @@ def test_a_full_disk_is_seen_where_no_status_can_be_written(
     run: Path, server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not any("full" in cause for cause in status(run, server.url)["waiting_for"])
-    monkeypatch.setattr("orchestrator.status.FULL_BYTES", 1 << 62)
+    monkeypatch.setattr("orchestrator.reporting.status.FULL_BYTES", 1 << 62)
     assert f"the disk of {run}/ledger.sqlite is full: make room" in status(run, server.url)["waiting_for"]
 
 

@@ -19,7 +19,7 @@ from penstock.messages import METRICS_LIMIT, RolloutResult
 from penstock.playing.rollout import play, score_group
 from penstock.store.columns import read_columns
 
-DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
+DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
 SEALED = ["columns.safetensors"]
 
 

@@ -14,7 +14,7 @@ from penstock.engines.routed_experts import RouteFormat, Routes
 from penstock.errors import Invariant, PolicyFailure
 from penstock.recording.samples import Samples, TurnMetadata, columns_of, routed_valid_of, turn_of_ids
 
-VECTORS = [json.loads(line) for line in (Path(__file__).parents[1] / "vectors" / "merge.jsonl").open()]
+VECTORS = [json.loads(line) for line in (Path(__file__).parents[2] / "vectors" / "merge.jsonl").open()]
 
 
 class Recorder:

@@ -43,13 +43,13 @@ def catastrophic_pattern() -> object:
 def test_code_that_blocks_is_named_with_its_line() -> None:
     summary, _ = blocked_by(planted_blocker)
     (name, seconds), *_ = summary.blockers.items()
-    assert re.fullmatch(r"planted_blocker \(penstock/test_lag_trace.py:3\d\)", name)
+    assert re.fullmatch(r"planted_blocker \(runtime/test_lag_trace.py:3\d\)", name)
     assert seconds > 0.1
 
 
 def test_in_a_library_the_line_that_went_there_is_named() -> None:
     summary, _ = blocked_by(catastrophic_pattern)
-    assert any(name.startswith("catastrophic_pattern (penstock/test_lag_trace.py:") for name in summary.blockers)
+    assert any(name.startswith("catastrophic_pattern (runtime/test_lag_trace.py:") for name in summary.blockers)
 
 
 def test_a_loop_that_is_in_time_has_no_culprits() -> None:
