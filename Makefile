@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # The package `verifiers` wants another `openai` than agents of today: its tests have an environment of their own.
 VERIFIERS := .venv-verifiers
 
-.PHONY: setup demo check test test-slow test-verifiers chaos fuzz soak bench clean
+.PHONY: setup demo check test test-slow test-verifiers chaos fuzz soak bench docs clean
 
 setup: $(STAMP)
 
@@ -59,6 +59,10 @@ soak: setup
 
 bench: setup
 	@for name in control recovery ingest filters lag boundary sessions rollout-worker steps renderers engine pool; do $(BIN)/penstock bench $$name || exit 1; done
+
+# tests/test_docs.py compares the page with the settings.
+docs: setup
+	@$(BIN)/python -m penstock.config.reference > docs/configuration.md
 
 clean:
 	@rm -rf $(VENV) $(VERIFIERS) build *.egg-info
