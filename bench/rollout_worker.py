@@ -21,7 +21,7 @@ from bench.processes import Process
 from bench.progress import progress
 from bench.report import Report, Target, median
 from penstock.config.engine import Engine
-from penstock.runtime.loop_lag import LagSummary, read_all
+from penstock.runtime.loop_lag import LagSummary, read_summaries
 
 ROUNDS = 5
 ABOVE_CANARY_MS = 15.0
@@ -110,7 +110,9 @@ class Side:
     idle_mb: float
 
     def published(self) -> LagSummary | None:
-        return next((lag for lag in read_all(self.cluster.redis) if lag.process.endswith(f"-{self.worker.pid}")), None)
+        return next(
+            (lag for lag in read_summaries(self.cluster.redis) if lag.process.endswith(f"-{self.worker.pid}")), None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from penstock.errors import PenstockError, RunLocked
 from penstock.ledger import schema
 from penstock.runtime import stacks
 from penstock.runtime.event_loop import event_loop_factory
-from penstock.runtime.loop_lag import publish_to
+from penstock.runtime.loop_lag import redis_publisher
 
 logger = logging.getLogger("penstock.orchestrator")
 
@@ -57,7 +57,7 @@ async def _run(config: RunConfig, run: str, watch: Watch, listener: socket.socke
         stopping = Stopping()
         stopping.listen()  # until here there is nothing to finish: Ctrl-C just ends the process
         try:
-            lag, url = config.lag.watch("orchestrator", publish_to(broker.client)), endpoint.url(listener)
+            lag, url = config.lag.watch("orchestrator", redis_publisher(broker.client)), endpoint.url(listener)
             orchestrator = Orchestrator(
                 config, run=run, ledger=ledger, broker=broker, lock=lock, lag=lag, stopping=stopping, watch=watch,
                 url=url,

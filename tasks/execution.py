@@ -19,7 +19,7 @@ from redis.retry import Retry
 
 from penstock.config import RunConfig
 from penstock.messages import GRACE_S, AnyJob, AnyResult, Outcome, Reply
-from penstock.runtime.loop_lag import publish_to
+from penstock.runtime.loop_lag import redis_publisher
 from tasks.leases import LeaseKeeper
 from tasks.outbox import Outbox, Write
 from tasks.outcomes import Execution, send, take_lease
@@ -41,7 +41,7 @@ class AsyncProcess:
         self._sync_client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)
         # No time-out of the client's own: on Python 3.11 it swallows cancellations. Those who use it bring one.
         self._client = redis.asyncio.Redis.from_url(config.redis_url, socket_timeout=None)
-        self.lag = config.lag.watch(f"rollouts@{self.name}", publish_to(self._client))
+        self.lag = config.lag.watch(f"rollouts@{self.name}", redis_publisher(self._client))
         self._silence_s = config.recovery.lease_s / 2
         self._outbox = Outbox(self._client)
         self._leases = LeaseKeeper(

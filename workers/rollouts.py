@@ -19,7 +19,7 @@ class RolloutPool(AsyncioPool):
 
     def on_start(self) -> None:
         self.drain_s = settings().recovery.drain_s
-        descriptors.ensure(self.limit)
+        descriptors.raise_limit(self.limit)
         super().on_start()
 
     @contextlib.asynccontextmanager
@@ -28,7 +28,7 @@ class RolloutPool(AsyncioPool):
         process = AsyncProcess(config)
         async with process.running(), Player(config).ready() as player:
             rollouts.process, rollouts.player = process, player
-            async with garbage.collected_in_lots(lambda: bool(self._bodies)):
+            async with garbage.paced_collection(lambda: bool(self._bodies)):
                 yield
 
     def loop_lag(self) -> dict[str, Any] | None:

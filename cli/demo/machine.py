@@ -131,7 +131,7 @@ class Machine:
         """The last ten seconds of every event loop that publishes its lag."""
         with suppress(redis.RedisError):
             if self._client:
-                return loop_lag.read_all(self._client)
+                return loop_lag.read_summaries(self._client)
         return []
 
     def trainer_is_behind(self) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 
 from orchestrator.broker import Broker
-from penstock.runtime.loop_lag import LagSummary, read_all_async
+from penstock.runtime.loop_lag import LagSummary, read_summaries_async
 
 EVERY_S = 2.0
 OWN = "orchestrator"
@@ -17,6 +17,6 @@ class Lags:
 
     async def run(self) -> None:
         while True:
-            found = await self._broker.ask(read_all_async)
+            found = await self._broker.ask(read_summaries_async)
             self.others = [lag for lag in found if lag.process != OWN]
             await asyncio.sleep(EVERY_S)

@@ -62,7 +62,7 @@ class Metrics:
             "time": int(time.time()),
             **self._of(batch, since),
             **step_metrics.of_totals(totals),
-            **step_metrics.of_lag(self._lag.take(), self._lags.others),
+            **step_metrics.of_lag(self._lag.drain(), self._lags.others),
         }
         self._unwritten[batch.step] = dumps(self.last)
         self._ledger.set(UNWRITTEN, "\n".join(self._unwritten.values()))

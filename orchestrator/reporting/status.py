@@ -152,7 +152,7 @@ def _look_into_redis(url: str, run: str) -> Seen:
                 held=bool(holder),
                 queued={queue.value: client.llen(queue) for queue in Queue},
                 workers=_workers(leases, run),
-                event_loop_lag={lag.process: lag.as_dict() for lag in loop_lag.read_all(client)},
+                event_loop_lag={lag.process: lag.as_dict() for lag in loop_lag.read_summaries(client)},
             )
         except (redis.RedisError, OSError) as error:
             return Seen(error=unusable(url, error))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from penstock.environments.grader import Call, Grader
 from penstock.runtime import offload
-from penstock.runtime.cancellation import to_the_end
+from penstock.runtime.cancellation import run_to_completion
 
 Ts = TypeVarTuple("Ts")
 R = TypeVar("R")
@@ -54,7 +54,7 @@ class Graders:
             finally:
                 try:
                     if not working.done():
-                        await to_the_end(asyncio.create_task(self._stop(grader, working)))
+                        await run_to_completion(asyncio.create_task(self._stop(grader, working)))
                 finally:
                     self._put_back(grader)
 
@@ -107,5 +107,5 @@ def install(processes: int | None = None) -> Graders:
         _graders.pop(loop, None)
         graders.end()
 
-    offload.at_end(end)
+    offload.call_at_shutdown(end)
     return graders

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.environments.protocol import AgentPolicy
-from penstock.runtime.cancellation import to_the_end
+from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.launcher import LAUNCHER
 from penstock.runtime.offload import in_io_thread
 
@@ -50,7 +50,7 @@ async def run_program(
     try:
         return await in_io_thread(_finished, await asyncio.shield(starting))
     finally:
-        await to_the_end(asyncio.create_task(_kill(starting)))
+        await run_to_completion(asyncio.create_task(_kill(starting)))
 
 
 def without_our_settings() -> dict[str, str]:

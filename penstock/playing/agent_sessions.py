@@ -17,7 +17,7 @@ from penstock.config.sessions import Sessions
 from penstock.engines.replicas import Replica, Replicas
 from penstock.errors import EngineUnreachable, InfrastructureFailure, NothingToTrain
 from penstock.recording import Sealed
-from penstock.runtime.cancellation import to_the_end
+from penstock.runtime.cancellation import run_to_completion
 
 logger = logging.getLogger("penstock.playing")
 
@@ -99,7 +99,7 @@ class SessionServers:
             with server.busy():
                 yield session
         finally:
-            await to_the_end(asyncio.create_task(_delete(creating)))
+            await run_to_completion(asyncio.create_task(_delete(creating)))
 
     async def _create(self, asked: Mapping[str, Any]) -> tuple[Replica, AgentSession]:
         troubles: list[str] = []

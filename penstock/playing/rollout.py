@@ -25,7 +25,7 @@ from penstock.messages import POLICY_ERROR_CHARACTERS, RolloutResult, shortened
 from penstock.playing.agent_sessions import SessionServers
 from penstock.playing.policy import RecordedPolicy
 from penstock.recording import Mode, Sealed, Session, SessionSettings
-from penstock.runtime.cancellation import to_the_end
+from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_file_thread
 from penstock.store import Store, rollout_files
 from penstock.store.columns import read_columns
@@ -71,7 +71,7 @@ async def play(stage: RolloutStage, environment: LoadedEnvironment, example: int
     try:
         return await door(stage, environment, example, attempt)
     except BaseException:
-        await to_the_end(asyncio.create_task(_sweep(stage.store, attempt.key)))
+        await run_to_completion(asyncio.create_task(_sweep(stage.store, attempt.key)))
         raise
 
 
@@ -154,7 +154,7 @@ async def _recording(stage: RolloutStage, attempt: Attempt) -> AsyncIterator[Ses
     try:
         yield await asyncio.shield(starting)
     except BaseException:
-        await to_the_end(asyncio.create_task(_close(starting)))
+        await run_to_completion(asyncio.create_task(_close(starting)))
         raise
 
 

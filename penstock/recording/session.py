@@ -22,7 +22,7 @@ from penstock.recording.conversation import START, Conversation, Message, Mode, 
 from penstock.recording.samples import Samples, TurnMetadata
 from penstock.recording.spool import SessionSettings, Spool
 from penstock.recording.turn_log import Entry
-from penstock.runtime.cancellation import to_the_end
+from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_file_thread
 from penstock.store import BlobRef, Store
 from penstock.turn import Ids
@@ -193,7 +193,7 @@ class Session:
         self._require_slot(claim)
         self._recording = asyncio.create_task(self._record(prepared, turn, circumstances, record))
         try:
-            return await to_the_end(self._recording)
+            return await run_to_completion(self._recording)
         finally:
             self._recording = None
 
@@ -214,7 +214,7 @@ class Session:
         if self._is_closed():
             raise self._not_found()
         self._state = State.CLOSED
-        await to_the_end(asyncio.create_task(self._discard()))
+        await run_to_completion(asyncio.create_task(self._discard()))
 
     async def _discard(self) -> None:
         if under_way := [task for task in (self._recording, self._sealing) if task]:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-async def to_the_end(task: asyncio.Task[T]) -> T:
+async def run_to_completion(task: asyncio.Task[T]) -> T:
     """Waits until the task is done, and only then lets a cancellation through."""
     try:
         return await asyncio.shield(task)

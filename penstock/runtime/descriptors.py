@@ -6,14 +6,14 @@ import resource
 logger = logging.getLogger("penstock.descriptors")
 
 # Redis, the loops, imported files, and the parts of recordings that are kept open (`store/parts.py`: 64).
-OWN = 256
+BASE = 256
 # A connection to the engine and one to a session server or a tool, and the pipes of a program.
-A_ROLLOUT = 4
+PER_ROLLOUT = 4
 
 
-def ensure(concurrency: int) -> int:
+def raise_limit(concurrency: int) -> int:
     """The limit that holds from now on. Not simply the highest: programs inherit it, and some go through all of it."""
-    wanted = OWN + A_ROLLOUT * concurrency
+    wanted = BASE + PER_ROLLOUT * concurrency
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return soft

@@ -18,7 +18,7 @@ YOUNG, ALL = 0, 2
 
 
 @contextlib.asynccontextmanager
-async def collected_in_lots(is_busy: Callable[[], bool]) -> AsyncIterator[None]:
+async def paced_collection(is_busy: Callable[[], bool]) -> AsyncIterator[None]:
     """The young while there is work; everything when it ends, and every minute. What was made before stays, and is not
     looked at."""
     gc.collect()

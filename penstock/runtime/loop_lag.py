@@ -102,8 +102,8 @@ LAG_KEY = "penstock:lag:{process}"
 LAG_TTL_S = 30
 # Often enough for whoever looks at a short run; each time is one small SET.
 PUBLISH_EVERY_S = 2.0
-# What `take` looks back on: an hour at 20 Hz, 0.6 MB.
-TAKEN_MOST = 72_000
+# What `drain` looks back on: an hour at 20 Hz, 0.6 MB.
+MAX_UNREAD_SAMPLES = 72_000
 # A Redis that does not answer must not pile up publications; the next window brings a newer one.
 PUBLISH_TIMEOUT_S = 5.0
 
@@ -156,7 +156,7 @@ class _Sample(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class _Untaken:
+class _UnreadSamples:
     lags_s: "array[float]" = field(default_factory=lambda: array("d"))
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -165,8 +165,8 @@ class _Untaken:
         self.lags_s.append(sample.lag_s)
         self.wall_s += sample.wall_s
         self.cpu_s += sample.cpu_s
-        if len(self.lags_s) > TAKEN_MOST:
-            del self.lags_s[: TAKEN_MOST // 2]
+        if len(self.lags_s) > MAX_UNREAD_SAMPLES:
+            del self.lags_s[: MAX_UNREAD_SAMPLES // 2]
 
 
 Publish = Callable[[LagSummary], Awaitable[None]]
@@ -196,7 +196,7 @@ class LoopLag:
         # Other threads copy this list while the loop appends: copying a list cannot fail half-way as a deque's can.
         self._samples: list[_Sample] = []
         self._samples_max = math.ceil(window_s / interval_s) + 2
-        self._untaken = _Untaken()
+        self._untaken = _UnreadSamples()
 
     async def run(self) -> None:
         """Sample until cancelled."""
@@ -221,9 +221,9 @@ class LoopLag:
         """The largest lag since the start, in seconds."""
         return self._worst_s
 
-    def take(self) -> LagSummary:
+    def drain(self) -> LagSummary:
         """Since the last call, at most the last TAKEN_MOST samples. For the loop's own thread."""
-        untaken, self._untaken = self._untaken, _Untaken()
+        untaken, self._untaken = self._untaken, _UnreadSamples()
         return self._summary(untaken.lags_s, wall_s=untaken.wall_s, cpu_s=untaken.cpu_s)
 
     async def _sample_for_ever(self) -> None:
@@ -315,7 +315,7 @@ def _quantile(ordered: NDArray[np.float64], share: float) -> float:
     return float(ordered[below] + (place - below) * (ordered[above] - ordered[below]))
 
 
-def publish_to(redis: "AsyncRedis") -> Publish:
+def redis_publisher(redis: "AsyncRedis") -> Publish:
     """What LoopLag takes as `publish`: one key a process, gone LAG_TTL_S after its last sign."""
 
     async def publish(summary: LagSummary) -> None:
@@ -324,13 +324,13 @@ def publish_to(redis: "AsyncRedis") -> Publish:
     return publish
 
 
-def read_all(redis: "Redis") -> list[LagSummary]:
+def read_summaries(redis: "Redis") -> list[LagSummary]:
     """The last summary of every process that published within LAG_TTL_S, by name."""
     keys = list(redis.scan_iter(match=LAG_KEY.format(process="*"), count=1000))
     return _parse(redis.mget(keys) if keys else [])
 
 
-async def read_all_async(redis: "AsyncRedis") -> list[LagSummary]:
+async def read_summaries_async(redis: "AsyncRedis") -> list[LagSummary]:
     keys = [key async for key in redis.scan_iter(match=LAG_KEY.format(process="*"), count=1000)]
     return _parse(await redis.mget(keys) if keys else [])
 

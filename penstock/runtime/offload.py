@@ -139,7 +139,7 @@ async def in_cpu_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
     return await _pool().cpu.run(fn, *args, **kwargs)
 
 
-def at_end(end: Callable[[], None]) -> None:
+def call_at_shutdown(end: Callable[[], None]) -> None:
     """Called when the running loop's pools end, in a thread that may block."""
     _pool().ends.append(end)
 

@@ -8,7 +8,7 @@ from support.waiting import wait_until
 
 from penstock import redis_keys
 from penstock.messages import Queue, RolloutJob
-from penstock.runtime.loop_lag import read_all
+from penstock.runtime.loop_lag import read_summaries
 from tasks import envelope
 
 ROLLOUTS = 1000
@@ -35,7 +35,7 @@ def beats(cluster: Cluster) -> set[bytes]:
 
 
 def own_lag(cluster: Cluster, worker: Process) -> str:
-    return next((lag.process for lag in read_all(cluster.redis) if lag.process.endswith(f"-{worker.pid}")), "")
+    return next((lag.process for lag in read_summaries(cluster.redis) if lag.process.endswith(f"-{worker.pid}")), "")
 
 
 def test_a_thousand_rollouts_run_at_once_in_one_process(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from penstock.environments.verifiers.wire import (
     line,
 )
 from penstock.errors import ConfigError
-from penstock.runtime.cancellation import to_the_end
+from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_io_thread
 
 START_S = 600.0  # the package takes 5-15 s; a taskset may read a large data set
@@ -103,7 +103,7 @@ class VerifiersProcess:
             return await asyncio.shield(answered)
         except asyncio.CancelledError:
             writer.write(line(Cancel(number=number)))
-            await to_the_end(asyncio.create_task(_settled(answered)))
+            await run_to_completion(asyncio.create_task(_settled(answered)))
             raise
         finally:
             del self._waiting[number]

@@ -25,7 +25,7 @@ def play(scene: Callable[[list[bool]], Awaitable[None]]) -> None:
 
     async def main() -> None:
         busy = [True]
-        async with garbage.collected_in_lots(lambda: busy[0]):
+        async with garbage.paced_collection(lambda: busy[0]):
             await asyncio.sleep(0)  # it has seen that there is work
             await scene(busy)
 

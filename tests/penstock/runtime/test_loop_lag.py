@@ -21,9 +21,9 @@ from penstock.runtime.loop_lag import (
     LagLimits,
     LagSummary,
     LoopLag,
-    publish_to,
-    read_all,
-    read_all_async,
+    read_summaries,
+    read_summaries_async,
+    redis_publisher,
 )
 
 NO_LIMITS = LagLimits(p90_s=60, p99_s=60, max_s=60)
@@ -204,17 +204,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
 def test_others_read_what_each_process_published(server: EmbeddedRedis) -> None:
     async def main() -> None:
         async with redis.asyncio.Redis.from_url(server.url, socket_timeout=None) as client:
-            publish = publish_to(client)
+            publish = redis_publisher(client)
             lags = [LoopLag(process=name, window_s=0.02, interval_s=0.005, publish=publish) for name in ("b", "a")]
             async with sampling(lags[0]), sampling(lags[1]):
-                await wait_until_async(lambda: len(read_all(reader)) == 2, what="both processes published")
-            assert await read_all_async(client) == read_all(reader)
+                await wait_until_async(lambda: len(read_summaries(reader)) == 2, what="both processes published")
+            assert await read_summaries_async(client) == read_summaries(reader)
 
     with redis.Redis.from_url(server.url) as reader:
-        assert read_all(reader) == []
+        assert read_summaries(reader) == []
         run(main())
-        assert [summary.process for summary in read_all(reader)] == ["a", "b"]
-        assert all(summary.samples for summary in read_all(reader))
+        assert [summary.process for summary in read_summaries(reader)] == ["a", "b"]
+        assert all(summary.samples for summary in read_summaries(reader))
         assert 0 < reader.ttl("penstock:lag:a") <= LAG_TTL_S
 
 
@@ -222,7 +222,7 @@ def test_what_another_version_published_is_passed_over(server: EmbeddedRedis) ->
     with redis.Redis.from_url(server.url) as client:
         for name, value in (("x", "not JSON"), ("y", "[]"), ("z", '{"process": "z"}')):
             client.set(LAG_KEY.format(process=name), value, ex=LAG_TTL_S)
-        assert not {"x", "y", "z"} & {summary.process for summary in read_all(client)}
+        assert not {"x", "y", "z"} & {summary.process for summary in read_summaries(client)}
 
 
 def test_what_is_taken_is_taken_once_and_reaches_back_beyond_the_window() -> None:
@@ -232,23 +232,23 @@ def test_what_is_taken_is_taken_once_and_reaches_back_beyond_the_window() -> Non
             block(BLOCK_S)
             await next_tick(lag)
             await wait_until_async(lambda: lag.summary().max_s < BLOCK_S / 2, what="the block to leave the window")
-            taken = lag.take()
+            taken = lag.drain()
             assert taken.max_s >= 0.8 * BLOCK_S
             assert taken.blocked_s >= 0.8 * BLOCK_S
             assert taken.window_s >= BLOCK_S
-            assert lag.take().samples == 0
+            assert lag.drain().samples == 0
 
     run(main())
 
 
 def test_a_long_time_without_taking_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runtime.loop_lag.TAKEN_MOST", 4)
+    monkeypatch.setattr("penstock.runtime.loop_lag.MAX_UNREAD_SAMPLES", 4)
 
     async def main() -> None:
         lag = LoopLag(process="test", interval_s=0.001, window_s=10.0, limits=NO_LIMITS)
         async with sampling(lag):
             await wait_until_async(lambda: lag.summary().samples > 20, what="more samples than are kept")
-            assert 1 <= lag.take().samples <= 4
+            assert 1 <= lag.drain().samples <= 4
 
     run(main())
 
