@@ -200,7 +200,7 @@ def _pair(directory: Path, name: str, shape: list[str]) -> Iterator[Pair]:
     engine = ["penstock", "engine", "--port", "0", "--length", "constant:120", *shape]
     with _running(directory, f"{name}-engine", engine) as upstream:
         url, store = f"http://127.0.0.1:{_port(upstream)}", (directory / f"{name}-store").as_uri()
-        command = ["penstock", "sessions", "--port", "0", "--backend-url", url, "--store", store]
+        command = ["penstock", "sessions", "--port", "0", "--engine-urls", url, "--store", store]
         with _running(directory, f"{name}-sessions", command) as server:
             yield Pair(server=server, port=_port(server), engine_port=_port(upstream))
 

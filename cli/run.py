@@ -26,7 +26,7 @@ def run(
     ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run lives; resumed if it is there.")] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after this many steps.")] = None,
-    lag_trace: Annotated[
+    lag_trace_s: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Name the code that blocks the loop for longer than this.")
     ] = None,
     as_json: Json = False,
@@ -43,7 +43,7 @@ def run(
     """
     from penstock import config as configuration
 
-    settings = configuration.load(config, flags={"run_dir": run_dir, "steps": steps, "lag.trace_s": lag_trace})
+    settings = configuration.load(config, flags={"run_dir": run_dir, "steps": steps, "lag.trace_s": lag_trace_s})
     from orchestrator import start  # after the settings: a wrong one is told before Celery is imported
     from orchestrator.ledger.audit import audit
 

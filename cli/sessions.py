@@ -15,12 +15,16 @@ def sessions(
     config: Annotated[Path | None, Argument(metavar="[CONFIG.toml]", show_default=False)] = None,
     host: Annotated[str | None, Option(help="Default: 127.0.0.1. Any other requires secrets.")] = None,
     port: Annotated[int | None, Option(help="Default: 8100; 0: any free one.")] = None,
-    backend_url: Annotated[str | None, Option(help="The engine; several replicas: with commas.")] = None,
-    tokenizer: Annotated[str | None, Option(help="Tokens in and out: a directory, or bytes.")] = None,
+    engine_urls: Annotated[str | None, Option(help="URLs of the engine's replicas, separated by commas.")] = None,
+    policy_renderer: Annotated[
+        str | None, Option(help="Render prompts here: a tokenizer's directory, or bytes-chatml.")
+    ] = None,
     append_roles: Annotated[str | None, Option(help="Who may continue a conversation: tool,user")] = None,
-    mode: Annotated[Mode | None, Option(help="Default: linear with a tokenizer, else open.")] = None,
+    mode: Annotated[Mode | None, Option(help="Default: linear with a renderer, else open.")] = None,
     instance_id: Annotated[str | None, Option(help="32 hex digits; default: random.")] = None,
-    routing_replay: Annotated[bool | None, Option("--routing-replay", help="Ask for routed experts.")] = None,
+    engine_routed_experts: Annotated[
+        bool | None, Option("--engine-routed-experts", help="Request routed experts.")
+    ] = None,
     proxy_allow: Annotated[str | None, Option(help="More paths for agents: /v1/embeddings,...")] = None,
     cpu_workers: Annotated[int | None, Option(help="Threads for large bodies; default: cores.")] = None,
     store: Annotated[str | None, Option(help="file:///...; default: as the configuration says.")] = None,
@@ -38,15 +42,15 @@ def sessions(
     flags = {
         "sessions.host": host,
         "sessions.port": port,
-        "engine.urls": backend_url,
-        "sessions.tokenizer": tokenizer,
+        "engine.urls": engine_urls,
+        "policy.renderer": policy_renderer,
         "sessions.append_roles": append_roles,
         "sessions.mode": mode,
         "sessions.instance_id": instance_id,
-        "engine.routed_experts": routing_replay,
+        "engine.routed_experts": engine_routed_experts,
         "sessions.proxy_allow": proxy_allow,
         "sessions.cpu_workers": cpu_workers,
         "store": store,
         "sessions.require_secret": require_secret,
     }
-    serving.serve(configuration.load(config, flags=flags))
+    serving.serve(configuration.load(config, flags=flags, section="sessions"))

@@ -106,7 +106,7 @@ def batch_plan(config: RunConfig, batch: BatchRecord) -> BatchPlan:
         rules=settings.packing_rules(),
         rollouts=_planned(config, batch),
         normalise=settings.normalise,
-        logprobs_mode=settings.logprobs_mode,
+        logprobs_mode=config.engine.logprobs_mode,
         extras=settings.extras,
         format=settings.format,
     )

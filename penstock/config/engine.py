@@ -37,8 +37,8 @@ class Engine(Section):
     """what the engine was started with (vLLM: `--logprobs-mode processed_logprobs`)"""
     routed_experts: bool = False
     """ask for the experts that every token was routed to"""
-    moe_layers: PositiveInt | None = None
-    """of the model; needed for SGLang, whose routed experts have no shape"""
+    hidden_layers: PositiveInt | None = None
+    """Hidden layers of the model, dense ones included. Needed for SGLang, whose routed experts carry no shape."""
     moe_experts: PositiveInt | None = None
     """of a layer; up to 256 are kept in one byte"""
     check_routes: CheckRoutes = CheckRoutes.SAMPLE
@@ -46,7 +46,7 @@ class Engine(Section):
 
     @property
     def route_format(self) -> RouteFormat:
-        return RouteFormat(layers=self.moe_layers, experts=self.moe_experts, check=self.check_routes)
+        return RouteFormat(layers=self.hidden_layers, experts=self.moe_experts, check=self.check_routes)
 
     @field_validator("urls", mode="before")
     @classmethod

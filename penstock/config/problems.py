@@ -13,6 +13,14 @@ Origins = dict[Keys, str]
 """where the settings come from that are not the file's"""
 
 
+RENAMED = {
+    "sessions.tokenizer": 'policy.renderer ("bytes" is now "bytes-chatml")',
+    "batch.logprobs_mode": "engine.logprobs_mode",
+    "engine.moe_layers": "engine.hidden_layers",
+}
+"""Settings of release 0.1 under their old names."""
+
+
 def describe(error: ValidationError, model: type[BaseModel], path: Path | None, text: str, origins: Origins) -> str:
     lines: list[str] = []
     for problem in error.errors():
@@ -32,6 +40,8 @@ def _place(keys: Keys, path: Path | None, text: str, origins: Origins) -> str:
 def _said(kind: str, message: str, keys: Keys, model: type[BaseModel]) -> str:
     name = ".".join(keys)
     if kind == "extra_forbidden":
+        if name in RENAMED:
+            return f"{name!r} has a new name: {RENAMED[name]}"
         nearest = difflib.get_close_matches(name, list(all_keys(model)), n=1, cutoff=0.0)
         return f"there is no setting {name!r}; the nearest is {nearest[0]!r}"
     if kind in ("model_type", "model_attributes_type"):
@@ -40,6 +50,9 @@ def _said(kind: str, message: str, keys: Keys, model: type[BaseModel]) -> str:
 
 
 def unknown_variable(name: str, model: type[BaseModel], prefix: str, others: Sequence[str]) -> str:
+    setting = name.removeprefix(prefix).lower().replace("__", ".")
+    if setting in RENAMED:
+        return f"environment, {name}: {setting!r} has a new name: {RENAMED[setting]}"
     known = [*others, *(prefix + key.replace(".", "__").upper() for key in all_keys(model))]
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     return f"environment: {name} is not a setting; the nearest is {nearest[0]}"

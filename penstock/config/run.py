@@ -79,7 +79,6 @@ class BatchSettings(Section):
     pad_to_multiple_of: PositiveInt = 1
     oversize: Literal["cut", "mask", "drop", "fail"] = "mask"
     normalise: str = "token"
-    logprobs_mode: Literal["processed", "raw"] = "processed"
     extras: tuple[str, ...] = ()
     """per-token columns of the environments' scores that the batch shall carry"""
     format: Literal["native", "prime-rl", "prime-rl-2026-05"] = "native"
@@ -218,15 +217,26 @@ class RunConfig(Section):
         return Path(self.store.removeprefix("file://")) if self.store else self.run_dir.resolve() / "store"
 
     @property
+    def session_mode(self) -> Literal["linear", "open"]:
+        return self.sessions.mode or ("linear" if self.policy.renderer else "open")
+
+    @property
     def ledger_path(self) -> Path:
         return (self.ledger_dir or self.run_dir).resolve() / "ledger.sqlite"
 
 
 def load(
-    path: Path | None, *, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ
+    path: Path | None,
+    *,
+    flags: Mapping[str, Any] | None = None,
+    section: str | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> RunConfig:
-    """Read `path` (or the file that PENSTOCK_CONFIG names, or nothing), then the environment, then `flags`, whose names
-    may be those of a section's settings (`sessions.port`)."""
+    """Read `path` (default: the file named by PENSTOCK_CONFIG, if set), then the environment, then `flags`.
+
+    `flags` maps settings (`engine.urls`) to values; None is "not given". A flag is named like its setting
+    (`--engine-urls`), without the name of the command's own `section`.
+    """
     if path is None and CONFIG_VARIABLE in environ:
         path = Path(environ[CONFIG_VARIABLE])
     text = _read(path) if path else ""
@@ -242,7 +252,8 @@ def load(
         if value is not None:
             keys = tuple(key.split("."))
             _set(values, keys, value)
-            origins[keys] = f"--{keys[-1].replace('_', '-')}"
+            named = keys[1:] if keys[0] == section else keys
+            origins[keys] = "--" + "-".join(named).replace("_", "-")
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:

@@ -2,7 +2,6 @@
 
 import ipaddress
 import re
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
@@ -28,11 +27,10 @@ class Sessions(Section):
     require_secret: bool | None = None
     """every session's secret as bearer token; default: as soon as the host is not this machine's own"""
     mode: Literal["linear", "open"] | None = None
-    """may a request diverge from what was said? default: not with a tokenizer"""
+    """Whether a request must extend the conversation (`linear`) or may diverge from it (`open`). Default: `linear` with
+    `policy.renderer`, else `open`."""
     append_roles: Words = ("tool", "user")
     """who may speak in what a linear conversation is continued with"""
-    tokenizer: Literal["bytes"] | Path | None = None
-    """messages become tokens here, and history is never tokenized again; default: the engine does it"""
     proxy_allow: Words = ()
     """further paths of the engine that an agent may use, as they are (`/v1/embeddings`)"""
     cpu_workers: PositiveInt | None = None
@@ -59,10 +57,6 @@ class Sessions(Section):
     @property
     def needs_secret(self) -> bool:
         return not is_loopback(self.host) if self.require_secret is None else self.require_secret
-
-    @property
-    def session_mode(self) -> Literal["linear", "open"]:
-        return self.mode or ("linear" if self.tokenizer else "open")
 
     @field_validator("proxy_allow")
     @classmethod

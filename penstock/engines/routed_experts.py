@@ -219,7 +219,7 @@ def _bare(text: Text, wanted: Wanted, route_format: RouteFormat) -> Payload:
     """SGLang's string without a shape: the configuration knows the layers, division gives top-k."""
     layers, size = route_format.layers, len(text) // 4 * 3 - bytes(text[-2:]).count(b"=")
     if layers is None:
-        raise Upstream("routed experts: a bare string has no shape; configure the model's number of MoE layers")
+        raise Upstream("routed experts: a bare string has no shape; set engine.hidden_layers (dense ones included)")
     for missing in (1, 0):
         for start in (wanted.asked_from, 0):
             rows = wanted.tokens - missing - start

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from penstock.config import RunConfig
-from penstock.config.engine import BYTES_CHATML, RendererSettings
 from penstock.errors import ConfigError, Invariant
 from penstock.recording import Prepared
 from penstock.renderers import NextTurn, PooledRenderer, RendererKey, RendererPools
@@ -15,15 +14,14 @@ from services.sessions.requests import Chat
 
 
 def renderer_of(config: RunConfig) -> PooledRenderer | None:
-    tokenizer, dialect = config.sessions.tokenizer, config.engine.dialect
-    if tokenizer is None:
+    settings, dialect = config.policy.renderer, config.engine.dialect
+    if settings is None:
         return None
     if dialect != "sglang":
-        raise ConfigError(f'a tokenizer needs engine.dialect = "sglang": a chat of {dialect} takes no tokens')
-    if tokenizer == "bytes":
-        settings = RendererSettings(backend=BYTES_CHATML, model=BYTES_CHATML)
-    else:
-        settings = RendererSettings(model=str(tokenizer))
+        raise ConfigError(
+            f"policy.renderer needs an engine whose chat takes tokens, and {dialect}'s does not: remove it, or set "
+            'engine.dialect = "sglang"'
+        )
     return PooledRenderer(RendererPools(), RendererKey.of(settings, config.engine.model))
 
 
@@ -39,5 +37,8 @@ async def prompt_ids(renderer: PooledRenderer, prepared: Prepared, chat: Chat) -
     )
     ids = np.ascontiguousarray(await renderer.prompt_ids(turn), np.int32)
     if len(history_ids) and not begins_with(ids, history_ids):
-        raise Invariant("the chat template writes what was said anew: use mode open and no tokenizer with this model")
+        raise Invariant(
+            "the chat template rewrites earlier messages: for this model, remove policy.renderer and set "
+            'sessions.mode = "open"'
+        )
     return ids

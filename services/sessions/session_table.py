@@ -270,7 +270,7 @@ class Registry:
             key=self._shelf.session_key(id),
             rollout=asked.rollout or id,
             attempt=asked.attempt,
-            mode=Mode(self._settings.session_mode),
+            mode=Mode(self._config.session_mode),
             append_roles=self._settings.append_roles,
             max_seq_len=policy.max_seq_len,
             max_samples=policy.max_samples,

@@ -62,7 +62,7 @@ def sessions_beside(pipeline: Pipeline) -> Iterator[SessionsProcess]:
     """In the store of the pipeline's next run, `agents`."""
     host, port = pipeline.engine.address
     with running(
-        pipeline.cluster.directory, f"http://{host}:{port}", "--routing-replay", store="agents/store"
+        pipeline.cluster.directory, f"http://{host}:{port}", "--engine-routed-experts", store="agents/store"
     ) as server:
         yield server
 

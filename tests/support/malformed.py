@@ -139,7 +139,7 @@ VLLM: list[tuple[str, str, Any, str]] = [
     ("experts as npy, cut short", EXPERTS, routed(ROWS, "npy")[:-4], "characters of base64"),
     ("experts as npy, header only", EXPERTS, routed(ROWS, "npy")[:20], ".npy header"),
     ("experts as npy of too few rows", EXPERTS, routed(ROWS[:4], "npy"), "4 rows"),
-    ("experts bare, layers unknown", EXPERTS, routed(ROWS, "bare"), "configure"),
+    ("experts bare, layers unknown", EXPERTS, routed(ROWS, "bare"), "engine.hidden_layers"),
     ("experts as lists, ragged", EXPERTS, [*ROWS.tolist()[:5], [[1, 2], [3]]], "different lengths"),
     ("experts as lists, flat", EXPERTS, [1, 2, 3, 4, 5, 6], "got `int`"),
     ("experts as lists, empty ones", EXPERTS, [[]] * 6, "empty lists"),

@@ -47,7 +47,7 @@ class Got:
 class SessionsProcess(Process):
     def __init__(self, directory: Path, backend: str, *arguments: str, store: str = "store", **settings: str) -> None:
         self.store = directory / store
-        command = [PENSTOCK, "sessions", "--port", "0", "--backend-url", backend, "--store", f"file://{self.store}"]
+        command = [PENSTOCK, "sessions", "--port", "0", "--engine-urls", backend, "--store", f"file://{self.store}"]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
         environment |= {f"PENSTOCK_{key.upper()}": value for key, value in settings.items()}
         name = f"sessions-{len(list(directory.iterdir()))}"

@@ -17,7 +17,7 @@ def test_a_taskset_becomes_batches_although_the_engine_fails_now_and_then(tmp_pa
     with pipeline_in(tmp_path / "pipeline", "--failures", "error=0.1,disconnect=0.05", steps=3) as pipeline:
         host, port = pipeline.engine.address
         directory = pipeline.cluster.directory
-        with running(directory, f"http://{host}:{port}", "--routing-replay", store="tasksets/store") as server:
+        with running(directory, f"http://{host}:{port}", "--engine-routed-experts", store="tasksets/store") as server:
             pipeline.new_run(
                 "tasksets",
                 sessions={"urls": [server.url]},

@@ -76,6 +76,7 @@ def test_what_is_no_toml_is_named_with_its_place(tmp_path: Path) -> None:
 
 def test_what_is_wrong_elsewhere_is_named_with_its_origin(tmp_path: Path) -> None:
     assert refused(tmp_path, "steps = 3", PENSTOCK_STEPS="many").startswith("environment, PENSTOCK_STEPS: steps: Input")
+    assert refused(tmp_path, flags={"lag.max_s": 0}).startswith("--lag-max-s: lag.max_s: Input")
     assert refused(tmp_path, "steps = 3", flags={"steps": 0}) == "--steps: steps: Input should be greater than 0"
     small = refused(tmp_path, "[rollouts]\n", PENSTOCK_ROLLOUTS__MAX_IN_FLIGHT="4")
     assert small.startswith("environment, PENSTOCK_ROLLOUTS__MAX_IN_FLIGHT: rollouts: max_in_flight (4)")
@@ -94,6 +95,20 @@ def test_what_is_wrong_elsewhere_is_named_with_its_origin(tmp_path: Path) -> Non
 )
 def test_a_variable_that_is_no_setting_is_refused(tmp_path: Path, name: str, nearest: str) -> None:
     assert refused(tmp_path, **{name: "1"}) == f"environment: {name} is not a setting; the nearest is {nearest}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("sessions.tokenizer", 'policy.renderer ("bytes" is now "bytes-chatml")'),
+        ("batch.logprobs_mode", "engine.logprobs_mode"),
+        ("engine.moe_layers", "engine.hidden_layers"),
+    ],
+)
+def test_an_old_name_of_a_setting_is_refused_with_the_new_one(tmp_path: Path, old: str, new: str) -> None:
+    assert refused(tmp_path, f"{old} = 1") == f"penstock.toml, line 1: {old!r} has a new name: {new}"
+    variable = "PENSTOCK_" + old.upper().replace(".", "__")
+    assert refused(tmp_path, **{variable: "1"}) == f"environment, {variable}: {old!r} has a new name: {new}"
 
 
 @pytest.mark.parametrize("url", ["redis://:hunter2/x@h:1/0", "http://:hunter2@h/", "hunter2"])

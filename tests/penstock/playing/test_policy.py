@@ -274,7 +274,7 @@ def test_every_dialect_records_the_same_tokens_and_rows(tmp_path: Path, dialect:
 
     async def main() -> None:
         renderer = Bytes() if dialect == "generate" else None
-        engine = {"dialect": dialect, "routed_experts": True, "moe_layers": LAYERS, "moe_experts": 256}
+        engine = {"dialect": dialect, "routed_experts": True, "hidden_layers": LAYERS, "moe_experts": 256}
         with serving(saying(text, dialect=dialect, routed=True)) as server:
             async with talking(tmp_path, server.url, renderer=renderer, **engine) as (policy, session):
                 messages = await conversation(policy, 3)

@@ -17,10 +17,10 @@ CASES = [case for case in TABLE if case.dialect != "generate"]
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     directory = tmp_path_factory.mktemp("sessions")
     with scripted() as vllm, scripted("sglang") as sglang:
-        settings = {"engine__dialect": "sglang", "engine__moe_layers": str(LAYERS)}
+        settings = {"engine__dialect": "sglang", "engine__hidden_layers": str(LAYERS)}
         with (
             running(directory, vllm.server.url) as one,
-            running(directory, sglang.server.url, "--routing-replay", store="other", **settings) as other,
+            running(directory, sglang.server.url, "--engine-routed-experts", store="other", **settings) as other,
         ):
             sglang.routed = False
             yield {"vllm": (one, vllm), "sglang": (other, sglang)}

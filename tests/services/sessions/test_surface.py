@@ -228,11 +228,11 @@ def test_what_is_used_and_what_may_be_is_shown(agent: Agent, sessions: SessionsP
         (["--instance-id", "x"], "instance_id"),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),
         (["--store", "/plain/path"], "file:///absolute/path"),
-        (["--backend-url", "engine:8000"], "http://host:port"),
+        (["--engine-urls", "engine:8000"], "http://host:port"),
     ],
 )
 def test_a_wrong_setting_is_told(tmp_path: Path, arguments: list[str], why: str) -> None:
-    defaults = ["--port", "0", "--backend-url", "http://127.0.0.1:1", "--store", f"file://{tmp_path}"]
+    defaults = ["--port", "0", "--engine-urls", "http://127.0.0.1:1", "--store", f"file://{tmp_path}"]
     result = CliRunner().invoke(app, ["sessions", *defaults, *arguments])
     assert isinstance(result.exception, ConfigError)
     assert why in str(result.exception)

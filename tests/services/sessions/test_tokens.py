@@ -20,7 +20,7 @@ from services.engine.route_table import RouteTable
 from services.engine.settings import RouteShape
 
 SHAPE = RouteShape(layers=3, topk=2, experts=16)
-SETTINGS = {"engine__dialect": "sglang", "engine__moe_layers": "3", "engine__moe_experts": "16"}
+SETTINGS = {"engine__dialect": "sglang", "engine__hidden_layers": "3", "engine__moe_experts": "16"}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,10 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionsProcess
     directory = tmp_path_factory.mktemp("tokens")
     shape = ["--layers", "3", "--topk", "2", "--experts", "16", "--length", "constant:40"]
     with engine_process.running(directory, "--dialect", "sglang", *shape) as engine:
-        url, arguments = "http://{}:{}".format(*engine.address), ["--tokenizer", "bytes", "--routing-replay"]
+        url, arguments = (
+            "http://{}:{}".format(*engine.address),
+            ["--policy-renderer", "bytes-chatml", "--engine-routed-experts"],
+        )
         with running(directory, url, *arguments, **SETTINGS) as process:
             yield process
 
@@ -71,11 +74,11 @@ def test_what_cannot_be_tokenized_is_refused(tokens: SessionsProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "dialect", "why"),
-    [("bytes", "vllm", 'a tokenizer needs engine.dialect = "sglang"'), ("/models/x", "sglang", "/models/x")],
+    ("renderer", "dialect", "why"),
+    [("bytes-chatml", "vllm", 'engine.dialect = "sglang"'), ("/models/x", "sglang", "/models/x")],
 )
-def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path: Path, tokenizer: str, dialect: str, why: str) -> None:
-    arguments = ["--port", "0", "--store", f"file://{tmp_path}", "--tokenizer", tokenizer]
+def test_a_renderer_that_cannot_be_used_is_refused(tmp_path: Path, renderer: str, dialect: str, why: str) -> None:
+    arguments = ["--port", "0", "--store", f"file://{tmp_path}", "--policy-renderer", renderer]
     result = CliRunner().invoke(app, ["sessions", *arguments], env={"PENSTOCK_ENGINE__DIALECT": dialect})
     assert isinstance(result.exception, ConfigError)
     assert why in str(result.exception)
@@ -83,9 +86,9 @@ def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path: Path, tokenizer: str,
 
 def test_a_tokenizer_s_directory_gives_the_tokens_and_history_stays(script: Script, tmp_path: Path) -> None:
     directory = tokenizer_dir(tmp_path / "tokenizer")
-    settings = {"engine__dialect": "sglang", "engine__moe_layers": "2"}
+    settings = {"engine__dialect": "sglang", "engine__hidden_layers": "2"}
     script.dialect = "sglang"
-    with running(tmp_path, script.server.url, "--tokenizer", str(directory), **settings) as server:
+    with running(tmp_path, script.server.url, "--policy-renderer", str(directory), **settings) as server:
         agent = server.agent()
         for text in ("hello", "and now?"):
             before = agent.ask("GET").json["metadata"]["accumulated_token_ids"]
