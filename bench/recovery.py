@@ -15,6 +15,7 @@ from bench.progress import Say, progress
 from bench.report import Report, Target, median
 from orchestrator.ledger.audit import audit
 from penstock import redis_keys
+from penstock.ledger import queries
 from penstock.ledger.schema import open_for_reading
 
 ROUNDS = 5
@@ -111,7 +112,9 @@ def _running_on(worker: Process, own: Cluster) -> set[str]:
 
 def _last_loss_at(run: Run) -> float:
     with closing(open_for_reading(run.directory / "ledger.sqlite")) as ledger:
-        return ledger.execute("SELECT max(at) FROM events WHERE action = 'lost'").fetchone()[0]
+        lost_at = queries.last_event_at(ledger, "lost")
+    assert lost_at is not None, "no job was counted as lost"
+    return lost_at
 
 
 def _report(rounds: list[Round], size: Size, *, quick: bool) -> Report:

@@ -11,7 +11,7 @@ from penstock.batches import Manifest, read_manifest
 from penstock.batches.plan import step_directory
 from penstock.config import RunConfig
 from penstock.errors import BlobError
-from penstock.ledger import schema
+from penstock.ledger import queries, schema
 from penstock.ledger.states import UNGENERATED
 from penstock.runtime.offload import in_io_thread
 from penstock.store import BlobRef, Store, rollout_files
@@ -81,10 +81,6 @@ def delete(store: Store, keys: list[str]) -> None:
 EVERY_S = 300.0  # what is swept was written in vain: rare, and no hurry
 AT_ONCE = 64  # directories: some 10 ms of a thread that shares the loop's lock
 STEPS = 16  # the newest ones: an encoder that comes later than that leaves its file until the step is released
-DELIVERED = """
-    SELECT grp || '-' || idx, json_extract(result, '$.columns.key'),
-        CASE WHEN step >= ? THEN json_extract(result, '$.experts.key') END
-    FROM rollouts WHERE state IN ('delivered', 'trained') AND step >= ?"""
 
 
 class Sweep:
@@ -120,7 +116,7 @@ class Sweep:
     def _delivered(self, unreleased: int, experts_unreleased: int, steps: range) -> tuple[set[str], set[str]]:
         """Files of delivered steps; delivered rollouts whose files a rebuilt ledger does not know."""
         with schema.reading(self._ledger_path) as connection:
-            rows = connection.execute(DELIVERED, (experts_unreleased, unreleased)).fetchall()
+            rows = queries.delivered_files(connection, columns_from=unreleased, experts_from=experts_unreleased)
         named = {key for _, *keys in rows for key in keys if key}
         for step in steps:
             manifest = read_manifest(self._store, step)

@@ -1,6 +1,5 @@
 """What a demo came to: figures from the run directory, and the paths of what it made."""
 
-import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from orchestrator import run_dir
 from orchestrator.ledger.audit import audit
 from penstock.batches import Manifest, read_manifests, read_trainer
 from penstock.batches.manifest import manifest_path
-from penstock.ledger import schema
+from penstock.ledger import queries, schema
 from penstock.store import Store
 
 
@@ -78,11 +77,8 @@ def _paths(options: Options, store: Store, manifests: Mapping[int, Manifest]) ->
 
 
 def _routed_bytes(directory: Path) -> int:
-    """Of every rollout that has settled, those that were filtered later included."""
     with schema.reading(run_dir.ledger_path(directory)) as connection:
-        results = connection.execute("SELECT result FROM rollouts WHERE result IS NOT NULL").fetchall()
-    experts = (json.loads(result)["experts"] for (result,) in results)
-    return sum(blob["size"] for blob in experts if blob)
+        return queries.routed_experts_bytes(connection)
 
 
 def _command() -> str:

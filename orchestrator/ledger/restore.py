@@ -1,19 +1,20 @@
-"""Reads back from SQLite what is open: the first thing an orchestrator does when it resumes a run."""
+"""Reads the open records back from SQLite: the first thing an orchestrator does when it resumes a run."""
 
 import sqlite3
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord, Value
-from penstock.ledger import schema
-from penstock.ledger.states import BatchState, GroupState, JobKind, JobState, RolloutState
+from penstock.ledger import queries, schema
+from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
 from penstock.messages import EncodeResult, RolloutResult
 
 
 @dataclass(kw_only=True)
-class Kept:
+class Restored:
+    """What a ledger holds in memory; see `Ledger` for each field."""
+
     groups: dict[str, GroupRecord] = field(default_factory=dict[str, GroupRecord])
     jobs: dict[str, JobRecord] = field(default_factory=dict[str, JobRecord])
     batches: dict[int, BatchRecord] = field(default_factory=dict[int, BatchRecord])
@@ -21,50 +22,35 @@ class Kept:
     states: Counter[RolloutState] = field(default_factory=Counter[RolloutState])
     reasons: Counter[str] = field(default_factory=Counter[str])
     untrained: dict[int, int] = field(default_factory=dict[int, int])
-    """delivered step -> its rollouts"""
 
 
-def read(path: Path) -> Kept:
+def read(path: Path) -> Restored:
+    """Empty where there is no ledger yet."""
     if not path.exists():
-        return Kept()
+        return Restored()
     with schema.reading(path) as connection:
-        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'open_jobs'").fetchone():
-            return Kept()  # the first start died before its tables were there
+        if not queries.has_tables(connection):
+            return Restored()
         groups = _groups(connection)
         batches = _batches(connection, groups)
-        return Kept(
+        return Restored(
             groups=groups,
             jobs=_jobs(connection, batches),
             batches=batches,
-            meta=dict(connection.execute("SELECT key, value FROM meta").fetchall()),
-            states=Counter({RolloutState(state): count for state, count in count_by(connection, "state")}),
-            reasons=Counter(dict(count_by(connection, "reason"))),
-            untrained=dict(
-                connection.execute(
-                    "SELECT step, count(*) FROM rollouts WHERE state = 'delivered' GROUP BY step"
-                ).fetchall()
-            ),
+            meta=queries.meta(connection),
+            states=queries.rollouts_by_state(connection),
+            reasons=queries.rollouts_by_reason(connection),
+            untrained=queries.untrained_steps(connection),
         )
-
-
-def count_by(connection: sqlite3.Connection, column: Literal["state", "reason", "error"]) -> list[tuple[str, int]]:
-    """How many rollouts have each value of `column`, less those that have none."""
-    return connection.execute(
-        f"SELECT {column}, count(*) FROM rollouts WHERE {column} IS NOT NULL GROUP BY {column}"  # noqa: S608  one of ours
-    ).fetchall()
 
 
 def _groups(connection: sqlite3.Connection) -> dict[str, GroupRecord]:
     groups = {
         id: GroupRecord(id=id, ordinal=ordinal, environment=environment, example=example, state=GroupState(state))
-        for id, ordinal, environment, example, state in connection.execute(
-            "SELECT id, ordinal, environment, example, state FROM groups WHERE state != 'closed' ORDER BY ordinal"
-        )
+        for id, ordinal, environment, example, state in queries.open_groups(connection)
     }
-    rows = connection.execute(
-        "SELECT rollouts.* FROM rollouts JOIN groups ON grp = id WHERE groups.state != 'closed' ORDER BY grp, idx"
-    )
-    for group, index, state, reason, step, advantage, result, masked, error in rows:
+    for row in queries.rollouts_of_open_groups(connection):
+        group, index, state, reason, step, advantage, result, masked, error = row
         groups[group].rollouts.append(
             RolloutRecord(
                 group=group,
@@ -83,10 +69,7 @@ def _groups(connection: sqlite3.Connection) -> dict[str, GroupRecord]:
 
 def _batches(connection: sqlite3.Connection, groups: dict[str, GroupRecord]) -> dict[int, BatchRecord]:
     batches = {
-        step: BatchRecord(step=step, formation=formation)
-        for step, formation in connection.execute(
-            "SELECT step, formation FROM batches WHERE state = ? ORDER BY step", (BatchState.COMPOSED,)
-        )
+        step: BatchRecord(step=step, formation=formation) for step, formation in queries.open_batches(connection)
     }
     for group in groups.values():
         if group.state is GroupState.BATCHED:
@@ -97,12 +80,9 @@ def _batches(connection: sqlite3.Connection, groups: dict[str, GroupRecord]) -> 
 
 
 def _jobs(connection: sqlite3.Connection, batches: dict[int, BatchRecord]) -> dict[str, JobRecord]:
-    rows = connection.execute(
-        "SELECT * FROM jobs WHERE state IN ('waiting', 'submitted') OR kind = ? AND state = ? ORDER BY sequence",
-        (JobKind.ENCODE, JobState.SETTLED),
-    )
     jobs: dict[str, JobRecord] = {}
-    for id, kind, subject, attempt, sequence, state, failures, losses, error, result in rows:
+    for row in queries.open_jobs(connection):
+        id, kind, subject, attempt, sequence, state, failures, losses, error, result = row
         if kind == JobKind.ENCODE and not _is_current(id, int(subject), batches):
             continue
         jobs[id] = JobRecord(
@@ -114,5 +94,6 @@ def _jobs(connection: sqlite3.Connection, batches: dict[int, BatchRecord]) -> di
 
 
 def _is_current(job: str, step: int, batches: dict[int, BatchRecord]) -> bool:
+    """Whether an encoding job belongs to the step's newest formation."""
     batch = batches.get(step)
     return batch is not None and job.startswith(f"s{batch.step:06d}f{batch.formation}r")

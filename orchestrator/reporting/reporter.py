@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import run_dir
-from penstock.ledger.states import IN_FLIGHT, JobState, RolloutState
+from penstock.ledger.queries import balance
+from penstock.ledger.states import JobState, RolloutState
 from penstock.messages import Queue
 from penstock.runtime.offload import in_io_thread
 
@@ -94,7 +95,7 @@ class Reporter:
             "step": ledger.number("steps_delivered"),
             "steps": own.config.steps,
             "policy_version": ledger.number("policy_version"),
-            "rollouts": counts(
+            "rollouts": balance(
                 ledger.number("rollouts_planned"), ledger.states, ledger.reasons, ledger.number("fenced")
             ),
             "states": {state.value: ledger.states[state] for state in RolloutState if ledger.states[state]},
@@ -163,19 +164,3 @@ class Reporter:
             sum(rollouts["filtered"].values()), rollouts["dead"],
             "".join(f" waiting_for={cause!r}" for cause in status["waiting_for"]),
         )  # fmt: skip
-
-
-def counts(planned: int, states: Counter[RolloutState], reasons: Counter[str], fenced: int) -> dict[str, Any]:
-    """`planned = delivered + filtered + in_flight + dead`, where delivered includes trained."""
-    delivered = states[RolloutState.DELIVERED] + states[RolloutState.TRAINED]
-    in_flight = sum(states[state] for state in IN_FLIGHT)
-    dead = states[RolloutState.DEAD]
-    return {
-        "planned": planned,
-        "delivered": delivered,
-        "filtered": dict(sorted(reasons.items())),
-        "in_flight": in_flight,
-        "dead": dead,
-        "fenced": fenced,
-        "balanced": planned == delivered + sum(reasons.values()) + in_flight + dead,
-    }

@@ -17,11 +17,10 @@ from redis.retry import Retry
 
 from orchestrator import run_dir
 from orchestrator.broker import unusable
-from orchestrator.ledger import audit
 from penstock import redis_keys
 from penstock.config.redis_address import address
 from penstock.errors import LedgerError
-from penstock.ledger import schema
+from penstock.ledger import queries, schema
 from penstock.messages import Queue
 from penstock.runtime import loop_lag
 
@@ -134,7 +133,7 @@ def _look_into_ledger(path: Path) -> tuple[dict[str, Any], str | None]:
     """The truth, where it can be read: it may lie on another host's disk."""
     try:
         with schema.reading(path) as connection:
-            return audit.counted(connection), None
+            return queries.progress(connection), None
     except LedgerError as error:
         return {}, str(error)
 

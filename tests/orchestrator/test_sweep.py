@@ -15,7 +15,7 @@ from orchestrator.release import Release, Sweep, release_step
 from orchestrator.trainer import Trainer
 from penstock.batches import BatchReader, EncodedRank, read_manifest, seal_manifest
 from penstock.config import RunConfig
-from penstock.ledger import schema
+from penstock.ledger import queries, schema
 from penstock.ledger.states import GroupState, JobState, RolloutState
 from penstock.messages import RolloutResult
 from penstock.store import BlobRef, Store
@@ -133,8 +133,7 @@ def test_a_file_goes_only_after_the_ledger_has_let_go_of_it(config: RunConfig, l
 
     asyncio.run(stopped_at_the_first_file())
     with schema.reading(config.ledger_path) as connection:
-        released = connection.execute("SELECT value FROM meta WHERE key = 'experts_released'").fetchone()
-    assert released == (1,)
+        assert queries.released_steps(connection) == {"experts_released": 1}
 
 
 def test_a_step_is_released_once_however_many_ask(config: RunConfig, ledger: Ledger, store: Store) -> None:

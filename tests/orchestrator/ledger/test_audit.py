@@ -103,7 +103,7 @@ def test_a_step_that_was_sealed_after_the_last_commit_is_no_problem(config: RunC
 
 DAMAGE = {
     "DELETE FROM groups": "rollout g0000001-0 belongs to no group",
-    "DELETE FROM rollouts WHERE idx = 3": "does not know",
+    "DELETE FROM rollouts WHERE idx = 3": "but not delivered in the ledger",
     "UPDATE rollouts SET state = 'generated', reason = NULL WHERE idx = 0": "is open in a closed group",
     "UPDATE rollouts SET state = 'batched' WHERE idx = 2": "is batched for a step that is not open",
     "UPDATE rollouts SET state = 'admitted' WHERE idx = 2": "has a step and is in no batch",

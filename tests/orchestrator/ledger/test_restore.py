@@ -33,7 +33,7 @@ def written(path: Path, write: Callable[[Ledger], object]) -> Ledger:
     return asyncio.run(run())
 
 
-def contents(ledger: Ledger | restore.Kept) -> dict[str, Any]:
+def contents(ledger: Ledger | restore.Restored) -> dict[str, Any]:
     return {
         "groups": {
             id: (group.row(), [rollout.row() for rollout in group.rollouts]) for id, group in ledger.groups.items()
@@ -124,9 +124,9 @@ def test_encoding_jobs_of_an_earlier_formation_do_not_come_back(tmp_path: Path) 
 
 def test_there_is_nothing_to_restore_at_first(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    assert restore.read(path) == restore.Kept()
+    assert restore.read(path) == restore.Restored()
     path.touch()
-    assert restore.read(path) == restore.Kept(), "the first start died before it had made its tables"
+    assert restore.read(path) == restore.Restored(), "the first start died before it had made its tables"
 
 
 def test_a_ledger_that_is_gone_is_made_anew_from_the_manifests(tmp_path: Path) -> None:
