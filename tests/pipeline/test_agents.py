@@ -251,4 +251,4 @@ def test_of_much_output_the_end_is_kept() -> None:
 
 
 def test_a_program_lets_the_loop_that_serves_it_go_first() -> None:
-    assert int(run_here("nice")) == os.nice(0) + NICENESS
+    assert int(run_here("nice")) == min(os.nice(0) + NICENESS, 19)  # 19 is the most that Linux knows
