@@ -15,6 +15,7 @@ from bench.progress import Say, progress
 from bench.report import Report, Target, median
 from orchestrator.ledger.audit import audit
 from penstock import redis_keys
+from penstock.ids import LeaseId, LeaseValue, WorkerId
 from penstock.ledger import queries
 from penstock.ledger.schema import open_for_reading
 
@@ -101,12 +102,13 @@ def _round(own: Cluster, size: Size, say: Say) -> Round:
 
 
 def _running_on(worker: Process, own: Cluster) -> set[str]:
-    """The rollouts of which an execution there holds a lease: `run.job.attempt.execution` -> `host-pid:beat`."""
+    """The rollouts of which an execution there holds a lease."""
     leases: dict[bytes, bytes] = own.redis.hgetall(redis_keys.LEASES)  # pyright: ignore[reportAssignmentType]
     return {
-        lease.decode().split(".")[1]
+        id.job
         for lease, value in leases.items()
-        if value.decode().rpartition(":")[0].endswith(f"-{worker.pid}")
+        if (id := LeaseId.match(lease.decode())) and (held := LeaseValue.match(value.decode()))
+        if WorkerId.parse(held.worker).pid == worker.pid
     }
 
 

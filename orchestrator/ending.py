@@ -16,6 +16,7 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.reply_stream import ReplyStream
 from penstock import job_inputs, redis_keys
 from penstock.config import RunConfig
+from penstock.ids import LeaseId, TaskId
 from penstock.ledger.states import IN_FLIGHT, GroupState, JobState
 from penstock.messages import Queue
 from penstock.runtime.offload import in_io_thread
@@ -90,7 +91,7 @@ class Ending:
         await self._withdraw()
         running = await self._leases()
         if running:
-            await self.revoke([lease.rpartition(".")[0] for lease in running])
+            await self.revoke([str(id.task) for id in map(LeaseId.match, running) if id])
         give_up_at = time.monotonic() + self._config.recovery.lease_s
         while await self._leases() and time.monotonic() < give_up_at:
             await asyncio.sleep(TICK_S)
@@ -145,4 +146,5 @@ async def _emptied(client: Any, queue: Queue) -> list[bytes]:
 
 def _job_of(message: bytes) -> str:
     task_id = str(orjson.loads(message).get("headers", {}).get("id", ""))
-    return task_id.split(".")[1] if task_id.count(".") == 2 else ""
+    id = TaskId.match(task_id)
+    return id.job if id else ""

@@ -8,6 +8,7 @@ import logging
 from orchestrator.gates import Gates
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord, JobRecord, RolloutRecord
+from penstock import ids
 from penstock.config import RunConfig
 from penstock.errors import RunError
 from penstock.ledger.states import UNGENERATED, GroupState, JobKind, JobState, RolloutState
@@ -104,7 +105,8 @@ class Groups:
 
         Of a closed group that is no longer known, and its files may be in a batch.
         """
-        group = self._ledger.groups.get(rollout.rpartition("-")[0])
+        id = ids.RolloutId.match(rollout)
+        group = self._ledger.groups.get(id.group) if id else None
         kept = [own.result for own in group.rollouts if own.id == rollout and own.result] if group else [result]
         return not any(own.columns == result.columns and own.experts == result.experts for own in kept)
 
@@ -179,7 +181,7 @@ class Groups:
             return
         elif self._ledger.meta.get(f"scores_groups:{group.environment}"):
             self._ledger.enter(group, GroupState.SCORING)
-            self._ledger.add_job(f"{group.id}-score", JobKind.SCORE, group.id)
+            self._ledger.add_job(ids.score_job(group.id), JobKind.SCORE, group.id)
         else:
             self._filter(group)
 
@@ -190,7 +192,7 @@ class Groups:
 
     def _filter(self, group: GroupRecord) -> None:
         self._ledger.enter(group, GroupState.FILTERING)
-        self._ledger.add_job(f"{group.id}-filter", JobKind.FILTER, group.id)
+        self._ledger.add_job(ids.filter_job(group.id), JobKind.FILTER, group.id)
 
     def _filtered(self, group: GroupRecord, result: FilterResult) -> None:
         for name, rollouts in result.matched.items():
@@ -204,7 +206,7 @@ class Groups:
             self._close(group, "filtered")
             return
         self._ledger.enter(group, GroupState.ESTIMATING)
-        self._ledger.add_job(f"{group.id}-advantages", JobKind.ADVANTAGE, group.id)
+        self._ledger.add_job(ids.advantages_job(group.id), JobKind.ADVANTAGE, group.id)
 
     def _estimated(self, group: GroupRecord, result: AdvantageResult) -> None:
         if result.dropped:

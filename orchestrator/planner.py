@@ -8,6 +8,7 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.quotas import quotas, weight
 from orchestrator.submission import AT_ONCE
 from orchestrator.trainer import Trainer
+from penstock import ids
 from penstock.config import RunConfig
 from penstock.errors import RunError
 from penstock.ledger.states import GroupState, JobKind
@@ -25,7 +26,7 @@ class Planner:
         for name in self._config.environments.keys() - asked:
             if f"examples:{name}" not in self._ledger.meta:
                 # A name of its own for every start: a job that died is not asked under the same name again.
-                self._ledger.add_job(f"e{self._ledger.number('epoch')}-{name}", JobKind.SURVEY, name)
+                self._ledger.add_job(ids.survey_job(self._ledger.number("epoch"), name), JobKind.SURVEY, name)
 
     def plan(self) -> bool:
         """Begin some groups; True when more could follow at once. This rule alone replaces a group that was dropped.

@@ -17,6 +17,7 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import JobRecord
 from penstock import redis_keys
 from penstock.config import RunConfig
+from penstock.ids import LeaseId
 from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
 from penstock.messages import GRACE_S, Queue
 from tasks import envelope
@@ -133,10 +134,9 @@ class Reconciler:
             beating = silent_s < self._config.recovery.lease_s
             if not beating:
                 findings.expired_leases.append(lease)
-            run, _, rest = lease.partition(".")
-            job, _, rest = rest.partition(".")
-            if run == self._run:
-                alive[job, int(rest.partition(".")[0])] |= beating
+            id = LeaseId.match(lease)
+            if id and id.run == self._run:
+                alive[id.job, id.attempt] |= beating
         self._beats = beats
         return alive
 

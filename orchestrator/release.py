@@ -7,6 +7,7 @@ from pathlib import Path
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.trainer import Trainer
+from penstock import ids
 from penstock.batches import Manifest, read_manifest
 from penstock.batches.plan import step_directory
 from penstock.config import RunConfig
@@ -14,7 +15,7 @@ from penstock.errors import BlobError
 from penstock.ledger import queries, schema
 from penstock.ledger.states import UNGENERATED
 from penstock.runtime.offload import in_io_thread
-from penstock.store import BlobRef, Store, rollout_files
+from penstock.store import BlobRef, Store
 
 logger = logging.getLogger("penstock.release")
 
@@ -87,7 +88,8 @@ class Sweep:
     def __init__(self, config: RunConfig, run: str, ledger: Ledger) -> None:
         self._ledger_path = config.ledger_path
         self._store = Store(config.store_dir)
-        self._rollouts = rollout_files.directory(run)
+        self._run = run
+        self._rollouts = ids.run_directory(run)
         self._ledger = ledger
 
     async def run_once(self) -> int:
@@ -104,7 +106,7 @@ class Sweep:
         found, of_unknown_files = await in_io_thread(self._delivered, unreleased, experts_unreleased, steps)
         spared |= of_unknown_files
         named |= found
-        directories = [f"{self._rollouts}/{name}" for name in rollouts if name not in spared]
+        directories = [ids.rollout_directory(self._run, name) for name in rollouts if name not in spared]
         directories += [step_directory(step) for step in steps]
         removed = 0
         for first in range(0, len(directories), AT_ONCE):

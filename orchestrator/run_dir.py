@@ -1,6 +1,5 @@
 """A run's directory: who it is (`run.json`), what it is doing (`status.json`), what it made (`batches/`)."""
 
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from penstock import job_inputs
+from penstock import ids, job_inputs
 from penstock.config import RunConfig
 from penstock.config.redis_address import address
 from penstock.errors import RunError, RunMismatch
@@ -34,7 +33,7 @@ def enter(config: RunConfig) -> str:
     with usable(config.run_dir):
         kept = read(config.run_dir) if (config.run_dir / "run.json").exists() else {}
         content: dict[str, Any] = {
-            "run": kept.get("run") or uuid.uuid4().hex[:12],
+            "run": kept.get("run") or ids.new_run(),
             "identity": {key: _value(config, key) for key in IDENTITY},
             "redis": address(config.redis_url),
             "ledger": _relative(config.ledger_path, config.run_dir),

@@ -11,6 +11,7 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import JobRecord
 from orchestrator.slices import spaced
 from penstock.config import RunConfig
+from penstock.ids import EncodeJobId
 from penstock.ledger.states import JobKind, JobState
 from penstock.messages import (
     AdvantageJob,
@@ -93,7 +94,7 @@ class Submitter:
             case JobKind.ADVANTAGE:
                 return AdvantageJob(**common, plan=self.plan_files.key(job))
             case JobKind.ENCODE:
-                step, data_rank = int(job.subject), int(job.id.rpartition("r")[2])
+                step, data_rank = int(job.subject), EncodeJobId.parse(job.id).data_rank
                 return EncodeJob(**common, plan=self.plan_files.key(job), step=step, data_rank=data_rank)
 
     def _common(self, job: JobRecord) -> dict[str, Any]:

@@ -18,6 +18,7 @@ PenstockError
  +-- InfrastructureFailure       tried again, counted towards `max_failures`
  |    +-- EngineUnreachable      tried again, counted as nothing: submission pauses
  +-- PolicyFailure               what the policy did wrong: scored, never tried again
+ +-- MalformedId                 an id does not have its format
  +-- StageError                  a stage cannot treat its input: a broken pipeline
  +-- BatchError                  what a trainer's reader meets
       +-- Stalled                no batch came in time; the message says why
@@ -135,6 +136,10 @@ class EngineUnreachable(InfrastructureFailure):
 
 
 class PolicyFailure(PenstockError):
+    pass
+
+
+class MalformedId(PenstockError):
     pass
 
 

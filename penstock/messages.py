@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from penstock.batches.manifest import EncodedRank
+from penstock.ids import TaskId
 from penstock.store import BlobRef
 
 MESSAGE_LIMIT_BYTES = 4096
@@ -52,7 +53,7 @@ class Job(Message):
 
     @property
     def task_id(self) -> str:
-        return f"{self.run}.{self.job}.{self.attempt}"
+        return str(TaskId(self.run, self.job, self.attempt))
 
 
 class RolloutJob(Job):

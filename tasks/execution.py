@@ -7,8 +7,6 @@ that Flower shows it.
 import asyncio
 import contextlib
 import logging
-import os
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -18,6 +16,7 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from penstock.config import RunConfig
+from penstock.ids import WorkerId
 from penstock.messages import GRACE_S, AnyJob, AnyResult, Outcome, Reply
 from penstock.runtime.loop_lag import redis_publisher
 from tasks.leases import LeaseKeeper
@@ -29,15 +28,11 @@ logger = logging.getLogger("penstock.execution")
 SOCKET_TIMEOUT_S = 5.0  # Redis answers within milliseconds; a longer silence is a dead connection
 
 
-def process_name() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
-
-
 class AsyncProcess:
     """What the executions of one asyncio worker share."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.name = process_name()
+        self.name = str(WorkerId.of_this_process())
         self._sync_client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)
         # No time-out of the client's own: on Python 3.11 it swallows cancellations. Those who use it bring one.
         self._client = redis.asyncio.Redis.from_url(config.redis_url, socket_timeout=None)
@@ -90,7 +85,7 @@ class SyncProcess:
     """What the executions of one prefork child share: it runs one at a time."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.name = process_name()
+        self.name = str(WorkerId.of_this_process())
         backoff = Retry(ExponentialBackoff(cap=2.0, base=0.1), retries=-1)  # a reply is tried until it succeeds
         self._client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S, retry=backoff)
         own_client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import redis
 
 from penstock import redis_keys
+from penstock.ids import LeaseValue
 
 logger = logging.getLogger("penstock.leases")
 
@@ -49,7 +50,7 @@ class LeaseKeeper:
         self._held.discard(lease)
 
     def _value(self) -> str:
-        return f"{self._worker}:{self._beat}"
+        return str(LeaseValue(self._worker, self._beat))
 
     def _renew_until_stopped(self) -> None:
         failing_since: float | None = None

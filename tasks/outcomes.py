@@ -1,11 +1,10 @@
 """From what a body did to the reply that the orchestrator reads."""
 
 import asyncio
-import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock import redis_keys
+from penstock import ids, redis_keys
 from penstock.errors import BlobUnwritten, EngineUnreachable, PolicyFailure
 from penstock.messages import AnyJob, AnyResult, Outcome, Reply, RolloutJob, RolloutResult, shortened
 
@@ -19,11 +18,11 @@ class Execution:
 
     job: AnyJob
     worker: str
-    id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    id: str = field(default_factory=ids.new_execution)
 
     @property
     def lease(self) -> str:
-        return f"{self.job.task_id}.{self.id}"
+        return str(ids.LeaseId(self.job.run, self.job.job, self.job.attempt, self.id))
 
     def reply(self, outcome: Outcome, *, result: AnyResult | None = None, error: str | None = None) -> Reply:
         job = self.job

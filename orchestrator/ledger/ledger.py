@@ -13,6 +13,7 @@ from pathlib import Path
 from orchestrator.ledger import restore
 from orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord, Row, Value
 from orchestrator.ledger.writer import Writer
+from penstock.ids import GroupId, RolloutId
 from penstock.ledger.states import UNGENERATED, BatchState, GroupState, JobKind, JobState, RolloutState, check
 from penstock.messages import EncodeResult, RolloutResult, shortened
 
@@ -77,7 +78,7 @@ class Ledger:
 
     def plan(self, *, environment: str, example: int, size: int) -> GroupRecord:
         ordinal = self.count("groups_planned")
-        group = GroupRecord(id=f"g{ordinal:07d}", ordinal=ordinal, environment=environment, example=example)
+        group = GroupRecord(id=str(GroupId(ordinal)), ordinal=ordinal, environment=environment, example=example)
         group.rollouts = [RolloutRecord(group=group.id, index=index) for index in range(size)]
         self.count("rollouts_planned", size)
         self.states[RolloutState.PLANNED] += size
@@ -89,7 +90,7 @@ class Ledger:
         return group
 
     def rollout(self, job: JobRecord) -> RolloutRecord:
-        return self.groups[job.subject].rollouts[int(job.id.rpartition("-")[2])]
+        return self.groups[job.subject].rollouts[RolloutId.parse(job.id).number]
 
     def move(
         self, rollout: RolloutRecord, state: RolloutState, *, reason: str | None = None, error: str | None = None

@@ -9,6 +9,7 @@ import sqlite3
 from orchestrator.ledger.records import BatchRecord, GroupRecord, RolloutRecord, Row
 from penstock.batches import BatchRollout, Manifest, read_manifests
 from penstock.config import RunConfig
+from penstock.ids import GroupId
 from penstock.ledger.schema import STATEMENTS, open_for_writing
 from penstock.ledger.states import BatchState, GroupState, RolloutState
 from penstock.store import Store
@@ -44,7 +45,7 @@ def _fill(connection: sqlite3.Connection, manifests: dict[int, Manifest], group_
         connection.execute(STATEMENTS["batches"], BatchRecord(step=step, formation=1, state=BatchState.DELIVERED).row())
         sealed = {rollout.rollout: rollout for rollout in manifest.plan.rollouts}
         for id, environment in {rollout.group: rollout.env for rollout in sealed.values()}.items():
-            ordinal = int(id.removeprefix("g"))
+            ordinal = GroupId.parse(id).ordinal
             group = GroupRecord(
                 id=id, ordinal=ordinal, environment=environment, example=UNKNOWN, state=GroupState.CLOSED
             )

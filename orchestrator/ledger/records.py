@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from penstock.ids import EncodeJobId, RolloutId, TaskId
 from penstock.ledger.states import BatchState, GroupState, JobKind, JobState, RolloutState
 from penstock.messages import EncodeResult, RolloutResult
 
@@ -28,7 +29,7 @@ class RolloutRecord:
 
     @property
     def id(self) -> str:
-        return f"{self.group}-{self.index}"
+        return str(RolloutId(self.group, self.index))
 
     def row(self) -> Row:
         result = self.result.model_dump_json() if self.result else None
@@ -79,7 +80,7 @@ class JobRecord:
 
     def task_id(self, run: str) -> str:
         """Of its newest attempt, as Celery knows it."""
-        return f"{run}.{self.id}.{self.attempt}"
+        return str(TaskId(run, self.id, self.attempt))
 
     def row(self) -> Row:
         result = self.result.model_dump_json() if self.result else None
@@ -101,4 +102,4 @@ class BatchRecord:
         return (rollout for group in self.groups for rollout in group.of(RolloutState.BATCHED))
 
     def job_id(self, data_rank: int) -> str:
-        return f"s{self.step:06d}f{self.formation}r{data_rank}"
+        return str(EncodeJobId(self.step, self.formation, data_rank))

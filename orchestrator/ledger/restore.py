@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord, Value
+from penstock.ids import EncodeJobId
 from penstock.ledger import queries, schema
 from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
 from penstock.messages import EncodeResult, RolloutResult
@@ -96,4 +97,4 @@ def _jobs(connection: sqlite3.Connection, batches: dict[int, BatchRecord]) -> di
 def _is_current(job: str, step: int, batches: dict[int, BatchRecord]) -> bool:
     """Whether an encoding job belongs to the step's newest formation."""
     batch = batches.get(step)
-    return batch is not None and job.startswith(f"s{batch.step:06d}f{batch.formation}r")
+    return batch is not None and EncodeJobId.parse(job).formation == batch.formation

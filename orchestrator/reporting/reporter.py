@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import run_dir
+from penstock.ids import LeaseId, LeaseValue
 from penstock.ledger.queries import balance
 from penstock.ledger.states import JobState, RolloutState
 from penstock.messages import Queue
@@ -83,7 +84,9 @@ class Reporter:
 
     def status(self, *, stopped_by: str | None = None) -> dict[str, Any]:
         own, ledger = self._orchestrator, self._orchestrator.ledger
-        workers = Counter(value.rpartition(":")[0] for value in own.reconciler.latest.leases.values())
+        workers = Counter(
+            value.worker for value in map(LeaseValue.match, own.reconciler.latest.leases.values()) if value
+        )
         return {
             "run": own.run_id,
             "phase": "done" if own.done else own.stopping.phase,
@@ -152,7 +155,7 @@ class Reporter:
     def _busy_queues(self) -> list[Queue]:
         """Queues of which some job holds a lease: their workers are there, and full."""
         own = self._orchestrator
-        jobs = (own.ledger.jobs.get(lease.split(".")[1]) for lease in own.reconciler.latest.leases)
+        jobs = (own.ledger.jobs.get(id.job) for id in map(LeaseId.match, own.reconciler.latest.leases) if id)
         return [job.kind.queue for job in jobs if job is not None]
 
     def _say(self) -> None:

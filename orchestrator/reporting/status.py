@@ -20,6 +20,7 @@ from orchestrator.broker import unusable
 from penstock import redis_keys
 from penstock.config.redis_address import address
 from penstock.errors import LedgerError
+from penstock.ids import LeaseId, LeaseValue
 from penstock.ledger import queries, schema
 from penstock.messages import Queue
 from penstock.runtime import loop_lag
@@ -160,9 +161,9 @@ def _look_into_redis(url: str, run: str) -> Seen:
 def _workers(leases: dict[bytes, bytes], run: str) -> dict[str, list[str]]:
     workers: dict[str, list[str]] = defaultdict(list)
     for lease, value in sorted(leases.items()):
-        of_run, _, execution = lease.decode().partition(".")
-        if of_run == run:
-            workers[value.decode().rpartition(":")[0]].append(execution.split(".")[0])
+        id, held = LeaseId.match(lease.decode()), LeaseValue.match(value.decode())
+        if id and held and id.run == run:
+            workers[held.worker].append(id.job)
     return dict(workers)
 
 

@@ -22,6 +22,7 @@ from penstock.engines.response import Asked, Turn, read_turn
 from penstock.engines.sampling import bent_sampling
 from penstock.environments.protocol import Completion, Message
 from penstock.errors import BadRequest, ContextFull, InfrastructureFailure, NotFound, PolicyFailure, Upstream
+from penstock.ids import engine_session
 from penstock.recording import Prepared, Session
 from penstock.recording.samples import TurnMetadata
 from penstock.renderers.protocol import NextTurn, Tools, begins_with
@@ -99,7 +100,7 @@ class RecordedPolicy:
         request = Request(
             path=self._dialect.endpoint,
             body=self._dialect.body(prompt, {**sampling, **seed}),
-            headers={"X-Session-ID": f"{of.rollout}.{of.attempt}"},
+            headers={"X-Session-ID": engine_session(of.rollout, of.attempt)},
         )
         asked = Asked(
             endpoint=self._dialect.endpoint,

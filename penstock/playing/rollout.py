@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import orjson
 
+from penstock import ids
 from penstock.config.engine import Policy
 from penstock.engines.client import EngineClient
 from penstock.engines.dialects import Dialect
@@ -27,7 +28,7 @@ from penstock.playing.policy import RecordedPolicy
 from penstock.recording import Mode, Sealed, Session, SessionSettings
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_file_thread
-from penstock.store import Store, rollout_files
+from penstock.store import Store
 from penstock.store.columns import read_columns
 
 logger = logging.getLogger("penstock.rollout")
@@ -50,7 +51,7 @@ class Attempt:
     @property
     def key(self) -> str:
         """Directory of its files in the store, its own alone."""
-        return rollout_files.key(self.run, self.rollout, self.attempt, self.execution)
+        return ids.execution_directory(self.run, self.rollout, self.attempt, self.execution)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from penstock.engines.response_fields import Endpoint
 from penstock.engines.sampling import bent_sampling
 from penstock.engines.transport import ON_LOOP_BYTES, ByteBudget
 from penstock.errors import BadRequest, PolicyFailure
+from penstock.ids import engine_session
 from penstock.recording import Claim, Prepared, Session
 from penstock.recording.samples import TurnMetadata
 from penstock.runtime.offload import in_cpu_thread
@@ -111,7 +112,7 @@ class Chats:
     def _headers(self, request: web.BaseRequest, session: Session, notes: Notes) -> Mapping[str, str]:
         own_key = self._config.engine.api_key is not None
         passed = headers.to_upstream(request.headers, notes.secret_digest, own_key=own_key)
-        passed.setdefault(SESSION_HEADER, f"{session.settings.rollout}.{session.settings.attempt}")
+        passed.setdefault(SESSION_HEADER, engine_session(session.settings.rollout, session.settings.attempt))
         passed["Content-Type"] = "application/json"
         return passed
 

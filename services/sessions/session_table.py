@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import orjson
 
+from penstock import ids
 from penstock.config import RunConfig
 from penstock.engines.replicas import Replica
 from penstock.errors import BlobError, Expired, Full, NotFound
 from penstock.recording import Mode, Sealed, Session, SessionSettings
 from penstock.recording.spool import COLUMNS, EXPERTS
 from penstock.runtime.offload import in_io_thread
-from penstock.store import rollout_files
 from services.sessions.headers import digest
 from services.sessions.requests import NewSession
 from services.sessions.shelf import Shelf
@@ -284,7 +284,7 @@ def _files_key(asked: NewSession) -> str | None:
         return None
     assert asked.run is not None, "checked when it was read"
     assert asked.rollout is not None
-    return rollout_files.key(asked.run, asked.rollout, asked.attempt, asked.execution)
+    return ids.execution_directory(asked.run, asked.rollout, asked.attempt, asked.execution)
 
 
 def opened(entry: Entry) -> Session:
