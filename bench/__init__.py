@@ -1,1 +1,1 @@
-"""The benchmarks of `penstock bench NAME`: each measures itself beside a baseline in the same run."""
+"""Benchmarks of `penstock bench NAME`, one module each, measured against a baseline in the same run."""

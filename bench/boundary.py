@@ -1,20 +1,20 @@
-"""`penstock bench boundary`: from the last rollout admitted to the manifest sealed, with routed experts and without.
+"""`penstock bench boundary`: time from the last admitted rollout to the sealed manifest.
 
-Two whole pipes take turns, one step a run, so that nothing else is on its way meanwhile; the steps are the same but for
-the routed experts. The time is the orchestrator's own: a batch is composed in the turn of its loop that follows the
-admission of its last rollout, and measured when its manifest is on the disk.
+Two pipelines, with and without routed experts, alternate with one step per run, so that no other rollout is in flight.
+The orchestrator measures the time: from composing the batch, in the loop iteration after its last rollout is admitted,
+until the manifest is on disk.
 """
 
 from dataclasses import dataclass, replace
 
-from bench.pipeline import Load, Pipeline, pipeline
-from bench.progress import Say, progress
-from bench.report import Report, Target, median
+from bench.harness.pipeline import Load, Pipeline, start_pipeline
+from bench.harness.progress import Show, progress
+from bench.harness.report import Report, Target, median
 from penstock.batches import read_manifest
 from penstock.store import open_store
 
 ROUNDS = 15
-"""A boundary takes 0.15 s, of which a busy machine makes 0.4 at times: medians of fewer rounds differ by a third."""
+"""A boundary takes 0.15 s, at times 0.4 s on a busy machine: medians of fewer rounds differ by a third."""
 LAYERS = 48
 RATIO = 1.2
 
@@ -29,17 +29,17 @@ class Size:
         return replace(self.step, layers=0)
 
 
-# 32 rollouts of 43,000 tokens, half of them sampled: 530 MB of routed experts. In 8 turns 3.2 GB of bodies would bring
-# the same rows; in 2 turns it is 1.1 GB, and the boundary sees no difference.
-FULL = Size(step=Load(steps=1, step_rollouts=32, turns=2, said=10_750, answered=10_750, layers=LAYERS))
-QUICK = Size(step=Load(steps=1, step_rollouts=16, turns=2, said=100, answered=100, layers=LAYERS))
+# 32 rollouts of 43,000 tokens, half of them sampled: 530 MB of routed experts. In 2 turns their bodies are 1.1 GB, in
+# 8 turns 3.2 GB; the boundary does not depend on it.
+FULL = Size(step=Load(steps=1, step_rollouts=32, turns=2, user_tokens=10_750, completion_tokens=10_750, layers=LAYERS))
+QUICK = Size(step=Load(steps=1, step_rollouts=16, turns=2, user_tokens=100, completion_tokens=100, layers=LAYERS))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sealed:
     boundary_s: float
     encoding_s: float
-    """of the boundary, in the encoding job itself"""
+    """the part of the boundary spent in the encoding job"""
     tokens: float
     rank_mb: float
     experts_mb: float
@@ -49,19 +49,19 @@ def run(*, quick: bool) -> Report:
     size, rounds = (QUICK, 1) if quick else (FULL, ROUNDS)
     routed: list[Sealed] = []
     bare: list[Sealed] = []
-    with progress("boundary") as say:
-        say("starting two pipes")
-        with pipeline(size.step) as with_routes, pipeline(size.bare) as without:
+    with progress("boundary") as show:
+        show("starting two pipelines")
+        with start_pipeline(size.step) as with_routes, start_pipeline(size.bare) as without:
             for number in range(1, rounds + 1):
                 for pipe, done, name in ((with_routes, routed, "with"), (without, bare, "without")):
                     here = f"round {number} of {rounds}, {name} routed experts"
-                    done.append(_seal(pipe, lambda text, here=here: say(f"{here}: {text}")))
+                    done.append(_seal(pipe, lambda text, here=here: show(f"{here}: {text}")))
     return _report(routed, bare, quick=quick)
 
 
-def _seal(pipe: Pipeline, say: Say) -> Sealed:
+def _seal(pipe: Pipeline, show: Show) -> Sealed:
     with pipe.running() as run:
-        [line] = pipe.steps(run, lambda: say(f"{run.status()['rollouts']['in_flight']} rollouts on their way"))
+        [line] = pipe.steps(run, lambda: show(f"{run.status()['rollouts']['in_flight']} rollouts in flight"))
     manifest = read_manifest(open_store(pipe.cluster.store), 0)
     assert manifest is not None
     experts = [rollout.experts.size for rollout in manifest.plan.rollouts if rollout.experts]

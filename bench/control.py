@@ -1,23 +1,23 @@
-"""`penstock bench control`: what the pipe itself costs, beside a stock Celery worker.
+"""`penstock bench control`: CPU time and throughput of the pipeline itself, against a stock Celery worker.
 
-Rollouts that do nothing, in groups of 8, all submitted at once, go through the four queues with the ledger on disk and
-task events on. CPU time is that of every process, from the moment the orchestrator begins to plan until it has ended.
+No-op rollouts in groups of 8, all submitted at once, pass the four queues with the ledger on disk and task events on.
+CPU time is summed over all processes, from the moment the orchestrator begins to plan until it has ended.
 """
 
 import time
 from dataclasses import dataclass
 
-from bench import stock_celery
-from bench.canary import INTERVAL_S, Canary
-from bench.cluster import Cluster, Run, cluster
-from bench.progress import Say, progress
-from bench.report import Report, Target, median
+from bench.harness import stock_celery
+from bench.harness.canary import INTERVAL_S, Canary
+from bench.harness.cluster import Cluster, Run, start_cluster
+from bench.harness.progress import Show, progress
+from bench.harness.report import Report, Target, median
 from orchestrator.ledger.audit import audit
 from penstock.errors import RunError
 
 ROUNDS = 5
 GROUP_SIZE = 8
-ROUND_S = 300.0  # some 20 s are usual
+ROUND_S = 300.0  # time-out; about 20 s are usual
 COMPUTE_PROCESSES = 2
 KINDS = ("redis", "rollout worker", "compute worker", "orchestrator")
 
@@ -41,7 +41,7 @@ QUICK = Size(steps=2, step_groups=2, messages=20)
 @dataclass(frozen=True, kw_only=True)
 class PipeRound:
     cpu_ms: dict[str, float]
-    """a rollout, by kind of process"""
+    """per rollout, by kind of process"""
     rollouts_per_s: float
     lag_p99_ms: float
     canary_p99_ms: float
@@ -54,7 +54,7 @@ class PipeRound:
 @dataclass(frozen=True, kw_only=True)
 class StockRound:
     cpu_ms: float
-    """a message, Redis included"""
+    """per message, including Redis"""
     messages_per_s: float
 
 
@@ -62,17 +62,17 @@ def run(*, quick: bool) -> Report:
     size, rounds = (QUICK, 1) if quick else (FULL, ROUNDS)
     pipe: list[PipeRound] = []
     stock: list[StockRound] = []
-    with progress("control") as say, Canary() as canary, cluster(**_settings(size)) as own:
-        say("starting Redis and the workers")
-        own.rollout_worker(concurrency=256)
-        own.compute_worker(concurrency=COMPUTE_PROCESSES)
-        own.worker("stock worker", "bench.stock_celery", ["-c", "2"], _stock_url(own))
-        own.wait_ready()
+    with progress("control") as show, Canary() as canary, start_cluster(**_settings(size)) as cluster:
+        show("starting Redis and the workers")
+        cluster.rollout_worker(concurrency=256)
+        cluster.compute_worker(concurrency=COMPUTE_PROCESSES)
+        cluster.worker("stock worker", "bench.harness.stock_celery", ["-c", "2"], _stock_url(cluster))
+        cluster.wait_ready()
         for number in range(1, rounds + 1):
             here = f"round {number} of {rounds}"
-            pipe.append(_pipe(own, canary, size, lambda text, here=here: say(f"{here}: {text}")))
-            say(f"{here}: {size.messages} messages of stock Celery")
-            stock.append(_stock(own, size))
+            pipe.append(_pipe(cluster, canary, size, lambda text, here=here: show(f"{here}: {text}")))
+            show(f"{here}: {size.messages} messages of stock Celery")
+            stock.append(_stock(cluster, size))
     return _report(pipe, stock, size, quick=quick)
 
 
@@ -85,21 +85,21 @@ def _settings(size: Size) -> dict[str, object]:
     }
 
 
-def _pipe(own: Cluster, canary: Canary, size: Size, say: Say) -> PipeRound:
-    say("starting the orchestrator")
-    run = own.orchestrator(lag__interval_s=INTERVAL_S)
+def _pipe(cluster: Cluster, canary: Canary, size: Size, show: Show) -> PipeRound:
+    show("starting the orchestrator")
+    run = cluster.orchestrator(lag__interval_s=INTERVAL_S)
     canary.begin()
-    before, started = own.cpu_s(), time.monotonic()
+    before, started = cluster.cpu_s(), time.monotonic()
     lag = run.process.wait_until(
         lambda: _lag_when_submitted(run, size), what="every rollout is submitted", timeout_s=ROUND_S
     )
     canary_lag = canary.end()
-    run.process.wait_until(lambda: _ended(run, size, say), what="the run's end", timeout_s=ROUND_S)
-    elapsed_s, after = time.monotonic() - started, own.cpu_s()
-    found = audit(run.directory)
-    if not found["balanced"] or found["delivered"] != size.rollouts:
-        raise RunError(f"the run came to a wrong end: {found}\n{run.process.last_words}")
-    own.kill(run.process)
+    run.process.wait_until(lambda: _has_ended(run, size, show), what="the run has ended", timeout_s=ROUND_S)
+    elapsed_s, after = time.monotonic() - started, cluster.cpu_s()
+    result = audit(run.directory)
+    if not result["balanced"] or result["delivered"] != size.rollouts:
+        raise RunError(f"the run failed: {result}\n{run.process.output_tail}")
+    cluster.kill(run.process)
     return PipeRound(
         cpu_ms={kind: 1000 * (after[kind] - before[kind]) / size.rollouts for kind in KINDS},
         rollouts_per_s=size.rollouts / elapsed_s,
@@ -109,26 +109,26 @@ def _pipe(own: Cluster, canary: Canary, size: Size, say: Say) -> PipeRound:
 
 
 def _lag_when_submitted(run: Run, size: Size) -> dict[str, float]:
-    """Of the time since the orchestrator began, or of its sampler's last 10 s, when all its rollouts are queued."""
+    """The orchestrator's lag (of its last 10 s at most) once all rollouts are queued, else empty."""
     status = run.status()
     all_queued = status["rollouts"]["planned"] >= size.rollouts and not status["waiting_jobs"]["rollouts"]
     return status["event_loop_lag"] if all_queued else {}
 
 
-def _ended(run: Run, size: Size, say: Say) -> bool:
-    say(f"{run.status()['rollouts']['delivered']} of {size.rollouts} rollouts delivered")
+def _has_ended(run: Run, size: Size, show: Show) -> bool:
+    show(f"{run.status()['rollouts']['delivered']} of {size.rollouts} rollouts delivered")
     return run.process.ended
 
 
-def _stock_url(own: Cluster) -> str:
-    return own.redis_url.removesuffix("/0") + "/1"
+def _stock_url(cluster: Cluster) -> str:
+    return cluster.redis_url.removesuffix("/0") + "/1"
 
 
-def _stock(own: Cluster, size: Size) -> StockRound:
-    stock_celery.stage(_stock_url(own), size.messages)
-    before = own.cpu_s()
-    elapsed_s = stock_celery.work_off(_stock_url(own))
-    after = own.cpu_s()
+def _stock(cluster: Cluster, size: Size) -> StockRound:
+    stock_celery.stage(_stock_url(cluster), size.messages)
+    before = cluster.cpu_s()
+    elapsed_s = stock_celery.process_staged(_stock_url(cluster))
+    after = cluster.cpu_s()
     spent_s = sum(after[kind] - before[kind] for kind in ("redis", "stock worker"))
     return StockRound(cpu_ms=1000 * spent_s / size.messages, messages_per_s=size.messages / elapsed_s)
 

@@ -1,4 +1,7 @@
-"""How many responses the engine sends, beside a server that only sends as many bytes: what the machine allows."""
+"""`penstock bench engine`: responses per second of the simulated engine, against a server that only sends bytes.
+
+The bare server sends responses of the same size, which is the upper limit on this machine.
+"""
 
 import contextlib
 import re
@@ -12,16 +15,16 @@ from pathlib import Path
 
 import orjson
 
-from bench.cpu import cpu_s
-from bench.processes import Process
-from bench.report import Report, Target, median
+from bench.harness.processes import Process
+from bench.harness.procfs import cpu_s
+from bench.harness.report import Report, Target, median
 
 ENGINE = ["penstock", "engine", "--port", "0", "--layers", "48", "--form", "object", "--length", "constant:120"]
 READY = re.compile(r"url=http://127\.0\.0\.1:(\d+)")
 SIZES = {"1.3 MB": (2_400, 64), "25 MB": (48_000, 8)}
-"""Characters of the prompt, one row of 48 x 8 experts each, and connections."""
+"""characters of the prompt (one row of 48 x 8 experts each), and connections"""
 SHARE_OF_BARE = 0.5
-"""Of the responses a second that a server sends which does nothing but send."""
+"""of the bare server's responses per second"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,7 @@ class Server:
 class Measured:
     per_s: float
     cpu_ms: float
-    """Of the server, a response."""
+    """of the server, per response"""
 
 
 def run(*, quick: bool) -> Report:
@@ -44,7 +47,7 @@ def run(*, quick: bool) -> Report:
         for name, (characters, connections) in SIZES.items():
             request = _request(characters)
             size = _body_bytes(_first_bytes(engine.port, request))
-            with running(["python", "-m", "bench.bare_server", str(size)]) as bare:
+            with running(["python", "-m", "bench.harness.bare_server", str(size)]) as bare:
                 pairs = [
                     (flood(engine, request, connections, seconds), flood(bare, request, connections, seconds))
                     for _ in range(rounds)
@@ -61,7 +64,7 @@ def run(*, quick: bool) -> Report:
 
 
 def flood(server: Server, request: bytes, connections: int, seconds: float) -> Measured:
-    """A closed loop: every connection asks again as soon as it has its answer; bodies are not looked at."""
+    """A closed loop: every connection sends its next request as soon as it has a response. Bodies are not parsed."""
     buffer, responses = memoryview(bytearray(1 << 20)), 0
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_sockets:
         for _ in range(connections):
@@ -108,8 +111,8 @@ def running(command: list[str]) -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as directory:
         process = Process(command[1], command, directory=Path(directory), variables={})
         try:
-            found = process.wait_until(lambda: READY.search(process.last_words), what="it listens", timeout_s=60)
-            assert found is not None
-            yield Server(pid=process.pid, port=int(found[1]))
+            match = process.wait_until(lambda: READY.search(process.output_tail), what="it is listening", timeout_s=60)
+            assert match is not None
+            yield Server(pid=process.pid, port=int(match[1]))
         finally:
             process.kill()

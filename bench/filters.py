@@ -1,7 +1,7 @@
-"""`penstock bench filters`: gibberish and repetition over a step of long rollouts, beside a Python loop over tokens.
+"""`penstock bench filters`: time of the gibberish and repetition filters over a step, against a Python loop.
 
-The loop reads Python lists that were made before the clock started, as it would find them in a JSON answer. It sees
-another share of the rollouts each round, all of them over the run, and is scaled by count; verdicts must be equal.
+The loop reads Python lists, as parsed from JSON, which are made before timing starts. Each round it judges another
+share of the rollouts and its time is scaled to all of them. The verdicts of both must be equal.
 """
 
 import math
@@ -9,7 +9,7 @@ from time import perf_counter
 
 import numpy as np
 
-from bench.report import Report, Target, median
+from bench.harness.report import Report, Target, median
 from penstock.filters import (
     FilterSettings,
     Gibberish,
@@ -26,13 +26,13 @@ from penstock.filters import (
 ROUNDS = 8
 VOCAB_SIZE = 151_936
 TURN_TOKENS, CONTEXT_TOKENS = 1_200, 300
-"""A turn is 300 tokens of context, then 900 sampled: 50 turns make 60,000 tokens."""
+"""a turn is 300 tokens of context and 900 sampled tokens; 50 turns are 60,000 tokens"""
 FLAWED = 7
-"""One rollout in 7 has a rare token it did not believe in, another one in 7 a long stretch of certainty."""
+"""1 rollout in 7 has an improbable rare token (gibberish), another 1 in 7 a long run of certain ones (repetition)"""
 SETTINGS = FilterSettings(overlong=Overlong(mode=Mode.OFF), stale=Stale(mode=Mode.OFF))
 
 Lists = tuple[list[int], list[int], list[float]]
-Found = tuple[int | None, int | None]
+Matches = tuple[int | None, int | None]
 
 
 def run(*, quick: bool) -> Report:
@@ -41,18 +41,18 @@ def run(*, quick: bool) -> Report:
     step = [make_rollout(rng, index, tokens) for index in range(rollouts)]
     filters = rollout_filters(SETTINGS, vocab_size=VOCAB_SIZE)
     loop_s, vectorised_s, verdicts = list[float](), list[float](), []
-    for turn in range(ROUNDS):
-        share = range(turn, rollouts, ROUNDS)
+    for number in range(ROUNDS):
+        share = range(number, rollouts, ROUNDS)
         lists = [as_lists(step[index]) for index in share]
         start = perf_counter()
-        found = [find_by_loop(each) for each in lists]
+        matches = [find_by_loop(each) for each in lists]
         middle = perf_counter()
         verdicts = [judge(rollout, filters) for rollout in step]
         vectorised_s.append(perf_counter() - middle)
         loop_s.append((middle - start) * rollouts / len(share))
         seen = [{match.filter: match.token for match in verdicts[index].matches} for index in share]
-        if found != [(each.get("gibberish"), each.get("repetition")) for each in seen]:
-            raise AssertionError(f"round {turn}: the filters and the loop see different tokens")
+        if matches != [(each.get("gibberish"), each.get("repetition")) for each in seen]:
+            raise AssertionError(f"round {number}: the filters and the loop matched different tokens")
     matched = count(verdicts).matched
     ratio = median([slow / fast for slow, fast in zip(loop_s, vectorised_s, strict=True)])
     return Report(
@@ -75,7 +75,7 @@ def run(*, quick: bool) -> Report:
 
 
 def make_rollout(rng: np.random.Generator, index: int, tokens: int) -> RolloutTokens:
-    """Seven in ten sampled tokens are all but certain, as in reasoning text."""
+    """7 of 10 sampled tokens are almost certain, as in reasoning text."""
     certain = rng.random(tokens, dtype=np.float32) < 0.7
     logprobs = np.where(certain, -0.005 * rng.random(tokens), -rng.exponential(1.0, tokens)).astype(np.float32)
     logprobs = np.maximum(logprobs, -np.float32(math.log(VOCAB_SIZE)))
@@ -103,7 +103,7 @@ def as_lists(rollout: RolloutTokens) -> Lists:
     return rollout.input_ids.tolist(), rollout.loss_mask.tolist(), rollout.logprobs.tolist()
 
 
-def find_by_loop(rollout: Lists) -> Found:
+def find_by_loop(rollout: Lists) -> Matches:
     return find_gibberish(rollout, Gibberish()), find_repetition(rollout, Repetition())
 
 

@@ -1,7 +1,7 @@
-"""From response bodies to a rollout's arrays, beside parsing all, decoding all and concatenating.
+"""`penstock bench ingest`: time and memory from response bodies to arrays, against parsing and decoding everything.
 
-Both take the same bodies in alternating rounds and must give the same arrays. The baseline uses the quickest library
-for each step: what it shows is work that need not be done.
+Both read the same bodies in alternating rounds and must return the same arrays. The baseline uses the fastest library
+for each step, so the difference is work that Penstock avoids.
 """
 
 import multiprocessing
@@ -20,29 +20,29 @@ import orjson
 import pybase64
 from numpy.typing import NDArray
 
-from bench.bodies import Rollout
-from bench.report import Report, Target, median
+from bench.harness.report import Report, Target, median
+from bench.harness.response_bodies import Rollout
 from penstock.engines.response import OpenSample, Turn, read_turn
 from penstock.engines.routed_experts import RouteFormat, Routes
 from penstock.store import open_store
 
 CASES = {
-    "50 turns": Rollout(turns=50, tokens=60_000, sampled=1 / 6),  # an agent: calls of 200 tokens, answers of 1,000
-    "8 turns": Rollout(turns=8, tokens=43_000, sampled=0.5),  # much reasoning
+    "50 turns": Rollout(turns=50, tokens=60_000, sampled=1 / 6),  # an agent: calls of 200 tokens, tool results of 1,000
+    "8 turns": Rollout(turns=8, tokens=43_000, sampled=0.5),  # long reasoning
 }
 QUICK_CASES = {name: replace(case, tokens=case.tokens // 40, layers=4) for name, case in CASES.items()}
 ROUNDS, QUICK_ROUNDS = 7, 1
 REPEATS = 3
-"""Of the short ways in a round: what disturbs one of them disturbs the median less."""
+"""of the short measurements in a round, so that one disturbance moves the median less"""
 SPEEDUPS = {"50 turns": 50.0, "8 turns": 12.0}
 MEMORY_CASE = "50 turns"
 BYTES_A_TOKEN = 9
-"""Of the columns: `input_ids` i32, `logprobs` f32, `loss_mask` u8."""
+"""of the columns: `input_ids` i32, `logprobs` f32, `loss_mask` u8"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrays:
-    """A rollout's arrays, however they came about."""
+    """Arrays of one rollout."""
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -54,12 +54,12 @@ class Arrays:
 
 
 def parse_all(bodies: list[bytes]) -> Arrays:
-    """The baseline: every body parsed, all of its base64 decoded, what each adds concatenated at the end."""
+    """The baseline: parse every body, decode all of its base64, concatenate the new rows at the end."""
     ids, logprobs, rows, sequence = [], [], [], list[int]()
     for body in bodies:
-        reply = orjson.loads(body)
-        choice = reply["choices"][0]
-        prompt, completion, routed = reply["prompt_token_ids"], choice["token_ids"], choice["routed_experts"]
+        response = orjson.loads(body)
+        choice = response["choices"][0]
+        prompt, completion, routed = response["prompt_token_ids"], choice["token_ids"], choice["routed_experts"]
         assert prompt[: len(sequence)] == sequence
         tail = prompt[len(sequence) :]
         decoded = np.frombuffer(pybase64.b64decode(routed["data"]), np.uint8).reshape(routed["shape"])
@@ -72,7 +72,7 @@ def parse_all(bodies: list[bytes]) -> Arrays:
 
 
 class Recorder:
-    """As much of one as reading needs: what is known when a response comes."""
+    """The state of a recorder that reading a response needs."""
 
     def __init__(self) -> None:
         self._known: list[OpenSample] = []
@@ -91,7 +91,7 @@ def rows_of(turn: Turn) -> Routes:
 
 
 def joined(bodies: list[bytes]) -> Arrays:
-    """For the comparison only: Penstock itself never puts the chunks together."""
+    """Arrays as Penstock reads them. Joined for the comparison only; a recorder never joins them in memory."""
     recorder = Recorder()
     turns = [recorder.read(body) for body in bodies]
     ids = [ids for turn in turns for ids in (turn.prompt_ids, turn.completion_ids)]
@@ -103,7 +103,7 @@ def joined(bodies: list[bytes]) -> Arrays:
 
 
 def read(bodies: list[bytes], write: Callable[[NDArray[Any]], None] | None = None) -> list[tuple[NDArray[Any], ...]]:
-    """What a recorder does: columns are kept, rows leave memory as they come."""
+    """Read as a recorder does: keep the columns, write each turn's rows out at once."""
     recorder, columns = Recorder(), list[tuple[NDArray[Any], ...]]()
     for body in bodies:
         turn = recorder.read(body)
@@ -115,7 +115,7 @@ def read(bodies: list[bytes], write: Callable[[NDArray[Any]], None] | None = Non
 
 
 def copy_and_write(rows: NDArray[np.uint8], target: NDArray[np.uint8], path: Path) -> None:
-    """The least that can be done with the rows: one memcpy, one write."""
+    """Lower bound of handling the rows: one memcpy and one write."""
     np.copyto(target, rows)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
@@ -134,7 +134,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure(rollout: Rollout, rounds: int, directory: Path) -> dict[str, float]:
-    """Median seconds of each way over rounds in which they alternate."""
+    """Median seconds of each method over alternating rounds."""
     bodies = list(rollout.bodies())
     arrays = parse_all(bodies)
     assert arrays.same(joined(bodies))
@@ -154,8 +154,10 @@ def measure(rollout: Rollout, rounds: int, directory: Path) -> dict[str, float]:
 
 
 def peak_memory(rollout: Rollout) -> tuple[int, int]:
-    """Bytes held at the worst moment of a rollout (one body, the columns so far, what reading allocates), and the
-    largest body. Run in a process of its own, bodies one at a time."""
+    """Peak bytes of a rollout (one body, the columns so far, allocations of reading) and the largest body.
+
+    Runs in its own process, with one body in memory at a time.
+    """
     recorder, columns, peak, largest = Recorder(), 0, 0, 0
     for body in rollout.bodies():
         tracemalloc.start()
@@ -174,7 +176,7 @@ def run(*, quick: bool) -> Report:
     for case, rollout in cases.items():
         with tempfile.TemporaryDirectory() as directory:
             taken = measure(rollout, rounds, Path(directory))
-        figures |= {f"{case}, {way} (ms)": value * 1e3 for way, value in taken.items()}
+        figures |= {f"{case}, {method} (ms)": value * 1e3 for method, value in taken.items()}
         speedup, overhead = taken["parse all"] / taken["read"], taken["read and write"] / taken["copy and write"]
         targets += [
             Target(name=f"{case}: times faster", value=speedup, limit=SPEEDUPS[case], sense="at least"),

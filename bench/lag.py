@@ -1,42 +1,41 @@
-"""`penstock bench lag`: how late the orchestrator's loop runs while steps of 256 rollouts pass, and at 10x the bytes.
+"""`penstock bench lag`: lag and memory of the orchestrator's loop with steps of 256 rollouts, at 1x and 10x the bytes.
 
-Two whole pipes take turns; all that differs is how many layers of routed experts the engine sends with every token.
-Two lags are of the same time, step by step: the orchestrator's own, from its metrics, and an idle loop's beside it.
+Two pipelines alternate; they differ only in the layers of routed experts that the engine sends with every token. For
+each step, the lag in the orchestrator's metrics is compared with that of an idle loop (the canary) over the same time.
 """
 
 from dataclasses import dataclass
 
-from bench.canary import Canary
-from bench.cpu import queued_s
-from bench.memory import resident_mb
-from bench.pipeline import Load, Pipeline, pipeline
-from bench.progress import Say, progress
-from bench.report import Report, Target, median
+from bench.harness.canary import Canary
+from bench.harness.pipeline import Load, Pipeline, start_pipeline
+from bench.harness.procfs import queued_s, resident_mb
+from bench.harness.progress import Show, progress
+from bench.harness.report import Report, Target, median
 
 ROUNDS = 5
 ABOVE_CANARY_MS = 5.0
 NOISE_MS = 5.0
-"""Two idle loops differ by up to 14 ms in the p99 of one step here, in the median over rounds by less than this."""
+"""The p99 of two idle loops differs by up to 14 ms in one step here, in the median over rounds by less than this."""
 RESIDENT_MB = 200.0
 GROWTH_MB = 2.0
-"""A step. Were every rollout's columns kept, it would be 60 MB."""
+"""per step; 60 MB if the columns of every rollout were kept"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
     few: Load
     many: Load
-    """the same with ten times the bytes"""
+    """the same load with ten times the bytes"""
 
 
-# 12 turns, 4,800 tokens: 16 or 160 MB of bodies a rollout, as each carries the rows of all tokens before it.
+# 12 turns, 4,800 tokens: 16 or 160 MB of bodies per rollout, since each body has the rows of all previous tokens.
 FULL = Size(
-    few=Load(steps=3, step_rollouts=256, turns=12, said=300, answered=100, layers=48),
-    many=Load(steps=2, step_rollouts=256, turns=12, said=300, answered=100, layers=480),
+    few=Load(steps=3, step_rollouts=256, turns=12, user_tokens=300, completion_tokens=100, layers=48),
+    many=Load(steps=2, step_rollouts=256, turns=12, user_tokens=300, completion_tokens=100, layers=480),
 )
 QUICK = Size(
-    few=Load(steps=2, step_rollouts=16, turns=2, said=200, answered=50, layers=4),
-    many=Load(steps=2, step_rollouts=16, turns=2, said=200, answered=50, layers=48),
+    few=Load(steps=2, step_rollouts=16, turns=2, user_tokens=200, completion_tokens=50, layers=4),
+    many=Load(steps=2, step_rollouts=16, turns=2, user_tokens=200, completion_tokens=50, layers=48),
 )
 
 
@@ -47,13 +46,13 @@ class Step:
     lag_p99_ms: float
     lag_max_ms: float
     cpu_share: float
-    """of a core, by the loop's thread"""
+    """share of a core used by the loop's thread"""
     queued_share: float
-    """of the time, in which that thread was ready and had no core"""
+    """share of the time in which that thread was runnable without a core"""
     canary_p99_ms: float
     canary_queued_share: float
     resident_mb: float
-    """of the orchestrator, when the step was delivered"""
+    """of the orchestrator when the step was delivered"""
 
     @property
     def above_canary_ms(self) -> float:
@@ -67,7 +66,7 @@ class Round:
 
     @property
     def growth_mb(self) -> float:
-        """A step, after the first: until then everything is touched for the first time."""
+        """Per step, after the first, in which memory is touched for the first time."""
         return (self.steps[-1].resident_mb - self.steps[0].resident_mb) / max(1, len(self.steps) - 1)
 
 
@@ -78,18 +77,18 @@ def run(*, quick: bool) -> Report:
 def measure(size: Size, *, rounds: int, quick: bool = False) -> Report:
     few: list[Round] = []
     many: list[Round] = []
-    with progress("lag") as say, Canary() as canary:
-        say("starting two pipes")
-        with pipeline(size.few) as narrow, pipeline(size.many) as wide:
+    with progress("lag") as show, Canary() as canary:
+        show("starting two pipelines")
+        with start_pipeline(size.few) as narrow, start_pipeline(size.many) as wide:
             for number in range(1, rounds + 1):
                 for pipe, done, name in ((narrow, few, "1x"), (wide, many, "10x")):
                     here = f"round {number} of {rounds}, {name} the bytes"
-                    done.append(_round(pipe, canary, lambda text, here=here: say(f"{here}: {text}")))
+                    done.append(_round(pipe, canary, lambda text, here=here: show(f"{here}: {text}")))
     return _report(few, many, quick=quick)
 
 
 class Meter:
-    """What has passed since it was last read."""
+    """Readings of one step: differences since the previous reading."""
 
     def __init__(self, pipe: Pipeline, canary: Canary, orchestrator: int) -> None:
         self._pipe, self._canary, self._orchestrator = pipe, canary, orchestrator
@@ -103,7 +102,7 @@ class Meter:
         return self._pipe.received_bytes(), queued_s(self._orchestrator), queued_s(self._canary.pid)
 
     def read(self, line: dict[str, float]) -> Step:
-        """At the end of the step that `line` in metrics.jsonl is about."""
+        """Read at the end of a step; `line` is the step's line of metrics.jsonl."""
         lag = self._canary.end()
         received, queued, canary_queued = (now - then for now, then in zip(self._now(), self._before, strict=True))
         self._begin()
@@ -120,19 +119,19 @@ class Meter:
         )
 
 
-def _round(pipe: Pipeline, canary: Canary, say: Say) -> Round:
-    say("starting the orchestrator")
+def _round(pipe: Pipeline, canary: Canary, show: Show) -> Round:
+    show("starting the orchestrator")
     steps: list[Step] = []
     peak_mb = 0.0
     with pipe.running() as run:
 
-        def look() -> None:
+        def sample_memory() -> None:
             nonlocal peak_mb
             peak_mb = max(peak_mb, resident_mb(run.process.pid))
-            say(f"{len(steps)} of {pipe.load.steps} steps")
+            show(f"{len(steps)} of {pipe.load.steps} steps")
 
         meter = Meter(pipe, canary, run.process.pid)
-        steps += (meter.read(line) for line in pipe.steps(run, look))
+        steps += (meter.read(line) for line in pipe.steps(run, sample_memory))
         canary.end()
     return Round(steps=steps, peak_mb=peak_mb)
 

@@ -1,6 +1,7 @@
-"""CPU time of a no-op task on the asyncio pool, beside Celery's solo and prefork pools: same settings, events on.
+"""`penstock bench pool`: CPU time of a no-op task on the asyncio pool, against Celery's solo and prefork pools.
 
-`celery -A bench.pool:coroutines` and `celery -A bench.pool:functions` are the two apps that it starts.
+All workers have the same settings and send task events. The workers run `celery -A bench.pool:coroutines` (asyncio) or
+`celery -A bench.pool:functions`.
 """
 
 import os
@@ -12,9 +13,9 @@ from typing import Any
 import redis
 from celery import Celery
 
-from bench.cpu import cpu_s
-from bench.processes import Process
-from bench.report import Report, Target, median
+from bench.harness.processes import Process
+from bench.harness.procfs import cpu_s
+from bench.harness.report import Report, Target, median
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 ROUNDS, TASKS = 5, 1_000
@@ -66,18 +67,18 @@ def run(*, quick: bool) -> Report:
 
 
 def spent_s(url: str, options: list[str], tasks: int, directory: Path) -> float:
-    """CPU time of one worker and its children over `tasks` messages that wait when it wakes up."""
+    """CPU time of one worker and its children for `tasks` messages, published while it is stopped."""
     app, *rest = options
     celery = ["celery", "-b", url, "-A", f"bench.pool:{app}", "worker", "-l", "INFO", *rest]
     worker = Process("worker", [*celery, "--without-mingle", "--without-gossip"], directory=directory, variables={})
     try:
-        worker.wait_until(lambda: " ready." in worker.output, what="it was ready", timeout_s=TIMEOUT_S)
+        worker.wait_until(lambda: " ready." in worker.output, what="it is ready", timeout_s=TIMEOUT_S)
         os.kill(worker.pid, signal.SIGSTOP)
         publish(url, tasks)
         before = cpu_s(worker.pid)
         os.kill(worker.pid, signal.SIGCONT)
         worker.wait_until(
-            lambda: worker.output.count(" succeeded in ") == tasks, what="all tasks succeeded", timeout_s=TIMEOUT_S
+            lambda: worker.output.count(" succeeded in ") == tasks, what="all tasks have succeeded", timeout_s=TIMEOUT_S
         )
         return cpu_s(worker.pid) - before
     finally:

@@ -1,7 +1,7 @@
-"""`penstock bench recovery`: a worker is killed with 64 rollouts running; how long until all of them run elsewhere.
+"""`penstock bench recovery`: time from killing a worker with 64 rollouts until all run on another.
 
-The other worker starts when the first has taken them all, so that none is running there before. What a stock Celery
-worker would take (late acknowledgement, default visibility time-out) is an hour and more: stated, not measured.
+The other worker starts after the first has taken all rollouts. There is no measured baseline: with late acknowledgement
+and its default visibility time-out, stock Celery takes an hour or more.
 """
 
 import functools
@@ -9,10 +9,10 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 
-from bench.cluster import Cluster, Run, cluster
-from bench.processes import Process
-from bench.progress import Say, progress
-from bench.report import Report, Target, median
+from bench.harness.cluster import Cluster, Run, start_cluster
+from bench.harness.processes import Process
+from bench.harness.progress import Show, progress
+from bench.harness.report import Report, Target, median
 from orchestrator.ledger.audit import audit
 from penstock import redis_keys
 from penstock.ids import LeaseId, LeaseValue, WorkerId
@@ -21,8 +21,8 @@ from penstock.ledger.schema import open_for_reading
 
 ROUNDS = 5
 GROUP_SIZE, STEPS = 8, 2
-FOR_EVER_S = 3600.0  # the killed worker's rollouts never end by themselves
-AFTERWARDS_S = 1.0  # the other worker's rollouts end soon after they all run
+ENDLESS_S = 3600.0  # duration of rollouts on the worker that is killed: none ends before the kill
+AFTERWARDS_S = 1.0  # duration of rollouts on the other worker
 GRACE_S = 5.0
 ROUND_S = 120.0
 
@@ -40,22 +40,22 @@ QUICK = Size(rollouts=16, lease_s=2.0)
 @dataclass(frozen=True, kw_only=True)
 class Round:
     noticed_s: float
-    """from the kill until the ledger has the last of them as lost"""
+    """from the kill until the last rollout is recorded as lost in the ledger"""
     running_s: float
-    """from the kill until the last of them holds a lease again"""
+    """from the kill until the last rollout holds a lease again"""
     lost: int
     problems: int
-    """of the audit: a rollout in two steps is one"""
+    """found by the audit, such as a rollout in two steps"""
 
 
 def run(*, quick: bool) -> Report:
     size, count = (QUICK, 1) if quick else (FULL, ROUNDS)
     rounds: list[Round] = []
-    with progress("recovery") as say, cluster(**_settings(size)) as own:
-        own.compute_worker(concurrency=1)
+    with progress("recovery") as show, start_cluster(**_settings(size)) as cluster:
+        cluster.compute_worker(concurrency=1)
         for number in range(1, count + 1):
             here = f"round {number} of {count}"
-            rounds.append(_round(own, size, lambda text, here=here: say(f"{here}: {text}")))
+            rounds.append(_round(cluster, size, lambda text, here=here: show(f"{here}: {text}")))
     return _report(rounds, size, quick=quick)
 
 
@@ -70,40 +70,40 @@ def _settings(size: Size) -> dict[str, object]:
     }
 
 
-def _round(own: Cluster, size: Size, say: Say) -> Round:
-    say(f"starting a worker and {size.rollouts} rollouts")
-    doomed = own.rollout_worker(concurrency=size.rollouts, noop__rollout_s=FOR_EVER_S)
-    run = own.orchestrator()
+def _round(cluster: Cluster, size: Size, show: Show) -> Round:
+    show(f"starting a worker and {size.rollouts} rollouts")
+    doomed = cluster.rollout_worker(concurrency=size.rollouts, noop__rollout_s=ENDLESS_S)
+    run = cluster.orchestrator()
     wait_until = functools.partial(run.process.wait_until, timeout_s=ROUND_S)
-    wait_until(lambda: len(_running_on(doomed, own)) == size.rollouts, what="all rollouts run")
-    other = own.rollout_worker(concurrency=size.rollouts)
-    own.wait_ready()
+    wait_until(lambda: len(_running_on(doomed, cluster)) == size.rollouts, what="all rollouts are running")
+    other = cluster.rollout_worker(concurrency=size.rollouts)
+    cluster.wait_ready()
     killed_at = time.time()
-    own.kill(doomed)
+    cluster.kill(doomed)
     seen_again: set[str] = set()
 
     def all_run_again() -> bool:
-        seen_again.update(_running_on(other, own))
-        say(f"the worker was killed; {len(seen_again)} of {size.rollouts} rollouts run elsewhere")
+        seen_again.update(_running_on(other, cluster))
+        show(f"the worker was killed; {len(seen_again)} of {size.rollouts} rollouts run elsewhere")
         return len(seen_again) == size.rollouts
 
-    wait_until(all_run_again, what="all rollouts run again")
+    wait_until(all_run_again, what="all rollouts are running again")
     running_s = time.time() - killed_at
-    wait_until(lambda: run.process.ended, what="the run's end")
-    found = audit(run.directory)
-    own.kill(run.process)
-    own.kill(other)
+    wait_until(lambda: run.process.ended, what="the run has ended")
+    result = audit(run.directory)
+    cluster.kill(run.process)
+    cluster.kill(other)
     return Round(
         noticed_s=_last_loss_at(run) - killed_at,
         running_s=running_s,
-        lost=found["planned"] - found["delivered"],
-        problems=len(found["problems"]),
+        lost=result["planned"] - result["delivered"],
+        problems=len(result["problems"]),
     )
 
 
-def _running_on(worker: Process, own: Cluster) -> set[str]:
-    """The rollouts of which an execution there holds a lease."""
-    leases: dict[bytes, bytes] = own.redis.hgetall(redis_keys.LEASES)  # pyright: ignore[reportAssignmentType]
+def _running_on(worker: Process, cluster: Cluster) -> set[str]:
+    """Rollouts with a lease on this worker."""
+    leases: dict[bytes, bytes] = cluster.redis.hgetall(redis_keys.LEASES)  # pyright: ignore[reportAssignmentType]
     return {
         id.job
         for lease, value in leases.items()

@@ -1,8 +1,8 @@
-"""`penstock bench renderers`: a tokenizer is built while a loop runs, and adapters share one.
+"""`penstock bench renderers`: loop gap while a tokenizer is built, and memory of adapters that share one.
 
-First callers: 64 at once need a renderer that nobody has built, a real tokenizer of some 200 ms; the baseline builds it
-on the loop. Adapters: 8 of them send 64 requests each, in a process of their own, beside one adapter's 64; memory is
-what the process and its renderers retain. Pools do not grow here: one renderer each.
+First callers: 64 requests at once need a renderer that is not built yet, with a tokenizer that takes about 200 ms; the
+baseline builds it on the loop. Adapters: 8 adapters send 64 requests each in their own process, against one adapter's
+64; memory is what the process and its renderers retain. Every pool has one renderer.
 """
 
 import asyncio
@@ -17,19 +17,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.canary import INTERVAL_S, WINDOW_S, Canary
-from bench.progress import progress
-from bench.report import Report, Target, median
+from bench.harness.canary import INTERVAL_S, WINDOW_S, Canary
+from bench.harness.procfs import proportional_mib
+from bench.harness.progress import progress
+from bench.harness.report import Report, Target, median
 from penstock.config.engine import RendererSettings
 from penstock.renderers import NextTurn, PooledRenderer, Renderer, RendererKey, RendererPools
 from penstock.renderers.backends import build
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import LoopLag
 
-ROUNDS, MEMORY_ROUNDS = 15, 5  # a largest gap varies more than any other figure: more rounds than usual
+ROUNDS, MEMORY_ROUNDS = 15, 5  # a maximum varies more than other figures, hence more rounds
 CALLERS, ADAPTERS = 64, 8
-QUIET_S = 0.1  # before and behind what is measured: a gap at either end is seen, too
-MERGES = 60_000  # read in 200 ms on a quiet core
+QUIET_S = 0.1  # before and after the measured calls, so that a gap at either end is counted
+MERGES = 60_000  # loaded in 200 ms on an idle core
 TURN = NextTurn(messages=[{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 8}])
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
@@ -55,14 +56,14 @@ def run(*, quick: bool) -> Report:
     ours: list[FirstCallers] = []
     baseline: list[FirstCallers] = []
     memory: dict[str, list[Retained]] = {"one": [], "pinned": [], "unpinned": []}
-    with progress("renderers") as say, Canary() as canary, tempfile.TemporaryDirectory() as made:
+    with progress("renderers") as show, Canary() as canary, tempfile.TemporaryDirectory() as made:
         directory = write_tokenizer(Path(made), merges)
         for number in range(1, rounds + 1):
-            say(f"first callers, round {number} of {rounds}")
+            show(f"first callers, round {number} of {rounds}")
             baseline.append(measured(canary, lambda: on_loop(directory)))
             ours.append(measured(canary, lambda: pooled(directory)))
         for number in range(1, min(rounds, MEMORY_ROUNDS) + 1):
-            say(f"adapters, round {number}")
+            show(f"adapters, round {number}")
             memory["one"].append(retained(directory, 1, pinned=True))
             memory["pinned"].append(retained(directory, adapters, pinned=True))
         memory["unpinned"].append(retained(directory, adapters, pinned=False))
@@ -87,7 +88,7 @@ def measured(canary: Canary, callers: Callable[[], Awaitable[int]]) -> FirstCall
 
 
 async def pooled(directory: Path) -> int:
-    """As Penstock does it."""
+    """First callers of a pooled renderer."""
     builds = 0
 
     def counted(key: RendererKey) -> Renderer:
@@ -103,7 +104,7 @@ async def pooled(directory: Path) -> int:
 
 
 async def on_loop(directory: Path) -> int:
-    """The straightforward way: whoever comes first builds, the others find it built."""
+    """The baseline: the first caller builds the renderer on the loop, the others reuse it."""
     from penstock.renderers.directory import DirectoryRenderer
 
     built: list[DirectoryRenderer] = []
@@ -125,28 +126,20 @@ def retained(directory: Path, adapters: int, *, pinned: bool) -> Retained:
 
 
 async def play_adapters(directory: Path, adapters: int, *, pinned: bool) -> Retained:
-    """Their names are directories, so that unpinned ones can be built, too."""
+    """Send requests of `adapters` adapters. Their names are directories, so that unpinned ones can be built too."""
     settings = RendererSettings(model=str(directory) if pinned else None)
     models = [f"{directory}{'/.' * number}" for number in range(adapters)]
     pools = RendererPools(renderers_most=1, pools_most=adapters)
-    before = memory_mib(os.getpid())
+    before = proportional_mib(os.getpid())
     for model in models:
         renderer = PooledRenderer(pools, RendererKey.of(settings, model))
         await asyncio.gather(*(renderer.prompt_ids(TURN) for _ in range(CALLERS)))
     gc.collect()
-    return Retained(pools=len(pools.keys), mib=memory_mib(os.getpid()) - before)
-
-
-def memory_mib(pid: int) -> float:
-    """Of a process with its descendants; a page that several share counts once."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    kib = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    children = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    return kib / 1024 + sum(memory_mib(int(child)) for line in children for child in line.split())
+    return Retained(pools=len(pools.keys), mib=proportional_mib(os.getpid()) - before)
 
 
 def write_tokenizer(directory: Path, merges: int) -> Path:
-    """Byte-level BPE with made-up merges: as slow to read, and as large, as a real one of that size."""
+    """Byte-level BPE with random merges, as large and as slow to load as a real one of that size."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     draws = random.Random(0)
@@ -176,9 +169,9 @@ def _report(
 ) -> Report:
     above_ms = median([each.gap_ms - each.canary_ms for each in ours])
     share = median([one.gap_ms / other.gap_ms for one, other in zip(ours, baseline, strict=True)])
-    mib = {name: median([each.mib for each in found]) for name, found in memory.items()}
+    mib = {name: median([each.mib for each in rounds]) for name, rounds in memory.items()}
     ratio = median([many.mib / one.mib for many, one in zip(memory["pinned"], memory["one"], strict=True)])
-    pools = {name: max(each.pools for each in found) for name, found in memory.items()}
+    pools = {name: max(each.pools for each in rounds) for name, rounds in memory.items()}
     builds = max(each.builds for each in ours)
     figures = {
         "first callers": CALLERS,
@@ -205,6 +198,6 @@ def _report(
 
 if __name__ == "__main__":
     where, number, pin = sys.argv[1:]
-    with asyncio.Runner(loop_factory=event_loop_factory(concurrency=CALLERS)) as own:
-        found = own.run(play_adapters(Path(where), int(number), pinned=pin == "pinned"))
-    sys.stdout.write(json.dumps({"pools": found.pools, "mib": found.mib}))
+    with asyncio.Runner(loop_factory=event_loop_factory(concurrency=CALLERS)) as runner:
+        retained_memory = runner.run(play_adapters(Path(where), int(number), pinned=pin == "pinned"))
+    sys.stdout.write(json.dumps({"pools": retained_memory.pools, "mib": retained_memory.mib}))

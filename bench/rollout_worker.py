@@ -1,9 +1,9 @@
-"""`penstock bench rollout-worker`: how late a worker's loop runs with 256 and 1,000 rollouts, and what memory it takes.
+"""`penstock bench rollout-worker`: lag and memory of a rollout worker with 256 and 1,000 rollouts.
 
-Real Celery workers take turns, fed with real messages, in front of one engine that takes seconds for an answer, as they
-do: Penstock's, and one whose rollouts parse and decode everything (`parse_all.py`). Lag is what each worker publishes
-itself, beside an idle loop's of the same seconds. 1,000 rollouts are more than one worker keeps up with here, answers
-of 25 MB more than its byte budget holds: both show what it costs to let them wait.
+Real Celery workers, fed with real messages, alternate in front of one engine with a latency of seconds: Penstock's, and
+a baseline whose rollouts parse and decode everything (`ParseAll` in `harness/environments.py`). Each worker publishes
+its lag, which is compared with that of an idle loop over the same seconds. 1,000 rollouts are more than one worker can
+serve here, and responses of 25 MB exceed its byte budget: both cases measure what waiting costs.
 """
 
 import time
@@ -11,45 +11,44 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from bench.canary import INTERVAL_S, Canary
-from bench.cluster import Cluster, cluster
-from bench.cpu import cpu_s
-from bench.feed import Feed
-from bench.memory import forget_peak, peak_mb, resident_mb
-from bench.parse_all import DONE
-from bench.processes import Process
-from bench.progress import progress
-from bench.report import Report, Target, median
+from bench.harness.canary import INTERVAL_S, Canary
+from bench.harness.cluster import Cluster, start_cluster
+from bench.harness.environments import PARSED
+from bench.harness.job_feed import JobFeed
+from bench.harness.processes import Process
+from bench.harness.procfs import cpu_s, peak_mb, reset_peak, resident_mb
+from bench.harness.progress import progress
+from bench.harness.report import Report, Target, median
 from penstock.config.engine import Engine
 from penstock.runtime.loop_lag import LagSummary, read_summaries
 
 ROUNDS = 5
 ABOVE_CANARY_MS = 15.0
-LAYERS, TOPK, ANSWERED = 48, 8, 120
-MOST_TOKENS = 1 << 20
-WAIT_S = 180.0  # for what takes 2 to 40 s
+LAYERS, TOPK, COMPLETION_TOKENS = 48, 8, 120
+MAX_TOKENS = 1 << 20
+WAIT_S = 180.0  # time-out; 2 to 40 s are usual
 AT_ONCE = 1000
 BUDGET_MB = Engine().received_bytes / 1e6
-OURS, PARSE_ALL = "talk", "parse_all"
+OURS, PARSE_ALL = "conversation", "parse_all"
 LABELS = {OURS: "ours", PARSE_ALL: "parse all"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Conversations of `turns`, in each of which the user says `said` tokens."""
+    """Conversations of `turns`, each with a user message of `user_tokens`."""
 
     name: str
-    said: int
+    user_tokens: int
     turns: int
     rollouts: int
     rounds: int
     environments: tuple[str, ...] = (OURS, PARSE_ALL)
 
     def settings(self, url: str) -> str:
-        talk = f"turns = {self.turns}, said = {self.said}"
+        options = f"turns = {self.turns}, user_tokens = {self.user_tokens}"
         return f"""
-environments.{OURS} = {{ use = "bench.talk:Talk", options = {{ {talk} }} }}
-environments.{PARSE_ALL} = {{ use = "bench.parse_all:ParseAll", options = {{ {talk}, url = "{url}" }} }}
+environments.{OURS} = {{ use = "bench.harness.environments:Conversation", options = {{ {options} }} }}
+environments.{PARSE_ALL} = {{ use = "bench.harness.environments:ParseAll", options = {{ {options}, url = "{url}" }} }}
 """
 
 
@@ -57,28 +56,28 @@ environments.{PARSE_ALL} = {{ use = "bench.parse_all:ParseAll", options = {{ {ta
 class Size:
     cases: tuple[Case, ...]
     latency: str
-    """of the engine, s"""
+    """of the engine, in seconds"""
     publications: int
-    """of the worker's lag that a measurement lasts: one every 2 s, each of the last 10 s"""
+    """length of a measurement in publications of the worker's lag: one every 2 s, each of the last 10 s"""
 
 
-# 3 turns of 1,250 tokens: 0.65 to 1.95 MB, 1.3 MB in the mean; 2 turns of 32,500: 17 and 33 MB, 25 MB in the mean.
+# Bodies of 3 turns of 1,250 tokens: 0.65 to 1.95 MB, mean 1.3 MB; of 2 turns of 32,500: 17 and 33 MB, mean 25 MB.
 FULL = Size(
     latency="lognormal:2.5:0.5",
     publications=5,
     cases=(
-        Case(name="256 x 1.3 MB", said=1_110, turns=3, rollouts=256, rounds=ROUNDS),
-        Case(name="1000 x 1.3 MB", said=1_110, turns=3, rollouts=1000, rounds=1, environments=(OURS,)),
-        Case(name="64 x 25 MB", said=32_400, turns=2, rollouts=64, rounds=1, environments=(OURS,)),
+        Case(name="256 x 1.3 MB", user_tokens=1_110, turns=3, rollouts=256, rounds=ROUNDS),
+        Case(name="1000 x 1.3 MB", user_tokens=1_110, turns=3, rollouts=1000, rounds=1, environments=(OURS,)),
+        Case(name="64 x 25 MB", user_tokens=32_400, turns=2, rollouts=64, rounds=1, environments=(OURS,)),
     ),
 )
 QUICK = Size(
     latency="constant:0.5",
     publications=1,
     cases=(
-        Case(name="256 x 1.3 MB", said=40, turns=2, rollouts=16, rounds=1),
-        Case(name="1000 x 1.3 MB", said=40, turns=2, rollouts=32, rounds=1, environments=(OURS,)),
-        Case(name="64 x 25 MB", said=400, turns=2, rollouts=8, rounds=1, environments=(OURS,)),
+        Case(name="256 x 1.3 MB", user_tokens=40, turns=2, rollouts=16, rounds=1),
+        Case(name="1000 x 1.3 MB", user_tokens=40, turns=2, rollouts=32, rounds=1, environments=(OURS,)),
+        Case(name="64 x 25 MB", user_tokens=400, turns=2, rollouts=8, rounds=1, environments=(OURS,)),
     ),
 )
 
@@ -88,12 +87,12 @@ class Measured:
     lag: LagSummary
     canary_p99_ms: float
     at_once: int
-    """rollouts that held a lease, the most"""
+    """largest number of rollouts that held a lease"""
     turns_per_s: float
     cpu_ms: float
-    """of the worker, a turn"""
+    """of the worker, per turn"""
     grown_mb: float
-    """the most memory, above that of the idle worker"""
+    """peak memory above that of the idle worker"""
 
     @property
     def above_canary_ms(self) -> float:
@@ -102,11 +101,11 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """A worker that plays one case, by one kind of environment, and what feeds it."""
+    """The worker of one case and environment, and the feed of its jobs."""
 
     cluster: Cluster
     worker: Process
-    feed: Feed
+    feed: JobFeed
     idle_mb: float
 
     def published(self) -> LagSummary | None:
@@ -122,31 +121,31 @@ class Bench:
     publications: int
 
     def measure(self, kind: str, case: Case) -> Measured:
-        """From one publication of the worker's lag to another, whose summary is of just that time."""
+        """Measure between two publications of the worker's lag, so that the last summary covers exactly that time."""
         side, at_once = self.sides[case.name, kind], 0
 
         def published_after(before: LagSummary | None) -> Callable[[], LagSummary | None]:
-            def look() -> LagSummary | None:
+            def poll() -> LagSummary | None:
                 nonlocal at_once
-                side.feed.keep(kind, case.rollouts)
+                side.feed.top_up(kind, case.rollouts)
                 at_once = max(at_once, side.feed.running)
-                found = side.published()
-                return None if found == before else found
+                lag = side.published()
+                return None if lag == before else lag
 
-            return look
+            return poll
 
         def wait(before: LagSummary | None) -> LagSummary | None:
-            return side.worker.wait_until(published_after(before), what="it publishes its lag", timeout_s=WAIT_S)
+            return side.worker.wait_until(published_after(before), what="it has published its lag", timeout_s=WAIT_S)
 
-        forget_peak(side.worker.pid)
+        reset_peak(side.worker.pid)
         started, before_s, finished = time.monotonic(), cpu_s(side.worker.pid), side.feed.finished
-        lag = wait(wait(side.published()))  # all have begun when the second is out
+        lag = wait(wait(side.published()))  # every rollout has started by the second publication
         self.canary.begin()
         for _ in range(self.publications):
             lag = wait(lag)
         assert lag is not None
         canary = self.canary.end()
-        side.worker.wait_until(side.feed.drained, what="the last rollouts end", timeout_s=WAIT_S)
+        side.worker.wait_until(side.feed.drained, what="the last rollouts have ended", timeout_s=WAIT_S)
         turns = case.turns * (side.feed.finished - finished)
         return Measured(
             lag=lag,
@@ -160,58 +159,65 @@ class Bench:
 
 def run(*, quick: bool) -> Report:
     size = QUICK if quick else FULL
-    found: dict[tuple[str, str], list[Measured]] = {}
-    with ExitStack() as stack, progress("rollout-worker") as say:
-        say("starting an engine and the workers")
+    measured: dict[tuple[str, str], list[Measured]] = {}
+    with ExitStack() as stack, progress("rollout-worker") as show:
+        show("starting an engine and the workers")
         bench = stack.enter_context(ready(size))
         for number in range(ROUNDS):
             for case in size.cases:
                 for kind in case.environments if number < case.rounds else ():
-                    say(f"round {number + 1} of {case.rounds}: {case.name}, {kind}")
-                    found.setdefault((case.name, kind), []).append(bench.measure(kind, case))
-    return _report(found, quick=quick)
+                    show(f"round {number + 1} of {case.rounds}: {case.name}, {kind}")
+                    measured.setdefault((case.name, kind), []).append(bench.measure(kind, case))
+    return _report(measured, quick=quick)
 
 
 @contextmanager
 def ready(size: Size) -> Iterator[Bench]:
-    """Each case has workers of its own: memory that a process has once used it keeps."""
+    """Each case has its own workers, because a process does not return the memory it has used."""
     with ExitStack() as stack:
-        canary, shared = stack.enter_context(Canary()), stack.enter_context(cluster())
+        canary, shared = stack.enter_context(Canary()), stack.enter_context(start_cluster())
         url = engine(shared, size.latency)
         started = {
-            (case, kind): start(stack.enter_context(cluster(lag__interval_s=INTERVAL_S)), case, url)
+            (case, kind): start(stack.enter_context(start_cluster(lag__interval_s=INTERVAL_S)), case, url)
             for case in size.cases
             for kind in case.environments
         }
-        for own, _ in started.values():
-            own.wait_ready()
-        sides = {(case.name, kind): _side(kind, *own) for (case, kind), own in started.items()}
+        for cluster, _ in started.values():
+            cluster.wait_ready()
+        sides = {(case.name, kind): _side(kind, *cluster) for (case, kind), cluster in started.items()}
         yield Bench(canary=canary, sides=sides, publications=size.publications)
 
 
 def engine(shared: Cluster, latency: str) -> str:
-    routes = ["--layers", str(LAYERS), "--topk", str(TOPK), "--form", "object"]
-    answers = ["--length", f"constant:{ANSWERED}", "--latency", latency, "--max-model-len", str(MOST_TOKENS)]
-    return shared.engine(*routes, *answers)
+    experts = ["--layers", str(LAYERS), "--topk", str(TOPK), "--form", "object"]
+    completions = [
+        "--length",
+        f"constant:{COMPLETION_TOKENS}",
+        "--latency",
+        latency,
+        "--max-model-len",
+        str(MAX_TOKENS),
+    ]
+    return shared.engine(*experts, *completions)
 
 
-def start(own: Cluster, case: Case, url: str, *, app: str = "workers.rollouts") -> tuple[Cluster, Process]:
-    settings = f'engine.urls = ["{url}"]\nengine.routed_experts = true\npolicy.max_seq_len = {MOST_TOKENS}\n'
-    own.configure(settings + case.settings(url))
-    return own, own.worker("rollout worker", app, ["-Q", "rollouts", "-c", str(case.rollouts)])
+def start(cluster: Cluster, case: Case, url: str, *, app: str = "workers.rollouts") -> tuple[Cluster, Process]:
+    settings = f'engine.urls = ["{url}"]\nengine.routed_experts = true\npolicy.max_seq_len = {MAX_TOKENS}\n'
+    cluster.configure(settings + case.settings(url))
+    return cluster, cluster.worker("rollout worker", app, ["-Q", "rollouts", "-c", str(case.rollouts)])
 
 
-def _side(kind: str, own: Cluster, worker: Process) -> Side:
-    feed = Feed(cluster=own, policy_error=DONE if kind == PARSE_ALL else None)
-    return Side(cluster=own, worker=worker, feed=feed, idle_mb=resident_mb(worker.pid))
+def _side(kind: str, cluster: Cluster, worker: Process) -> Side:
+    feed = JobFeed(cluster=cluster, policy_error=PARSED if kind == PARSE_ALL else None)
+    return Side(cluster=cluster, worker=worker, feed=feed, idle_mb=resident_mb(worker.pid))
 
 
-def _report(found: dict[tuple[str, str], list[Measured]], *, quick: bool) -> Report:
+def _report(measured: dict[tuple[str, str], list[Measured]], *, quick: bool) -> Report:
     figures: dict[str, float] = {"byte budget, MB": BUDGET_MB}
-    for (case, kind), rounds in found.items():
+    for (case, kind), rounds in measured.items():
         name = f"{case}, {LABELS[kind]}"
         figures |= {f"{name}: {what}": value for what, value in _figures(rounds).items()}
-    ours = {case: rounds for (case, kind), rounds in found.items() if kind == OURS}
+    ours = {case: rounds for (case, kind), rounds in measured.items() if kind == OURS}
     few, many = (next(rounds for case, rounds in ours.items() if case.startswith(at)) for at in ("256", "1000"))
     above_ms = median([each.above_canary_ms for each in few])
     targets = [

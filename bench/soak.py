@@ -1,8 +1,7 @@
-"""`penstock bench soak`: 20,000 short rollouts through one worker process leave nothing behind.
+"""`penstock bench soak`: resources that one worker process leaks over 20,000 short rollouts.
 
-Every tenth request to the engine fails at first, in all the ways that an engine can fail: retries, broken connections
-and malformed answers are part of it. What the worker holds is counted when it has been idle for a while, before and
-after.
+One request in ten fails at first (HTTP error, malformed response, broken connection) and is retried. Descriptors,
+threads, children, tasks and memory of the idle worker are counted before and after.
 """
 
 import time
@@ -12,28 +11,28 @@ from typing import Any
 
 from celery import Celery
 
-from bench.cluster import Cluster, cluster
-from bench.feed import Feed
-from bench.memory import resident_mb
-from bench.processes import Process
-from bench.progress import Say, progress
-from bench.report import Report, Target
+from bench.harness.cluster import Cluster, start_cluster
+from bench.harness.job_feed import JobFeed
+from bench.harness.processes import Process
+from bench.harness.procfs import resident_mb
+from bench.harness.progress import Show, progress
+from bench.harness.report import Report, Target
 from penstock.errors import RunError
 from tasks.celery_app import CONTENT_TYPE
 
 AT_ONCE = 64
 FAILURES = "error=0.04,malformed=0.03,disconnect=0.03"
 ROLLOUTS_S = 1_800.0
-REST_S = 6.0  # idle connections go after 4 s, leases and events within one
-LOOK_S, ANSWER_S = 0.5, 10.0
+SETTLED_S = 6.0  # idle connections close after 4 s, leases and events end within 1 s
+POLL_S, REPLY_S = 0.5, 10.0
 GROWTH_KB = 0.5
-"""A rollout: whatever is kept of each, be it one small object with its dict, is more. A leaked session is 20 kB."""
+"""per rollout; less than one small leaked object with its dict. A leaked session is 20 kB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
     warm_up: int
-    """until then pools fill, caches too, and memory is touched for the first time"""
+    """rollouts until pools and caches are full and memory has been touched for the first time"""
     rollouts: int
 
 
@@ -42,77 +41,77 @@ QUICK = Size(warm_up=100, rollouts=300)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """What a worker holds when it is idle."""
+class Resources:
+    """Resources of an idle worker."""
 
     descriptors: int
     threads: int
     children: int
     tasks: int
-    """of its event loop"""
+    """on its event loop"""
     rollouts: int
-    """that it believes to be running, or leaving"""
+    """running or ending, by the worker's own count"""
 
 
 def run(*, quick: bool) -> Report:
     size = QUICK if quick else FULL
-    with progress("soak") as say, cluster() as own:
-        say("starting an engine and a worker")
-        worker = _worker(own)
-        feed = Feed(cluster=own)
-        _play(feed, worker, size.warm_up, say)
-        before, before_mb = _held(own, worker.pid), resident_mb(worker.pid)
-        _play(feed, worker, size.rollouts, say)
-        after, after_mb = _held(own, worker.pid), resident_mb(worker.pid)
+    with progress("soak") as show, start_cluster() as cluster:
+        show("starting an engine and a worker")
+        worker = _worker(cluster)
+        feed = JobFeed(cluster=cluster)
+        _play(feed, worker, size.warm_up, show)
+        before, before_mb = _resources_when_idle(cluster, worker.pid), resident_mb(worker.pid)
+        _play(feed, worker, size.rollouts, show)
+        after, after_mb = _resources_when_idle(cluster, worker.pid), resident_mb(worker.pid)
     return _report(size, before, after, (before_mb, after_mb), quick=quick)
 
 
-def _worker(own: Cluster) -> Process:
-    what = ["--layers", "4", "--topk", "2", "--length", "constant:20", "--failures", FAILURES]
-    own.configure(f"""
-engine.urls = ["{own.engine(*what)}"]
+def _worker(cluster: Cluster) -> Process:
+    options = ["--layers", "4", "--topk", "2", "--length", "constant:20", "--failures", FAILURES]
+    cluster.configure(f"""
+engine.urls = ["{cluster.engine(*options)}"]
 engine.routed_experts = true
 engine.retries = 20
 engine.retry_first_s = 0.01
-environments.talk.use = "bench.talk:Talk"
-environments.talk.options = {{ turns = 2, said = 40 }}
+environments.conversation.use = "bench.harness.environments:Conversation"
+environments.conversation.options = {{ turns = 2, user_tokens = 40 }}
 """)
-    worker = own.rollout_worker(concurrency=AT_ONCE)
-    own.wait_ready()
+    worker = cluster.rollout_worker(concurrency=AT_ONCE)
+    cluster.wait_ready()
     return worker
 
 
-def _play(feed: Feed, worker: Process, until: int, say: Say) -> None:
+def _play(feed: JobFeed, worker: Process, until: int, show: Show) -> None:
     def done() -> bool:
-        say(f"{feed.finished} rollouts, the worker has {resident_mb(worker.pid):.1f} MB")
-        feed.keep("talk", min(AT_ONCE, until - feed.finished))
+        show(f"{feed.finished} rollouts, the worker has {resident_mb(worker.pid):.1f} MB")
+        feed.top_up("conversation", min(AT_ONCE, until - feed.finished))
         return feed.finished == until
 
     worker.wait_until(done, what=f"{until} rollouts have ended", timeout_s=ROLLOUTS_S)
 
 
-def _held(own: Cluster, pid: int) -> Held:
-    """When nothing has gone any more for a while: what is held for a reason stays."""
-    held, since = _look(own, pid), time.monotonic()
-    while time.monotonic() - since < REST_S:
-        time.sleep(LOOK_S)
-        now = _look(own, pid)
-        if now != held:
-            held, since = now, time.monotonic()
-    return held
+def _resources_when_idle(cluster: Cluster, pid: int) -> Resources:
+    """Resources once they have not changed for SETTLED_S."""
+    resources, since = _resources(cluster, pid), time.monotonic()
+    while time.monotonic() - since < SETTLED_S:
+        time.sleep(POLL_S)
+        now = _resources(cluster, pid)
+        if now != resources:
+            resources, since = now, time.monotonic()
+    return resources
 
 
-def _look(own: Cluster, pid: int) -> Held:
-    asking = Celery(broker=own.redis_url, accept_content=["json", CONTENT_TYPE]).control.inspect(
-        timeout=ANSWER_S, limit=1
+def _resources(cluster: Cluster, pid: int) -> Resources:
+    inspect = Celery(broker=cluster.redis_url, accept_content=["json", CONTENT_TYPE]).control.inspect(
+        timeout=REPLY_S, limit=1
     )
-    answers: dict[str, Any] = asking.stats() or {}
-    if not answers:
-        raise RunError(f"the worker did not answer within {ANSWER_S:g} s")
-    (stats,) = answers.values()
+    replies: dict[str, Any] = inspect.stats() or {}
+    if not replies:
+        raise RunError(f"the worker did not reply within {REPLY_S:g} s")
+    (stats,) = replies.values()
     pool = stats["pool"]
     tasks = list(Path(f"/proc/{pid}/task").iterdir())
-    return Held(
+    return Resources(
         descriptors=len(list(Path(f"/proc/{pid}/fd").iterdir())),
         threads=len(tasks),
         children=sum(len((task / "children").read_text().split()) for task in tasks),
@@ -121,9 +120,9 @@ def _look(own: Cluster, pid: int) -> Held:
     )
 
 
-def _report(size: Size, before: Held, after: Held, resident: tuple[float, float], *, quick: bool) -> Report:
+def _report(size: Size, before: Resources, after: Resources, resident: tuple[float, float], *, quick: bool) -> Report:
     grown_kb = 1000 * (resident[1] - resident[0]) / (size.rollouts - size.warm_up)
-    names = [field.name for field in fields(Held)]
+    names = [field.name for field in fields(Resources)]
     figures = {
         "rollouts": float(size.rollouts),
         "of which before the first count": float(size.warm_up),

@@ -6,7 +6,7 @@ from typing import Annotated, Protocol, cast
 
 import typer
 
-from bench.report import Report
+from bench.harness.report import Report
 from cli.output import Json, print_json
 
 

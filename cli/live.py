@@ -1,7 +1,7 @@
-"""What a person sees while a run goes on: log lines, and below them the run's state, drawn anew twice a second.
+"""Live view of a run on a terminal: log lines, and below them the run's state, redrawn twice a second.
 
-The loop only hands over each status and each log record. Drawing and writing to the terminal, which may be slow or
-stopped (Ctrl-S), happen in threads of this module's own.
+The event loop only hands over statuses and log records. Separate threads draw and write to the terminal, which may be
+slow or stopped (Ctrl-S).
 """
 
 import logging
@@ -24,31 +24,31 @@ from cli.facts import Fact
 from cli.output import LOG_FORMAT, table
 
 REFRESH_PER_S = 2
-RECORDS_KEPT = 1_000  # while the terminal is stopped; what comes after them is not shown
+MAX_RECORDS = 1_000  # queued while the terminal is stopped; later records are dropped
 IN_VIEW = ("action=progress", "action=loop_lag")
-"""lines that say what the view shows; as warnings they are shown all the same"""
+"""log lines that repeat the view: hidden unless they are warnings"""
 
 
 class LiveView:
     """`with LiveView() as view: run(watch=view.watch)`"""
 
-    def __init__(self, console: Console | None = None, *, beside: Callable[[], Iterable[Fact]] = tuple) -> None:
-        """`beside` says more than the statuses do; it is asked by the thread that draws, from the start."""
-        self._beside = beside
+    def __init__(self, console: Console | None = None, *, more_facts: Callable[[], Iterable[Fact]] = tuple) -> None:
+        """`more_facts` are shown below the status, and before the first; called by the thread that draws."""
+        self._more_facts = more_facts
         self._console = console or Console(highlight=False)
         self._status: dict[str, Any] | None = None
         self._live = Live(
             get_renderable=self.draw, console=self._console, refresh_per_second=REFRESH_PER_S, transient=True
         )
         records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
-        self._sender = BoundedSender(records)
+        self._queue_handler = BoundedQueueHandler(records)
         self._printer = QueueListener(records, self._log_handler())
 
     def watch(self, status: dict[str, Any]) -> None:
         self._status = status
 
     def __enter__(self) -> Self:
-        logging.basicConfig(level=logging.INFO, handlers=[self._sender], format="%(message)s")
+        logging.basicConfig(level=logging.INFO, handlers=[self._queue_handler], format="%(message)s")
         self._printer.start()
         self._live.start()
         return self
@@ -56,7 +56,7 @@ class LiveView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        logging.getLogger().removeHandler(self._sender)
+        logging.getLogger().removeHandler(self._queue_handler)
         self._printer.stop()
         self._live.stop()
 
@@ -68,24 +68,26 @@ class LiveView:
         return handler
 
     def draw(self) -> RenderableType:
-        beside = list(self._beside())
+        more_facts = list(self._more_facts())
         if self._status:
-            return view(self._status, beside)
-        return table(beside) if beside else Text("starting ...", style="dim")
+            return view(self._status, more_facts)
+        return table(more_facts) if more_facts else Text("starting ...", style="dim")
 
 
-class BoundedSender(QueueHandler):
+class BoundedQueueHandler(QueueHandler):
+    """Drops records while the queue is full."""
+
     def __init__(self, records: "queue.SimpleQueue[logging.LogRecord]") -> None:
         super().__init__(records)
         self._records = records
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        if self._records.qsize() < RECORDS_KEPT:
+        if self._records.qsize() < MAX_RECORDS:
             self._records.put(record)
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints above the view."""
+    """Prints log lines above the view."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -99,8 +101,8 @@ class ConsoleHandler(logging.Handler):
         self._console.print(Text(self.format(record), style=style))
 
 
-def view(status: dict[str, Any], beside: Iterable[Fact] = ()) -> RenderableType:
-    grid = table([*_facts(status), *beside])
+def view(status: dict[str, Any], more_facts: Iterable[Fact] = ()) -> RenderableType:
+    grid = table([*_facts(status), *more_facts])
     grid.add_row("", ProgressBar(total=status["steps"], completed=status["step"], width=40))
     parts: list[RenderableType] = [grid]
     if status["waiting_for"]:

@@ -1,1 +1,1 @@
-"""`penstock demo`: a whole Penstock on this machine, from an engine's answers to a trainer's batches."""
+"""`penstock demo`: a complete Penstock on this machine, from engine responses to a trainer's batches."""

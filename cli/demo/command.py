@@ -1,4 +1,4 @@
-"""`penstock demo`: its options, how it is shown, its exit code."""
+"""`penstock demo`: options, output and exit code."""
 
 import logging
 import sys
@@ -12,36 +12,37 @@ import typer
 from cli.output import LOG_FORMAT, Json, on_terminal, print_facts, print_json
 
 if TYPE_CHECKING:
-    from cli.demo.course import Course
+    from cli.demo.lifecycle import Demo, Progress
     from cli.demo.options import Options
-    from cli.demo.progress import Progress
 
 STEPS = 10
-SECONDS = 40.0  # for the default steps, on a machine that is slow or busy
+SECONDS = 40.0  # time limit of the default steps, for slow or busy machines
 
 
 def demo(
     steps: Annotated[
-        int | None, typer.Option(min=1, help=f"Default: {STEPS}, or as many as {SECONDS:.0f} s allow.")
+        int | None, typer.Option(min=1, help=f"Number of steps. Default: {STEPS}, or fewer after {SECONDS:.0f} s.")
     ] = None,
-    rollouts_per_step: Annotated[int, typer.Option(min=8, help="A multiple of 8, the size of a group.")] = 48,
-    routed_experts: Annotated[str, typer.Option(metavar="LAYERSxTOPK", help="Or off.")] = "8x8",
+    rollouts_per_step: Annotated[int, typer.Option(min=8, help="Must be a multiple of 8, the group size.")] = 48,
+    routed_experts: Annotated[
+        str, typer.Option(metavar="LAYERSxTOPK", help="Shape of the routed experts, or off.")
+    ] = "8x8",
     run_dir: Annotated[
-        Path | None, typer.Option(help="New or empty. Default: runs/demo-N, the next one.", show_default=False)
+        Path | None, typer.Option(help="A new or empty directory. Default: the next runs/demo-N.", show_default=False)
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Release no rollout's files, and keep those of Redis.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the files of Redis and of trained rollouts.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Watch rollouts become batches: all of Penstock on this machine.
+    """Run all of Penstock on this machine, from rollouts to trained steps.
 
-    Starts Redis, an inference server without a model, a session server, two workers, the orchestrator and a trainer,
-    on free ports; plays four environments, filters, forms and trains steps; sums up, and ends every process.
-    Ctrl-C once sums up what is there, twice stops now.
+    Starts Redis, a simulated inference server, a session server, two workers, the orchestrator and a trainer on free
+    ports. Plays four environments, filters rollouts, forms and trains steps, prints a summary and ends every process.
+    No GPU and no model are needed. Ctrl-C stops and prints the summary; Ctrl-C twice stops at once.
     """
-    from cli.demo.options import Options, Routes, make_run_dir, write_configuration
+    from cli.demo.options import ExpertsShape, Options, make_run_dir, write_configuration
 
     options = Options(
-        routes=Routes.parse(routed_experts),
+        experts=ExpertsShape.parse(routed_experts),
         rollouts_per_step=rollouts_per_step,
         steps=steps or STEPS,
         seconds=None if steps else SECONDS,
@@ -49,45 +50,45 @@ def demo(
         run_dir=make_run_dir(run_dir),
     )
     write_configuration(options)
-    _play(options, as_json=as_json)
+    _run(options, as_json=as_json)
 
 
-def _play(options: "Options", *, as_json: bool) -> None:
+def _run(options: "Options", *, as_json: bool) -> None:
     from cli.demo.options import short
 
-    # Before anything that takes long to import.
+    # Printed before the slow imports.
     parts = "Redis, an engine, a session server, two workers, an orchestrator and a trainer"
     print(f"penstock demo: starting {parts} in {short(options.run_dir)}", file=sys.stderr, flush=True)
-    from cli.demo.course import Course, Interrupts
+    from cli.demo.lifecycle import Demo, Interrupts
 
     interrupts = Interrupts()
-    course = Course(options, interrupts)
-    with _shown(course.progress, live=on_terminal() and not as_json) as watch:
-        course.run(watch)
-    if course.progress.status:
-        _sum_up(options, course, as_json=as_json)
+    demo = Demo(options, interrupts)
+    with _output(demo.progress, live=on_terminal() and not as_json) as watch:
+        demo.run(watch)
+    if demo.progress.status:
+        _print_summary(options, demo, as_json=as_json)
     if interrupts.signals:
         raise typer.Exit(128 + interrupts.signals[0])
 
 
-def _sum_up(options: "Options", course: "Course", *, as_json: bool) -> None:
-    from cli.demo.summary import collect, show
+def _print_summary(options: "Options", demo: "Demo", *, as_json: bool) -> None:
+    from cli.demo.summary import collect, summary_facts
 
-    found = collect(options, course)
+    summary = collect(options, demo)
     if as_json:
-        print_json(found)
+        print_json(summary)
     else:
-        print_facts(show(options, found))
-    if not found["audit"]["balanced"]:
+        print_facts(summary_facts(options, summary))
+    if not summary["audit"]["balanced"]:
         raise typer.Exit(1)
 
 
 @contextmanager
-def _shown(progress: "Progress", *, live: bool) -> Iterator[Callable[[Any], None]]:
+def _output(progress: "Progress", *, live: bool) -> Iterator[Callable[[Any], None]]:
     if live:
         from cli.live import LiveView
 
-        with LiveView(beside=progress.beside) as view:
+        with LiveView(more_facts=progress.facts) as view:
             yield view.watch
     else:
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)

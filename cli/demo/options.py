@@ -1,4 +1,4 @@
-"""What a demo is to do, as its options say, and the configuration that follows from them."""
+"""Options of a demo, its run directory and its configuration file."""
 
 import json
 import re
@@ -14,36 +14,36 @@ OFF = "off"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routes:
+class ExpertsShape:
     layers: int
     topk: int
 
     @classmethod
-    def parse(cls, text: str) -> "Routes | None":
+    def parse(cls, text: str) -> "ExpertsShape | None":
         """`8x8`, or None for `off`."""
         if text == OFF:
             return None
-        found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,2})", text)
-        if found is None:
+        match = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,2})", text)
+        if match is None:
             raise ConfigError(f"--routed-experts {text}: write LAYERSxTOPK, such as 8x8, or {OFF}")
-        return cls(layers=int(found[1]), topk=int(found[2]))
+        return cls(layers=int(match[1]), topk=int(match[2]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     run_dir: Path
-    """absolute; made, and empty"""
+    """absolute; exists and is empty"""
     steps: int
     rollouts_per_step: int
-    routes: Routes | None
+    experts: ExpertsShape | None
     keep: bool
     seconds: float | None
-    """after so long the run is stopped, however far it is"""
+    """time limit of the run"""
 
     def __post_init__(self) -> None:
         if self.rollouts_per_step % GROUP_SIZE:
             raise ConfigError(
-                f"--rollouts-per-step {self.rollouts_per_step}: give a multiple of {GROUP_SIZE}, the size of a group"
+                f"--rollouts-per-step {self.rollouts_per_step}: must be a multiple of {GROUP_SIZE}, the group size"
             )
 
     @property
@@ -56,16 +56,16 @@ class Options:
 
 
 def write_configuration(options: Options) -> None:
-    """examples/demo.toml with the options' values. Addresses are not in it: those of the demo are gone afterwards."""
+    """Write examples/demo.toml with the values of the options, without addresses: those end with the demo."""
     text = (EXAMPLES / "demo.toml").read_text()
-    if options.routes:
-        text = text.replace("--layers 8 --topk 8", f"--layers {options.routes.layers} --topk {options.routes.topk}")
+    if options.experts:
+        text = text.replace("--layers 8 --topk 8", f"--layers {options.experts.layers} --topk {options.experts.topk}")
     text = text.replace("=examples/demo.toml", f"={options.config}").replace(" runs/demo\n", f" {options.run_dir}\n")
     values = {
         "run_dir": str(options.run_dir),
         "steps": options.steps,
         "size": options.rollouts_per_step // GROUP_SIZE,
-        "routed_experts": options.routes is not None,
+        "routed_experts": options.experts is not None,
     }
     for key, value in values.items():
         line = f"{key} = {json.dumps(value)}"
@@ -73,22 +73,24 @@ def write_configuration(options: Options) -> None:
     options.config.write_text(text)
 
 
-def make_run_dir(wanted: Path | None) -> Path:
-    """The directory that the user named, if nothing is in it; else the next `runs/demo-N`."""
+def make_run_dir(path: Path | None) -> Path:
+    """Create the given directory, which must be new or empty, or by default the next `runs/demo-N`."""
     try:
-        if wanted is None:
+        if path is None:
             return _next_run_dir()
-        wanted.mkdir(parents=True, exist_ok=True)
-        if any(wanted.iterdir()):
-            raise ConfigError(f"{wanted} is not empty: give the demo a new directory, or leave --run-dir out")
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise ConfigError(f"{path} is not empty: pass a new directory to --run-dir, or omit it")
     except OSError as error:
-        directory = wanted or RUNS
-        raise ConfigError(f"cannot make {directory} ({error.strerror}): choose another place by --run-dir") from error
-    return wanted.resolve()
+        directory = path or RUNS
+        raise ConfigError(
+            f"cannot create {directory} ({error.strerror}): pass another directory to --run-dir"
+        ) from error
+    return path.resolve()
 
 
 def _next_run_dir() -> Path:
-    """Demos that start at the same moment get different ones."""
+    """Demos that start at the same time get different directories."""
     RUNS.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
@@ -102,6 +104,6 @@ def _next_run_dir() -> Path:
 
 
 def short(path: Path) -> Path:
-    """As a user would type it."""
+    """Relative to the working directory, where possible."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

@@ -2,7 +2,7 @@
 
 import orjson
 
-from bench.bodies import Rollout
+from bench.harness.response_bodies import Rollout
 from bench.ingest import joined, parse_all, run
 
 ROLLOUT = Rollout(turns=4, tokens=50, sampled=0.25, layers=3, topk=2)

@@ -16,7 +16,7 @@ from support.terminal import Terminal
 from support.waiting import wait_until
 
 from cli.demo.command import STEPS
-from cli.demo.options import EXAMPLES, GROUP_SIZE, Options, Routes, make_run_dir, write_configuration
+from cli.demo.options import EXAMPLES, GROUP_SIZE, ExpertsShape, Options, make_run_dir, write_configuration
 from penstock import config
 from penstock.batches import read_manifests
 from penstock.errors import ConfigError
@@ -164,7 +164,7 @@ def test_ctrl_c_twice_before_anything_has_begun_ends_it(marked: Marked) -> None:
 
 
 def options_for(run_dir: Path, **changes: Any) -> Options:
-    values: dict[str, Any] = {"steps": 3, "rollouts_per_step": 16, "routes": None, "keep": False, "seconds": None}
+    values: dict[str, Any] = {"steps": 3, "rollouts_per_step": 16, "experts": None, "keep": False, "seconds": None}
     return Options(run_dir=run_dir, **(values | changes))
 
 
@@ -187,10 +187,10 @@ def test_the_example_says_what_a_demo_does_by_default() -> None:
 
 
 def test_routed_experts_are_told_by_layers_and_top_k() -> None:
-    assert Routes.parse("48x8") == Routes(layers=48, topk=8)
-    assert Routes.parse("off") is None
+    assert ExpertsShape.parse("48x8") == ExpertsShape(layers=48, topk=8)
+    assert ExpertsShape.parse("off") is None
     with pytest.raises(ConfigError, match="write LAYERSxTOPK, such as 8x8, or off"):
-        Routes.parse("48")
+        ExpertsShape.parse("48")
 
 
 def test_rollouts_come_in_whole_groups(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ STATUS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def drawn(status: dict[str, Any], width: int = 100, beside: Iterable[Fact] = ()) -> str:
+def drawn(status: dict[str, Any], width: int = 100, more_facts: Iterable[Fact] = ()) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, highlight=False)
-    console.print(view(status, beside))
+    console.print(view(status, more_facts))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_view_shows_where_the_run_stands() -> None:
+def test_the_view_shows_the_status_of_the_run() -> None:
     text = drawn(STATUS)
     for line in (
         "run         0badcafe, 1 min 15 s",
@@ -46,19 +46,19 @@ def test_the_view_shows_where_the_run_stands() -> None:
     assert "waiting for" not in text
 
 
-def test_what_the_run_waits_for_stands_in_a_frame_and_is_taken_literally() -> None:
+def test_what_the_run_waits_for_is_framed_and_not_read_as_markup() -> None:
     text = drawn(STATUS | {"waiting_for": ["Redis [at x] does not answer", "the ledger cannot be written"]})
     assert "─ waiting for ─" in text
     assert "│ Redis [at x] does not answer" in text
     assert "│ the ledger cannot be written" in text
 
 
-def test_a_run_that_drains_says_so() -> None:
+def test_a_draining_run_is_marked() -> None:
     assert "0badcafe, 1 min 15 s, draining" in drawn(STATUS | {"phase": "draining"})
 
 
 @pytest.mark.parametrize("width", [40, 60])
-def test_a_narrow_terminal_loses_nothing(width: int) -> None:
+def test_a_narrow_terminal_wraps_lines(width: int) -> None:
     text = " ".join(drawn(STATUS, width).split())
     assert "24 delivered" in text
     assert "1 dead; 4 fenced" in text
@@ -78,19 +78,19 @@ def test_log_lines_that_repeat_the_view_are_left_out() -> None:
     assert [line[9:] for line in text.splitlines()] == ["action=delivered step=1", "action=loop_lag p99_s=9.99"]
 
 
-def test_a_terminal_that_is_stopped_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody reads the terminal, and its buffer is full: who logs and shows a status goes on."""
+def test_a_stopped_terminal_does_not_block_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal's buffer is full and not read: logging and updating the status do not block."""
     keyboard, screen = pty.openpty()
     written: list[bytes] = []
 
-    def read_to_the_end() -> None:
+    def read_until_closed() -> None:
         with contextlib.suppress(OSError):
             while block := os.read(keyboard, 65536):
                 written.append(block)
 
-    reader = threading.Thread(target=read_to_the_end)
+    reader = threading.Thread(target=read_until_closed)
     with os.fdopen(screen, "w") as file:
-        monkeypatch.setattr("cli.live.RECORDS_KEPT", 100)
+        monkeypatch.setattr("cli.live.MAX_RECORDS", 100)
         monkeypatch.setattr("sys.stderr", file)
         monkeypatch.setattr(logging.getLogger(), "handlers", [])
         with LiveView(Console(file=file, force_terminal=True, width=100)) as shown:
@@ -104,9 +104,9 @@ def test_a_terminal_that_is_stopped_does_not_stop_the_run(monkeypatch: pytest.Mo
     assert b"action=test number=9999" not in b"".join(written)
 
 
-def test_what_is_told_beside_the_status_is_shown_from_the_start() -> None:
-    said = [Fact("starting", "engine")]
+def test_more_facts_are_shown_before_and_below_the_status() -> None:
+    facts = [Fact("starting", "engine")]
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None, highlight=False)
-    console.print(LiveView(console, beside=lambda: said).draw())
+    console.print(LiveView(console, more_facts=lambda: facts).draw())
     assert "starting    engine" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert "trainer     step 3" in drawn(STATUS, beside=[Fact("trainer", "step 3")])
+    assert "trainer     step 3" in drawn(STATUS, more_facts=[Fact("trainer", "step 3")])

@@ -1,4 +1,4 @@
-"""The processes of a demo: real ones, started with the commands that users type. All of them end with it."""
+"""The processes of a demo, started with the commands that users type."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from bench.processes import Process
+from bench.harness.processes import Process
 from cli.demo.options import EXAMPLES, Options, short
 from penstock.batches import read_trainer
 from penstock.errors import RunError
@@ -24,63 +24,65 @@ from penstock.runtime.loop_lag import LagSummary
 logger = logging.getLogger("penstock.demo")
 
 READY = re.compile(r"action=(?:engine|sessions)_ready url=(http://\S+)")
-LATENCY = "lognormal:0.1:0.5"  # seconds: a small model's, so that rollouts are seen to be on their way
-STOP_S = 5.0  # workers without a job take about one second
+LATENCY = "lognormal:0.1:0.5"  # seconds, as of a small model, so that the view shows rollouts in flight
+STOP_S = 5.0  # idle workers take about one second
 TICK_S = 0.05
-LAST_LINES = 15
+TAIL_LINES = 15
 
 
 @dataclass(kw_only=True)
 class Part:
     process: Process
-    shows_ready: Callable[[str], bool]
-    """by its output so far, or by something else"""
+    is_ready: Callable[[str], bool]
+    """called with the output so far"""
     started_at: float
     ready: bool = False
 
 
-class Machine:
-    """`start`, `look` again and again until the run is over, `stop`, and in any case `kill`: all in the main thread."""
+class DemoProcesses:
+    """`start`, then `check` repeatedly until the run is over, `stop`, and always `kill`; all from the main thread."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._redis = EmbeddedRedis(options.run_dir / "redis")
         self._client: redis.Redis | None = None
         self._urls: dict[str, str] = {}
-        """variables that tell later processes where earlier ones listen"""
+        """environment variables with the addresses of processes that listen"""
         self.parts: dict[str, Part] = {}
         self.stopping = False
-        """parts may end now"""
+        """whether a process may end without an error"""
 
     def start(self) -> None:
-        """Redis, then all that needs nothing else; the others follow when the engine's address is known."""
+        """Start Redis and the processes that need no address; `check` starts the others when addresses are known."""
         options = self._options
         options.logs.mkdir()
         self._redis.start()
         logger.info("action=ready process=redis url=%s", self._redis.url)
         once = Retry(NoBackoff(), retries=0)
         self._client = redis.Redis.from_url(self._redis.url, retry=once, socket_timeout=1.0)
-        routes = ["--layers", str(options.routes.layers), "--topk", str(options.routes.topk)] if options.routes else []
+        experts = (
+            ["--layers", str(options.experts.layers), "--topk", str(options.experts.topk)] if options.experts else []
+        )
         engine = ["penstock", "engine", "--port", "0", "--latency", LATENCY]
-        self._start("engine", *engine, *routes, ready=lambda output: bool(READY.search(output)))
+        self._start("engine", *engine, *experts, ready=lambda output: bool(READY.search(output)))
         self._start("orchestrator", "penstock", "run", ready=lambda _: bool(self.status()))
         queues = ["-Q", "filtering,advantages,encoding", "-c", "2"]
         self._worker("compute-worker", "workers.compute", *queues)
-        # Without a checkpoint nothing is released.
-        every = ["--checkpoint-every", "0"] if options.keep else []
+        # Without a checkpoint no file is released.
+        checkpoints = ["--checkpoint-every", "0"] if options.keep else []
         trainer = str(EXAMPLES / "toy_trainer.py")
         opened = options.run_dir / "trainer" / "rank_00.json"
-        self._start("trainer", "python", trainer, str(options.run_dir), *every, ready=lambda _: opened.exists())
+        self._start("trainer", "python", trainer, str(options.run_dir), *checkpoints, ready=lambda _: opened.exists())
 
-    def look(self) -> None:
-        """Note who is ready; a part that has ended too early ends the demo, named, with its last words."""
+    def check(self) -> None:
+        """Mark processes that are ready and start those that waited for them. Raise if one has ended too early."""
         if not self._redis.running:
-            raise RunError(f"Redis ended; its log is {self._redis.log_path}")
+            raise RunError(f"Redis ended, so the demo was stopped. Its log is {self._redis.log_path}")
         for name, part in self.parts.items():
             code = part.process.exit_code
             if code is not None and not (self.stopping or (code == 0 and name in ("orchestrator", "trainer"))):
-                raise RunError(_last_words(part.process, code))
-            if not part.ready and part.shows_ready(part.process.output):
+                raise RunError(_early_end(part.process, code))
+            if not part.ready and part.is_ready(part.process.output):
                 part.ready = True
                 logger.info("action=ready process=%s after_s=%.1f", name, time.monotonic() - part.started_at)
         if "sessions" not in self.parts and (url := self._url_of("engine")):
@@ -93,19 +95,19 @@ class Machine:
 
     def _url_of(self, name: str) -> str | None:
         part = self.parts.get(name)
-        found = READY.search(part.process.output) if part and part.ready else None
-        return found[1] if found else None
+        match = READY.search(part.process.output) if part and part.ready else None
+        return match[1] if match else None
 
     def ended(self, name: str) -> bool:
         return self.parts[name].process.ended
 
     def drain(self) -> None:
-        """Ctrl-C for the orchestrator: what runs is finished, nothing is begun, and the run can be gone on with."""
+        """Stop the orchestrator after the jobs that are running; the run can be resumed."""
         self.stopping = True
         self.parts["orchestrator"].process.terminate()
 
     def stop(self, *, at_once: Callable[[], bool]) -> None:
-        """Ask every process to end, and wait for it up to STOP_S; `kill` ends what is left, and Redis."""
+        """Terminate every process but Redis and wait up to STOP_S; `kill` ends the rest."""
         self.stopping = True
         deadline = time.monotonic() + STOP_S
         processes = [part.process for part in self.parts.values()]
@@ -115,7 +117,7 @@ class Machine:
             time.sleep(TICK_S)
 
     def kill(self) -> None:
-        """Every process, with whatever it has started."""
+        """Kill every process with its descendants, and stop Redis."""
         for part in self.parts.values():
             part.process.kill()
         if self._client:
@@ -123,22 +125,23 @@ class Machine:
         self._redis.stop()
 
     def status(self) -> dict[str, Any]:
-        """The orchestrator's last; empty before the first."""
+        """The orchestrator's last status; empty before the first."""
         path = self._options.run_dir / "status.json"
         return json.loads(path.read_bytes()) if path.exists() else {}
 
     def lags(self) -> list[LagSummary]:
-        """The last ten seconds of every event loop that publishes its lag."""
+        """Lag of every event loop that publishes it, over the last ten seconds."""
         with suppress(redis.RedisError):
             if self._client:
                 return loop_lag.read_summaries(self._client)
         return []
 
     def trainer_is_behind(self) -> bool:
-        """Whether a step is left to read: a run that was stopped, and is not over, lets its trainer wait for more."""
+        """Whether a delivered step is not acknowledged yet. The trainer of a stopped run does not end by itself."""
         return read_trainer(self._options.run_dir).acked + 1 < self.status().get("step", 0)
 
-    def trainer_says(self) -> str:
+    def trainer_line(self) -> str:
+        """Last line of the trainer's output, or an empty string."""
         lines = self.parts["trainer"].process.output.splitlines() if "trainer" in self.parts else []
         return lines[-1] if lines else ""
 
@@ -150,11 +153,11 @@ class Machine:
         variables = {"PENSTOCK_CONFIG": str(self._options.config), "PENSTOCK_REDIS_URL": self._redis.url}
         variables |= self._urls
         process = Process(name, list(command), directory=self._options.logs, variables=variables)
-        self.parts[name] = Part(process=process, shows_ready=ready, started_at=time.monotonic())
+        self.parts[name] = Part(process=process, is_ready=ready, started_at=time.monotonic())
         logger.info("action=starting process=%s log=%s", name, short(process.log))
 
 
-def _last_words(process: Process, code: int) -> str:
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    lines = process.output.splitlines()[-LAST_LINES:] or ["(nothing)"]
-    return "\n  ".join([f"the {process.name} {how}, so the demo is over. The end of {process.log}:", *lines])
+def _early_end(process: Process, code: int) -> str:
+    ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    lines = process.output.splitlines()[-TAIL_LINES:] or ["(no output)"]
+    return "\n  ".join([f"the {process.name} {ended}, so the demo was stopped. The end of {process.log}:", *lines])

@@ -1,6 +1,6 @@
-"""Rollouts for one worker, without an orchestrator: real messages in, real replies out, as many under way as asked.
+"""Rollout jobs for one worker without an orchestrator: submits real messages and reads real replies.
 
-What a rollout leaves in the store is deleted when its reply is read, as if its step had been released.
+A rollout's files are deleted when its reply is read, as if its step had been released.
 """
 
 import shutil
@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from bench.cluster import Cluster
+from bench.harness.cluster import Cluster
 from penstock import redis_keys
 from penstock.errors import RunError
 from penstock.messages import Queue, RolloutJob
@@ -20,40 +20,40 @@ RUN = "feed"
 TIMEOUT_S = 600.0
 REPLIES_AT_ONCE = 256
 WAIT_MS = 20
-"""for replies, in one look: whoever feeds looks at other things in between"""
+"""wait for replies in one `read`, so that the caller can do other work in between"""
 SEEDS = 1 << 31
 
 
 @dataclass(kw_only=True)
-class Feed:
+class JobFeed:
     cluster: Cluster
     policy_error: str | None = None
-    """how its rollouts are to end"""
+    """the policy error that every rollout must end with; None: no error"""
     submitted: int = 0
     finished: int = 0
     _position: str = field(default="0-0", init=False)
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         return self.submitted - self.finished
 
     @property
     def running(self) -> int:
-        """Executions that hold a lease; one that has just ended may be renewed once more."""
+        """Executions that hold a lease. The lease of one that has just ended may still be renewed once."""
         leases: int = self.cluster.redis.hlen(redis_keys.LEASES)  # pyright: ignore[reportAssignmentType]
-        return min(leases, self.under_way)
+        return min(leases, self.in_flight)
 
-    def keep(self, environment: str, at_once: int) -> None:
-        """Submit what is missing, read what has ended."""
-        missing = [self._job(environment) for _ in range(at_once - self.under_way)]
+    def top_up(self, environment: str, concurrency: int) -> None:
+        """Submit jobs until `concurrency` are in flight, and read replies."""
+        missing = [self._job(environment) for _ in range(concurrency - self.in_flight)]
         if missing:
             self.cluster.redis.lpush(Queue.ROLLOUTS, *(envelope.encode(job) for job in missing))
         self.read()
 
     def drained(self) -> bool:
-        """Reads, submits nothing."""
+        """Read replies without submitting; whether none is in flight."""
         self.read()
-        return not self.under_way
+        return not self.in_flight
 
     def read(self) -> None:
         streams: Any = self.cluster.redis.xread(
@@ -68,10 +68,10 @@ class Feed:
     def _settle(self, reply: dict[str, Any]) -> None:
         result = reply["result"]
         if reply["outcome"] != "done" or result["policy_error"] != self.policy_error:
-            raise RunError(f"a rollout came to a wrong end: {reply}")
+            raise RunError(f"a rollout ended with an unexpected outcome: {reply}")
         self.finished += 1
         if result["columns"]:
-            # columns -> execution -> rollout
+            # file of columns -> directory of the execution -> directory of the rollout
             shutil.rmtree(Path(self.cluster.directory, "store", result["columns"]["key"]).parent.parent)
 
     def _job(self, environment: str) -> RolloutJob:

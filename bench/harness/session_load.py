@@ -1,7 +1,7 @@
-"""`python -m bench.session_load`: agents of a session server in a process of their own, one JSON line a task.
+"""`python -m bench.harness.session_load`: load on a session server, in its own process.
 
-Reads tasks from stdin, one JSON object a line, and answers each with a line of figures: a closed loop, a steady rate,
-polling, or sessions to be left alone. HTTP is written by hand: load must cost little beside what it measures.
+Reads tasks from stdin, one JSON object per line, and writes a line of figures for each: a closed loop, a steady rate,
+polling, or idle sessions. Uses raw HTTP, because the load must be cheap compared with the server it measures.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import orjson
 from penstock.runtime.event_loop import event_loop_factory
 
 CHARACTERS_A_TURN = 40
-"""that the user adds"""
+"""of the user message of every turn after the first"""
 
 
 class Connection:
@@ -25,15 +25,15 @@ class Connection:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+    async def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         if self._writer is None or self._reader is None:
             self._reader, self._writer = await asyncio.open_connection(*self._address, limit=1 << 20)
         head = (
             f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         )
         self._writer.write(head.encode() + b"\r\n" + body)
-        answer = await self._reader.readuntil(b"\r\n\r\n")
-        status, length = int(answer[9:12]), answer.lower().partition(b"content-length: ")[2].split()
+        response_head = await self._reader.readuntil(b"\r\n\r\n")
+        status, length = int(response_head[9:12]), response_head.lower().partition(b"content-length: ")[2].split()
         content = await self._reader.readexactly(int(length[0]) if length else 0)
         if status >= 300:
             raise RuntimeError(f"{method} {path} answered {status}: {content[:300]!r}")
@@ -46,46 +46,46 @@ class Connection:
 
 @dataclass(kw_only=True)
 class Agent:
-    """Plays one session after the other, each of `turns` chats; the first asks with `characters`."""
+    """Plays one session after another, each of `turns` chats; the first user message has `characters`."""
 
     connection: Connection
     characters: int
     turns: int
     direct: bool = False
-    """asks the engine itself, without a session"""
+    """sends requests to the engine itself, without a session"""
     seals: bool = False
-    """before it deletes"""
+    """seals each session before deleting it"""
 
     def __post_init__(self) -> None:
         self.session, self._messages = "", list[Any]()
 
     async def chat(self) -> float:
-        """Seconds of one chat; what has to be made before it does not count."""
+        """Duration of one chat in seconds, without creating the session and the request."""
         if not self.direct and not self.session:
-            self.session = orjson.loads(await self.connection.ask("POST", "/sessions"))["session_id"]
+            self.session = orjson.loads(await self.connection.request("POST", "/sessions"))["session_id"]
         characters = CHARACTERS_A_TURN if self._messages else self.characters
         self._messages.append({"role": "user", "content": "x" * characters})
         path = "/v1/chat/completions" if self.direct else f"/sessions/{self.session}/v1/chat/completions"
         body = orjson.dumps({"messages": self._messages, "seed": 1, "logprobs": True, "return_token_ids": True})
         started = time.perf_counter()
-        answer = await self.connection.ask("POST", path, body)
+        response = await self.connection.request("POST", path, body)
         taken = time.perf_counter() - started
         if len(self._messages) // 2 + 1 < self.turns:
-            self._messages.append(orjson.loads(answer)["choices"][0]["message"])
+            self._messages.append(orjson.loads(response)["choices"][0]["message"])
         else:
             await self.end()
         return taken
 
     async def end(self) -> None:
         if self.session and self.seals and self._messages:
-            await self.connection.ask("POST", f"/sessions/{self.session}/seal")
+            await self.connection.request("POST", f"/sessions/{self.session}/seal")
         if self.session:
-            await self.connection.ask("DELETE", f"/sessions/{self.session}")
+            await self.connection.request("DELETE", f"/sessions/{self.session}")
         self.session, self._messages = "", []
 
 
 async def closed_loop(host: str, port: int, *, connections: int, seconds: float, **agent: Any) -> dict[str, Any]:
-    """Every agent asks again as soon as it has its answer."""
+    """Every agent sends its next request as soon as it has a response."""
     taken, agents = list[float](), [Agent(connection=Connection(host, port), **agent) for _ in range(connections)]
     started = time.monotonic()
     until = started + seconds
@@ -103,7 +103,7 @@ async def closed_loop(host: str, port: int, *, connections: int, seconds: float,
 async def steady(
     host: str, port: int, *, rate: float, connections: int, seconds: float, **agent: Any
 ) -> dict[str, Any]:
-    """Chats begin `rate` times a second, whatever became of those before; a free agent is waited for."""
+    """Start `rate` chats per second, without waiting for earlier ones unless no agent is free."""
     free: asyncio.Queue[Agent] = asyncio.Queue()
     agents = [Agent(connection=Connection(host, port), **agent) for _ in range(connections)]
     for each in agents:
@@ -124,14 +124,14 @@ async def steady(
 
 
 async def poll(targets: list[tuple[str, int, str]], *, seconds: float, interval_s: float) -> dict[str, Any]:
-    """Seconds of a small GET at each of several servers, in turn."""
+    """Duration of a small GET to each of several servers in turn, in seconds."""
     connections = [(Connection(host, port), path) for host, port, path in targets]
     taken: list[list[float]] = [[] for _ in targets]
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         for (connection, path), times in zip(connections, taken, strict=True):
             started = time.perf_counter()
-            await connection.ask("GET", path)
+            await connection.request("GET", path)
             times.append(time.perf_counter() - started)
             await asyncio.sleep(interval_s)
     for connection, _ in connections:
@@ -140,7 +140,7 @@ async def poll(targets: list[tuple[str, int, str]], *, seconds: float, interval_
 
 
 async def cycle(host: str, port: int, *, cycles: int, connections: int, **agent: Any) -> dict[str, Any]:
-    """Sessions that are made, talked to, sealed and deleted."""
+    """Create, use, seal and delete sessions."""
     agents, numbers = (
         [Agent(connection=Connection(host, port), **agent) for _ in range(connections)],
         iter(range(cycles)),
@@ -156,7 +156,7 @@ async def cycle(host: str, port: int, *, cycles: int, connections: int, **agent:
 
 
 async def fill(host: str, port: int, *, sessions: int, connections: int, **agent: Any) -> dict[str, Any]:
-    """Sessions of one turn each, left as they are."""
+    """Create sessions of one turn each and leave them idle."""
     connected = [Connection(host, port) for _ in range(connections)]
     numbers = iter(range(sessions))
 
@@ -184,7 +184,7 @@ def quantiles(taken: list[float]) -> dict[str, float]:
 TASKS = {"closed_loop": closed_loop, "steady": steady, "poll": poll, "cycle": cycle, "fill": fill}
 
 
-async def _answer(line: str) -> dict[str, Any]:
+async def _perform(line: str) -> dict[str, Any]:
     task = json.loads(line)
     return await TASKS[task.pop("task")](**task)
 
@@ -192,5 +192,5 @@ async def _answer(line: str) -> dict[str, Any]:
 if __name__ == "__main__":
     for line in sys.stdin:
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-            sys.stdout.write(json.dumps(runner.run(_answer(line))) + "\n")
+            sys.stdout.write(json.dumps(runner.run(_perform(line))) + "\n")
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a benchmark says: figures, the targets they are held against, the rounds behind them and the machine's load."""
+"""The result of a benchmark: figures, targets, number of rounds and the machine's load."""
 
 import os
 import statistics
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One line of the promise: `value` must be at most (or at least) `limit`."""
+    """`value` must be at most (or at least) `limit`."""
 
     name: str
     value: float

@@ -1,6 +1,6 @@
-"""An idle event loop in a process of its own: what the machine itself does to any loop while a benchmark runs.
+"""An idle event loop in its own process: the lag that the machine causes in any loop while a benchmark runs.
 
-It samples as the measured loop does. Its process answers on stdout, and ends when its stdin does.
+It samples at the rate of the measured loop. The process reads commands from stdin, replies on stdout, and exits at EOF.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import LagSummary, LoopLag
 
 INTERVAL_S = 0.005
-"""200 Hz: of both loops that are compared"""
-WINDOW_S = 3600.0  # longer than any measurement: a summary covers all of one
+"""200 Hz, the same for both loops that are compared"""
+WINDOW_S = 3600.0  # longer than any measurement, so that a summary covers all of it
 BEGIN, END = "begin", "end"
 
 
@@ -23,15 +23,15 @@ class Canary:
     """`with Canary() as canary: canary.begin(); ...; lag = canary.end()`"""
 
     def __enter__(self) -> Self:
-        # In a process group of its own: Ctrl-C is for the benchmark, whose end then ends it.
+        # In its own process group: Ctrl-C reaches the benchmark only, and the canary exits when its stdin closes.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.canary"],
+            [sys.executable, "-m", "bench.harness.canary"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             process_group=0,
         )
-        self._ask(END)  # it answers: it has started
+        self._send(END)  # returns when the process has started
         self.pid = self._process.pid
         return self
 
@@ -41,28 +41,28 @@ class Canary:
         self._process.communicate()
 
     def begin(self) -> None:
-        self._ask(BEGIN)
+        self._send(BEGIN)
 
     def end(self) -> LagSummary:
         """The lag since `begin`."""
-        return LagSummary.from_dict(json.loads(self._ask(END)))
+        return LagSummary.from_dict(json.loads(self._send(END)))
 
-    def _ask(self, question: str) -> str:
+    def _send(self, command: str) -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{question}\n")
+        self._process.stdin.write(f"{command}\n")
         self._process.stdin.flush()
         return self._process.stdout.readline()
 
 
-async def _answer_until_eof() -> None:
+async def _serve_commands() -> None:
     loop = asyncio.get_running_loop()
-    questions = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(questions), sys.stdin)
+    commands = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
     lag = LoopLag(process="canary", interval_s=INTERVAL_S, window_s=WINDOW_S)
     sampling: asyncio.Task[None] | None = None
-    async for question in questions:
-        if question.decode().strip() == BEGIN:
+    async for command in commands:
+        if command.decode().strip() == BEGIN:
             lag = LoopLag(process="canary", interval_s=INTERVAL_S, window_s=WINDOW_S)
             sampling = asyncio.create_task(lag.run())
         elif sampling is not None:
@@ -73,4 +73,4 @@ async def _answer_until_eof() -> None:
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-        runner.run(_answer_until_eof())
+        runner.run(_serve_commands())

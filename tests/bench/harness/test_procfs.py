@@ -1,7 +1,7 @@
 import subprocess
 import sys
 
-from bench.cpu import cpu_s
+from bench.harness.procfs import cpu_s
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
 CHILD_BURNS = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BURN.format(seconds=0.3)!r}])\n"

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from support.waiting import wait_until
 
-from bench.canary import Canary
-from bench.processes import Process
+from bench.harness.canary import Canary
+from bench.harness.processes import Process
 from penstock.errors import RunError
 
 
@@ -16,7 +16,7 @@ def python(tmp_path: Path, code: str) -> Process:
 
 def test_waiting_ends_with_what_was_waited_for(tmp_path: Path) -> None:
     process = python(tmp_path, "import os, time; print(os.environ['WORD'], flush=True); time.sleep(60)")
-    process.wait_until(lambda: "hello" in process.last_words, what="a word", timeout_s=20)
+    process.wait_until(lambda: "hello" in process.output_tail, what="a word", timeout_s=20)
     process.kill()
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
@@ -39,7 +39,7 @@ def test_a_process_that_ends_too_early_is_quoted(tmp_path: Path) -> None:
 def test_killing_takes_the_children_along(tmp_path: Path) -> None:
     code = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     process = python(tmp_path, code)
-    child = int(process.wait_until(lambda: process.last_words.strip(), what="its child's id", timeout_s=20))
+    child = int(process.wait_until(lambda: process.output_tail.strip(), what="its child's id", timeout_s=20))
     process.kill()
     wait_until(lambda: not cmdline(child))
 

@@ -1,4 +1,4 @@
-"""A whole Penstock on this machine: an embedded Redis and real processes, started with the commands that users type."""
+"""A complete Penstock on this machine: an embedded Redis and real processes, started with the commands of users."""
 
 import json
 import re
@@ -13,12 +13,12 @@ from typing import Any
 import redis
 from celery import Celery
 
-from bench.cpu import cpu_s
-from bench.processes import Process
+from bench.harness.processes import Process
+from bench.harness.procfs import cpu_s
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from tasks.celery_app import CONTENT_TYPE
 
-START_S = 60.0  # a worker imports for 2 s; on a machine that others use, for longer
+START_S = 60.0  # imports of a worker take 2 s, longer on a busy machine
 PING_S = 0.5
 ENGINE_READY = re.compile(r"action=engine_ready url=(http://\S+)")
 
@@ -31,13 +31,13 @@ class Run:
     directory: Path
 
     def status(self) -> dict[str, Any]:
-        """As `penstock status` shows it; empty before the first."""
+        """The orchestrator's last status.json; empty before the first."""
         path = self.directory / "status.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
 
 class Cluster:
-    """Settings are those of RunConfig, as the variables PENSTOCK_* have them: `rollouts__group_size=8`."""
+    """Settings are keys of RunConfig as in PENSTOCK_* variables: `rollouts__group_size=8`."""
 
     def __init__(self, directory: Path, server: EmbeddedRedis, settings: Mapping[str, object]) -> None:
         self.directory = directory
@@ -45,15 +45,15 @@ class Cluster:
         self.redis = redis.Redis.from_url(server.url)
         self._server = server
         self.store = f"file://{directory / 'store'}"
-        # Unless it says otherwise, a benchmark waits for no trainer.
-        own = {"redis_url": server.url, "store": self.store, "trainer__max_steps_ahead": "unlimited"}
-        self._settings: dict[str, object] = {**own, **settings}
+        # By default a benchmark does not wait for a trainer.
+        defaults = {"redis_url": server.url, "store": self.store, "trainer__max_steps_ahead": "unlimited"}
+        self._settings: dict[str, object] = {**defaults, **settings}
         self._processes: list[tuple[str, Process]] = []
         self._starting: list[tuple[Process, str, str]] = []
         self._started = 0
 
     def configure(self, text: str) -> None:
-        """A configuration file for the processes that are started from now on; settings go before it."""
+        """Write a configuration file for processes started from now on; settings override it."""
         path = self.directory / "run.toml"
         path.write_text(text)
         self._settings["config"] = path
@@ -70,11 +70,13 @@ class Cluster:
         self._processes = [(kind, other) for kind, other in self._processes if other is not process]
 
     def engine(self, *options: str) -> str:
-        """The URL of an engine that listens."""
+        """Start an engine. Returns its URL when it listens."""
         process = self.start("engine", "penstock", "engine", "--port", "0", *options)
-        found = process.wait_until(lambda: ENGINE_READY.search(process.output), what="it listens", timeout_s=START_S)
-        assert found is not None
-        return found[1]
+        match = process.wait_until(
+            lambda: ENGINE_READY.search(process.output), what="it is listening", timeout_s=START_S
+        )
+        assert match is not None
+        return match[1]
 
     def rollout_worker(self, *, concurrency: int, **settings: object) -> Process:
         options = ["-Q", "rollouts", "-c", str(concurrency)]
@@ -85,7 +87,7 @@ class Cluster:
         return self.worker("compute worker", "workers.compute", options)
 
     def worker(self, kind: str, app: str, options: list[str], broker_url: str = "", /, **settings: object) -> Process:
-        """A Celery worker that has begun to start: see `wait_ready`."""
+        """Start a Celery worker without waiting for it: see `wait_ready`."""
         node = f"bench{self._started}@localhost"
         broker = ["-b", broker_url] if broker_url else []
         process = self.start(kind, "celery", "-A", app, *broker, "worker", "-n", node, *options, **settings)
@@ -93,26 +95,26 @@ class Cluster:
         return process
 
     def wait_ready(self) -> None:
-        """Until every worker answers; started together, they take little longer than one."""
+        """Wait until every started worker replies to a ping."""
         for process, node, broker_url in self._starting:
-            asking = Celery(broker=broker_url, accept_content=["json", CONTENT_TYPE]).control
+            control = Celery(broker=broker_url, accept_content=["json", CONTENT_TYPE]).control
             process.wait_until(
-                lambda asking=asking, node=node: asking.ping(destination=[node], timeout=PING_S),
-                what="it answered",
+                lambda control=control, node=node: control.ping(destination=[node], timeout=PING_S),
+                what="it replied to a ping",
                 timeout_s=START_S,
             )
         self._starting.clear()
 
     def orchestrator(self, **settings: object) -> Run:
-        """An orchestrator on a run directory of its own, when it begins to plan: its start-up is over.
+        """Start an orchestrator on a new run directory. Returns when it begins to plan.
 
-        The last run must have ended: a store holds one run, so that run's files go.
+        The previous run must have ended: its files are deleted, since a store holds one run.
         """
         shutil.rmtree(self.directory / "store", ignore_errors=True)
         directory = self.directory / f"run{self._started}"
         process = self.start("orchestrator", "penstock", "run", run_dir=directory, **settings)
         run = Run(process=process, directory=directory)
-        process.wait_until(run.status, what="the orchestrator begins", timeout_s=START_S)
+        process.wait_until(run.status, what="it begins to plan", timeout_s=START_S)
         return run
 
     def stop(self) -> None:
@@ -121,7 +123,7 @@ class Cluster:
         self.redis.close()
 
     def cpu_s(self) -> dict[str, float]:
-        """So far, by kind of process."""
+        """CPU time so far, by kind of process."""
         spent = {"redis": cpu_s(self._server.pid)}
         for kind, process in self._processes:
             spent[kind] = spent.get(kind, 0.0) + cpu_s(process.pid)
@@ -129,7 +131,7 @@ class Cluster:
 
 
 @contextmanager
-def cluster(**settings: object) -> Iterator[Cluster]:
+def start_cluster(**settings: object) -> Iterator[Cluster]:
     with (
         tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory,
         EmbeddedRedis(Path(directory, "redis")) as server,

@@ -1,6 +1,6 @@
-"""Celery as it comes, with a task that does nothing: what one message costs before Penstock adds anything.
+"""Baseline of `bench control`: an unmodified Celery worker with a no-op task.
 
-Prefork, late acknowledgement (so that a killed worker loses nothing, if much later), no results, events on.
+Prefork pool, late acknowledgement (as in Penstock, no message of a killed worker is lost), no results, events on.
 """
 
 import time
@@ -8,7 +8,7 @@ import time
 from celery import Celery
 from redis import Redis
 
-from bench.processes import POLL_S
+from bench.harness.processes import POLL_S
 from penstock.errors import RunError
 
 app = Celery("stock")
@@ -16,7 +16,7 @@ app.conf.update(task_ignore_result=True, task_acks_late=True, worker_send_task_e
 
 NOOP = "noop"
 QUEUE, STAGED, UNACKED = "celery", "staged", "unacked"
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 
 @app.task(name=NOOP)
@@ -30,13 +30,13 @@ def stage(broker_url: str, messages: int) -> None:
             app.send_task(NOOP, producer=producer, queue=STAGED)
 
 
-def work_off(broker_url: str) -> float:
-    """Give the worker all that was staged at once; the seconds until the last message is acknowledged."""
+def process_staged(broker_url: str) -> float:
+    """Hand all staged messages to the worker at once. Returns the seconds until the last is acknowledged."""
     with Redis.from_url(broker_url) as client:
         client.rename(STAGED, QUEUE)
         started = time.monotonic()
         while client.llen(QUEUE) or client.hlen(UNACKED):
-            if time.monotonic() - started > PATIENCE_S:
-                raise RunError(f"the stock worker has {client.llen(QUEUE)} messages left after {PATIENCE_S:g} s")
+            if time.monotonic() - started > TIMEOUT_S:
+                raise RunError(f"the stock worker has {client.llen(QUEUE)} messages left after {TIMEOUT_S:g} s")
             time.sleep(POLL_S)
         return time.monotonic() - started

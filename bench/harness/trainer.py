@@ -1,4 +1,7 @@
-"""`python -m bench.trainer RUN_DIR STORE_URL`: reads every step's columns, acknowledges it and checkpoints at once."""
+"""`python -m bench.harness.trainer RUN_DIR STORE_URL`: a trainer that keeps no step waiting.
+
+Reads the columns of every step, acknowledges it and reports a checkpoint.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The processes of a benchmark or a demo: each a process group of its own, its output in a file. None outlives it."""
+"""Processes of a benchmark or a demo: each in its own process group, its output in a file. None outlives its parent."""
 
 import os
 import signal
@@ -14,13 +14,13 @@ from penstock.runtime.embedded_redis import LAUNCHER
 
 T = TypeVar("T")
 BIN = Path(sys.executable).parent
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 POLL_S = 0.02
-LAST_WORDS = 2000  # characters of a log
+TAIL_CHARACTERS = 2000
 
 
 class Process:
-    """Started from the main thread, with whose end the kernel kills it."""
+    """Must be started from the main thread: the kernel kills the process when the thread that started it ends."""
 
     def __init__(self, name: str, command: list[str], *, directory: Path, variables: dict[str, str]) -> None:
         self.name = name
@@ -37,7 +37,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                process_group=0,  # not a session: the kernel shares the cores between sessions before it looks at loads
+                process_group=0,  # not a new session: the kernel first divides the cores between sessions
             )
         self.pid = self._popen.pid
 
@@ -47,7 +47,7 @@ class Process:
 
     @property
     def exit_code(self) -> int | None:
-        """Negative: the signal. Looks without waiting for it, so that its CPU time can still be read."""
+        """Negative for a signal. Does not reap the process, so that its CPU time can still be read."""
         if self._popen.returncode is not None:
             return self._popen.returncode
         found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -60,27 +60,29 @@ class Process:
         return self.log.read_text(errors="replace")
 
     @property
-    def last_words(self) -> str:
-        return self.output[-LAST_WORDS:]
+    def output_tail(self) -> str:
+        return self.output[-TAIL_CHARACTERS:]
 
     def wait_until(self, done: Callable[[], T], *, what: str, timeout_s: float) -> T:
-        """The first true value of `done`, which this process is to bring about."""
+        """Poll `done` until it returns a true value, and return that. Raise `RunError` if the process ends first."""
         deadline = time.monotonic() + timeout_s
         while not (value := done()):
             if self.ended and not (value := done()):
-                raise RunError(f"{self.name} ended before {what}. Its last words:\n{self.last_words}")
+                raise RunError(f"{self.name} ended before {what}. The end of its log:\n{self.output_tail}")
             if time.monotonic() > deadline:
-                raise RunError(f"waited {timeout_s:g} s for {what}. The last words of {self.name}:\n{self.last_words}")
+                raise RunError(
+                    f"waited {timeout_s:g} s until {what}. The end of the log of {self.name}:\n{self.output_tail}"
+                )
             time.sleep(POLL_S)
         return value
 
     def terminate(self) -> None:
-        """SIGTERM, to itself alone: it is to end what it started."""
+        """Send SIGTERM to the process only: it ends its own children."""
         if self._popen.returncode is None:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL, with everything that it started."""
+        """Send SIGKILL to the process and everything it started, and reap it."""
         if self._popen.returncode is None:
             os.killpg(self.pid, signal.SIGKILL)
             self._popen.wait()

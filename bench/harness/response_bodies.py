@@ -1,4 +1,4 @@
-"""Response bodies as a real engine prints them: vLLM's chat completion, its fields in their order, without spaces."""
+"""Response bodies as vLLM serializes a chat completion: same fields, same order, no spaces."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,18 +33,18 @@ PIECES = [
     " we",
     " not",
 ]
-"""Tokens of ordinary text and code have some four characters."""
+"""text of tokens; about four characters each, as in ordinary text and code"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """One agent's conversation: each turn's prompt is all that was before, and a tail."""
+    """One agent's conversation: each turn's prompt is everything before it plus new tokens."""
 
     turns: int
     tokens: int
-    """At the end; every turn adds as many."""
+    """after the last turn; every turn adds the same number"""
     sampled: float
-    """Share of a turn's new tokens that the policy made; the others are what tools and users said."""
+    """share of a turn's new tokens that the policy sampled; the others are tool results and user messages"""
     layers: int = 48
     topk: int = 8
     seed: int = 0
@@ -60,13 +60,13 @@ class Rollout:
         return np.random.default_rng(self.seed).integers(1, 128, shape, dtype=np.uint8)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Of each turn: tokens of the prompt, tokens of prompt and completion."""
+        """For each turn: tokens of the prompt, tokens of prompt and completion."""
         for turn in range(self.turns):
             before, after = turn * self.tokens // self.turns, (turn + 1) * self.tokens // self.turns
             yield after - round((after - before) * self.sampled), after
 
     def bodies(self) -> Iterator[bytes]:
-        """One at a time: all of them together can be a gigabyte."""
+        """One at a time: together they can be a gigabyte."""
         ids, logprobs = self.ids(), self.logprobs()
         rows = self.rows()
         for prompt, total in self.spans():
@@ -90,8 +90,8 @@ def chat_body(
     choice |= {"stop_reason": None, "token_ids": completion, "routed_experts": {"data": "", "shape": rows.shape}}
     usage = {"prompt_tokens": len(prompt), "total_tokens": len(prompt) + len(completion)}
     usage |= {"completion_tokens": len(completion), "prompt_tokens_details": None}
-    reply = {"id": "chatcmpl-0f3f2c6e5d7b4a1c9e8d7c6b5a493827", "object": "chat.completion", "created": 1762300000}
-    reply |= {"model": "policy", "choices": [choice], "service_tier": None, "system_fingerprint": None}
-    reply |= {"usage": usage, "prompt_logprobs": None, "prompt_token_ids": prompt, "kv_transfer_params": None}
-    before, behind = orjson.dumps(reply, option=orjson.OPT_SERIALIZE_NUMPY).split(b'"data":"', 1)
+    response = {"id": "chatcmpl-0f3f2c6e5d7b4a1c9e8d7c6b5a493827", "object": "chat.completion", "created": 1762300000}
+    response |= {"model": "policy", "choices": [choice], "service_tier": None, "system_fingerprint": None}
+    response |= {"usage": usage, "prompt_logprobs": None, "prompt_token_ids": prompt, "kv_transfer_params": None}
+    before, behind = orjson.dumps(response, option=orjson.OPT_SERIALIZE_NUMPY).split(b'"data":"', 1)
     return b"".join([before, b'"data":"', pybase64.b64encode(rows.data), behind])

@@ -1,8 +1,8 @@
-"""How much CPU time each step of a loop takes, and each stop for the garbage collector.
+"""CPU time of every step of an event loop, and of every garbage collection in its thread.
 
-A step is one callback, or a task's way from one await to the next: nobody else has the loop meanwhile. uvloop does not
-show its steps; asyncio's own loop does, and runs the same code of ours. What counts is the CPU time of the loop's
-thread: waiting for a core is the machine's.
+A step is one callback, or a task's execution from one await to the next: nothing else runs on the loop meanwhile.
+uvloop does not expose its steps, so the process runs on asyncio's own loop. CPU time of the loop's thread is counted,
+without the time it waited for a core.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ from penstock.runtime import event_loop
 FILE = "steps.json"
 LONG_S = 0.001
 FIRST = "Job.start"
-"""the callback that begins the first job: what comes before is start-up"""
+"""the callback that starts the first job; steps before it are start-up and not counted"""
 
 
-class Steps:
+class StepTimer:
     def __init__(self) -> None:
         self.cpu_s = array("d")
-        """each step's, without the collector's"""
+        """of each step, garbage collection excluded"""
         self.collections_s = array("d")
         self._collected_s = self._collecting_since = 0.0
         self._long = Counter[str]()
         self._begun = False
 
-    def watch(self) -> None:
-        """Every loop that is made from now on; when the process ends, FILE in its directory says what was seen."""
+    def install(self) -> None:
+        """Time every loop created from now on, and write FILE to the working directory when the process exits."""
         run = asyncio.Handle._run  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
 
         def timed(handle: Any) -> None:
@@ -57,7 +57,7 @@ class Steps:
             self._long[name] += 1
 
     def _collector(self, phase: str, _: dict[str, int]) -> None:
-        if threading.current_thread() is threading.main_thread():  # Celery's: the loop runs in another
+        if threading.current_thread() is threading.main_thread():  # Celery runs in the main thread, the loop in another
             return
         if phase == "start":
             self._collecting_since = time.thread_time()
@@ -68,12 +68,12 @@ class Steps:
             self.collections_s.append(spent_s)
 
     def _write(self) -> None:
-        seen = {"cpu_s": list(self.cpu_s), "collections_s": list(self.collections_s), "long": dict(self._long)}
-        Path(FILE).write_text(json.dumps(seen))
+        timings = {"cpu_s": list(self.cpu_s), "collections_s": list(self.collections_s), "long": dict(self._long)}
+        Path(FILE).write_text(json.dumps(timings))
 
 
 def _name(callback: Any) -> str:
-    """Of what runs: a task by its coroutine and where in it the step begins."""
+    """Name of a callback; for a task, its coroutine and the innermost coroutine in which the step begins."""
     task = getattr(callback, "__self__", None)
     if not isinstance(task, asyncio.Task):
         return getattr(callback, "__qualname__", type(callback).__name__)

@@ -1,4 +1,4 @@
-from bench.canary import Canary
+from bench.harness.canary import Canary
 
 
 def test_each_measurement_starts_anew() -> None:

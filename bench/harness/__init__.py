@@ -1,0 +1,1 @@
+"""Processes, readings and loads that the benchmarks share."""
