@@ -7,6 +7,7 @@ from collections.abc import Callable
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord, GroupRecord, RolloutRecord
 from orchestrator.quotas import quotas, weight
+from orchestrator.staleness import Staleness
 from orchestrator.trainer import Trainer
 from penstock.batches import EncodedRank
 from penstock.config import RunConfig
@@ -21,6 +22,7 @@ class Composer:
         self._config = config
         self._ledger = ledger
         self._trainer = trainer
+        self._staleness = Staleness(config, ledger)
         self._judged: tuple[int, set[str]] = (0, set())
         """a policy version, and the admitted groups whose rollouts were held against it"""
 
@@ -58,7 +60,7 @@ class Composer:
 
     def still_fresh(self, batch: BatchRecord) -> bool:
         """Judged once more at sealing: time in queues counts. A step with something stale in it is formed again."""
-        if not any(self._is_stale(rollout) for rollout in batch.rollouts()):
+        if not any(self._staleness.drops_rollout(rollout) for rollout in batch.rollouts()):
             return True
         logger.warning("action=step_formed_again step=%d a rollout became stale while it was encoded", batch.step)
         self._ledger.dissolve(batch)
@@ -89,12 +91,6 @@ class Composer:
         for group in groups:
             self._drop_from(group, "blob_corrupt", lambda rollout: rollout.id in unreadable)
 
-    def _is_stale(self, rollout: RolloutRecord) -> bool:
-        if rollout.result is None:
-            return False
-        version_first, now = rollout.result.version_first, self._ledger.number("policy_version")
-        return self._config.filters.stale.drops(version_first=version_first, version_now=now)
-
     def _drop_stale(self) -> None:
         """This is looked at on every wake-up: what was fresh stays so until there is a new version."""
         version, judged = self._ledger.number("policy_version"), self._judged[1]
@@ -103,7 +99,7 @@ class Composer:
         admitted = [group for group in self._ledger.groups.values() if group.state is GroupState.ADMITTED]
         for group in admitted:
             if group.id not in judged:
-                self._drop_from(group, "stale", self._is_stale)
+                self._drop_from(group, "stale", self._staleness.drops_rollout)
         self._judged = version, {group.id for group in admitted}
 
     def _drop_from(self, group: GroupRecord, reason: str, unfit: Callable[[RolloutRecord], bool]) -> None:

@@ -15,6 +15,7 @@ from orchestrator.broker import Broker
 from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import JobRecord
+from orchestrator.staleness import Staleness
 from penstock import redis_keys
 from penstock.config import RunConfig
 from penstock.ids import LeaseId
@@ -68,6 +69,7 @@ class Reconciler:
         self._run = run
         self._ledger = ledger
         self._broker = broker
+        self._staleness = Staleness(config, ledger)
         self._stages = stages
         self.poll_s = min(POLL_MOST_S, config.recovery.lease_s / POLLS_A_LEASE)
         self._beats: dict[str, Beat] = {}
@@ -150,7 +152,7 @@ class Reconciler:
             self._running(job)
             if watch.version is None:
                 watch.version = self._ledger.number("policy_version")
-            if job.kind is JobKind.ROLLOUT and self._is_stale(watch.version):
+            if job.kind is JobKind.ROLLOUT and self._staleness.drops(watch.version):
                 self._stages.outdated(job)
             elif watch.running_s > self._timeout_s(job) + GRACE_S + self._config.recovery.lease_s:
                 findings.revoke.append(job.task_id(self._run))
@@ -163,11 +165,6 @@ class Reconciler:
             watch.missing_s += passed_s
             if watch.missing_s > self._config.recovery.lease_s:
                 self._stages.lost(job, "neither queued, nor running, nor answered")
-
-    def _is_stale(self, version: int) -> bool:
-        return self._config.filters.stale.drops(
-            version_first=version, version_now=self._ledger.number("policy_version")
-        )
 
     def _timeout_s(self, job: JobRecord) -> float:
         if job.kind is JobKind.ROLLOUT:

@@ -18,6 +18,7 @@ from penstock.filters.rules import (
     ZeroVariance,
     rewards_are_equal,
 )
+from penstock.filters.staleness import is_stale
 from penstock.filters.verdicts import Counts, Match, Mode, Verdict, count
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "ZeroVariance",
     "count",
     "group_filters",
+    "is_stale",
     "judge",
     "judge_group",
     "rewards_are_equal",

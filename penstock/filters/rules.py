@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, StageError
+from penstock.filters.staleness import is_stale
 from penstock.filters.verdicts import Mode
 
 EQUAL_REWARDS = 1e-9
@@ -134,18 +135,14 @@ class Stale:
         if self.max_off_policy_steps < 0:
             raise ConfigError(f"filters.stale.max_off_policy_steps is {self.max_off_policy_steps}: give 0 or more")
 
-    def exceeded(self, *, version_first: int, version_now: int) -> bool:
-        """The rule by itself, for rollouts in flight, in a queue and at sealing."""
-        return version_first >= 0 and version_now - version_first > self.max_off_policy_steps
-
-    def drops(self, *, version_first: int, version_now: int) -> bool:
-        return self.mode is Mode.DROP and self.exceeded(version_first=version_first, version_now=version_now)
-
     def find(self, rollout: RolloutTokens) -> int | None:
         """The first sampled token, whose version is the one that counts."""
-        if not self.exceeded(version_first=rollout.version_first, version_now=rollout.version_now):
-            return None
-        return first_true(rollout.loss_mask) or 0
+        stale = is_stale(
+            version_first=rollout.version_first,
+            version_now=rollout.version_now,
+            max_off_policy_steps=self.max_off_policy_steps,
+        )
+        return first_true(rollout.loss_mask) or 0 if stale else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from penstock.filters import (
     ZeroVariance,
     count,
     group_filters,
+    is_stale,
     judge,
     judge_group,
     rollout_filters,
@@ -187,8 +188,8 @@ def test_staleness_is_seen_at_the_first_sampled_token_and_can_be_asked_of_versio
     old = rollout([0.0, -1.0], loss_mask=[0, 1], versions=(3, 12))
     assert tokens_found(old, FilterSettings()) == {"stale": 1}
     assert tokens_found(rollout([-1.0], versions=(3, 11)), FilterSettings()) == {}
-    assert Stale().exceeded(version_first=3, version_now=12)
-    assert not Stale().exceeded(version_first=-1, version_now=12)
+    assert is_stale(version_first=3, version_now=12, max_off_policy_steps=8)
+    assert not is_stale(version_first=-1, version_now=12, max_off_policy_steps=8)
 
 
 @pytest.mark.parametrize("tokens", [NOTHING, EMPTY_COMPLETION], ids=["zero samples", "empty completion"])

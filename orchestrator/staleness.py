@@ -1,0 +1,23 @@
+"""Applies the rule of `filters.stale` to the ledger's records, against the newest policy version."""
+
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import RolloutRecord
+from penstock.config import RunConfig
+from penstock.filters import Mode, is_stale
+
+
+class Staleness:
+    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+        self._rule = config.filters.stale
+        self._ledger = ledger
+
+    def drops(self, version_first: int) -> bool:
+        """Whether a rollout whose first token is of `version_first` is dropped now. Only mode "drop" drops."""
+        return self._rule.mode is Mode.DROP and is_stale(
+            version_first=version_first,
+            version_now=self._ledger.number("policy_version"),
+            max_off_policy_steps=self._rule.max_off_policy_steps,
+        )
+
+    def drops_rollout(self, rollout: RolloutRecord) -> bool:
+        return rollout.result is not None and self.drops(rollout.result.version_first)
