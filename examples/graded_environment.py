@@ -1,10 +1,10 @@
-"""An environment that runs what the policy wrote: a program that hangs, crashes or eats memory costs its rollout only.
+"""An environment that runs the code the policy wrote. If it hangs, crashes or exhausts memory, only its rollout fails.
 
     [environments.code]
     use = "graded_environment:Code"     # with examples/ on the worker's PYTHONPATH
 
-`judge` runs in a grader's process, which is killed with all that it started when the time is over. That is a limit and
-not a sandbox: the program has this user's rights.
+`judge` runs in a grader process, which is killed with its children at the time limit. This is not a sandbox: the code
+runs with this user's permissions.
 """
 
 import re
@@ -22,7 +22,7 @@ BLOCK = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 class Task:
     text: str
     tests: dict[str, str]
-    """arguments, and what the function must return"""
+    """argument -> expected result"""
 
 
 class Code:
@@ -32,16 +32,16 @@ class Code:
     )
 
     async def rollout(self, example: Task, policy: Policy) -> float:
-        reply = await policy.chat([{"role": "user", "content": PROMPT.format(task=example.text)}])
-        blocks = BLOCK.findall(reply.content)
+        completion = await policy.chat([{"role": "user", "content": PROMPT.format(task=example.text)}])
+        blocks = BLOCK.findall(completion.content)
         return await graded(judge, blocks[-1], example.tests, timeout_s=5) if blocks else 0.0
 
 
 def judge(program: str, tests: dict[str, str]) -> float:
-    """The share of tests that pass. The program never sees what is expected, and only its output counts."""
+    """The fraction of tests that pass. Only the output counts; the program never sees the expected results."""
     passed = 0
     for argument, expected in tests.items():
         command = [sys.executable, "-I", "-c", f"{program}\nprint(f({argument}))"]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        passed += ended.returncode == 0 and ended.stdout.strip() == expected
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        passed += result.returncode == 0 and result.stdout.strip() == expected
     return passed / len(tests)

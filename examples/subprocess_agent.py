@@ -1,10 +1,10 @@
-"""An environment whose agent is any program that speaks to an OpenAI-compatible URL: here a shell script, with curl.
+"""An environment whose agent is a program that calls an OpenAI-compatible URL: here a shell script with curl.
 
     [environments.shell]
     use = "subprocess_agent:Shell"     # with examples/ on the worker's PYTHONPATH
 
-The program finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment. However the rollout ends, the program and
-everything that it started is killed.
+The program has OPENAI_BASE_URL and OPENAI_API_KEY in its environment. When the rollout ends, the program and its
+children are killed.
 """
 
 import json
@@ -23,7 +23,7 @@ class Shell:
 
     async def rollout(self, example: str, policy: AgentPolicy) -> float:
         question = f"Which command does this: {example}?"
-        asked = {"model": policy.model, "messages": [{"role": "user", "content": question}]}
-        ended = await run_program(["/bin/sh", "-c", SCRIPT, "sh", json.dumps(asked)], policy)
-        said = json.loads(ended.output)["choices"][0]["message"]["content"] if ended.exit_code == 0 else ""
-        return min(len(said), 1_000) / 1_000
+        request = {"model": policy.model, "messages": [{"role": "user", "content": question}]}
+        result = await run_program(["/bin/sh", "-c", SCRIPT, "sh", json.dumps(request)], policy)
+        answer = json.loads(result.output)["choices"][0]["message"]["content"] if result.exit_code == 0 else ""
+        return min(len(answer), 1_000) / 1_000

@@ -1,9 +1,9 @@
-"""An environment with tools: the policy looks things up, several at once if it likes, then answers.
+"""An environment with tools: the policy looks up facts, several in one turn if it wants, then answers.
 
     [environments.atlas]
     use = "tool_environment:Atlas"     # with examples/ on the worker's PYTHONPATH
 
-What the policy calls wrongly is told to it; a tool that takes too long is an answer like any other.
+Invalid calls and timeouts are returned to the policy as error messages.
 """
 
 import itertools
@@ -30,12 +30,12 @@ class Atlas:
         one, other = example
         question = f"Where do more people live, in {one} or in {other}? Look it up, then name the country."
         messages: list[Message] = [{"role": "user", "content": question}]
-        tools, said = Tools(population), ""
+        tools, answer = Tools(population), ""
         for _ in range(TURNS):
-            reply = await policy.chat(messages, tools=tools.schemas)
-            if not reply.tool_calls:
-                said = reply.content.strip(" .")
+            completion = await policy.chat(messages, tools=tools.schemas)
+            if not completion.tool_calls:
+                answer = completion.content.strip(" .")
                 break
-            messages += [reply.message, *await tools.answer(reply)]
-        right = max(example, key=lambda country: POPULATIONS[country])
-        return Score(reward=float(said == right), metrics={"calls": tools.calls, "wrong_calls": tools.errors})
+            messages += [completion.message, *await tools.answer(completion)]
+        correct = max(example, key=lambda country: POPULATIONS[country])
+        return Score(reward=float(answer == correct), metrics={"calls": tools.calls, "wrong_calls": tools.errors})

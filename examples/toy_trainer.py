@@ -1,8 +1,8 @@
-"""A trainer without a model: all that yours has to do to train from the batches of a run.
+"""A trainer without a model: the calls that a trainer makes to train on the batches of a run.
 
     python examples/toy_trainer.py RUN_DIR [--resume-step STEP] [--checkpoint-every STEPS]
 
-Needs numpy, safetensors and xxhash, and the files of the run: no Redis, no Celery.
+Needs numpy, safetensors, xxhash and the files of the run. Needs neither Redis nor Celery.
 """
 
 import argparse
@@ -14,51 +14,51 @@ from penstock.batches import Batch, BatchReader
 
 
 @dataclass(kw_only=True)
-class Trained:
-    """What this one does with a step in place of a forward and a backward pass."""
+class StepSums:
+    """Computed in place of a forward and a backward pass."""
 
     weight: float = 0.0
     weighted_advantage: float = 0.0
     routed_tokens: int = 0
-    """tokens whose experts are known"""
+    """tokens with routed experts"""
 
 
-def train(batch: Batch) -> Trained:
+def train(batch: Batch) -> StepSums:
     has_routes = any(rollout.experts for rollout in batch.plan.rollouts)
-    done = Trained()
+    sums = StepSums()
     for mb in batch.micro_batches():  # NumPy views; mb.torch() makes tensors
-        done.weight += float(mb.loss_weights.sum())
-        done.weighted_advantage += float(mb.loss_weights @ mb.advantages)
-        if has_routes:  # [tokens, layers, top-k], to be replayed in the forward pass; -1 where the engine sent none
+        sums.weight += float(mb.loss_weights.sum())
+        sums.weighted_advantage += float(mb.loss_weights @ mb.advantages)
+        if has_routes:  # [tokens, layers, top-k], to replay in the forward pass; -1 where the engine sent none
             routed = mb.routed_experts(missing=-1)
-            done.routed_tokens += int(np.count_nonzero(routed[:, 0, 0] >= 0))
-    return done
+            sums.routed_tokens += int(np.count_nonzero(routed[:, 0, 0] >= 0))
+    return sums
 
 
-def line(batch: Batch, done: Trained) -> str:
+def line(batch: Batch, sums: StepSums) -> str:
     totals = batch.totals
     return (
         f"step {batch.step}: {totals.rollouts:,} rollouts, {totals.tokens:,} tokens in {len(batch)} micro-batches, "
-        f"weight {done.weight:,.0f}, advantage {done.weighted_advantage / totals.denominator:+.4f}, "
-        f"{done.routed_tokens:,} routed"
+        f"weight {sums.weight:,.0f}, advantage {sums.weighted_advantage / totals.denominator:+.4f}, "
+        f"{sums.routed_tokens:,} routed"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train on the batches of a run, without a model.")
     parser.add_argument("run_dir")
-    parser.add_argument("--resume-step", type=int, help="the last step before the checkpoint that you come from")
+    parser.add_argument("--resume-step", type=int, help="the last step that the loaded checkpoint includes")
     parser.add_argument("--checkpoint-every", type=int, default=2, metavar="STEPS", help="0: never")
     options = parser.parse_args()
 
     reader = BatchReader(options.run_dir, data_rank=0, data_ranks=1, resume_step=options.resume_step)
-    for batch in reader:  # waits for the next one; ends with the run
+    for batch in reader:  # waits for the next batch; ends with the run
         print(line(batch, train(batch)), flush=True)
         reader.ack(batch.step)
-        # Here you would push the new weights to the engine; then rollouts are played with the next version.
+        # A real trainer pushes the new weights to the engine here, so that rollouts use the next version.
         reader.publish_policy(batch.step + 1)
         if options.checkpoint_every and (batch.step + 1) % options.checkpoint_every == 0:
-            reader.checkpointed(batch.step)  # once the checkpoint is safe: the blobs up to this step may go
+            reader.checkpointed(batch.step)  # after the checkpoint is on disk: blobs up to this step may be deleted
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""A taskset and a harness of the package `verifiers`, as one would publish them: they know nothing of Penstock.
+"""A taskset and a harness for the package `verifiers`. They do not depend on Penstock.
 
     [environments.sums]
     use = "verifiers"                               # pip install 'penstock[verifiers]'
     options = { taskset = "verifiers_taskset" }     # with examples/ on the worker's PYTHONPATH
 
 `load` yields the examples, `@vf.reward` methods are the named rewards, `@vf.metric` methods the metrics. The harness
-plays: here in the process itself, since the package's own harnesses install a program at run time.
+runs in the process itself; the package's own harnesses install a program at run time.
 """
 
 import functools
@@ -57,7 +57,7 @@ class SumsTaskset(vf.Taskset[Sum, SumsConfig]):
 
 
 class SumsHarness(vf.Harness[vf.HarnessConfig]):
-    """Asks, and asks once more where no answer is stated."""
+    """Asks a second time if the first completion states no answer."""
 
     NEEDS_CONTAINER = False
     EXECUTES_CODE = False
@@ -89,10 +89,10 @@ class SumsHarness(vf.Harness[vf.HarnessConfig]):
 
 @functools.cache
 def http() -> httpx.AsyncClient:
-    """One for all episodes: making one takes 0.1 s, and a harness is made for every episode."""
-    return httpx.AsyncClient(timeout=None)  # noqa: S113  a rollout has a time-out of its own
+    """Shared by all episodes: creating a client takes 0.1 s, and every episode has its own harness."""
+    return httpx.AsyncClient(timeout=None)  # noqa: S113  the rollout has a timeout
 
 
 def stated(text: str) -> int | None:
-    found = re.findall(r"Answer: (-?\d+)", text)
-    return int(found[-1]) if found else None
+    answers = re.findall(r"Answer: (-?\d+)", text)
+    return int(answers[-1]) if answers else None

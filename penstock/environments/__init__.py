@@ -1,9 +1,17 @@
-"""Environments: what the policy is asked and how it is scored. The worker's own configuration says which there are."""
+"""Environments: prompts, tools and rewards. A worker loads the ones that its configuration names."""
 
+from penstock.environments.agent_program import ProgramResult, run_program
 from penstock.environments.grading import graded
 from penstock.environments.loading import LoadedEnvironment, load_environment, load_environments
-from penstock.environments.programs import Finished, run_program
-from penstock.environments.protocol import AgentPolicy, Completion, Environment, Message, Played, Policy, ToolCall
+from penstock.environments.protocol import (
+    AgentPolicy,
+    Completion,
+    Environment,
+    Message,
+    PlayedRollout,
+    Policy,
+    ToolCall,
+)
 from penstock.environments.scores import Score
 from penstock.environments.tools import Tool, Tools, tool
 
@@ -11,11 +19,11 @@ __all__ = [
     "AgentPolicy",
     "Completion",
     "Environment",
-    "Finished",
     "LoadedEnvironment",
     "Message",
-    "Played",
+    "PlayedRollout",
     "Policy",
+    "ProgramResult",
     "Score",
     "Tool",
     "ToolCall",

@@ -1,6 +1,6 @@
-"""What an environment is: examples, and a rollout that talks to a policy and returns a score. Pure words, no I/O.
+"""The interface of environments: `Environment`, the policies it is given, and the types they exchange. No I/O.
 
-`arithmetic.py` is the shortest example of one.
+`builtin/arithmetic.py` is the shortest implementation.
 """
 
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ class ToolCall:
     """the arguments as the policy wrote them"""
 
     def arguments(self) -> dict[str, Any]:
-        """PolicyFailure when they are not a JSON object: catch it to tell the policy, or let it end the rollout."""
+        """Raises PolicyFailure if they are not a JSON object: catch it to answer the policy, or it ends the rollout."""
         try:
             parsed = orjson.loads(self.text)
         except orjson.JSONDecodeError as error:
@@ -35,13 +35,13 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What the policy said in one turn."""
+    """The policy's completion of one turn."""
 
     message: Message
-    """to append to the messages of the next turn, as it is"""
+    """append it unchanged to the messages of the next turn"""
     finish_reason: str
     truncated: bool
-    """cut at `max_seq_len`: the conversation cannot go on"""
+    """cut off at `max_seq_len`: the conversation cannot continue"""
 
     @property
     def content(self) -> str:
@@ -56,7 +56,7 @@ class Completion:
 
 
 class Policy(Protocol):
-    """What an environment talks to; `penstock.playing` has the one that records."""
+    """What an environment chats with. `penstock.playing` has the implementation, which records every turn."""
 
     async def chat(
         self,
@@ -67,34 +67,35 @@ class Policy(Protocol):
         train: bool = True,
         **sampling: Any,
     ) -> Completion:
-        """One turn, one at a time. `train=False` keeps what is said out of the loss; a sampling field of None takes a
-        default away. PolicyFailure at the turn or context limit, InfrastructureFailure when the engine fails."""
+        """One turn; only one may be in flight. `train=False` keeps the completion out of the loss. Pass None to unset
+        a sampling default. Raises PolicyFailure at the turn or context limit, InfrastructureFailure if the engine
+        fails."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentPolicy:
-    """What an environment with `external_agent = True` gets: where its agent finds the model. One chat at a time."""
+    """What an environment with `external_agent = True` gets: the endpoint for its agent. One chat at a time."""
 
     base_url: str
-    """OpenAI-compatible, this rollout's alone; every chat through it is recorded"""
+    """OpenAI-compatible, valid for this rollout only; every chat through it is recorded"""
     api_key: str = field(repr=False)
     model: str = "policy"
-    """what the engine calls it, `engine.model`"""
+    """the engine's name for it, `engine.model`"""
 
     @property
     def variables(self) -> dict[str, str]:
-        """For the environment of a program that uses the `openai` package; the model's name is ours to hand over."""
+        """Environment variables that the `openai` package reads, and OPENAI_MODEL, which it does not."""
         return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Played:
-    """A finished rollout, as `score_group` sees it."""
+class PlayedRollout:
+    """A finished rollout, as passed to `score_group`."""
 
     score: Score
     error: str | None
-    """what the policy did wrong"""
+    """the policy's failure, such as a timeout"""
     turns: int
     completion_tokens: int
     conversations: Sequence[Sequence[Message]]
@@ -102,19 +103,19 @@ class Played:
 
     @property
     def last_answer(self) -> str:
-        """What the policy said last, in its last sample."""
-        said = [message.get("content") for message in self.conversations[-1] if message["role"] == "assistant"]
-        return (said[-1] if said else None) or ""
+        """The policy's last message in its last sample."""
+        answers = [message.get("content") for message in self.conversations[-1] if message["role"] == "assistant"]
+        return (answers[-1] if answers else None) or ""
 
 
 class Environment(Protocol):
     @property
     def examples(self) -> Iterable[Any]:
-        """With a length and an index, or anything else that can be listed once."""
+        """A sequence, or any iterable, which is read into a list once."""
         ...
 
     async def rollout(self, example: Any, policy: Any) -> AnyScore:
-        """`policy` is a Policy; an AgentPolicy where the class says `external_agent = True`."""
+        """`policy` is a Policy, or an AgentPolicy if the class sets `external_agent = True`."""
         ...
 
 
@@ -123,16 +124,16 @@ class ScoresGroups(Protocol):
     """An environment whose rewards depend on the whole group."""
 
     def score_group(
-        self, example: Any, rollouts: Sequence[Played]
+        self, example: Any, rollouts: Sequence[PlayedRollout]
     ) -> Sequence[AnyScore] | Awaitable[Sequence[AnyScore]]:
-        """One score a rollout, in their order; these replace those of `rollout`."""
+        """One score per rollout, in their order; they replace the scores of `rollout`."""
         ...
 
 
 @runtime_checkable
 class Closes(Protocol):
-    """An environment that holds something open: a process, a connection."""
+    """An environment that holds resources, such as a process or a connection."""
 
     async def close(self) -> None:
-        """Once, at the worker's end, after the last rollout."""
+        """Called once, when the worker shuts down, after the last rollout."""
         ...

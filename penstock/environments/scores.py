@@ -1,4 +1,4 @@
-"""What an environment thinks of a rollout, in whichever form it says so."""
+"""The score of a rollout: `Score`, the shorter forms that environments may return, and their validation."""
 
 import math
 from collections.abc import Mapping
@@ -12,32 +12,33 @@ from penstock.errors import StageError
 from penstock.messages import METRICS_LIMIT, NAME_CHARACTERS, REWARDS_LIMIT
 
 METRICS_OF_RECORDING = 9
-"""what a rollout's reply says besides those of the environment"""
+"""metrics that the worker adds to the environment's in a rollout's reply"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
     reward: float
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
-    """named parts of the reward, for estimators that treat them one by one"""
+    """named parts of the reward, for estimators that use them separately"""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict[str, NDArray[np.float32]])
-    """numbers of every token of every sample, one sample after the other: they reach the trainer untouched"""
+    """one value per token, the samples concatenated; passed to the trainer unchanged"""
 
 
 AnyScore = Score | float | Mapping[str, float]
-"""A mapping names rewards; the reward is their sum."""
+"""A mapping holds named rewards; the reward is their sum."""
 
 
-def checked_score(found: AnyScore) -> Score:
-    match found:
+def checked_score(returned: AnyScore) -> Score:
+    """What an environment returned, as a Score of finite floats. Raises StageError for anything else."""
+    match returned:
         case Score():
-            score = found
+            score = returned
         case Mapping():
-            rewards = _numbers("reward", found, REWARDS_LIMIT)
+            rewards = _numbers("reward", returned, REWARDS_LIMIT)
             return Score(reward=math.fsum(rewards.values()), rewards=rewards)
         case _:
-            score = Score(reward=found)
+            score = Score(reward=returned)
     return Score(
         reward=_number("the reward", score.reward),
         rewards=_numbers("reward", score.rewards, REWARDS_LIMIT),
@@ -46,20 +47,22 @@ def checked_score(found: AnyScore) -> Score:
     )
 
 
-def _numbers(kind: str, found: Mapping[Any, Any], limit: int) -> dict[str, float]:
-    if len(found) > limit:
-        raise StageError(f"a score has {len(found)} {kind}s: at most {limit} travel with a rollout")
-    for name in found:
+def _numbers(kind: str, values: Mapping[Any, Any], limit: int) -> dict[str, float]:
+    if len(values) > limit:
+        raise StageError(f"a score has {len(values)} {kind}s: the limit is {limit}")
+    for name in values:
         if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARACTERS:
-            raise StageError(f"{name!r} is no name of a {kind}: a text of 1 to {NAME_CHARACTERS} characters is")
-    return {name: _number(f"the {kind} {name}", value) for name, value in found.items()}
+            raise StageError(
+                f"{name!r} is not a valid name for a {kind}: use a string of 1 to {NAME_CHARACTERS} characters"
+            )
+    return {name: _number(f"the {kind} {name}", value) for name, value in values.items()}
 
 
 def _number(what: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise StageError(f"{what} is {value!r}: a score, a number or a mapping of named rewards is wanted") from None
+        raise StageError(f"{what} is {value!r}: return a Score, a number or a mapping of named rewards") from None
     if not math.isfinite(number):
         raise StageError(f"{what} is {number}: it must be finite")
     return number

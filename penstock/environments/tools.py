@@ -1,6 +1,6 @@
-"""Tools that a policy may call: functions with annotations, each with a time limit, all calls of a turn at once.
+"""Tools that a policy may call: annotated functions with a time limit each; the calls of one turn run concurrently.
 
-What the policy did wrong is told to it, so that it can do better; what Penstock's own errors say passes.
+Invalid calls and exceptions become `error: ...` messages to the policy; Penstock's own errors propagate.
 """
 
 import asyncio
@@ -24,13 +24,14 @@ from penstock.runtime.offload import in_io_thread
 logger = logging.getLogger("penstock.environments")
 
 TIMEOUT_S = 30.0
-# One answer may ask for thousands of calls; its neighbours want their threads and connections, too.
-AT_ONCE = 8
-NAME_CHARACTERS = 100
+# Concurrent calls per rollout: one completion may contain thousands, and rollouts share threads and connections.
+MAX_CONCURRENT_CALLS = 8
+# Of an unknown tool name, in the error message.
+MAX_NAME_CHARACTERS = 100
 
 
-class _Untitled(GenerateJsonSchema):
-    """A title repeats its field's name, in tokens of every prompt."""
+class _WithoutTitles(GenerateJsonSchema):
+    """Pydantic's titles repeat the field names and cost tokens in every prompt."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -38,12 +39,12 @@ class _Untitled(GenerateJsonSchema):
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """Made by `@tool`; of a method, `instance.method` is the tool of that instance."""
+    """Created by `@tool`. For a method, `instance.method` is the tool bound to that instance."""
 
     function: Callable[..., Any]
     arguments: TypeAdapter[dict[str, Any]]
     schema: Mapping[str, Any]
-    """as a request has it"""
+    """as in a chat request"""
     timeout_s: float
     is_method: bool
     is_async: bool
@@ -60,12 +61,13 @@ class Tool:
             return self
         return replace(self, function=functools.partial(self.function, instance), is_method=False)
 
-    async def answer(self, arguments: Mapping[str, Any]) -> str:
+    async def run(self, arguments: Mapping[str, Any]) -> str:
+        """The content of the tool message: a string as it is, anything else as JSON."""
         if self.is_async:
-            found = await self.function(**arguments)
+            result = await self.function(**arguments)
         else:
-            found = await in_io_thread(self.function, **arguments)
-        return found if isinstance(found, str) else to_json(found).decode()
+            result = await in_io_thread(self.function, **arguments)
+        return result if isinstance(result, str) else to_json(result).decode()
 
 
 @overload
@@ -73,17 +75,17 @@ def tool(function: Callable[..., Any], /) -> Tool: ...
 @overload
 def tool(*, timeout_s: float = TIMEOUT_S) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(function: Callable[..., Any] | None = None, /, *, timeout_s: float = TIMEOUT_S) -> Any:
-    """A function or method as a tool: its name, its docstring, and its annotations, by which arguments are checked.
+    """Make a tool of a function or method. Its name, docstring and annotations describe it; annotations validate calls.
 
-    A coroutine runs on the loop; a plain function in a thread, which nothing can stop: after its time only the waiting
-    ends. ValueError is for what the policy did wrong.
+    Coroutine functions run on the loop, others in a thread. A thread cannot be interrupted: after `timeout_s` the call
+    returns an error and the thread runs on. Raise ValueError for a mistake of the policy; it reads the message.
     """
     if function is None:
-        return functools.partial(_made, timeout_s=timeout_s)
-    return _made(function, timeout_s=timeout_s)
+        return functools.partial(_make_tool, timeout_s=timeout_s)
+    return _make_tool(function, timeout_s=timeout_s)
 
 
-def _made(function: Callable[..., Any], *, timeout_s: float) -> Tool:
+def _make_tool(function: Callable[..., Any], *, timeout_s: float) -> Tool:
     parameters = dict(inspect.signature(function).parameters)
     is_method = next(iter(parameters), None) == "self"
     if is_method:
@@ -92,18 +94,20 @@ def _made(function: Callable[..., Any], *, timeout_s: float) -> Tool:
     fields: dict[str, Any] = {}
     for name, parameter in parameters.items():
         if name not in hints or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"the tool {function.__name__} must have a parameter {name} that is plain and annotated")
+            raise ConfigError(
+                f"the tool {function.__name__}: the parameter {name} must be annotated and callable by keyword"
+            )
         fields[name] = hints[name] if parameter.default is parameter.empty else NotRequired[hints[name]]
-    kind = cast("Any", TypedDict)(function.__name__, fields)
-    kind.__pydantic_config__ = ConfigDict(extra="forbid")
-    arguments = TypeAdapter[dict[str, Any]](kind)
-    schema = arguments.json_schema(schema_generator=_Untitled)
+    typed_dict = cast("Any", TypedDict)(function.__name__, fields)
+    typed_dict.__pydantic_config__ = ConfigDict(extra="forbid")
+    arguments = TypeAdapter[dict[str, Any]](typed_dict)
+    schema = arguments.json_schema(schema_generator=_WithoutTitles)
     del schema["title"]
-    described = {"name": function.__name__, "description": inspect.getdoc(function) or "", "parameters": schema}
+    definition = {"name": function.__name__, "description": inspect.getdoc(function) or "", "parameters": schema}
     return Tool(
         function=function,
         arguments=arguments,
-        schema={"type": "function", "function": described},
+        schema={"type": "function", "function": definition},
         timeout_s=timeout_s,
         is_method=is_method,
         is_async=inspect.iscoroutinefunction(function),
@@ -111,27 +115,27 @@ def _made(function: Callable[..., Any], *, timeout_s: float) -> Tool:
 
 
 class Tools:
-    """Those of one rollout: `messages += [reply.message, *await tools.answer(reply)]`."""
+    """The tools of one rollout: `messages += [completion.message, *await tools.answer(completion)]`."""
 
-    def __init__(self, *tools: Tool, at_once: int = AT_ONCE) -> None:
+    def __init__(self, *tools: Tool, at_once: int = MAX_CONCURRENT_CALLS) -> None:
         self._tools = {each.name: each for each in tools}
-        self._turns = asyncio.Semaphore(at_once)
+        self._slots = asyncio.Semaphore(at_once)
         self.calls = 0
         self.errors = 0
-        """calls that were answered with `error: ...`"""
+        """calls whose result was `error: ...`"""
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
         """For `policy.chat(messages, tools=...)`."""
         return [each.schema for each in self._tools.values()]
 
-    async def answer(self, reply: Completion) -> list[Message]:
-        """A message for each tool call of the reply, in their order. All run at once; a failure that is not the
-        policy's ends the others."""
-        calls = reply.tool_calls
+    async def answer(self, completion: Completion) -> list[Message]:
+        """Run the tool calls of a completion concurrently and return a message for each, in order. A PenstockError
+        cancels the other calls and is raised."""
+        calls = completion.tool_calls
         try:
             async with asyncio.TaskGroup() as group:
-                contents = [group.create_task(self._content(call)) for call in calls]
+                contents = [group.create_task(self._content_of(call)) for call in calls]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [
@@ -139,29 +143,29 @@ class Tools:
             for call, content in zip(calls, contents, strict=True)
         ]
 
-    async def _content(self, call: ToolCall) -> str:
+    async def _content_of(self, call: ToolCall) -> str:
         self.calls += 1
         called = self._tools.get(call.name)
         if called is None:
-            there = ", ".join(self._tools)
-            return self._error(f"there is no tool {call.name[:NAME_CHARACTERS]}; there are {there}")
+            names = ", ".join(self._tools)
+            return self._error(f"there is no tool {call.name[:MAX_NAME_CHARACTERS]}; there are {names}")
         try:
             arguments = called.arguments.validate_json(call.text or "{}", strict=True)
         except ValidationError as error:
-            return self._error(f"{called.name}: {_wrong(error)}")
-        async with self._turns:
-            return await self._answer(called, arguments)
+            return self._error(f"{called.name}: {_problems(error)}")
+        async with self._slots:
+            return await self._run(called, arguments)
 
-    async def _answer(self, called: Tool, arguments: Mapping[str, Any]) -> str:
+    async def _run(self, called: Tool, arguments: Mapping[str, Any]) -> str:
         limit = asyncio.timeout(called.timeout_s)
         try:
             async with limit:
-                return await called.answer(arguments)
+                return await called.run(arguments)
         except PenstockError:
             raise
         except ValueError as error:
             return self._error(str(error))
-        except Exception as error:  # noqa: BLE001 - the policy reads it, and whoever wrote the tool, once
+        except Exception as error:  # noqa: BLE001 - the policy gets it as a message, the log once
             if limit.expired():
                 return self._error(f"{called.name} took longer than {called.timeout_s:g} s")
             frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -173,11 +177,11 @@ class Tools:
         return f"error: {what}"
 
 
-def _wrong(error: ValidationError) -> str:
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    return "; ".join(": ".join([*map(str, each["loc"]), each["msg"]]) for each in found)
+def _problems(error: ValidationError) -> str:
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    return "; ".join(": ".join([*map(str, each["loc"]), each["msg"]]) for each in problems)
 
 
 @functools.lru_cache(maxsize=1_000)
 def _warn_once(name: str, error: str, where: str) -> None:
-    logger.warning("action=tool_failed tool=%s error=%s where=%r: the policy was told so", name, error, where)
+    logger.warning("action=tool_failed tool=%s error=%s where=%r: the policy got an error message", name, error, where)

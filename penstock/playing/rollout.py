@@ -17,9 +17,9 @@ from penstock import ids
 from penstock.config.engine import Policy
 from penstock.engines.client import EngineClient
 from penstock.engines.dialects import Dialect
-from penstock.environments.boundary import boundary
+from penstock.environments.error_boundary import error_boundary
 from penstock.environments.loading import LoadedEnvironment
-from penstock.environments.protocol import AgentPolicy, Played, ScoresGroups
+from penstock.environments.protocol import AgentPolicy, PlayedRollout, ScoresGroups
 from penstock.environments.scores import Score, checked_score
 from penstock.errors import BlobError, NotFound, NothingToTrain, PolicyFailure, StageError
 from penstock.messages import POLICY_ERROR_CHARACTERS, RolloutResult, shortened
@@ -87,7 +87,7 @@ async def _play_here(
         if error and not session.turns:
             await session.close()
             return RolloutResult(reward=score.reward, policy_error=shortened(error, POLICY_ERROR_CHARACTERS))
-        with boundary(StageError, f"environment {environment.name!r} left its rollout unfinished"):
+        with error_boundary(StageError, f"environment {environment.name!r} left its rollout unfinished"):
             sealed = await session.seal(error=error or "", extras=score.columns)
         own = {"engine_s": policy.engine_s, "engine_failures": float(policy.failures)}
         return _result(environment, score, error, sealed, own)
@@ -129,7 +129,7 @@ async def score_group(
     judge = environment.environment
     if not isinstance(judge, ScoresGroups):
         raise StageError(f"{what}: it has no score_group")
-    with boundary(StageError, what):
+    with error_boundary(StageError, what):
         found = judge.score_group(environment.example(example), rollouts)
         scores = await found if inspect.isawaitable(found) else found
         if len(scores) != len(members):
@@ -185,7 +185,7 @@ async def _played(
     what = f"environment {environment.name!r} failed at example {example}"
     try:
         async with asyncio.timeout(timeout_s):
-            with boundary(StageError, what):
+            with error_boundary(StageError, what):
                 return checked_score(await environment.environment.rollout(environment.example(example), policy)), None
     except PolicyFailure as failure:
         error = str(failure)
@@ -225,9 +225,9 @@ def _rounded(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: float(f"{value:.6g}") for name, value in metrics.items()}
 
 
-def _read_played(store: Store, member: RolloutResult) -> Played:
+def _read_played(store: Store, member: RolloutResult) -> PlayedRollout:
     conversations = orjson.loads(read_columns(store, member.columns).conversation.tobytes()) if member.columns else [[]]
-    return Played(
+    return PlayedRollout(
         score=Score(reward=member.reward, rewards=member.rewards, metrics=member.metrics),
         error=member.policy_error,
         turns=member.turns,

@@ -21,8 +21,8 @@ from penstock.config.sessions import Sessions
 from penstock.engines.client import EngineClient
 from penstock.engines.dialects import Dialect
 from penstock.environments import AgentPolicy, run_program
-from penstock.environments.program import AGENT
-from penstock.environments.programs import NICENESS
+from penstock.environments.agent_program import NICENESS
+from penstock.environments.builtin.arithmetic_program import AGENT
 from penstock.errors import EngineUnreachable, StageError
 from penstock.playing.agent_sessions import SessionServers
 from penstock.playing.rollout import RolloutStage, play

@@ -40,7 +40,7 @@ def test_an_environment_that_raises_stops_the_run_which_goes_on_when_it_is_mende
     assert "use = 'chess:Chess' cannot be imported: OSError: the openings are missing" in said
     assert said.endswith("Mend it, then start the run again")
     worker.end()
-    module.write_text("from penstock.environments.arithmetic import Arithmetic as Chess\n")
+    module.write_text("from penstock.environments.builtin.arithmetic import Arithmetic as Chess\n")
     cluster.rollout_worker(PYTHONPATH=path)
     cluster.compute_worker()
     assert pipeline.finish(cluster.orchestrator())["delivered"] > 0

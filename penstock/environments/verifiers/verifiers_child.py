@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.environments.boundary import boundary
+from penstock.environments.error_boundary import error_boundary
 from penstock.environments.verifiers.player import Player
 from penstock.environments.verifiers.wire import (
     ASKED,
@@ -73,7 +73,7 @@ class Served:
 
     async def _play(self, asked: Ask) -> Answer:
         try:
-            with boundary(ConfigError, "the package raised"):
+            with error_boundary(ConfigError, "the package raised"):
                 return await self._player.play(asked)
         except PenstockError as error:
             return Answer(number=asked.number, kind=Kind.ENVIRONMENT, why=str(error))
@@ -101,7 +101,7 @@ async def serve(player: Player, connection: socket.socket) -> None:
 
     async with contextlib.AsyncExitStack() as stack:
         try:
-            with boundary(ConfigError, "it cannot be served"):
+            with error_boundary(ConfigError, "it cannot be served"):
                 await stack.enter_async_context(player.serving())
         except PenstockError as error:
             say(Refused(why=str(error)))
@@ -118,7 +118,7 @@ def main() -> None:
     with connection.makefile("rb") as lines:
         settings = SETTINGS.decode(lines.readline())
     try:
-        with boundary(ConfigError, "it cannot be loaded"):
+        with error_boundary(ConfigError, "it cannot be loaded"):
             player = Player(settings)
     except PenstockError as error:
         connection.sendall(line(Refused(why=str(error))))

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.environments.programs import without_our_settings
+from penstock.environments.agent_program import inherited_variables
 from penstock.environments.protocol import AgentPolicy
 from penstock.environments.verifiers.wire import (
     END_S,
@@ -69,7 +69,7 @@ class VerifiersProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what an environment prints
                 pass_fds=[theirs.fileno()],
-                env=without_our_settings(),
+                env=inherited_variables(),
                 process_group=0,
             )
         self._end = weakref.finalize(self, _end, self._socket, self._process, directory)

@@ -13,12 +13,12 @@ from support.asking import run
 from support.processes import alive, children
 from support.waiting import wait_until, wait_until_async
 
-from penstock.environments import Score, graded, grader, grading
+from penstock.environments import Score, graded, grading
 from penstock.errors import InfrastructureFailure, PenstockError, PolicyFailure, StageError
 
 
-def grading_with(processes: int, body: Callable[[grading.Graders], Awaitable[None]]) -> None:
-    """Runs `body`; afterwards no process of its graders is left, not even one that nobody has waited for."""
+def grading_with(processes: int, body: Callable[[grading.GraderPool], Awaitable[None]]) -> None:
+    """Run `body`; afterwards no process of the pool is left, not even a zombie."""
     before = children()
 
     async def main() -> None:
@@ -28,20 +28,20 @@ def grading_with(processes: int, body: Callable[[grading.Graders], Awaitable[Non
     assert children() == before
 
 
-def test_a_judge_is_called_in_a_process_that_is_used_again() -> None:
-    async def body(graders: grading.Graders) -> None:
+def test_a_judge_runs_in_a_process_that_is_reused() -> None:
+    async def body(pool: grading.GraderPool) -> None:
         assert await graded(judges.same, "42", "42") == 1.0
         assert await graded(judges.same, "42", "43", timeout_s=30) == 0.0
         pids = {await graded(judges.process) for _ in range(3)}
-        assert pids == set(graders.pids)
+        assert pids == set(pool.pids)
         assert os.getpid() not in pids
         assert len(pids) == 1
 
     grading_with(4, body)
 
 
-def test_arguments_and_results_are_what_json_has() -> None:
-    async def body(_: grading.Graders) -> None:
+def test_arguments_and_results_are_json_values_or_a_score() -> None:
+    async def body(_: grading.GraderPool) -> None:
         long = "\x00 \n \ud800 é 😀" * 100_000
         assert await graded(judges.same, long, long) == 1.0
         odd = (None, True, 10**100, -0.5, ["a", {"b": []}], "😀")
@@ -55,39 +55,43 @@ def test_arguments_and_results_are_what_json_has() -> None:
     grading_with(1, body)
 
 
-ON = r", given 9 characters$"
+GIVEN = r", given 9 characters$"
 
 
 @pytest.mark.parametrize(
-    ("judge", "kind", "said"),
+    ("judge", "kind", "message"),
     [
-        (judges.exits, PolicyFailure, r"judges:exits ended its process with exit code 3" + ON),
-        (judges.calls_exit, PolicyFailure, r"judges:calls_exit ended its process with exit code 1" + ON),
-        (judges.segfaults, PolicyFailure, r"judges:segfaults died of SIGSEGV" + ON),
-        (judges.needs_memory, PolicyFailure, r"judges:needs_memory needed more than 256 MB of memory" + ON),
-        (judges.goes_deep, PolicyFailure, r"judges:goes_deep raised RecursionError" + ON),
+        (judges.exits, PolicyFailure, r"judges:exits ended its process with exit code 3" + GIVEN),
+        (judges.calls_exit, PolicyFailure, r"judges:calls_exit ended its process with exit code 1" + GIVEN),
+        (judges.segfaults, PolicyFailure, r"judges:segfaults died of SIGSEGV" + GIVEN),
+        (judges.needs_memory, PolicyFailure, r"judges:needs_memory needed more than 256 MB of memory" + GIVEN),
+        (judges.goes_deep, PolicyFailure, r"judges:goes_deep raised RecursionError" + GIVEN),
         (
             judges.closes_everything,
             PolicyFailure,
-            r"judges:closes_everything closed or misused its process's socket" + ON,
+            r"judges:closes_everything closed or misused its process's socket" + GIVEN,
         ),
-        (judges.answers_out_of_turn, PolicyFailure, r"closed or misused its process's socket" + ON),
-        (judges.is_killed, InfrastructureFailure, r"judges:is_killed was ended from outside \(SIGKILL\): is memory"),
+        (judges.answers_out_of_turn, PolicyFailure, r"closed or misused its process's socket" + GIVEN),
+        (
+            judges.is_killed,
+            InfrastructureFailure,
+            r"judges:is_killed was killed from outside \(SIGKILL\): check whether",
+        ),
         (judges.raises, StageError, r"judges:raises failed: KeyError: 'an answer' \(.*judges\.py, line \d+\)"),
-        (judges.returns_an_object, StageError, r"TypeError: it returned a object: only what JSON has, or a Score"),
-        (judges.returns_much, StageError, r"ValueError: it returned 100,013 bytes of JSON: at most 65,536"),
+        (judges.returns_an_object, StageError, r"TypeError: it returned a object: return a JSON value or a Score"),
+        (judges.returns_much, StageError, r"ValueError: it returned 100,013 bytes of JSON: the limit is 65,536"),
     ],
 )
-def test_what_goes_wrong_has_a_kind(judge: Any, kind: type[PenstockError], said: str) -> None:
-    async def body(_: grading.Graders) -> None:
-        with pytest.raises(kind, match=said):
+def test_each_failure_of_a_judge_is_classified(judge: Any, kind: type[PenstockError], message: str) -> None:
+    async def body(_: grading.GraderPool) -> None:
+        with pytest.raises(kind, match=message):
             await graded(judge, "an answer", memory_mb=256)
 
     grading_with(1, body)
 
 
-def test_what_an_environment_may_raise_its_judge_may_raise() -> None:
-    async def body(_: grading.Graders) -> None:
+def test_a_judge_may_raise_the_failures_of_an_environment() -> None:
+    async def body(_: grading.GraderPool) -> None:
         for kind in (PolicyFailure, InfrastructureFailure):
             with pytest.raises(kind, match=r"^said by the judge$"):
                 await graded(judges.raises_kind, kind.__name__)
@@ -97,10 +101,10 @@ def test_what_an_environment_may_raise_its_judge_may_raise() -> None:
     grading_with(1, body)
 
 
-def test_a_judge_over_its_time_is_killed_with_all_it_started_and_nothing_else_is(tmp_path: Path) -> None:
+def test_a_judge_over_its_time_limit_is_killed_with_its_children_and_no_other_judge_is(tmp_path: Path) -> None:
     begun, until, started = tmp_path / "begun", tmp_path / "until", tmp_path / "started"
 
-    async def body(_: grading.Graders) -> None:
+    async def body(_: grading.GraderPool) -> None:
         other = asyncio.create_task(graded(judges.waits, str(begun), str(until), timeout_s=100))
         await wait_until_async(begun.exists)
         with pytest.raises(PolicyFailure, match=r"did not end within 0\.1 s"):
@@ -117,8 +121,8 @@ def test_a_judge_over_its_time_is_killed_with_all_it_started_and_nothing_else_is
     grading_with(2, body)
 
 
-def test_the_limit_begins_when_the_grader_does() -> None:
-    async def body(_: grading.Graders) -> None:
+def test_waiting_for_a_free_grader_does_not_count_against_the_time_limit() -> None:
+    async def body(_: grading.GraderPool) -> None:
         first = asyncio.create_task(graded(judges.takes, 2.2, timeout_s=100))
         assert await asyncio.gather(*(graded(judges.same, "a", "a", timeout_s=2) for _ in range(3))) == [1.0] * 3
         assert first.done()
@@ -126,20 +130,20 @@ def test_the_limit_begins_when_the_grader_does() -> None:
     grading_with(1, body)
 
 
-def test_there_are_never_more_processes_than_allowed() -> None:
-    async def body(graders: grading.Graders) -> None:
+def test_the_number_of_processes_is_bounded() -> None:
+    async def body(pool: grading.GraderPool) -> None:
         pids = await asyncio.gather(*(graded(judges.process, "x" * number) for number in range(50)))
-        assert set(pids) == set(graders.pids)
-        assert len(graders.pids) <= 2
+        assert set(pids) == set(pool.pids)
+        assert len(pool.pids) <= 2
 
     grading_with(2, body)
 
 
 @pytest.mark.parametrize("judge", [judges.loops, judges.catastrophic_by_name, judges.starts_another])
-def test_cancelled_it_frees_its_place_and_its_process(judge: Any, tmp_path: Path) -> None:
+def test_cancellation_kills_the_process_and_frees_its_slot(judge: Any, tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
 
-    async def body(graders: grading.Graders) -> None:
+    async def body(pool: grading.GraderPool) -> None:
         working = asyncio.create_task(graded(judge, str(pid_file), timeout_s=100))
         waiting = asyncio.create_task(graded(judges.same, "a", "a"))
         behind = asyncio.create_task(graded(judges.same, "b", "b"))
@@ -150,33 +154,33 @@ def test_cancelled_it_frees_its_place_and_its_process(judge: Any, tmp_path: Path
                 await task
         assert not alive(int(pid_file.read_text().split()[0]))
         assert await behind == 1.0
-        assert len(graders.pids) == 1
+        assert len(pool.pids) == 1
 
     grading_with(1, body)
     for pid in map(int, pid_file.read_text().split()):
         wait_until(lambda pid=pid: not alive(pid))
 
 
-def test_cancelled_while_its_process_starts() -> None:
-    async def body(graders: grading.Graders) -> None:
+def test_cancellation_while_the_process_starts() -> None:
+    async def body(pool: grading.GraderPool) -> None:
         for pauses in range(6):
             working = asyncio.create_task(graded(judges.process))
             for _ in range(pauses):
                 await asyncio.sleep(0.005)
             working.cancel()
             await asyncio.wait([working])
-        assert await graded(judges.process) in graders.pids
+        assert await graded(judges.process) in pool.pids
 
     grading_with(1, body)
 
 
-def test_whoever_gives_up_whenever_places_and_processes_are_all_there_afterwards(tmp_path: Path) -> None:
+def test_no_slot_or_process_is_lost_whenever_callers_are_cancelled(tmp_path: Path) -> None:
     async def one(number: int) -> object:
         if number % 4 == 0:
             return await graded(judges.catastrophic, "a" * 60 + "b", timeout_s=0.02)
         return await graded(judges.exits if number % 7 == 0 else judges.process, "x" * number)
 
-    async def body(graders: grading.Graders) -> None:
+    async def body(pool: grading.GraderPool) -> None:
         tasks = [asyncio.create_task(one(number)) for number in range(20)]
         for number, task in enumerate(tasks):
             asyncio.get_running_loop().call_later(number * 0.03, task.cancel if number % 3 == 0 else lambda: None)
@@ -186,13 +190,13 @@ def test_whoever_gives_up_whenever_places_and_processes_are_all_there_afterwards
         together = [asyncio.create_task(graded(judges.waits, str(path), str(tmp_path / "go"))) for path in met]
         await wait_until_async(lambda: all(path.exists() and path.read_text() for path in met))
         (tmp_path / "go").touch()
-        assert set(await asyncio.gather(*together)) == set(graders.pids)
-        assert len(graders.pids) == 3
+        assert set(await asyncio.gather(*together)) == set(pool.pids)
+        assert len(pool.pids) == 3
 
     grading_with(3, body)
 
 
-def test_they_end_with_the_loop_busy_or_not(tmp_path: Path) -> None:
+def test_busy_and_idle_graders_end_with_the_loop(tmp_path: Path) -> None:
     pid_file, before = tmp_path / "pid", children()
 
     async def main() -> None:
@@ -202,10 +206,10 @@ def test_they_end_with_the_loop_busy_or_not(tmp_path: Path) -> None:
 
     run(main)
     assert children() == before
-    assert not grading._graders
+    assert not grading._pools
 
 
-def test_a_grader_ends_with_its_worker_even_where_both_are_beyond_asking(tmp_path: Path) -> None:
+def test_a_busy_grader_ends_with_a_killed_worker(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     program = (
         "import asyncio; from penstock.environments import graded; from support import judges; "
@@ -218,11 +222,11 @@ def test_a_grader_ends_with_its_worker_even_where_both_are_beyond_asking(tmp_pat
     wait_until(lambda: not alive(pid))
 
 
-def test_a_judge_sees_little_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_gets_no_settings_or_modules_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_REDIS_URL", "redis://:hunter2@127.0.0.1/0")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
-    async def body(_: grading.Graders) -> None:
+    async def body(_: grading.GraderPool) -> None:
         seen = await graded(judges.settings)
         assert not any(name.startswith("PENSTOCK_") for name in seen)
         assert "hunter2" not in str(seen)
@@ -232,8 +236,8 @@ def test_a_judge_sees_little_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> N
     grading_with(1, body)
 
 
-def test_one_that_was_killed_while_it_waited_is_replaced() -> None:
-    async def body(_: grading.Graders) -> None:
+def test_a_grader_killed_while_idle_is_replaced() -> None:
+    async def body(_: grading.GraderPool) -> None:
         first = await graded(judges.process)
         os.kill(first, signal.SIGKILL)
         await wait_until_async(lambda: not alive(first))
@@ -242,10 +246,10 @@ def test_one_that_was_killed_while_it_waited_is_replaced() -> None:
     grading_with(1, body)
 
 
-def test_after_many_answers_a_fresh_process_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grader, "USES", 2)
+def test_a_process_is_replaced_after_its_maximum_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading, "MAX_CALLS", 2)
 
-    async def body(_: grading.Graders) -> None:
+    async def body(_: grading.GraderPool) -> None:
         pids = [await graded(judges.process) for _ in range(4)]
         assert pids[0] == pids[1] != pids[2] == pids[3]
 
@@ -253,27 +257,27 @@ def test_after_many_answers_a_fresh_process_takes_over(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("judge", "argument", "said"),
+    ("judge", "argument", "message"),
     [
-        (lambda answer: 1.0, "a", "<lambda> cannot be a grader: another process must find it by name"),
+        (lambda answer: 1.0, "a", "<lambda> cannot be a grader: its process must import it by name"),
         (judges.Judge().judge, "a", r"Judge\.judge cannot be a grader"),
         ("judge", "a", "'judge' cannot be a grader"),
-        (judges.raises, {1, 2}, "gets what JSON has, nothing else: Object of type set"),
-        (judges.raises, Score(reward=1.0), "gets what JSON has, nothing else: Object of type Score"),
-        (judges.raises, [10**5000], "gets what JSON has, nothing else: Exceeds the limit"),
+        (judges.raises, {1, 2}, "are not JSON-serializable: Object of type set"),
+        (judges.raises, Score(reward=1.0), "are not JSON-serializable: Object of type Score"),
+        (judges.raises, [10**5000], "are not JSON-serializable: Exceeds the limit"),
     ],
 )
-def test_what_cannot_travel_is_refused(judge: Any, argument: Any, said: str) -> None:
-    async def body(graders: grading.Graders) -> None:
-        with pytest.raises(StageError, match=said):
+def test_judges_and_arguments_that_cannot_be_sent_are_refused(judge: Any, argument: Any, message: str) -> None:
+    async def body(pool: grading.GraderPool) -> None:
+        with pytest.raises(StageError, match=message):
             await graded(judge, argument)
-        assert graders.pids == []
+        assert pool.pids == []
 
     grading_with(1, body)
 
 
 @pytest.mark.parametrize(
-    ("source", "kind", "said"),
+    ("source", "kind", "message"),
     [
         (
             "os.no_such_thing",
@@ -284,8 +288,8 @@ def test_what_cannot_travel_is_refused(judge: Any, argument: Any, said: str) -> 
         ("os._exit(4)", InfrastructureFailure, "importing odd_judge for its grader judge ended its process"),
     ],
 )
-def test_a_module_that_only_the_worker_can_import(
-    source: str, kind: type[PenstockError], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_judge_whose_import_fails_in_the_child(
+    source: str, kind: type[PenstockError], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "odd_judge.py").write_text(
         f"import os, sys\nif 'grader_child' in sys.argv[0]: {source}\ndef judge(answer): return 1.0\n"
@@ -293,8 +297,8 @@ def test_a_module_that_only_the_worker_can_import(
     monkeypatch.syspath_prepend(tmp_path)
     import odd_judge
 
-    async def body(_: grading.Graders) -> None:
-        with pytest.raises(kind, match=said):
+    async def body(_: grading.GraderPool) -> None:
+        with pytest.raises(kind, match=message):
             await graded(odd_judge.judge, "a")
 
     try:
@@ -303,7 +307,7 @@ def test_a_module_that_only_the_worker_can_import(
         del sys.modules["odd_judge"]
 
 
-def test_the_default_is_a_process_for_every_core() -> None:
+def test_the_default_is_one_process_per_core() -> None:
     async def main() -> None:
         assert grading.install().processes == len(os.sched_getaffinity(0))
 

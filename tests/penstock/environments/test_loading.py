@@ -68,7 +68,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         sys.modules.pop(name, None)
 
 
-def test_without_configuration_there_are_the_built_ins() -> None:
+def test_the_built_in_environments_are_the_default() -> None:
     loaded = load_environments({})
     assert {name: environment.size for name, environment in loaded.items()} == {
         "arithmetic": 1_000,
@@ -79,7 +79,7 @@ def test_without_configuration_there_are_the_built_ins() -> None:
     assert [name for name, environment in loaded.items() if environment.scores_groups] == ["distinct"]
 
 
-def test_names_are_those_of_the_configuration(module: str) -> None:
+def test_environments_are_named_by_the_configuration(module: str) -> None:
     loaded = load_environments(
         {
             "easy": EnvironmentSettings(use="arithmetic", options={"size": 5, "terms": 1}),
@@ -100,7 +100,7 @@ def test_names_are_those_of_the_configuration(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "options", "said"),
+    ("use", "options", "message"),
     [
         ("arithmetik", {}, r"use = 'arithmetik' is not known here; did you mean 'arithmetic'\?"),
         ("no_such_module:A", {}, r"No module named 'no_such_module'; install it where the worker runs"),
@@ -117,12 +117,14 @@ def test_names_are_those_of_the_configuration(module: str) -> None:
         ("guess", {"boxes": 0}, r"options\.boxes: Input should be greater than or equal to 1"),
     ],
 )
-def test_what_cannot_be_loaded_says_why(module: str, use: str, options: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=r"^\[environments\.x\]: .*" + said):
+def test_an_environment_that_cannot_be_loaded_names_the_reason(
+    module: str, use: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"^\[environments\.x\]: .*" + message):
         load_environments({"x": EnvironmentSettings(use=use, options=options)})
 
 
-def test_everything_wrong_is_said_at_once(module: str) -> None:
+def test_one_error_lists_every_environment_that_cannot_be_loaded(module: str) -> None:
     wrong = {name: EnvironmentSettings(use=f"{module}:{name}") for name in ("Raises", "Plain", "Empty")}
     with pytest.raises(ConfigError) as failure:
         load_environments(wrong)
@@ -132,7 +134,7 @@ def test_everything_wrong_is_said_at_once(module: str) -> None:
     ]
 
 
-def test_an_example_that_cannot_be_given_names_its_environment(module: str) -> None:
+def test_an_example_that_cannot_be_read_names_its_environment(module: str) -> None:
     odd = load_environments({"odd": EnvironmentSettings(use=f"{module}:Odd")})["odd"]
-    with pytest.raises(StageError, match=r"'odd' could not give its example 1: OSError: shard 7 is gone"):
+    with pytest.raises(StageError, match=r"'odd' failed to return example 1: OSError: shard 7 is gone"):
         odd.example(1)

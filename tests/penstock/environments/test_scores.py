@@ -15,19 +15,19 @@ def test_a_score_may_be_a_number_a_mapping_or_a_score() -> None:
 
 
 @pytest.mark.parametrize(
-    ("score", "said"),
+    ("score", "message"),
     [
-        (None, "the reward is None: a score, a number or a mapping"),
+        (None, "the reward is None: return a Score, a number or a mapping"),
         ("good", "the reward is 'good'"),
         (float("nan"), "the reward is nan: it must be finite"),
         ({"right": float("inf")}, "the reward right is inf"),
         (Score(reward=1.0, metrics={"steps": float("nan")}), "the metric steps is nan"),
-        (Score(reward=1.0, metrics={"x" * (NAME_CHARACTERS + 1): 1.0}), "is no name of a metric"),
-        ({1: 1.0}, "1 is no name of a reward"),
-        ({str(number): 1.0 for number in range(REWARDS_LIMIT + 1)}, "at most 8 travel"),
-        (Score(reward=0.0, metrics={str(number): 1.0 for number in range(METRICS_LIMIT + 1)}), "at most 23 travel"),
+        (Score(reward=1.0, metrics={"x" * (NAME_CHARACTERS + 1): 1.0}), "is not a valid name for a metric"),
+        ({1: 1.0}, "1 is not a valid name for a reward"),
+        ({str(number): 1.0 for number in range(REWARDS_LIMIT + 1)}, "the limit is 8"),
+        (Score(reward=0.0, metrics={str(number): 1.0 for number in range(METRICS_LIMIT + 1)}), "the limit is 23"),
     ],
 )
-def test_anything_else_is_refused(score: object, said: str) -> None:
-    with pytest.raises(StageError, match=said):
+def test_an_invalid_score_is_refused(score: object, message: str) -> None:
+    with pytest.raises(StageError, match=message):
         checked_score(score)  # pyright: ignore[reportArgumentType]

@@ -13,7 +13,7 @@ from penstock.environments import Completion, Message, Tools, tool
 from penstock.errors import ConfigError, InfrastructureFailure, PolicyFailure
 
 
-def reply(*calls: Message) -> Completion:
+def completion(*calls: Message) -> Completion:
     return Completion(message=calling(*calls), finish_reason="tool_calls", truncated=False)
 
 
@@ -57,19 +57,19 @@ async def lookup(key: str) -> str:
 
 
 def contents(tools: Tools, *calls: Message) -> list[str]:
-    found: list[str] = []
+    results: list[str] = []
 
     async def main() -> None:
-        answers = await tools.answer(reply(*calls))
-        assert [answer["tool_call_id"] for answer in answers] == [call["id"] for call in calls]
-        assert {answer["role"] for answer in answers} <= {"tool"}
-        found.extend(answer["content"] for answer in answers)
+        messages = await tools.answer(completion(*calls))
+        assert [message["tool_call_id"] for message in messages] == [call["id"] for call in calls]
+        assert {message["role"] for message in messages} <= {"tool"}
+        results.extend(message["content"] for message in messages)
 
     run(main)
-    return found
+    return results
 
 
-def test_what_the_policy_is_told_of_a_tool_comes_from_its_annotations() -> None:
+def test_the_schema_of_a_tool_comes_from_its_annotations() -> None:
     assert Tools(Account().pay).schemas == [
         {
             "type": "function",
@@ -85,10 +85,10 @@ def test_what_the_policy_is_told_of_a_tool_comes_from_its_annotations() -> None:
             },
         }
     ]
-    described = Tools(weather).schemas[0]["function"]
-    assert described["description"] == "What the weather will be.\n\nFor some days."
-    assert described["parameters"]["required"] == ["place"]
-    assert described["parameters"]["properties"]["days"] == {
+    schema = Tools(weather).schemas[0]["function"]
+    assert schema["description"] == "What the weather will be.\n\nFor some days."
+    assert schema["parameters"]["required"] == ["place"]
+    assert schema["parameters"]["properties"]["days"] == {
         "type": "integer",
         "minimum": 1,
         "maximum": 7,
@@ -96,7 +96,7 @@ def test_what_the_policy_is_told_of_a_tool_comes_from_its_annotations() -> None:
     }
 
 
-def test_arguments_arrive_as_their_annotations_say() -> None:
+def test_arguments_are_converted_by_their_annotations() -> None:
     place = {"city": "Nairobi"}
     assert contents(
         Tools(weather, thread),
@@ -107,7 +107,7 @@ def test_arguments_arrive_as_their_annotations_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "content"),
     [
         (tool_call("whether", {}), "error: there is no tool whether; there are weather, pay, lookup"),
         (tool_call("pay", {"amount": 2.5}), "error: pay: amount: Input should be a valid integer"),
@@ -123,25 +123,25 @@ def test_arguments_arrive_as_their_annotations_say() -> None:
         (tool_call("lookup", {"key": "k"}), "error: KeyError: 'k'"),
     ],
 )
-def test_what_went_wrong_is_told_to_the_policy(call: Message, told: str) -> None:
+def test_an_invalid_or_failed_call_returns_an_error_message(call: Message, content: str) -> None:
     tools = Tools(weather, Account().pay, lookup)
-    assert contents(tools, call) == [told]
+    assert contents(tools, call) == [content]
     assert (tools.calls, tools.errors) == (1, 1)
 
 
-def test_a_tool_that_is_broken_is_logged_once_without_what_was_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_tool_is_logged_once_without_its_arguments(caplog: pytest.LogCaptureFixture) -> None:
     @tool
     async def broken(secret: str) -> str:
         raise RuntimeError(secret)
 
-    told = contents(Tools(broken), *(tool_call("broken", {"secret": "hunter2"}, id=str(n)) for n in range(3)))
-    assert told == ["error: RuntimeError: hunter2"] * 3
+    results = contents(Tools(broken), *(tool_call("broken", {"secret": "hunter2"}, id=str(n)) for n in range(3)))
+    assert results == ["error: RuntimeError: hunter2"] * 3
     assert len([record for record in caplog.records if "action=tool_failed" in record.message]) == 1
     assert "test_tools.py, line" in caplog.text
     assert "hunter2" not in caplog.text
 
 
-def test_calls_of_a_turn_run_at_once_up_to_a_bound_and_answer_in_their_order() -> None:
+def test_calls_of_a_turn_run_concurrently_up_to_a_limit_and_keep_their_order() -> None:
     running, most, together = 0, 0, 3
 
     @tool
@@ -160,7 +160,7 @@ def test_calls_of_a_turn_run_at_once_up_to_a_bound_and_answer_in_their_order() -
     assert most == together
 
 
-def test_each_tool_has_its_own_time() -> None:
+def test_each_tool_has_its_own_timeout() -> None:
     @tool(timeout_s=0.01)
     async def slow() -> str:
         await asyncio.sleep(1000)
@@ -183,27 +183,27 @@ def test_each_tool_has_its_own_time() -> None:
     ]
 
 
-def test_plain_functions_run_in_a_thread_which_is_not_waited_for() -> None:
-    go_on = threading.Event()
+def test_a_plain_function_runs_in_a_thread_that_is_abandoned_at_the_timeout() -> None:
+    released = threading.Event()
 
     @tool(timeout_s=0.01)
     def hangs() -> str:
-        go_on.wait(60)
+        released.wait(60)
         return "late"
 
     async def main() -> None:
         tools = Tools(hangs, thread)
         calls = [tool_call("hangs", {}, id="a"), tool_call("thread", {}, id="b")]
-        told = [answer["content"] for answer in await tools.answer(reply(*calls))]
-        assert told[0] == "error: hangs took longer than 0.01 s"
-        assert told[1].startswith("penstock-io")
-        go_on.set()
+        results = [message["content"] for message in await tools.answer(completion(*calls))]
+        assert results[0] == "error: hangs took longer than 0.01 s"
+        assert results[1].startswith("penstock-io")
+        released.set()
 
     run(main)
 
 
 @pytest.mark.parametrize("failure", [InfrastructureFailure("the sandbox is down"), PolicyFailure("it cheated")])
-def test_failures_that_have_a_kind_pass_and_end_the_other_calls(failure: Exception) -> None:
+def test_penstock_errors_propagate_and_cancel_the_other_calls(failure: Exception) -> None:
     ended: list[str] = []
 
     @tool
@@ -220,14 +220,14 @@ def test_failures_that_have_a_kind_pass_and_end_the_other_calls(failure: Excepti
 
     async def main() -> None:
         with pytest.raises(type(failure)) as raised:
-            await Tools(waits, fails).answer(reply(tool_call("waits", {}), tool_call("fails", {}, id="c2")))
+            await Tools(waits, fails).answer(completion(tool_call("waits", {}), tool_call("fails", {}, id="c2")))
         assert raised.value is failure
         assert ended == ["waits"]
 
     run(main)
 
 
-def test_cancelled_all_calls_end() -> None:
+def test_cancellation_ends_all_calls() -> None:
     begun, ended = 0, 0
 
     @tool
@@ -242,7 +242,7 @@ def test_cancelled_all_calls_end() -> None:
 
     async def main() -> None:
         calls = [tool_call("waits", {}, id=str(number)) for number in range(5)]
-        answering = asyncio.create_task(Tools(waits, at_once=2).answer(reply(*calls)))
+        answering = asyncio.create_task(Tools(waits, at_once=2).answer(completion(*calls)))
         await wait_until_async(lambda: begun == 2)
         answering.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -252,7 +252,7 @@ def test_cancelled_all_calls_end() -> None:
     run(main)
 
 
-def test_methods_belong_to_their_instance() -> None:
+def test_a_method_is_bound_to_its_instance() -> None:
     rich, poor = Account(100), Account(1)
     assert contents(Tools(rich.pay), tool_call("pay", {"amount": 30})) == ['{"left":70}']
     assert contents(Tools(poor.pay), tool_call("pay", {"amount": 30})) == ["error: there are only 1"]
@@ -268,6 +268,6 @@ def many(*a: int) -> str:
 
 
 @pytest.mark.parametrize("function", [no_annotation, many])
-def test_a_function_that_cannot_be_described_is_no_tool(function: Any) -> None:
-    with pytest.raises(ConfigError, match=f"the tool {function.__name__} must have a parameter a that is plain and"):
+def test_a_function_without_a_schema_cannot_be_a_tool(function: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{function.__name__}: the parameter a must be annotated"):
         tool(function)

@@ -1,4 +1,4 @@
-"""Single turn: a sum with products in it. The reward is 1 when the answer's last `Answer: N` is right, else 0."""
+"""Single turn: a sum of products. The reward is 1 if the last `Answer: N` of the completion is correct, else 0."""
 
 import random
 import re
@@ -21,8 +21,8 @@ class Problem:
     answer: int
 
 
-class Sums:
-    """The examples; `program.py` has them played by somebody else."""
+class ArithmeticExamples:
+    """The problems, shared with `arithmetic_program.py`."""
 
     def __init__(
         self,
@@ -35,19 +35,19 @@ class Sums:
         self.examples = [make_problem(terms=terms, largest=largest, seed=f"{seed}/{index}") for index in range(size)]
 
 
-class Arithmetic(Sums):
+class Arithmetic(ArithmeticExamples):
     async def rollout(self, example: Problem, policy: Policy) -> Score:
-        reply = await policy.chat([{"role": "user", "content": PROMPT.format(problem=example.text)}])
-        answer = last_answer(reply.content)
+        completion = await policy.chat([{"role": "user", "content": PROMPT.format(problem=example.text)}])
+        answer = last_answer(completion.content)
         return Score(reward=float(answer == example.answer), metrics={"answered": float(answer is not None)})
 
 
 def make_problem(*, terms: int, largest: int, seed: str) -> Problem:
-    chosen = random.Random(seed)  # noqa: S311  the same problems in every process, for ever
+    generator = random.Random(seed)  # noqa: S311  the same problems in every process
     text, total = "", 0
     for term in range(terms):
-        factors = [chosen.randint(1, largest) for _ in range(chosen.randint(1, 2))]
-        sign = chosen.choice("+-") if term else "+"
+        factors = [generator.randint(1, largest) for _ in range(generator.randint(1, 2))]
+        sign = generator.choice("+-") if term else "+"
         text += (f" {sign} " if term else "") + " * ".join(map(str, factors))
         product = factors[0] * (factors[1] if len(factors) > 1 else 1)
         total += product if sign == "+" else -product
@@ -55,5 +55,6 @@ def make_problem(*, terms: int, largest: int, seed: str) -> Problem:
 
 
 def last_answer(text: str) -> int | None:
-    found = ANSWER.findall(text)
-    return int(found[-1]) if found and len(found[-1]) < 20 else None
+    """The number of the last `Answer: N`; numbers of 20 and more characters do not count."""
+    answers = ANSWER.findall(text)
+    return int(answers[-1]) if answers and len(answers[-1]) < 20 else None

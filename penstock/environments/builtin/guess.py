@@ -1,16 +1,16 @@
-"""Several turns with tool calls: find the number in every box. One turn may guess at several boxes at once.
+"""Several turns with tool calls: guess the number in every box. One turn may guess for several boxes.
 
-The reward is the share of boxes whose number was found.
+The reward is the fraction of boxes whose number was guessed.
 """
 
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-from penstock.environments.protocol import Policy
+from penstock.environments.protocol import Message, Policy
 from penstock.environments.scores import Score
 from penstock.environments.tools import Tools, tool
 
@@ -59,16 +59,16 @@ class Guess:
         game, turns = Game(secrets=example), 0
         tools = Tools(game.guess)
         prompt = PROMPT.format(boxes=", ".join(example), largest=self._largest, turns=self._turns)
-        messages: list[dict[str, Any]] = [
+        messages: list[Message] = [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": prompt},
         ]
         while turns < self._turns and not game.over:
-            reply = await policy.chat(messages, tools=tools.schemas)
+            completion = await policy.chat(messages, tools=tools.schemas)
             turns += 1
-            if not reply.tool_calls:
+            if not completion.tool_calls:
                 break
-            messages += [reply.message, *await tools.answer(reply)]
+            messages += [completion.message, *await tools.answer(completion)]
         return Score(
             reward=len(game.found) / len(example),
             metrics={"solved": float(game.over), "guesses": tools.calls, "invalid_calls": tools.errors},
@@ -76,5 +76,5 @@ class Guess:
 
 
 def hidden_numbers(*, boxes: int, largest: int, seed: str) -> dict[str, int]:
-    chosen = random.Random(seed)  # noqa: S311  the same games in every process, for ever
-    return {chr(ord("A") + box): chosen.randint(1, largest) for box in range(boxes)}
+    generator = random.Random(seed)  # noqa: S311  the same games in every process
+    return {chr(ord("A") + box): generator.randint(1, largest) for box in range(boxes)}

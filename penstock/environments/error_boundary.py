@@ -1,4 +1,4 @@
-"""Where an environment's own code is called: whatever it raises gets a kind and says where it came from."""
+"""Classifies exceptions where an environment's code is called."""
 
 import contextlib
 import traceback
@@ -8,8 +8,9 @@ from penstock.errors import PenstockError, SessionError
 
 
 @contextlib.contextmanager
-def boundary(kind: type[PenstockError], what: str) -> Generator[None]:
-    """Failures that an environment may raise, or let through, pass; everything else is a fault of its own, a `kind`."""
+def error_boundary(kind: type[PenstockError], what: str) -> Generator[None]:
+    """Let Penstock's own errors pass; convert any other exception, and SessionError, to `kind` with its file and line.
+    `what` begins the message."""
     try:
         yield
     except Exception as error:

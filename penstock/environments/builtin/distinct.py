@@ -1,4 +1,4 @@
-"""Scored as a group: name a number that the others do not name. A valid number shared by k rollouts is worth 1 / k."""
+"""Scored as a group: a valid number that k rollouts of the group have named gives each of them a reward of 1 / k."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from penstock.environments.arithmetic import last_answer
-from penstock.environments.protocol import Played, Policy
+from penstock.environments.builtin.arithmetic import last_answer
+from penstock.environments.protocol import PlayedRollout, Policy
 from penstock.environments.scores import Score
 
 PROMPT = (
@@ -24,14 +24,14 @@ class Distinct:
 
     async def rollout(self, example: int, policy: Policy) -> Score:
         prompt = PROMPT.format(largest=self._largest, divisor=example)
-        reply = await policy.chat([{"role": "user", "content": prompt}])
-        return Score(reward=float(self._named(example, reply.content) is not None))
+        completion = await policy.chat([{"role": "user", "content": prompt}])
+        return Score(reward=float(self._valid_number(example, completion.content) is not None))
 
-    def score_group(self, example: int, rollouts: Sequence[Played]) -> list[float]:
-        named = [None if played.error else self._named(example, played.last_answer) for played in rollouts]
-        times = Counter(named)
-        return [0.0 if number is None else 1 / times[number] for number in named]
+    def score_group(self, example: int, rollouts: Sequence[PlayedRollout]) -> list[float]:
+        numbers = [None if each.error else self._valid_number(example, each.last_answer) for each in rollouts]
+        counts = Counter(numbers)
+        return [0.0 if number is None else 1 / counts[number] for number in numbers]
 
-    def _named(self, divisor: int, text: str) -> int | None:
+    def _valid_number(self, divisor: int, text: str) -> int | None:
         number = last_answer(text) or 0
         return number if 0 < number <= self._largest and number % divisor == 0 else None

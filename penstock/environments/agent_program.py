@@ -1,4 +1,4 @@
-"""An agent that is a program of its own: started for one rollout, and ended with every process that it started."""
+"""Runs an agent that is a program of its own: `run_program` starts it for one rollout and kills its process group."""
 
 import asyncio
 import contextlib
@@ -17,18 +17,18 @@ from penstock.runtime.launcher import LAUNCHER
 from penstock.runtime.offload import in_io_thread
 
 NICENESS = 10
-"""Programs wait for a core before the loop that serves them does: sixteen that start at once took 90 % of its time."""
-OUTPUT_BYTES = 1 << 20
-"""Of what a program says, the last so many are kept."""
-BLOCK_BYTES = 1 << 16  # what a pipe holds
+"""Programs yield the CPU to the event loop that serves them: without it, 16 starting at once took 90 % of its time."""
+MAX_OUTPUT_BYTES = 1 << 20
+"""The last bytes of a program's output are kept."""
+BLOCK_BYTES = 1 << 16  # the capacity of a pipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finished:
+class ProgramResult:
     exit_code: int
-    """negative: ended by that signal"""
+    """negative: killed by that signal"""
     output: str
-    """what it wrote to standard output and standard error"""
+    """standard output and standard error"""
 
 
 async def run_program(
@@ -37,25 +37,24 @@ async def run_program(
     *,
     variables: Mapping[str, str] | None = None,
     directory: Path | None = None,
-) -> Finished:
-    """`command`, with the policy's URL and key in its environment as the `openai` package reads them.
+) -> ProgramResult:
+    """Run `command` with the policy's URL and key in the variables that the `openai` package reads.
 
-    It has a process group of its own, which is killed when this returns, raises or is cancelled; the program itself
-    also ends with this process. Of this process's own environment it gets all but Penstock's settings.
+    The program has its own process group, which is killed when this call returns, raises or is cancelled; the program
+    itself also ends with this process. It inherits this process's environment except Penstock's settings.
     """
     launcher = [sys.executable, "-I", "-S", "-c", f"import os; os.nice({NICENESS})\n{LAUNCHER}", str(os.getpid())]
-    environment = {**without_our_settings(), **policy.variables, **(variables or {})}
-    # In a thread: the loop would stand still for every fork (380 ms when 16 programs started at once).
+    environment = {**inherited_variables(), **policy.variables, **(variables or {})}
+    # In a thread: each fork blocks its caller (380 ms when 16 programs started at once).
     starting = asyncio.create_task(in_io_thread(_start, [*launcher, *command], environment, directory))
     try:
-        return await in_io_thread(_finished, await asyncio.shield(starting))
+        return await in_io_thread(_wait, await asyncio.shield(starting))
     finally:
         await run_to_completion(asyncio.create_task(_kill(starting)))
 
 
-def without_our_settings() -> dict[str, str]:
-    """This process's variables for one that is not trusted: the addresses of Redis and of the engine have keys and
-    passwords in them."""
+def inherited_variables() -> dict[str, str]:
+    """This process's environment without PENSTOCK_*: the URLs of Redis and the engine contain keys and passwords."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
 
 
@@ -71,32 +70,32 @@ def _start(command: Sequence[str], environment: Mapping[str, str], directory: Pa
     )
 
 
-def _finished(program: "subprocess.Popen[bytes]") -> Finished:
-    """When the program has ended, whoever else still holds its output."""
+def _wait(program: "subprocess.Popen[bytes]") -> ProgramResult:
+    """Read the output until the program ends, even if one of its children keeps the pipe open."""
     assert program.stdout is not None
-    kept = bytearray()
+    tail = bytearray()
     with program.stdout as output, os.fdopen(os.pidfd_open(program.pid)) as ended:
         os.set_blocking(output.fileno(), False)
-        watched = select.poll()
+        poll = select.poll()
         for file in (output, ended):
-            watched.register(file, select.POLLIN)
-        while not any(descriptor == ended.fileno() for descriptor, _ in watched.poll()):
-            if not _take(output.fileno(), kept):
-                watched.unregister(output)
-        for _ in range(OUTPUT_BYTES // BLOCK_BYTES):
-            if not _take(output.fileno(), kept):
+            poll.register(file, select.POLLIN)
+        while not any(descriptor == ended.fileno() for descriptor, _ in poll.poll()):
+            if not _read_block(output.fileno(), tail):
+                poll.unregister(output)
+        for _ in range(MAX_OUTPUT_BYTES // BLOCK_BYTES):
+            if not _read_block(output.fileno(), tail):
                 break
-    return Finished(exit_code=program.wait(), output=kept.decode(errors="replace"))
+    return ProgramResult(exit_code=program.wait(), output=tail.decode(errors="replace"))
 
 
-def _take(descriptor: int, kept: bytearray) -> bool:
-    """False when there is nothing to take, now or ever."""
+def _read_block(descriptor: int, tail: bytearray) -> bool:
+    """False when the pipe is empty or closed."""
     try:
         block = os.read(descriptor, BLOCK_BYTES)
     except BlockingIOError:
         return False
-    kept += block
-    del kept[:-OUTPUT_BYTES]
+    tail += block
+    del tail[:-MAX_OUTPUT_BYTES]
     return bool(block)
 
 

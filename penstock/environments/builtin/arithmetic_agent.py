@@ -1,6 +1,6 @@
-"""The agent of `program.py`, as a stranger would write it: a script that knows an OpenAI-compatible URL and no more.
+"""The agent of `arithmetic_program.py`: a standalone script that uses an OpenAI-compatible URL.
 
-OPENAI_BASE_URL=... OPENAI_API_KEY=... OPENAI_MODEL=... python sums_agent.py "What is 1 + 1? ..."
+OPENAI_BASE_URL=... OPENAI_API_KEY=... OPENAI_MODEL=... python arithmetic_agent.py "What is 1 + 1? ..."
 """
 
 import json
@@ -12,7 +12,7 @@ TURNS = 2
 
 
 def chat(messages: list[dict[str, str]]) -> dict[str, str]:
-    request = urllib.request.Request(  # noqa: S310  the URL is its caller's
+    request = urllib.request.Request(  # noqa: S310  the caller sets the URL
         f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
         data=json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode(),
         headers={"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},

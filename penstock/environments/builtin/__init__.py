@@ -1,0 +1,1 @@
+"""The environments that a worker plays when none is configured."""
