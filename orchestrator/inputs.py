@@ -3,12 +3,9 @@
 import logging
 from pathlib import Path
 
-import numpy as np
-
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord
 from penstock import job_inputs
-from penstock.advantages import ESTIMATORS, BatchValues, batch_phase, resolve
 from penstock.batches import BatchPlan, BatchRollout
 from penstock.config import RunConfig
 from penstock.ledger.states import GroupState, JobKind, RolloutState
@@ -100,11 +97,12 @@ def group_plan(group: GroupRecord, policy_version: int) -> GroupPlan:
 
 
 def batch_plan(config: RunConfig, batch: BatchRecord) -> BatchPlan:
+    """What the encoding jobs of `batch` read, and what its manifest names."""
     settings = config.batch
     return BatchPlan(
         step=batch.step,
         rules=settings.packing_rules(),
-        rollouts=_planned(config, batch),
+        rollouts=_batch_rollouts(batch),
         normalise=settings.normalise,
         logprobs_mode=config.engine.logprobs_mode,
         extras=settings.extras,
@@ -112,30 +110,15 @@ def batch_plan(config: RunConfig, batch: BatchRecord) -> BatchPlan:
     )
 
 
-def _planned(config: RunConfig, batch: BatchRecord) -> tuple[BatchRollout, ...]:
+def _batch_rollouts(batch: BatchRecord) -> tuple[BatchRollout, ...]:
     environments = {group.id: group.environment for group in batch.groups}
-    rollouts = sorted(batch.rollouts(), key=lambda rollout: rollout.id)
-    advantages = _final_advantages(config, rollouts)
     return tuple(
-        _planned_rollout(rollout, environments[rollout.group], advantage)
-        for rollout, advantage in zip(rollouts, advantages, strict=True)
+        _batch_rollout(rollout, environments[rollout.group], batch.advantages[rollout.id])
+        for rollout in sorted(batch.rollouts(), key=lambda rollout: rollout.id)
     )
 
 
-def _final_advantages(config: RunConfig, rollouts: list[RolloutRecord]) -> list[float]:
-    """Where the estimator has a batch phase it is done here: one scalar a rollout, 1 ms for 4,096 of them."""
-    values = [rollout.advantage or 0.0 for rollout in rollouts]
-    if config.advantages.estimator not in ESTIMATORS:
-        return values  # a worker's own: its group phase was all
-    recipe = resolve(config.advantages, group_size=config.rollouts.group_size)
-    if not recipe.has_batch_phase:
-        return values
-    tokens = [rollout.result.completion_tokens for rollout in rollouts if rollout.result]
-    phase = BatchValues(values=np.array(values, np.float64), sampled_tokens=np.array(tokens, np.int64))
-    return batch_phase(phase, recipe).tolist()
-
-
-def _planned_rollout(rollout: RolloutRecord, environment: str, advantage: float) -> BatchRollout:
+def _batch_rollout(rollout: RolloutRecord, environment: str, advantage: float) -> BatchRollout:
     result = rollout.result
     assert result is not None, "only what was generated is batched"
     return BatchRollout(

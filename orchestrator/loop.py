@@ -93,6 +93,7 @@ class Orchestrator:
     async def run(self) -> None:
         """Until the last step is delivered, or somebody stops it; what is open then waits in the ledger."""
         self.deliver_what_is_sealed()
+        self.composer.resume()
         duties = [self.lag.run, self.lags.run, self.lock.keep, self.reporter.run, self.metrics.run, self.read_replies,
                   self.reconcile, self.heed_trainer, self.sweep]  # fmt: skip
         async with asyncio.TaskGroup() as group:

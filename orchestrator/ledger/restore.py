@@ -5,7 +5,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord, Value
+import orjson
+
+from orchestrator.ledger.records import ADVANTAGES, BatchRecord, GroupRecord, JobRecord, RolloutRecord, Value
 from penstock.ids import EncodeJobId
 from penstock.ledger import queries, schema
 from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
@@ -33,12 +35,13 @@ def read(path: Path) -> Restored:
         if not queries.has_tables(connection):
             return Restored()
         groups = _groups(connection)
-        batches = _batches(connection, groups)
+        meta = queries.meta(connection)
+        batches = _batches(connection, groups, meta)
         return Restored(
             groups=groups,
             jobs=_jobs(connection, batches),
             batches=batches,
-            meta=queries.meta(connection),
+            meta=meta,
             states=queries.rollouts_by_state(connection),
             reasons=queries.rollouts_by_reason(connection),
             untrained=queries.untrained_steps(connection),
@@ -68,9 +71,13 @@ def _groups(connection: sqlite3.Connection) -> dict[str, GroupRecord]:
     return groups
 
 
-def _batches(connection: sqlite3.Connection, groups: dict[str, GroupRecord]) -> dict[int, BatchRecord]:
+def _batches(
+    connection: sqlite3.Connection, groups: dict[str, GroupRecord], meta: dict[str, Value]
+) -> dict[int, BatchRecord]:
+    advantages = orjson.loads(str(meta.get(ADVANTAGES) or "{}"))
     batches = {
-        step: BatchRecord(step=step, formation=formation) for step, formation in queries.open_batches(connection)
+        step: BatchRecord(step=step, formation=formation, advantages=advantages.get(str(step), {}))
+        for step, formation in queries.open_batches(connection)
     }
     for group in groups.values():
         if group.state is GroupState.BATCHED:

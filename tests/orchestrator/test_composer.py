@@ -23,9 +23,11 @@ def composing(ledger: Ledger, **settings: Any) -> Composer:
     return Composer(config, ledger, Trainer(config, ledger))
 
 
-def sampled_by(group: GroupRecord, version: int) -> GroupRecord:
+def sampled_by(group: GroupRecord, version: int, *, last_tokens: int = 10) -> GroupRecord:
+    """10 tokens a rollout, the last one `last_tokens`."""
     for rollout in group.rollouts:
-        rollout.result = RolloutResult(reward=0.0, version_first=version, completion_tokens=10)
+        tokens = last_tokens if rollout is group.rollouts[-1] else 10
+        rollout.result = RolloutResult(reward=0.0, version_first=version, completion_tokens=tokens)
     return group
 
 
@@ -143,6 +145,39 @@ def test_a_step_too_far_ahead_of_the_trainer_waits_until_it_acknowledges(ledger:
     asyncio.run(trainer.look())
     assert composed(composer).step == 2
     assert ledger.states[RolloutState.TRAINED] == 8
+
+
+WHITENED = {"estimator": "reinforce_pp"}
+
+
+def test_the_batch_phase_is_done_when_a_step_is_composed(ledger: Ledger) -> None:
+    group = sampled_by(admitted(ledger), 0)
+    batch = composed(composing(ledger, batch={"size": 1}, advantages=WHITENED))
+    values = [batch.advantages[rollout.id] for rollout in group.rollouts]
+    assert sum(values) == pytest.approx(0, abs=1e-6)
+    assert values == sorted(values)
+    assert values != [rollout.advantage for rollout in group.rollouts]
+
+
+def test_without_a_batch_phase_the_advantages_are_those_of_the_groups(ledger: Ledger) -> None:
+    group = admitted(ledger)
+    batch = composed(composing(ledger, batch={"size": 1}))
+    assert batch.advantages == {rollout.id: rollout.advantage for rollout in group.rollouts}
+
+
+def test_a_step_that_is_formed_again_gets_advantages_of_its_new_rollouts(ledger: Ledger) -> None:
+    composer = composing(ledger, batch={"size": 2}, advantages=WHITENED, filters={"stale": {"max_off_policy_steps": 2}})
+    old, new = sampled_by(admitted(ledger), 0), sampled_by(admitted(ledger), 1)
+    first = composed(composer)
+    ledger.dissolve(first)
+    ledger.set("policy_version", 3)
+    other = sampled_by(admitted(ledger), 1, last_tokens=30)
+    again = composed(composer)
+    assert again.groups == [new, other]
+    assert again.advantages.keys() == {rollout.id for group in (new, other) for rollout in group.rollouts}
+    kept = new.rollouts[0].id
+    assert again.advantages[kept] != first.advantages[kept]
+    assert old.state is GroupState.CLOSED
 
 
 def test_a_batch_of_tokens_takes_groups_until_it_has_enough(ledger: Ledger) -> None:

@@ -5,12 +5,16 @@ from pathlib import Path
 import pytest
 from support.ledgers import admitted, configured, encoded
 
+from orchestrator.composer import Composer
 from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import ADVANTAGES
 from orchestrator.sealing import Sealer
-from penstock.batches import read_manifest, read_manifests
+from orchestrator.trainer import Trainer
+from penstock.batches import EncodedRank, read_manifest, read_manifests
 from penstock.batches.manifest import manifest_path
 from penstock.config import RunConfig
 from penstock.errors import BatchError
+from penstock.messages import RolloutResult
 from penstock.store import Store
 
 
@@ -40,6 +44,62 @@ def test_a_manifest_says_what_a_step_is_made_of(ledger: Ledger, config: RunConfi
     assert manifest.ranks == tuple(ranks)
     totals = manifest.totals
     assert (totals.rollouts, totals.groups, totals.samples, totals.loss_tokens) == (4, 1, 4, 40)
+
+
+def test_sealing_uses_the_advantages_that_encoding_used(tmp_path: Path) -> None:
+    """The step is composed and encoded, the orchestrator restarts with another estimator, then the step is sealed."""
+    before = configured(run_dir=tmp_path, batch={"size": 1}, advantages={"estimator": "reinforce_pp"})
+    after = configured(run_dir=tmp_path, batch={"size": 1}, advantages={"estimator": "dr_grpo"})
+
+    async def compose() -> list[EncodedRank]:
+        ledger = Ledger(before.ledger_path)
+        for rollout in admitted(ledger).rollouts:
+            rollout.result = RolloutResult(reward=0.0, completion_tokens=10 + rollout.index)
+        batch = Composer(before, ledger, Trainer(before, ledger)).compose()
+        assert batch is not None
+        await ledger.committed()
+        ledger.close()
+        assert batch.advantages != {rollout.id: rollout.advantage for rollout in batch.rollouts()}
+        encoded_with.update(batch.advantages)
+        return encoded(before, batch)
+
+    async def seal(ranks: list[EncodedRank]) -> None:
+        ledger = Ledger(after.ledger_path)
+        Composer(after, ledger, Trainer(after, ledger)).resume()
+        assert await Sealer(after).seal(ledger.batches[0], ranks)
+        ledger.deliver(ledger.batches[0])
+        assert ledger.meta[ADVANTAGES] == "{}"
+        ledger.close()
+
+    encoded_with: dict[str, float] = {}
+    asyncio.run(seal(asyncio.run(compose())))
+    manifest = read_manifest(Store(after.store_dir), 0)
+    assert manifest is not None
+    assert {rollout.rollout: rollout.advantage for rollout in manifest.plan.rollouts} == encoded_with
+
+
+def test_an_open_step_without_stored_advantages_gets_them_when_the_run_is_resumed(tmp_path: Path) -> None:
+    """A ledger that an earlier version wrote has none."""
+    config = configured(run_dir=tmp_path, batch={"size": 1}, advantages={"estimator": "reinforce_pp"})
+
+    async def compose_and_resume() -> None:
+        ledger = Ledger(config.ledger_path)
+        for rollout in admitted(ledger).rollouts:
+            rollout.result = RolloutResult(reward=0.0, completion_tokens=10)
+        batch = Composer(config, ledger, Trainer(config, ledger)).compose()
+        assert batch is not None
+        ledger.set(ADVANTAGES, None)
+        await ledger.committed()
+        ledger.close()
+        resumed = Ledger(config.ledger_path)
+        assert resumed.batches[0].advantages == {}
+        Composer(config, resumed, Trainer(config, resumed)).resume()
+        assert resumed.batches[0].advantages == batch.advantages
+        await resumed.committed()
+        resumed.close()
+        assert Ledger(config.ledger_path).batches[0].advantages == batch.advantages
+
+    asyncio.run(compose_and_resume())
 
 
 def test_a_manifest_is_never_replaced(ledger: Ledger, config: RunConfig, store: Store) -> None:

@@ -40,7 +40,8 @@ def contents(ledger: Ledger | restore.Restored) -> dict[str, Any]:
         },
         "jobs": {id: job.row() for id, job in ledger.jobs.items()},
         "batches": {
-            step: (batch.row(), [group.id for group in batch.groups]) for step, batch in ledger.batches.items()
+            step: (batch.row(), [group.id for group in batch.groups], batch.advantages)
+            for step, batch in ledger.batches.items()
         },
         "meta": ledger.meta,
         "states": +ledger.states,
