@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from bench.harness.report import Report, Target, median
 from bench.harness.response_bodies import Rollout
-from penstock.engines.response import OpenSample, Turn, read_turn
-from penstock.engines.routed_experts import RouteFormat, Routes
+from penstock.engines.response import read_turn
 from penstock.store import open_store
+from penstock.turn import OpenSample, RouteFormat, Routes, Turn
 
 CASES = {
     "50 turns": Rollout(turns=50, tokens=60_000, sampled=1 / 6),  # an agent: calls of 200 tokens, tool results of 1,000
@@ -75,12 +75,12 @@ class Recorder:
     """The state of a recorder that reading a response needs."""
 
     def __init__(self) -> None:
-        self._known: list[OpenSample] = []
+        self._open_samples: list[OpenSample] = []
         self._route_format = RouteFormat()
 
     def read(self, body: bytes) -> Turn:
-        turn = read_turn(body, known=self._known, route_format=self._route_format)
-        self._known = [OpenSample(sequence=turn.sequence, rows_from=turn.tokens - 1)]
+        turn = read_turn(body, open_samples=self._open_samples, route_format=self._route_format)
+        self._open_samples = [OpenSample(sequence=turn.sequence, rows_from=turn.tokens - 1)]
         self._route_format = rows_of(turn).format
         return turn
 

@@ -1,28 +1,42 @@
-"""What is kept of a token sequence to recognise it at the start of a later prompt, without keeping the sequence.
+"""A turn of the policy, and the vocabulary that engines, recording, renderers and services share.
 
-A prompt arrives as text (`1,22,333` inside the engine's JSON) or as an array; either is recognised by length and
-xxh3-128, in one pass however many sequences are offered.
+`penstock.engines` makes a `Turn` from a response; `penstock.recording` keeps it. Neither imports the other.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, Self
 
 import numpy as np
 import orjson
 import xxhash
 from numpy.typing import NDArray
 
+from penstock.errors import Upstream
+
+Message = dict[str, Any]
+"""A chat message with a `role`, as in OpenAI's API."""
 Ids = NDArray[np.int32]
+Logprobs = NDArray[np.float32]
+Mask = NDArray[np.uint8]
+Rows = NDArray[np.uint8] | NDArray[np.uint16]
+"""Routed experts of consecutive tokens: `[rows, layers, topk]`."""
+Span = tuple[int, int]
+"""Start and end within a body, in bytes."""
+
+WIRE_DTYPES = {name: np.dtype(name) for name in ("uint8", "uint16", "uint32", "int16", "int32", "int64")}
+WIRE_RANGES = {name: (np.iinfo(dtype).min, np.iinfo(dtype).max) for name, dtype in WIRE_DTYPES.items()}
 
 
 def ids_text(ids: Ids) -> bytes:
-    """The ids as engines print them, without the brackets."""
+    """The ids as engines print them, `1,22,333`, without the brackets."""
     return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
 
 class Fingerprint:
-    """A token sequence's length and hashes. Immutable: `extended` makes another one."""
+    """Length and xxh3-128 of a token sequence, as text and as an array: enough to recognise it at the start of a later
+    prompt without keeping it. Immutable."""
 
     __slots__ = ("_ids", "_text", "text_bytes", "tokens")
 
@@ -67,47 +81,136 @@ class Fingerprint:
         return self._ids.intdigest()
 
 
+class CheckRoutes(StrEnum):
+    """Which new rows are checked for zeros. An engine that captured no routes for a token sends a row of zeros."""
+
+    SAMPLE = "sample"
+    ALL = "all"
+    OFF = "off"
+
+
 @dataclass(frozen=True, kw_only=True)
-class Match:
-    """Which of the offered sequences a prompt begins with."""
+class RouteFormat:
+    """Shape and type of an engine's routed rows: from the configuration, completed by the first rows received."""
 
-    index: int
-    """The longest one's place in what was offered; of equal ones, the first."""
+    layers: int | None = None
+    """Required for SGLang's bare string, which has no shape."""
+    topk: int | None = None
+    experts: int | None = None
+    """Experts per layer. Up to 256 are kept as u8, more (or an unknown number, sent as wide integers) as u16."""
+    wire: str | None = None
+    """Integer type on the wire."""
+    check: CheckRoutes = CheckRoutes.SAMPLE
+
+    @cached_property
+    def row_bytes(self) -> int | None:
+        """Size of one row on the wire."""
+        if self.layers is None or self.topk is None or self.wire is None:
+            return None
+        return self.layers * self.topk * WIRE_DTYPES[self.wire].itemsize
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        """The type that rows are kept in."""
+        narrow = self.wire == "uint8" or (self.experts is not None and self.experts <= 256)
+        return np.dtype(np.uint8 if narrow else np.uint16)
+
+    def learned(self, *, layers: int, topk: int, wire: str) -> "RouteFormat":
+        """This format completed by what a payload states. `Upstream` if the two contradict."""
+        if (self.layers, self.topk, self.wire) == (layers, topk, wire):
+            return self
+        for what, before, now in [
+            ("layers", self.layers, layers),
+            ("top-k", self.topk, topk),
+            ("type", self.wire, wire),
+        ]:
+            if before not in (None, now):
+                raise Upstream(f"routed experts: {what} is {now}, but {before} is configured or came before")
+        if wire not in WIRE_DTYPES:
+            raise Upstream(f"routed experts: type {wire!r} is none of {', '.join(WIRE_DTYPES)}")
+        if layers < 1 or topk < 1:
+            raise Upstream(f"routed experts: {layers} layers and top-k {topk}; neither can be zero")
+        if self.experts is not None and self.experts - 1 > WIRE_RANGES[wire][1]:
+            raise Upstream(f"routed experts: {wire} cannot number the {self.experts} experts of the configuration")
+        return replace(self, layers=layers, topk=topk, wire=wire)
+
+
+ANY_FORMAT = RouteFormat()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """The new rows of one response."""
+
+    first: int
+    """Token position of the first row."""
+    rows: Rows
+    valid: NDArray[np.bool_] | None
+    """False where the engine captured nothing; None if every row is valid."""
+    format: RouteFormat
+    """Completed by these rows. Pass it to `read_turn` with the next response."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenSample:
+    """A sample that the next turn may extend."""
+
+    sequence: Fingerprint
+    rows_from: int
+    """First token position whose routed row is still needed: normally `sequence.tokens - 1`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What one response adds to its sample. Its arrays do not reference the response body."""
+
+    extends: int | None
+    """Index of the longest open sample that the prompt begins with; None starts a new sample."""
     matches: int
-    """How many matched: more than one is worth counting."""
+    """Number of open samples that the prompt begins with."""
+    prefix_tokens: int
+    """Length of the extended sample: prompt ids that are not repeated here."""
+    prompt_ids: Ids
+    """The prompt from `prefix_tokens` on."""
+    completion_ids: Ids
+    completion_logprobs: Logprobs
+    routes: Routes | None
+    """Rows from the sample's `rows_from` on; None if the response has none of them."""
+    sequence: Fingerprint
+    """Of the whole prompt and completion."""
+    finish_reason: str | None
+    version: int | None
+    """Policy version, if the engine states one."""
+    message: bytes | None
+    """The assistant's message as JSON; None from token-in/token-out."""
+    truncated: bool
+    """Whether tokens beyond `max_seq_len` were cut."""
+    overlong_prompt: bool
+    """Whether the prompt alone exceeds `max_seq_len`."""
+    routes_span: Span | None
+    """Position of the routed experts in the body."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prefix_tokens + len(self.prompt_ids)
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + len(self.completion_ids)
 
 
-def longest_in_text(text: memoryview, known: Sequence[Fingerprint]) -> Match | None:
-    """`text` begins with the ids of a compact JSON list, behind its bracket; ids with spaces are not recognised."""
-    return _longest(
-        text,
-        [
-            (print_.text_bytes, index, print_.text_digest)
-            for index, print_ in enumerate(known)
-            if print_.tokens and bytes(text[print_.text_bytes : print_.text_bytes + 1]) in (b",", b"]")
-        ],
-    )
+@dataclass(frozen=True, kw_only=True)
+class TurnMetadata:
+    """What is recorded of a turn and is not in its response."""
 
-
-def longest_in_ids(ids: Ids, known: Sequence[Fingerprint]) -> Match | None:
-    return _longest(
-        ids.view(np.uint8).data,
-        [
-            (print_.tokens * ids.itemsize, index, print_.ids_digest)
-            for index, print_ in enumerate(known)
-            if print_.tokens
-        ],
-    )
-
-
-def _longest(data: memoryview, candidates: list[tuple[int, int, int]]) -> Match | None:
-    """Candidates are (length in bytes, index, digest of the first so many bytes)."""
-    hashed, done, found = xxhash.xxh3_128(), 0, list[int]()
-    for length, index, digest in sorted(candidates, key=lambda candidate: (candidate[0], -candidate[1])):
-        if length > len(data):
-            break
-        hashed.update(data[done:length])
-        done = length
-        if hashed.intdigest() == digest:
-            found.append(index)
-    return Match(index=found[-1], matches=len(found)) if found else None
+    agent: str = ""
+    engine: str = ""
+    """URL of the replica."""
+    version_sent: int = 0
+    """The replica's policy version when the request was sent. Used if the response states no version."""
+    version_received: int = 0
+    temperature: float = 1.0
+    sampling: str = "{}"
+    """Sampling fields that change the distribution (top_p and others), as JSON."""
+    completion_mask: Mask | None = None
+    """Which completion tokens to train on; None for all."""

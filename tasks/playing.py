@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from penstock import job_inputs
 from penstock.config import RunConfig
 from penstock.engines.client import EngineClient
-from penstock.engines.dialects import Dialect
+from penstock.engines.dialects import Dialect, dialect_of
 from penstock.environments import grading
 from penstock.environments.loading import LoadedEnvironment, load_environments
 from penstock.errors import ConfigError, InfrastructureFailure, StageError
@@ -113,9 +113,9 @@ async def _dialect(config: RunConfig) -> Dialect:
     """Its renderer is warm: no rollout waits for it."""
     settings = config.policy.renderer
     if settings is None:
-        return Dialect(config.engine)
+        return dialect_of(config.engine)
     renderer = PooledRenderer(RendererPools(), RendererKey.of(settings, config.engine.model))
-    dialect = Dialect(config.engine, renderer=renderer)
+    dialect = dialect_of(config.engine, renderer=renderer)
     try:
         await renderer.warm_up()
     except InfrastructureFailure as error:

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator
 
 from penstock.config.sections import Section, Share
-from penstock.engines.routed_experts import CheckRoutes, RouteFormat
 from penstock.messages import SAMPLES_LIMIT
+from penstock.turn import CheckRoutes, RouteFormat
 
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
 

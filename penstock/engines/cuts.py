@@ -1,16 +1,19 @@
-"""What need not be parsed of a response body: the routed experts, and prompt ids that are known.
+"""The parts of a response body that need no parsing: the routed experts, and prompt ids that an open sample holds.
 
-Both are found without looking at what is known, and replaced by a mark that no engine can guess: where a typed decoding
-of the rest meets the mark at its place, the right thing was cut; where not, the caller decodes the whole.
+They are located by their keys and replaced by a random mark before the rest is decoded by type. Where the decoder meets
+the mark in the expected field, the cut was right; otherwise the caller decodes the whole body.
 """
 
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.engines.routed_experts import NPY_MAGIC_TEXT, RouteFormat, base64_length, npy_header
+import numpy as np
+import xxhash
+
+from penstock.engines.routed_experts import NPY_MAGIC_TEXT, base64_length, npy_header
 from penstock.errors import Upstream
-from penstock.turn import Fingerprint, Match, longest_in_text
+from penstock.turn import Fingerprint, Ids, OpenSample, RouteFormat, Span
 
 MARK = secrets.token_hex(16).encode()
 MARKED = b'"%b"' % MARK
@@ -20,52 +23,46 @@ LISTS_OPENING, LISTS_CLOSING = b"[[[", b"]]]"
 PROMPT_KEY = b'"prompt_token_ids":['
 
 ID_CHARS = 11
-"""An id and its comma, at most."""
+"""Longest id with its comma."""
 OTHER_CHARS = 4096
-"""What follows the routed experts beside the prompt's ids: usage and the like, some 500 characters in practice."""
-
-Span = tuple[int, int]
+"""Upper bound of what follows the routed experts besides the prompt ids (usage and others): about 500 in practice."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenSample:
-    """An open sample that a response may extend."""
+class Match:
+    """The open sample that a prompt begins with."""
 
-    sequence: Fingerprint
-    rows_from: int
-    """The first token position whose routed experts are still wanted: normally `sequence.tokens - 1`."""
-
-    def least_rows(self, chars: int, row_chars: float) -> int:
-        """The fewest rows that the last `chars` characters of a body can begin with, if it extends this sample."""
-        others = self.sequence.text_bytes + OTHER_CHARS - ID_CHARS * self.sequence.tokens
-        return max(self.rows_from, int((chars - others) / (row_chars + ID_CHARS)))
+    index: int
+    """Position of the longest match in the given sequence; of equal ones, the first."""
+    matches: int
+    """How many matched. More than one is recorded as ambiguous."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnownPrompt:
-    """A prompt that begins with a known sequence."""
+class PromptCut:
+    """The ids of an open sample at the start of the prompt."""
 
     match: Match
     span: Span
-    """That sequence's ids, without the bracket before and the comma behind."""
+    """Without the bracket before and the comma after the ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cuts:
     experts: Span | None = None
-    """The base64 text, without its quotes; or nested lists."""
-    prompt: KnownPrompt | None = None
+    """The base64 text without its quotes, or nested lists with their brackets."""
+    prompt: PromptCut | None = None
 
     @property
     def any(self) -> bool:
         return self.experts is not None or self.prompt is not None
 
     def lists(self, body: bytes) -> bool:
-        """Whether it is nested lists that were cut, brackets and all, and no base64."""
+        """Whether the routed experts are nested lists rather than base64."""
         return self.experts is not None and body.startswith(LISTS_OPENING, self.experts[0])
 
     def rest(self, body: bytes) -> bytes:
-        """The body with the mark in place of what was cut."""
+        """The body with the mark in place of each cut."""
         view, parts, done = memoryview(body), list[bytes | memoryview](), 0
         marks = [(self.experts, MARKED if self.lists(body) else MARK)] if self.experts else []
         marks += [(self.prompt.span, MARKED)] if self.prompt else []
@@ -75,12 +72,51 @@ class Cuts:
         return b"".join([*parts, view[done:]]) if parts else body
 
 
-def find_cuts(body: bytes, known: Sequence[OpenSample], route_format: RouteFormat) -> Cuts:
-    experts = _find_experts(body, known, route_format)
-    return Cuts(experts=experts, prompt=_find_prompt(body, known, experts or (0, 0)) if known else None)
+def find_cuts(body: bytes, open_samples: Sequence[OpenSample], route_format: RouteFormat) -> Cuts:
+    experts = _find_experts(body, open_samples, route_format)
+    prompt = _find_prompt(body, open_samples, experts or (0, 0)) if open_samples else None
+    return Cuts(experts=experts, prompt=prompt)
 
 
-def _find_experts(body: bytes, known: Sequence[OpenSample], route_format: RouteFormat) -> Span | None:
+def longest_in_text(text: memoryview, sequences: Sequence[Fingerprint]) -> Match | None:
+    """The longest sequence that a compact JSON list begins with; `text` starts after its bracket. Ids separated by
+    spaces do not match."""
+    return _longest(
+        text,
+        [
+            (sequence.text_bytes, index, sequence.text_digest)
+            for index, sequence in enumerate(sequences)
+            if sequence.tokens and bytes(text[sequence.text_bytes : sequence.text_bytes + 1]) in (b",", b"]")
+        ],
+    )
+
+
+def longest_in_ids(ids: Ids, sequences: Sequence[Fingerprint]) -> Match | None:
+    """The longest sequence that `ids` begin with."""
+    return _longest(
+        ids.view(np.uint8).data,
+        [
+            (sequence.tokens * ids.itemsize, index, sequence.ids_digest)
+            for index, sequence in enumerate(sequences)
+            if sequence.tokens
+        ],
+    )
+
+
+def _longest(data: memoryview, candidates: list[tuple[int, int, int]]) -> Match | None:
+    """Candidates are (length in bytes, index, digest). `data` is hashed once, however many candidates there are."""
+    hashed, done, matching = xxhash.xxh3_128(), 0, list[int]()
+    for length, index, digest in sorted(candidates, key=lambda candidate: (candidate[0], -candidate[1])):
+        if length > len(data):
+            break
+        hashed.update(data[done:length])
+        done = length
+        if hashed.intdigest() == digest:
+            matching.append(index)
+    return Match(index=matching[-1], matches=len(matching)) if matching else None
+
+
+def _find_experts(body: bytes, open_samples: Sequence[OpenSample], route_format: RouteFormat) -> Span | None:
     key = body.find(EXPERTS_KEY)
     if key < 0:
         return None
@@ -97,7 +133,7 @@ def _find_experts(body: bytes, known: Sequence[OpenSample], route_format: RouteF
     if body.startswith(NPY_MAGIC_TEXT, start):
         end = _npy_end(body, start, route_format)
     else:
-        end = _base64_end(body, start, known, route_format.row_bytes)
+        end = _base64_end(body, start, open_samples, route_format.row_bytes)
     return (start, end) if end >= 0 else None
 
 
@@ -110,11 +146,12 @@ def _npy_end(body: bytes, start: int, route_format: RouteFormat) -> int:
     return end if body.startswith(b'"', end) else -1
 
 
-def _base64_end(body: bytes, start: int, known: Sequence[OpenSample], row_bytes: int | None) -> int:
-    """The closing quote, searched for behind the rows that the answer must have if it extends a known sample."""
+def _base64_end(body: bytes, start: int, open_samples: Sequence[OpenSample], row_bytes: int | None) -> int:
+    """Position of the closing quote. The search starts after the rows that the response must have if it extends an
+    open sample."""
     if row_bytes:
-        for sample in sorted(known, key=lambda sample: sample.rows_from, reverse=True):
-            rows = sample.least_rows(len(body) - start, row_bytes * 4 / 3)
+        for sample in sorted(open_samples, key=lambda sample: sample.rows_from, reverse=True):
+            rows = _least_rows(sample, len(body) - start, row_bytes * 4 / 3)
             end = body.find(b'"', start + rows * row_bytes // 3 * 4)
             length = end - start
             if length >= 0 and length == base64_length(length // 4 * 3 // row_bytes * row_bytes):
@@ -122,15 +159,21 @@ def _base64_end(body: bytes, start: int, known: Sequence[OpenSample], row_bytes:
     return body.find(b'"', start)
 
 
-def _find_prompt(body: bytes, known: Sequence[OpenSample], experts: Span) -> KnownPrompt | None:
-    """Engines print the prompt behind the choices, some before."""
+def _least_rows(sample: OpenSample, chars: int, row_chars: float) -> int:
+    """The fewest rows that the last `chars` characters of a body can begin with if it extends `sample`."""
+    others = sample.sequence.text_bytes + OTHER_CHARS - ID_CHARS * sample.sequence.tokens
+    return max(sample.rows_from, int((chars - others) / (row_chars + ID_CHARS)))
+
+
+def _find_prompt(body: bytes, open_samples: Sequence[OpenSample], experts: Span) -> PromptCut | None:
+    """Most engines print the prompt after the choices, some before."""
     key = body.find(PROMPT_KEY, experts[1])
     if key < 0:
         key = body.find(PROMPT_KEY, 0, experts[0])
     if key < 0:
         return None
     first = key + len(PROMPT_KEY)
-    match = longest_in_text(memoryview(body)[first:], [sample.sequence for sample in known])
+    match = longest_in_text(memoryview(body)[first:], [sample.sequence for sample in open_samples])
     if match is None:
         return None
-    return KnownPrompt(match=match, span=(first, first + known[match.index].sequence.text_bytes))
+    return PromptCut(match=match, span=(first, first + open_samples[match.index].sequence.text_bytes))

@@ -6,8 +6,7 @@ at. Rows are known by their absolute token position, not by their order of arriv
 
 import binascii
 import re
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -17,14 +16,12 @@ import pybase64
 from numpy.typing import NDArray
 
 from penstock.errors import Upstream
+from penstock.turn import WIRE_DTYPES, WIRE_RANGES, CheckRoutes, RouteFormat, Routes, Rows
 
-Rows = NDArray[np.uint8] | NDArray[np.uint16]
 Text = bytes | memoryview
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Lists = list[list[list[Annotated[int, msgspec.Meta(ge=0, le=65535)]]]]
 
-WIRE_DTYPES = {name: np.dtype(name) for name in ("uint8", "uint16", "uint32", "int16", "int32", "int64")}
-WIRE_RANGES = {name: (np.iinfo(dtype).min, np.iinfo(dtype).max) for name, dtype in WIRE_DTYPES.items()}
 SHAPELESS_WIRE = "int32"
 """What SGLang's bare string holds, and what nested lists are taken for."""
 NPY_MAGIC_TEXT = pybase64.b64encode(b"\x93NUMPY")
@@ -33,73 +30,6 @@ NPY_HEADER = re.compile(
 )
 SAMPLED_ROWS = 16
 """Zero rows come in runs (a cached prefix, a payload never captured): a few rows, evenly spread, meet them."""
-
-
-class CheckRoutes(StrEnum):
-    """Which new rows are looked at for zeros, an engine's way of saying that it captured nothing."""
-
-    SAMPLE = "sample"
-    ALL = "all"
-    OFF = "off"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouteFormat:
-    """What is known of an engine's rows: from the configuration, then from the first ones that came."""
-
-    layers: int | None = None
-    """Needed for SGLang's bare string, which has no shape."""
-    topk: int | None = None
-    experts: int | None = None
-    """Experts of a layer. Up to 256 are kept as u8, more (or an unknown number, sent as wide integers) as u16."""
-    wire: str | None = None
-    """The integers' type on the wire."""
-    check: CheckRoutes = CheckRoutes.SAMPLE
-
-    @cached_property
-    def row_bytes(self) -> int | None:
-        """Size of one row on the wire."""
-        if self.layers is None or self.topk is None or self.wire is None:
-            return None
-        return self.layers * self.topk * WIRE_DTYPES[self.wire].itemsize
-
-    @cached_property
-    def dtype(self) -> np.dtype[Any]:
-        narrow = self.wire == "uint8" or (self.experts is not None and self.experts <= 256)
-        return np.dtype(np.uint8 if narrow else np.uint16)
-
-    def learned(self, *, layers: int, topk: int, wire: str) -> "RouteFormat":
-        """This format completed by what a payload says of itself; they must agree."""
-        if (self.layers, self.topk, self.wire) == (layers, topk, wire):
-            return self
-        for what, before, now in [
-            ("layers", self.layers, layers),
-            ("top-k", self.topk, topk),
-            ("type", self.wire, wire),
-        ]:
-            if before not in (None, now):
-                raise Upstream(f"routed experts: {what} is {now}, but {before} is configured or came before")
-        if wire not in WIRE_DTYPES:
-            raise Upstream(f"routed experts: type {wire!r} is none of {', '.join(WIRE_DTYPES)}")
-        if layers < 1 or topk < 1:
-            raise Upstream(f"routed experts: {layers} layers and top-k {topk}; neither can be zero")
-        if self.experts is not None and self.experts - 1 > WIRE_RANGES[wire][1]:
-            raise Upstream(f"routed experts: {wire} cannot number the {self.experts} experts of the configuration")
-        return replace(self, layers=layers, topk=topk, wire=wire)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Routes:
-    """The new rows of one response."""
-
-    first: int
-    """Token position of the first row."""
-    rows: Rows
-    """`[rows, layers, topk]`"""
-    valid: NDArray[np.bool_] | None
-    """False where the engine captured nothing; None when every row counts."""
-    format: RouteFormat
-    """With what these rows taught: pass it on with the next response."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +42,12 @@ class Wanted:
     """Rows before this position are held already."""
     until: int
     """Rows from this position on belong to tokens that were cut."""
-    asked_from: int = 0
+    requested_from: int = 0
     """The start that the request asked for; an engine may or may not have obeyed."""
 
     def start(self, rows: int, said: int | None = None) -> int:
         """Position of a payload's first row. Every token has one but the last, which some engines send as well."""
-        starts = (self.asked_from, 0) if said is None else (said,)
+        starts = (self.requested_from, 0) if said is None else (said,)
         for missing in (1, 0):
             for start in starts:
                 if rows == self.tokens - missing - start:
@@ -221,7 +151,7 @@ def _bare(text: Text, wanted: Wanted, route_format: RouteFormat) -> Payload:
     if layers is None:
         raise Upstream("routed experts: a bare string has no shape; set engine.hidden_layers (dense ones included)")
     for missing in (1, 0):
-        for start in (wanted.asked_from, 0):
+        for start in (wanted.requested_from, 0):
             rows = wanted.tokens - missing - start
             row_values = layers * (route_format.topk or (size // 4 // max(rows * layers, 1)))
             if rows >= 0 and row_values and size == rows * row_values * 4:

@@ -7,13 +7,13 @@ from penstock.environments.protocol import (
     AgentPolicy,
     Completion,
     Environment,
-    Message,
     PlayedRollout,
     Policy,
     ToolCall,
 )
 from penstock.environments.scores import Score
 from penstock.environments.tools import Tool, Tools, tool
+from penstock.turn import Message
 
 __all__ = [
     "AgentPolicy",

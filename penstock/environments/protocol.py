@@ -11,8 +11,7 @@ import orjson
 
 from penstock.environments.scores import AnyScore, Score
 from penstock.errors import PolicyFailure
-
-Message = dict[str, Any]
+from penstock.turn import Message
 
 
 @dataclass(frozen=True, kw_only=True)

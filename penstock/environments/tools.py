@@ -17,9 +17,10 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from penstock.environments.protocol import Completion, Message, ToolCall
+from penstock.environments.protocol import Completion, ToolCall
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.offload import in_io_thread
+from penstock.turn import Message
 
 logger = logging.getLogger("penstock.environments")
 

@@ -18,14 +18,14 @@ from penstock.config.engine import RESERVED, Policy
 from penstock.engines.client import Answer, EngineClient, Request
 from penstock.engines.dialects import Dialect, Prompt
 from penstock.engines.replicas import Replica
-from penstock.engines.response import Asked, Turn, read_turn
+from penstock.engines.response import RequestInfo, read_turn
 from penstock.engines.sampling import bent_sampling
-from penstock.environments.protocol import Completion, Message
+from penstock.environments.protocol import Completion
 from penstock.errors import BadRequest, ContextFull, InfrastructureFailure, NotFound, PolicyFailure, Upstream
 from penstock.ids import engine_session
 from penstock.recording import Prepared, Session
-from penstock.recording.samples import TurnMetadata
 from penstock.renderers.protocol import NextTurn, Tools, begins_with
+from penstock.turn import Message, Turn, TurnMetadata
 
 
 class RecordedPolicy:
@@ -68,8 +68,8 @@ class RecordedPolicy:
             prompt = await self._prompt(prepared, messages, tools)
             answer = await self._ask(prepared, prompt, chosen)
             turn, message = await self._spoken(prompt, *answer.value)
-            circumstances = _circumstances(answer, chosen, agent=agent, train=train)
-            recorded = await self._session.commit(claim, prepared, turn, circumstances)
+            metadata = _metadata(answer, chosen, agent=agent, train=train)
+            recorded = await self._session.commit(claim, prepared, turn, metadata)
         if not recorded:
             raise NotFound(f"rollout {self._session.settings.rollout} has ended: nothing is recorded any more")
         if turn.overlong_prompt:
@@ -99,16 +99,18 @@ class RecordedPolicy:
         of = self._session.settings
         request = Request(
             path=self._dialect.endpoint,
-            body=self._dialect.body(prompt, {**sampling, **seed}),
+            body=self._dialect.request_body(prompt, {**sampling, **seed}),
             headers={"X-Session-ID": engine_session(of.rollout, of.attempt)},
         )
-        asked = Asked(
+        info = RequestInfo(
             endpoint=self._dialect.endpoint,
             prompt_ids=prompt.ids,
             routes_from=prompt.routes_from,
             max_seq_len=self._settings.max_seq_len,
         )
-        read = functools.partial(read_turn, known=prepared.known, asked=asked, route_format=prepared.route_format)
+        read = functools.partial(
+            read_turn, open_samples=prepared.open_samples, request=info, route_format=prepared.route_format
+        )
         started = time.monotonic()
         try:
             answer = await self._client.ask(request, lambda body: _with_message(read(body)), home=self._home)
@@ -166,7 +168,7 @@ def _with_message(turn: Turn) -> tuple[Turn, Message | None]:
     return turn, message
 
 
-def _circumstances(
+def _metadata(
     answer: Answer[tuple[Turn, Message | None]], sampling: Mapping[str, Any], *, agent: str, train: bool
 ) -> TurnMetadata:
     turn = answer.value[0]

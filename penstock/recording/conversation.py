@@ -4,17 +4,16 @@ Owns no text and no tokens. Every answered turn is a checkpoint; a request names
 its messages.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, cast
+from typing import cast
 
 import orjson
 import xxhash
 
 from penstock.errors import BadRequest
-
-Message = Mapping[str, Any]
+from penstock.turn import Message
 
 # What makes two messages the same; an absent field, null, "" and [] are equal.
 COMPARED = ("role", "content", "reasoning_content", "tool_calls")

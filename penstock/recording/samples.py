@@ -10,31 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engines.response import OpenSample, Turn
-from penstock.engines.response_fields import Logprobs
-from penstock.engines.routed_experts import Routes, Rows
 from penstock.errors import Invariant, PolicyFailure
 from penstock.store.columns import Columns, TurnTable
 from penstock.store.experts import Chunk
-from penstock.turn import Fingerprint, Ids, longest_in_ids
-
-Mask = NDArray[np.uint8]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnMetadata:
-    """What a response does not say of its turn."""
-
-    agent: str = ""
-    engine: str = ""
-    version_sent: int = 0
-    """The replica's policy version when the request was sent; counts where the engine names none itself."""
-    version_received: int = 0
-    temperature: float = 1.0
-    sampling: str = "{}"
-    """top_p and what else was asked for, as JSON."""
-    completion_mask: Mask | None = None
-    """What to train on of the completion; None is all of it."""
+from penstock.turn import Fingerprint, Ids, Logprobs, Mask, OpenSample, Routes, Rows, Turn, TurnMetadata
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +63,7 @@ class _Sample:
     rows_until: int = 0
 
     @property
-    def known(self) -> OpenSample:
+    def open_sample(self) -> OpenSample:
         tokens = self.sequence.tokens
         return OpenSample(sequence=self.sequence, rows_from=tokens if self.rows_until == tokens else max(0, tokens - 1))
 
@@ -107,57 +86,59 @@ class Samples:
         """The turn that extended each sample last."""
         return [sample.turns[-1] for sample in self._samples]
 
-    def known(self) -> list[OpenSample]:
+    def open_samples(self) -> list[OpenSample]:
         """What `read_turn` needs to recognise the prompt of the next response."""
-        return [sample.known for sample in self._samples]
+        return [sample.open_sample for sample in self._samples]
 
-    def place(self, turn: Turn, circumstances: TurnMetadata) -> tuple[TurnDelta, list[Rows]]:
+    def place(self, turn: Turn, metadata: TurnMetadata) -> tuple[TurnDelta, list[Rows]]:
         """The turn as it will be kept, and the rows of its chunks. Changes nothing."""
         index = len(self._samples) if turn.extends is None else turn.extends
-        known = _Sample().known if turn.extends is None else self._samples[index].known
-        if known.sequence.tokens != turn.prefix_tokens:
-            raise Invariant(f"sample {index} has {known.sequence.tokens} tokens; the turn extends {turn.prefix_tokens}")
+        sample = (_Sample() if turn.extends is None else self._samples[index]).open_sample
+        if sample.sequence.tokens != turn.prefix_tokens:
+            raise Invariant(
+                f"sample {index} has {sample.sequence.tokens} tokens; the turn extends {turn.prefix_tokens}"
+            )
         if self._max_samples is not None and index >= self._max_samples:
             raise PolicyFailure(f"the rollout breaks its prefix too often: {self._max_samples} samples are allowed")
-        runs = _runs(turn.routes, known.rows_from, turn.tokens) if turn.routes else []
-        addition = TurnDelta(
+        runs = _runs(turn.routes, sample.rows_from, turn.tokens) if turn.routes else []
+        delta = TurnDelta(
             sample=index,
             prefix_tokens=turn.prefix_tokens,
             prompt_ids=turn.prompt_ids.copy(),  # a view would keep alive all of what was read
             completion_ids=turn.completion_ids.copy(),
             completion_logprobs=turn.completion_logprobs.copy(),
-            completion_mask=_cut(circumstances.completion_mask, len(turn.completion_ids)),
+            completion_mask=_cut(metadata.completion_mask, len(turn.completion_ids)),
             chunks=tuple(Chunk(sample=index, first=first, rows=len(rows)) for first, rows in runs),
-            agent=circumstances.agent,
-            engine=circumstances.engine,
-            version_first=circumstances.version_sent if turn.version is None else turn.version,
-            version_last=circumstances.version_received if turn.version is None else turn.version,
-            temperature=circumstances.temperature,
-            sampling=circumstances.sampling,
+            agent=metadata.agent,
+            engine=metadata.engine,
+            version_first=metadata.version_sent if turn.version is None else turn.version,
+            version_last=metadata.version_received if turn.version is None else turn.version,
+            temperature=metadata.temperature,
+            sampling=metadata.sampling,
             finish_reason=turn.finish_reason or "",
             truncated=turn.truncated,
             overlong_prompt=turn.overlong_prompt,
             matches=turn.matches,
-            broken_at=self._broken_at(turn, circumstances.agent) if turn.extends is None else None,
+            broken_at=self._broken_at(turn, metadata.agent) if turn.extends is None else None,
         )
-        return addition, [rows for _, rows in runs]
+        return delta, [rows for _, rows in runs]
 
-    def add(self, addition: TurnDelta, sequence: Fingerprint | None = None) -> None:
+    def add(self, delta: TurnDelta, sequence: Fingerprint | None = None) -> None:
         """`sequence` is the sample's with this turn, where somebody computed it already."""
-        if addition.sample == len(self._samples):
+        if delta.sample == len(self._samples):
             self._samples.append(_Sample())
-        sample = self._samples[addition.sample]
-        sample.sequence = sequence or sample.sequence.extended(addition.prompt_ids, addition.completion_ids)
+        sample = self._samples[delta.sample]
+        sample.sequence = sequence or sample.sequence.extended(delta.prompt_ids, delta.completion_ids)
         sample.turns.append(len(self.turns))
-        if addition.chunks:
-            sample.rows_until = addition.chunks[-1].first + addition.chunks[-1].rows
-        self.turns.append(addition)
-        self.nbytes += addition.nbytes
+        if delta.chunks:
+            sample.rows_until = delta.chunks[-1].first + delta.chunks[-1].rows
+        self.turns.append(delta)
+        self.nbytes += delta.nbytes
 
     def ids(self, turn: int) -> Ids:
         """The sample of a turn up to the end of its completion."""
         turns = [self.turns[index] for index in self._samples[self.turns[turn].sample].turns if index <= turn]
-        return np.concatenate([ids for addition in turns for ids in (addition.prompt_ids, addition.completion_ids)])
+        return np.concatenate([ids for delta in turns for ids in (delta.prompt_ids, delta.completion_ids)])
 
     def chunks(self) -> list[Chunk]:
         return [chunk for turn in self.turns for chunk in turn.chunks]
@@ -185,41 +166,6 @@ class Samples:
         held = self.ids(before)[: len(turn.prompt_ids)]
         differs = held != turn.prompt_ids[: len(held)]
         return int(np.argmax(differs)) if differs.any() else len(held)
-
-
-def turn_of_ids(
-    prompt_ids: Ids,
-    completion_ids: Ids,
-    completion_logprobs: Logprobs,
-    *,
-    known: Sequence[OpenSample] = (),
-    routes: Routes | None = None,
-    max_seq_len: int | None = None,
-    finish_reason: str | None = None,
-) -> Turn:
-    """A turn whose tokens are at hand, as if an engine had said them; `routes` may hold rows that are not wanted."""
-    match = longest_in_ids(prompt_ids, [sample.sequence for sample in known])
-    before = known[match.index].sequence if match else Fingerprint()
-    tokens = len(prompt_ids) + len(completion_ids)
-    limit = tokens if max_seq_len is None else max_seq_len
-    kept_prompt = prompt_ids[before.tokens : limit]
-    kept_completion = completion_ids[: max(0, limit - len(prompt_ids))]
-    return Turn(
-        extends=match.index if match else None,
-        matches=match.matches if match else 0,
-        prefix_tokens=before.tokens,
-        prompt_ids=kept_prompt,
-        completion_ids=kept_completion,
-        completion_logprobs=completion_logprobs[: len(kept_completion)],
-        routes=routes,
-        sequence=before.extended(kept_prompt, kept_completion),
-        finish_reason=finish_reason,
-        version=None,
-        message=None,
-        truncated=tokens > limit,
-        overlong_prompt=len(prompt_ids) > limit,
-        payload=None,
-    )
 
 
 def _cut(mask: Mask | None, length: int) -> Mask | None:

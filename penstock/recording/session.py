@@ -15,17 +15,15 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from penstock.engines.response import ANY_FORMAT, OpenSample, Turn
-from penstock.engines.routed_experts import RouteFormat
 from penstock.errors import Busy, ContextFull, Invariant, NotFound, NothingToTrain
-from penstock.recording.conversation import START, Conversation, Message, Mode, Request
-from penstock.recording.samples import Samples, TurnMetadata
+from penstock.recording.conversation import START, Conversation, Mode, Request
+from penstock.recording.samples import Samples
 from penstock.recording.spool import SessionSettings, Spool
 from penstock.recording.turn_log import Entry
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_file_thread
 from penstock.store import BlobRef, Store
-from penstock.turn import Ids
+from penstock.turn import ANY_FORMAT, Ids, Message, OpenSample, RouteFormat, Turn, TurnMetadata
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +53,7 @@ class Prepared:
     """Where the last answer begins in `history_ids`."""
     routes_from: int
     """The first routed row to ask for, where the prompt that is sent begins with `history_ids`."""
-    known: Sequence[OpenSample]
+    open_samples: Sequence[OpenSample]
     """For `read_turn`, as is the next."""
     route_format: RouteFormat
 
@@ -106,7 +104,7 @@ class Session:
         spool, entries = Spool.recover(store, key)
         session = cls(spool, route_format=route_format)
         for entry in entries:
-            session._samples.add(entry.addition)
+            session._samples.add(entry.delta)
             request = session._conversation.request(entry.parent, orjson.loads(entry.appended))
             session._conversation.commit(session._conversation.answered(request, orjson.loads(entry.answer)))
         return session
@@ -175,7 +173,7 @@ class Session:
             history_ids=history_ids,
             answer_from=answer_from,
             routes_from=routes_from,
-            known=self._samples.known(),
+            open_samples=self._samples.open_samples(),
             route_format=self._route_format,
         )
 
@@ -184,14 +182,14 @@ class Session:
         claim: Claim,
         prepared: Prepared,
         turn: Turn,
-        circumstances: TurnMetadata = ORDINARY,
+        metadata: TurnMetadata = ORDINARY,
         *,
         record: bytes = b"",
     ) -> bool:
         """Whether the turn was recorded: it is not when the session was closed meanwhile. Once begun it is finished,
         even when the caller is cancelled; on any error nothing of it remains. `record` is kept for `records`."""
         self._require_slot(claim)
-        self._recording = asyncio.create_task(self._record(prepared, turn, circumstances, record))
+        self._recording = asyncio.create_task(self._record(prepared, turn, metadata, record))
         try:
             return await run_to_completion(self._recording)
         finally:
@@ -228,10 +226,10 @@ class Session:
         parent = self._samples.turns[turn]
         extends = self._samples.last_turns()[parent.sample] == turn
         ids = self._samples.ids(turn)
-        routes_from = self._samples.known()[parent.sample].rows_from if extends else 0
+        routes_from = self._samples.open_samples()[parent.sample].rows_from if extends else 0
         return ids, len(ids) - len(parent.completion_ids), routes_from
 
-    async def _record(self, prepared: Prepared, turn: Turn, circumstances: TurnMetadata, record: bytes) -> bool:
+    async def _record(self, prepared: Prepared, turn: Turn, metadata: TurnMetadata, record: bytes) -> bool:
         if self._is_closed():
             return False
         if self.turns != prepared.turns:
@@ -240,9 +238,9 @@ class Session:
             raise Invariant(f"session {session} has {self.turns} turns; the request was prepared with {prepared.turns}")
         answer: Message = {"role": "assistant", **orjson.loads(turn.message)} if turn.message else {}
         checkpoint = self._conversation.answered(prepared.request, answer)
-        addition, rows = self._samples.place(turn, circumstances)
+        delta, rows = self._samples.place(turn, metadata)
         entry = Entry(
-            addition=addition,
+            delta=delta,
             parent=prepared.request.parent.turn,
             appended=orjson.dumps(prepared.request.appended),
             answer=orjson.dumps(answer),
@@ -251,7 +249,7 @@ class Session:
         await in_file_thread(self._spool.write, entry, rows)
         if self._is_closed():
             return False
-        self._samples.add(addition, turn.sequence)
+        self._samples.add(delta, turn.sequence)
         self._conversation.commit(checkpoint)
         if turn.routes:
             self._route_format = turn.routes.format

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engines.routed_experts import Rows
 from penstock.errors import BlobCorrupt, BlobMissing, Upstream
 from penstock.recording.conversation import Mode
 from penstock.recording.samples import Samples, columns_of, routed_valid_of
@@ -24,6 +23,7 @@ from penstock.store.columns import write_columns
 from penstock.store.experts import seal_experts
 from penstock.store.parts import GrowingFile, Part
 from penstock.store.tensors import Tensors
+from penstock.turn import Rows
 
 COLUMNS, EXPERTS = "columns.safetensors", "experts.safetensors"
 LOG, ROWS = "log", "rows"  # end the temporary names, by which a later process finds the files

@@ -24,8 +24,8 @@ Bytes = NDArray[np.uint8]
 PREAMBLE = struct.Struct("<QQ")  # the body's length and its xxh3
 ALIGNMENT = 8  # bytes; frames are padded to it, so that the arrays in a mapped log are aligned
 
-ADDITION_ARRAYS = ("prompt_ids", "completion_ids", "completion_logprobs", "completion_mask")
-ADDITION_WORDS = tuple(field.name for field in fields(TurnDelta) if field.name not in (*ADDITION_ARRAYS, "chunks"))
+DELTA_ARRAYS = ("prompt_ids", "completion_ids", "completion_logprobs", "completion_mask")
+DELTA_FIELDS = tuple(field.name for field in fields(TurnDelta) if field.name not in (*DELTA_ARRAYS, "chunks"))
 ENTRY_TEXTS = ("appended", "answer", "record")
 
 
@@ -44,7 +44,7 @@ class RowsState:
 class Entry:
     """A committed turn."""
 
-    addition: TurnDelta
+    delta: TurnDelta
     parent: int
     """The turn whose messages the request repeated; -1 for none."""
     appended: bytes = b"[]"
@@ -56,11 +56,11 @@ class Entry:
 
 
 def entry_frame(entry: Entry, rows: RowsState | None) -> list[Piece]:
-    addition = entry.addition
-    arrays = {name: getattr(addition, name) for name in ADDITION_ARRAYS if getattr(addition, name) is not None}
-    arrays["chunks"] = np.array([(chunk.first, chunk.rows) for chunk in addition.chunks], np.int64).reshape(-1, 2)
+    delta = entry.delta
+    arrays = {name: getattr(delta, name) for name in DELTA_ARRAYS if getattr(delta, name) is not None}
+    arrays["chunks"] = np.array([(chunk.first, chunk.rows) for chunk in delta.chunks], np.int64).reshape(-1, 2)
     arrays |= {name: np.frombuffer(getattr(entry, name), np.uint8) for name in ENTRY_TEXTS}
-    words = {name: getattr(addition, name) for name in ADDITION_WORDS}
+    words = {name: getattr(delta, name) for name in DELTA_FIELDS}
     return frame({"addition": words, "parent": entry.parent, "rows": rows}, arrays)
 
 
@@ -68,14 +68,14 @@ def read_entry(body: tensors.Tensors) -> tuple[Entry, RowsState | None]:
     """Copies: nothing keeps the log mapped."""
     words: dict[str, Any] = {name: orjson.loads(text) for name, text in body.metadata.items()}
     sample, chunks = words["addition"]["sample"], body.arrays["chunks"].tolist()
-    arrays: dict[str, Any] = {name: body.arrays[name].copy() for name in ADDITION_ARRAYS if name in body.arrays}
-    addition = TurnDelta(
+    arrays: dict[str, Any] = {name: body.arrays[name].copy() for name in DELTA_ARRAYS if name in body.arrays}
+    delta = TurnDelta(
         **words["addition"],
         **arrays,
         chunks=tuple(Chunk(sample=sample, first=first, rows=rows) for first, rows in chunks),
     )
     texts = {name: body.arrays[name].tobytes() for name in ENTRY_TEXTS}
-    return Entry(addition=addition, parent=words["parent"], **texts), words["rows"] and RowsState(**words["rows"])
+    return Entry(delta=delta, parent=words["parent"], **texts), words["rows"] and RowsState(**words["rows"])
 
 
 def frame(words: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> list[Piece]:

@@ -9,8 +9,8 @@ import numpy as np
 
 from penstock.renderers import bytes_chatml
 from penstock.renderers.process_renderer import ProcessRenderer
-from penstock.renderers.protocol import NO_IDS, Message, Renderer, Tools
-from penstock.turn import Ids
+from penstock.renderers.protocol import NO_IDS, Renderer, Tools
+from penstock.turn import Ids, Message
 
 if TYPE_CHECKING:
     from penstock.config.engine import RendererSettings

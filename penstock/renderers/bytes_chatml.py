@@ -12,9 +12,7 @@ import numpy as np
 import orjson
 
 from penstock.errors import BadRequest
-from penstock.turn import Ids
-
-Message = dict[str, Any]
+from penstock.turn import Ids, Message
 
 MESSAGE_START, MESSAGE_END = 256, 257
 VOCABULARY = 258

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 from penstock.errors import BadRequest, ConfigError
 from penstock.renderers.parsing import message_of
-from penstock.renderers.protocol import NO_IDS, Message, Tools
+from penstock.renderers.protocol import NO_IDS, Tools
 from penstock.renderers.templates import ChatTemplate
-from penstock.turn import Ids
+from penstock.turn import Ids, Message
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Stands for an answer where only what the template writes around it matters. No template trims or parses it.

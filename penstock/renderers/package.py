@@ -16,9 +16,9 @@ from renderers.configs import RendererConfig
 
 from penstock.errors import BadRequest, ConfigError
 from penstock.renderers.directory import TokenizerFiles
-from penstock.renderers.protocol import NO_IDS, Message, Tools
+from penstock.renderers.protocol import NO_IDS, Tools
 from penstock.renderers.templates import ChatTemplate
-from penstock.turn import Ids
+from penstock.turn import Ids, Message
 
 
 class PackageTokenizer:

@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from penstock.errors import BadRequest, InfrastructureFailure, PenstockError
-from penstock.renderers.protocol import NO_IDS, Message, Tools
-from penstock.turn import Ids
+from penstock.renderers.protocol import NO_IDS, Tools
+from penstock.turn import Ids, Message
 
 # Building takes 0.3-4 s, encoding a million tokens some 3 s: past these, a process hangs.
 BUILD_S, ANSWER_S = 300.0, 60.0

@@ -10,9 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.turn import Ids
+from penstock.turn import Ids, Message
 
-Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 
 NO_IDS: Ids = np.empty(0, np.int32)

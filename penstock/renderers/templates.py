@@ -12,7 +12,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.errors import BadRequest, ConfigError
-from penstock.renderers.protocol import Message, Tools
+from penstock.renderers.protocol import Tools
+from penstock.turn import Message
 
 
 class Generation(Extension):

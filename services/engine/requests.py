@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
-from penstock.engines.response_fields import TokenId
+from penstock.engines.dialects.base import TokenId
 from penstock.errors import BadRequest
 from penstock.renderers import bytes_chatml
 from penstock.turn import Ids

@@ -10,17 +10,15 @@ from aiohttp import web
 
 from penstock.config import RunConfig
 from penstock.engines.cuts import EXPERTS_KEY
-from penstock.engines.dialects import Dialect
-from penstock.engines.response import Asked as ReadWith
-from penstock.engines.response import read_turn
-from penstock.engines.response_fields import Endpoint
+from penstock.engines.dialects import Endpoint, dialect_of
+from penstock.engines.response import RequestInfo, read_turn
 from penstock.engines.sampling import bent_sampling
 from penstock.engines.transport import ON_LOOP_BYTES, ByteBudget
 from penstock.errors import BadRequest, PolicyFailure
 from penstock.ids import engine_session
 from penstock.recording import Claim, Prepared, Session
-from penstock.recording.samples import TurnMetadata
 from penstock.runtime.offload import in_cpu_thread
+from penstock.turn import TurnMetadata
 from services.sessions import headers
 from services.sessions.backend import Answered, Asked, Backend
 from services.sessions.event_stream import EVENT_STREAM
@@ -58,7 +56,7 @@ class Chats:
         self._backend = backend
         self._requests = requests
         self._renderer = renderer_of(config)
-        self._dialect = Dialect(config.engine, renderer=self._renderer)
+        self._dialect = dialect_of(config.engine, renderer=self._renderer)
 
     async def answer(self, request: web.BaseRequest, entry: Entry, notes: Notes) -> web.Response:
         session = opened(entry)
@@ -68,9 +66,9 @@ class Chats:
             body = await read_body(request, share, limit=limits.request_bytes, timeout_s=limits.request_s)
             chat = await _sized(len(body), read_chat, body, notes.sampling)
             prepared = self._prepared(session, claim, chat)
-            read_with = await self._read_with(prepared, chat)
-            demanded = self._dialect.demanded(read_with.prompt_ids, read_with.routes_from)
-            sent = await _sized(len(body), chat.body, demanded, model=self._config.engine.model)
+            info = await self._request_info(prepared, chat)
+            required = self._dialect.required_fields(info.prompt_ids, info.routes_from)
+            sent = await _sized(len(body), chat.body, required, model=self._config.engine.model)
             del body
             passed = self._headers(request, session, notes)
             asked = Asked(method="POST", target=Endpoint.CHAT, body=sent, headers=passed)
@@ -79,13 +77,13 @@ class Chats:
                 if answered.status != 200:
                     self.counts.refused_upstream += 1
                     return passed_on(answered)
-                exchange = _exchange(chat, sent, prepared, read_with)
+                exchange = _exchange(chat, sent, prepared, info)
                 if is_quick(answered.chunks):
                     answer = exchange.answer(answered)
                 else:
                     answer = await in_cpu_thread(exchange.answer, answered)
-                circumstances = _circumstances(answered, chat.fields)
-                await self._commit(session, claim, prepared, answer, circumstances)
+                metadata = _metadata(answered, chat.fields)
+                await self._commit(session, claim, prepared, answer, metadata)
             return _response(answered, answer, stream=chat.stream)
 
     def _prepared(self, session: Session, claim: Claim, chat: Chat) -> Prepared:
@@ -95,11 +93,11 @@ class Chats:
         return session.prepare(claim, chat.asked)
 
     async def _commit(
-        self, session: Session, claim: Claim, prepared: Prepared, answer: Answer, circumstances: TurnMetadata
+        self, session: Session, claim: Claim, prepared: Prepared, answer: Answer, metadata: TurnMetadata
     ) -> None:
         """A session that was closed meanwhile records nothing; its client gets the answer all the same."""
         try:
-            if await session.commit(claim, prepared, answer.turn, circumstances, record=answer.record):
+            if await session.commit(claim, prepared, answer.turn, metadata, record=answer.record):
                 self.counts.recorded += 1
         except PolicyFailure as failure:
             raise BadRequest(str(failure)) from failure
@@ -116,16 +114,18 @@ class Chats:
         passed["Content-Type"] = "application/json"
         return passed
 
-    async def _read_with(self, prepared: Prepared, chat: Chat) -> ReadWith:
+    async def _request_info(self, prepared: Prepared, chat: Chat) -> RequestInfo:
         limit = self._config.policy.max_seq_len
         if self._renderer is None:
-            return ReadWith(max_seq_len=limit)
+            return RequestInfo(max_seq_len=limit)
         ids = await prompt_ids(self._renderer, prepared, chat)
-        return ReadWith(prompt_ids=ids, routes_from=prepared.routes_from, max_seq_len=limit)
+        return RequestInfo(prompt_ids=ids, routes_from=prepared.routes_from, max_seq_len=limit)
 
 
-def _exchange(chat: Chat, sent: bytes, prepared: Prepared, asked: ReadWith) -> Exchange:
-    read = functools.partial(read_turn, known=prepared.known, asked=asked, route_format=prepared.route_format)
+def _exchange(chat: Chat, sent: bytes, prepared: Prepared, info: RequestInfo) -> Exchange:
+    read = functools.partial(
+        read_turn, open_samples=prepared.open_samples, request=info, route_format=prepared.route_format
+    )
     return Exchange(request=sent, read=read, stream=chat.stream, logprobs=chat.wants_logprobs)
 
 
@@ -141,7 +141,7 @@ def _response(answered: Answered, answer: Answer, *, stream: bool) -> web.Respon
     return web.Response(headers=passed, body=answer.body)
 
 
-def _circumstances(answered: Answered, fields: Mapping[str, Any]) -> TurnMetadata:
+def _metadata(answered: Answered, fields: Mapping[str, Any]) -> TurnMetadata:
     temperature = fields.get("temperature")
     return TurnMetadata(
         engine=answered.replica.url,

@@ -4,8 +4,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.engines.response import Turn, without_routes
-from penstock.engines.response_fields import Endpoint
+from penstock.engines.dialects import Endpoint
+from penstock.engines.response import without_routes
+from penstock.turn import Turn
 from services.sessions.backend import Answered
 from services.sessions.event_stream import as_event_stream
 

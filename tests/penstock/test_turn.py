@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reading import fingerprint
 
-from penstock.turn import Fingerprint, Match, longest_in_ids, longest_in_text
+from penstock.engines.cuts import Match, longest_in_ids, longest_in_text
+from penstock.turn import Fingerprint
 
 sequences = st.lists(st.integers(0, 2**31 - 1), max_size=8)
 

@@ -19,7 +19,7 @@ from support.waiting import wait_until, wait_until_async
 from penstock.config.engine import Engine, Policy
 from penstock.config.sessions import Sessions
 from penstock.engines.client import EngineClient
-from penstock.engines.dialects import Dialect
+from penstock.engines.dialects import dialect_of
 from penstock.environments import AgentPolicy, run_program
 from penstock.environments.agent_program import NICENESS
 from penstock.environments.builtin.arithmetic_program import AGENT
@@ -86,7 +86,7 @@ async def stage_with(server: SessionsProcess, *more_urls: str) -> AsyncIterator[
         Sessions(urls=(*more_urls, server.url))
     ) as sessions:  # fmt: skip
         yield RolloutStage(
-            client=client, store=Store(server.store), settings=Policy(), dialect=Dialect(engine), sessions=sessions
+            client=client, store=Store(server.store), settings=Policy(), dialect=dialect_of(engine), sessions=sessions
         )
 
 

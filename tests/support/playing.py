@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.config.engine import Policy
 from penstock.engines.client import EngineClient
-from penstock.engines.dialects import Dialect
+from penstock.engines.dialects import dialect_of
 from penstock.environments.loading import LoadedEnvironment
 from penstock.playing.rollout import Attempt, RolloutStage
 from penstock.store import Store
@@ -17,7 +17,7 @@ from support.asking import assert_idle, quick_engine
 @contextlib.asynccontextmanager
 async def stage_of(root: Path, *urls: str, policy: Policy | None = None, **engine: Any) -> AsyncIterator[RolloutStage]:
     async with EngineClient.open(quick_engine(*urls, **engine)) as client:
-        dialect = Dialect(client.settings)
+        dialect = dialect_of(client.settings)
         yield RolloutStage(client=client, store=Store(root), settings=policy or Policy(), dialect=dialect)
         assert_idle(client)
 

@@ -5,19 +5,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.engines.response import Asked, OpenSample, Turn, read_turn, without_routes
-from penstock.engines.response_fields import Endpoint
-from penstock.engines.routed_experts import CheckRoutes, RouteFormat
+from penstock.engines.dialects import Endpoint
+from penstock.engines.response import RequestInfo, read_turn, without_routes
 from penstock.errors import Upstream
-from penstock.turn import Fingerprint
+from penstock.turn import CheckRoutes, Fingerprint, OpenSample, RouteFormat, Turn
 from support import strict_reference as reference
 
 
 def ask(body: bytes, question: reference.Question) -> Turn:
     return read_turn(
         body,
-        known=[OpenSample(sequence=fingerprint(ids), rows_from=rows_from) for ids, rows_from in question.known],
-        asked=Asked(
+        open_samples=[OpenSample(sequence=fingerprint(ids), rows_from=rows_from) for ids, rows_from in question.known],
+        request=RequestInfo(
             endpoint=Endpoint.CHAT if question.endpoint == "chat" else Endpoint.GENERATE,
             prompt_ids=None if question.prompt is None else np.array(question.prompt, np.int32),
             routes_from=question.routes_from,
@@ -88,8 +87,8 @@ def check_whole(body: bytes, question: reference.Question, turn: Turn) -> None:
     for_client = without_routes(body, turn)
     choice = json.loads(for_client)["choices"][0]
     assert choice.get("routed_experts") is None or (choice.get("meta_info") or {}).get("routed_experts") is None
-    if turn.payload is None:
+    if turn.routes_span is None:
         assert for_client == body
     else:
-        start, end = turn.payload
+        start, end = turn.routes_span
         assert for_client == body[:start] + b"null" + body[end:]

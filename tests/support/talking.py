@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from penstock.engines.response import Turn
-from penstock.engines.routed_experts import RouteFormat, Routes
 from penstock.recording import Prepared, Session, SessionSettings
-from penstock.recording.samples import TurnMetadata, turn_of_ids
 from penstock.store import Store
+from penstock.turn import RouteFormat, Routes, Turn, TurnMetadata
+from support.turns import turn_of_ids
 
 ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 LAYERS, TOPK = 3, 2
@@ -56,7 +55,7 @@ def turn_for(prepared: Prepared, messages: Sequence[dict[str, Any]], *, routed: 
         np.array(prompt, np.int32),
         np.array(completion, np.int32),
         -np.array(completion, np.float32) / 64,
-        known=prepared.known,
+        open_samples=prepared.open_samples,
         routes=Routes(first=0, rows=rows_of(prompt + completion), valid=None, format=RouteFormat()) if routed else None,
         finish_reason="stop",
         **more,

@@ -13,10 +13,9 @@ from typing import Any
 
 from aiohttp import web
 
+from penstock.turn import Message
 from support.engine_replies import Said, compact
 from support.talking import ROLES, rows_of
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from support.session_process import Script, SessionsProcess, running, scripted
 from penstock.config.engine import Engine, Policy
 from penstock.config.sessions import Sessions
 from penstock.engines.client import EngineClient
-from penstock.engines.dialects import Dialect
+from penstock.engines.dialects import dialect_of
 from penstock.environments.verifiers import Verifiers
 from penstock.messages import RolloutResult
 from penstock.playing.agent_sessions import SessionServers
@@ -83,7 +83,7 @@ def stages(server: SessionsProcess) -> Stages:
                 client=client,
                 store=Store(server.store),
                 settings=Policy(),
-                dialect=Dialect(engine),
+                dialect=dialect_of(engine),
                 sessions=sessions,
             )
 

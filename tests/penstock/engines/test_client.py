@@ -13,8 +13,8 @@ from support.waiting import wait_until_async
 
 from penstock.engines import transport
 from penstock.engines.client import ON_LOOP_BYTES, EngineClient, Request
+from penstock.engines.dialects import Endpoint
 from penstock.engines.response import read_turn
-from penstock.engines.response_fields import Endpoint
 from penstock.errors import EngineUnreachable, InfrastructureFailure, PolicyFailure, Upstream
 from penstock.runtime.offload import cores
 

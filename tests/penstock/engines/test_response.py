@@ -11,10 +11,10 @@ from support.engine_replies import DIALECTS, FORMS, Said, compact
 from support.reading import agree, fingerprint
 from support.strict_reference import Question
 
-from penstock.engines.response import Asked, OpenSample, Turn, read_turn, without_routes
-from penstock.engines.response_fields import Endpoint
-from penstock.engines.routed_experts import RouteFormat, Rows
+from penstock.engines.dialects import Endpoint
+from penstock.engines.response import RequestInfo, read_turn, without_routes
 from penstock.errors import Upstream
+from penstock.turn import OpenSample, RouteFormat, Rows, Turn
 
 ids = st.integers(0, 200_000)
 token_lists = st.lists(ids, min_size=1, max_size=12)
@@ -111,7 +111,7 @@ def test_two_turns_of_a_conversation() -> None:
 
     known = OpenSample(sequence=first.sequence, rows_from=4)
     said = Said(prompt=[1, 2, 3, 4, 5, 6, 7], completion=[8], rows=ROWS[:7])
-    second = read_turn(said.body(), known=[known], route_format=first.routes.format)
+    second = read_turn(said.body(), open_samples=[known], route_format=first.routes.format)
     assert (second.extends, second.prefix_tokens, second.prompt_tokens, second.tokens) == (0, 5, 7, 8)
     assert second.prompt_ids.tolist() == [6, 7]
     assert rows_of(second) == [4, 5, 6]
@@ -119,7 +119,8 @@ def test_two_turns_of_a_conversation() -> None:
 
 def test_a_prompt_that_is_exactly_the_known_sequence_extends_it() -> None:
     turn = read_turn(
-        Said(prompt=[1, 2, 3], completion=[4]).body(), known=[OpenSample(sequence=fingerprint([1, 2, 3]), rows_from=2)]
+        Said(prompt=[1, 2, 3], completion=[4]).body(),
+        open_samples=[OpenSample(sequence=fingerprint([1, 2, 3]), rows_from=2)],
     )
     assert turn.extends == 0
     assert turn.prompt_ids.tolist() == []
@@ -127,25 +128,25 @@ def test_a_prompt_that_is_exactly_the_known_sequence_extends_it() -> None:
 
 def test_an_id_that_only_begins_alike_is_not_known() -> None:
     known = OpenSample(sequence=fingerprint([1, 2]), rows_from=1)
-    assert read_turn(Said(prompt=[1, 22, 3], completion=[4]).body(), known=[known]).extends is None
+    assert read_turn(Said(prompt=[1, 22, 3], completion=[4]).body(), open_samples=[known]).extends is None
 
 
 def test_the_longest_known_sequence_counts_and_ambiguity_is_told() -> None:
     known = [OpenSample(sequence=fingerprint(ids), rows_from=0) for ids in ([1, 2], [1, 2, 3], [1, 9], [1, 2, 3])]
-    turn = read_turn(Said(prompt=[1, 2, 3, 4], completion=[5]).body(), known=known)
+    turn = read_turn(Said(prompt=[1, 2, 3, 4], completion=[5]).body(), open_samples=known)
     assert turn.extends == 1, "of equal ones the first"
     assert turn.matches == 3
 
 
 def test_token_in_token_out_takes_the_prompt_from_the_request() -> None:
-    asked = Asked(endpoint=Endpoint.GENERATE, prompt_ids=np.array([1, 2, 3], np.int32))
+    request = RequestInfo(endpoint=Endpoint.GENERATE, prompt_ids=np.array([1, 2, 3], np.int32))
     body = Said(prompt=[1, 2, 3], completion=[4, 5], dialect="generate").body()
-    turn = read_turn(body, asked=asked, known=[OpenSample(sequence=fingerprint([1, 2]), rows_from=1)])
+    turn = read_turn(body, request=request, open_samples=[OpenSample(sequence=fingerprint([1, 2]), rows_from=1)])
     assert turn.prompt_ids.tolist() == [3]
     assert turn.message is None
     assert turn.finish_reason == "length"
     with pytest.raises(Upstream, match="no prompt_token_ids"):
-        read_turn(body, asked=replace(asked, prompt_ids=None))
+        read_turn(body, request=replace(request, prompt_ids=None))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_token_in_token_out_takes_the_prompt_from_the_request() -> None:
 def test_sglang_names_its_weights(said: str | int | None, version: int | None) -> None:
     reply = Said(prompt=[1], completion=[2], dialect="sglang").reply()
     reply["choices"][0]["meta_info"]["weight_version"] = said
-    assert read_turn(compact(reply), asked=Asked(prompt_ids=np.array([1], np.int32))).version == version
+    assert read_turn(compact(reply), request=RequestInfo(prompt_ids=np.array([1], np.int32))).version == version
 
 
 def test_tool_calls_stand_for_content() -> None:
@@ -187,7 +188,7 @@ def test_truncation_cuts_rows_with_the_tokens(
 ) -> None:
     body = Said(prompt=[1, 2, 3, 4, 5], completion=[6, 7], rows=ROWS[:6]).body()
     known = [OpenSample(sequence=fingerprint([1, 2]), rows_from=2)]
-    turn = read_turn(body, known=known, asked=Asked(max_seq_len=limit))
+    turn = read_turn(body, open_samples=known, request=RequestInfo(max_seq_len=limit))
     assert (turn.prompt_ids.tolist(), turn.completion_ids.tolist()) == (prompt, completion)
     assert len(turn.completion_logprobs) == len(completion)
     assert rows_of(turn) == rows
@@ -200,11 +201,11 @@ def test_truncation_cuts_rows_with_the_tokens(
 def test_the_client_gets_the_bytes_without_the_rows(dialect: str, form: str) -> None:
     said = Said(prompt=[1, 2], completion=[3, 4], rows=ROWS[:3], dialect=dialect, form=form)
     endpoint = Endpoint.GENERATE if dialect == "generate" else Endpoint.CHAT
-    asked = Asked(endpoint=endpoint, prompt_ids=np.array([1, 2], np.int32))
+    request = RequestInfo(endpoint=endpoint, prompt_ids=np.array([1, 2], np.int32))
     for body in (said.body(), json.dumps(said.reply(), indent=1).encode()):
-        turn = read_turn(body, asked=asked, route_format=RouteFormat(layers=3))
-        assert turn.payload is not None
-        start, end = turn.payload
+        turn = read_turn(body, request=request, route_format=RouteFormat(layers=3))
+        assert turn.routes_span is not None
+        start, end = turn.routes_span
         assert without_routes(body, turn) == body[:start] + b"null" + body[end:]
         expected = said.reply()
         holder = expected["choices"][0]["meta_info"] if dialect == "sglang" else expected["choices"][0]

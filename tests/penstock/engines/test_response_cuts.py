@@ -9,7 +9,7 @@ from support.engine_replies import FORMS, Said, compact
 from support.reading import agree
 from support.strict_reference import Question
 
-from penstock.engines.response import Turn
+from penstock.turn import Turn
 
 PROMPT, COMPLETION = [5, 70, 800, 9000, 10_000], [31, 32]
 ROWS = np.full((6, 2, 2), 255, np.uint8)

@@ -9,25 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine_replies import compact, routed
 
-from penstock.engines.routed_experts import (
-    SAMPLED_ROWS,
-    CheckRoutes,
-    RouteFormat,
-    Routes,
-    Rows,
-    Wanted,
-    WireObject,
-    read_lists,
-    read_object,
-    read_string,
-)
+from penstock.engines.routed_experts import SAMPLED_ROWS, Wanted, WireObject, read_lists, read_object, read_string
 from penstock.errors import Upstream
+from penstock.turn import CheckRoutes, RouteFormat, Routes, Rows
 
 ROWS = np.random.default_rng(3).integers(1, 200, (30, 3, 5)).astype(np.uint16)
 
 
-def wanted(tokens: int, first: int = 0, asked_from: int = 0) -> Wanted:
-    return Wanted(tokens=tokens, first=first, until=tokens, asked_from=asked_from)
+def wanted(tokens: int, first: int = 0, requested_from: int = 0) -> Wanted:
+    return Wanted(tokens=tokens, first=first, until=tokens, requested_from=requested_from)
 
 
 def read(form: str, rows: Rows, wish: Wanted, route_format: RouteFormat, start: int = 0) -> Routes | None:
@@ -50,7 +40,7 @@ def test_the_rows_from_the_first_wanted_on(form: str, data: st.DataObject) -> No
     first = data.draw(st.integers(0, tokens), "first")
     sent = ROWS[start : tokens if surplus else tokens - 1]
     route_format = RouteFormat(layers=3, topk=5, check=CheckRoutes.OFF)
-    routes = read(form, sent, wanted(tokens, first, asked_from=start), route_format, start)
+    routes = read(form, sent, wanted(tokens, first, requested_from=start), route_format, start)
     if max(first, start) >= start + len(sent):
         assert routes is None
     else:
@@ -111,8 +101,8 @@ def test_later_rows_must_be_like_the_first() -> None:
 
 def test_rows_of_a_request_for_new_ones_only_are_placed_by_what_was_asked() -> None:
     for form in ("npy", "bare", "lists"):
-        obeyed = read(form, ROWS[10:], wanted(31, first=12, asked_from=10), RouteFormat(layers=3, topk=5))
-        ignored = read(form, ROWS, wanted(31, first=12, asked_from=10), RouteFormat(layers=3, topk=5))
+        obeyed = read(form, ROWS[10:], wanted(31, first=12, requested_from=10), RouteFormat(layers=3, topk=5))
+        ignored = read(form, ROWS, wanted(31, first=12, requested_from=10), RouteFormat(layers=3, topk=5))
         for routes in (obeyed, ignored):
             assert routes is not None
             assert routes.first == 12

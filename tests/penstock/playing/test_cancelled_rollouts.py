@@ -23,7 +23,7 @@ from support.waiting import wait_until_async
 from penstock.config.engine import Engine, Policy
 from penstock.config.sessions import Sessions
 from penstock.engines.client import EngineClient
-from penstock.engines.dialects import Dialect
+from penstock.engines.dialects import dialect_of
 from penstock.environments import AgentPolicy, Completion, Tools, graded, run_program, tool
 from penstock.playing.agent_sessions import SessionServers
 from penstock.playing.rollout import RolloutStage, play, score_group
@@ -147,7 +147,7 @@ async def stage_with(server: SessionsProcess, script: Script) -> AsyncIterator[R
     engine = Engine(urls=(script.server.url,))
     async with EngineClient.open(engine) as client, SessionServers.open(Sessions(urls=(server.url,))) as sessions:
         yield RolloutStage(
-            client=client, store=Store(server.store), settings=Policy(), dialect=Dialect(engine), sessions=sessions
+            client=client, store=Store(server.store), settings=Policy(), dialect=dialect_of(engine), sessions=sessions
         )
         assert_idle(client)
 

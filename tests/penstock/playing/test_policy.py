@@ -15,7 +15,7 @@ from support.upstream import Says, Seen, answer, calling, prompt_ids, serving, s
 
 from penstock.config.engine import Engine, Policy, Sampling
 from penstock.engines.client import EngineClient
-from penstock.engines.dialects import Dialect
+from penstock.engines.dialects import dialect_of
 from penstock.engines.sampling import warn_once
 from penstock.errors import BadRequest, Busy, ConfigError, InfrastructureFailure, PolicyFailure
 from penstock.playing.policy import RecordedPolicy
@@ -24,9 +24,7 @@ from penstock.renderers import NextTurn
 from penstock.store import Store
 from penstock.store.columns import Columns, read_columns
 from penstock.store.experts import Experts
-from penstock.turn import Ids
-
-Message = dict[str, Any]
+from penstock.turn import Ids, Message
 
 
 class Bytes:
@@ -57,7 +55,7 @@ async def talking(
     )
     async with EngineClient.open(config) as client:
         session = await Session.start(Store(root), recording, route_format=config.route_format)
-        yield RecordedPolicy(client, session, settings, Dialect(config, renderer=renderer)), session
+        yield RecordedPolicy(client, session, settings, dialect_of(config, renderer=renderer)), session
         assert_idle(client)
 
 
@@ -259,7 +257,7 @@ def test_a_rollout_stays_on_its_replica_and_versions_follow_that(tmp_path: Path)
                 for number in range(2):
                     settings = SessionSettings(session="s", key=f"rollouts/{number}", rollout="r", attempt=1)
                     session = await Session.start(Store(tmp_path), settings)
-                    await conversation(RecordedPolicy(client, session, Policy(), Dialect(client.settings)), 3)
+                    await conversation(RecordedPolicy(client, session, Policy(), dialect_of(client.settings)), 3)
                     sealed = await session.seal()
                     assert (sealed.version_first, sealed.version_last) == (3 + number, 3 + number)
         assert (len(one.seen), len(other.seen)) == (3, 3)
@@ -309,11 +307,11 @@ def assert_asked(dialect: str, body: Message, tokens: int) -> None:
 
 def test_tokens_in_and_out_need_a_renderer() -> None:
     with pytest.raises(ConfigError, match=r'engine\.dialect = "generate" takes tokens, and there is no renderer'):
-        Dialect(Engine(dialect="generate"))
+        dialect_of(Engine(dialect="generate"))
     with pytest.raises(
         ConfigError, match=r'engine\.dialect = "vllm" takes messages, and policy\.renderer would be of no'
     ):
-        Dialect(Engine(dialect="vllm"), renderer=Bytes())
+        dialect_of(Engine(dialect="vllm"), renderer=Bytes())
 
 
 def test_rows_that_change_their_shape_are_the_engines_fault(tmp_path: Path) -> None:

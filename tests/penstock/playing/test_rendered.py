@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from penstock.config.engine import Policy
 from penstock.engines.client import EngineClient
-from penstock.engines.dialects import Dialect
+from penstock.engines.dialects import dialect_of
 from penstock.errors import BadRequest
 from penstock.playing.policy import RecordedPolicy
 from penstock.recording import Mode, Session, SessionSettings
@@ -64,7 +64,7 @@ async def talking(
     recording = SessionSettings(session="s1", key="rollouts/r1", rollout="r1", attempt=1, mode=Mode.LINEAR)
     async with EngineClient.open(config) as client:
         session = await Session.start(Store(root), recording, route_format=config.route_format)
-        yield RecordedPolicy(client, session, settings, Dialect(config, renderer=renderer)), session
+        yield RecordedPolicy(client, session, settings, dialect_of(config, renderer=renderer)), session
 
 
 async def conversation(policy: RecordedPolicy, turns: int) -> list[dict[str, Any]]:

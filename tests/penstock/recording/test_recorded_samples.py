@@ -12,13 +12,12 @@ from support.plain_samples import PlainSample, PlainTurn, merge
 from support.talking import started
 from support.turn_structures import turn_structures
 
-from penstock.engines.response import Asked, read_turn
-from penstock.engines.routed_experts import CheckRoutes, RouteFormat
+from penstock.engines.response import RequestInfo, read_turn
 from penstock.recording import Sealed, Session
-from penstock.recording.samples import TurnMetadata
 from penstock.store import Store
 from penstock.store.columns import Columns, read_columns
 from penstock.store.experts import Experts
+from penstock.turn import CheckRoutes, RouteFormat, TurnMetadata
 
 SHAPE = (1, 2)
 EVERY_ROW = RouteFormat(check=CheckRoutes.ALL)
@@ -44,8 +43,10 @@ def body(turn: PlainTurn, dtype: Any) -> bytes:
 async def record(session: Session, turn: PlainTurn, dtype: Any) -> None:
     with session.claim() as claim:
         prepared = session.prepare(claim)
-        asked = Asked(max_seq_len=session.settings.max_seq_len)
-        read = read_turn(body(turn, dtype), known=prepared.known, asked=asked, route_format=prepared.route_format)
+        request = RequestInfo(max_seq_len=session.settings.max_seq_len)
+        read = read_turn(
+            body(turn, dtype), open_samples=prepared.open_samples, request=request, route_format=prepared.route_format
+        )
         assert await session.commit(claim, prepared, read, TurnMetadata(agent=turn.agent))
 
 

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plain_samples import merge
 from support.turn_structures import turn_structures
+from support.turns import turn_of_ids
 
-from penstock.engines.routed_experts import RouteFormat, Routes
 from penstock.errors import Invariant, PolicyFailure
-from penstock.recording.samples import Samples, TurnMetadata, columns_of, routed_valid_of, turn_of_ids
+from penstock.recording.samples import Samples, columns_of, routed_valid_of
+from penstock.turn import RouteFormat, Routes, TurnMetadata
 
 VECTORS = [json.loads(line) for line in (Path(__file__).parents[2] / "vectors" / "merge.jsonl").open()]
 
@@ -30,12 +31,12 @@ class Recorder:
             np.array(prompt, np.int32),
             np.array(completion, np.int32),
             np.array([-1.0] * len(completion) if logprobs is None else logprobs, np.float32),
-            known=self.samples.known(),
+            open_samples=self.samples.open_samples(),
             routes=more.pop("routes", None),
             max_seq_len=self.max_seq_len,
         )
-        addition, rows = self.samples.place(turn, TurnMetadata(**more))
-        self.samples.add(addition, turn.sequence)
+        delta, rows = self.samples.place(turn, TurnMetadata(**more))
+        self.samples.add(delta, turn.sequence)
         self.rows += [row for run in rows for row in run]
 
     def columns(self, **more: Any):
@@ -220,9 +221,9 @@ def test_a_sample_keeps_nothing_of_what_was_read() -> None:
     recorder = Recorder()
     recorder.turn([1, 2, 3], [4])
     recorder.turn([1, 2, 3, 4, 5], [6])
-    addition = recorder.samples.turns[1]
-    assert addition.prompt_ids.base is None
-    assert addition.prompt_ids.tolist() == [5]
+    delta = recorder.samples.turns[1]
+    assert delta.prompt_ids.base is None
+    assert delta.prompt_ids.tolist() == [5]
 
 
 def as_routes(rows: dict[int, Any], dtype: Any) -> Routes | None:

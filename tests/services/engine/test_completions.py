@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from support.engine_process import ASK, CHAT, GENERATE, EngineProcess, running, user
 
-from penstock.engines.response import Asked, OpenSample, Turn, read_turn
-from penstock.engines.response_fields import Endpoint
-from penstock.engines.routed_experts import CheckRoutes, RouteFormat
+from penstock.engines.dialects import Endpoint
+from penstock.engines.response import RequestInfo, read_turn
 from penstock.renderers import bytes_chatml
-from penstock.turn import Ids
+from penstock.turn import CheckRoutes, Ids, OpenSample, RouteFormat, Turn
 from services.engine.route_table import RouteTable
 from services.engine.settings import RouteShape
 
@@ -46,12 +45,12 @@ def seen(turn: Turn) -> dict[str, Any]:
 def every_answer(engines: Engines, messages: list[Any], **sampling: Any) -> Iterator[tuple[str, Turn]]:
     """From every dialect and every form."""
     prompt = bytes_chatml.encode(messages)
-    asked = Asked(endpoint=Endpoint.GENERATE, prompt_ids=prompt)
+    request = RequestInfo(endpoint=Endpoint.GENERATE, prompt_ids=prompt)
     for (dialect, form), engine in engines.items():
         body = engine.answer(CHAT, {"messages": messages, **ASK[dialect], **sampling})
         yield f"{dialect} {form}", read_turn(body, route_format=FORMAT)
         body = engine.answer(GENERATE, generate_request(prompt, **sampling))
-        yield f"generate {form}", read_turn(body, asked=asked, route_format=FORMAT)
+        yield f"generate {form}", read_turn(body, request=request, route_format=FORMAT)
 
 
 def test_every_dialect_and_form_says_the_same(engines: Engines) -> None:
@@ -106,7 +105,7 @@ def test_every_turn_of_a_game_extends_the_one_before(engines: Engines, dialect: 
         start = known[0].rows_from if known else 0
         asking = ASK[dialect] | {"messages": messages, "tools": tools, "seed": len(turns), START_FIELD[dialect]: start}
         body = engine.answer(CHAT, asking)
-        turn = read_turn(body, known=known, asked=Asked(routes_from=start), route_format=FORMAT)
+        turn = read_turn(body, open_samples=known, request=RequestInfo(routes_from=start), route_format=FORMAT)
         assert turn.extends == (0 if known else None)
         assert turn.routes is not None
         assert turn.routes.first == start
@@ -190,7 +189,7 @@ def test_sglang_takes_the_prompt_as_ids(sglang: EngineProcess) -> None:
 
 def test_ids_of_another_vocabulary_are_answered_too(engine: EngineProcess) -> None:
     prompt = np.array([150_000, 3, 99_999], np.int32)
-    asked = Asked(endpoint=Endpoint.GENERATE, prompt_ids=prompt)
-    turn = read_turn(engine.answer(GENERATE, generate_request(prompt)), asked=asked, route_format=FORMAT)
+    request = RequestInfo(endpoint=Endpoint.GENERATE, prompt_ids=prompt)
+    turn = read_turn(engine.answer(GENERATE, generate_request(prompt)), request=request, route_format=FORMAT)
     assert turn.prompt_ids.tolist() == prompt.tolist()
     assert len(turn.completion_ids) > 1

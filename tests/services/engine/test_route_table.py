@@ -7,16 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engines.routed_experts import (
-    WIRE_OBJECT,
-    CheckRoutes,
-    RouteFormat,
-    Routes,
-    Wanted,
-    read_lists,
-    read_object,
-    read_string,
-)
+from penstock.engines.routed_experts import WIRE_OBJECT, Wanted, read_lists, read_object, read_string
+from penstock.turn import CheckRoutes, RouteFormat, Routes
 from services.engine.route_table import BLOCK, RouteTable
 from services.engine.settings import Form, RouteShape
 
@@ -33,7 +25,7 @@ def read(table: RouteTable, form: Form, tokens: np.ndarray, first: int) -> Route
     json.loads(text)
     shape = table.shape
     known = RouteFormat(layers=shape.layers, experts=shape.experts, check=CheckRoutes.ALL)
-    wanted = Wanted(tokens=len(tokens), first=first, until=len(tokens), asked_from=first)
+    wanted = Wanted(tokens=len(tokens), first=first, until=len(tokens), requested_from=first)
     if form is Form.LISTS:
         return read_lists(text, wanted, known)
     if form is Form.OBJECT:

@@ -128,7 +128,7 @@ def test_errors_are_its_own(agent: Agent, sessions: SessionsProcess, script: Scr
         with pytest.raises(kind, match="no"):
             ask(agent, "refuse")
     script.says["lie"] = lambda _: Says(body=b"{}")
-    assert "the engine's answer is malformed" in refused(openai.InternalServerError, agent, "lie")
+    assert "the engine's response is malformed" in refused(openai.InternalServerError, agent, "lie")
     assert "messages[0] has content that is not text" in refused(openai.BadRequestError, agent, [{"type": "image_url"}])
     agent.secret = "wrong"
     assert "secret is required" in refused(openai.AuthenticationError, agent, "hello")

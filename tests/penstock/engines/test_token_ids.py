@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engines.response_fields import compact_ids, read_ids
+from penstock.engines.dialects.base import compact_ids, read_ids
 from penstock.errors import Upstream
 
 
