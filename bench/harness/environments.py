@@ -13,8 +13,9 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import Field
 
-from penstock.environments.protocol import Message, Policy
+from penstock.environments.protocol import Policy
 from penstock.errors import PolicyFailure
+from penstock.turn import Message
 
 EXAMPLES = 1_000
 TEXT = "Go on from where you were, and say why. "

@@ -172,7 +172,7 @@ def test_what_penstock_sets_itself_is_refused(tmp_path: Path) -> None:
             async with talking(tmp_path, server.url) as (policy, _):
                 with pytest.raises(BadRequest, match="logprobs, n: not for an environment"):
                     await policy.chat([user("hello")], n=2, logprobs=False)
-                with pytest.raises(BadRequest, match="what JSON cannot"):
+                with pytest.raises(BadRequest, match="not JSON-serializable"):
                     await policy.chat([user("hello")], logit_bias={1: object()})
                 assert not server.seen
 
@@ -306,10 +306,10 @@ def assert_asked(dialect: str, body: Message, tokens: int) -> None:
 
 
 def test_tokens_in_and_out_need_a_renderer() -> None:
-    with pytest.raises(ConfigError, match=r'engine\.dialect = "generate" takes tokens, and there is no renderer'):
+    with pytest.raises(ConfigError, match=r'engine\.dialect = "generate" sends tokens and needs a renderer'):
         dialect_of(Engine(dialect="generate"))
     with pytest.raises(
-        ConfigError, match=r'engine\.dialect = "vllm" takes messages, and policy\.renderer would be of no'
+        ConfigError, match=r'engine\.dialect = "vllm" sends messages and cannot use policy\.renderer'
     ):
         dialect_of(Engine(dialect="vllm"), renderer=Bytes())
 
