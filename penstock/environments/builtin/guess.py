@@ -10,9 +10,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from penstock.environments.protocol import Message, Policy
+from penstock.environments.protocol import Policy
 from penstock.environments.scores import Score
 from penstock.environments.tools import Tools, tool
+from penstock.turn import Message
 
 SYSTEM = "You play a guessing game. Call the tool `guess`; you may call it for several boxes in one turn."
 PROMPT = (

@@ -308,9 +308,7 @@ def assert_asked(dialect: str, body: Message, tokens: int) -> None:
 def test_tokens_in_and_out_need_a_renderer() -> None:
     with pytest.raises(ConfigError, match=r'engine\.dialect = "generate" sends tokens and needs a renderer'):
         dialect_of(Engine(dialect="generate"))
-    with pytest.raises(
-        ConfigError, match=r'engine\.dialect = "vllm" sends messages and cannot use policy\.renderer'
-    ):
+    with pytest.raises(ConfigError, match=r'engine\.dialect = "vllm" sends messages and cannot use policy\.renderer'):
         dialect_of(Engine(dialect="vllm"), renderer=Bytes())
 
 
