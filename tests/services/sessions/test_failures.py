@@ -200,9 +200,9 @@ def cancelled(script: Script, directory: Path, agent: Agent, port: str) -> None:
 
 def refuses(process: SessionsProcess) -> bool:
     """Whether new connections are refused. When a listening socket closes, the kernel resets connections in its backlog:
-    their `connect` fails with ECONNRESET, rarely ETIMEDOUT, and only the next one is refused."""
+    their `connect` fails with ECONNRESET, or rarely hangs, and only the next one is refused."""
     try:
-        with socket.create_connection(process.address):
+        with socket.create_connection(process.address, timeout=1):
             return False
     except ConnectionRefusedError:
         return True
