@@ -1,4 +1,4 @@
-"""Places in the write-ahead order where a test has the orchestrator kill itself: `[testing] crash_at = "POINT:N"`."""
+"""Points in the write-ahead order where a test makes the orchestrator kill itself (`penstock.config.test_hooks`)."""
 
 import os
 import signal

@@ -17,8 +17,8 @@ from orchestrator.lock import RunLock, lock_directory
 from orchestrator.loop import Orchestrator
 from orchestrator.reporting import endpoint
 from orchestrator.reporting.reporter import Watch, nobody
-from penstock.config import RunConfig
-from penstock.errors import PenstockError, RunLocked
+from penstock.config import RunConfig, test_hooks
+from penstock.errors import ConfigError, PenstockError, RunLocked
 from penstock.ledger import schema
 from penstock.runtime import stacks
 from penstock.runtime.event_loop import event_loop_factory
@@ -32,7 +32,9 @@ IO_CONCURRENCY = 8  # plans, manifests and the status file: a handful of small f
 
 def run(config: RunConfig, *, watch: Watch = nobody) -> dict[str, Any]:
     """Drive the run to its end, or to where somebody stops it; returns its last status."""
-    crash_points.arm(config.testing.crash_at)
+    crash_points.arm(test_hooks.crash_at(config))
+    if not config.environments:
+        raise ConfigError('no environment to play: configure [environments.NAME] with use = "..."')
     # The imports made 90,000 objects that stay: a full collection looked at each, for 55 ms of the loop.
     gc.freeze()
     schema.refuse_network_file_system(config.ledger_path.parent)

@@ -5,6 +5,7 @@ import numpy as np
 from penstock import job_inputs
 from penstock.advantages import GroupValues, group_phase, resolve
 from penstock.config import RunConfig
+from penstock.config.test_hooks import noop_settings
 from penstock.filters import GroupRewards, group_filters, judge_group
 from penstock.messages import AdvantageJob, AdvantageResult, GroupPlan, Queue
 from tasks import noop
@@ -20,8 +21,8 @@ def run(job: AdvantageJob) -> None:
 
 def body(job: AdvantageJob, config: RunConfig) -> AdvantageResult:
     plan = job_inputs.read_group(config.store_dir, job.plan)
-    if noop.plays(plan.environment, config):
-        return noop.advantages(job, plan, config.noop)
+    if hooks := noop_settings(config, plan.environment):
+        return noop.advantages(job, plan, hooks)
     return estimate(plan, config)
 
 

@@ -3,6 +3,7 @@
 from penstock import job_inputs
 from penstock.batches import encode_rank
 from penstock.config import RunConfig
+from penstock.config.test_hooks import noop_settings
 from penstock.errors import BlobCorrupt, BlobMissing
 from penstock.messages import UNREADABLE_LIMIT, EncodeJob, EncodeResult, Queue
 from penstock.store import BlobRef, Store
@@ -20,8 +21,8 @@ def run(job: EncodeJob) -> None:
 
 def body(job: EncodeJob, config: RunConfig, execution: str) -> EncodeResult:
     plan = job_inputs.read_step(config.store_dir, job.plan)
-    if all(noop.plays(environment, config) for environment in plan.envs):
-        return noop.encoding(job, plan, config.noop)
+    if hooks := noop_settings(config, *plan.envs):
+        return noop.encoding(job, plan, hooks)
     store = Store(config.store_dir)
     try:
         return EncodeResult(rank=encode_rank(store, plan, data_rank=job.data_rank, execution=execution))

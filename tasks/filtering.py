@@ -4,6 +4,7 @@ import logging
 
 from penstock import job_inputs
 from penstock.config import RunConfig
+from penstock.config.test_hooks import noop_settings
 from penstock.errors import BlobCorrupt, BlobMissing
 from penstock.filters import RolloutTokens, Verdict, count, judge, rollout_filters
 from penstock.messages import FilterJob, FilterResult, GroupPlan, Queue, RolloutResult
@@ -24,8 +25,8 @@ def run(job: FilterJob) -> None:
 
 def body(job: FilterJob, config: RunConfig) -> FilterResult:
     plan = job_inputs.read_group(config.store_dir, job.plan)
-    if noop.plays(plan.environment, config):
-        return noop.filtering(job, plan, config.noop)
+    if hooks := noop_settings(config, plan.environment):
+        return noop.filtering(job, plan, hooks)
     return filter_group(Store(config.store_dir), plan, config)
 
 

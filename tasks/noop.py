@@ -9,7 +9,7 @@ import time
 import xxhash
 
 from penstock.batches import BatchPlan, EncodedRank
-from penstock.config import Noop, RunConfig
+from penstock.config.test_hooks import Noop
 from penstock.errors import EngineUnreachable, InfrastructureFailure
 from penstock.messages import (
     AdvantageJob,
@@ -26,12 +26,6 @@ from penstock.messages import (
 from penstock.store import BlobRef
 
 EXAMPLES = 1_000_000
-
-
-def plays(environment: str, config: RunConfig) -> bool:
-    """Whether a group of `environment` is one of ours."""
-    share = config.environments.get(environment)
-    return share is not None and share.use == "noop"
 
 
 async def rollout(job: RolloutJob, noop: Noop) -> RolloutResult:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from penstock import job_inputs
 from penstock.config import RunConfig
+from penstock.config.test_hooks import noop_settings
 from penstock.engines.client import EngineClient
 from penstock.engines.dialects import Dialect, dialect_of
 from penstock.environments import grading
@@ -34,7 +35,7 @@ class Player:
 
     @asynccontextmanager
     async def ready(self) -> AsyncGenerator["Player"]:
-        real = {name: each for name, each in self._config.environments.items() if each.use != "noop"}
+        real = {name: each for name, each in self._config.environments.items() if not noop_settings(self._config, name)}
         dialect = None
         try:
             self._environments = await in_io_thread(load_environments, real)  # of none, the built-ins
@@ -55,8 +56,8 @@ class Player:
             await self._close_environments()
 
     async def play(self, job: RolloutJob, execution: str) -> RolloutResult:
-        if noop.plays(job.environment, self._config):
-            return await noop.rollout(job, self._config.noop)
+        if hooks := noop_settings(self._config, job.environment):
+            return await noop.rollout(job, hooks)
         environment = self._environment(job.environment)
         assert self._stage is not None, "it is ready before it plays"
         self._stage.client.replicas.announce(job.policy_version)
@@ -81,7 +82,7 @@ class Player:
         return ScoreResult(rewards={name: score.reward for name, score in zip(names, scores, strict=True)})
 
     async def survey(self, job: SurveyJob) -> SurveyResult:
-        if noop.plays(job.environment, self._config):
+        if noop_settings(self._config, job.environment):
             return SurveyResult(examples=noop.EXAMPLES, scores_groups=False)
         environment = self._environment(job.environment)
         return SurveyResult(examples=environment.size, scores_groups=environment.scores_groups)

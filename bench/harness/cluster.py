@@ -45,9 +45,9 @@ class Cluster:
         self.redis = redis.Redis.from_url(server.url)
         self._server = server
         self.store = f"file://{directory / 'store'}"
-        # By default a benchmark does not wait for a trainer.
-        defaults = {"redis_url": server.url, "store": self.store, "trainer__max_steps_ahead": "unlimited"}
-        self._settings: dict[str, object] = {**defaults, **settings}
+        # By default a benchmark does not wait for a trainer, and may play no-op stages (PENSTOCK_TEST_HOOKS).
+        defaults: dict[str, object] = {"trainer__max_steps_ahead": "unlimited", "test_hooks": 1}
+        self._settings = {"redis_url": server.url, "store": self.store, **defaults, **settings}
         self._processes: list[tuple[str, Process]] = []
         self._starting: list[tuple[Process, str, str]] = []
         self._started = 0

@@ -1,138 +1,151 @@
-"""The sections of the configuration that say how rollouts are played: `[engine]`, `[policy]`, `[environments.*]`."""
+"""The sections about how rollouts are generated: `[environments.NAME]`, `[engine]`, `[policy]`."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator
 
-from penstock.config.sections import Section, Share
+from penstock.config.sections import CommaSeparated, Fraction, Section
 from penstock.messages import SAMPLES_LIMIT
 from penstock.turn import CheckRoutes, RouteFormat
 
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
-
-
-class Engine(Section):
-    """The inference server. With a key, give it as PENSTOCK_ENGINE__API_KEY rather than in a file."""
-
-    urls: tuple[str, ...] = ("http://127.0.0.1:8000",)
-    """one a replica, without `/v1`; as a variable: separated by commas"""
-    model: str = "policy"
-    dialect: Literal["vllm", "sglang", "generate"] = "vllm"
-    """what is asked and where: vLLM's chat, SGLang's chat, or tokens in and out (`/inference/v1/generate`)"""
-    api_key: SecretStr | None = None
-    connections: PositiveInt = 1024
-    """open at once from one process; rollouts beyond that wait for their turn"""
-    received_bytes: PositiveInt = 1 << 30
-    """bodies being received by one process; over it, reads wait"""
-    connect_timeout_s: PositiveFloat = 5.0
-    silence_s: PositiveFloat = 600.0
-    """a request to which not a byte comes back for this long has failed: longer than the longest generation"""
-    retries: NonNegativeInt = 4
-    """of one request that the engine answered wrongly, or broke off"""
-    unreachable_s: PositiveFloat = 30.0
-    """how long a request looks for a replica that can be connected to, before the rollout is given back"""
-    retry_first_s: PositiveFloat = 0.5
-    retry_most_s: PositiveFloat = 10.0
-    logprobs_mode: Literal["processed", "raw"] = "processed"
-    """what the engine was started with (vLLM: `--logprobs-mode processed_logprobs`)"""
-    routed_experts: bool = False
-    """ask for the experts that every token was routed to"""
-    hidden_layers: PositiveInt | None = None
-    """Hidden layers of the model, dense ones included. Needed for SGLang, whose routed experts carry no shape."""
-    moe_experts: PositiveInt | None = None
-    """of a layer; up to 256 are kept in one byte"""
-    check_routes: CheckRoutes = CheckRoutes.SAMPLE
-    """which new rows are looked at for zeros, an engine's way of saying that it captured nothing"""
-
-    @property
-    def route_format(self) -> RouteFormat:
-        return RouteFormat(layers=self.hidden_layers, experts=self.moe_experts, check=self.check_routes)
-
-    @field_validator("urls", mode="before")
-    @classmethod
-    def _separated(cls, urls: object) -> object:
-        return tuple(url.strip() for url in urls.split(",")) if isinstance(urls, str) else urls
-
-    @field_validator("urls")
-    @classmethod
-    def _usable(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
-            raise ValueError("give at least one URL that looks like http://host:port")
-        return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
-
-
 BYTES_CHATML = "bytes-chatml"
-
-# Penstock's own; `n` because exactly one answer can be recorded.
+# Set by Penstock in every request; `n` because exactly one completion can be recorded.
 RESERVED = frozenset(
     {"model", "messages", "tools", "stream", "n", "logprobs", "token_ids", "input_ids", "sampling_params", "seed"}
 )
 
 
+class EnvironmentSettings(Section):
+    """One environment, under the name that jobs and metrics use."""
+
+    use: str
+    """A built-in environment (`arithmetic`, `guess`, `distinct`), or `module:Class`."""
+    weight: PositiveFloat = 1.0
+    """Share of the training batch, relative to the other environments."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of the class."""
+
+
+class Engine(Section):
+    """The inference server."""
+
+    urls: CommaSeparated = ("http://127.0.0.1:8000",)
+    """Base URLs of the replicas, without `/v1`. Separated by commas in an environment variable or a flag."""
+    model: str = "policy"
+    """Model name sent with every request."""
+    dialect: Literal["vllm", "sglang", "generate"] = "vllm"
+    """API of the engine: vLLM's chat, SGLang's chat, or token ids in and out (`/inference/v1/generate`)."""
+    api_key: SecretStr | None = None
+    """Bearer token sent to the engine. Set PENSTOCK_ENGINE__API_KEY rather than writing it to a file."""
+    connections: PositiveInt = 1024
+    """Most open connections of one process; further requests wait."""
+    received_bytes: PositiveInt = 1 << 30
+    """Most bytes of response bodies that one process receives at once; above it, reads wait."""
+    connect_timeout_s: PositiveFloat = 5.0
+    """Seconds to wait for a connection."""
+    silence_s: PositiveFloat = 600.0
+    """Seconds without a byte after which a request has failed. Must exceed the longest generation."""
+    retries: NonNegativeInt = 4
+    """Retries of one request after an invalid or interrupted response."""
+    unreachable_s: PositiveFloat = 30.0
+    """Seconds that a request tries to connect to any replica before its rollout is released and submitted later."""
+    retry_first_s: PositiveFloat = 0.5
+    """Seconds before the first retry; each further one waits twice as long."""
+    retry_most_s: PositiveFloat = 10.0
+    """Most seconds before a retry."""
+    logprobs_mode: Literal["processed", "raw"] = "processed"
+    """Kind of logprobs that the engine returns (vLLM: `--logprobs-mode processed_logprobs`); recorded in the batch."""
+    routed_experts: bool = False
+    """Whether to request the experts that every token was routed to."""
+    hidden_layers: PositiveInt | None = None
+    """Hidden layers of the model, dense ones included. Needed for SGLang, whose routed experts carry no shape."""
+    moe_experts: PositiveInt | None = None
+    """Experts of one layer. Up to 256, an expert is stored in one byte, else in two."""
+    check_routes: CheckRoutes = CheckRoutes.SAMPLE
+    """Which new rows of routed experts are checked for zeros, which an engine sends where it captured nothing:
+    `sample`, `all` or `off`."""
+
+    @property
+    def route_format(self) -> RouteFormat:
+        return RouteFormat(layers=self.hidden_layers, experts=self.moe_experts, check=self.check_routes)
+
+    @field_validator("urls")
+    @classmethod
+    def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
+            raise ValueError("give at least one URL that looks like http://host:port")
+        return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+
+
 class Sampling(Section):
+    """Sampling parameters of every request. What is not set is left to the engine."""
+
     temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Sampling temperature."""
     max_tokens: PositiveInt | None = None
-    """of one turn; default: what the engine allows"""
+    """Most tokens of one completion. Default: the engine's limit."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Probability mass that tokens are sampled from."""
     top_k: int | None = None
-    min_p: Share | None = None
+    """Number of most likely tokens that are sampled from."""
+    min_p: Fraction | None = None
+    """Least probability of a token, relative to the most likely one."""
     presence_penalty: float | None = None
+    """Penalty of tokens that have occurred."""
     frequency_penalty: float | None = None
+    """Penalty of tokens by how often they have occurred."""
     repetition_penalty: PositiveFloat | None = None
+    """Factor that makes tokens less likely that have occurred; 1 is neutral."""
     stop: tuple[str, ...] | None = None
+    """Strings that end a completion."""
     more: dict[str, Any] = Field(default={})
-    """other fields of the request, as the engine spells them (`chat_template_kwargs`)"""
+    """Further fields of the request, as the engine spells them, e.g. `chat_template_kwargs`."""
 
     @field_validator("more")
     @classmethod
-    def _not_ours(cls, more: dict[str, Any]) -> dict[str, Any]:
+    def _check_names(cls, more: dict[str, Any]) -> dict[str, Any]:
         if refused := sorted(RESERVED & more.keys()):
             raise ValueError(f"{', '.join(refused)}: set by Penstock itself")
         return more
 
 
 class RendererSettings(Section):
-    """Who turns messages into tokens, for engines that take tokens. A name or a directory alone is a table, too."""
+    """How messages become tokens outside the engine. A string is short for a table: a directory, or `bytes-chatml`."""
 
     backend: Literal["bytes-chatml", "directory", "renderers"] = "directory"
-    """bytes as tokens; a Hugging Face tokenizer's directory with its chat template; or the package `renderers`, which
-    knows more of a model family than its template says"""
+    """`bytes-chatml`: ChatML over bytes. `directory`: a Hugging Face tokenizer and its chat template. `renderers`: the
+    package of that name, which knows model families beyond their templates."""
     model: str | None = None
-    """whose tokenizer it is: pins one for all adapters of a base model; default: the model of each request"""
+    """Directory of the tokenizer; the adapters of one base model can share it. Default: the model of each request."""
     options: dict[str, Any] = Field(default={})
-    """of the package's renderer, as it spells them (`name`, `thinking_retention`)"""
+    """Options of the package's renderer, as it spells them (`name`, `thinking_retention`)."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
-    """what the chat template is given beside the messages (`enable_thinking`)"""
+    """Values for the chat template, e.g. `enable_thinking`."""
 
 
 class Policy(Section):
-    """How a rollout may talk to the engine."""
+    """Limits of a rollout's conversation with the engine."""
 
     max_seq_len: PositiveInt = 32768
-    """tokens of prompt and completion together; what exceeds it is cut, and the rollout is `truncated`"""
+    """Most tokens of prompt and completion together; longer ones are cut, and the rollout is `truncated`."""
     max_turns: PositiveInt = 64
+    """Most turns of a rollout."""
     max_samples: Annotated[int, Field(ge=1, le=SAMPLES_LIMIT)] = SAMPLES_LIMIT
-    """a conversation whose prefix breaks starts another sample; a rollout with more of them has failed"""
+    """Most samples of a rollout. A prompt that does not extend the last sequence starts another sample; a rollout with
+    more of them has failed."""
     policy_error_reward: FiniteFloat = 0.0
-    """of a rollout that the policy spoilt (time, turns, context), where the environment does not score it"""
+    """Reward of a rollout that exceeded its time, turns or context, where the environment gives none."""
     seeded: bool = False
-    """every request carries a seed, by rollout and turn; costs throughput on vLLM"""
+    """Whether every request carries a seed, derived from rollout and turn. Costs throughput on vLLM."""
     renderer: RendererSettings | None = None
-    """`"bytes-chatml"`, the directory of a tokenizer, or a table; needed where `engine.dialect` takes tokens"""
+    """Renders prompts to tokens: `"bytes-chatml"`, the directory of a tokenizer, or a table. Required with
+    `engine.dialect = "generate"`, optional with `"sglang"`. Default: the engine renders."""
     sampling: Sampling = Sampling()
 
     @field_validator("renderer", mode="before")
     @classmethod
-    def _in_a_word(cls, renderer: object) -> object:
+    def _expand(cls, renderer: object) -> object:
         if renderer == BYTES_CHATML:
             return {"backend": BYTES_CHATML, "model": BYTES_CHATML}
         return {"model": renderer} if isinstance(renderer, str) else renderer
-
-
-class EnvironmentSettings(Section):
-    use: str
-    """a built-in (arithmetic, guess, distinct), or `module:Class` of your own"""
-    weight: PositiveFloat = 1.0
-    """its share of the trained batch, relative to the others"""
-    options: dict[str, Any] = Field(default={})
-    """what the class is made with"""

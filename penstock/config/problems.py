@@ -1,4 +1,4 @@
-"""A wrong setting in the user's words: file, line, what is wrong, the nearest right key."""
+"""Messages about wrong settings: file and line (or variable, or flag), what is wrong, the nearest setting."""
 
 import difflib
 import re
@@ -10,24 +10,31 @@ from pydantic import BaseModel, ValidationError
 
 Keys = tuple[str, ...]
 Origins = dict[Keys, str]
-"""where the settings come from that are not the file's"""
-
+"""Where settings come from that are not from the file: the name of a variable or a flag."""
 
 RENAMED = {
     "sessions.tokenizer": 'policy.renderer ("bytes" is now "bytes-chatml")',
     "batch.logprobs_mode": "engine.logprobs_mode",
     "engine.moe_layers": "engine.hidden_layers",
 }
-"""Settings of release 0.1 under their old names."""
+"""Settings of release 0.1 that have another name now."""
 
 
 def describe(error: ValidationError, model: type[BaseModel], path: Path | None, text: str, origins: Origins) -> str:
+    """One line for each problem."""
     lines: list[str] = []
     for problem in error.errors():
         keys = tuple(str(part) for part in problem["loc"])
-        place = _place(keys, path, text, origins)
-        lines.append(f"{place}: {_said(problem['type'], problem['msg'], keys, model)}")
+        lines.append(f"{_place(keys, path, text, origins)}: {_message(problem['type'], problem['msg'], keys, model)}")
     return "\n".join(lines)
+
+
+def unknown_variable(name: str, model: type[BaseModel], prefix: str, others: Sequence[str]) -> str:
+    setting = name.removeprefix(prefix).lower().replace("__", ".")
+    if setting in RENAMED:
+        return f"environment, {name}: {setting!r} has a new name: {RENAMED[setting]}"
+    known = [*others, *(prefix + key.replace(".", "__").upper() for key in all_keys(model))]
+    return f"environment: {name} is not a setting; the nearest is {_nearest(name, known)}"
 
 
 def _place(keys: Keys, path: Path | None, text: str, origins: Origins) -> str:
@@ -37,28 +44,23 @@ def _place(keys: Keys, path: Path | None, text: str, origins: Origins) -> str:
     return origin or str(path or "configuration")
 
 
-def _said(kind: str, message: str, keys: Keys, model: type[BaseModel]) -> str:
+def _message(kind: str, message: str, keys: Keys, model: type[BaseModel]) -> str:
     name = ".".join(keys)
     if kind == "extra_forbidden":
         if name in RENAMED:
             return f"{name!r} has a new name: {RENAMED[name]}"
-        nearest = difflib.get_close_matches(name, list(all_keys(model)), n=1, cutoff=0.0)
-        return f"there is no setting {name!r}; the nearest is {nearest[0]!r}"
+        return f"there is no setting {name!r}; the nearest is {_nearest(name, list(all_keys(model)))!r}"
     if kind in ("model_type", "model_attributes_type"):
         return f"{name} is a table: write [{name}], and its settings below"
     return f"{name}: {message.removeprefix('Value error, ')}"
 
 
-def unknown_variable(name: str, model: type[BaseModel], prefix: str, others: Sequence[str]) -> str:
-    setting = name.removeprefix(prefix).lower().replace("__", ".")
-    if setting in RENAMED:
-        return f"environment, {name}: {setting!r} has a new name: {RENAMED[setting]}"
-    known = [*others, *(prefix + key.replace(".", "__").upper() for key in all_keys(model))]
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"environment: {name} is not a setting; the nearest is {nearest[0]}"
+def _nearest(name: str, known: list[str]) -> str:
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all settings; `environments.NAME.use` stands for any environment."""
     for name, field in model.model_fields.items():
         if get_origin(field.annotation) is dict and _is_model(entry := get_args(field.annotation)[1]):
             yield from all_keys(entry, f"{prefix}{name}.NAME.")
@@ -83,7 +85,7 @@ def _is_model(kind: object) -> TypeGuard[type[BaseModel]]:
 
 
 def line_of(text: str, keys: Sequence[str]) -> int | None:
-    """The line that sets `keys`, in the plain TOML that people write: `[table]` headers and `key = value` lines."""
+    """The line that sets `keys`, in plain TOML: `[table]` headers and `key = value` lines."""
     table: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line):

@@ -1,10 +1,10 @@
-"""The address of Redis: which ones are right, and what of one may be shown. Its password stays out of every text."""
+"""The address of Redis: validation, and the form without credentials that may be shown."""
 
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 
 def check(url: str) -> None:
-    """Raises ValueError, without the address: it may hold a password."""
+    """Raise ValueError unless redis-py and Celery can use `url`. The message omits it: it may hold a password."""
     if not (_well_formed(url) and _connectable(url)):
         raise ValueError(
             "is not the address of a Redis: redis://HOST:PORT/NUMBER, rediss://HOST:PORT/NUMBER or unix:///PATH, each "
@@ -14,7 +14,7 @@ def check(url: str) -> None:
 
 
 def _well_formed(url: str) -> bool:
-    """redis-py takes a missing host for localhost and a database that is no number for 0: these are typing errors."""
+    """redis-py reads a missing host as localhost and a database that is not a number as 0: both are typing errors."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -30,15 +30,15 @@ def _connectable(url: str) -> bool:
 
     try:
         ConnectionPool.from_url(url).make_connection()
-    except (ValueError, TypeError):  # the latter for an option that is none
+    except (ValueError, TypeError):  # TypeError for an unknown option
         return False
     return True
 
 
 def address(url: str) -> str:
-    """`url` without user name and password: what may stand in a log or a file."""
+    """`url` without user name and password, for logs and files."""
     parts = urlsplit(url)
-    options = [(name, value) for name, value in parse_qsl(parts.query) if not _secret(name)]
+    options = [(name, value) for name, value in parse_qsl(parts.query) if not _is_secret(name)]
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     return f"{shown}?{urlencode(options)}" if options else shown
 
@@ -48,5 +48,5 @@ def has_password(url: str) -> bool:
     return bool(parts.password) or any(name == "password" for name, _ in parse_qsl(parts.query))
 
 
-def _secret(option: str) -> bool:
+def _is_secret(option: str) -> bool:
     return "password" in option or option == "username"

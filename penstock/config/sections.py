@@ -1,17 +1,18 @@
-"""What every section of the configuration is."""
+"""Base class and common types of the configuration's sections."""
 
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
-def _separated(value: object) -> object:
+def _split(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
-Words = Annotated[tuple[str, ...], BeforeValidator(_separated)]
-"""As a variable or a flag: separated by commas."""
-Share = Annotated[float, Field(ge=0, le=1)]
+CommaSeparated = Annotated[tuple[str, ...], BeforeValidator(_split)]
+"""A list in TOML; one string, separated by commas, in an environment variable or a flag."""
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Section(BaseModel):

@@ -1,4 +1,4 @@
-"""The section `[sessions]`: what `penstock sessions` listens to, whom it trusts, and what it lets a session use."""
+"""The section `[sessions]`: address, authentication and limits of `penstock sessions`."""
 
 import ipaddress
 import re
@@ -6,53 +6,56 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from penstock.config.sections import Section, Words
+from penstock.config.sections import CommaSeparated, Port, Section
 
 ADMINISTRATIVE = re.compile(
     "weight|cache|sleep|wake|flush|lora|profile|abort|pause|resume|continue|memory|shutdown|reset|update|load|admin"
 )
-"""In the path of what changes an engine for everybody: an agent is not trusted with that."""
+"""Parts of paths that change the engine for every client: agents are not allowed to request them."""
 PLAIN_PATH = re.compile(r"(/[A-Za-z0-9_][A-Za-z0-9._-]*)+")
 
 
 class Sessions(Section):
-    urls: Words = ()
-    """where rollout workers find session servers, for environments with agents of their own: http://host:port"""
+    """The session server, which records agents that use an OpenAI-compatible URL."""
+
+    urls: CommaSeparated = ()
+    """URLs of the session servers, `http://host:port`, for rollout workers whose environments run their own agents."""
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8100
-    """0: any free one; the log says which. Started again on its port, a server goes on with its sessions"""
+    """Bind address. Any address other than loopback requires secrets, unless `require_secret` is set."""
+    port: Port = 8100
+    """Port to listen on; 0 picks a free one and logs it. A server restarted on the same port resumes its sessions."""
     instance_id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None = None
-    """what /health calls this server, and what its sessions are found by after a restart on another host or port;
-    default: random, and found by host name and port"""
+    """Identity of this server, 32 hex digits, shown by /health. A server restarted with it on another host or port
+    resumes its sessions. Default: random, and sessions are found by host name and port."""
     require_secret: bool | None = None
-    """every session's secret as bearer token; default: as soon as the host is not this machine's own"""
+    """Whether every request must carry its session's secret as bearer token. Default: unless `host` is loopback."""
     mode: Literal["linear", "open"] | None = None
     """Whether a request must extend the conversation (`linear`) or may diverge from it (`open`). Default: `linear` with
     `policy.renderer`, else `open`."""
-    append_roles: Words = ("tool", "user")
-    """who may speak in what a linear conversation is continued with"""
-    proxy_allow: Words = ()
-    """further paths of the engine that an agent may use, as they are (`/v1/embeddings`)"""
+    append_roles: CommaSeparated = ("tool", "user")
+    """Roles of the messages that may extend a linear conversation."""
+    proxy_allow: CommaSeparated = ()
+    """Further paths of the engine that agents may request, e.g. `/v1/embeddings`."""
     cpu_workers: PositiveInt | None = None
-    """threads that read large bodies; default: one a core"""
+    """Threads that parse large bodies. Default: one per core."""
     max_sessions: PositiveInt = 10_000
-    """open at once; more are refused"""
+    """Most open sessions; further ones are refused with 503."""
     idle_s: PositiveFloat = 3600.0
-    """a session that nobody talked to for this long has been abandoned"""
+    """Seconds without a request after which a session expires."""
     lifetime_s: PositiveFloat = 86_400.0
-    """of a session, however busy"""
+    """Seconds after which a session expires, idle or not."""
     session_bytes: PositiveInt = 16 << 30
-    """of one session's files; a larger one expires"""
+    """Bytes of one session's files above which it expires."""
     request_bytes: PositiveInt = 16 << 20
-    """of one request; a context of a million tokens has some 4 MB"""
+    """Most bytes of one request. A context of a million tokens takes about 4 MB."""
     requests_bytes: PositiveInt = 1 << 30
-    """of all requests that are not yet answered; over it, reads wait"""
+    """Most bytes of all requests in progress; above it, reads wait."""
     header_bytes: PositiveInt = 16 << 10
-    """of one line of a request's head"""
+    """Most bytes of one header line."""
     request_s: PositiveFloat = 60.0
-    """for a request's body to arrive"""
+    """Seconds for a request's body to arrive."""
     drain_s: PositiveFloat = 30.0
-    """for what is being answered when the server is told to stop"""
+    """Seconds that a stopping server waits for requests in progress."""
 
     @property
     def needs_secret(self) -> bool:
@@ -60,12 +63,12 @@ class Sessions(Section):
 
     @field_validator("proxy_allow")
     @classmethod
-    def _harmless(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_paths(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
         for path in paths:
             if not PLAIN_PATH.fullmatch(path):
-                raise ValueError(f"{path!r} is no plain path: write /v1/embeddings")
+                raise ValueError(f"{path!r} is not a plain path such as /v1/embeddings")
             if ADMINISTRATIVE.search(path.lower()):
-                raise ValueError(f"{path} administers the engine: an agent is never let through to it")
+                raise ValueError(f"{path} administers the engine and cannot be opened to agents")
         return paths
 
 

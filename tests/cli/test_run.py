@@ -17,6 +17,7 @@ from orchestrator import run_dir
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.reporting import status
 from penstock import config
+from penstock.config import test_hooks
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
@@ -33,6 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
 @pytest.fixture
 def environment(server: EmbeddedRedis, tmp_path: Path) -> dict[str, str]:
     ours = {"PENSTOCK_REDIS_URL": server.url, "PENSTOCK_RUN_DIR": str(tmp_path / "run"), "PENSTOCK_STEPS": "3"}
+    ours[test_hooks.SWITCH] = "1"
     return {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")} | ours | {
         "PYTHONPATH": ROOT,
         "PENSTOCK_BATCH__SIZE": "4",

@@ -16,7 +16,9 @@ def entered(config: RunConfig) -> str:
 
 
 def configured(tmp_path: Path, **settings: Any) -> RunConfig:
-    return RunConfig.model_validate({"run_dir": tmp_path / "run", **settings})
+    return RunConfig.model_validate(
+        {"run_dir": tmp_path / "run", "environments": {"noop": {"use": "noop"}}, **settings}
+    )
 
 
 def test_a_run_keeps_its_id_and_says_where_things_are(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import redis
 from orchestrator.ledger.audit import audit
 from orchestrator.run_dir import ledger_path
 from penstock import redis_keys
+from penstock.config import test_hooks
 from penstock.ledger.schema import reading
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from support.forked import Forked, is_program
@@ -119,6 +120,7 @@ class Cluster:
         environment |= {
             "PENSTOCK_CONFIG": str(self.config),
             "PENSTOCK_REDIS_URL": self.redis_server.url,
+            test_hooks.SWITCH: "1",
             "PYTHONPATH": str(Path(__file__).parent.parent.parent),
             **variables,
         }

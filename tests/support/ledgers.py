@@ -17,7 +17,7 @@ def configured(**settings: Any) -> RunConfig:
     values: dict[str, Any] = {"steps": 3, "rollouts": {"group_size": 4}, "batch": {"size": 2}}
     for key, value in settings.items():
         values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
-    return RunConfig.model_validate(values)
+    return RunConfig.model_validate({"environments": {"noop": {"use": "noop"}}} | values)
 
 
 def planned(ledger: Ledger, size: int = 4) -> GroupRecord:

@@ -1,0 +1,97 @@
+"""Loads the configuration: TOML, then `PENSTOCK_*` variables, then flags. The only reader of these variables.
+
+Every process reads the same file. A wrong setting is reported with its file and line, variable or flag, and the
+nearest setting.
+"""
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.config import test_hooks
+from penstock.config.problems import Keys, Origins, describe, is_setting, unknown_variable
+from penstock.config.redis_address import check
+from penstock.config.run import DEFAULT_REDIS_URL, RunConfig
+from penstock.errors import ConfigError
+
+PREFIX = "PENSTOCK_"
+CONFIG_VARIABLE = "PENSTOCK_CONFIG"
+REDIS_VARIABLE = "PENSTOCK_REDIS_URL"
+
+
+def load(
+    path: Path | None,
+    *,
+    flags: Mapping[str, Any] | None = None,
+    section: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> RunConfig:
+    """Read `path` (default: the file named by PENSTOCK_CONFIG, if set), then the environment, then `flags`.
+
+    `flags` maps settings (`engine.urls`) to values; None is "not given". A flag is named like its setting
+    (`--engine-urls`), without the name of the command's own `section`.
+    """
+    model = test_hooks.model_for(environ)
+    if path is None and CONFIG_VARIABLE in environ:
+        path = Path(environ[CONFIG_VARIABLE])
+    text = _read(path) if path else ""
+    try:
+        values: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    origins: Origins = {}
+    for name, keys, value in _from_environment(environ, model):
+        _set(values, keys, value)
+        origins[keys] = f"environment, {name}"
+    for key, value in (flags or {}).items():
+        if value is not None:
+            keys = tuple(key.split("."))
+            _set(values, keys, value)
+            named = keys[1:] if keys[0] == section else keys
+            origins[keys] = "--" + "-".join(named).replace("_", "-")
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(describe(error, model, path, text, origins)) from error
+
+
+def redis_url(environ: Mapping[str, str] = os.environ) -> str | None:
+    """PENSTOCK_REDIS_URL, for commands that have a run directory and no configuration."""
+    url = environ.get(REDIS_VARIABLE)
+    try:
+        check(url or DEFAULT_REDIS_URL)
+    except ValueError as error:
+        raise ConfigError(f"environment, {REDIS_VARIABLE}: {error}") from None
+    return url
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read the configuration {path}: not valid UTF-8 ({error.reason})") from error
+
+
+def _from_environment(environ: Mapping[str, str], model: type[RunConfig]) -> Iterator[tuple[str, Keys, str]]:
+    """`PENSTOCK_RECOVERY__LEASE_S=5` sets `lease_s` in `[recovery]`."""
+    for name, value in environ.items():
+        if name.startswith(PREFIX) and name not in (CONFIG_VARIABLE, test_hooks.SWITCH):
+            keys = tuple(name.removeprefix(PREFIX).lower().split("__"))
+            if not is_setting(model, keys):
+                raise ConfigError(unknown_variable(name, model, PREFIX, [CONFIG_VARIABLE]))
+            yield name, keys, value
+
+
+def _set(values: dict[str, Any], keys: Keys, value: Any) -> None:
+    table: Any = values
+    for key in keys[:-1]:
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            return  # the file has a value where a table belongs: validation reports that
+    table[keys[-1]] = value

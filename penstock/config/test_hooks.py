@@ -1,0 +1,68 @@
+"""Settings for tests and benchmarks: `[noop]`, `[testing]`, and environments with `use = "noop"`.
+
+They exist only in processes with PENSTOCK_TEST_HOOKS=1, where `load` returns a `HookedRunConfig`. Elsewhere they are
+unknown settings.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from penstock.config.engine import EnvironmentName, EnvironmentSettings
+from penstock.config.run import RunConfig
+from penstock.config.sections import Fraction, Section
+
+SWITCH = "PENSTOCK_TEST_HOOKS"
+NOOP = "noop"
+
+
+class Noop(Section):
+    """Stages that do nothing, for tests and measurements of the pipeline itself."""
+
+    rollout_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds that a rollout takes."""
+    stage_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds that a filtering, advantage or encoding job takes."""
+    failure_rate: Fraction = 0.0
+    """Fraction of attempts, of any job, that fail with an infrastructure failure."""
+    policy_error_rate: Fraction = 0.0
+    """Fraction of rollouts that end with a policy error."""
+    drop_rate: Fraction = 0.0
+    """Fraction of rollouts that the filtering job drops."""
+    engine_down_while: Path | None = None
+    """The engine is unreachable while this file exists."""
+    wedge_while: Path | None = None
+    """Rollouts block the worker's event loop while this file exists."""
+
+
+class Testing(Section):
+    """Faults of the orchestrator."""
+
+    crash_at: str | None = None
+    """`POINT` or `POINT:N`: the orchestrator kills itself when it passes POINT for the Nth time."""
+
+
+class HookedRunConfig(RunConfig):
+    """A `RunConfig` with test hooks. Without `[environments]`, one no-op environment is played."""
+
+    environments: dict[EnvironmentName, EnvironmentSettings] = Field(default={NOOP: EnvironmentSettings(use=NOOP)})
+    noop: Noop = Noop()
+    testing: Testing = Testing()
+
+
+def model_for(environ: Mapping[str, str]) -> type[RunConfig]:
+    return HookedRunConfig if environ.get(SWITCH) == "1" else RunConfig
+
+
+def noop_settings(config: RunConfig, *environments: str) -> Noop | None:
+    """The settings of no-op stages, if `environments` are all no-ops."""
+    if not isinstance(config, HookedRunConfig):
+        return None
+    used = [config.environments[name].use for name in environments if name in config.environments]
+    return config.noop if used == [NOOP] * len(environments) else None
+
+
+def crash_at(config: RunConfig) -> str | None:
+    return config.testing.crash_at if isinstance(config, HookedRunConfig) else None

@@ -1,0 +1,143 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import config
+from penstock.config import RunConfig
+from penstock.config.problems import all_keys
+from penstock.errors import ConfigError
+
+
+def loaded(tmp_path: Path, text: str = "", *, flags: dict[str, Any] | None = None, **environ: str) -> RunConfig:
+    path = tmp_path / "penstock.toml"
+    path.write_text(text)
+    return config.load(path, flags=flags, environ=environ)
+
+
+def refused(tmp_path: Path, text: str = "", *, flags: dict[str, Any] | None = None, **environ: str) -> str:
+    with pytest.raises(ConfigError) as refusal:
+        loaded(tmp_path, text, flags=flags, **environ)
+    return str(refusal.value).replace(f"{tmp_path}/", "")
+
+
+def test_a_configuration_may_be_empty() -> None:
+    assert config.load(None, environ={}) == RunConfig()
+
+
+def test_flags_override_variables_and_variables_override_the_file(tmp_path: Path) -> None:
+    text = 'steps = 1\nseed = 1\nstore = "file:///from/file"\n[recovery]\nlease_s = 1.5\nmax_losses = 7\n'
+    environ = {"PENSTOCK_STEPS": "2", "PENSTOCK_SEED": "2", "PENSTOCK_RECOVERY__LEASE_S": "2.5", "HOME": "/root"}
+    settings = loaded(tmp_path, text, flags={"steps": 3, "run_dir": None}, **environ)
+    assert (settings.steps, settings.seed, settings.store) == (3, 2, "file:///from/file")
+    assert (settings.recovery.lease_s, settings.recovery.max_losses) == (2.5, 7)
+    assert settings.run_dir == RunConfig().run_dir
+
+
+def test_penstock_config_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "penstock.toml"
+    path.write_text("steps = 4")
+    assert config.load(None, environ={"PENSTOCK_CONFIG": str(path)}).steps == 4
+
+
+WRONG = {
+    "stpes = 3": "line 1: there is no setting 'stpes'; the nearest is 'steps'",
+    "\n[recovery]\n\nleese_s = 3": "line 4: there is no setting 'recovery.leese_s'; the nearest is 'recovery.lease_s'",
+    "lease_s = 3": "line 1: there is no setting 'lease_s'; the nearest is 'recovery.lease_s'",
+    "recovery.leese_s = 3": "line 1: there is no setting 'recovery.leese_s'; the nearest is 'recovery.lease_s'",
+    "seed = 1\nsteps = 0": "line 2: steps: Input should be greater than 0",
+    "[batch]\nunit = 'samples'": "line 2: batch.unit: Input should be 'groups', 'rollouts' or 'tokens'",
+    "rollouts = 5": "line 1: rollouts is a table: write [rollouts], and its settings below",
+    "[rollouts]\nmax_in_flight = 4": "line 1: rollouts: max_in_flight (4) must hold one group (8)",
+    "[rollouts]\nmin_group_size = 9": "line 1: rollouts: min_group_size (9) is larger than group_size (8)",
+    "store = 's3://bucket'": "line 1: store: must be a shared directory: file:///absolute/path",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_an_error_in_the_file_is_reported_with_its_line(tmp_path: Path, text: str) -> None:
+    assert refused(tmp_path, text) == f"penstock.toml, {WRONG[text]}"
+
+
+def test_all_errors_are_reported(tmp_path: Path) -> None:
+    first, second = refused(tmp_path, "steps = 0\nseed = 'x'").splitlines()
+    assert first == "penstock.toml, line 1: steps: Input should be greater than 0"
+    assert second.startswith("penstock.toml, line 2: seed: Input should be a valid integer")
+
+
+def test_invalid_toml_is_reported_with_its_line(tmp_path: Path) -> None:
+    message = refused(tmp_path, "steps = 3\nseed\n")
+    assert message.startswith("penstock.toml: not valid TOML:")
+    assert "line 2" in message
+
+
+def test_an_error_in_a_variable_or_flag_names_it(tmp_path: Path) -> None:
+    assert refused(tmp_path, "steps = 3", PENSTOCK_STEPS="many").startswith("environment, PENSTOCK_STEPS: steps: Input")
+    assert refused(tmp_path, flags={"lag.max_s": 0}).startswith("--lag-max-s: lag.max_s: Input")
+    assert refused(tmp_path, "steps = 3", flags={"steps": 0}) == "--steps: steps: Input should be greater than 0"
+    small = refused(tmp_path, "[rollouts]\n", PENSTOCK_ROLLOUTS__MAX_IN_FLIGHT="4")
+    assert small.startswith("environment, PENSTOCK_ROLLOUTS__MAX_IN_FLIGHT: rollouts: max_in_flight (4)")
+    assert "recovery is a table" in refused(tmp_path, "recovery = 5", PENSTOCK_RECOVERY__LEASE_S="4")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("PENSTOCK_REDIS_ULR", "PENSTOCK_REDIS_URL"),
+        ("PENSTOCK_CONFG", "PENSTOCK_CONFIG"),
+        ("PENSTOCK_RECOVERY__LEESE_S", "PENSTOCK_RECOVERY__LEASE_S"),
+        ("PENSTOCK_STEPS__X", "PENSTOCK_STEPS"),
+        ("PENSTOCK_RECOVERY_LEASE_S", "PENSTOCK_RECOVERY__LEASE_S"),
+    ],
+)
+def test_an_unknown_variable_is_refused_with_the_nearest_one(tmp_path: Path, name: str, nearest: str) -> None:
+    assert refused(tmp_path, **{name: "1"}) == f"environment: {name} is not a setting; the nearest is {nearest}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("sessions.tokenizer", 'policy.renderer ("bytes" is now "bytes-chatml")'),
+        ("batch.logprobs_mode", "engine.logprobs_mode"),
+        ("engine.moe_layers", "engine.hidden_layers"),
+    ],
+)
+def test_a_renamed_setting_is_refused_with_its_new_name(tmp_path: Path, old: str, new: str) -> None:
+    assert refused(tmp_path, f"{old} = 1") == f"penstock.toml, line 1: {old!r} has a new name: {new}"
+    variable = "PENSTOCK_" + old.upper().replace(".", "__")
+    assert refused(tmp_path, **{variable: "1"}) == f"environment, {variable}: {old!r} has a new name: {new}"
+
+
+@pytest.mark.parametrize("url", ["redis://:hunter2/x@h:1/0", "http://:hunter2@h/", "hunter2"])
+def test_a_wrong_redis_url_is_refused_and_not_shown(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        loaded(tmp_path, PENSTOCK_REDIS_URL=url)
+    assert str(refusal.value).startswith("environment, PENSTOCK_REDIS_URL: redis_url: is not the address of a Redis")
+    assert "hunter2" not in f"{refusal.value}{refusal.value.__cause__}"
+
+
+@pytest.mark.parametrize("path", ["missing.toml", "."])
+def test_an_unreadable_file_is_named(tmp_path: Path, path: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the configuration .*: (No such file|Is a directory)"):
+        config.load(tmp_path / path, environ={})
+
+
+def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "penstock.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not valid UTF-8"):
+        config.load(tmp_path / "penstock.toml", environ={})
+
+
+def test_the_redis_url_can_be_read_without_a_configuration() -> None:
+    assert config.redis_url({}) is None
+    assert config.redis_url({"PENSTOCK_REDIS_URL": "redis://h/1"}) == "redis://h/1"
+    with pytest.raises(ConfigError, match="environment, PENSTOCK_REDIS_URL: is not the address"):
+        config.redis_url({"PENSTOCK_REDIS_URL": "h"})
+
+
+def test_every_setting_can_be_set_by_a_variable() -> None:
+    wrong = {"PENSTOCK_" + key.replace(".", "__").upper(): "\0" for key in all_keys(RunConfig)}
+    with pytest.raises(ConfigError) as refusal:
+        config.load(None, environ=wrong)
+    assert "is not a setting" not in str(refusal.value)
+    assert "environment, PENSTOCK_LAG__P99_S: lag.p99_s: Input should be a valid number" in str(refusal.value)

@@ -1,0 +1,19 @@
+import pytest
+
+from penstock.config.problems import line_of
+
+
+@pytest.mark.parametrize(
+    ("text", "keys", "line"),
+    [
+        ("a = 1\nb = 2", ["b"], 2),
+        ("a = 1\n[t]\na = 2", ["t", "a"], 3),
+        ('[ "t" ]\n"a" = 2', ["t", "a"], 2),
+        ("t.a = 2", ["t", "a"], 1),
+        ("t = {a = 2}", ["t", "a"], 1),
+        ("[t.u]\na = 2", ["t", "u", "a"], 2),
+        ("# a = 1\n", ["a"], None),
+    ],
+)
+def test_the_line_of_a_setting_is_found(text: str, keys: list[str], line: int | None) -> None:
+    assert line_of(text, keys) == line
