@@ -1,4 +1,7 @@
-"""The one HTTP client of a process: retries with jitter, failures in two kinds. How bytes come: `transport.py`."""
+"""The engine client of a process: sends requests, retries with jitter, classifies the final failure.
+
+Connections and the byte budget are in `transport.py`.
+"""
 
 import asyncio
 import random
@@ -15,55 +18,12 @@ from penstock.engines.transport import ON_LOOP_BYTES, EngineConnection, raise_if
 from penstock.errors import EngineUnreachable, InfrastructureFailure, PolicyFailure, Upstream
 from penstock.runtime.offload import in_cpu_thread
 
-
-class Patience:
-    """Being away and failing are counted apart: an engine that restarts is waited for, one that answers with errors is
-    not asked for ever."""
-
-    def __init__(self, settings: Engine) -> None:
-        self._settings = settings
-        self.tries = 0
-        """that came to nothing, of both kinds"""
-        self.failures = 0
-        self._pause_s = settings.retry_first_s
-        self._away_since: float | None = None
-
-    def failed(self, error: Exception) -> None:
-        """A replica was there, but gave no good answer."""
-        self.tries += 1
-        self._away_since = None
-        self.failures += 1
-        if self.failures > self._settings.retries:
-            raise InfrastructureFailure(
-                f"the engine failed {self.failures} times at one request, the last time: {_text(error)}"
-            ) from error
-
-    def away(self, error: Exception) -> None:
-        """A replica could not be connected to."""
-        self.tries += 1
-        now = time.monotonic()
-        self._away_since = self._away_since or now
-        if now - self._away_since >= self._settings.unreachable_s:
-            raise EngineUnreachable(
-                f"no replica of the engine could be connected to for {self._settings.unreachable_s:g} s, the last "
-                f"time: {_text(error)}; is it running, and is engine.urls right?"
-            ) from error
-
-    async def pause(self) -> None:
-        await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))  # noqa: S311  so that many do not come at once
-        self._pause_s = min(2 * self._pause_s, self._settings.retry_most_s)
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 T = TypeVar("T")
 
-# Of an error's text: enough to see what it is about.
+# Read of an error response: enough for its message.
 ERROR_BYTES = 4096
 TRANSIENT = frozenset({408, 425, 429})
-# How vLLM, SGLang and OpenAI say it.
+# In the error messages of vLLM, SGLang and OpenAI.
 CONTEXT_LIMIT = ("context length", "context_length", "maximum model length")
 
 
@@ -75,58 +35,100 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer(Generic[T]):
+class Response(Generic[T]):
     value: T
+    """What `read` returned."""
     replica: Replica
     version_sent: int
-    """of the replica's weights when the request left"""
+    """Version of the replica's weights when the request was sent."""
     version_received: int
     failures: int
-    """of the attempts before this one"""
+    """Failed attempts before this one."""
 
 
 class EngineClient(EngineConnection):
-    """One a process."""
+    """One per process."""
 
-    async def ask(self, request: Request, read: Callable[[bytes], T], *, home: Replica | None = None) -> Answer[T]:
-        """What `read` makes of the answer. An answer that it finds malformed (`Upstream`) is asked for again, like one
-        that failed. `home` is the replica to prefer."""
-        patience, failed = Patience(self.settings), None
+    async def send(self, request: Request, read: Callable[[bytes], T], *, home: Replica | None = None) -> Response[T]:
+        """Send a request and pass the body of the response to `read`. A response that `read` rejects with `Upstream`
+        is retried like a failed request. `home` is the preferred replica."""
+        retries, failed = Retries(self.settings), None
         while True:
             replica = self.replicas.choose(home, failed=failed)
-            sent = replica.version
+            version_sent = replica.version
             try:
-                value = await self._once(replica, request, read, tries=patience.tries)
+                value = await self._send_once(replica, request, read, attempts=retries.attempts)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 raise_if_out_of_descriptors(error)
-                replica.mark_away()
-                patience.away(error)
+                replica.mark_unreachable()
+                retries.count_unreachable(error)
                 if not self.replicas.all_avoided:
                     continue
             except (aiohttp.ClientError, Upstream) as error:
                 failed = replica
-                patience.failed(error)
+                retries.count_failure(error)
             else:
-                return Answer(
+                return Response(
                     value=value,
                     replica=replica,
-                    version_sent=sent,
+                    version_sent=version_sent,
                     version_received=replica.version,
-                    failures=patience.failures,
+                    failures=retries.failures,
                 )
-            await patience.pause()
+            await retries.pause()
 
-    async def _once(self, replica: Replica, request: Request, read: Callable[[bytes], T], *, tries: int) -> T:
+    async def _send_once(self, replica: Replica, request: Request, read: Callable[[bytes], T], *, attempts: int) -> T:
         url, data = replica.url + request.path, sendable(request.body)
-        headers = {**request.headers, "X-Retry-Count": str(tries)}
-        with replica.busy(), self.budget.share() as share:
+        headers = {**request.headers, "X-Retry-Count": str(attempts)}
+        with replica.busy(), self.budget.reservation() as reservation:
             async with self._http.post(url, data=data, headers=headers, allow_redirects=False) as response:
                 if response.status != 200:
-                    _refuse(url, response.status, await response.content.read(ERROR_BYTES))
-                chunks = await receive(response, share, self.budget)
-            if share.held <= ON_LOOP_BYTES:
+                    _raise_status(url, response.status, await response.content.read(ERROR_BYTES))
+                chunks = await receive(response, reservation, self.budget)
+            if reservation.held <= ON_LOOP_BYTES:
                 return read(b"".join(chunks))
             return await in_cpu_thread(_read_chunks, chunks, read)
+
+
+class Retries:
+    """Retry policy of one request: attempts, delays, and how the final failure is classified.
+
+    Failed connections and failed responses are counted separately: a restarting engine is waited for up to
+    `unreachable_s`, an engine that responds with errors is retried `retries` times.
+    """
+
+    def __init__(self, settings: Engine) -> None:
+        self._settings = settings
+        self.attempts = 0
+        """Unsuccessful attempts of both kinds."""
+        self.failures = 0
+        self._pause_s = settings.retry_first_s
+        self._unreachable_since: float | None = None
+
+    def count_failure(self, error: Exception) -> None:
+        """A replica was connected to, but gave no valid response."""
+        self.attempts += 1
+        self._unreachable_since = None
+        self.failures += 1
+        if self.failures > self._settings.retries:
+            raise InfrastructureFailure(
+                f"the engine failed {self.failures} times at one request, the last time: {_text(error)}"
+            ) from error
+
+    def count_unreachable(self, error: Exception) -> None:
+        """A replica could not be connected to."""
+        self.attempts += 1
+        now = time.monotonic()
+        self._unreachable_since = self._unreachable_since or now
+        if now - self._unreachable_since >= self._settings.unreachable_s:
+            raise EngineUnreachable(
+                f"no replica of the engine could be connected to for {self._settings.unreachable_s:g} s, the last "
+                f"time: {_text(error)}; is it running, and is engine.urls right?"
+            ) from error
+
+    async def pause(self) -> None:
+        await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))  # noqa: S311  spreads retries of many requests
+        self._pause_s = min(2 * self._pause_s, self._settings.retry_most_s)
 
 
 def _read_chunks(chunks: list[bytes], read: Callable[[bytes], T]) -> T:
@@ -135,11 +137,15 @@ def _read_chunks(chunks: list[bytes], read: Callable[[bytes], T]) -> T:
     return read(body)
 
 
-def _refuse(url: str, status: int, content: bytes) -> NoReturn:
+def _raise_status(url: str, status: int, content: bytes) -> NoReturn:
     text = " ".join(content.decode(errors="replace").split())
-    said = f"{url} answered {status}: {text[:300]}"
+    message = f"{url} answered {status}: {text[:300]}"
     if status >= 500 or status in TRANSIENT:
-        raise Upstream(said)
-    if any(words in text.lower() for words in CONTEXT_LIMIT):
-        raise PolicyFailure(f"context limit: {said}")
-    raise InfrastructureFailure(f"{said}; check engine.urls, engine.model and engine.dialect")
+        raise Upstream(message)
+    if any(phrase in text.lower() for phrase in CONTEXT_LIMIT):
+        raise PolicyFailure(f"context limit: {message}")
+    raise InfrastructureFailure(f"{message}; check engine.urls, engine.model and engine.dialect")
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The replicas of the engine: how busy each is, which weights it has, whether it could be connected to."""
+"""The replicas of a server: requests in flight, version of the weights, and when each was last unreachable."""
 
 import contextlib
 import math
@@ -6,8 +6,8 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-# A replica that could not be connected to is the last choice for this long: a restart takes longer, and one request
-# in between finds out early enough that it is back.
+# How long an unreachable replica is the last choice. A restart takes longer; after this, one request at a time finds
+# out whether the replica is back.
 AVOIDED_S = 5.0
 
 
@@ -15,20 +15,21 @@ AVOIDED_S = 5.0
 class Replica:
     url: str
     version: int = 0
-    """of its weights, as last announced"""
+    """Of its weights, as last announced."""
     in_flight: int = 0
-    away_at: float = -math.inf
-    """when it last could not be connected to, by the monotonic clock"""
+    unreachable_at: float = -math.inf
+    """When a connection last failed, by the monotonic clock."""
 
     @property
     def avoided(self) -> bool:
-        return time.monotonic() - self.away_at < AVOIDED_S
+        return time.monotonic() - self.unreachable_at < AVOIDED_S
 
-    def mark_away(self) -> None:
-        self.away_at = time.monotonic()
+    def mark_unreachable(self) -> None:
+        self.unreachable_at = time.monotonic()
 
     @contextlib.contextmanager
     def busy(self) -> Generator[None]:
+        """Count one request in flight."""
         self.in_flight += 1
         try:
             yield
@@ -45,8 +46,8 @@ class Replicas:
         return all(replica.avoided for replica in self.all)
 
     def choose(self, home: Replica | None = None, *, failed: Replica | None = None) -> Replica:
-        """`home`, whose cache knows the conversation, unless it is away or just failed; else the least busy, in turn
-        where equal."""
+        """`home`, whose prefix cache has the conversation, unless it is avoided or just failed; otherwise the replica
+        with the fewest requests in flight, round robin among equals."""
         if home and home is not failed and not home.avoided:
             return home
         chosen = min(self.all, key=lambda replica: (replica.avoided, replica is failed, replica.in_flight))
@@ -55,7 +56,7 @@ class Replicas:
         return chosen
 
     def announce(self, version: int, *, url: str | None = None) -> None:
-        """The weights of one replica, or of all, are of this version now; after a resumption it may be an older one."""
+        """Set the version of one replica's weights, or of all. After a resumption it may be an older one."""
         for replica in self.all:
             if url in (None, replica.url):
                 replica.version = version

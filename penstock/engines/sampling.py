@@ -1,4 +1,7 @@
-"""Sampling that bends the distribution: ratios to what the trainer computes are then ill-defined, so it is recorded."""
+"""Sampling parameters that change the distribution, recorded with each turn.
+
+The trainer computes probabilities of the unchanged distribution, so importance ratios of such turns are off.
+"""
 
 import functools
 import logging
@@ -9,7 +12,6 @@ import orjson
 
 logger = logging.getLogger("penstock.engines")
 
-# With the values that bend nothing.
 NEUTRAL = {
     "top_p": (1,),
     "top_k": (-1, 0),
@@ -18,22 +20,24 @@ NEUTRAL = {
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
 }
+"""Each parameter with the values that leave the distribution unchanged."""
 
 
-def bent_sampling(sampling: Mapping[str, Any]) -> str:
-    """The fields that bend, as JSON; warned about once."""
-    bent = {
+def altered_sampling(sampling: Mapping[str, Any]) -> str:
+    """The parameters that change the distribution, as JSON. Each combination is logged once."""
+    altered = {
         name: value
         for name, neutral in NEUTRAL.items()
         if (value := sampling.get(name)) is not None and value not in neutral
     }
-    if bent:
-        warn_once(", ".join(sorted(bent)))
-    return orjson.dumps(bent, option=orjson.OPT_SORT_KEYS).decode()
+    if altered:
+        warn_once(", ".join(sorted(altered)))
+    return orjson.dumps(altered, option=orjson.OPT_SORT_KEYS).decode()
 
 
 @functools.cache
 def warn_once(names: str) -> None:
     logger.warning(
-        "action=bent_sampling fields=%s: the trainer's probabilities are of another distribution; ratios are off", names
+        "action=altered_sampling fields=%s: the trainer's probabilities are of another distribution; ratios are off",
+        names,
     )

@@ -112,7 +112,7 @@ class SessionServers:
                 ):
                     body = await response.read()
             except (aiohttp.ClientError, TimeoutError) as error:
-                server.mark_away()
+                server.mark_unreachable()
                 troubles.append(f"{server.url}: {error!r}")
                 continue
             if response.status == 200:

@@ -15,11 +15,11 @@ import orjson
 import xxhash
 
 from penstock.config.engine import RESERVED, Policy
-from penstock.engines.client import Answer, EngineClient, Request
+from penstock.engines.client import EngineClient, Request, Response
 from penstock.engines.dialects import Dialect, Prompt
 from penstock.engines.replicas import Replica
 from penstock.engines.response import RequestInfo, read_turn
-from penstock.engines.sampling import bent_sampling
+from penstock.engines.sampling import altered_sampling
 from penstock.environments.protocol import Completion
 from penstock.errors import BadRequest, ContextFull, InfrastructureFailure, NotFound, PolicyFailure, Upstream
 from penstock.ids import engine_session
@@ -94,7 +94,7 @@ class RecordedPolicy:
 
     async def _ask(
         self, prepared: Prepared, prompt: Prompt, sampling: Mapping[str, Any]
-    ) -> Answer[tuple[Turn, Message | None]]:
+    ) -> Response[tuple[Turn, Message | None]]:
         seed = {"seed": self._turn_seed()} if self._settings.seeded else {}
         of = self._session.settings
         request = Request(
@@ -113,7 +113,7 @@ class RecordedPolicy:
         )
         started = time.monotonic()
         try:
-            answer = await self._client.ask(request, lambda body: _with_message(read(body)), home=self._home)
+            answer = await self._client.send(request, lambda body: _with_message(read(body)), home=self._home)
         finally:
             self.engine_s += time.monotonic() - started
         self._home = answer.replica
@@ -169,7 +169,7 @@ def _with_message(turn: Turn) -> tuple[Turn, Message | None]:
 
 
 def _metadata(
-    answer: Answer[tuple[Turn, Message | None]], sampling: Mapping[str, Any], *, agent: str, train: bool
+    answer: Response[tuple[Turn, Message | None]], sampling: Mapping[str, Any], *, agent: str, train: bool
 ) -> TurnMetadata:
     turn = answer.value[0]
     return TurnMetadata(
@@ -178,6 +178,6 @@ def _metadata(
         version_sent=answer.version_sent,
         version_received=answer.version_received,
         temperature=float(sampling.get("temperature", 1.0)),
-        sampling=bent_sampling(sampling),
+        sampling=altered_sampling(sampling),
         completion_mask=None if train else np.zeros(len(turn.completion_ids), np.uint8),
     )

@@ -15,7 +15,7 @@ from penstock.engines.replicas import Replica
 from penstock.engines.transport import (
     UNREACHABLE,
     EngineConnection,
-    Share,
+    Reservation,
     raise_if_out_of_descriptors,
     receive,
     sendable,
@@ -54,12 +54,12 @@ class Backend(EngineConnection):
     async def ask(self, asked: Asked, *, home: Replica | None = None) -> AsyncIterator[Answered]:
         """What was answered, whatever its status. Until the end of the block, its bytes count as being received."""
         replica = self.replicas.choose(home)
-        with self.budget.share() as share:
+        with self.budget.reservation() as reservation:
             try:
                 with replica.busy():
-                    answered = await self._receive(replica, asked, share)
+                    answered = await self._receive(replica, asked, reservation)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                replica.mark_away()
+                replica.mark_unreachable()
                 raise Upstream(f"{UNREACHABLE}: {_said(error)}") from error
             except (aiohttp.ClientError, TimeoutError) as error:
                 raise Upstream(f"the engine broke off its answer: {_said(error)}") from error
@@ -67,14 +67,14 @@ class Backend(EngineConnection):
                 raise Upstream(str(error)) from error
             yield answered
 
-    async def _receive(self, replica: Replica, asked: Asked, share: Share) -> Answered:
+    async def _receive(self, replica: Replica, asked: Asked, reservation: Reservation) -> Answered:
         version = replica.version
         url = URL(replica.url + asked.target, encoded=True)
         try:
             async with self._http.request(
                 asked.method, url, data=sendable(asked.body), headers=asked.headers, allow_redirects=False
             ) as response:
-                chunks = await receive(response, share, self.budget)
+                chunks = await receive(response, reservation, self.budget)
         except aiohttp.ClientConnectorError as error:
             raise_if_out_of_descriptors(error)
             raise

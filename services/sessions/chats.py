@@ -12,7 +12,7 @@ from penstock.config import RunConfig
 from penstock.engines.cuts import EXPERTS_KEY
 from penstock.engines.dialects import Endpoint, dialect_of
 from penstock.engines.response import RequestInfo, read_turn
-from penstock.engines.sampling import bent_sampling
+from penstock.engines.sampling import altered_sampling
 from penstock.engines.transport import ON_LOOP_BYTES, ByteBudget
 from penstock.errors import BadRequest, PolicyFailure
 from penstock.ids import engine_session
@@ -60,10 +60,10 @@ class Chats:
 
     async def answer(self, request: web.BaseRequest, entry: Entry, notes: Notes) -> web.Response:
         session = opened(entry)
-        with session.claim() as claim, self._requests.share() as share:
+        with session.claim() as claim, self._requests.reservation() as reservation:
             self.counts.begun += 1
             limits = self._config.sessions
-            body = await read_body(request, share, limit=limits.request_bytes, timeout_s=limits.request_s)
+            body = await read_body(request, reservation, limit=limits.request_bytes, timeout_s=limits.request_s)
             chat = await _sized(len(body), read_chat, body, notes.sampling)
             prepared = self._prepared(session, claim, chat)
             info = await self._request_info(prepared, chat)
@@ -148,7 +148,7 @@ def _metadata(answered: Answered, fields: Mapping[str, Any]) -> TurnMetadata:
         version_sent=answered.version_sent,
         version_received=answered.replica.version,
         temperature=1.0 if temperature is None else float(temperature),
-        sampling=bent_sampling(fields),
+        sampling=altered_sampling(fields),
     )
 
 

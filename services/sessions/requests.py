@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 
 from penstock.config.engine import RESERVED
-from penstock.engines.transport import Share
+from penstock.engines.transport import Reservation
 from penstock.errors import BadRequest, TooLarge, TooSlow
 from penstock.recording import Digested, digested
 
@@ -60,8 +60,8 @@ class Chat:
         return orjson.dumps({"model": model, **fields, **demanded}, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-async def read_body(request: web.BaseRequest, share: Share, *, limit: int, timeout_s: float) -> bytes:
-    """What has arrived counts in the share; a client that is slow holds only that."""
+async def read_body(request: web.BaseRequest, reservation: Reservation, *, limit: int, timeout_s: float) -> bytes:
+    """What has arrived counts in the reservation; a client that is slow holds only that."""
     if (request.content_length or 0) > limit:
         raise _too_large(limit)
     if request.headers.get("Expect", "").lower() == "100-continue":
@@ -69,17 +69,17 @@ async def read_body(request: web.BaseRequest, share: Share, *, limit: int, timeo
         request.writer.output_size = 0
     try:
         async with asyncio.timeout(timeout_s):
-            return await _received(request, share, limit)
+            return await _received(request, reservation, limit)
     except TimeoutError:
         raise TooSlow(f"the request's body did not arrive within {timeout_s:g} s") from None
     except web.RequestPayloadError as error:
         raise BadRequest(f"the request's body cannot be read: {error}") from None
 
 
-async def _received(request: web.BaseRequest, share: Share, limit: int) -> bytes:
+async def _received(request: web.BaseRequest, reservation: Reservation, limit: int) -> bytes:
     body = bytearray()
     async for chunk in request.content.iter_any():
-        await share.reserve(len(chunk))
+        await reservation.reserve(len(chunk))
         body += chunk
         if len(body) > limit:
             raise _too_large(limit)

@@ -138,8 +138,8 @@ class SessionServer:
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         limits = self._settings
-        with self._requests.share() as share:
-            return await read_body(request, share, limit=limits.request_bytes, timeout_s=limits.request_s)
+        with self._requests.reservation() as reservation:
+            return await read_body(request, reservation, limit=limits.request_bytes, timeout_s=limits.request_s)
 
     def _status(self) -> bytes:
         received, requests, limits = self._backend.budget, self._requests, self._settings

@@ -19,8 +19,8 @@ def test_bodies_wait_in_order_until_there_is_room() -> None:
         leave = [asyncio.Event() for _ in range(4)]
 
         async def receive(number: int, size: int) -> None:
-            with budget.share() as share:
-                await share.reserve(size)
+            with budget.reservation() as reservation:
+                await reservation.reserve(size)
                 order.append(number)
                 await leave[number].wait()
 
@@ -49,9 +49,9 @@ def test_of_bodies_that_grow_the_oldest_goes_on() -> None:
         budget, done = ByteBudget(100), list[int]()
 
         async def receive(number: int) -> None:
-            with budget.share() as share:
+            with budget.reservation() as reservation:
                 for _ in range(8):
-                    await share.reserve(10)
+                    await reservation.reserve(10)
                     await asyncio.sleep(0)
             done.append(number)
 
@@ -69,10 +69,10 @@ def test_whoever_is_cancelled_while_waiting_gives_way() -> None:
         budget = ByteBudget(100)
 
         async def receive(size: int) -> None:
-            with budget.share() as share:
-                await share.reserve(size)
+            with budget.reservation() as reservation:
+                await reservation.reserve(size)
 
-        with budget.share() as held:
+        with budget.reservation() as held:
             await held.reserve(50)
             large, small = asyncio.create_task(receive(80)), asyncio.create_task(receive(40))
             await settle()
@@ -92,8 +92,8 @@ def test_room_for_copies_of_the_largest_body_is_left_free_but_at_most_half() -> 
             budget = ByteBudget(100, copies=copies)
             with contextlib.ExitStack() as stack:
                 for _ in range(fit):
-                    await stack.enter_context(budget.share()).reserve(10)
-                late = stack.enter_context(budget.share())
+                    await stack.enter_context(budget.reservation()).reserve(10)
+                late = stack.enter_context(budget.reservation())
                 waiting = asyncio.create_task(late.reserve(10))
                 await settle()
                 assert not waiting.done()
@@ -104,14 +104,14 @@ def test_room_for_copies_of_the_largest_body_is_left_free_but_at_most_half() -> 
 
 def test_what_is_lost_between_pieces_counts() -> None:
     async def main() -> None:
-        budget = ByteBudget(100, lost=0.25)
-        with budget.share() as share, budget.share() as late:
-            await share.reserve(70)
+        budget = ByteBudget(100, fragmentation=0.25)
+        with budget.reservation() as reservation, budget.reservation() as late:
+            await reservation.reserve(70)
             waiting = asyncio.create_task(late.reserve(11))
             await settle()
             assert not waiting.done()
             waiting.cancel()
-            with budget.share() as fitting:
+            with budget.reservation() as fitting:
                 await fitting.reserve(10)
 
     asyncio.run(main())
@@ -121,8 +121,10 @@ def test_what_waiting_bodies_have_buffered_is_left_free() -> None:
     async def main() -> None:
         budget = ByteBudget(100, buffered=5)
         with contextlib.ExitStack() as stack:
-            await stack.enter_context(budget.share()).reserve(60)
-            waiting = [asyncio.create_task(stack.enter_context(budget.share()).reserve(size)) for size in (41, 30, 20)]
+            await stack.enter_context(budget.reservation()).reserve(60)
+            waiting = [
+                asyncio.create_task(stack.enter_context(budget.reservation()).reserve(size)) for size in (41, 30, 20)
+            ]
             await settle()
             assert not any(task.done() for task in waiting)
             waiting[0].cancel()
@@ -137,10 +139,10 @@ def test_what_waiting_bodies_have_buffered_is_left_free() -> None:
 def test_a_body_that_leaves_no_room_for_its_copies_is_received_alone() -> None:
     async def main() -> None:
         budget = ByteBudget(100, copies=2)
-        with budget.share() as share:
-            await share.reserve(90)
-        with budget.share() as share:
-            await share.reserve(10)
+        with budget.reservation() as reservation:
+            await reservation.reserve(90)
+        with budget.reservation() as reservation:
+            await reservation.reserve(10)
             assert budget.used == 10
 
     asyncio.run(main())
@@ -158,9 +160,9 @@ def test_every_body_comes_through_and_known_lengths_keep_the_limit(bodies: list[
         largest = max(sum(chunks) for chunks, _ in bodies)
 
         async def receive(chunks: list[int]) -> None:
-            with budget.share() as share:
+            with budget.reservation() as reservation:
                 for size in chunks:
-                    await share.reserve(size)
+                    await reservation.reserve(size)
                     assert budget.used <= 100 + (0 if whole else largest)
                     await asyncio.sleep(0)
 

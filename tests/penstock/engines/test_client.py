@@ -66,7 +66,7 @@ def test_what_fails_is_asked_again(fault: Says) -> None:
     async def main() -> None:
         with serving(failing(2, fault)) as server:
             async with client_of(server.url) as client:
-                found = await client.ask(REQUEST, read_turn)
+                found = await client.send(REQUEST, read_turn)
                 assert bytes(found.value.completion_ids.tolist()) == b"hello"
                 assert found.failures == 2
                 assert [seen.retry for seen in server.seen] == [0, 1, 2]
@@ -80,7 +80,7 @@ def test_what_fails_for_ever_is_an_infrastructure_failure(fault: Says) -> None:
         with serving(lambda _: fault) as server:
             async with client_of(server.url, retries=2) as client:
                 with pytest.raises(InfrastructureFailure, match="failed 3 times at one request") as failure:
-                    await client.ask(REQUEST, read_turn)
+                    await client.send(REQUEST, read_turn)
                 assert not isinstance(failure.value, EngineUnreachable)
                 assert len(server.seen) == 3
 
@@ -91,7 +91,7 @@ def test_silence_is_a_failure() -> None:
     async def main() -> None:
         with serving(failing(1, Says(hangs=True))) as server:
             async with client_of(server.url, silence_s=0.2, retries=100) as client:
-                assert (await client.ask(REQUEST, words)).failures >= 1
+                assert (await client.send(REQUEST, words)).failures >= 1
                 await wait_until_async(lambda: not server.answering)
 
     run(main)
@@ -102,7 +102,7 @@ def test_an_engine_that_nobody_can_connect_to_is_unreachable() -> None:
         urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
         async with client_of(*urls, retries=0) as client:
             with pytest.raises(EngineUnreachable, match=r"0\.1 s.*is it running, and is engine\.urls right"):
-                await client.ask(REQUEST, words)
+                await client.send(REQUEST, words)
             assert client.replicas.all_avoided
 
     run(main)
@@ -118,7 +118,7 @@ def test_connections_that_are_not_taken_up_time_out() -> None:
             url = f"http://127.0.0.1:{full.getsockname()[1]}"
             async with client_of(url, connect_timeout_s=0.05) as client:
                 with pytest.raises(EngineUnreachable, match="Timeout"):
-                    await client.ask(REQUEST, words)
+                    await client.send(REQUEST, words)
 
     run(main)
 
@@ -128,7 +128,7 @@ def test_an_engine_that_comes_back_in_time_was_never_away() -> None:
         with serving(hello) as server:
             server.stop()
             async with client_of(server.url, unreachable_s=30, retries=0) as client:
-                asking = asyncio.create_task(client.ask(REQUEST, words))
+                asking = asyncio.create_task(client.send(REQUEST, words))
                 await wait_until_async(lambda: client.replicas.all_avoided)
                 server.start()
                 assert (await asking).failures == 0
@@ -140,7 +140,7 @@ def test_an_engine_killed_while_it_answers_is_waited_for() -> None:
     async def main() -> None:
         with serving(failing(1, Says(hangs=True))) as server:
             async with client_of(server.url, unreachable_s=30, retries=1) as client:
-                asking = asyncio.create_task(client.ask(REQUEST, words))
+                asking = asyncio.create_task(client.send(REQUEST, words))
                 await wait_until_async(lambda: server.answering)
                 server.stop()
                 await wait_until_async(lambda: client.replicas.all_avoided)
@@ -155,10 +155,10 @@ def test_another_replica_answers_for_one_that_is_away_or_fails() -> None:
         with serving(hello) as good, serving(lambda _: FAULTS["a 500"]) as bad:
             away = f"http://127.0.0.1:{free_port()}"
             async with client_of(away, bad.url, good.url) as client:
-                first = await client.ask(REQUEST, words)
+                first = await client.send(REQUEST, words)
                 assert first.replica.url == good.url
                 for _ in range(5):
-                    assert (await client.ask(REQUEST, words, home=first.replica)).replica is first.replica
+                    assert (await client.send(REQUEST, words, home=first.replica)).replica is first.replica
                 assert len(bad.seen) == 1
 
     run(main)
@@ -180,7 +180,7 @@ def test_what_the_engine_refuses_is_not_asked_again(says: Says, failure: type[Ex
         with serving(lambda _: says) as server:
             async with client_of(server.url) as client:
                 with pytest.raises(failure, match=said):
-                    await client.ask(REQUEST, words)
+                    await client.send(REQUEST, words)
                 assert len(server.seen) == 1
 
     run(main)
@@ -196,7 +196,7 @@ def test_versions_are_those_at_sending_and_at_arrival() -> None:
                     client.replicas.announce(5)
                     return words(body)
 
-                found = await client.ask(REQUEST, read_late)
+                found = await client.send(REQUEST, read_late)
                 assert (found.version_sent, found.version_received) == (4, 5)
 
     run(main)
@@ -208,7 +208,7 @@ def test_large_bodies_are_read_off_the_loop_and_small_ones_on_it() -> None:
         for on_loop, size in sizes.items():
             with serving(lambda seen, size=size: Says(body=answer(seen, "hello", padding="x" * size))) as server:
                 async with client_of(server.url) as client:
-                    found = await client.ask(REQUEST, lambda _: threading.current_thread())
+                    found = await client.send(REQUEST, lambda _: threading.current_thread())
                     assert (found.value is threading.current_thread()) == on_loop
 
     run(main)
@@ -219,7 +219,7 @@ def test_bodies_over_the_byte_budget_wait_unread(chunked: bool) -> None:
     """Four of twelve bodies fit, with room for their copies. They are held until the other eight have answers waiting;
     those are not received: what the server could get rid of lies in the buffers of the sockets."""
     size, fit, asked = 16 * MEGABYTE, 4, 12
-    beside = min(fit, cores()) * size + asked * transport.BUFFERED_BYTES + int(transport.LOST * fit * size)
+    beside = min(fit, cores()) * size + asked * transport.BUFFERED_BYTES + int(transport.FRAGMENTATION * fit * size)
     limit = fit * size + beside
     body, release = b"x" * size, threading.Event()
 
@@ -229,7 +229,7 @@ def test_bodies_over_the_byte_budget_wait_unread(chunked: bool) -> None:
 
     async def main(server: Server) -> None:
         async with client_of(server.url, received_bytes=limit) as client:
-            asking = [asyncio.create_task(client.ask(REQUEST, read)) for _ in range(asked)]
+            asking = [asyncio.create_task(client.send(REQUEST, read)) for _ in range(asked)]
             if not chunked:
                 await wait_until_async(lambda: client.budget.waiting == asked - fit, timeout_s=30)
                 assert client.budget.used == fit * size
@@ -249,7 +249,7 @@ def test_an_answer_larger_than_the_budget_is_refused() -> None:
             with serving(lambda _, chunked=chunked: Says(body=bytes(MEGABYTE), chunked=chunked)) as server:
                 async with client_of(server.url, received_bytes=MEGABYTE // 2) as client:
                     with pytest.raises(InfrastructureFailure, match=r"raise engine\.received_bytes"):
-                        await client.ask(REQUEST, words)
+                        await client.send(REQUEST, words)
 
     run(main)
 
@@ -259,13 +259,13 @@ def test_a_connection_whose_answer_waited_to_be_read_is_not_used_again(
     monkeypatch: pytest.MonkeyPatch, patience_s: float, connections: int
 ) -> None:
     """The server counts its keep-alive from when it has sent: to it, that connection has long been idle."""
-    monkeypatch.setattr(transport, "READ_S", patience_s)
+    monkeypatch.setattr(transport, "SLOW_READ_S", patience_s)
 
     async def main() -> None:
         with serving(lambda _: Says(body=bytes(MEGABYTE))) as server:
             async with client_of(server.url) as client:
                 for _ in range(2):
-                    assert (await client.ask(REQUEST, len)).value == MEGABYTE
+                    assert (await client.send(REQUEST, len)).value == MEGABYTE
             assert len({seen.headers["peer"] for seen in server.seen}) == connections
 
     run(main)
@@ -275,7 +275,7 @@ def test_connections_are_bounded_and_used_again() -> None:
     async def main() -> None:
         with serving(hello) as server:
             async with client_of(server.url, connections=3) as client:
-                await asyncio.gather(*(client.ask(REQUEST, words) for _ in range(20)))
+                await asyncio.gather(*(client.send(REQUEST, words) for _ in range(20)))
             assert server.most_answering <= 3
             assert len({seen.headers["peer"] for seen in server.seen}) <= 3
 
@@ -288,7 +288,7 @@ def test_a_large_request_arrives_whole() -> None:
         request = Request(path=Endpoint.CHAT, body=orjson.dumps({"messages": [user(text)]}), headers={})
         with serving(failing(1, FAULTS["a 500"])) as server:
             async with client_of(server.url) as client:
-                await client.ask(request, words)
+                await client.send(request, words)
             assert [seen.messages[0]["content"] == text for seen in server.seen] == [True, True]
 
     run(main)
@@ -298,7 +298,7 @@ def test_the_key_travels_as_a_bearer_token() -> None:
     async def main() -> None:
         with serving(hello) as server:
             async with client_of(server.url, api_key="hush") as client:
-                await client.ask(REQUEST, words)
+                await client.send(REQUEST, words)
             assert server.seen[0].headers["Authorization"] == "Bearer hush"
 
     run(main)
@@ -312,6 +312,6 @@ def test_whatever_read_raises_gives_everything_back() -> None:
         with serving(hello) as server:
             async with client_of(server.url, retries=1) as client:
                 with pytest.raises(InfrastructureFailure, match="not good enough"):
-                    await client.ask(REQUEST, read)
+                    await client.send(REQUEST, read)
 
     run(main)

@@ -16,10 +16,10 @@ def test_a_rollout_stays_at_home_unless_home_is_away_or_failed() -> None:
     with home.busy():
         assert replicas.choose(home) is home
         assert replicas.choose(home, failed=home) is not home
-        home.mark_away()
+        home.mark_unreachable()
         assert replicas.choose(home) is not home
         for replica in replicas.all:
-            replica.mark_away()
+            replica.mark_unreachable()
         assert replicas.all_avoided
         assert replicas.choose(home).url == "b"
 

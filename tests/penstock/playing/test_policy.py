@@ -163,7 +163,7 @@ def test_agents_and_their_sampling_are_recorded(tmp_path: Path, caplog: pytest.L
 
     with caplog.at_level(logging.WARNING):
         run(main)
-    assert caplog.text.count("action=bent_sampling fields=top_k, top_p") == 1
+    assert caplog.text.count("action=altered_sampling fields=top_k, top_p") == 1
 
 
 def test_what_penstock_sets_itself_is_refused(tmp_path: Path) -> None:
