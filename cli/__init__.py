@@ -1,1 +1,1 @@
-"""The command `penstock`: puts the others together; nobody imports it."""
+"""The command `penstock`. Imports every other package; none imports it."""

@@ -1,4 +1,4 @@
-"""`penstock audit RUN_DIR`: does it add up."""
+"""`penstock audit RUN_DIR`: accounts for every rollout of a run."""
 
 import contextlib
 import sys
@@ -17,56 +17,55 @@ if TYPE_CHECKING:
 
 
 def audit(run_dir: RunDir, as_json: Json = False) -> None:
-    """Account for every rollout of a run: does it add up?
+    """Check that every rollout of a run is accounted for.
 
-    Every planned rollout is delivered in exactly one step, filtered for a reason, in flight, or dead with its error.
-    The ledger is held against itself and against the manifests, and every file that they name and that is not yet
-    released is read again and its checksum compared. Nothing is changed, and the run may go on.
-    The exit code is 1 when it does not add up.
+    Every planned rollout must be delivered in exactly one step, filtered for a reason, in flight, or dead with an
+    error. Compares the ledger with the manifests, and checks the checksum of every file that they name and that is not
+    released. Changes nothing, and works while the run continues. The exit code is 1 if there is a problem.
     """
-    from orchestrator.ledger.audit import audit as account
+    from orchestrator.ledger.audit import audit as audit_run
 
-    with reading_again() as progress:
-        found = account(run_dir, progress)
+    with checksum_progress() as progress:
+        result = audit_run(run_dir, progress)
     if as_json:
-        print_json(found)
+        print_json(result)
     else:
-        print_facts(_facts(found))
-    if not found["balanced"]:
+        print_facts(_facts(result))
+    if not result["balanced"]:
         raise typer.Exit(1)
 
 
 @contextlib.contextmanager
-def reading_again() -> "Iterator[Progress]":
-    """Tells a person how far it is; a script is told nothing."""
+def checksum_progress() -> "Iterator[Progress]":
+    """A progress bar on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = TextColumn("reading sealed files again"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    columns = TextColumn("checking files"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _facts(found: dict[str, Any]) -> Iterator[Fact]:
-    yield Fact("planned", f"{found['planned']:>9,}")
-    yield Fact("delivered", f"{found['delivered']:>9,}  in {facts.counted(found['steps'], 'step')}")
-    yield Fact("filtered", f"{sum(found['filtered'].values()):>9,}  {facts.listed(found['filtered'])}".rstrip())
-    yield Fact("in flight", f"{found['in_flight']:>9,}")
-    yield Fact("dead", f"{found['dead']:>9,}")
-    yield Fact("fenced", f"{found['fenced']:>9,}  late answers, not counted")
-    for cause in found["dead_jobs"]:
-        yield Fact("died", f"{facts.counted(cause['jobs'], 'job')} of {cause['kind']}: {cause['error']}")
-    for problem in found["problems"]:
+def _facts(result: dict[str, Any]) -> Iterator[Fact]:
+    yield Fact("planned", f"{result['planned']:>9,}")
+    yield Fact("delivered", f"{result['delivered']:>9,}  in {facts.counted(result['steps'], 'step')}")
+    yield Fact("filtered", f"{sum(result['filtered'].values()):>9,}  {facts.listed(result['filtered'])}".rstrip())
+    yield Fact("in flight", f"{result['in_flight']:>9,}")
+    yield Fact("dead", f"{result['dead']:>9,}")
+    yield Fact("fenced", f"{result['fenced']:>9,}  late results, not counted")
+    for cause in result["dead_jobs"]:
+        yield Fact("died", f"{facts.counted(cause['jobs'], cause['kind'] + ' job')}: {cause['error']}")
+    for problem in result["problems"]:
         yield Fact("problem", problem, alarm=True)
-    yield verdict(found)
+    yield verdict(result)
 
 
-def verdict(found: dict[str, Any]) -> Fact:
-    if found["balanced"]:
-        return Fact("verdict", f"It adds up: {facts.equation(found)}.")
-    problems = facts.counted(len(found["problems"]), "problem")
-    return Fact("verdict", f"It does NOT add up: {facts.equation(found)}; {problems}.", alarm=True)
+def verdict(result: dict[str, Any]) -> Fact:
+    if result["balanced"]:
+        return Fact("verdict", f"balanced: {facts.equation(result)}")
+    problems = facts.counted(len(result["problems"]), "problem")
+    return Fact("verdict", f"NOT balanced, {problems}: {facts.equation(result)}", alarm=True)

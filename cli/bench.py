@@ -1,4 +1,4 @@
-"""`penstock bench NAME`: a table for people, `--json` for scripts, `--strict` for gates."""
+"""`penstock bench NAME`: runs one benchmark and prints its figures and targets."""
 
 import importlib
 from enum import StrEnum
@@ -11,7 +11,7 @@ from cli.output import Json, print_json
 
 
 class Bench(StrEnum):
-    """The modules of `bench/` that have a `run(quick: bool) -> Report`, with hyphens for underscores."""
+    """Modules of `bench/`, each with `run(quick: bool) -> Report`; hyphens stand for underscores."""
 
     CONTROL = "control"
     RECOVERY = "recovery"
@@ -35,26 +35,44 @@ class BenchModule(Protocol):
 def bench(
     name: Bench,
     as_json: Json = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 when a target is missed.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="A sanity run: no figure of it means anything.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a target is missed.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Smoke run: numbers are not meaningful.")] = False,
 ) -> None:
-    """Measure one part of Penstock beside its baseline."""
+    """Run one benchmark of Penstock against its baseline.
+
+    \b
+    control         CPU time and throughput of the pipeline itself
+    recovery        time until the rollouts of a killed worker run elsewhere
+    ingest          time and memory from response bodies to arrays
+    filters         time of the filters over a step
+    sessions        throughput, latency and memory of the session server
+    rollout-worker  lag and memory of a rollout worker
+    renderers       lag while a tokenizer is built, memory of adapters
+    lag             lag and memory of the orchestrator
+    boundary        time from the last admitted rollout to the sealed step
+    steps           CPU time of each step of a rollout worker's event loop
+    soak            leaks of a worker over 20,000 rollouts
+    engine          responses per second of the simulated engine
+    pool            CPU time of a task on the asyncio pool
+    """
     module = cast("BenchModule", importlib.import_module(f"bench.{name.value.replace('-', '_')}"))
     report = module.run(quick=quick)
     if as_json:
         print_json(report.as_dict())
     else:
-        show(report)
+        print_report(report)
     if strict and not report.met:
         raise typer.Exit(1)
 
 
-def show(report: Report) -> None:
+def print_report(report: Report) -> None:
     from rich.console import Console
     from rich.table import Table
 
     load = ", ".join(f"{value:.1f}" for value in report.load)
-    title = f"{report.bench}: {report.rounds} rounds, load {load}" + (" (quick: not a measurement)" * report.quick)
+    title = f"{report.bench}: {report.rounds} rounds, load {load}" + (
+        " (smoke run: numbers are not meaningful)" * report.quick
+    )
     table = Table("figure", "value", title=title, title_justify="left")
     for name, value in report.figures.items():
         table.add_row(name, f"{value:,.4g}")

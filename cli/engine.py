@@ -1,4 +1,4 @@
-"""`penstock engine`: a small inference server without a model."""
+"""`penstock engine`: a simulated inference server."""
 
 import logging
 from typing import Annotated, Literal
@@ -12,26 +12,28 @@ Form = Literal["object", "npy", "bare", "lists"]
 
 
 def engine(
-    host: Annotated[str, Option(help="Whoever reaches it may use it.")] = "127.0.0.1",
-    port: Annotated[int, Option(help="0: any free one; the log says which.")] = 8000,
-    dialect: Annotated[Dialect, Option(help="Of /v1/chat/completions.")] = "vllm",
-    seed: Annotated[int, Option(help="Engines of one seed give the same answers.")] = 0,
-    skill: Annotated[float, Option(min=0, max=1, help="Share of good answers.")] = 0.5,
+    host: Annotated[str, Option(help="Bind address. There is no authentication.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="0: any free port, which is logged.")] = 8000,
+    dialect: Annotated[Dialect, Option(help="API of /v1/chat/completions.")] = "vllm",
+    seed: Annotated[int, Option(help="Engines with the same seed give the same completions.")] = 0,
+    skill: Annotated[float, Option(min=0, max=1, help="Share of correct completions.")] = 0.5,
     latency: Annotated[
-        str, Option(help="Seconds: constant:S, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA.")
+        str, Option(help="Seconds: constant:S, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA.")
     ] = "constant:0",
-    length: Annotated[str, Option(help="Tokens of an answer, likewise.")] = "lognormal:120:0.5",
-    layers: Annotated[int, Option(min=0, help="MoE layers; 0: no routed experts.")] = 0,
-    topk: Annotated[int, Option(help="Experts a token and layer.")] = 8,
-    experts: Annotated[int, Option(help="Experts a layer.")] = 128,
-    form: Annotated[Form | None, Option(help="Of routed experts; default: the dialect's own.")] = None,
-    failures: Annotated[str, Option(help="Shares: error=S,malformed=S,hang=S,disconnect=S")] = "",
-    max_model_len: Annotated[int, Option(min=1, help="Tokens of prompt and answer.")] = 131_072,
+    length: Annotated[
+        str, Option(help="Completion length distribution, e.g. lognormal:400:0.5.")
+    ] = "lognormal:120:0.5",
+    layers: Annotated[int, Option(min=0, help="MoE layers. 0: no routed experts.")] = 0,
+    topk: Annotated[int, Option(help="Experts per token and layer.")] = 8,
+    experts: Annotated[int, Option(help="Experts per layer.")] = 128,
+    form: Annotated[Form | None, Option(help="Encoding of routed experts. Default: that of the dialect.")] = None,
+    failures: Annotated[str, Option(help="Shares of failing requests: error=S,malformed=S,hang=S,disconnect=S.")] = "",
+    max_model_len: Annotated[int, Option(min=1, help="Largest number of tokens of prompt and completion.")] = 131_072,
 ) -> None:
-    """Answer as an inference server would, without a model.
+    """Simulate an inference server. No model and no GPU are needed.
 
-    Speaks vLLM's dialect or SGLang's, and /inference/v1/generate. What is said depends on nothing but the request.
-    POST /update_weights {"weight_version": N} publishes a policy version.
+    Serves the chat API of vLLM or SGLang, and /inference/v1/generate. A completion depends only on the request and
+    the seed. POST /update_weights {"weight_version": N} publishes a policy version.
     """
     from services.engine import server, settings
 

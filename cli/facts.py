@@ -1,4 +1,4 @@
-"""A run in lines of label and text: the same words in the live view and in every command, on a terminal or not."""
+"""Lines of label and text that describe a run, shared by the live view and the commands."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,11 +11,11 @@ class Fact(NamedTuple):
     label: str
     text: str
     alarm: bool = False
-    """something is not as it should be"""
+    """highlighted on a terminal"""
 
 
 def progress(status: Mapping[str, Any]) -> Iterator[Fact]:
-    """Of a status of any origin; where a number is not known, its line is left out."""
+    """Progress in a status. Lines whose numbers are unknown are omitted."""
     if status["steps"]:
         yield Fact("steps", f"{status['step']:,} of {status['steps']:,} delivered")
     if not (rollouts := status["rollouts"]):
@@ -32,6 +32,7 @@ def progress(status: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def equation(rollouts: Mapping[str, Any]) -> str:
+    """`8 planned = 0 delivered + 0 filtered + 8 in flight + 0 dead`"""
     filtered = sum(rollouts["filtered"].values())
     return (
         f"{rollouts['planned']:,} planned = {rollouts['delivered']:,} delivered + {filtered:,} filtered"
@@ -40,9 +41,9 @@ def equation(rollouts: Mapping[str, Any]) -> str:
 
 
 def workers(running: Mapping[str, int]) -> Fact:
-    """The busiest ones."""
+    """Running jobs of the busiest workers."""
     if not running:
-        return Fact("workers", "no job is running")
+        return Fact("workers", "no running jobs")
     busiest = dict(sorted(running.items(), key=lambda item: -item[1])[:WORKERS_SHOWN])
     more = f" and {len(running) - len(busiest)} more" if len(running) > len(busiest) else ""
     return Fact("workers", f"{counted(sum(running.values()), 'job')} running: {listed(busiest)}{more}")
@@ -52,9 +53,9 @@ def loop_lag(lag: Mapping[str, Any]) -> str:
     return f"p99 {milliseconds(lag['p99_s'])}, max {milliseconds(lag['max_s'])}"
 
 
-def worst_lag(lags: Mapping[str, Mapping[str, Any]]) -> str:
-    worst = {name: max(lag[name] for lag in lags.values()) for name in ("p99_s", "max_s")}
-    return f"{loop_lag(worst)} at worst in {counted(len(lags), 'other process')}"
+def largest_lag(lags: Mapping[str, Mapping[str, Any]]) -> str:
+    largest = {name: max(lag[name] for lag in lags.values()) for name in ("p99_s", "max_s")}
+    return f"{loop_lag(largest)} (largest of {counted(len(lags), 'other process')})"
 
 
 def counted(number: int, noun: str) -> str:

@@ -119,4 +119,4 @@ def _facts(status: dict[str, Any]) -> Iterator[Fact]:
     yield facts.workers(status["running_by_worker"])
     yield Fact("loop lag", facts.loop_lag(status["event_loop_lag"]))
     if others := status.get("other_loops"):
-        yield Fact("", facts.worst_lag(others))
+        yield Fact("", facts.largest_lag(others))

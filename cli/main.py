@@ -1,4 +1,4 @@
-"""The command `penstock`."""
+"""Entry point of the command `penstock`: a module per subcommand. A `PenstockError` is printed without a traceback."""
 
 import logging
 import sys

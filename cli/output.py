@@ -1,7 +1,9 @@
-"""How a command prints: with colours on a terminal, in plain lines elsewhere, as JSON where asked."""
+"""Output of a command: colours or a live view on a terminal, plain lines elsewhere, JSON with `--json`."""
 
+import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,13 +13,30 @@ from cli.facts import Fact
 if TYPE_CHECKING:
     from rich.table import Table
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for scripts.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+CONFIG_HELP = "Default: the file in PENSTOCK_CONFIG, or default settings."
+Watch = Callable[[dict[str, Any]], None]
+"""called with each status of a run"""
+
 LABEL_WIDTH = 10
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 def on_terminal() -> bool:
     return sys.stdout.isatty()
+
+
+@contextmanager
+def showing_run(*, as_json: bool, more_facts: Callable[[], Iterable[Fact]] = tuple) -> Iterator[Watch]:
+    """Show a run while it is driven: a live view on a terminal, log lines elsewhere and with `--json`."""
+    if on_terminal() and not as_json:
+        from cli.live import LiveView
+
+        with LiveView(more_facts=more_facts) as view:
+            yield view.watch
+    else:
+        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+        yield lambda status: None
 
 
 def print_json(content: Mapping[str, Any]) -> None:

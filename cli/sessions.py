@@ -1,4 +1,4 @@
-"""`penstock sessions`: one URL a rollout for agents that speak to an OpenAI-compatible server."""
+"""`penstock sessions`: the session server, which gives each agent its own OpenAI-compatible URL."""
 
 import logging
 from pathlib import Path
@@ -6,34 +6,36 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from cli.output import LOG_FORMAT
+from cli.output import CONFIG_HELP, LOG_FORMAT
 
 Mode = Literal["linear", "open"]
 
 
 def sessions(
-    config: Annotated[Path | None, Argument(metavar="[CONFIG.toml]", show_default=False)] = None,
-    host: Annotated[str | None, Option(help="Default: 127.0.0.1. Any other requires secrets.")] = None,
-    port: Annotated[int | None, Option(help="Default: 8100; 0: any free one.")] = None,
+    config: Annotated[Path | None, Argument(metavar="CONFIG.toml", help=CONFIG_HELP, show_default=False)] = None,
+    host: Annotated[str | None, Option(help="Bind address. Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, Option(help="Default: 8100. 0: any free port.")] = None,
     engine_urls: Annotated[str | None, Option(help="URLs of the engine's replicas, separated by commas.")] = None,
     policy_renderer: Annotated[
         str | None, Option(help="Render prompts here: a tokenizer's directory, or bytes-chatml.")
     ] = None,
-    append_roles: Annotated[str | None, Option(help="Who may continue a conversation: tool,user")] = None,
-    mode: Annotated[Mode | None, Option(help="Default: linear with a renderer, else open.")] = None,
-    instance_id: Annotated[str | None, Option(help="32 hex digits; default: random.")] = None,
+    append_roles: Annotated[str | None, Option(help="Roles that may follow a completion: tool,user.")] = None,
+    mode: Annotated[Mode | None, Option(help="Default: linear with a renderer, otherwise open.")] = None,
+    instance_id: Annotated[str | None, Option(help="32 hex digits. Default: random.")] = None,
     engine_routed_experts: Annotated[
         bool | None, Option("--engine-routed-experts", help="Request routed experts.")
     ] = None,
-    proxy_allow: Annotated[str | None, Option(help="More paths for agents: /v1/embeddings,...")] = None,
-    cpu_workers: Annotated[int | None, Option(help="Threads for large bodies; default: cores.")] = None,
-    store: Annotated[str | None, Option(help="file:///...; default: as the configuration says.")] = None,
-    require_secret: Annotated[bool | None, Option(help="Default: unless the host is loopback.")] = None,
+    proxy_allow: Annotated[str | None, Option(help="Further paths that agents may request: /v1/embeddings,...")] = None,
+    cpu_workers: Annotated[int | None, Option(help="Threads for large bodies. Default: number of cores.")] = None,
+    store: Annotated[str | None, Option(help="URL of the store: file:///... Default: the run's.")] = None,
+    require_secret: Annotated[
+        bool | None, Option(help="Require the session's secret. Default: unless the bind address is loopback.")
+    ] = None,
 ) -> None:
-    """Record what agents say to the policy, each under a URL of its own.
+    """Serve agents and record their conversations.
 
-    POST /sessions gives a URL and a secret: base_url and api_key of any OpenAI client. POST /sessions/ID/seal gives
-    the rollout's files. Started again on the same port, it goes on with the sessions that it had.
+    POST /sessions returns a URL and a secret: base_url and api_key of any OpenAI client. POST /sessions/ID/seal
+    returns the files of the rollout. After a restart on the same port, open sessions continue.
     """
     from penstock import config as configuration
     from services.sessions import serving

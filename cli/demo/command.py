@@ -1,18 +1,15 @@
 """`penstock demo`: options, output and exit code."""
 
-import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.output import LOG_FORMAT, Json, on_terminal, print_facts, print_json
+from cli.output import Json, print_facts, print_json, showing_run
 
 if TYPE_CHECKING:
-    from cli.demo.lifecycle import Demo, Progress
+    from cli.demo.lifecycle import Demo
     from cli.demo.options import Options
 
 STEPS = 10
@@ -33,11 +30,11 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the files of Redis and of trained rollouts.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run all of Penstock on this machine, from rollouts to trained steps.
+    """Run all of Penstock on this machine, without a GPU.
 
     Starts Redis, a simulated inference server, a session server, two workers, the orchestrator and a trainer on free
     ports. Plays four environments, filters rollouts, forms and trains steps, prints a summary and ends every process.
-    No GPU and no model are needed. Ctrl-C stops and prints the summary; Ctrl-C twice stops at once.
+    Ctrl-C stops and prints the summary; Ctrl-C twice stops at once.
     """
     from cli.demo.options import ExpertsShape, Options, make_run_dir, write_configuration
 
@@ -63,7 +60,7 @@ def _run(options: "Options", *, as_json: bool) -> None:
 
     interrupts = Interrupts()
     demo = Demo(options, interrupts)
-    with _output(demo.progress, live=on_terminal() and not as_json) as watch:
+    with showing_run(as_json=as_json, more_facts=demo.progress.facts) as watch:
         demo.run(watch)
     if demo.progress.status:
         _print_summary(options, demo, as_json=as_json)
@@ -81,15 +78,3 @@ def _print_summary(options: "Options", demo: "Demo", *, as_json: bool) -> None:
         print_facts(summary_facts(options, summary))
     if not summary["audit"]["balanced"]:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _output(progress: "Progress", *, live: bool) -> Iterator[Callable[[Any], None]]:
-    if live:
-        from cli.live import LiveView
-
-        with LiveView(more_facts=progress.facts) as view:
-            yield view.watch
-    else:
-        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-        yield lambda status: None

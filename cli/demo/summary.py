@@ -63,7 +63,7 @@ def summary_facts(options: Options, summary: Mapping[str, Any]) -> Iterator[Fact
     yield Fact("", "")
     for name, path in summary["paths"].items():
         yield Fact(name, str(short(Path(path))))
-    yield Fact("look", f"{_command()} audit {short(options.run_dir)}")
+    yield Fact("inspect", f"{_command()} audit {short(options.run_dir)}")
     yield Fact("", f"{_command()} status {short(options.run_dir)}")
 
 

@@ -1,4 +1,4 @@
-"""`penstock demo` as a newcomer and a script see it: real processes, none of which is left however it ends."""
+"""`penstock demo` with real processes, none of which outlives it."""
 
 import json
 import os
@@ -24,12 +24,12 @@ from penstock.store import Store
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
 ROOT = str(Path(__file__).parents[2])
-PATIENCE_S = 100
+TIMEOUT_S = 100
 SMALL = ["--rollouts-per-step", "24", "--routed-experts", "2x4"]
 
 
-class Marked:
-    """Demos whose processes are known by a variable that they all inherit."""
+class MarkedDemos:
+    """Demos whose processes are found by an environment variable that they inherit."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -47,7 +47,7 @@ class Marked:
         return demo
 
     def processes(self) -> dict[int, str]:
-        """Process id -> command, of all that are alive."""
+        """Process id -> command of every living process."""
         found = {int(path.name): path for path in Path("/proc").iterdir() if path.name.isdigit()}
         ours = {pid: _read(path / "cmdline") for pid, path in found.items() if self.mark in _read(path / "environ")}
         return {pid: command for pid, command in ours.items() if command}
@@ -58,7 +58,7 @@ class Marked:
 
     def wait_running(self) -> None:
         running = lambda: self.status().get("states", {}).get("running")  # noqa: E731
-        wait_until(running, timeout_s=PATIENCE_S, what="rollouts that run")
+        wait_until(running, timeout_s=TIMEOUT_S, what="running rollouts")
 
     def assert_nothing_left(self) -> None:
         wait_until(lambda: not self.processes(), what="the end of every process")
@@ -72,8 +72,8 @@ def _read(path: Path) -> str:
 
 
 @pytest.fixture
-def marked(tmp_path: Path) -> Iterator[Marked]:
-    marked = Marked(tmp_path)
+def marked(tmp_path: Path) -> Iterator[MarkedDemos]:
+    marked = MarkedDemos(tmp_path)
     yield marked
     for demo in marked.demos:
         demo.kill()
@@ -83,14 +83,14 @@ def marked(tmp_path: Path) -> Iterator[Marked]:
 
 
 @pytest.mark.slow
-def test_two_demos_at_once_deliver_their_steps_and_end(marked: Marked) -> None:
+def test_two_demos_at_once_deliver_their_steps_and_end(marked: MarkedDemos) -> None:
     demos = [marked.start("--steps", "2", "--json", *options) for options in ([], ["--keep"])]
-    said = [demo.communicate(timeout=PATIENCE_S) for demo in demos]
-    assert [demo.returncode for demo in demos] == [0, 0], said
+    outputs = [demo.communicate(timeout=TIMEOUT_S) for demo in demos]
+    assert [demo.returncode for demo in demos] == [0, 0], outputs
     marked.assert_nothing_left()
-    found = [json.loads(out) for out, _ in said]
-    assert {Path(each["paths"]["run"]).name for each in found} == {"demo-1", "demo-2"}
-    for each in found:
+    summaries = [json.loads(out) for out, _ in outputs]
+    assert {Path(each["paths"]["run"]).name for each in summaries} == {"demo-1", "demo-2"}
+    for each in summaries:
         assert (each["ended"], each["delivered_steps"], each["trained_steps"]) == ("done", 2, 2)
         assert each["audit"]["balanced"]
         assert each["rollouts"]["in_flight"] == each["rollouts"]["dead"] == 0
@@ -100,15 +100,15 @@ def test_two_demos_at_once_deliver_their_steps_and_end(marked: Marked) -> None:
         assert each["event_loop_lag"]["orchestrator"]["max_s"] > 0
         assert {"run", "config", "logs", "manifest", "rollouts"} <= each["paths"].keys()
         assert all(Path(path).exists() for path in each["paths"].values())
-    released, kept = (Path(each["paths"]["run"]) for each in found)
+    released, kept = (Path(each["paths"]["run"]) for each in summaries)
     assert (kept / "redis").exists() > (released / "redis").exists()
     plans = [manifest.plan for manifest in read_manifests(Store(kept / "store")).values()]
     blobs = [blob for plan in plans for each in plan.rollouts for blob in (each.columns, each.experts) if blob]
-    assert all((kept / "store" / blob.key).exists() for blob in blobs), "with --keep nothing is released"
+    assert all((kept / "store" / blob.key).exists() for blob in blobs), "--keep releases no file"
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_it_leaves_nothing(marked: Marked) -> None:
+def test_a_killed_demo_leaves_no_process(marked: MarkedDemos) -> None:
     demo = marked.start("--steps", "1000")
     marked.wait_running()
     kinds = ["penstock demo", "penstock engine", "workers.rollouts", "workers.compute", "penstock run", "toy_trainer"]
@@ -118,26 +118,26 @@ def test_killed_in_the_middle_it_leaves_nothing(marked: Marked) -> None:
 
 
 @pytest.mark.slow
-def test_a_part_that_dies_is_named_with_its_last_words(marked: Marked) -> None:
+def test_a_process_that_dies_is_named_with_the_end_of_its_log(marked: MarkedDemos) -> None:
     demo = marked.start("--steps", "1000")
     marked.wait_running()
     [engine] = [pid for pid, command in marked.processes().items() if "penstock engine" in command]
     os.kill(engine, signal.SIGKILL)
-    out, err = demo.communicate(timeout=PATIENCE_S)
+    out, err = demo.communicate(timeout=TIMEOUT_S)
     assert demo.returncode == 2
     log = marked.directory / "runs/demo-1/logs/engine.log"
-    assert f"penstock: the engine was killed by signal 9, so the demo is over. The end of {log}:" in err
+    assert f"penstock: the engine was killed by signal 9, so the demo was stopped. The end of {log}:" in err
     assert "action=engine_ready" in err.rpartition("The end of")[2]
     assert "Traceback" not in out + err
     marked.assert_nothing_left()
 
 
-def test_ctrl_c_on_a_terminal_sums_up_what_is_there(marked: Marked) -> None:
+def test_ctrl_c_on_a_terminal_prints_a_summary(marked: MarkedDemos) -> None:
     run_dir = marked.directory / "seen"
     command = [PENSTOCK, "demo", *SMALL, "--steps", "1000", "--run-dir", str(run_dir)]
     with Terminal(*command, env=marked.env) as terminal:
         trained = re.compile(r"trainer     step \d+: ")
-        wait_until(lambda: trained.search(terminal.text), timeout_s=PATIENCE_S, what="a step that was trained")
+        wait_until(lambda: trained.search(terminal.text), timeout_s=TIMEOUT_S, what="a step that was trained")
         terminal.press("\x03")
         assert terminal.wait() == 128 + signal.SIGINT
     text = terminal.text
@@ -146,18 +146,18 @@ def test_ctrl_c_on_a_terminal_sums_up_what_is_there(marked: Marked) -> None:
     assert re.search(r"steps       \d+ of 1,000 delivered", text)
     summary = text.rpartition("demo        stopped by Ctrl-C after")[2]
     assert "all read by the trainer" in summary
-    assert "It adds up" in summary
-    assert re.search(r"look +\S+penstock audit", summary)
+    assert "verdict     balanced: " in summary
+    assert re.search(r"inspect +\S+penstock audit", summary)
     assert "Traceback" not in text
     marked.assert_nothing_left()
 
 
-def test_ctrl_c_twice_before_anything_has_begun_ends_it(marked: Marked) -> None:
+def test_ctrl_c_twice_during_start_up_ends_the_demo(marked: MarkedDemos) -> None:
     demo = marked.start()
-    wait_until(lambda: any("penstock run" in command for command in marked.processes().values()), timeout_s=PATIENCE_S)
+    wait_until(lambda: any("penstock run" in command for command in marked.processes().values()), timeout_s=TIMEOUT_S)
     demo.send_signal(signal.SIGINT)
     demo.send_signal(signal.SIGTERM)
-    out, err = demo.communicate(timeout=PATIENCE_S)
+    out, err = demo.communicate(timeout=TIMEOUT_S)
     assert demo.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM), err
     assert "Traceback" not in out + err
     marked.assert_nothing_left()
@@ -168,7 +168,7 @@ def options_for(run_dir: Path, **changes: Any) -> Options:
     return Options(run_dir=run_dir, **(values | changes))
 
 
-def test_the_configuration_that_it_leaves_can_be_gone_on_with(tmp_path: Path) -> None:
+def test_the_configuration_in_the_run_directory_can_be_used_to_resume(tmp_path: Path) -> None:
     options = options_for(tmp_path)
     write_configuration(options)
     written = config.load(options.config, environ={})
@@ -178,7 +178,7 @@ def test_the_configuration_that_it_leaves_can_be_gone_on_with(tmp_path: Path) ->
     assert f"toy_trainer.py {tmp_path}\n" in options.config.read_text()
 
 
-def test_the_example_says_what_a_demo_does_by_default() -> None:
+def test_the_example_has_the_defaults_of_the_demo() -> None:
     example = config.load(EXAMPLES / "demo.toml", environ={})
     assert example.steps == STEPS
     assert example.rollouts.group_size == GROUP_SIZE
@@ -186,19 +186,19 @@ def test_the_example_says_what_a_demo_does_by_default() -> None:
     assert example.engine.routed_experts is True
 
 
-def test_routed_experts_are_told_by_layers_and_top_k() -> None:
+def test_routed_experts_are_given_as_layers_and_top_k() -> None:
     assert ExpertsShape.parse("48x8") == ExpertsShape(layers=48, topk=8)
     assert ExpertsShape.parse("off") is None
     with pytest.raises(ConfigError, match="write LAYERSxTOPK, such as 8x8, or off"):
         ExpertsShape.parse("48")
 
 
-def test_rollouts_come_in_whole_groups(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--rollouts-per-step 20: give a multiple of 8"):
+def test_rollouts_per_step_must_be_a_multiple_of_the_group_size(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--rollouts-per-step 20: must be a multiple of 8"):
         options_for(tmp_path, rollouts_per_step=20)
 
 
-def test_each_demo_has_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_demo_gets_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert [make_run_dir(None), make_run_dir(None)] == [tmp_path / "runs/demo-1", tmp_path / "runs/demo-2"]
     assert make_run_dir(Path("mine")) == tmp_path / "mine"

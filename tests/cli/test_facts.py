@@ -6,7 +6,7 @@ ROLLOUTS = {"planned": 1050, "delivered": 1000, "filtered": {"gibberish": 20, "z
             "dead": 5, "fenced": 2}  # fmt: skip
 
 
-def test_progress_in_words() -> None:
+def test_progress_of_a_status() -> None:
     status = {"step": 3, "steps": 10, "rollouts": ROLLOUTS, "rollouts_per_s": 12.34, "tokens_per_s": 4567.8,
               "states": {"running": 10, "admitted": 5, "delivered": 1000, "dead": 5, "filtered": 30}}  # fmt: skip
     assert {label: text for label, text, _ in facts.progress(status)} == {
@@ -18,7 +18,7 @@ def test_progress_in_words() -> None:
     }
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_unknown_numbers_are_omitted() -> None:
     assert list(facts.progress({"steps": None, "rollouts": None})) == []
 
 
@@ -28,7 +28,7 @@ def test_the_busiest_workers_come_first_and_the_others_are_counted() -> None:
     assert text.startswith("78 jobs running: host-12 12, host-11 11,")
     assert text.endswith("host-5 5 and 4 more")
     assert facts.workers({"host-1": 1}).text == "1 job running: host-1 1"
-    assert facts.workers({}).text == "no job is running"
+    assert facts.workers({}).text == "no running jobs"
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,12 @@ def test_the_busiest_workers_come_first_and_the_others_are_counted() -> None:
     [(0.04, "0.0 s"), (12.34, "12.3 s"), (60, "1 min 0 s"), (3599.4, "59 min 59 s"), (3600, "1 h 0 min"),
      (90_061, "25 h 1 min")],
 )  # fmt: skip
-def test_durations(seconds: float, text: str) -> None:
+def test_durations_in_seconds_minutes_and_hours(seconds: float, text: str) -> None:
     assert facts.duration(seconds) == text
 
 
-def test_lag() -> None:
+def test_lag_of_one_and_of_several_loops() -> None:
     assert facts.loop_lag({"p99_s": 0.0021, "max_s": 1.5}) == "p99 2.1 ms, max 1,500 ms"
     lags = {"a": {"p99_s": 0.02, "max_s": 0.03}, "b": {"p99_s": 0.01, "max_s": 0.05}}
-    assert facts.worst_lag(lags) == "p99 20 ms, max 50 ms at worst in 2 other processes"
-    assert facts.worst_lag({"a": lags["a"]}) == "p99 20 ms, max 30 ms at worst in 1 other process"
+    assert facts.largest_lag(lags) == "p99 20 ms, max 50 ms (largest of 2 other processes)"
+    assert facts.largest_lag({"a": lags["a"]}) == "p99 20 ms, max 30 ms (largest of 1 other process)"

@@ -1,34 +1,36 @@
+import re
 import subprocess
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
+from cli.bench import Bench
 from cli.main import app
 
-# Each costs tens of milliseconds or more: a command takes them when it runs, not when it is explained.
+# Each takes tens of milliseconds or more to import: commands import them when they run, not for --help.
 HEAVY = {"celery", "kombu", "redis", "pydantic", "numpy", "orchestrator", "tasks", "workers", "services", "rich"}
-MODULES_MOST = 230  # Python itself and typer: 173 with Python 3.11
+MAX_MODULES = 230  # 173 with Python 3.11: Python itself and typer
 
 
-def explained(*arguments: str) -> str:
+def help_of(*arguments: str) -> str:
     result = CliRunner().invoke(app, [*arguments, "--help"])
     assert result.exit_code == 0
     return result.output
 
 
-def test_the_help_says_what_there_is() -> None:
-    text = explained()
-    for command, does in {
-        "demo": "Watch rollouts become batches: all of Penstock on this machine.",
-        "run": "Drive a run: submit rollouts, form steps, recover what is lost.",
-        "status": "Show what a run is doing, and what it waits for.",
-        "audit": "Account for every rollout of a run: does it add up?",
-        "sessions": "Record what agents say to the policy, each under a URL of its own.",
-        "engine": "Answer as an inference server would, without a model.",
-        "bench": "Measure one part of Penstock beside its baseline.",
+def test_the_help_lists_every_command() -> None:
+    text = help_of()
+    for command, summary in {
+        "demo": "Run all of Penstock on this machine, without a GPU.",
+        "run": "Run the orchestrator: submit rollouts, form steps, recover.",
+        "status": "Show the progress of a run, and what it waits for.",
+        "audit": "Check that every rollout of a run is accounted for.",
+        "sessions": "Serve agents and record their conversations.",
+        "engine": "Simulate an inference server.",
+        "bench": "Run one benchmark of Penstock against its baseline.",
     }.items():
-        assert f"{command:<8}  {does}" in text
+        assert f"{command:<8}  {summary}" in text
 
 
 @pytest.mark.parametrize(
@@ -40,30 +42,35 @@ def test_the_help_says_what_there_is() -> None:
         ("audit", "[OPTIONS] {RUN_DIR}"),
     ],
 )
-def test_each_command_explains_itself(command: str, usage: str) -> None:
-    text = explained(command)
+def test_help_of_each_command_fits_80_columns(command: str, usage: str) -> None:
+    text = help_of(command)
     assert f"Usage: root {command} {usage}" in text
     assert "--json" in text
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_run_tells_how_to_start_workers_in_lines_to_copy() -> None:
-    lines = [line.strip() for line in explained("run").splitlines()]
+def test_help_of_run_has_the_commands_that_start_workers() -> None:
+    lines = [line.strip() for line in help_of("run").splitlines()]
     assert "celery -A workers.rollouts worker -Q rollouts -c 256" in lines
     assert "celery -A workers.compute worker -Q filtering,advantages,encoding -c 4" in lines
 
 
-def test_the_help_imports_little() -> None:
+def test_help_imports_few_modules() -> None:
     script = "import sys; sys.argv[1:] = ['--help']\nfrom cli.main import main\ntry: main()\nexcept SystemExit: pass\n"
     script += "print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     modules = done.stderr.split()
     assert "Usage:" in done.stdout
     assert not HEAVY & {module.partition(".")[0] for module in modules}
-    assert len(modules) <= MODULES_MOST
+    assert len(modules) <= MAX_MODULES
 
 
-def test_a_wrong_command_is_said_in_two_lines() -> None:
+def test_an_unknown_command_is_named() -> None:
     result = CliRunner().invoke(app, ["statsu", "/tmp"])
     assert result.exit_code == 2
     assert "No such command 'statsu'" in result.output
+
+
+def test_help_of_bench_describes_every_benchmark() -> None:
+    described = [line.split()[0] for line in help_of("bench").splitlines() if re.match(r"  [a-z-]+ {2,}\w", line)]
+    assert [name for name in described if name in list(Bench)] == list(Bench)

@@ -40,7 +40,7 @@ def test_the_view_shows_the_status_of_the_run() -> None:
         "queues      rollouts 5, filtering 0",
         "workers     30 jobs running: host-1 30",
         "loop lag    p99 4.0 ms, max 20 ms",
-        "            p99 30 ms, max 40 ms at worst in 1 other process",
+        "            p99 30 ms, max 40 ms (largest of 1 other process)",
     ):
         assert line in text
     assert "waiting for" not in text

@@ -1,4 +1,4 @@
-"""`penstock run` as a person and as a script see it; without workers, so that nothing moves meanwhile."""
+"""`penstock run` on a terminal and in a pipe, without workers, so that its jobs stay queued."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from penstock.runtime.embedded_redis import EmbeddedRedis
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
 ROOT = str(Path(__file__).parents[2])
-PATIENCE_S = 60
+TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def environment(server: EmbeddedRedis, tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def surveyed(environment: dict[str, str]) -> None:
-    """Workers have said once how large the environment is: without that nothing is planned."""
+    """The ledger knows the size of the environment, without which nothing is planned."""
     settings = config.load(None, environ=environment)
     run_dir.make(settings)
     run_dir.enter(settings)
@@ -59,23 +59,23 @@ def surveyed(environment: dict[str, str]) -> None:
 
 
 def queued(directory: Path) -> bool:
-    """The run has submitted all that it can, and has said so."""
+    """Whether the status shows every rollout as submitted."""
     found = status.status(directory) if (directory / "status.json").exists() else {}
     return found.get("states") == {"submitted": 48}
 
 
-def test_on_a_terminal_the_run_is_shown_live_and_summed_up(environment: dict[str, str], tmp_path: Path) -> None:
+def test_on_a_terminal_the_run_has_a_live_view_and_a_summary(environment: dict[str, str], tmp_path: Path) -> None:
     with Terminal(PENSTOCK, "run", env=environment) as terminal:
         queues = "queues      rollouts 48, filtering 0, advantages 0, encoding 0"
-        wait_until(lambda: queues in terminal.text, timeout_s=PATIENCE_S, what="the view to show the queues")
+        wait_until(lambda: queues in terminal.text, timeout_s=TIMEOUT_S, what="the view to show the queues")
         terminal.press("\x03")
         assert terminal.wait() == 0
     text = terminal.text
     assert "steps       0 of 3 delivered" in text
     assert "rollouts    48 planned = 0 delivered + 0 filtered + 48 in flight + 0 dead" in text
-    assert "action=draining what runs is finished, nothing is begun; Ctrl-C again stops now" in text
-    summary = text.rpartition("stopped early after")[2]
-    assert "It adds up: 48 planned = 0 delivered + 0 filtered + 48 in flight + 0 dead." in summary
+    assert "action=draining" in text
+    summary = text.rpartition("stopped before its last step after")[2]
+    assert "balanced: 48 planned = 0 delivered + 0 filtered + 48 in flight + 0 dead" in summary
     assert "resume      penstock run" in summary
     assert "Traceback" not in text
 
@@ -84,9 +84,9 @@ def test_in_a_pipe_the_run_writes_plain_lines_and_a_summary(environment: dict[st
     process = subprocess.Popen(
         [PENSTOCK, "run"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    wait_until(lambda: queued(tmp_path / "run"), timeout_s=PATIENCE_S, what="48 queued rollouts")
+    wait_until(lambda: queued(tmp_path / "run"), timeout_s=TIMEOUT_S, what="48 queued rollouts")
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=PATIENCE_S)
+    out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0
     assert "WARNING penstock.orchestrator action=draining" in err
     assert [line.partition(" ")[0] for line in out.splitlines()] == ["run", "steps", "verdict", "resume"]
@@ -96,10 +96,10 @@ def test_in_a_pipe_the_run_writes_plain_lines_and_a_summary(environment: dict[st
 def test_with_json_the_output_is_one_object(environment: dict[str, str], tmp_path: Path) -> None:
     process = subprocess.Popen([PENSTOCK, "run", "--steps", "3", "--json"], env=environment,
                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
-    wait_until(lambda: queued(tmp_path / "run"), timeout_s=PATIENCE_S, what="48 queued rollouts")
+    wait_until(lambda: queued(tmp_path / "run"), timeout_s=TIMEOUT_S, what="48 queued rollouts")
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=PATIENCE_S)
+    out, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0
     found = json.loads(out)
     assert found["phase"] in ("draining", "stopping")
@@ -107,10 +107,10 @@ def test_with_json_the_output_is_one_object(environment: dict[str, str], tmp_pat
     assert found["audit"]["balanced"]
 
 
-def test_ctrl_c_before_the_run_has_begun_ends_it_at_once(environment: dict[str, str]) -> None:
-    environment |= {"PENSTOCK_REDIS_URL": "redis://127.0.0.1:1/0", "PENSTOCK_RECOVERY__REDIS_PATIENCE_S": "3600"}
+def test_ctrl_c_while_waiting_for_redis_ends_the_run_at_once(environment: dict[str, str]) -> None:
+    environment |= {"PENSTOCK_REDIS_URL": "redis://127.0.0.1:1/0", "PENSTOCK_RECOVERY__REDIS_TIMEOUT_S": "3600"}
     with Terminal(PENSTOCK, "run", env=environment) as terminal:
-        wait_until(lambda: "action=redis_awaited" in terminal.text, timeout_s=PATIENCE_S, what="a first try")
+        wait_until(lambda: "action=redis_awaited" in terminal.text, timeout_s=TIMEOUT_S, what="a first try")
         terminal.press("\x03")
         assert terminal.wait() == 128 + signal.SIGINT
     assert "Traceback" not in terminal.text

@@ -1,4 +1,4 @@
-"""`penstock status` and `penstock audit`, for people and for scripts."""
+"""`penstock status` and `penstock audit`, as text and as JSON."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture
 def run(server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run with eight planned rollouts, which nobody drives."""
+    """A run with eight planned rollouts and no orchestrator."""
     monkeypatch.delenv("PENSTOCK_REDIS_URL", raising=False)
     config = RunConfig(run_dir=tmp_path / "run", redis_url=server.url)
     run_dir.make(config)
@@ -46,37 +46,37 @@ def run(server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return config.run_dir
 
 
-def printed(*arguments: str, exit_code: int = 0) -> str:
+def output_of(*arguments: str, exit_code: int = 0) -> str:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == exit_code, result.output
     return result.stdout
 
 
-def test_status_in_plain_lines(run: Path, server: EmbeddedRedis) -> None:
+def test_status_prints_plain_lines(run: Path, server: EmbeddedRedis) -> None:
     id = run_dir.read(run)["run"]
-    *lines, waits_for = printed("status", str(run)).splitlines()
+    *lines, waits_for = output_of("status", str(run)).splitlines()
     assert waits_for.startswith("waits for  the orchestrator is not running (it has not come to work yet): `penstock")
     assert lines == [
         f"run        {id} in {run}",
         "state      stopped",
         "rollouts   8 planned = 0 delivered + 0 filtered + 8 in flight + 0 dead",
         "in flight  planned 8",
-        f"redis      {server.url} answers",
+        f"redis      {server.url} is reachable",
         "queues     rollouts 0, filtering 0, advantages 0, encoding 0",
-        "workers    no job is running",
+        "workers    no running jobs",
     ]
 
 
-def test_status_without_redis_says_so_and_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_works_without_redis(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_REDIS_URL", "redis://:hunter2@127.0.0.1:1/0")
-    text = printed("status", str(run))
+    text = output_of("status", str(run))
     assert "redis      Redis at redis://127.0.0.1:1/0 cannot be used" in text
     assert "rollouts   8 planned" in text
     assert "hunter2" not in text
 
 
-def test_status_as_one_json_object(run: Path) -> None:
-    found = json.loads(printed("status", str(run), "--json"))
+def test_status_prints_one_json_object(run: Path) -> None:
+    found = json.loads(output_of("status", str(run), "--json"))
     assert set(found) == {
         "run", "run_dir", "state", "status_age_s", "phase", "stopped_by", "process", "running_s", "step", "steps",
         "rollouts", "states", "rollouts_per_s", "tokens_per_s", "queued", "workers", "event_loop_lag", "http", "redis",
@@ -86,7 +86,7 @@ def test_status_as_one_json_object(run: Path) -> None:
     assert found["rollouts"]["in_flight"] == 8
 
 
-def test_status_on_a_terminal_has_colours_and_the_same_words(run: Path) -> None:
+def test_status_on_a_terminal_has_colours_and_the_same_text(run: Path) -> None:
     with Terminal(PENSTOCK, "status", str(run), env={"PYTHONPATH": ROOT, "PATH": "/usr/bin:/bin"}) as terminal:
         assert terminal.wait() == 0
     assert "rollouts    8 planned = 0 delivered + 0 filtered + 8 in flight + 0 dead" in terminal.text
@@ -94,38 +94,38 @@ def test_status_on_a_terminal_has_colours_and_the_same_words(run: Path) -> None:
     assert "{" not in terminal.text
 
 
-def test_audit_in_plain_lines(run: Path) -> None:
-    assert printed("audit", str(run)).splitlines() == [
+def test_audit_prints_plain_lines(run: Path) -> None:
+    assert output_of("audit", str(run)).splitlines() == [
         "planned            8",
         "delivered          0  in 0 steps",
         "filtered           0",
         "in flight          8",
         "dead               0",
-        "fenced             0  late answers, not counted",
-        "verdict    It adds up: 8 planned = 0 delivered + 0 filtered + 8 in flight + 0 dead.",
+        "fenced             0  late results, not counted",
+        "verdict    balanced: 8 planned = 0 delivered + 0 filtered + 8 in flight + 0 dead",
     ]
 
 
-def test_audit_as_one_json_object(run: Path) -> None:
-    assert json.loads(printed("audit", str(run), "--json")) == {
+def test_audit_prints_one_json_object(run: Path) -> None:
+    assert json.loads(output_of("audit", str(run), "--json")) == {
         "planned": 8, "delivered": 0, "filtered": {}, "in_flight": 8, "dead": 0, "fenced": 0,
         "balanced": True, "problems": [], "steps": 0, "dead_jobs": [],
     }  # fmt: skip
 
 
-def test_audit_fails_when_it_does_not_add_up(run: Path) -> None:
+def test_audit_fails_when_a_rollout_is_not_accounted_for(run: Path) -> None:
     with closing(sqlite3.connect(run / "ledger.sqlite", isolation_level=None)) as connection:
         connection.execute("DELETE FROM rollouts WHERE idx = 0")
         connection.execute("UPDATE jobs SET state = 'dead', error = 'no' WHERE id LIKE '%-1'")
-    text = printed("audit", str(run), exit_code=1)
+    text = output_of("audit", str(run), exit_code=1)
     assert "problem    rollout g0000001-1 is open and has no job" in text
-    assert "died       1 job of rollout: no" in text
-    assert "It does NOT add up: 8 planned = 0 delivered + 0 filtered + 7 in flight + 0 dead; 1 problem." in text
-    assert json.loads(printed("audit", str(run), "--json", exit_code=1))["balanced"] is False
+    assert "died       1 rollout job: no" in text
+    assert "NOT balanced, 1 problem: 8 planned = 0 delivered + 0 filtered + 7 in flight + 0 dead" in text
+    assert json.loads(output_of("audit", str(run), "--json", exit_code=1))["balanced"] is False
 
 
 @pytest.mark.parametrize("command", ["status", "audit"])
-def test_what_is_no_run_is_said_in_one_line(
+def test_a_directory_without_a_run_is_refused_in_one_line(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["penstock", command, str(tmp_path)])
@@ -135,7 +135,7 @@ def test_what_is_no_run_is_said_in_one_line(
     assert capsys.readouterr().err == f"penstock: {tmp_path} is not a run directory: there is no run.json\n"
 
 
-def test_a_wrong_address_in_the_environment_is_refused(
+def test_a_malformed_redis_url_is_refused_without_its_password(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PENSTOCK_REDIS_URL", "redis://:hunter2/@h")
