@@ -108,7 +108,7 @@ def test_with_json_the_output_is_one_object(environment: dict[str, str], tmp_pat
 
 
 def test_ctrl_c_while_waiting_for_redis_ends_the_run_at_once(environment: dict[str, str]) -> None:
-    environment |= {"PENSTOCK_REDIS_URL": "redis://127.0.0.1:1/0", "PENSTOCK_RECOVERY__REDIS_TIMEOUT_S": "3600"}
+    environment |= {"PENSTOCK_REDIS_URL": "redis://127.0.0.1:1/0", "PENSTOCK_RECOVERY__REDIS_PATIENCE_S": "3600"}
     with Terminal(PENSTOCK, "run", env=environment) as terminal:
         wait_until(lambda: "action=redis_awaited" in terminal.text, timeout_s=TIMEOUT_S, what="a first try")
         terminal.press("\x03")
