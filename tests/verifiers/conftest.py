@@ -1,4 +1,4 @@
-"""What the tests share: one loop, one session server, and one process with the package in it, which takes seconds."""
+"""Shared fixtures: one loop, one session server, one child process with the package (it takes seconds to start)."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ T = TypeVar("T")
 HERE = Path(__file__).parent
 TRICKS = [
     *("answers", "boxed", "nan", "raises", "agent_timeout", "scoring_timeout", "finalize_timeout", "setup_timeout"),
-    *("swallows", "exits", "asks_the_machine", "program", "kills_itself", "hangs"),
+    *("swallows", "exits", "prints_environment", "program", "kills_itself", "hangs"),
 ]
 SECRET = "redis://:hunter2@127.0.0.1/0"
 
@@ -52,7 +52,7 @@ def on_loop() -> Iterator[Callable[[Coroutine[Any, Any, T]], T]]:
 
 @pytest.fixture(scope="module")
 def marks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a task leaves word."""
+    """A directory where tasks leave marks."""
     return tmp_path_factory.mktemp("marks")
 
 
@@ -73,12 +73,12 @@ Stages = Callable[[], AbstractAsyncContextManager[RolloutStage]]
 
 @pytest.fixture(scope="module")
 def stages(server: SessionsProcess) -> Stages:
-    """For each loop's turn a new one."""
+    """A new stage for each run of the loop."""
 
     @asynccontextmanager
     async def stage() -> AsyncIterator[RolloutStage]:
-        engine, asked = Engine(model="the-policy"), Sessions(urls=(server.url,))
-        async with EngineClient.open(engine) as client, SessionServers.open(asked) as sessions:
+        engine, sessions_settings = Engine(model="the-policy"), Sessions(urls=(server.url,))
+        async with EngineClient.open(engine) as client, SessionServers.open(sessions_settings) as sessions:
             yield RolloutStage(
                 client=client,
                 store=Store(server.store),
@@ -92,7 +92,7 @@ def stages(server: SessionsProcess) -> Stages:
 
 @pytest.fixture
 def played(tricks: Verifiers, stages: Stages, server: SessionsProcess, on_loop: Any) -> Iterator[Any]:
-    """Plays one rollout of a trick; no session is left behind it."""
+    """Plays one rollout of a trick and checks that no session is left open."""
 
     async def main(trick: str, timeout_s: float) -> RolloutResult:
         async with stages() as stage:

@@ -1,4 +1,4 @@
-"""A taskset of `verifiers` whose rollouts are scored against each other: the package has no rewards for groups."""
+"""A `verifiers` taskset with a group score: the package itself has no group rewards."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from penstock.environments.verifiers import Verifiers
 
 
 class Shortest(Verifiers):
-    """The shortest answer of a group is worth 1, one of twice its length a half."""
+    """The shortest answer of a group gets 1, one of twice its length 0.5."""
 
     def score_group(self, example: int, rollouts: Sequence[PlayedRollout]) -> list[float]:
         lengths = [max(1, len(rollout.last_answer)) for rollout in rollouts]

@@ -1,4 +1,4 @@
-"""A real environment of `verifiers`, played through a real session server. The upstream follows a script."""
+"""A real `verifiers` environment, played through a real session server with a scripted upstream engine."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ Played = Callable[..., RolloutResult]
 Example = Callable[[str], int]
 
 
-def test_an_episode_has_its_weighted_rewards_by_name_its_metrics_and_its_tokens(
+def test_an_episode_returns_its_weighted_named_rewards_its_metrics_and_its_tokens(
     played: Played, script: Script, server: SessionsProcess
 ) -> None:
     result = played("answers")
@@ -32,24 +32,24 @@ def test_an_episode_has_its_weighted_rewards_by_name_its_metrics_and_its_tokens(
     assert result.rewards == {"whole": 1.0, "first": 0.25, "second": 0.5}
     assert result.policy_error is None
     assert result.metrics["length"] == len("answer 1 to answers")
-    assert "depth" not in result.metrics, "the others were not chosen"
+    assert "depth" not in result.metrics, "it was not selected"
     assert result.columns
     assert result.experts
     columns = read_columns(Store(server.store), result.columns)
     assert bytes(columns.input_ids[columns.loss_mask == 1].tolist()) == b"answer 1 to answers"
-    asked = script.seen("answers")[-1]
-    assert asked.body["model"] == "the-policy"
-    assert "Authorization" not in asked.headers, "the session's key is not for the engine"
+    request = script.seen("answers")[-1]
+    assert request.body["model"] == "the-policy"
+    assert "Authorization" not in request.headers, "the session's key must not reach the engine"
 
 
-def test_graders_that_keep_time_with_signals_work(played: Played, script: Script) -> None:
+def test_graders_that_use_signal_timeouts_work(played: Played, script: Script) -> None:
     script.says["boxed"] = says("so it is \\boxed{4}")
     assert played("boxed").rewards["whole"] == 1.0
 
 
 @pytest.mark.parametrize("stage", ["agent", "finalize", "scoring"])
-def test_a_time_out_is_no_success(played: Played, server: SessionsProcess, stage: str) -> None:
-    """The package returns it ok, and with rewards."""
+def test_a_timeout_is_a_failure_of_the_policy(played: Played, server: SessionsProcess, stage: str) -> None:
+    """The package reports such an episode as ok, with rewards."""
     result = played(f"{stage}_timeout")
     assert result.policy_error == f"timeout: {stage}_timeout"
     assert (result.reward, result.rewards) == (0.0, {})
@@ -57,13 +57,13 @@ def test_a_time_out_is_no_success(played: Played, server: SessionsProcess, stage
     assert not read_columns(Store(server.store), result.columns).loss_mask.any()
 
 
-def test_a_set_up_that_takes_too_long_is_tried_again(played: Played) -> None:
+def test_a_setup_timeout_is_an_infrastructure_failure(played: Played) -> None:
     with pytest.raises(InfrastructureFailure, match="setup_timeout"):
         played("setup_timeout")
 
 
 @pytest.mark.parametrize("trick", ["answers", "swallows"])
-def test_an_engine_that_fails_is_tried_again_whatever_the_harness_makes_of_it(
+def test_an_engine_failure_is_an_infrastructure_failure_even_if_the_harness_ignores_it(
     played: Played, script: Script, trick: str
 ) -> None:
     script.says[trick] = lambda seen: Says(status=500, body=b'{"error": "out of memory"}', headers=JSON)
@@ -75,7 +75,7 @@ def test_an_engine_that_fails_is_tried_again_whatever_the_harness_makes_of_it(
         del script.says[trick]
 
 
-def test_an_engine_that_is_away_counts_as_nothing(played: Played, script: Script) -> None:
+def test_an_unreachable_engine_is_reported_as_such(played: Played, script: Script) -> None:
     script.server.stop()
     try:
         with pytest.raises(EngineUnreachable, match="the engine cannot be reached"):
@@ -85,19 +85,19 @@ def test_an_engine_that_is_away_counts_as_nothing(played: Played, script: Script
 
 
 @pytest.mark.parametrize(
-    ("trick", "why"),
+    ("trick", "reason"),
     [
-        ("raises", r"TaskError: .*KeyError: 'a bug of its own' \(File .*tricks.py\", line \d+, in whole\)"),
+        ("raises", r"TaskError: .*KeyError: 'a bug' \(File .*tricks.py\", line \d+, in whole\)"),
         ("exits", "HarnessError: harness 'tricks' exited 7: no such tool"),
         ("nan", "whole: not a finite number"),
     ],
 )
-def test_a_bug_of_the_environment_says_where(played: Played, trick: str, why: str) -> None:
-    with pytest.raises(StageError, match=why):
+def test_a_bug_of_the_environment_names_its_line(played: Played, trick: str, reason: str) -> None:
+    with pytest.raises(StageError, match=reason):
         played(trick)
 
 
-def test_a_limit_that_the_policy_has_reached_is_its_own_failure(played: Played, script: Script) -> None:
+def test_a_limit_reached_by_the_policy_is_a_failure_of_the_policy(played: Played, script: Script) -> None:
     limit = b'{"error": {"message": "this model\'s maximum context length is 4096 tokens"}}'
     script.says["answers"] = lambda seen: Says(status=400, body=limit, headers=JSON)
     try:
@@ -108,16 +108,16 @@ def test_a_limit_that_the_policy_has_reached_is_its_own_failure(played: Played, 
     assert "maximum context length" in result.policy_error
 
 
-def test_programs_of_a_harness_see_neither_our_settings_nor_a_key(played: Played, script: Script) -> None:
+def test_programs_of_a_harness_inherit_no_penstock_settings(played: Played, script: Script) -> None:
     assert "hunter2" in os.environ["PENSTOCK_REDIS_URL"]
-    played("asks_the_machine")
+    played("prints_environment")
     (environment,) = {seen.messages[-1]["content"] for seen in script.server.seen if "PATH=" in str(seen.body)}
     assert "TRICKS_MARKS=" in environment
     assert "PENSTOCK" not in environment
     assert "hunter2" not in environment
 
 
-def test_many_episodes_at_once_share_a_process_and_keep_apart(
+def test_concurrent_episodes_share_a_process_and_stay_separate(
     tricks: Verifiers, stages: Any, server: SessionsProcess, on_loop: Run
 ) -> None:
     async def main() -> list[RolloutResult]:
@@ -149,12 +149,12 @@ def test_a_cancelled_episode_leaves_no_program_no_directory_and_no_session(
     on_loop(main())
     assert not directory_of(marks).exists()
     group = int(pid.read_text())
-    wait_until(lambda: not members(group), what="the program and its children to be gone")
+    wait_until(lambda: not members(group), what="the program and its children have ended")
     assert server.status()["sessions"]["open"] == 0
     assert not (server.store / "rollouts" / "run" / "cancelled").exists()
 
 
-def test_an_episode_over_its_time_is_cancelled_and_a_failure_of_the_policy(played: Played, marks: Path) -> None:
+def test_an_episode_over_its_time_limit_is_cancelled_and_a_failure_of_the_policy(played: Played, marks: Path) -> None:
     result = played("program", timeout_s=3.0)
     assert result.policy_error == "timeout: the rollout took longer than 3 s"
     assert not directory_of(marks).exists()
@@ -170,7 +170,7 @@ def members(group: int) -> list[int]:
     return [int(each[2]) for each in fields if int(each[2]) == group and each[0] != "Z"]
 
 
-def test_a_process_that_dies_fails_its_rollouts_leaves_nothing_and_is_replaced_once(
+def test_a_process_that_dies_fails_its_rollouts_is_cleaned_up_and_replaced_once(
     tricks: Verifiers, stages: Any, on_loop: Run, marks: Path, example: Example
 ) -> None:
     pid = marks / "pid"
@@ -193,18 +193,18 @@ def test_a_process_that_dies_fails_its_rollouts_leaves_nothing_and_is_replaced_o
     assert pid_of(tricks) != before
     everything = directory_of(marks).parents[2]
     assert everything.name.startswith("penstock-verifiers-")
-    wait_until(lambda: not members(int(pid.read_text())) and not everything.exists(), what="its program to be gone")
+    wait_until(lambda: not members(int(pid.read_text())) and not everything.exists(), what="its program has ended")
 
 
-def test_a_reward_that_never_returns_ends_the_process_not_the_worker(
+def test_a_reward_that_never_returns_fails_its_rollout_and_ends_the_process(
     tricks: Verifiers, stages: Any, on_loop: Run, example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verifiers_process, "SILENCE_S", 3.0)
-    monkeypatch.setattr(verifiers_process, "END_S", 0.1)
+    monkeypatch.setattr(verifiers_process, "HANG_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(verifiers_process, "SHUTDOWN_TIMEOUT_S", 0.1)
 
     async def main() -> None:
         async with stages() as stage:
-            with pytest.raises(InfrastructureFailure, match="hung: its loop did not turn"):
+            with pytest.raises(InfrastructureFailure, match="hung: no heartbeat"):
                 await play(stage, loaded(tricks), example("hangs"), attempt_of("hung"))
 
     hung = pid_of(tricks)

@@ -1,4 +1,4 @@
-"""Whole runs with the taskset of examples/: real workers, session server and engine, from examples to batches."""
+"""Complete runs with the taskset of examples/: real workers, session server and engine, from examples to batches."""
 
 import json
 import signal
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 TASKSET = {"taskset": "verifiers_taskset", "size": 8}
 
 
-def test_a_taskset_becomes_batches_although_the_engine_fails_now_and_then(tmp_path: Path) -> None:
+def test_a_run_with_a_taskset_finishes_despite_engine_failures(tmp_path: Path) -> None:
     with pipeline_in(tmp_path / "pipeline", "--failures", "error=0.1,disconnect=0.05", steps=3) as pipeline:
         host, port = pipeline.engine.address
         directory = pipeline.cluster.directory
@@ -34,22 +34,22 @@ def test_a_taskset_becomes_batches_although_the_engine_fails_now_and_then(tmp_pa
             cluster = pipeline.cluster
             worker = cluster.rollout_worker(PYTHONPATH=f"{ROOT}:{ROOT / 'examples'}:{Path(__file__).parent}")
             cluster.compute_worker()
-            # The package takes its time to be loaded, twice: not of that which the run has.
+            # Loading the package twice takes long and must not count against the time limit of the run.
             wait_until(lambda: "action=worker_ready" in worker.text, timeout_s=100, what="the worker")
-            found = pipeline.finish(cluster.orchestrator())
-            assert found["dead"] == 0
+            status = pipeline.finish(cluster.orchestrator())
+            assert status["dead"] == 0
             assert server.status()["sessions"]["open"] == 0
             assert_rewards(pipeline)
-            assert_failures_were_tried_again(pipeline)
+            assert_failures_were_retried(pipeline)
             children = started_by(worker)
-            assert len(children) == 2, "a process an environment"
+            assert len(children) == 2, "one process per environment"
             worker.signal(signal.SIGTERM)
             assert worker.wait() == 0
             assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
 
 
 def started_by(process: Process) -> list[str]:
-    """By any of its threads."""
+    """Children of all its threads."""
     tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
     return [pid for children in tasks for pid in children.read_text().split()]
 
@@ -59,7 +59,7 @@ def assert_rewards(pipeline: Pipeline) -> None:
     assert {rollout.env for rollout in played} == {"sums", "short"}
     assert all(rollout.columns.key.startswith("rollouts/") and rollout.experts for rollout in played)
     assert {rollout.reward for rollout in played if rollout.env == "sums"} <= {0.0, 0.1, 1.0, 1.1}
-    # The second is scored by groups: its best has 1, the others less.
+    # `short` is scored by groups: the best rollout of a group gets 1, the others less.
     assert max(rollout.reward for rollout in played if rollout.env == "short") == 1.0
     kept = pipeline.cluster.ledger("SELECT result FROM rollouts WHERE result IS NOT NULL")
     results = [json.loads(result) for (result,) in kept]
@@ -67,7 +67,7 @@ def assert_rewards(pipeline: Pipeline) -> None:
     assert all("characters" in result["metrics"] for result in results)
 
 
-def assert_failures_were_tried_again(pipeline: Pipeline) -> None:
+def assert_failures_were_retried(pipeline: Pipeline) -> None:
     tried = pipeline.cluster.ledger("SELECT max(attempt), sum(failures) FROM jobs WHERE kind = 'rollout'")
     assert tried[0][0] > 1
     assert tried[0][1] > 0

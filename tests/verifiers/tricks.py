@@ -1,6 +1,6 @@
-"""A taskset for the tests: each task does one thing that an environment may do, most of them badly.
+"""A taskset for the tests: each task does one thing that environments do, most of them errors.
 
-`served.py`'s process imports it by name, with this directory on PYTHONPATH.
+The child process imports it by name, with this directory on PYTHONPATH.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from verifiers.v1.utils.score import verify_boxed_math_answer
 
 __all__ = ["TricksHarness", "TricksTaskset"]
 
-FOR_EVER_S = 1000
+FOREVER_S = 1000
 
 
 class TrickData(vf.TaskData):
@@ -26,27 +26,27 @@ class TrickData(vf.TaskData):
 class Trick(vf.Task[TrickData]):
     async def setup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
         if self.data.trick == "setup_timeout":
-            await asyncio.sleep(FOR_EVER_S)
+            await asyncio.sleep(FOREVER_S)
 
     async def finalize(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
         if self.data.trick == "finalize_timeout":
-            await asyncio.sleep(FOR_EVER_S)
+            await asyncio.sleep(FOREVER_S)
 
     @vf.reward
     async def whole(self, trace: vf.Trace) -> float:
         match self.data.trick:
             case "scoring_timeout":
-                await asyncio.sleep(FOR_EVER_S)
+                await asyncio.sleep(FOREVER_S)
             case "boxed":
                 return verify_boxed_math_answer(trace.last_reply, "4")
             case "raises":
-                raise KeyError("a bug of its own")
+                raise KeyError("a bug")
             case "nan":
                 return float("nan")
             case "kills_itself":
                 os._exit(3)
             case "hangs":
-                time.sleep(FOR_EVER_S)  # noqa: ASYNC251  that is the trick
+                time.sleep(FOREVER_S)  # noqa: ASYNC251 - blocks on purpose
         return 1.0
 
     @vf.reward(weight=0.25)
@@ -67,7 +67,7 @@ class TricksConfig(vf.TasksetConfig):
 
 
 class TricksTaskset(vf.Taskset[Trick, TricksConfig]):
-    INFINITE = True  # so it says
+    INFINITE = True  # although `load` ends
 
     def load(self) -> Iterator[Trick]:
         for name in self.config.tricks:
@@ -90,30 +90,30 @@ class TricksHarness(vf.Harness[vf.HarnessConfig]):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> vf.ProgramResult:
-        said = await self._ask(endpoint, secret, str(data.prompt))
+        response = await self._chat(endpoint, secret, str(data.prompt))
         exit_code, output = 0, ""
         match data.prompt:
             case "agent_timeout":
-                await asyncio.sleep(FOR_EVER_S)
+                await asyncio.sleep(FOREVER_S)
             case "exits":
                 exit_code, output = 7, "no such tool"
-            case "asks_the_machine":
-                ran = await runtime.run(["env"], {})
-                await self._ask(endpoint, secret, ran.stdout)
+            case "prints_environment":
+                printed = await runtime.run(["env"], {})
+                await self._chat(endpoint, secret, printed.stdout)
             case "program":
                 marks = os.environ["TRICKS_MARKS"]
-                script = f"pwd > {marks}/workdir; echo $$ > {marks}/pid; sleep {FOR_EVER_S} & wait"
+                script = f"pwd > {marks}/workdir; echo $$ > {marks}/pid; sleep {FOREVER_S} & wait"
                 await runtime.run(["/bin/sh", "-c", script], {})
             case "swallows":
                 pass
             case _:
-                said.raise_for_status()
+                response.raise_for_status()
         return vf.ProgramResult(exit_code=exit_code, stdout=output, stderr="")
 
-    async def _ask(self, endpoint: str, secret: str, text: str) -> httpx.Response:
+    async def _chat(self, endpoint: str, secret: str, text: str) -> httpx.Response:
         return await http().post(
             f"{endpoint}/chat/completions",
-            json={"model": "whatever the harness says", "messages": [{"role": "user", "content": text}]},
+            json={"model": "any model name", "messages": [{"role": "user", "content": text}]},
             headers={"Authorization": f"Bearer {secret}"},
         )
 

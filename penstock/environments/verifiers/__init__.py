@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers`, unmodified. It lives in a process of its own: nothing here imports it."""
+"""Environments of the package `verifiers`. Only the child process (`verifiers_child.py`) imports the package."""
 
 from penstock.environments.verifiers.adapter import Verifiers
 

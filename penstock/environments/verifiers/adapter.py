@@ -1,4 +1,4 @@
-"""The environment that plays tasks of `verifiers`: starts its process, asks it, and puts its answers into our words."""
+"""`Verifiers`: the environment that plays tasks of the package `verifiers`, which runs in a child process."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,21 +7,21 @@ from typing import Any
 from penstock.environments.protocol import AgentPolicy
 from penstock.environments.scores import Score
 from penstock.environments.verifiers.verifiers_process import VerifiersProcess
-from penstock.environments.verifiers.wire import Answer, Kind, Settings
+from penstock.environments.verifiers.wire import EpisodeResult, Outcome, Settings
 from penstock.errors import ConfigError, EngineUnreachable, InfrastructureFailure, PolicyFailure, StageError
 from penstock.runtime.offload import in_io_thread
 
 FAILURES = {
-    Kind.POLICY: PolicyFailure,
-    Kind.INFRASTRUCTURE: InfrastructureFailure,
-    Kind.UNREACHABLE: EngineUnreachable,
+    Outcome.POLICY: PolicyFailure,
+    Outcome.INFRASTRUCTURE: InfrastructureFailure,
+    Outcome.UNREACHABLE: EngineUnreachable,
 }
 
 
 class Verifiers:
-    """`taskset` and `harness` are the package's ids: a module that it can import. `config` is its own `env` block.
+    """`taskset` and `harness` are the package's ids: importable modules. `config` is the package's `env` block.
 
-    `size` takes the first so many tasks, `metrics` those of its metrics that travel with a rollout (default: all).
+    `size` limits the tasks to the first ones; `metrics` selects the package's metrics to keep (default: all).
     """
 
     external_agent = True
@@ -42,27 +42,27 @@ class Verifiers:
 
     @property
     def examples(self) -> Sequence[int]:
-        """The tasks stay in their process."""
+        """Task indices; the tasks themselves stay in the child process."""
         return range(self._process.examples)
 
     async def rollout(self, example: int, policy: AgentPolicy) -> Score:
-        process = await self._living()
-        answer = await process.play(example, policy)
-        if answer.kind is not Kind.SCORED:
-            raise FAILURES.get(answer.kind, StageError)(answer.why)
-        return Score(reward=answer.reward, rewards=answer.rewards, metrics=self._chosen(answer))
+        process = await self._running_process()
+        result = await process.play(example, policy)
+        if result.outcome is not Outcome.SCORED:
+            raise FAILURES.get(result.outcome, StageError)(result.reason)
+        return Score(reward=result.reward, rewards=result.rewards, metrics=self._selected_metrics(result))
 
     async def close(self) -> None:
         if self._restarting is not None:
             await asyncio.wait([self._restarting])
         await self._process.close()
 
-    def _chosen(self, answer: Answer) -> dict[str, float]:
-        return {name: value for name, value in answer.metrics.items() if self._metrics is None or name in self._metrics}
+    def _selected_metrics(self, result: EpisodeResult) -> dict[str, float]:
+        return {name: value for name, value in result.metrics.items() if self._metrics is None or name in self._metrics}
 
-    async def _living(self) -> VerifiersProcess:
-        """A process that died is replaced once, however many rollouts wait for it."""
-        if not self._process.is_living:
+    async def _running_process(self) -> VerifiersProcess:
+        """Replaces a process that died, once for all rollouts that wait for it."""
+        if not self._process.is_running:
             if self._restarting is None:
                 self._restarting = asyncio.create_task(self._restart())
             self._process = await asyncio.shield(self._restarting)
@@ -72,6 +72,6 @@ class Verifiers:
         try:
             return await in_io_thread(VerifiersProcess, self._settings)
         except ConfigError as error:
-            raise InfrastructureFailure(f"the environment's process died and does not start again: {error}") from error
+            raise InfrastructureFailure(f"the environment's process died and cannot be restarted: {error}") from error
         finally:
             self._restarting = None

@@ -1,6 +1,6 @@
-"""The process of a `verifiers` environment: loads it, plays what it is asked for, and ends when its line does.
+"""The child process of a `verifiers` environment: loads it, plays requested episodes, ends when its socket closes.
 
-The loop runs in the main thread, because the package's graders keep their time with signals: elsewhere they score 0.
+The loop runs in the main thread: the package's graders use signals for their timeouts and score 0 in other threads.
 """
 
 import asyncio
@@ -11,123 +11,123 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from penstock.environments.error_boundary import error_boundary
 from penstock.environments.verifiers.player import Player
 from penstock.environments.verifiers.wire import (
-    ASKED,
-    BEAT_S,
-    END_S,
-    LINE_BYTES,
-    SETTINGS,
-    SILENCE_S,
-    WHY_CHARACTERS,
-    Answer,
-    Ask,
-    Beat,
-    Kind,
+    HANG_TIMEOUT_S,
+    HEARTBEAT_INTERVAL_S,
+    MAX_LINE_BYTES,
+    MAX_REASON_CHARACTERS,
+    SHUTDOWN_TIMEOUT_S,
+    CancelRequest,
+    EpisodeRequest,
+    EpisodeResult,
+    Heartbeat,
+    LoadFailure,
+    Outcome,
     Ready,
-    Refused,
-    line,
+    encode_line,
+    settings_decoder,
+    worker_message_decoder,
 )
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import LagTrace, LoopLag
 
-# A reward that computes for longer on the loop is named in the worker's log.
+# A reward that blocks the loop for longer is named in the worker's log.
 BLOCKED_S = 1.0
 
 
-class Served:
-    def __init__(self, player: Player, reader: asyncio.StreamReader, say: Callable[[msgspec.Struct], None]) -> None:
+class EpisodeServer:
+    def __init__(self, player: Player, reader: asyncio.StreamReader, send: Callable[[msgspec.Struct], None]) -> None:
         self._player = player
         self._reader = reader
-        self._say = say
-        self._playing: dict[int, asyncio.Task[Answer]] = {}
+        self._send = send
+        self._playing: dict[int, asyncio.Task[EpisodeResult]] = {}
 
     async def serve(self) -> None:
         lag = LoopLag(process="verifiers", trace=LagTrace(BLOCKED_S))
-        watching = [asyncio.create_task(lag.run()), asyncio.create_task(self._beat())]
+        background = [asyncio.create_task(lag.run()), asyncio.create_task(self._send_heartbeats())]
         try:
-            with contextlib.suppress(ConnectionError):  # a worker that was killed
-                while asked := await self._reader.readline():
-                    self._heed(ASKED.decode(asked))
+            with contextlib.suppress(ConnectionError):  # the worker was killed
+                while line := await self._reader.readline():
+                    self._handle(worker_message_decoder.decode(line))
         finally:
-            # By the kernel, too: threads that never end, or an environment that heeds no cancellation, end here.
+            # The kernel enforces the timeout: threads may never end, and environments may ignore cancellation.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, END_S)
-            left = [*watching, *self._playing.values()]
-            for task in left:
+            signal.setitimer(signal.ITIMER_REAL, SHUTDOWN_TIMEOUT_S)
+            tasks = [*background, *self._playing.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait(left)
+            await asyncio.wait(tasks)
 
-    def _heed(self, asked: Any) -> None:
-        if isinstance(asked, Ask):
-            task = self._playing[asked.number] = asyncio.create_task(self._play(asked))
-            task.add_done_callback(lambda done: self._done(asked.number, done))
-        elif playing := self._playing.get(asked.number):
+    def _handle(self, request: EpisodeRequest | CancelRequest) -> None:
+        if isinstance(request, EpisodeRequest):
+            task = self._playing[request.number] = asyncio.create_task(self._play(request))
+            task.add_done_callback(lambda done: self._send_result(request.number, done))
+        elif playing := self._playing.get(request.number):
             playing.cancel()
 
-    async def _play(self, asked: Ask) -> Answer:
+    async def _play(self, request: EpisodeRequest) -> EpisodeResult:
         try:
             with error_boundary(ConfigError, "the package raised"):
-                return await self._player.play(asked)
+                return await self._player.play(request)
         except PenstockError as error:
-            return Answer(number=asked.number, kind=Kind.ENVIRONMENT, why=str(error))
+            return EpisodeResult(number=request.number, outcome=Outcome.ENVIRONMENT, reason=str(error))
 
-    def _done(self, number: int, task: "asyncio.Task[Answer]") -> None:
+    def _send_result(self, number: int, task: "asyncio.Task[EpisodeResult]") -> None:
         del self._playing[number]
-        stopped = Answer(number=number, kind=Kind.CANCELLED, why="the episode was cancelled, not by its worker")
-        answer = stopped if task.cancelled() else task.result()
-        self._say(msgspec.structs.replace(answer, why=answer.why[:WHY_CHARACTERS]))
+        cancelled = EpisodeResult(number=number, outcome=Outcome.CANCELLED, reason="the environment cancelled it")
+        result = cancelled if task.cancelled() else task.result()
+        self._send(msgspec.structs.replace(result, reason=result.reason[:MAX_REASON_CHARACTERS]))
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
-            # The kernel ends a process that computes for so long without coming by here, whoever holds the interpreter.
-            signal.setitimer(signal.ITIMER_VIRTUAL, SILENCE_S)
-            self._say(Beat())
-            await asyncio.sleep(BEAT_S)
+            # The kernel kills a process that computes for this long without a heartbeat, even if C code holds the GIL.
+            signal.setitimer(signal.ITIMER_VIRTUAL, HANG_TIMEOUT_S)
+            self._send(Heartbeat())
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
 
 async def serve(player: Player, connection: socket.socket) -> None:
-    reader, writer = await asyncio.open_unix_connection(sock=connection, limit=LINE_BYTES)
+    reader, writer = await asyncio.open_unix_connection(sock=connection, limit=MAX_LINE_BYTES)
 
-    def say(message: msgspec.Struct) -> None:
+    def send(message: msgspec.Struct) -> None:
         if not writer.is_closing():
-            writer.write(line(message))
+            writer.write(encode_line(message))
 
     async with contextlib.AsyncExitStack() as stack:
         try:
-            with error_boundary(ConfigError, "it cannot be served"):
+            with error_boundary(ConfigError, "it cannot be started"):
                 await stack.enter_async_context(player.serving())
         except PenstockError as error:
-            say(Refused(why=str(error)))
+            send(LoadFailure(reason=str(error)))
             await writer.drain()
             return
-        say(Ready(examples=len(player.tasks)))
-        await Served(player, reader, say).serve()
+        send(Ready(examples=len(player.tasks)))
+        await EpisodeServer(player, reader, send).serve()
 
 
 def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.set_inheritable(False)  # a program that outlives this process must not keep its line open
+    connection.set_inheritable(False)  # a program that outlives this process must not keep the socket open
     with connection.makefile("rb") as lines:
-        settings = SETTINGS.decode(lines.readline())
+        settings = settings_decoder.decode(lines.readline())
     try:
         with error_boundary(ConfigError, "it cannot be loaded"):
             player = Player(settings)
     except PenstockError as error:
-        connection.sendall(line(Refused(why=str(error))))
+        connection.sendall(encode_line(LoadFailure(reason=str(error))))
         return
     try:
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             runner.run(serve(player, connection))
     finally:
-        if settings.directory:  # its worker does it, too, if it lives
+        if settings.directory:  # in case the worker was killed; otherwise the worker removes it too
             shutil.rmtree(settings.directory, ignore_errors=True)
 
 

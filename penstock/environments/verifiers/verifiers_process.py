@@ -1,8 +1,8 @@
-"""A `verifiers` environment in a process of its own: `served.py` is the other end of its line.
+"""The worker's handle on the child process of a `verifiers` environment (`verifiers_child.py`).
 
-In the worker itself, importing the package would hold the GIL for seconds, one reward that computes would stop the loop
-of all rollouts, the programs of agents would inherit the worker's secrets, and the package's graders would score 0:
-they need a main thread. The process ends when its line does, so with its worker too.
+In the worker itself, importing the package would hold the GIL for seconds, one computing reward would block the loop
+of all rollouts, the programs of agents would inherit the worker's secrets, and the package's graders, which need the
+main thread, would score 0. The child ends when its socket closes, so also with its worker.
 """
 
 import asyncio
@@ -26,197 +26,202 @@ import msgspec
 from penstock.environments.agent_program import inherited_variables
 from penstock.environments.protocol import AgentPolicy
 from penstock.environments.verifiers.wire import (
-    END_S,
-    LINE_BYTES,
-    SAID,
-    SILENCE_S,
-    Answer,
-    Ask,
-    Cancel,
-    Kind,
+    HANG_TIMEOUT_S,
+    MAX_LINE_BYTES,
+    SHUTDOWN_TIMEOUT_S,
+    CancelRequest,
+    EpisodeRequest,
+    EpisodeResult,
+    LoadFailure,
+    Outcome,
     Ready,
-    Refused,
     Settings,
-    line,
+    child_message_decoder,
+    encode_line,
 )
 from penstock.errors import ConfigError
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_io_thread
 
-START_S = 600.0  # the package takes 5-15 s; a taskset may read a large data set
-# Who is cancelled waits so long for its sandbox to be gone, well within GRACE_S; the process then cleans up behind it.
-CANCEL_S = 10.0
-# A worker that was itself suspended finds its clock far ahead: silence counts when it comes so many times in a row.
-SILENT_TIMES = 20
-LAST_WORDS = "its last words are in this process's stderr"
+START_TIMEOUT_S = 600.0  # the package takes 5-15 s; a taskset may read a large data set
+# A cancelled rollout waits this long, well within GRACE_S, for its sandbox to be removed; the child continues after it.
+CANCEL_TIMEOUT_S = 10.0
+# HANG_TIMEOUT_S is waited for in this many parts, which must all time out: a worker that was suspended itself finds its
+# clock far ahead, and one timeout means nothing.
+HANG_CHECKS = 20
+SEE_STDERR = "see this process's stderr for its last output"
 
 
-class Line(NamedTuple):
+class Connection(NamedTuple):
     writer: asyncio.StreamWriter
     reading: "asyncio.Task[None]"
 
 
 class VerifiersProcess:
-    """Made in a thread, since it waits for the package to be loaded; used on one loop. ConfigError says what is wrong
-    with the environment."""
+    """Created in a thread, because it waits until the package is loaded; used on one loop. Raises ConfigError if the
+    environment cannot be loaded."""
 
     def __init__(self, settings: Settings) -> None:
         directory = tempfile.mkdtemp(prefix="penstock-verifiers-")
-        self._socket, theirs = socket.socketpair()
-        with theirs:
+        self._socket, child_socket = socket.socketpair()
+        with child_socket:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.verifiers_child", str(theirs.fileno())],
+                [sys.executable, "-m", f"{__package__}.verifiers_child", str(child_socket.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what an environment prints
-                pass_fds=[theirs.fileno()],
+                stdout=2,  # environments print
+                pass_fds=[child_socket.fileno()],
                 env=inherited_variables(),
                 process_group=0,
             )
-        self._end = weakref.finalize(self, _end, self._socket, self._process, directory)
-        self._end.atexit = False  # the line ends with us, and no thread can be started then
+        self._shut_down = weakref.finalize(self, _shut_down, self._socket, self._process, directory)
+        self._shut_down.atexit = False  # the socket closes with this process, and no thread can be started then
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._attaching: asyncio.Task[Line] | None = None
-        self._ending: threading.Thread | None = None
-        self.examples = self._started(msgspec.structs.replace(settings, directory=directory))
+        self._pending: dict[int, asyncio.Future[EpisodeResult]] = {}
+        self._connecting: asyncio.Task[Connection] | None = None
+        self._cleanup: threading.Thread | None = None
+        self.examples = self._load(msgspec.structs.replace(settings, directory=directory))
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     @property
-    def is_living(self) -> bool:
-        return self._end.alive and self._process.poll() is None
+    def is_running(self) -> bool:
+        return self._shut_down.alive and self._process.poll() is None
 
-    async def play(self, example: int, policy: AgentPolicy) -> Answer:
-        """Cancelled, it returns when nothing of the episode is left."""
-        if self._attaching is None:
-            self._attaching = asyncio.create_task(self._attached())
-        writer, reading = await asyncio.shield(self._attaching)
+    async def play(self, example: int, policy: AgentPolicy) -> EpisodeResult:
+        """Play one episode. If cancelled, it returns after the episode has been cleaned up."""
+        if self._connecting is None:
+            self._connecting = asyncio.create_task(self._connect())
+        writer, reading = await asyncio.shield(self._connecting)
         number = next(self._numbers)
         if reading.done():
-            return _gone(number, "died")
-        answered = self._waiting[number] = asyncio.get_running_loop().create_future()
+            return _process_failure(number, "died")
+        pending = self._pending[number] = asyncio.get_running_loop().create_future()
         url, key = policy.base_url, policy.api_key
+        request = EpisodeRequest(number=number, example=example, base_url=url, api_key=key, model=policy.model)
         try:
-            writer.write(line(Ask(number=number, example=example, base_url=url, api_key=key, model=policy.model)))
-            return await asyncio.shield(answered)
+            writer.write(encode_line(request))
+            return await asyncio.shield(pending)
         except asyncio.CancelledError:
-            writer.write(line(Cancel(number=number)))
-            await run_to_completion(asyncio.create_task(_settled(answered)))
+            writer.write(encode_line(CancelRequest(number=number)))
+            await run_to_completion(asyncio.create_task(_wait_cancelled(pending)))
             raise
         finally:
-            del self._waiting[number]
+            del self._pending[number]
 
     async def close(self) -> None:
-        """What is still played is cancelled."""
-        if self._attaching is None:
-            self._ending = self._end()
+        """Cancels episodes that are still played."""
+        if self._connecting is None:
+            self._cleanup = self._shut_down()
             self._socket.close()
         else:
-            _, reading = await self._attaching
+            _, reading = await self._connecting
             reading.cancel()
             await asyncio.wait([reading])
-        if self._ending is not None:
-            await in_io_thread(self._ending.join)
+        if self._cleanup is not None:
+            await in_io_thread(self._cleanup.join)
 
-    def _started(self, settings: Settings) -> int:
-        self._socket.settimeout(START_S)
+    def _load(self, settings: Settings) -> int:
+        """Send the settings, wait until the environment is loaded, and return its number of examples."""
+        self._socket.settimeout(START_TIMEOUT_S)
         try:
-            self._socket.sendall(line(settings))
-            said = SAID.decode(self._first_line())
-            if not isinstance(said, Ready):
-                assert isinstance(said, Refused)
-                raise ConfigError(said.why)
+            self._socket.sendall(encode_line(settings))
+            response = child_message_decoder.decode(self._first_line())
+            if not isinstance(response, Ready):
+                assert isinstance(response, LoadFailure)
+                raise ConfigError(response.reason)
         except TimeoutError:
-            self._end()
-            raise ConfigError(f"it was not loaded within {START_S:g} s") from None
+            self._shut_down()
+            raise ConfigError(f"it was not loaded within {START_TIMEOUT_S:g} s") from None
         except BaseException:
-            self._end()
+            self._shut_down()
             raise
-        return said.examples
+        return response.examples
 
     def _first_line(self) -> bytes:
-        """Byte by byte: what follows is for the loop."""
-        found = bytearray()
-        while not found.endswith(b"\n"):
+        """Read byte by byte: the loop's reader gets everything after this line."""
+        line = bytearray()
+        while not line.endswith(b"\n"):
             byte = self._socket.recv(1)
             if not byte:
-                raise ConfigError(f"its process died while it was loaded; {LAST_WORDS}")
-            found += byte
-        return bytes(found)
+                raise ConfigError(f"its process died during loading; {SEE_STDERR}")
+            line += byte
+        return bytes(line)
 
-    async def _attached(self) -> Line:
-        reader, writer = await asyncio.open_unix_connection(sock=self._socket, limit=LINE_BYTES)
-        return Line(writer, asyncio.create_task(self._read(reader, writer)))
+    async def _connect(self) -> Connection:
+        reader, writer = await asyncio.open_unix_connection(sock=self._socket, limit=MAX_LINE_BYTES)
+        return Connection(writer, asyncio.create_task(self._read(reader, writer)))
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        why = "was ended"
+        reason = "was closed"
         try:
-            why = await self._heard(reader)
+            reason = await self._read_messages(reader)
         finally:
             writer.close()
-            self._ending = self._end()
-            for number, answered in self._waiting.items():
-                if not answered.done():
-                    answered.set_result(_gone(number, why))
+            self._cleanup = self._shut_down()
+            for number, pending in self._pending.items():
+                if not pending.done():
+                    pending.set_result(_process_failure(number, reason))
 
-    async def _heard(self, reader: asyncio.StreamReader) -> str:
-        """Until there is nothing more to hear: why."""
-        silent = 0
-        while silent < SILENT_TIMES:
+    async def _read_messages(self, reader: asyncio.StreamReader) -> str:
+        """Read until the process dies or hangs, and return which."""
+        timeouts = 0
+        while timeouts < HANG_CHECKS:
             try:
-                async with asyncio.timeout(SILENCE_S / SILENT_TIMES):
-                    said = await reader.readline()
+                async with asyncio.timeout(HANG_TIMEOUT_S / HANG_CHECKS):
+                    line = await reader.readline()
             except TimeoutError:
-                silent += 1
+                timeouts += 1
                 continue
             except OSError:
                 return "died"
-            if not said:
+            if not line:
                 return "died"
-            silent = 0
-            self._heed(said)
-        return f"hung: its loop did not turn for {SILENCE_S:g} s, is there a reward that never returns?"
+            timeouts = 0
+            self._handle(line)
+        return f"hung: no heartbeat for {HANG_TIMEOUT_S:g} s. Check for a reward function that never returns"
 
-    def _heed(self, said: bytes) -> None:
-        message = SAID.decode(said)
-        if isinstance(message, Answer):
-            answered = self._waiting.get(message.number)
-            if answered is not None and not answered.done():
-                answered.set_result(message)
-
-
-async def _settled(answered: "asyncio.Future[Answer]") -> None:
-    await asyncio.wait([answered], timeout=CANCEL_S)
+    def _handle(self, line: bytes) -> None:
+        message = child_message_decoder.decode(line)
+        if isinstance(message, EpisodeResult):
+            pending = self._pending.get(message.number)
+            if pending is not None and not pending.done():
+                pending.set_result(message)
 
 
-def _gone(number: int, why: str) -> Answer:
-    return Answer(number=number, kind=Kind.INFRASTRUCTURE, why=f"the environment's process {why}; {LAST_WORDS}")
+async def _wait_cancelled(pending: "asyncio.Future[EpisodeResult]") -> None:
+    await asyncio.wait([pending], timeout=CANCEL_TIMEOUT_S)
 
 
-def _end(connection: socket.socket, process: "subprocess.Popen[bytes]", directory: str) -> threading.Thread:
+def _process_failure(number: int, reason: str) -> EpisodeResult:
+    reason = f"the environment's process {reason}; {SEE_STDERR}"
+    return EpisodeResult(number=number, outcome=Outcome.INFRASTRUCTURE, reason=reason)
+
+
+def _shut_down(connection: socket.socket, process: "subprocess.Popen[bytes]", directory: str) -> threading.Thread:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-    thread = threading.Thread(target=_bury, args=(process, directory), daemon=True)
+    thread = threading.Thread(target=_clean_up, args=(process, directory), daemon=True)
     thread.start()
     return thread
 
 
-def _bury(process: "subprocess.Popen[bytes]", directory: str) -> None:
-    """It puts its sandboxes away and ends. Where it was killed or crashed, its programs and their files are left."""
+def _clean_up(process: "subprocess.Popen[bytes]", directory: str) -> None:
+    """Wait for the process, which removes its sandboxes; then kill the programs and delete the files that are left if
+    it was killed or crashed."""
     try:
-        process.wait(END_S)
+        process.wait(SHUTDOWN_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    for pid in _working_in(directory):
+    for pid in _processes_in(directory):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _working_in(directory: str) -> Iterator[int]:
+def _processes_in(directory: str) -> Iterator[int]:
     for link in Path("/proc").glob("[0-9]*/cwd"):
         with contextlib.suppress(OSError):
             if link.readlink().is_relative_to(directory):

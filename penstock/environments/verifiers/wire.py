@@ -1,24 +1,22 @@
-"""What a worker and the process of a `verifiers` environment say to each other: a line of JSON each."""
+"""Messages between a worker and the process of a `verifiers` environment, one line of JSON each."""
 
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-BEAT_S = 1.0
-"""So often the process says that its loop turns."""
-SILENCE_S = 60.0
-"""A loop that has not turned for so long hangs: in a reward that never returns, most often."""
-
-LINE_BYTES = 1 << 20
-WHY_CHARACTERS = 4_000
-"""Of a message, the first: an engine may have answered with a whole page."""
-END_S = 20.0
-"""What the process has to put its sandboxes away, once its line has ended: the package gives each 10 s."""
+HEARTBEAT_INTERVAL_S = 1.0
+HANG_TIMEOUT_S = 60.0
+"""Without a heartbeat for this long, the process is considered hung, usually in a reward that never returns."""
+MAX_LINE_BYTES = 1 << 20
+MAX_REASON_CHARACTERS = 4_000
+"""Reasons are cut to this length: an engine's error may be a whole HTML page."""
+SHUTDOWN_TIMEOUT_S = 20.0
+"""Time for the process to remove its sandboxes after its connection closes: the package allows 10 s for each."""
 
 
-class Kind(StrEnum):
-    """How an episode ended, in the words of `penstock.errors`."""
+class Outcome(StrEnum):
+    """How an episode ended; the failures are those of `penstock.errors`."""
 
     SCORED = "scored"
     POLICY = "policy"
@@ -34,10 +32,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     size: int | None
     config: dict[str, Any]
     directory: str | None = None
-    """for what episodes put on this machine's disk"""
+    """for the files of episodes"""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
+class EpisodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="episode_request"):
     number: int
     example: int
     base_url: str
@@ -45,8 +43,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
     model: str
 
 
-class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Is answered like everything else that was asked, when nothing is left of it."""
+class CancelRequest(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_request"):
+    """Cancels an episode. Its EpisodeResult follows when the episode has been cleaned up."""
 
     number: int
 
@@ -55,27 +53,27 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     examples: int
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    why: str
+class LoadFailure(msgspec.Struct, frozen=True, kw_only=True, tag="load_failure"):
+    reason: str
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     pass
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
+class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, tag="episode_result"):
     number: int
-    kind: Kind
-    why: str = ""
+    outcome: Outcome
+    reason: str = ""
     reward: float = 0.0
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
 
 
-SETTINGS = msgspec.json.Decoder(Settings)
-ASKED = msgspec.json.Decoder(Ask | Cancel)
-SAID = msgspec.json.Decoder(Ready | Refused | Beat | Answer)
+settings_decoder = msgspec.json.Decoder(Settings)
+worker_message_decoder = msgspec.json.Decoder(EpisodeRequest | CancelRequest)
+child_message_decoder = msgspec.json.Decoder(Ready | LoadFailure | Heartbeat | EpisodeResult)
 
 
-def line(message: msgspec.Struct) -> bytes:
+def encode_line(message: msgspec.Struct) -> bytes:
     return msgspec.json.encode(message) + b"\n"
