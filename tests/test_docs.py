@@ -1,0 +1,368 @@
+"""README and docs state what is true: commands parse or run, samples play, paths, links and settings exist."""
+
+import ast
+import importlib.util
+import os
+import re
+import sys
+import tomllib
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from celery.bin.worker import worker as celery_worker
+from support.asking import run
+from support.cluster import BIN, Cluster, Process, cluster_in
+from support.documents import GUIDES, LOGS, README, ROOT, Page
+from support.engine_process import EngineProcess
+from support.playing import attempt_of, stage_of
+from typer.main import get_command
+
+from cli.main import app
+from penstock.batches import Batch, BatchReader, MicroBatch
+from penstock.config import load, reference
+from penstock.config.engine import EnvironmentSettings
+from penstock.environments import Policy, load_environments
+from penstock.messages import RolloutResult
+from penstock.playing.rollout import play
+
+MOST_LINES = 120  # of the README
+FORBIDDEN = re.compile(r"\b(whoever|nobody|somebody|mends?|mended|heeds?|likewise)\b", re.IGNORECASE)
+PACKAGES = ("penstock", "tasks", "workers", "orchestrator", "services", "cli", "bench")
+FOLDERS = (*PACKAGES, "examples", "tests", "docs", "deploy")
+
+# Commands that take minutes, Docker or a GPU: their structure is checked here, and this is what runs them.
+RUN_BY = {
+    "make demo": "tests/cli/test_demo.py",
+    "make test": ".ci/run",
+    "make test-slow": "Makefile",
+    "make chaos": "tests/chaos",
+    "make docs": "penstock/config/reference.py",
+    "make bench": "tests/bench",
+    "make fuzz": "Makefile",
+    "make test-verifiers": ".ci/run",
+    "penstock bench": "tests/bench",
+    "penstock demo": "tests/cli/test_demo.py",
+    "penstock engine": "tests/services/engine",
+    "penstock sessions": "tests/services/sessions",
+    "celery flower": "tests/recovery/test_flower.py",
+    "docker-compose": "tests/test_compose.py",
+    "docker compose": "tests/test_compose.py",
+    "redis-server": "penstock/runtime/embedded_redis.py",
+}
+VLLM_FLAGS = {"--served-model-name", "--logprobs-mode", "--enable-return-routed-experts"}
+"""Read from vLLM's source; no server of it runs in the tests."""
+SHELL = {".", "cd", "cp", "docker", "export", "git", "pip"}
+INCOMPLETE = "arguments are missing"
+"""What a command that is only mentioned may lack."""
+
+
+def named(pages: list[Page]) -> Any:
+    return pytest.mark.parametrize("page", pages, ids=lambda page: page.name)
+
+
+# Commands
+
+
+@named(GUIDES)
+def test_every_command_exists_with_its_flags(page: Page) -> None:
+    strict = {" ".join(command): problem_of(command) for command in page.commands()}
+    lenient = {" ".join(mention): problem_of(mention) for mention in page.mentions()}
+    lenient = {command: problem for command, problem in lenient.items() if problem != INCOMPLETE}
+    assert not {command: problem for command, problem in (lenient | strict).items() if problem}
+
+
+def problem_of(command: list[str]) -> str | None:
+    program, arguments = command[0], command[1:]
+    if check := CHECKS.get(program):
+        return check(arguments)
+    return None if program in SHELL else f"unknown program {program}: add a check"
+
+
+def penstock_problem(arguments: list[str]) -> str | None:
+    """Parses the arguments as the command itself would."""
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    if arguments[0] not in commands:
+        return None if arguments[0].startswith("-") else f"no command {arguments[0]}"
+    values = ["control" if word == "NAME" else word for word in arguments[1:] if word != "--help"]
+    try:
+        commands[arguments[0]].make_context(arguments[0], values)
+    except Exception as error:  # noqa: BLE001  typer brings a copy of click, with exceptions of its own
+        return INCOMPLETE if type(error).__name__ == "MissingParameter" else str(error)
+    return None
+
+
+def celery_problem(arguments: list[str]) -> str | None:
+    if len(arguments) < 3:
+        return INCOMPLETE
+    option, module, command, *rest = arguments
+    if option != "-A" or importlib.util.find_spec(module) is None:
+        return f"no app {module}"
+    if command == "worker":
+        known = {name for parameter in celery_worker.params for name in parameter.opts}
+        unknown = [word for word in rest if word.startswith("-") and word not in known]
+        return f"unknown {unknown}" if unknown else None
+    return None if command in ("flower", "inspect") else f"unknown command {command}"
+
+
+def make_problem(arguments: list[str]) -> str | None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return None if arguments[0] in targets else f"no target {arguments[0]}"
+
+
+def compose_problem(arguments: list[str]) -> str | None:
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    command, *rest = arguments
+    if command not in ("up", "down", "stop", "exec", "build", "logs"):
+        return f"unknown command {command}"
+    scaled = [word.partition("=")[0] for word in rest if "=" in word]
+    missing = [name for name in [*scaled, *(rest[:1] if command == "exec" else [])] if name not in services]
+    if command == "exec" and not missing:
+        return problem_of(rest[1:])
+    return f"no service {missing}" if missing else None
+
+
+def python_problem(arguments: list[str]) -> str | None:
+    if arguments[0] == "-m":
+        return None if importlib.util.find_spec(arguments[1]) else f"no module {arguments[1]}"
+    return None if (ROOT / arguments[0]).is_file() else f"no file {arguments[0]}"
+
+
+def vllm_problem(arguments: list[str]) -> str | None:
+    unknown = {word for word in arguments if word.startswith("--")} - VLLM_FLAGS
+    return f"unknown {sorted(unknown)}" if unknown else None
+
+
+def redis_problem(arguments: list[str]) -> str | None:
+    compose = (ROOT / "docker-compose.yml").read_text()
+    settings = " ".join(arguments).split("--")[1:]
+    unknown = [each for each in settings if each.strip() not in compose]
+    return f"not in docker-compose.yml: {unknown}" if unknown else None
+
+
+CHECKS: dict[str, Callable[[list[str]], str | None]] = {
+    "penstock": penstock_problem,
+    "celery": celery_problem,
+    "make": make_problem,
+    "docker-compose": compose_problem,
+    "python": python_problem,
+    "pytest": lambda arguments: None if arguments == ["PATH::NAME"] else python_problem(arguments),
+    "vllm": vllm_problem,
+    "redis-server": redis_problem,
+}
+
+
+def test_what_is_checked_by_structure_is_run_by_another_suite() -> None:
+    assert [suite for suite in RUN_BY.values() if not (ROOT / suite).exists()] == []
+
+
+# The README's run, as typed
+
+
+class ReadmeRun:
+    """The environment, configuration, commands and trainer of the README, with an engine that has no model."""
+
+    def __init__(self, cluster: Cluster, engine: EngineProcess) -> None:
+        self.cluster = cluster
+        (cluster.directory / "run.toml").write_text(README.blocks("toml")[0])
+        (cluster.directory / "sums.py").write_text(README.blocks("python")[0])
+        host, port = engine.address
+        self.variables = {
+            "PENSTOCK_CONFIG": "run.toml",
+            "PYTHONPATH": f"{ROOT}{os.pathsep}.",
+            "PENSTOCK_ENGINE__URLS": f"http://{host}:{port}",
+            "PENSTOCK_STEPS": "2",
+            "PENSTOCK_BATCH__SIZE": "2",
+        }
+
+    def start(self, command: list[str]) -> Process:
+        program = sys.executable if command[0] == "python" else str(BIN / command[0])
+        return self.cluster.start(command[0], program, *command[1:], **self.variables)
+
+    def ask(self, command: list[str]) -> str:
+        process = self.start(command)
+        assert process.wait() == 0, process.text
+        return process.text
+
+
+@pytest.fixture(scope="module")
+def readme_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReadmeRun]:
+    directory = tmp_path_factory.mktemp("readme")
+    engine = EngineProcess(directory, "--layers", "8")
+    try:
+        with cluster_in(directory) as cluster:
+            readme = ReadmeRun(cluster, engine)
+            commands = README.commands()
+            for worker in [command for command in commands if command[0] == "celery"]:
+                readme.start(worker)
+            run = readme.start(["penstock", "run"])
+            trainer = readme.start(["python", "-c", README.blocks("python")[1]])
+            assert run.wait(90) == 0, run.text[-3000:]
+            assert trainer.wait(30) == 0, trainer.text[-3000:]
+            yield readme
+    finally:
+        engine.end()
+
+
+def test_the_readmes_run_delivers_its_steps_to_its_trainer(readme_run: ReadmeRun) -> None:
+    trained = readme_run.cluster.directory / "runs/sums/trainer"
+    assert '"acked":1' in (trained / "rank_00.json").read_text().replace(" ", "")
+    assert '"version":2' in (trained / "policy.json").read_text().replace(" ", "")
+
+
+def test_status_and_audit_answer_as_the_readme_says(readme_run: ReadmeRun) -> None:
+    asking = [command for command in README.commands() if command[1] in ("status", "audit")]
+    answers = {command[1]: readme_run.ask(command) for command in asking}
+    assert "2 of 2 delivered" in answers["status"]
+    assert "It adds up" in answers["audit"]
+
+
+# Samples
+
+
+@named(GUIDES)
+def test_toml_blocks_load(page: Page, tmp_path: Path) -> None:
+    for number, block in enumerate(page.blocks("toml")):
+        assert tomllib.loads(block)
+        path = tmp_path / f"{number}.toml"
+        path.write_text(block)
+        load(path, environ={})
+
+
+@named(GUIDES)
+def test_python_blocks_compile_and_use_the_readers_own_names(page: Page) -> None:
+    kinds = {"reader": BatchReader, "batch": Batch, "mb": MicroBatch}
+    for block in page.blocks("python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in kinds:
+                assert is_attribute(kinds[node.value.id], node.attr), f"{node.value.id}.{node.attr}"
+
+
+def is_attribute(kind: type, name: str) -> bool:
+    """Of the class, or set by its `__init__`."""
+    made = kind.__init__.__code__.co_names if hasattr(kind.__init__, "__code__") else ()
+    return hasattr(kind, name) or name in kind.__annotations__ or name in made
+
+
+def test_the_environment_of_the_guide_plays(readme_run: ReadmeRun, tmp_path: Path, monkeypatch: Any) -> None:
+    guide = Page(ROOT / "docs" / "environments.md")
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "capitals.py").write_text(guide.blocks("python")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = tomllib.loads(guide.blocks("toml")[0])["environments"]["capitals"]
+    results: list[RolloutResult] = []
+
+    async def main() -> None:
+        environment = load_environments({"capitals": EnvironmentSettings(**settings)})["capitals"]
+        async with stage_of(tmp_path / "store", readme_run.variables["PENSTOCK_ENGINE__URLS"]) as stage:
+            results.append(await play(stage, environment, 0, attempt_of()))
+
+    run(main)
+    assert results[0].metrics["hinted"] == 1.0, "an engine without a model does not know capitals"
+    assert results[0].policy_error is None
+
+
+def test_samples_of_the_environment_guide_can_be_imported() -> None:
+    for block in Page(ROOT / "docs" / "environments.md").blocks("python"):
+        exec(compile(block, "docs/environments.md", "exec"), {"__name__": "sample"})
+
+
+# Names
+
+
+@named(GUIDES)
+def test_every_path_and_module_exists(page: Page) -> None:
+    missing = [code for code in page.inline_code() if not path_exists(code) or not module_exists(code)]
+    assert not missing
+
+
+def path_exists(code: str) -> bool:
+    found = re.fullmatch(rf"((?:{'|'.join(FOLDERS)})/[\w./-]*)(::\w+)?", code)
+    return found is None or (ROOT / found[1]).exists()
+
+
+def module_exists(code: str) -> bool:
+    """A dotted name in one of our packages is a module, or an attribute of one."""
+    if not re.fullmatch(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)+", code) or code in settings_of_the_reference():
+        return True
+    if importlib.util.find_spec(code.split(".")[0]) is None:
+        return False
+    module, _, name = code.rpartition(".")
+    try:
+        return importlib.util.find_spec(code) is not None
+    except ModuleNotFoundError:
+        return hasattr(importlib.import_module(module), name)
+
+
+@named([*GUIDES, *LOGS])
+def test_every_relative_link_resolves(page: Page) -> None:
+    targets = [link.partition("#")[0] for link in page.links() if "://" not in link]
+    assert [target for target in targets if not (page.path.parent / target).exists()] == []
+
+
+def settings_of_the_reference() -> set[str]:
+    """`section.key` of every setting, and the sections, read from the generated page."""
+    names, section = set[str](), ""
+    for line in reference.page().splitlines():
+        if heading := re.match(r"## `\[(.+)\]`", line):
+            section = heading[1].replace(".NAME", "")
+            names.add(section)
+        elif row := re.match(r"\| `(\w+)` \|", line):
+            names.add(f"{section}.{row[1]}".lstrip("."))
+    return names
+
+
+@named(GUIDES)
+def test_every_setting_exists(page: Page) -> None:
+    settings = settings_of_the_reference()
+    sections = {name.split(".")[0] for name in settings if "." in name}
+    unknown = [code for code in page.inline_code() if (name := setting_named(code, sections)) and name not in settings]
+    assert not unknown
+
+
+def setting_named(code: str, sections: set[str]) -> str | None:
+    """`section.key`, `section.key = value` or `[section]`; None for attributes of a trainer's or policy's variables."""
+    if heading := re.fullmatch(r"\[([a-z_.]+)\]", code):
+        return None if heading[1] == "section" else heading[1]
+    name = code.partition(" = ")[0]
+    dotted = re.fullmatch(r"([a-z_]+)\.([a-z_]+)(?:\.[a-z_]+)*", name)
+    if dotted is None or dotted[1] not in sections or dotted[2] == "json":
+        return None
+    kinds: dict[str, type] = {"batch": Batch, "policy": Policy}
+    return None if dotted[1] in kinds and is_attribute(kinds[dotted[1]], dotted[2]) else name
+
+
+@named(GUIDES)
+def test_every_variable_is_a_setting(page: Page) -> None:
+    examples = {"PENSTOCK_SECTION__KEY", "PENSTOCK_CONFIG"}
+    variables = set(re.findall(r"\bPENSTOCK_[A-Z_]*[A-Z]\b", page.text)) - examples
+    names = {name.removeprefix("PENSTOCK_").lower().replace("__", ".") for name in variables}
+    assert not names - settings_of_the_reference()
+
+
+# The pages themselves
+
+
+def test_the_configuration_page_is_that_of_the_settings() -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text() == reference.page(), "run `make docs`"
+
+
+def test_the_readme_is_short_and_links_every_page() -> None:
+    assert len(README.text.splitlines()) <= MOST_LINES
+    linked = {(ROOT / link).resolve() for link in README.links()}
+    assert [page.name for page in GUIDES[1:] if page.path not in linked] == []
+
+
+@named([*GUIDES, *LOGS])
+def test_no_page_has_a_forbidden_word(page: Page) -> None:
+    assert FORBIDDEN.findall(page.text) == []
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name)
+def test_pictures_are_svg_for_light_and_dark(picture: Path) -> None:
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    assert "prefers-color-scheme: dark" in picture.read_text()
