@@ -2,9 +2,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.asking import run
-from support.playing import attempt_of, stage_of
-from support.upstream import Says, Seen, answer, serving
+from support.engine_clients import run
+from support.rollout_stages import attempt_of, stage_of
+from support.upstream import ReceivedRequest, Response, answer, serving
 
 from penstock.config.engine import EnvironmentSettings
 from penstock.environments import load_environments
@@ -20,10 +20,12 @@ PROGRAMS = {
 }
 
 
-def said(seen: Seen) -> Says:
+def said(seen: ReceivedRequest) -> Response:
     """Which program it writes is the rollout's name."""
     name = seen.headers["X-Session-ID"].partition(".")[0]
-    return Says(body=answer(seen, f"Like this:\n```python\n{PROGRAMS[name]}\n```" if name in PROGRAMS else "no idea"))
+    return Response(
+        body=answer(seen, f"Like this:\n```python\n{PROGRAMS[name]}\n```" if name in PROGRAMS else "no idea")
+    )
 
 
 def test_programs_are_scored_by_what_they_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

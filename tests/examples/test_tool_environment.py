@@ -3,9 +3,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.asking import run
-from support.playing import attempt_of, stage_of
-from support.upstream import Says, Seen, answer, calling, serving, tool_call
+from support.engine_clients import run
+from support.rollout_stages import attempt_of, stage_of
+from support.upstream import ReceivedRequest, Response, answer, calling, serving, tool_call
 
 from penstock.config.engine import EnvironmentSettings
 from penstock.environments import load_environments
@@ -14,17 +14,17 @@ from penstock.playing.rollout import play
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def looks_up(seen: Seen) -> Says:
+def looks_up(seen: ReceivedRequest) -> Response:
     """Both countries in one turn, one of them misspelt at first; then it names the larger number."""
     countries = re.findall(r"in (\w+)", seen.messages[0]["content"])
     told = [message["content"] for message in seen.messages if message["role"] == "tool"]
     if not told:
         asked = [tool_call("population", {"country": name}, id=name) for name in (countries[0], countries[1].lower())]
-        return Says(body=answer(seen, calling(*asked)))
+        return Response(body=answer(seen, calling(*asked)))
     if len(told) == 2:
         assert told[1].startswith("error: the atlas has no ")
-        return Says(body=answer(seen, calling(tool_call("population", {"country": countries[1]}))))
-    return Says(body=answer(seen, f"{countries[int(told[2]) > int(told[0])]}."))
+        return Response(body=answer(seen, calling(tool_call("population", {"country": countries[1]}))))
+    return Response(body=answer(seen, f"{countries[int(told[2]) > int(told[0])]}."))
 
 
 def test_a_policy_that_looks_up_what_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

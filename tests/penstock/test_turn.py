@@ -5,7 +5,7 @@ import json
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.reading import fingerprint
+from support.reference_comparison import fingerprint
 
 from penstock.engines.cuts import Match, longest_in_ids, longest_in_text
 from penstock.turn import Fingerprint

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from support.pipeline import Pipeline, pipeline_in
-from support.playing import attempt_of, files, loaded
 from support.processes import alive
+from support.rollout_stages import attempt_of, files, loaded
 from support.session_process import Script, SessionsProcess, running, scripted
 from support.waiting import wait_until, wait_until_async
 

@@ -19,7 +19,7 @@ from penstock import redis_keys
 from penstock.config import test_hooks
 from penstock.ledger.schema import reading
 from penstock.runtime.embedded_redis import EmbeddedRedis
-from support.forked import Forked, is_program
+from support.forked_programs import Forked, is_program
 from support.waiting import wait_until
 
 BIN = Path(sys.executable).parent

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from support.cluster import Process
-from support.upstream import Message, Says, Seen, Server, answer, serving, user
+from support.upstream import Message, ReceivedRequest, Response, Server, answer, serving, user
 from support.waiting import wait_until
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
@@ -130,21 +130,23 @@ class Script:
     """What the upstream says, by the last message; what is not scripted gets an answer."""
 
     server: Server
-    says: dict[str, Callable[[Seen], Says]] = field(default_factory=dict[str, Callable[[Seen], Says]])
+    says: dict[str, Callable[[ReceivedRequest], Response]] = field(
+        default_factory=dict[str, Callable[[ReceivedRequest], Response]]
+    )
     dialect: str = "vllm"
     routed: bool = True
 
-    def respond(self, seen: Seen) -> Says:
+    def respond(self, seen: ReceivedRequest) -> Response:
         if seen.path != CHAT:
-            return Says(body=json.dumps({"path": seen.path, "method": seen.method}).encode(), headers=JSON)
+            return Response(body=json.dumps({"path": seen.path, "method": seen.method}).encode(), headers=JSON)
         scripted = self.says.get(str(seen.messages[-1].get("content")))
-        return scripted(seen) if scripted else Says(body=self.body(seen), headers=JSON)
+        return scripted(seen) if scripted else Response(body=self.body(seen), headers=JSON)
 
-    def body(self, seen: Seen) -> bytes:
+    def body(self, seen: ReceivedRequest) -> bytes:
         text = f"answer {len(seen.messages)} to {seen.messages[-1].get('content')}"
         return answer(seen, text, dialect=self.dialect, routed=self.routed)
 
-    def seen(self, text: str) -> list[Seen]:
+    def seen(self, text: str) -> list[ReceivedRequest]:
         """The chats that ended with `text`."""
         chats = [seen for seen in self.server.seen if seen.path == CHAT]
         return [seen for seen in chats if seen.messages[-1].get("content") == text]

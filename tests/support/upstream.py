@@ -14,12 +14,12 @@ from typing import Any
 from aiohttp import web
 
 from penstock.turn import Message
-from support.engine_replies import Said, compact
-from support.talking import ROLES, rows_of
+from support.conversations import ROLES, rows_of
+from support.engine_responses import ResponseSpec, compact
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class ReceivedRequest:
     """A request."""
 
     method: str
@@ -37,7 +37,7 @@ class Seen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Says:
+class Response:
     """What is sent back, or how it goes wrong."""
 
     body: bytes = b""
@@ -51,7 +51,7 @@ class Says:
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-Respond = Callable[[Seen], Says]
+Respond = Callable[[ReceivedRequest], Response]
 
 
 @dataclass(kw_only=True)
@@ -60,7 +60,7 @@ class Server:
 
     respond: Respond
     port: int = 0
-    seen: list[Seen] = field(default_factory=list[Seen])
+    seen: list[ReceivedRequest] = field(default_factory=list[ReceivedRequest])
     answering: int = 0
     most_answering: int = 0
     unread_bytes: int = 0
@@ -103,7 +103,7 @@ class Server:
         assert request.transport is not None
         headers = {**request.headers, "peer": str(request.transport.get_extra_info("peername"))}
         body = json.loads(await request.read() or b"null")
-        seen = Seen(method=request.method, path=request.path, body=body, headers=headers)
+        seen = ReceivedRequest(method=request.method, path=request.path, body=body, headers=headers)
         self.seen.append(seen)
         self.answering += 1
         self.most_answering = max(self.most_answering, self.answering)
@@ -112,7 +112,7 @@ class Server:
         finally:
             self.answering -= 1
 
-    async def _say(self, request: web.Request, says: Says) -> web.StreamResponse:
+    async def _say(self, request: web.Request, says: Response) -> web.StreamResponse:
         assert request.transport is not None
         if says.hangs:
             await asyncio.Event().wait()
@@ -164,7 +164,9 @@ def spoken_ids(message: Message) -> list[int]:
     return list(((message.get("content") or "") + (json.dumps(calls) if calls else "")).encode())
 
 
-def answer(seen: Seen, message: str | Message, *, dialect: str = "vllm", routed: bool = False, **changes: Any) -> bytes:
+def answer(
+    seen: ReceivedRequest, message: str | Message, *, dialect: str = "vllm", routed: bool = False, **changes: Any
+) -> bytes:
     """The body of an answer in which the policy says `message`."""
     said = {"role": "assistant", "content": message} if isinstance(message, str) else message
     ids = seen.body["token_ids"] if dialect == "generate" else prompt_ids(seen.messages)
@@ -177,7 +179,7 @@ def answer(seen: Seen, message: str | Message, *, dialect: str = "vllm", routed:
     rows = rows_of([*ids, *completion])[start:] if routed else None
     form = {"dialect": dialect, "form": "bare" if dialect == "sglang" else "object", "start": start}
     logprobs = [-token / 64 for token in completion]
-    reply = Said(prompt=ids, completion=completion, logprobs=logprobs, rows=rows, **form).reply()
+    reply = ResponseSpec(prompt=ids, completion=completion, logprobs=logprobs, rows=rows, **form).reply()
     if dialect != "generate":
         reply["choices"][0]["message"] = said
     if dialect == "sglang":

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.asking import run
-from support.tokenizers_dir import tokenizer_dir
+from support.engine_clients import run
+from support.tokenizer_directory import tokenizer_dir
 
 from penstock.config import RunConfig
 from penstock.errors import StageError

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from support.playing import attempt_of, loaded
+from support.rollout_stages import attempt_of, loaded
 from support.session_process import Script, SessionsProcess, running, scripted
 
 from penstock.config.engine import Engine, Policy

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.playing import attempt_of, loaded
+from support.rollout_stages import attempt_of, loaded
 from support.session_process import JSON, Script, SessionsProcess
-from support.upstream import Says, Seen, answer
+from support.upstream import ReceivedRequest, Response, answer
 from support.waiting import wait_until, wait_until_async
 
 from penstock.environments.verifiers import Verifiers, verifiers_process
@@ -66,7 +66,7 @@ def test_a_setup_timeout_is_an_infrastructure_failure(played: Played) -> None:
 def test_an_engine_failure_is_an_infrastructure_failure_even_if_the_harness_ignores_it(
     played: Played, script: Script, trick: str
 ) -> None:
-    script.says[trick] = lambda seen: Says(status=500, body=b'{"error": "out of memory"}', headers=JSON)
+    script.says[trick] = lambda seen: Response(status=500, body=b'{"error": "out of memory"}', headers=JSON)
     try:
         with pytest.raises(InfrastructureFailure, match=r"ProviderError: upstream 500: .*out of memory") as failure:
             played(trick)
@@ -99,7 +99,7 @@ def test_a_bug_of_the_environment_names_its_line(played: Played, trick: str, rea
 
 def test_a_limit_reached_by_the_policy_is_a_failure_of_the_policy(played: Played, script: Script) -> None:
     limit = b'{"error": {"message": "this model\'s maximum context length is 4096 tokens"}}'
-    script.says["answers"] = lambda seen: Says(status=400, body=limit, headers=JSON)
+    script.says["answers"] = lambda seen: Response(status=400, body=limit, headers=JSON)
     try:
         result = played("answers")
     finally:
@@ -216,5 +216,5 @@ def pid_of(environment: Verifiers) -> int:
     return environment._process.pid  # pyright: ignore[reportPrivateUsage]
 
 
-def says(text: str) -> Callable[[Seen], Says]:
-    return lambda seen: Says(body=answer(seen, text), headers=JSON)
+def says(text: str) -> Callable[[ReceivedRequest], Response]:
+    return lambda seen: Response(body=answer(seen, text), headers=JSON)

@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 import pytest
-from support.asking import assert_idle, quick_engine, run
-from support.upstream import Says, Seen, Server, answer, serving, user
+from support.engine_clients import assert_idle, quick_engine, run
+from support.upstream import ReceivedRequest, Response, Server, answer, serving, user
 from support.waiting import wait_until_async
 
 from penstock.engines import transport
@@ -32,11 +32,11 @@ async def client_of(*urls: str, **changes: Any) -> AsyncIterator[EngineClient]:
         assert_idle(client)
 
 
-def hello(seen: Seen) -> Says:
-    return Says(body=answer(seen, "hello"))
+def hello(seen: ReceivedRequest) -> Response:
+    return Response(body=answer(seen, "hello"))
 
 
-def failing(times: int, fault: Says) -> Callable[[Seen], Says]:
+def failing(times: int, fault: Response) -> Callable[[ReceivedRequest], Response]:
     return lambda seen: fault if seen.retry < times else hello(seen)
 
 
@@ -50,19 +50,19 @@ def words(body: bytes) -> bytes:
 
 
 FAULTS = {
-    "a 500": Says(status=500, body=b"oops"),
-    "a 503 in chunks": Says(status=503, body=b"busy", chunked=True),
-    "too many requests": Says(status=429, body=b"later"),
-    "no JSON": Says(body=b"<html>"),
-    "no choices": Says(body=b'{"choices":[]}'),
-    "half a body": Says(body=b'{"choices":[' * 10, breaks_off_at=30),
-    "half a chunked body": Says(body=b'{"choices":[' * 10, breaks_off_at=30, chunked=True),
-    "a broken connection": Says(breaks_off_at=-1),
+    "a 500": Response(status=500, body=b"oops"),
+    "a 503 in chunks": Response(status=503, body=b"busy", chunked=True),
+    "too many requests": Response(status=429, body=b"later"),
+    "no JSON": Response(body=b"<html>"),
+    "no choices": Response(body=b'{"choices":[]}'),
+    "half a body": Response(body=b'{"choices":[' * 10, breaks_off_at=30),
+    "half a chunked body": Response(body=b'{"choices":[' * 10, breaks_off_at=30, chunked=True),
+    "a broken connection": Response(breaks_off_at=-1),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_what_fails_is_asked_again(fault: Says) -> None:
+def test_what_fails_is_asked_again(fault: Response) -> None:
     async def main() -> None:
         with serving(failing(2, fault)) as server:
             async with client_of(server.url) as client:
@@ -75,7 +75,7 @@ def test_what_fails_is_asked_again(fault: Says) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_what_fails_for_ever_is_an_infrastructure_failure(fault: Says) -> None:
+def test_what_fails_for_ever_is_an_infrastructure_failure(fault: Response) -> None:
     async def main() -> None:
         with serving(lambda _: fault) as server:
             async with client_of(server.url, retries=2) as client:
@@ -89,7 +89,7 @@ def test_what_fails_for_ever_is_an_infrastructure_failure(fault: Says) -> None:
 
 def test_silence_is_a_failure() -> None:
     async def main() -> None:
-        with serving(failing(1, Says(hangs=True))) as server:
+        with serving(failing(1, Response(hangs=True))) as server:
             async with client_of(server.url, silence_s=0.2, retries=100) as client:
                 assert (await client.send(REQUEST, words)).failures >= 1
                 await wait_until_async(lambda: not server.answering)
@@ -138,7 +138,7 @@ def test_an_engine_that_comes_back_in_time_was_never_away() -> None:
 
 def test_an_engine_killed_while_it_answers_is_waited_for() -> None:
     async def main() -> None:
-        with serving(failing(1, Says(hangs=True))) as server:
+        with serving(failing(1, Response(hangs=True))) as server:
             async with client_of(server.url, unreachable_s=30, retries=1) as client:
                 asking = asyncio.create_task(client.send(REQUEST, words))
                 await wait_until_async(lambda: server.answering)
@@ -167,15 +167,15 @@ def test_another_replica_answers_for_one_that_is_away_or_fails() -> None:
 @pytest.mark.parametrize(
     ("says", "failure", "said"),
     [
-        (Says(status=404, body=b"no such model"), InfrastructureFailure, "404: no such model.*engine.model"),
-        (Says(status=307), InfrastructureFailure, "307"),
-        (Says(status=400, body=b"This model's maximum context length is 8 tokens"), PolicyFailure, "context limit"),
-        (Says(status=400, body=b'{"code":"context_length_exceeded"}'), PolicyFailure, "context limit"),
-        (Says(status=400, body=b"The decoder prompt (length 9) is longer than the maximum model length of 8"),
+        (Response(status=404, body=b"no such model"), InfrastructureFailure, "404: no such model.*engine.model"),
+        (Response(status=307), InfrastructureFailure, "307"),
+        (Response(status=400, body=b"This model's maximum context length is 8 tokens"), PolicyFailure, "context limit"),
+        (Response(status=400, body=b'{"code":"context_length_exceeded"}'), PolicyFailure, "context limit"),
+        (Response(status=400, body=b"The decoder prompt (length 9) is longer than the maximum model length of 8"),
          PolicyFailure, "context limit"),
     ],
 )  # fmt: skip
-def test_what_the_engine_refuses_is_not_asked_again(says: Says, failure: type[Exception], said: str) -> None:
+def test_what_the_engine_refuses_is_not_asked_again(says: Response, failure: type[Exception], said: str) -> None:
     async def main() -> None:
         with serving(lambda _: says) as server:
             async with client_of(server.url) as client:
@@ -206,7 +206,7 @@ def test_large_bodies_are_read_off_the_loop_and_small_ones_on_it() -> None:
     async def main() -> None:
         sizes = {True: 1, False: ON_LOOP_BYTES}
         for on_loop, size in sizes.items():
-            with serving(lambda seen, size=size: Says(body=answer(seen, "hello", padding="x" * size))) as server:
+            with serving(lambda seen, size=size: Response(body=answer(seen, "hello", padding="x" * size))) as server:
                 async with client_of(server.url) as client:
                     found = await client.send(REQUEST, lambda _: threading.current_thread())
                     assert (found.value is threading.current_thread()) == on_loop
@@ -239,14 +239,14 @@ def test_bodies_over_the_byte_budget_wait_unread(chunked: bool) -> None:
             assert [found.value for found in await asyncio.gather(*asking)] == [size] * asked
             assert client.budget.most_used <= (limit + size if chunked else fit * size)
 
-    with serving(lambda _: Says(body=body, chunked=chunked)) as server:
+    with serving(lambda _: Response(body=body, chunked=chunked)) as server:
         run(lambda: main(server))
 
 
 def test_an_answer_larger_than_the_budget_is_refused() -> None:
     async def main() -> None:
         for chunked in (False, True):
-            with serving(lambda _, chunked=chunked: Says(body=bytes(MEGABYTE), chunked=chunked)) as server:
+            with serving(lambda _, chunked=chunked: Response(body=bytes(MEGABYTE), chunked=chunked)) as server:
                 async with client_of(server.url, received_bytes=MEGABYTE // 2) as client:
                     with pytest.raises(InfrastructureFailure, match=r"raise engine\.received_bytes"):
                         await client.send(REQUEST, words)
@@ -262,7 +262,7 @@ def test_a_connection_whose_answer_waited_to_be_read_is_not_used_again(
     monkeypatch.setattr(transport, "SLOW_READ_S", patience_s)
 
     async def main() -> None:
-        with serving(lambda _: Says(body=bytes(MEGABYTE))) as server:
+        with serving(lambda _: Response(body=bytes(MEGABYTE))) as server:
             async with client_of(server.url) as client:
                 for _ in range(2):
                     assert (await client.send(REQUEST, len)).value == MEGABYTE

@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
-from support.malformed import LAYERS, PROMPT, TABLE, Malformed, said
-from support.reading import agree, ask
+from support.malformed_responses import LAYERS, PROMPT, TABLE, Malformed, said
+from support.reference_comparison import agree, ask
 from support.strict_reference import Question
 
 from penstock.errors import Upstream

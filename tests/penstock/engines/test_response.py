@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine_replies import DIALECTS, FORMS, Said, compact
-from support.reading import agree, fingerprint
+from support.engine_responses import DIALECTS, FORMS, ResponseSpec, compact
+from support.reference_comparison import agree, fingerprint
 from support.strict_reference import Question
 
 from penstock.engines.dialects import Endpoint
@@ -28,7 +28,7 @@ def drawn_rows(draw: st.DrawFn, rows: int, form: str) -> Rows:
 
 
 @st.composite
-def exchanges(draw: st.DrawFn) -> tuple[Said, Question]:
+def exchanges(draw: st.DrawFn) -> tuple[ResponseSpec, Question]:
     """An engine's answer to a prompt that may begin with known sequences, some of them prefixes of each other."""
     dialect, form = draw(st.sampled_from(DIALECTS)), draw(st.sampled_from(FORMS))
     prompt, completion = draw(token_lists), draw(st.lists(ids, max_size=6))
@@ -43,7 +43,7 @@ def exchanges(draw: st.DrawFn) -> tuple[Said, Question]:
     if draw(st.booleans()):
         rows = drawn_rows(draw, tokens - start - draw(st.sampled_from([0, 1])), form)
         start = min(start, tokens - len(rows))
-    said = Said(prompt=prompt, completion=completion, rows=rows, start=start, dialect=dialect, form=form)
+    said = ResponseSpec(prompt=prompt, completion=completion, rows=rows, start=start, dialect=dialect, form=form)
     taught = rows is not None and draw(st.booleans())
     question = Question(
         endpoint="generate" if dialect == "generate" else "chat",
@@ -61,14 +61,14 @@ def exchanges(draw: st.DrawFn) -> tuple[Said, Question]:
 
 @settings(max_examples=150)
 @given(exchanges())
-def test_reads_what_the_strict_reference_reads(exchange: tuple[Said, Question]) -> None:
+def test_reads_what_the_strict_reference_reads(exchange: tuple[ResponseSpec, Question]) -> None:
     said, question = exchange
     agree(said.body(), question)
 
 
 @settings(max_examples=150)
 @given(exchanges(), st.data())
-def test_spelling_does_not_matter(exchange: tuple[Said, Question], data: st.DataObject) -> None:
+def test_spelling_does_not_matter(exchange: tuple[ResponseSpec, Question], data: st.DataObject) -> None:
     said, question = exchange
     body = data.draw(
         st.sampled_from(
@@ -100,7 +100,7 @@ def rows_of(turn: Turn) -> list[int]:
 
 
 def test_two_turns_of_a_conversation() -> None:
-    first = read_turn(Said(prompt=[1, 2, 3], completion=[4, 5], rows=ROWS[:4]).body())
+    first = read_turn(ResponseSpec(prompt=[1, 2, 3], completion=[4, 5], rows=ROWS[:4]).body())
     assert first.extends is None
     assert first.prompt_ids.tolist() == [1, 2, 3]
     assert first.completion_ids.tolist() == [4, 5]
@@ -110,7 +110,7 @@ def test_two_turns_of_a_conversation() -> None:
     assert json.loads(first.message or b"")["role"] == "assistant"
 
     known = OpenSample(sequence=first.sequence, rows_from=4)
-    said = Said(prompt=[1, 2, 3, 4, 5, 6, 7], completion=[8], rows=ROWS[:7])
+    said = ResponseSpec(prompt=[1, 2, 3, 4, 5, 6, 7], completion=[8], rows=ROWS[:7])
     second = read_turn(said.body(), open_samples=[known], route_format=first.routes.format)
     assert (second.extends, second.prefix_tokens, second.prompt_tokens, second.tokens) == (0, 5, 7, 8)
     assert second.prompt_ids.tolist() == [6, 7]
@@ -119,7 +119,7 @@ def test_two_turns_of_a_conversation() -> None:
 
 def test_a_prompt_that_is_exactly_the_known_sequence_extends_it() -> None:
     turn = read_turn(
-        Said(prompt=[1, 2, 3], completion=[4]).body(),
+        ResponseSpec(prompt=[1, 2, 3], completion=[4]).body(),
         open_samples=[OpenSample(sequence=fingerprint([1, 2, 3]), rows_from=2)],
     )
     assert turn.extends == 0
@@ -128,19 +128,19 @@ def test_a_prompt_that_is_exactly_the_known_sequence_extends_it() -> None:
 
 def test_an_id_that_only_begins_alike_is_not_known() -> None:
     known = OpenSample(sequence=fingerprint([1, 2]), rows_from=1)
-    assert read_turn(Said(prompt=[1, 22, 3], completion=[4]).body(), open_samples=[known]).extends is None
+    assert read_turn(ResponseSpec(prompt=[1, 22, 3], completion=[4]).body(), open_samples=[known]).extends is None
 
 
 def test_the_longest_known_sequence_counts_and_ambiguity_is_told() -> None:
     known = [OpenSample(sequence=fingerprint(ids), rows_from=0) for ids in ([1, 2], [1, 2, 3], [1, 9], [1, 2, 3])]
-    turn = read_turn(Said(prompt=[1, 2, 3, 4], completion=[5]).body(), open_samples=known)
+    turn = read_turn(ResponseSpec(prompt=[1, 2, 3, 4], completion=[5]).body(), open_samples=known)
     assert turn.extends == 1, "of equal ones the first"
     assert turn.matches == 3
 
 
 def test_token_in_token_out_takes_the_prompt_from_the_request() -> None:
     request = RequestInfo(endpoint=Endpoint.GENERATE, prompt_ids=np.array([1, 2, 3], np.int32))
-    body = Said(prompt=[1, 2, 3], completion=[4, 5], dialect="generate").body()
+    body = ResponseSpec(prompt=[1, 2, 3], completion=[4, 5], dialect="generate").body()
     turn = read_turn(body, request=request, open_samples=[OpenSample(sequence=fingerprint([1, 2]), rows_from=1)])
     assert turn.prompt_ids.tolist() == [3]
     assert turn.message is None
@@ -154,20 +154,20 @@ def test_token_in_token_out_takes_the_prompt_from_the_request() -> None:
     [("12", 12), (12, 12), ("default", None), (None, None), ("\u0663", None), ("9" * 5000, None), ("2147483648", None)],
 )
 def test_sglang_names_its_weights(said: str | int | None, version: int | None) -> None:
-    reply = Said(prompt=[1], completion=[2], dialect="sglang").reply()
+    reply = ResponseSpec(prompt=[1], completion=[2], dialect="sglang").reply()
     reply["choices"][0]["meta_info"]["weight_version"] = said
     assert read_turn(compact(reply), request=RequestInfo(prompt_ids=np.array([1], np.int32))).version == version
 
 
 def test_tool_calls_stand_for_content() -> None:
-    reply = Said(prompt=[1], completion=[2]).reply()
+    reply = ResponseSpec(prompt=[1], completion=[2]).reply()
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     reply["choices"][0]["message"] = {"role": "assistant", "content": None, "tool_calls": calls}
     assert json.loads(read_turn(compact(reply)).message or b"")["tool_calls"] == calls
 
 
 def test_an_empty_completion_is_a_turn() -> None:
-    turn = read_turn(Said(prompt=[1, 2], completion=[], rows=ROWS[:1]).body())
+    turn = read_turn(ResponseSpec(prompt=[1, 2], completion=[], rows=ROWS[:1]).body())
     assert turn.completion_ids.tolist() == []
     assert rows_of(turn) == [0]
 
@@ -186,7 +186,7 @@ def test_an_empty_completion_is_a_turn() -> None:
 def test_truncation_cuts_rows_with_the_tokens(
     limit: int, prompt: list[int], completion: list[int], rows: list[int], truncated: bool, overlong: bool
 ) -> None:
-    body = Said(prompt=[1, 2, 3, 4, 5], completion=[6, 7], rows=ROWS[:6]).body()
+    body = ResponseSpec(prompt=[1, 2, 3, 4, 5], completion=[6, 7], rows=ROWS[:6]).body()
     known = [OpenSample(sequence=fingerprint([1, 2]), rows_from=2)]
     turn = read_turn(body, open_samples=known, request=RequestInfo(max_seq_len=limit))
     assert (turn.prompt_ids.tolist(), turn.completion_ids.tolist()) == (prompt, completion)
@@ -199,7 +199,7 @@ def test_truncation_cuts_rows_with_the_tokens(
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_client_gets_the_bytes_without_the_rows(dialect: str, form: str) -> None:
-    said = Said(prompt=[1, 2], completion=[3, 4], rows=ROWS[:3], dialect=dialect, form=form)
+    said = ResponseSpec(prompt=[1, 2], completion=[3, 4], rows=ROWS[:3], dialect=dialect, form=form)
     endpoint = Endpoint.GENERATE if dialect == "generate" else Endpoint.CHAT
     request = RequestInfo(endpoint=endpoint, prompt_ids=np.array([1, 2], np.int32))
     for body in (said.body(), json.dumps(said.reply(), indent=1).encode()):
@@ -214,5 +214,5 @@ def test_the_client_gets_the_bytes_without_the_rows(dialect: str, form: str) -> 
 
 
 def test_a_body_without_rows_goes_on_as_it_is() -> None:
-    body = Said(prompt=[1], completion=[2]).body()
+    body = ResponseSpec(prompt=[1], completion=[2]).body()
     assert without_routes(body, read_turn(body)) is body

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine_replies import FORMS, Said, compact
-from support.reading import agree
+from support.engine_responses import FORMS, ResponseSpec, compact
+from support.reference_comparison import agree
 from support.strict_reference import Question
 
 from penstock.turn import Turn
@@ -27,8 +27,8 @@ def read(body: bytes, question: Question = KNOWN) -> Turn:
     return turn
 
 
-def said(**changes: Any) -> Said:
-    return Said(**{"prompt": PROMPT, "completion": COMPLETION, "rows": ROWS} | changes)
+def said(**changes: Any) -> ResponseSpec:
+    return ResponseSpec(**{"prompt": PROMPT, "completion": COMPLETION, "rows": ROWS} | changes)
 
 
 def test_keys_inside_a_string_are_no_keys() -> None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from support.engine_replies import DIALECTS, FORMS, Said
+from support.engine_responses import DIALECTS, FORMS, ResponseSpec
 from support.mutations import mutated, scrambled
-from support.reading import agree, answer_of, ask
+from support.reference_comparison import agree, answer_of, ask
 from support.strict_reference import Question
 
 BODIES_A_ROUND = 100
@@ -20,7 +20,7 @@ TOKENS = len(PROMPT) + len(COMPLETION)
 class Start:
     """A good answer to bend, and what is known when it comes."""
 
-    said: Said
+    said: ResponseSpec
     question: Question
 
     def held(self, body: bytes) -> tuple[int, int]:
@@ -52,7 +52,7 @@ def starts() -> list[Start]:
                 rows = None if form is None else rng.integers(0, 9, (TOKENS - 1, 2, 2)).astype(dtype)
                 found.append(
                     Start(
-                        Said(prompt=PROMPT, completion=COMPLETION, rows=rows, dialect=dialect, form=form or ""),
+                        ResponseSpec(prompt=PROMPT, completion=COMPLETION, rows=rows, dialect=dialect, form=form or ""),
                         Question(
                             endpoint="generate" if dialect == "generate" else "chat",
                             known=known,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine_replies import compact, routed
+from support.engine_responses import compact, routed
 
 from penstock.engines.routed_experts import SAMPLED_ROWS, Wanted, WireObject, read_lists, read_object, read_string
 from penstock.errors import Upstream

@@ -3,7 +3,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from support.asking import run
+from support.engine_clients import run
 from support.upstream import calling, tool_call
 
 from penstock.environments import Completion, Message, PlayedRollout, Score

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import judges
-from support.asking import run
+from support import graders
+from support.engine_clients import run
 from support.processes import alive, children
 from support.waiting import wait_until, wait_until_async
 
@@ -30,9 +30,9 @@ def grading_with(processes: int, body: Callable[[grading.GraderPool], Awaitable[
 
 def test_a_judge_runs_in_a_process_that_is_reused() -> None:
     async def body(pool: grading.GraderPool) -> None:
-        assert await graded(judges.same, "42", "42") == 1.0
-        assert await graded(judges.same, "42", "43", timeout_s=30) == 0.0
-        pids = {await graded(judges.process) for _ in range(3)}
+        assert await graded(graders.same, "42", "42") == 1.0
+        assert await graded(graders.same, "42", "43", timeout_s=30) == 0.0
+        pids = {await graded(graders.process) for _ in range(3)}
         assert pids == set(pool.pids)
         assert os.getpid() not in pids
         assert len(pids) == 1
@@ -43,14 +43,14 @@ def test_a_judge_runs_in_a_process_that_is_reused() -> None:
 def test_arguments_and_results_are_json_values_or_a_score() -> None:
     async def body(_: grading.GraderPool) -> None:
         long = "\x00 \n \ud800 é 😀" * 100_000
-        assert await graded(judges.same, long, long) == 1.0
+        assert await graded(graders.same, long, long) == 1.0
         odd = (None, True, 10**100, -0.5, ["a", {"b": []}], "😀")
-        assert await graded(judges.echo, *odd) == list(odd)
-        assert str(await graded(judges.echo, float("nan"))) == "[nan]"
-        assert await graded(judges.returns_numpy) == {"right": True, "share": 0.5}
-        assert await graded(judges.score, 0.5) == Score(reward=0.5, rewards={"right": 0.5}, metrics={"tests": 3})
+        assert await graded(graders.echo, *odd) == list(odd)
+        assert str(await graded(graders.echo, float("nan"))) == "[nan]"
+        assert await graded(graders.returns_numpy) == {"right": True, "share": 0.5}
+        assert await graded(graders.score, 0.5) == Score(reward=0.5, rewards={"right": 0.5}, metrics={"tests": 3})
         with pytest.raises(StageError, match="a grader's score has no columns"):
-            await graded(judges.with_columns, 1.0)
+            await graded(graders.with_columns, 1.0)
 
     grading_with(1, body)
 
@@ -61,25 +61,25 @@ GIVEN = r", given 9 characters$"
 @pytest.mark.parametrize(
     ("judge", "kind", "message"),
     [
-        (judges.exits, PolicyFailure, r"judges:exits ended its process with exit code 3" + GIVEN),
-        (judges.calls_exit, PolicyFailure, r"judges:calls_exit ended its process with exit code 1" + GIVEN),
-        (judges.segfaults, PolicyFailure, r"judges:segfaults died of SIGSEGV" + GIVEN),
-        (judges.needs_memory, PolicyFailure, r"judges:needs_memory needed more than 256 MB of memory" + GIVEN),
-        (judges.goes_deep, PolicyFailure, r"judges:goes_deep raised RecursionError" + GIVEN),
+        (graders.exits, PolicyFailure, r"graders:exits ended its process with exit code 3" + GIVEN),
+        (graders.calls_exit, PolicyFailure, r"graders:calls_exit ended its process with exit code 1" + GIVEN),
+        (graders.segfaults, PolicyFailure, r"graders:segfaults died of SIGSEGV" + GIVEN),
+        (graders.needs_memory, PolicyFailure, r"graders:needs_memory needed more than 256 MB of memory" + GIVEN),
+        (graders.goes_deep, PolicyFailure, r"graders:goes_deep raised RecursionError" + GIVEN),
         (
-            judges.closes_everything,
+            graders.closes_everything,
             PolicyFailure,
-            r"judges:closes_everything closed or misused its process's socket" + GIVEN,
+            r"graders:closes_everything closed or misused its process's socket" + GIVEN,
         ),
-        (judges.answers_out_of_turn, PolicyFailure, r"closed or misused its process's socket" + GIVEN),
+        (graders.answers_out_of_turn, PolicyFailure, r"closed or misused its process's socket" + GIVEN),
         (
-            judges.is_killed,
+            graders.is_killed,
             InfrastructureFailure,
-            r"judges:is_killed was killed from outside \(SIGKILL\): check whether",
+            r"graders:is_killed was killed from outside \(SIGKILL\): check whether",
         ),
-        (judges.raises, StageError, r"judges:raises failed: KeyError: 'an answer' \(.*judges\.py, line \d+\)"),
-        (judges.returns_an_object, StageError, r"TypeError: it returned a object: return a JSON value or a Score"),
-        (judges.returns_much, StageError, r"ValueError: it returned 100,013 bytes of JSON: the limit is 65,536"),
+        (graders.raises, StageError, r"graders:raises failed: KeyError: 'an answer' \(.*graders\.py, line \d+\)"),
+        (graders.returns_an_object, StageError, r"TypeError: it returned a object: return a JSON value or a Score"),
+        (graders.returns_much, StageError, r"ValueError: it returned 100,013 bytes of JSON: the limit is 65,536"),
     ],
 )
 def test_each_failure_of_a_judge_is_classified(judge: Any, kind: type[PenstockError], message: str) -> None:
@@ -94,9 +94,9 @@ def test_a_judge_may_raise_the_failures_of_an_environment() -> None:
     async def body(_: grading.GraderPool) -> None:
         for kind in (PolicyFailure, InfrastructureFailure):
             with pytest.raises(kind, match=r"^said by the judge$"):
-                await graded(judges.raises_kind, kind.__name__)
+                await graded(graders.raises_kind, kind.__name__)
         with pytest.raises(StageError, match="StageError: said by the judge"):
-            await graded(judges.raises_kind, "StageError")
+            await graded(graders.raises_kind, "StageError")
 
     grading_with(1, body)
 
@@ -105,13 +105,13 @@ def test_a_judge_over_its_time_limit_is_killed_with_its_children_and_no_other_ju
     begun, until, started = tmp_path / "begun", tmp_path / "until", tmp_path / "started"
 
     async def body(_: grading.GraderPool) -> None:
-        other = asyncio.create_task(graded(judges.waits, str(begun), str(until), timeout_s=100))
+        other = asyncio.create_task(graded(graders.waits, str(begun), str(until), timeout_s=100))
         await wait_until_async(begun.exists)
         with pytest.raises(PolicyFailure, match=r"did not end within 0\.1 s"):
-            await graded(judges.catastrophic, "a" * 60 + "b", timeout_s=0.1)
+            await graded(graders.catastrophic, "a" * 60 + "b", timeout_s=0.1)
         for timeout_s in (0.2, 1, 5, 25):  # one of them is long enough for a process to start
             with pytest.raises(PolicyFailure, match="did not end within"):
-                await graded(judges.starts_another, str(started), timeout_s=timeout_s)
+                await graded(graders.starts_another, str(started), timeout_s=timeout_s)
             if started.exists() and len(started.read_text().split()) == 2:
                 break
         await wait_until_async(lambda: not any(map(alive, map(int, started.read_text().split()))))
@@ -123,8 +123,8 @@ def test_a_judge_over_its_time_limit_is_killed_with_its_children_and_no_other_ju
 
 def test_waiting_for_a_free_grader_does_not_count_against_the_time_limit() -> None:
     async def body(_: grading.GraderPool) -> None:
-        first = asyncio.create_task(graded(judges.takes, 2.2, timeout_s=100))
-        assert await asyncio.gather(*(graded(judges.same, "a", "a", timeout_s=2) for _ in range(3))) == [1.0] * 3
+        first = asyncio.create_task(graded(graders.takes, 2.2, timeout_s=100))
+        assert await asyncio.gather(*(graded(graders.same, "a", "a", timeout_s=2) for _ in range(3))) == [1.0] * 3
         assert first.done()
 
     grading_with(1, body)
@@ -132,21 +132,21 @@ def test_waiting_for_a_free_grader_does_not_count_against_the_time_limit() -> No
 
 def test_the_number_of_processes_is_bounded() -> None:
     async def body(pool: grading.GraderPool) -> None:
-        pids = await asyncio.gather(*(graded(judges.process, "x" * number) for number in range(50)))
+        pids = await asyncio.gather(*(graded(graders.process, "x" * number) for number in range(50)))
         assert set(pids) == set(pool.pids)
         assert len(pool.pids) <= 2
 
     grading_with(2, body)
 
 
-@pytest.mark.parametrize("judge", [judges.loops, judges.catastrophic_by_name, judges.starts_another])
+@pytest.mark.parametrize("judge", [graders.loops, graders.catastrophic_by_name, graders.starts_another])
 def test_cancellation_kills_the_process_and_frees_its_slot(judge: Any, tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
 
     async def body(pool: grading.GraderPool) -> None:
         working = asyncio.create_task(graded(judge, str(pid_file), timeout_s=100))
-        waiting = asyncio.create_task(graded(judges.same, "a", "a"))
-        behind = asyncio.create_task(graded(judges.same, "b", "b"))
+        waiting = asyncio.create_task(graded(graders.same, "a", "a"))
+        behind = asyncio.create_task(graded(graders.same, "b", "b"))
         await wait_until_async(lambda: pid_file.exists() and pid_file.read_text())
         for task in (waiting, working):
             task.cancel()
@@ -164,12 +164,12 @@ def test_cancellation_kills_the_process_and_frees_its_slot(judge: Any, tmp_path:
 def test_cancellation_while_the_process_starts() -> None:
     async def body(pool: grading.GraderPool) -> None:
         for pauses in range(6):
-            working = asyncio.create_task(graded(judges.process))
+            working = asyncio.create_task(graded(graders.process))
             for _ in range(pauses):
                 await asyncio.sleep(0.005)
             working.cancel()
             await asyncio.wait([working])
-        assert await graded(judges.process) in pool.pids
+        assert await graded(graders.process) in pool.pids
 
     grading_with(1, body)
 
@@ -177,8 +177,8 @@ def test_cancellation_while_the_process_starts() -> None:
 def test_no_slot_or_process_is_lost_whenever_callers_are_cancelled(tmp_path: Path) -> None:
     async def one(number: int) -> object:
         if number % 4 == 0:
-            return await graded(judges.catastrophic, "a" * 60 + "b", timeout_s=0.02)
-        return await graded(judges.exits if number % 7 == 0 else judges.process, "x" * number)
+            return await graded(graders.catastrophic, "a" * 60 + "b", timeout_s=0.02)
+        return await graded(graders.exits if number % 7 == 0 else graders.process, "x" * number)
 
     async def body(pool: grading.GraderPool) -> None:
         tasks = [asyncio.create_task(one(number)) for number in range(20)]
@@ -187,7 +187,7 @@ def test_no_slot_or_process_is_lost_whenever_callers_are_cancelled(tmp_path: Pat
         await asyncio.wait(tasks)
         assert all(isinstance(task.exception(), PolicyFailure | None) for task in tasks if not task.cancelled())
         met = [tmp_path / str(number) for number in range(3)]
-        together = [asyncio.create_task(graded(judges.waits, str(path), str(tmp_path / "go"))) for path in met]
+        together = [asyncio.create_task(graded(graders.waits, str(path), str(tmp_path / "go"))) for path in met]
         await wait_until_async(lambda: all(path.exists() and path.read_text() for path in met))
         (tmp_path / "go").touch()
         assert set(await asyncio.gather(*together)) == set(pool.pids)
@@ -200,8 +200,8 @@ def test_busy_and_idle_graders_end_with_the_loop(tmp_path: Path) -> None:
     pid_file, before = tmp_path / "pid", children()
 
     async def main() -> None:
-        await graded(judges.same, "a", "a")
-        main.looping = asyncio.create_task(graded(judges.loops, str(pid_file), timeout_s=100))
+        await graded(graders.same, "a", "a")
+        main.looping = asyncio.create_task(graded(graders.loops, str(pid_file), timeout_s=100))
         await wait_until_async(lambda: pid_file.exists() and pid_file.read_text())
 
     run(main)
@@ -212,8 +212,8 @@ def test_busy_and_idle_graders_end_with_the_loop(tmp_path: Path) -> None:
 def test_a_busy_grader_ends_with_a_killed_worker(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     program = (
-        "import asyncio; from penstock.environments import graded; from support import judges; "
-        f"asyncio.run(graded(judges.catastrophic_by_name, {str(pid_file)!r}, timeout_s=100))"
+        "import asyncio; from penstock.environments import graded; from support import graders; "
+        f"asyncio.run(graded(graders.catastrophic_by_name, {str(pid_file)!r}, timeout_s=100))"
     )
     worker = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
     pid = int(wait_until(lambda: pid_file.exists() and pid_file.read_text(), timeout_s=60))
@@ -227,7 +227,7 @@ def test_a_judge_gets_no_settings_or_modules_of_its_worker(monkeypatch: pytest.M
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
     async def body(_: grading.GraderPool) -> None:
-        seen = await graded(judges.settings)
+        seen = await graded(graders.settings)
         assert not any(name.startswith("PENSTOCK_") for name in seen)
         assert "hunter2" not in str(seen)
         assert (seen["OMP_NUM_THREADS"], seen["OPENBLAS_NUM_THREADS"]) == ("2", "1")
@@ -238,10 +238,10 @@ def test_a_judge_gets_no_settings_or_modules_of_its_worker(monkeypatch: pytest.M
 
 def test_a_grader_killed_while_idle_is_replaced() -> None:
     async def body(_: grading.GraderPool) -> None:
-        first = await graded(judges.process)
+        first = await graded(graders.process)
         os.kill(first, signal.SIGKILL)
         await wait_until_async(lambda: not alive(first))
-        assert await graded(judges.process) != first
+        assert await graded(graders.process) != first
 
     grading_with(1, body)
 
@@ -250,7 +250,7 @@ def test_a_process_is_replaced_after_its_maximum_of_calls(monkeypatch: pytest.Mo
     monkeypatch.setattr(grading, "MAX_CALLS", 2)
 
     async def body(_: grading.GraderPool) -> None:
-        pids = [await graded(judges.process) for _ in range(4)]
+        pids = [await graded(graders.process) for _ in range(4)]
         assert pids[0] == pids[1] != pids[2] == pids[3]
 
     grading_with(1, body)
@@ -260,14 +260,14 @@ def test_a_process_is_replaced_after_its_maximum_of_calls(monkeypatch: pytest.Mo
     ("judge", "argument", "message"),
     [
         (lambda answer: 1.0, "a", "<lambda> cannot be a grader: its process must import it by name"),
-        (judges.Judge().judge, "a", r"Judge\.judge cannot be a grader"),
+        (graders.Judge().judge, "a", r"Judge\.judge cannot be a grader"),
         ("judge", "a", "'judge' cannot be a grader"),
-        (judges.raises, {1, 2}, "are not JSON-serializable: Object of type set"),
-        (judges.raises, Score(reward=1.0), "are not JSON-serializable: Object of type Score"),
-        (judges.raises, [10**5000], "are not JSON-serializable: Exceeds the limit"),
+        (graders.raises, {1, 2}, "are not JSON-serializable: Object of type set"),
+        (graders.raises, Score(reward=1.0), "are not JSON-serializable: Object of type Score"),
+        (graders.raises, [10**5000], "are not JSON-serializable: Exceeds the limit"),
     ],
 )
-def test_judges_and_arguments_that_cannot_be_sent_are_refused(judge: Any, argument: Any, message: str) -> None:
+def test_graders_and_arguments_that_cannot_be_sent_are_refused(judge: Any, argument: Any, message: str) -> None:
     async def body(pool: grading.GraderPool) -> None:
         with pytest.raises(StageError, match=message):
             await graded(judge, argument)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel, Field
-from support.asking import run
+from support.engine_clients import run
 from support.upstream import calling, tool_call
 from support.waiting import wait_until_async
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from support import judges
-from support.asking import assert_idle, run
-from support.cancelling import cancelled_at
-from support.playing import attempt_of, files, loaded
+from support import graders
+from support.cancellation import cancelled_at
+from support.engine_clients import assert_idle, run
 from support.processes import children
+from support.rollout_stages import attempt_of, files, loaded
 from support.session_process import Script, SessionsProcess, running, scripted
-from support.upstream import Says, calling, tool_call, user
+from support.upstream import Response, calling, tool_call, user
 from support.waiting import wait_until_async
 
 from penstock.config.engine import Engine, Policy
@@ -86,12 +86,12 @@ async def in_a_tool(scene: Scene, policy: Any) -> None:
 
 
 async def in_grading(scene: Scene, policy: Any) -> None:
-    await graded(judges.catastrophic_by_name, str(scene.mark), timeout_s=1000)
+    await graded(graders.catastrophic_by_name, str(scene.mark), timeout_s=1000)
 
 
 async def in_line_for_a_grader(scene: Scene, policy: Any) -> None:
     await asyncio.gather(
-        *(graded(judges.waits, str(scene.mark), str(scene.directory / "no"), timeout_s=1000) for _ in range(8))
+        *(graded(graders.waits, str(scene.mark), str(scene.directory / "no"), timeout_s=1000) for _ in range(8))
     )
 
 
@@ -132,7 +132,7 @@ DOORS = {"recorded": Plays, "agent": PlaysByUrl}
 @pytest.fixture(scope="module")
 def script() -> Iterator[Script]:
     with scripted() as script:
-        script.says["hang"] = lambda _: Says(hangs=True)
+        script.says["hang"] = lambda _: Response(hangs=True)
         yield script
 
 
@@ -246,7 +246,7 @@ def test_cancelled_while_its_group_is_scored(server: SessionsProcess, script: Sc
     class Scores(Plays):
         async def score_group(self, example: Any, rollouts: Sequence[Any]) -> list[float]:
             return await asyncio.gather(
-                *(graded(judges.catastrophic_by_name, str(scene.mark), timeout_s=1000) for _ in rollouts)
+                *(graded(graders.catastrophic_by_name, str(scene.mark), timeout_s=1000) for _ in rollouts)
             )
 
     async def main() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import orjson
 import pytest
 import xxhash
-from support.asking import assert_idle, run
-from support.cancelling import cancelled_at
-from support.playing import attempt_of, files, loaded, stage_of
-from support.upstream import Says, Seen, answer, calling, serving, tool_call, user
+from support.cancellation import cancelled_at
+from support.engine_clients import assert_idle, run
+from support.rollout_stages import attempt_of, files, loaded, stage_of
+from support.upstream import ReceivedRequest, Response, answer, calling, serving, tool_call, user
 from support.waiting import wait_until_async
 
 from penstock.config.engine import EnvironmentSettings
@@ -28,11 +28,11 @@ TWO_TURNS = loaded(TwoTurns())
 SEALED = ["columns.safetensors", "experts.safetensors"]
 
 
-def large_and_routed(seen: Seen) -> Says:
+def large_and_routed(seen: ReceivedRequest) -> Response:
     """Large enough to be read off the loop; the first time it fails, so that a pause is among what is awaited."""
     if seen.retry == 0 and len(seen.messages) > 1:
-        return Says(status=500)
-    return Says(body=answer(seen, "hello", routed=True, padding="x" * 300_000))
+        return Response(status=500)
+    return Response(body=answer(seen, "hello", routed=True, padding="x" * 300_000))
 
 
 def test_cancelled_wherever_it_waits_a_rollout_leaves_nothing(tmp_path: Path) -> None:
@@ -57,21 +57,21 @@ def test_cancelled_wherever_it_waits_a_rollout_leaves_nothing(tmp_path: Path) ->
     run(main)
 
 
-def fault_of(seen: Seen) -> Says | None:
+def fault_of(seen: ReceivedRequest) -> Response | None:
     """One request in five goes wrong when it is sent first, in one of five ways."""
     body = {name: value for name, value in seen.body.items() if name != "seed"}
     draw = xxhash.xxh3_64_intdigest(orjson.dumps([body, seen.headers["X-Session-ID"]]), seed=1) % 25
     faults = [
-        Says(status=500),
-        Says(status=503, body=b"busy", chunked=True),
-        Says(body=b"{"),
-        Says(body=b'{"choices":[]}' * 9, breaks_off_at=40),
-        Says(breaks_off_at=-1),
+        Response(status=500),
+        Response(status=503, body=b"busy", chunked=True),
+        Response(body=b"{"),
+        Response(body=b'{"choices":[]}' * 9, breaks_off_at=40),
+        Response(breaks_off_at=-1),
     ]
     return faults[draw] if seen.retry == 0 and draw < len(faults) else None
 
 
-def halving(seen: Seen) -> Says:
+def halving(seen: ReceivedRequest) -> Response:
     """Plays `guess` with two boxes of 1 to 10, without a mistake."""
     if fault := fault_of(seen):
         return fault
@@ -85,7 +85,7 @@ def halving(seen: Seen) -> Says:
         ranges[arguments["box"]] = after[words]
     left = {box: (low + high) // 2 for box, (low, high) in ranges.items() if low <= high}
     calls = [tool_call("guess", {"box": box, "number": number}, id=box) for box, number in left.items()]
-    return Says(body=answer(seen, calling(*calls) if calls else "DONE", routed=True))
+    return Response(body=answer(seen, calling(*calls) if calls else "DONE", routed=True))
 
 
 def test_256_rollouts_at_once_share_a_client_and_leak_nothing(tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ def test_sessions_stay_on_their_replica(tmp_path: Path) -> None:
     async def main() -> None:
         all_asked = threading.Event()
 
-        def respond(seen: Seen) -> Says:
-            return Says(body=answer(seen, "hello"), waits_for=all_asked)
+        def respond(seen: ReceivedRequest) -> Response:
+            return Response(body=answer(seen, "hello"), waits_for=all_asked)
 
         with serving(respond) as one, serving(respond) as other:
             async with stage_of(tmp_path, one.url, other.url) as stage:
@@ -146,7 +146,7 @@ def test_sessions_stay_on_their_replica(tmp_path: Path) -> None:
 @pytest.mark.parametrize("connections", [1, 1000])
 def test_the_number_of_connections_changes_nothing_but_speed(tmp_path: Path, connections: int) -> None:
     async def main() -> None:
-        with serving(lambda seen: Says(body=answer(seen, "hello"))) as server:
+        with serving(lambda seen: Response(body=answer(seen, "hello"))) as server:
             async with stage_of(tmp_path, server.url, connections=connections) as stage:
                 results = await asyncio.gather(
                     *(play(stage, TWO_TURNS, 0, attempt_of(f"r{number}")) for number in range(10))

@@ -8,10 +8,20 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from support.asking import assert_idle, quick_engine, run
-from support.engine_replies import compact
-from support.talking import LAYERS, TOPK, rows_of
-from support.upstream import Says, Seen, answer, calling, prompt_ids, serving, spoken_ids, tool_call, user
+from support.conversations import LAYERS, TOPK, rows_of
+from support.engine_clients import assert_idle, quick_engine, run
+from support.engine_responses import compact
+from support.upstream import (
+    ReceivedRequest,
+    Response,
+    answer,
+    calling,
+    prompt_ids,
+    serving,
+    spoken_ids,
+    tool_call,
+    user,
+)
 
 from penstock.config.engine import Engine, Policy, Sampling
 from penstock.engines.client import EngineClient
@@ -59,12 +69,14 @@ async def talking(
         assert_idle(client)
 
 
-def said(seen: Seen) -> str:
+def said(seen: ReceivedRequest) -> str:
     return f"answer {len(seen.messages)}"
 
 
-def saying(text: Callable[[Seen], str | Message] = said, **how: Any) -> Callable[[Seen], Says]:
-    return lambda seen: Says(body=answer(seen, text(seen), **how))
+def saying(
+    text: Callable[[ReceivedRequest], str | Message] = said, **how: Any
+) -> Callable[[ReceivedRequest], Response]:
+    return lambda seen: Response(body=answer(seen, text(seen), **how))
 
 
 async def conversation(policy: RecordedPolicy, turns: int, **more: Any) -> list[Message]:
@@ -99,7 +111,7 @@ def test_a_conversation_is_one_sample_of_what_the_engine_said(tmp_path: Path) ->
 
 
 def test_tool_calls_are_passed_on_and_recorded(tmp_path: Path) -> None:
-    def text(seen: Seen) -> str | Message:
+    def text(seen: ReceivedRequest) -> str | Message:
         if len(seen.messages) > 1:
             return "done"
         return calling(tool_call("add", {"a": 1}, id="c1"), tool_call("add", "not json", id="c2"))
@@ -126,10 +138,10 @@ def test_tool_calls_are_passed_on_and_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", [{}, {"function": None}, {"function": {"name": "f", "arguments": {"a": 1}}}])
 def test_a_tool_call_that_is_none_is_malformed(tmp_path: Path, call: Message) -> None:
     async def main() -> None:
-        def respond(seen: Seen) -> Says:
+        def respond(seen: ReceivedRequest) -> Response:
             reply = orjson.loads(answer(seen, "x"))
             reply["choices"][0]["message"] = calling(call)
-            return Says(body=compact(reply))
+            return Response(body=compact(reply))
 
         with serving(respond) as server:
             async with talking(tmp_path, server.url, retries=1) as (policy, session):
@@ -267,7 +279,7 @@ def test_a_rollout_stays_on_its_replica_and_versions_follow_that(tmp_path: Path)
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang", "generate"])
 def test_every_dialect_records_the_same_tokens_and_rows(tmp_path: Path, dialect: str) -> None:
-    def text(_: Seen) -> str:
+    def text(_: ReceivedRequest) -> str:
         return "ok"
 
     async def main() -> None:
@@ -313,13 +325,13 @@ def test_tokens_in_and_out_need_a_renderer() -> None:
 
 
 def test_rows_that_change_their_shape_are_the_engines_fault(tmp_path: Path) -> None:
-    def respond(seen: Seen) -> Says:
+    def respond(seen: ReceivedRequest) -> Response:
         reply = orjson.loads(answer(seen, "x", routed=True))
         if len(seen.messages) > 1:
             routed = reply["choices"][0]["routed_experts"]
             rows, layers, topk = routed["shape"]
             routed["shape"] = [rows, layers * topk, 1]
-        return Says(body=compact(reply))
+        return Response(body=compact(reply))
 
     async def main() -> None:
         with serving(respond) as server:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.asking import quick_engine, run
-from support.engine_replies import Said, compact
-from support.talking import rows_of
-from support.tokenizers_dir import tokenizer_dir
-from support.upstream import Says, Seen, serving, user
+from support.conversations import rows_of
+from support.engine_clients import quick_engine, run
+from support.engine_responses import ResponseSpec, compact
+from support.tokenizer_directory import tokenizer_dir
+from support.upstream import ReceivedRequest, Response, serving, user
 from tokenizers import Tokenizer
 
 from penstock.config.engine import Policy
@@ -33,14 +33,14 @@ def speaking(directory: Path) -> Speak:
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def saying(speak: Speak, text: str, *, routed: bool = False) -> Callable[[Seen], Says]:
+def saying(speak: Speak, text: str, *, routed: bool = False) -> Callable[[ReceivedRequest], Response]:
     """Answers tokens with tokens."""
 
-    def respond(seen: Seen) -> Says:
+    def respond(seen: ReceivedRequest) -> Response:
         prompt, completion = seen.body["token_ids"], speak(text)
         start = seen.body["sampling_params"].get("routed_experts_prompt_start", 0)
         rows = rows_of([*prompt, *completion])[start:] if routed else None
-        said = Said(
+        said = ResponseSpec(
             prompt=prompt,
             completion=completion,
             logprobs=[-0.5] * len(completion),
@@ -49,7 +49,7 @@ def saying(speak: Speak, text: str, *, routed: bool = False) -> Callable[[Seen],
             form="object",
             start=start,
         )
-        return Says(body=compact(said.reply()))
+        return Response(body=compact(said.reply()))
 
     return respond
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.asking import run
-from support.playing import attempt_of, files, loaded, stage_of
-from support.upstream import Says, Seen, answer, serving, user
+from support.engine_clients import run
+from support.rollout_stages import attempt_of, files, loaded, stage_of
+from support.upstream import ReceivedRequest, Response, answer, serving, user
 from support.waiting import wait_until_async
 
 from penstock.config.engine import EnvironmentSettings, Policy
@@ -45,8 +45,8 @@ async def one_turn(policy: Any) -> float:
     return 1.0
 
 
-def hello(seen: Seen) -> Says:
-    return Says(body=answer(seen, "hello", routed="routed" in seen.body.get("model", "")))
+def hello(seen: ReceivedRequest) -> Response:
+    return Response(body=answer(seen, "hello", routed="routed" in seen.body.get("model", "")))
 
 
 def failing(
@@ -150,8 +150,8 @@ def test_a_rollout_that_takes_too_long_ends_with_what_it_has(tmp_path: Path) -> 
         await policy.chat([user("and now hang")])
         return 1.0
 
-    def respond(seen: Seen) -> Says:
-        return Says(hangs=True) if "hang" in seen.messages[0]["content"] else hello(seen)
+    def respond(seen: ReceivedRequest) -> Response:
+        return Response(hangs=True) if "hang" in seen.messages[0]["content"] else hello(seen)
 
     async def main() -> None:
         with serving(respond) as server:
@@ -169,7 +169,7 @@ def test_a_rollout_that_takes_too_long_ends_with_what_it_has(tmp_path: Path) -> 
 
 def test_a_rollout_spoilt_before_its_first_turn_counts_but_has_no_files(tmp_path: Path) -> None:
     async def main() -> None:
-        with serving(lambda _: Says(hangs=True)) as server:
+        with serving(lambda _: Response(hangs=True)) as server:
             async with stage_of(tmp_path, server.url, policy=Policy(policy_error_reward=-1.0)) as stage:
                 result = await play(stage, loaded(Talks(one_turn)), 0, attempt_of(timeout_s=0.1))
         assert (result.reward, result.policy_error) == (-1.0, "timeout: the rollout took longer than 0.1 s")
@@ -197,8 +197,8 @@ def test_truncated_is_said(tmp_path: Path) -> None:
 
 
 def test_the_engine_s_failures_are_raised_and_leave_nothing(tmp_path: Path) -> None:
-    def fails_later(seen: Seen) -> Says:
-        return hello(seen) if len(seen.messages) == 1 else Says(status=500, body=b"out of memory")
+    def fails_later(seen: ReceivedRequest) -> Response:
+        return hello(seen) if len(seen.messages) == 1 else Response(status=500, body=b"out of memory")
 
     said = "failed 2 times .* 500: out of memory"
     failing(tmp_path, two_turns, InfrastructureFailure, said, respond=fails_later, retries=1)
@@ -272,8 +272,8 @@ def test_a_chat_still_in_flight_at_the_end_is_a_bug(tmp_path: Path) -> None:
         await asyncio.sleep(0)
         return 1.0
 
-    def respond(seen: Seen) -> Says:
-        return Says(hangs=True) if seen.messages[0]["content"] == "hang" else hello(seen)
+    def respond(seen: ReceivedRequest) -> Response:
+        return Response(hangs=True) if seen.messages[0]["content"] == "hang" else hello(seen)
 
     async def main() -> None:
         with serving(respond) as server:
@@ -300,9 +300,9 @@ def test_a_store_that_takes_nothing_fails_the_rollout(tmp_path: Path) -> None:
 
 
 def test_a_group_is_scored_together_from_its_files(tmp_path: Path) -> None:
-    def respond(seen: Seen) -> Says:
+    def respond(seen: ReceivedRequest) -> Response:
         number = {"r0": 14, "r1": 21, "r2": 14}[seen.headers["X-Session-ID"].split(".")[0]]
-        return Says(body=answer(seen, f"Let me see.\nAnswer: {number}"))
+        return Response(body=answer(seen, f"Let me see.\nAnswer: {number}"))
 
     async def main() -> None:
         environment = load_environments({"d": EnvironmentSettings(use="distinct")})["d"]
@@ -345,10 +345,10 @@ def test_the_example_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "capitals.py").write_text(source[1])
     monkeypatch.syspath_prepend(tmp_path)
 
-    def respond(seen: Seen) -> Says:
+    def respond(seen: ReceivedRequest) -> Response:
         country, hinted = seen.messages[0]["content"], len(seen.messages) > 1
         right = "France" in country or (hinted and "Japan" in country)
-        return Says(body=answer(seen, {"F": "Paris", "J": "Tokyo"}[country[23]] if right else "no idea"))
+        return Response(body=answer(seen, {"F": "Paris", "J": "Tokyo"}[country[23]] if right else "no idea"))
 
     async def main() -> None:
         settings = EnvironmentSettings(use="capitals:Capitals", options={"hint_cost": 0.25})
@@ -365,7 +365,7 @@ def test_the_example_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_cancelled_while_the_engine_answers_nothing_stays(tmp_path: Path) -> None:
     async def main() -> None:
-        with serving(lambda _: Says(hangs=True)) as server:
+        with serving(lambda _: Response(hangs=True)) as server:
             async with stage_of(tmp_path, server.url) as stage:
                 playing = asyncio.create_task(play(stage, loaded(Talks(one_turn)), 0, attempt_of()))
                 await wait_until_async(lambda: server.answering)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.conversations import started
 from support.plain_samples import PlainSample, PlainTurn, merge
-from support.talking import started
 from support.turn_structures import turn_structures
 
 from penstock.engines.response import RequestInfo, read_turn

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from support.talking import assistant, chat, prompt_ids, spoken, started, talk, user
+from support.conversations import assistant, chat, prompt_ids, spoken, started, talk, user
 from support.waiting import wait_until
 
 from penstock.errors import BadRequest, BlobCorrupt, BlobMissing
@@ -61,7 +61,7 @@ async def recorded(store: Store, turns: int) -> Session:
 RECORDER = """
 import asyncio, sys
 from pathlib import Path
-from support.talking import assistant, chat, started, user
+from support.conversations import assistant, chat, started, user
 from penstock.store import Store
 from penstock.recording import Mode
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.talking import LAYERS, TOPK, chat, prompt_ids, rows_of, started, talk, turn_for, user
+from support.conversations import LAYERS, TOPK, chat, prompt_ids, rows_of, started, talk, turn_for, user
 from support.waiting import wait_until_async
 
 from penstock.errors import (

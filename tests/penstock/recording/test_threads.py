@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.asking import run
-from support.talking import started, talk
+from support.conversations import started, talk
+from support.engine_clients import run
 
 from penstock.recording import spool
 from penstock.store import Store

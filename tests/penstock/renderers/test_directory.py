@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.tokenizers_dir import TEMPLATE, tokenizer_dir
+from support.tokenizer_directory import TEMPLATE, tokenizer_dir
 from tokenizers import Tokenizer
 
 from penstock.errors import BadRequest, ConfigError, InfrastructureFailure

@@ -3,7 +3,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.tokenizers_dir import tokenizer_dir
+from support.tokenizer_directory import tokenizer_dir
 from tokenizers import Tokenizer
 
 from penstock.errors import BadRequest, ConfigError

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from support.asking import run
+from support.engine_clients import run
 from support.waiting import wait_until_async
 
 from penstock.config.engine import RendererSettings

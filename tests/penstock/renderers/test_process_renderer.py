@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.asking import run
-from support.tokenizers_dir import tokenizer_dir
+from support.engine_clients import run
+from support.tokenizer_directory import tokenizer_dir
 from support.waiting import wait_until
 
 from penstock.errors import BadRequest, InfrastructureFailure

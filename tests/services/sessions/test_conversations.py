@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 from support.session_process import Agent, Script, SessionsProcess, running
-from support.upstream import Says, answer, calling, tool_call, user
+from support.upstream import Response, answer, calling, tool_call, user
 
 from penstock.store import BlobRef, Store
 from penstock.store.columns import read_columns
@@ -62,7 +62,7 @@ def test_a_changed_past_is_refused_and_changes_nothing(strict: Agent, script: Sc
 
 
 def test_fields_that_say_nothing_make_no_difference(strict: Agent, script: Script) -> None:
-    script.says["call"] = lambda seen: Says(body=answer(seen, calling(tool_call("add", {"a": 1}))))
+    script.says["call"] = lambda seen: Response(body=answer(seen, calling(tool_call("add", {"a": 1}))))
     strict.talk("call")
     for nothing in (None, "", []):
         echo = {

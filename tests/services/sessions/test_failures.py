@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.session_process import CHAT, Agent, Script, SessionsProcess, running
-from support.upstream import Says, answer, user
+from support.upstream import Response, answer, user
 from support.waiting import wait_until
 
 HELLO = {"messages": [user("hello")]}
@@ -55,7 +55,7 @@ def test_a_bad_request_never_reaches_the_engine(agent: Agent, script: Script, bo
 def test_the_engines_own_refusal_passes_through(agent: Agent, script: Script, status: int, stream: bool) -> None:
     body = b"" if status == 204 else b'{"error":{"message":"no","code":%d}}' % status
     headers = {"Content-Type": "application/json", "Retry-After": "7", "Location": "http://elsewhere/"}
-    script.says["refuse"] = lambda _: Says(status=status, body=body, headers=headers)
+    script.says["refuse"] = lambda _: Response(status=status, body=body, headers=headers)
     got = agent.chat("refuse", stream=stream)
     assert (got.status, got.body) == (status, body)
     assert (got.all("retry-after"), got.all("content-type")) == (["7"], ["application/json"])
@@ -66,15 +66,15 @@ def test_the_engines_own_refusal_passes_through(agent: Agent, script: Script, st
 @pytest.mark.parametrize(
     "says",
     [
-        Says(breaks_off_at=-1),
-        Says(body=bytes(100_000), breaks_off_at=0),
-        Says(body=bytes(100_000), breaks_off_at=70_000),
-        Says(body=bytes(100_000), breaks_off_at=70_000, chunked=True),
-        Says(body=b"no gzip", headers={"Content-Encoding": "gzip"}),
+        Response(breaks_off_at=-1),
+        Response(body=bytes(100_000), breaks_off_at=0),
+        Response(body=bytes(100_000), breaks_off_at=70_000),
+        Response(body=bytes(100_000), breaks_off_at=70_000, chunked=True),
+        Response(body=b"no gzip", headers={"Content-Encoding": "gzip"}),
     ],
     ids=["before its headers", "before its body", "in its body", "in its chunks", "in another encoding"],
 )
-def test_an_engine_that_breaks_off(agent: Agent, script: Script, says: Says) -> None:
+def test_an_engine_that_breaks_off(agent: Agent, script: Script, says: Response) -> None:
     script.says["break off"] = lambda _: says
     got = agent.chat("break off")
     assert got.status == 502
@@ -97,7 +97,7 @@ def test_an_engine_that_is_away(agent: Agent, script: Script) -> None:
 
 
 def test_an_answer_that_is_none(agent: Agent, script: Script) -> None:
-    script.says["lie"] = lambda seen: Says(body=answer(seen, "x", choices=[]))
+    script.says["lie"] = lambda seen: Response(body=answer(seen, "x", choices=[]))
     for stream in (False, True):
         got = agent.chat("lie", stream=stream)
         assert (got.status, got.error) == (502, "the engine answered with 0 choices: exactly one can be recorded")
@@ -108,11 +108,11 @@ def test_an_answer_that_is_none(agent: Agent, script: Script) -> None:
 def test_rows_that_change_their_shape(agent: Agent, script: Script) -> None:
     agent.talk("hello")
 
-    def other_rows(seen: Any) -> Says:
+    def other_rows(seen: Any) -> Response:
         reply = json.loads(script.body(seen))
         routed = reply["choices"][0]["routed_experts"]
         routed["shape"] = [routed["shape"][0], routed["shape"][1] * routed["shape"][2], 1]
-        return Says(body=json.dumps(reply).encode())
+        return Response(body=json.dumps(reply).encode())
 
     script.says["other rows"] = other_rows
     got = agent.chat([*agent.messages, user("other rows")])
@@ -124,7 +124,7 @@ def test_rows_that_change_their_shape(agent: Agent, script: Script) -> None:
 
 def test_a_client_that_leaves_does_not_stop_its_turn(agent: Agent, script: Script) -> None:
     answered = threading.Event()
-    script.says["bye"] = lambda seen: Says(body=script.body(seen), waits_for=answered)
+    script.says["bye"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
     with closing(agent.server.connect()) as leaving:
         leaving.request("POST", agent.path + CHAT, json.dumps({"messages": [user("bye")]}))
         wait_until(lambda: script.seen("bye"))
@@ -167,7 +167,7 @@ def test_a_disk_that_takes_nothing(agent: Agent) -> None:
 
 def test_told_to_stop_it_lets_chats_end_and_keeps_their_turns(script: Script, tmp_path: Path) -> None:
     answered = threading.Event()
-    script.says["stopping"] = lambda seen: Says(body=script.body(seen), waits_for=answered)
+    script.says["stopping"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
     with running(tmp_path, script.server.url, sessions__drain_s="20") as process:
         agent, port = process.agent(), str(process.address[1])
         with closing(process.connect()) as connection:
@@ -183,7 +183,7 @@ def test_told_to_stop_it_lets_chats_end_and_keeps_their_turns(script: Script, tm
 
 def cancelled(script: Script, directory: Path, agent: Agent, port: str) -> None:
     """A chat for which there is no time left is given up; the session has all its other turns after a restart."""
-    script.says["hang"] = lambda _: Says(hangs=True)
+    script.says["hang"] = lambda _: Response(hangs=True)
     with running(directory, script.server.url, "--port", port, sessions__drain_s="0.1") as process:
         agent.server = process
         assert agent.turns() == 1
@@ -199,8 +199,8 @@ def cancelled(script: Script, directory: Path, agent: Agent, port: str) -> None:
 
 
 def refuses(process: SessionsProcess) -> bool:
-    """Whether new connections are refused. When a listening socket closes, the kernel resets connections in its backlog:
-    their `connect` fails with ECONNRESET, or rarely hangs, and only the next one is refused."""
+    """Whether new connections are refused. A listening socket that closes resets the connections in its backlog: their
+    `connect` fails with ECONNRESET, or rarely hangs, and only the next one is refused."""
     try:
         with socket.create_connection(process.address, timeout=1):
             return False

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
-from support.upstream import Says, Server, answer, serving, user
+from support.upstream import Response, Server, answer, serving, user
 from support.waiting import wait_until_async
 
 from penstock.config import RunConfig
@@ -81,7 +81,7 @@ def test_turns_that_appear_meanwhile_are_an_error_that_is_logged(
 
     with (
         caplog.at_level(logging.ERROR),
-        serving(lambda seen: Says(body=answer(seen, "x"), waits_for=answered)) as upstream,
+        serving(lambda seen: Response(body=answer(seen, "x"), waits_for=answered)) as upstream,
     ):
         asyncio.run(main(upstream))
     assert "action=invariant" in caplog.text
@@ -105,7 +105,7 @@ def test_large_requests_are_unpacked_and_checked_off_the_loop_and_small_ones_on_
                 chat = f"{base}/sessions/{created['session_id']}/v1/chat/completions"
                 assert (await ask(http, chat, {"messages": [user("x" * size)]}))[0] == 200
 
-    with serving(lambda seen: Says(body=answer(seen, "x"))) as upstream:
+    with serving(lambda seen: Response(body=answer(seen, "x"))) as upstream:
         asyncio.run(main(upstream))
     assert threads == [threading.current_thread().name.rpartition("_")[0], "penstock-cpu"]
 

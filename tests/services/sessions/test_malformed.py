@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from support.malformed import LAYERS, PROMPT, TABLE, Malformed
+from support.malformed_responses import LAYERS, PROMPT, TABLE, Malformed
 from support.session_process import Script, SessionsProcess, running, scripted
-from support.upstream import Says
+from support.upstream import Response
 
 Servers = dict[str, tuple[SessionsProcess, Script]]
 
@@ -39,7 +39,7 @@ def body_of(case: Malformed) -> bytes:
 def test_is_refused_and_leaves_no_trace(servers: Servers, case: Malformed) -> None:
     server, script = servers[case.dialect]
     agent = server.agent()
-    script.says["malformed"] = lambda _: Says(body=body_of(case))
+    script.says["malformed"] = lambda _: Response(body=body_of(case))
     got = agent.chat("malformed")
     assert got.status == 502
     assert case.says in got.error

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from support.session_process import Agent, Script, SessionsProcess, running
-from support.upstream import Says, Seen, answer, calling, tool_call
+from support.upstream import ReceivedRequest, Response, answer, calling, tool_call
 from support.waiting import wait_until
 
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -74,7 +74,7 @@ def test_streamed(agent: Agent) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools(agent: Agent, script: Script, stream: bool) -> None:
-    script.says["add"] = lambda seen: Says(
+    script.says["add"] = lambda seen: Response(
         body=answer(seen, calling(tool_call("add", {"a": 1}, id="c1"), tool_call("add", {"a": 2}, id="c2")))
     )
     messages: Any = [{"role": "user", "content": "add"}]
@@ -104,12 +104,12 @@ def test_models(agent: Agent) -> None:
 
 
 def test_it_tries_again_what_passes(agent: Agent, script: Script) -> None:
-    def twice(seen: Seen) -> Says:
+    def twice(seen: ReceivedRequest) -> Response:
         if int(seen.headers["x-stainless-retry-count"]) == 0:
-            return Says(status=503, body=b"{}", headers={"Retry-After-Ms": "1"})
+            return Response(status=503, body=b"{}", headers={"Retry-After-Ms": "1"})
         if int(seen.headers["x-stainless-retry-count"]) == 1:
-            return Says(breaks_off_at=-1)
-        return Says(body=script.body(seen))
+            return Response(breaks_off_at=-1)
+        return Response(body=script.body(seen))
 
     script.says["twice"] = twice
     assert ask(agent, "twice", max_retries=2) == "answer 1 to twice"
@@ -124,10 +124,10 @@ def test_errors_are_its_own(agent: Agent, sessions: SessionsProcess, script: Scr
         (429, openai.RateLimitError),
         (500, openai.InternalServerError),
     ]:
-        script.says["refuse"] = lambda _, status=status: Says(status=status, body=b'{"error":{"message":"no"}}')
+        script.says["refuse"] = lambda _, status=status: Response(status=status, body=b'{"error":{"message":"no"}}')
         with pytest.raises(kind, match="no"):
             ask(agent, "refuse")
-    script.says["lie"] = lambda _: Says(body=b"{}")
+    script.says["lie"] = lambda _: Response(body=b"{}")
     assert "the engine's response is malformed" in refused(openai.InternalServerError, agent, "lie")
     assert "messages[0] has content that is not text" in refused(openai.BadRequestError, agent, [{"type": "image_url"}])
     agent.secret = "wrong"
@@ -147,7 +147,7 @@ def refused(kind: type[openai.APIStatusError], agent: Agent, content: Any) -> st
 
 def test_a_busy_session_is_a_conflict(agent: Agent, script: Script) -> None:
     answered = threading.Event()
-    script.says["slow"] = lambda seen: Says(body=script.body(seen), waits_for=answered)
+    script.says["slow"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, agent, "slow")
         wait_until(lambda: script.seen("slow"))
@@ -160,7 +160,7 @@ def test_a_busy_session_is_a_conflict(agent: Agent, script: Script) -> None:
 
 def test_a_client_that_gives_up_can_ask_again(agent: Agent, script: Script) -> None:
     answered = threading.Event()
-    script.says["patience"] = lambda seen: Says(body=script.body(seen), waits_for=answered)
+    script.says["patience"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
     with pytest.raises(openai.APITimeoutError):
         ask(agent, "patience", timeout=0.2)
     answered.set()

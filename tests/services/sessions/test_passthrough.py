@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine_replies import compact, routed
+from support.conversations import LAYERS, TOPK, rows_of
+from support.engine_responses import compact, routed
 from support.session_process import Agent, Got, Script, SessionsProcess, running
-from support.talking import LAYERS, TOPK, rows_of
-from support.upstream import Says, Seen, answer, calling, prompt_ids, spoken_ids, tool_call, user
+from support.upstream import ReceivedRequest, Response, answer, calling, prompt_ids, spoken_ids, tool_call, user
 
 from penstock.store import BlobRef, Store
 from penstock.store.columns import read_columns
@@ -38,11 +38,11 @@ WAYS: dict[str, Callable[[Any], bytes]] = {"compact": compact, "spaced": spaced,
 def test_the_client_gets_the_engines_bytes_but_for_the_routed_experts(
     agent: Agent, script: Script, form: str, text: str, way: str
 ) -> None:
-    def says(seen: Seen, cut: bool = False) -> Says:
+    def says(seen: ReceivedRequest, cut: bool = False) -> Response:
         reply = json.loads(answer(seen, f"{text} {len(seen.messages)}", routed=True))
         rows = rows_of([*reply["prompt_token_ids"], *reply["choices"][0]["token_ids"]])
         reply["choices"][0]["routed_experts"] = None if cut else routed(rows, form)
-        return Says(body=WAYS[way](reply))
+        return Response(body=WAYS[way](reply))
 
     script.says["fidelity"] = says
     for _ in range(2):
@@ -59,11 +59,11 @@ def test_the_client_gets_the_engines_bytes_but_for_the_routed_experts(
 
 
 def test_framing_is_ours_and_everything_else_the_engines(agent: Agent, script: Script) -> None:
-    def says(seen: Seen) -> Says:
+    def says(seen: ReceivedRequest) -> Response:
         headers = {"Server": "vllm", "Date": "Thu, 01 Jan 1970 00:00:00 GMT", "X-Request-Id": "42", "Vary": "Origin"}
         headers |= {"Content-Type": "application/json; charset=utf-8", "Content-Encoding": "gzip", "X-Hop": "1"}
         headers |= {"Connection": "X-Hop"}
-        return Says(body=gzip.compress(script.body(seen)), chunked=True, headers=headers)
+        return Response(body=gzip.compress(script.body(seen)), chunked=True, headers=headers)
 
     script.says["zipped"] = says
     got = agent.chat("zipped")
@@ -158,7 +158,7 @@ def test_a_stream_is_one_chunk_and_the_end(agent: Agent, script: Script) -> None
 
 def test_streamed_tool_calls_carry_an_index(agent: Agent, script: Script) -> None:
     calls = [tool_call("add", {"a": 1}, id="c1"), tool_call("add", {"a": 2}, id="c2")]
-    script.says["call"] = lambda seen: Says(body=answer(seen, calling(*calls)))
+    script.says["call"] = lambda seen: Response(body=answer(seen, calling(*calls)))
     (chunk,) = events(agent.chat("call", stream=True))
     delta = chunk["choices"][0]["delta"]
     assert delta["tool_calls"] == [{"index": 0, **calls[0]}, {"index": 1, **calls[1]}]
@@ -172,12 +172,12 @@ def test_streamed_tool_calls_carry_an_index(agent: Agent, script: Script) -> Non
 def test_answers_of_many_megabytes(agent: Agent, script: Script) -> None:
     """Read in a thread, and not kept."""
 
-    def says(seen: Seen) -> Says:
+    def says(seen: ReceivedRequest) -> Response:
         reply = json.loads(answer(seen, "large"))
         tokens = len(reply["prompt_token_ids"]) + len(reply["choices"][0]["token_ids"])
         rows = np.full((tokens - 1, 100, 1000), 7, np.uint8)
         reply["choices"][0]["routed_experts"] = routed(rows, "object")
-        return Says(body=compact(reply))
+        return Response(body=compact(reply))
 
     script.says["many rows"] = says
     got = agent.talk("many rows")

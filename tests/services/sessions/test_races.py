@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 from support.session_process import CHAT, Agent, Got, Script, SessionsProcess
-from support.upstream import Says
+from support.upstream import Response
 from support.waiting import wait_until
 
 from penstock.store import BlobRef, Store
@@ -17,7 +17,7 @@ BUSY = "session already has an in-flight chat completion"
 def in_flight(agent: Agent, script: Script, text: str) -> Iterator[tuple[Future[Got], threading.Event]]:
     """A chat that the upstream has heard of and does not answer until told to."""
     answered = threading.Event()
-    script.says[text] = lambda seen: Says(body=script.body(seen), waits_for=answered)
+    script.says[text] = lambda seen: Response(body=script.body(seen), waits_for=answered)
     with ThreadPoolExecutor(1) as pool:
         chat = pool.submit(agent.chat, text)
         try:

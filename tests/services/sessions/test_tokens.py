@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support import engine_process
 from support.session_process import Script, SessionsProcess, running
-from support.tokenizers_dir import tokenizer_dir
+from support.tokenizer_directory import tokenizer_dir
 from support.upstream import user
 from typer.testing import CliRunner
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from support.engine_replies import Said, compact, routed
+from support.engine_responses import ResponseSpec, compact, routed
 
 PROMPT = [11, 12, 13, 14]
 COMPLETION = [21, 22, 23]
@@ -29,8 +29,8 @@ class Gone:
     """In place of a value: the key is left out."""
 
 
-def said(dialect: str, form: str = "object") -> Said:
-    return Said(prompt=PROMPT, completion=COMPLETION, rows=ROWS, dialect=dialect, form=form)
+def said(dialect: str, form: str = "object") -> ResponseSpec:
+    return ResponseSpec(prompt=PROMPT, completion=COMPLETION, rows=ROWS, dialect=dialect, form=form)
 
 
 def bent(reply: dict[str, Any], path: str, value: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from penstock.engines.dialects import dialect_of
 from penstock.environments.loading import LoadedEnvironment
 from penstock.playing.rollout import Attempt, RolloutStage
 from penstock.store import Store
-from support.asking import assert_idle, quick_engine
+from support.engine_clients import assert_idle, quick_engine
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ FORMS = ("object", "npy", "bare", "lists")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class ResponseSpec:
     """What an engine means to say."""
 
     prompt: list[int]
@@ -38,7 +38,7 @@ def compact(reply: Any) -> bytes:
     return json.dumps(reply, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def vllm_reply(said: Said) -> dict[str, Any]:
+def vllm_reply(said: ResponseSpec) -> dict[str, Any]:
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": said.content, "tool_calls": []},
@@ -65,7 +65,7 @@ def vllm_reply(said: Said) -> dict[str, Any]:
     }
 
 
-def sglang_reply(said: Said) -> dict[str, Any]:
+def sglang_reply(said: ResponseSpec) -> dict[str, Any]:
     """SGLang does not repeat the prompt's ids."""
     tokens = [[logprob, token, None] for logprob, token in zip(_logprobs(said), said.completion, strict=True)]
     meta_info = {
@@ -82,7 +82,7 @@ def sglang_reply(said: Said) -> dict[str, Any]:
     return {"id": "1", "object": "chat.completion", "choices": [choice], "usage": {"prompt_tokens": len(said.prompt)}}
 
 
-def generate_reply(said: Said) -> dict[str, Any]:
+def generate_reply(said: ResponseSpec) -> dict[str, Any]:
     choice = {
         "index": 0,
         "logprobs": {"content": _content(said, [f"token_id:{token}" for token in said.completion])},
@@ -93,18 +93,18 @@ def generate_reply(said: Said) -> dict[str, Any]:
     return {"request_id": "1", "choices": [choice], "prompt_logprobs": None, "kv_transfer_params": None}
 
 
-def _logprobs(said: Said) -> list[float]:
+def _logprobs(said: ResponseSpec) -> list[float]:
     return said.logprobs or [-0.25 * (token % 7) for token in said.completion]
 
 
-def _content(said: Said, names: list[str]) -> list[dict[str, Any]]:
+def _content(said: ResponseSpec, names: list[str]) -> list[dict[str, Any]]:
     return [
         {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": []}
         for name, logprob in zip(names, _logprobs(said), strict=True)
     ]
 
 
-def _routed(said: Said) -> dict[str, Any]:
+def _routed(said: ResponseSpec) -> dict[str, Any]:
     return {} if said.rows is None else {"routed_experts": routed(said.rows, said.form, said.start)}
 
 
