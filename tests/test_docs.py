@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import yaml
 from celery.bin.worker import worker as celery_worker
-from support.asking import run
 from support.cluster import BIN, Cluster, Process, cluster_in
 from support.documents import GUIDES, LOGS, README, ROOT, Page
+from support.engine_clients import run
 from support.engine_process import EngineProcess
-from support.playing import attempt_of, stage_of
+from support.rollout_stages import attempt_of, stage_of
 from typer.main import get_command
 
 from cli.main import app
