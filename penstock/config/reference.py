@@ -122,7 +122,7 @@ def _bounds(metadata: tuple[Any, ...]) -> str:
         return f", {found['ge']} to {found['le']}"
     if max(map(abs, found.values()), default=0) >= 2**63:
         return " of 64 bits"
-    return "".join(f" {SIGNS[name]} {limit}" for name, limit in found.items())
+    return " and".join(f" {SIGNS[name]} {limit}" for name, limit in found.items())
 
 
 def _default(value: Any) -> str:
@@ -133,7 +133,7 @@ def _default(value: Any) -> str:
     if isinstance(value, bool | str | tuple | dict | Path | Enum):
         plain = value.value if isinstance(value, Enum) else str(value) if isinstance(value, Path) else value
         return f"`{json.dumps(plain)}`"
-    return f"`{value:_}`" if isinstance(value, int) else f"`{value:g}`"
+    return f"`{value:_}`" if isinstance(value, int) and value >= 10_000 else f"`{value:g}`"
 
 
 def _inner(annotation: Any) -> type | None:
