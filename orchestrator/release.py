@@ -91,9 +91,14 @@ class Sweep:
         self._run = run
         self._rollouts = ids.run_directory(run)
         self._ledger = ledger
+        self._one_at_a_time = asyncio.Lock()
 
     async def run_once(self) -> int:
-        """How many files went."""
+        """Returns the number of removed files."""
+        async with self._one_at_a_time:
+            return await self._run_once()
+
+    async def _run_once(self) -> int:
         # First what is there, then what is named: whatever is begun in between is in neither.
         rollouts = await in_io_thread(_names, self._store.path(self._rollouts))
         await self._ledger.committed()

@@ -156,6 +156,18 @@ def test_released_experts_that_a_kill_left_behind_go(config: RunConfig, ledger: 
     assert [key.rpartition("/")[2] for key in store.keys("rollouts")] == ["columns"] * 4
 
 
+def test_two_sweeps_at_once_remove_each_file_once(config: RunConfig, ledger: Ledger, store: Store) -> None:
+    """The run of a finished run: its periodic sweep starts together with the last one."""
+    for number in range(400):
+        store.put(f"rollouts/{RUN}/r{number}/1.aa/columns", [b"x"])
+
+    async def sweep_twice() -> list[int]:
+        sweep = Sweep(config, RUN, ledger)
+        return await asyncio.gather(sweep.run_once(), sweep.run_once())
+
+    assert asyncio.run(sweep_twice()) == [400, 0]
+
+
 def test_files_that_a_rebuilt_ledger_does_not_know_stay(config: RunConfig, ledger: Ledger, store: Store) -> None:
     deliver(config, ledger, store)
     asyncio.run(ledger.committed())
