@@ -94,7 +94,7 @@ class RouteFormat:
     """Shape and type of an engine's routed rows: from the configuration, completed by the first rows received."""
 
     layers: int | None = None
-    """Required for SGLang's bare string, which has no shape."""
+    """Hidden layers of the model, dense ones included. Required for SGLang's bare string, which has no shape."""
     topk: int | None = None
     experts: int | None = None
     """Experts per layer. Up to 256 are kept as u8, more (or an unknown number, sent as wide integers) as u16."""

@@ -1,1 +1,1 @@
-"""One inference server: how it is asked, how its response becomes a Turn."""
+"""One inference server: its requests, its connections, and how a response becomes a `Turn`."""

@@ -1,7 +1,7 @@
-"""Routed experts as engines send them: four forms on the wire, and those rows of a payload that are still wanted.
+"""Routed experts in a response: four wire forms, of which only the rows that are still needed are decoded.
 
-Base64 is positional, so only the characters from the first wanted row on are decoded; those before it are never looked
-at. Rows are known by their absolute token position, not by their order of arrival.
+Base64 is positional, so decoding starts at the first wanted row and the characters before it are not read. Rows are
+identified by their absolute token position.
 """
 
 import binascii
@@ -19,35 +19,41 @@ from penstock.errors import Upstream
 from penstock.turn import WIRE_DTYPES, WIRE_RANGES, CheckRoutes, RouteFormat, Routes, Rows
 
 Text = bytes | memoryview
+Chars = NDArray[np.uint8]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Lists = list[list[list[Annotated[int, msgspec.Meta(ge=0, le=65535)]]]]
 
 SHAPELESS_WIRE = "int32"
-"""What SGLang's bare string holds, and what nested lists are taken for."""
+"""Type of SGLang's bare string, and the type assumed for nested lists."""
 NPY_MAGIC_TEXT = pybase64.b64encode(b"\x93NUMPY")
 NPY_HEADER = re.compile(
     rb"\{'descr': '[|<]([ui][1248])', 'fortran_order': False, 'shape': \((\d{1,9}), (\d{1,9}), (\d{1,9})\), \} *\n"
 )
 SAMPLED_ROWS = 16
-"""Zero rows come in runs (a cached prefix, a payload never captured): a few rows, evenly spread, meet them."""
+"""Zero rows come in runs (a cached prefix, a payload never captured), so a few evenly spread rows detect them."""
+MAX_DIGITS = 5
+"""Of a u16 in nested lists."""
+BLOCK_CHARS = 1 << 18
+"""Size of the blocks that nested lists are parsed in: ten arrays of this size stay in the cache, and no step holds the
+GIL for long."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Which rows of a response are still wanted, and how many it must have."""
+    """Which rows of a response are needed, and how many it must have."""
 
     tokens: int
-    """Of the response: prompt and completion."""
+    """Prompt and completion of the response."""
     first: int
-    """Rows before this position are held already."""
+    """Rows before this position are recorded already."""
     until: int
     """Rows from this position on belong to tokens that were cut."""
     requested_from: int = 0
-    """The start that the request asked for; an engine may or may not have obeyed."""
+    """First row that was requested. Engines may ignore it and send all rows."""
 
-    def start(self, rows: int, said: int | None = None) -> int:
-        """Position of a payload's first row. Every token has one but the last, which some engines send as well."""
-        starts = (self.requested_from, 0) if said is None else (said,)
+    def start(self, rows: int, stated: int | None = None) -> int:
+        """Position of a payload's first row. Every token but the last has a row; some engines send the last as well."""
+        starts = (self.requested_from, 0) if stated is None else (stated,)
         for missing in (1, 0):
             for start in starts:
                 if rows == self.tokens - missing - start:
@@ -56,7 +62,7 @@ class Wanted:
 
 
 class WireObject(msgspec.Struct):
-    """The form that carries its shape."""
+    """The form with a shape."""
 
     data: msgspec.Raw
     shape: tuple[Count, Count, Count]
@@ -69,14 +75,14 @@ WIRE_OBJECT = msgspec.json.Decoder(WireObject)
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """Base64 text and what it holds."""
+    """Base64 text, and the rows in it."""
 
     text: Text
     rows: int
     start: int
     format: RouteFormat
     header_bytes: int = 0
-    """Bytes before the first row: a `.npy` header."""
+    """Size of the `.npy` header before the first row."""
 
 
 def read_object(wire: WireObject, text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
@@ -87,7 +93,7 @@ def read_object(wire: WireObject, text: Text, wanted: Wanted, route_format: Rout
 
 
 def read_string(text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
-    """The wanted rows of a string: a `.npy` file's base64, or SGLang's bare one."""
+    """The wanted rows of a string: a `.npy` file in base64, or SGLang's bare array."""
     if bytes(text[: len(NPY_MAGIC_TEXT)]) != NPY_MAGIC_TEXT:
         return _read(_bare(text, wanted, route_format), wanted)
     header_bytes, rows, learned = npy_header(text, route_format)
@@ -96,7 +102,7 @@ def read_string(text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes
 
 
 def read_lists(raw: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
-    """The wanted rows of nested lists; of the others only the brackets are looked at."""
+    """The wanted rows of nested lists. Of the other rows only the brackets are parsed."""
     rows = msgspec.json.decode(raw, type=list[msgspec.Raw])
     start = wanted.start(len(rows))
     first = max(start, wanted.first)
@@ -116,7 +122,7 @@ def read_lists(raw: Text, wanted: Wanted, route_format: RouteFormat) -> Routes |
 
 
 def read_compact_lists(text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
-    """The same of compact lists, without a Python integer for every number."""
+    """`read_lists` for compact lists, without a Python integer for every number."""
     lists = number_lists(text)
     start = wanted.start(len(lists)) if lists else 0
     first = max(start, wanted.first)
@@ -129,15 +135,15 @@ def read_compact_lists(text: Text, wanted: Wanted, route_format: RouteFormat) ->
 
 
 def npy_header(text: Text, route_format: RouteFormat) -> tuple[int, int, RouteFormat]:
-    """Length in bytes of the header of a base64 `.npy` file, and the rows and the format that it states."""
+    """Size in bytes of the header of a base64 `.npy` file, and the rows and format that it states."""
     preamble = _decode(text[:16])
     fixed = 10 if preamble[6:7] == b"\x01" else 12
     header_bytes = fixed + int.from_bytes(preamble[8:fixed], "little")
-    found = NPY_HEADER.fullmatch(_decode(text[: base64_length(header_bytes)])[fixed:header_bytes])
-    if found is None:
+    header = NPY_HEADER.fullmatch(_decode(text[: base64_length(header_bytes)])[fixed:header_bytes])
+    if header is None:
         raise Upstream("routed experts: not the .npy header of a little-endian, C-ordered array of 3 dimensions")
-    rows, layers, topk = map(int, found.groups()[1:])
-    wire = np.dtype(found[1].decode()).name
+    rows, layers, topk = map(int, header.groups()[1:])
+    wire = np.dtype(header[1].decode()).name
     return header_bytes, rows, route_format.learned(layers=layers, topk=topk, wire=wire)
 
 
@@ -146,7 +152,7 @@ def base64_length(size: int) -> int:
 
 
 def _bare(text: Text, wanted: Wanted, route_format: RouteFormat) -> Payload:
-    """SGLang's string without a shape: the configuration knows the layers, division gives top-k."""
+    """SGLang's string without a shape: the layers are configured, and division gives top-k."""
     layers, size = route_format.layers, len(text) // 4 * 3 - bytes(text[-2:]).count(b"=")
     if layers is None:
         raise Upstream("routed experts: a bare string has no shape; set engine.hidden_layers (dense ones included)")
@@ -163,8 +169,8 @@ def _bare(text: Text, wanted: Wanted, route_format: RouteFormat) -> Payload:
 
 
 def _read(payload: Payload, wanted: Wanted) -> Routes | None:
-    layout, row_bytes = payload.format, payload.format.row_bytes
-    assert layout.wire is not None
+    route_format, row_bytes = payload.format, payload.format.row_bytes
+    assert route_format.wire is not None
     assert row_bytes is not None
     size = payload.header_bytes + payload.rows * row_bytes
     if len(payload.text) != base64_length(size):
@@ -176,36 +182,36 @@ def _read(payload: Payload, wanted: Wanted) -> Routes | None:
     decoded = _decode(payload.text[skipped_bytes // 3 * 4 :])
     if len(decoded) != size - skipped_bytes // 3 * 3:
         raise Upstream("routed experts: the base64's padding does not fit its shape")
-    values = np.frombuffer(decoded, WIRE_DTYPES[layout.wire], offset=skipped_bytes % 3)
-    return _routes(values.reshape(-1, layout.layers or 0, layout.topk or 0), first, wanted, layout)
+    values = np.frombuffer(decoded, WIRE_DTYPES[route_format.wire], offset=skipped_bytes % 3)
+    return _routes(values.reshape(-1, route_format.layers or 0, route_format.topk or 0), first, wanted, route_format)
 
 
-def _routes(values: NDArray[Any], first: int, wanted: Wanted, layout: RouteFormat) -> Routes | None:
-    rows = _narrowed(values, layout)[: max(0, wanted.until - first)]
+def _routes(values: NDArray[Any], first: int, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    rows = _narrowed(values, route_format)[: max(0, wanted.until - first)]
     if not len(rows):
         return None
-    valid = _captured(rows, layout)
+    valid = _captured(rows, route_format)
     if valid is not None and not valid.any():
         return None
-    return Routes(first=first, rows=rows, valid=valid, format=layout)
+    return Routes(first=first, rows=rows, valid=valid, format=route_format)
 
 
-def _narrowed(values: NDArray[Any], layout: RouteFormat) -> Rows:
-    """Expert ids in the type that they are kept in; one that no expert has is malformed."""
-    experts = layout.experts or 1 << layout.dtype.itemsize * 8
-    lowest, highest = WIRE_RANGES[layout.wire or SHAPELESS_WIRE]
+def _narrowed(values: NDArray[Any], route_format: RouteFormat) -> Rows:
+    """Expert ids in the type that they are kept in. `Upstream` if an id is out of range."""
+    experts = route_format.experts or 1 << route_format.dtype.itemsize * 8
+    lowest, highest = WIRE_RANGES[route_format.wire or SHAPELESS_WIRE]
     if (lowest < 0 and values.min() < 0) or (highest >= experts and values.max() >= experts):
         raise Upstream(f"routed experts: an id below 0 or above {experts - 1}")
-    rows = values.astype(layout.dtype, copy=False)
+    rows = values.astype(route_format.dtype, copy=False)
     return rows if rows.flags.aligned else rows.copy()
 
 
-def _captured(rows: Rows, layout: RouteFormat) -> NDArray[np.bool_] | None:
-    """Which rows hold routes. Zeros mean expert 0 chosen top-k times, which no router does."""
-    if layout.check is CheckRoutes.OFF or layout.topk == 1:
+def _captured(rows: Rows, route_format: RouteFormat) -> NDArray[np.bool_] | None:
+    """Which rows were captured; None if all. Zeros would mean expert 0 chosen top-k times, which no router does."""
+    if route_format.check is CheckRoutes.OFF or route_format.topk == 1:
         return None
-    if layout.check is CheckRoutes.SAMPLE:
-        sampled = rows[:: -max(1, len(rows) // SAMPLED_ROWS)]  # from the last one, the likeliest to be missing
+    if route_format.check is CheckRoutes.SAMPLE:
+        sampled = rows[:: -max(1, len(rows) // SAMPLED_ROWS)]  # from the last row, the likeliest to be missing
         if sampled[:, 0, 0].all() or sampled.any(axis=(1, 2)).all():
             return None
     captured: NDArray[np.bool_] = np.any(rows.reshape(len(rows), -1), axis=1)
@@ -219,22 +225,14 @@ def _decode(text: Text) -> bytes:
         raise Upstream("routed experts: not base64") from None
 
 
-Chars = NDArray[np.uint8]
-
-MAX_DIGITS = 5
-"""Of a u16."""
-BLOCK_CHARS = 1 << 18
-"""Worked on at once: ten arrays of this size stay in the cache, and no step holds the lock for long."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class NumberLists:
-    """A list of rows. `layers` lists of `topk` numbers are a row; only the first was looked at so far."""
+    """A compact JSON list of rows, each `layers` lists of `topk` numbers. `values` checks all but the first row."""
 
     chars: Chars
-    """Without the outermost opening bracket; the closing one stands where the others have a comma."""
+    """Without the outermost opening bracket. The closing one is where the other rows have a comma."""
     ends: NDArray[np.int64]
-    """Behind each row and its comma, if every row is like the first."""
+    """End of each row and its comma, provided that every row is like the first."""
     layers: int
     topk: int
 
@@ -242,8 +240,9 @@ class NumberLists:
         return len(self.ends)
 
     def values(self, first: int) -> NDArray[np.int32] | None:
-        """`[rows, layers, topk]` from row `first` on; None unless all, those before too, are alike and compact."""
-        found = np.empty((max(0, len(self) - first), self.layers, self.topk), np.int32)
+        """`[rows, layers, topk]` from row `first` on; None unless all rows, also those before, are compact and equal in
+        shape."""
+        values = np.empty((max(0, len(self) - first), self.layers, self.topk), np.int32)
         row = done = 0
         while row < len(self):
             until = max(row + 1, int(np.searchsorted(self.ends, done + BLOCK_CHARS, side="right")))
@@ -255,12 +254,12 @@ class NumberLists:
                 numbers = block.numbers()
                 if numbers is None:
                     return None
-                found[row - first : until - first] = numbers.reshape(-1, self.layers, self.topk)
+                values[row - first : until - first] = numbers.reshape(-1, self.layers, self.topk)
             row, done = until, int(self.ends[until - 1])
-        return found
+        return values
 
     def _block(self, start: int, end: int, rows: int) -> "_Block | None":
-        """None unless it is JSON, and as regular as the first row."""
+        """None unless it is JSON and shaped like the first row."""
         chars = self.chars[start:end]
         digits = chars - ord("0")
         is_digit = digits < 10
@@ -277,7 +276,7 @@ class NumberLists:
 
     @cached_property
     def _skeleton(self) -> Chars:
-        """What is left of a row without its digits."""
+        """A row without its digits."""
         layer = b"[" + b"," * (self.topk - 1) + b"]"
         return np.frombuffer(b"[" + b",".join([layer] * self.layers) + b"],", np.uint8)
 
@@ -290,7 +289,7 @@ class _Block:
     """The last digit of each number."""
 
     def numbers(self) -> NDArray[np.int32] | None:
-        """None when one has more than MAX_DIGITS."""
+        """None if a number has more than MAX_DIGITS."""
         place = np.flatnonzero(self.last)
         numbers = self.digits[place].astype(np.int32)
         more = self.is_digit[place - 1]
@@ -303,7 +302,7 @@ class _Block:
 
 
 def number_lists(text: bytes | memoryview) -> NumberLists | None:
-    """None when `text` is not at first sight a compact list of rows."""
+    """None if the first row and the ends of `text` do not look like a compact list of rows."""
     start = bytes(text[:BLOCK_CHARS])
     end_of_first = start.find(b"]]")
     if not start.startswith(b"[[[") or end_of_first < 0 or bytes(text[-3:]) != b"]]]":
