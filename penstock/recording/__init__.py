@@ -1,17 +1,17 @@
-"""Recording what the policy says: `Session` is the gate, the turns and their files until they are sealed as blobs."""
+"""Recording a rollout: a `Session` accepts turns, keeps them on disk, and is sealed into blobs of the store."""
 
-from penstock.recording.conversation import Digested, Mode, digested
+from penstock.recording.conversation import DigestedMessages, Mode, digest_messages
 from penstock.recording.session import Claim, Prepared, Sealed, Session
 from penstock.recording.spool import SessionSettings, unsealed
 
 __all__ = [
     "Claim",
-    "Digested",
+    "DigestedMessages",
     "Mode",
     "Prepared",
     "Sealed",
     "Session",
     "SessionSettings",
-    "digested",
+    "digest_messages",
     "unsealed",
 ]

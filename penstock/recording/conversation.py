@@ -1,7 +1,7 @@
-"""The messages of a session, known by their digests alone: what a request goes on from, and what it may discard.
+"""The messages of a session as digests: which recorded turn a request continues, and what it may discard.
 
-Owns no text and no tokens. Every answered turn is a checkpoint; a request names the checkpoint it extends by repeating
-its messages.
+Keeps neither text nor tokens. Every recorded turn is a checkpoint; a request selects the one that it continues by
+repeating its messages.
 """
 
 from collections.abc import Sequence
@@ -15,55 +15,57 @@ import xxhash
 from penstock.errors import BadRequest
 from penstock.turn import Message
 
-# What makes two messages the same; an absent field, null, "" and [] are equal.
+# Fields by which messages are compared. An absent field, null, "" and [] are equal.
 COMPARED = ("role", "content", "reasoning_content", "tool_calls")
 
 
 class Mode(StrEnum):
     LINEAR = "linear"
-    """One conversation: a request extends it, or goes back over at most one answer."""
+    """One conversation: a request extends it, or discards at most its last answer."""
     OPEN = "open"
-    """Whatever is asked: sub-agents, compacted contexts."""
+    """Any request is allowed: sub-agents, compacted contexts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """The messages up to a turn's answer, this included. START is the place before the first turn."""
+    """The messages up to and including a turn's answer. START is the checkpoint before the first turn."""
 
     turn: int = -1
     parent: int = -1
     messages: int = 0
     digest: bytes = b""
     request_digest: bytes = b""
-    """Without the answer."""
+    """Digest without the answer."""
 
 
 START = Checkpoint()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """A request that was found fit to be sent: the messages of a checkpoint, and more."""
+class ConversationRequest:
+    """A valid request: the messages of a checkpoint, followed by new ones."""
 
     parent: Checkpoint
     appended: Sequence[Message]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Digested:
-    """A request's messages, found to be messages, with the digest of each and all before it."""
+class DigestedMessages:
+    """The messages of a request, validated."""
 
     messages: Sequence[Message]
     chain: Sequence[bytes]
+    """For each message, the digest of it and all before it."""
 
 
-def digested(messages: object) -> Digested:
-    """Needs no session, so that a long request can be treated in a thread. BadRequest says what is wrong with it."""
+def digest_messages(messages: object) -> DigestedMessages:
+    """Validate and digest the messages of a request; BadRequest if they are not chat messages. Needs no session, so a
+    long request can be digested in a thread."""
     checked = _checked(messages)
     try:
-        return Digested(messages=checked, chain=_chain(b"", checked))
+        return DigestedMessages(messages=checked, chain=_chain(b"", checked))
     except TypeError as error:
-        raise BadRequest(f"messages hold what JSON cannot: {error}") from error
+        raise BadRequest(f"messages are not JSON-serializable: {error}") from error
 
 
 class Conversation:
@@ -77,30 +79,31 @@ class Conversation:
     def turns(self) -> int:
         return len(self._checkpoints)
 
-    def line(self, turn: int | None = None) -> list[int]:
-        """The turns that led to `turn` (by default the last), oldest first."""
-        checkpoint, line = self._checkpoint(self.turns - 1 if turn is None else turn), list[int]()
+    def path_to(self, turn: int | None = None) -> list[int]:
+        """`turn` (by default the last) and the turns that it continues, oldest first."""
+        checkpoint, path = self._checkpoint(self.turns - 1 if turn is None else turn), list[int]()
         while checkpoint is not START:
-            line.append(checkpoint.turn)
+            path.append(checkpoint.turn)
             checkpoint = self._checkpoint(checkpoint.parent)
-        return line[::-1]
+        return path[::-1]
 
-    def prepare(self, messages: object) -> Request:
-        """Changes nothing. BadRequest when the messages are none, or diverge where that is not allowed."""
-        asked = messages if isinstance(messages, Digested) else digested(messages)
+    def prepare(self, messages: object) -> ConversationRequest:
+        """Validate a request against the conversation: BadRequest if the messages are malformed, or diverge in linear
+        mode. No side effects."""
+        digested = messages if isinstance(messages, DigestedMessages) else digest_messages(messages)
         if self._mode is Mode.OPEN:
-            parent = self._longest_known(asked.chain)
+            parent = self._longest_recorded(digested.chain)
         else:
-            parent = self._linear_parent(asked.chain)
-            self._check_appended(asked.messages, parent)
-        return Request(parent=parent, appended=asked.messages[parent.messages :])
+            parent = self._linear_parent(digested.chain)
+            self._check_appended(digested.messages, parent)
+        return ConversationRequest(parent=parent, appended=digested.messages[parent.messages :])
 
-    def request(self, parent: int, appended: Sequence[Message]) -> Request:
-        """A request that was prepared before, by this process or by another."""
-        return Request(parent=self._checkpoint(parent), appended=appended)
+    def request(self, parent: int, appended: Sequence[Message]) -> ConversationRequest:
+        """A request that was prepared earlier, by this process or another."""
+        return ConversationRequest(parent=self._checkpoint(parent), appended=appended)
 
-    def answered(self, request: Request, answer: Message) -> Checkpoint:
-        """What `commit` will add. Changes nothing."""
+    def checkpoint_after(self, request: ConversationRequest, answer: Message) -> Checkpoint:
+        """The checkpoint of `request` with its answer, to be added by `commit`. No side effects."""
         chain = _chain(request.parent.digest, [*request.appended, answer])
         return Checkpoint(
             turn=self.turns,
@@ -133,7 +136,7 @@ class Conversation:
             "answers: at most one generated message may be discarded; start another session, or use mode open"
         )
 
-    def _longest_known(self, chain: Sequence[bytes]) -> Checkpoint:
+    def _longest_recorded(self, chain: Sequence[bytes]) -> Checkpoint:
         return next((self._by_digest[digest] for digest in reversed(chain) if digest in self._by_digest), START)
 
     def _check_appended(self, messages: Sequence[Message], parent: Checkpoint) -> None:
@@ -145,7 +148,7 @@ class Conversation:
                 allowed = ", ".join(sorted(self._append_roles))
                 raise BadRequest(f"messages[{index}] has role {message['role']!r}: only {allowed} may be appended")
         if parent is not START and len(messages) == parent.messages:
-            raise BadRequest("the request appends nothing to the recorded conversation: there is nothing to answer")
+            raise BadRequest("the request appends nothing to the recorded conversation: there is nothing to complete")
 
 
 def _repeats(chain: Sequence[bytes], messages: int, digest: bytes) -> bool:
@@ -153,7 +156,7 @@ def _repeats(chain: Sequence[bytes], messages: int, digest: bytes) -> bool:
 
 
 def _chain(start: bytes, messages: Sequence[Message]) -> list[bytes]:
-    """Digest of the messages before and the first, before and the first two, ..."""
+    """For each message, the digest of everything before it (`start`) and the messages up to it."""
     chain: list[bytes] = []
     for message in messages:
         compared = {name: message[name] for name in COMPARED if message.get(name)}
@@ -171,5 +174,5 @@ def _checked(messages: object) -> list[Message]:
         content = message.get("content")
         parts = cast("list[object]", content) if isinstance(content, list) else []
         if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
-            raise BadRequest(f"messages[{index}] has content that is not text: images and the like are not supported")
+            raise BadRequest(f"messages[{index}] has content that is not text: only text parts are supported")
     return cast("list[Message]", messages)

@@ -1,7 +1,7 @@
-"""Turns -> samples: a turn extends the sample that its prompt begins with, the longest such one, or starts another.
+"""Turns -> samples: a turn extends the longest sample that its prompt begins with, or starts a new one.
 
-Which one that is, `responses.py` found when it recognised the prompt. Only what a turn adds is kept; its routed rows
-are placed by absolute token position and go straight to the experts file.
+Only what a turn adds is kept. Its routed rows are placed by absolute token position and written to the experts file.
+`columns_of` turns the samples into the columns of the store.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,12 @@ from penstock.store.columns import Columns, TurnTable
 from penstock.store.experts import Chunk
 from penstock.turn import Fingerprint, Ids, Logprobs, Mask, OpenSample, Routes, Rows, Turn, TurnMetadata
 
+Offsets = NDArray[np.int64]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnDelta:
-    """A turn as it is kept: what it adds to its sample. Its routed rows are in the experts file."""
+    """What a turn adds to its sample. Its routed rows are in the experts file."""
 
     sample: int
     prefix_tokens: int
@@ -37,9 +39,10 @@ class TurnDelta:
     truncated: bool
     overlong_prompt: bool
     matches: int
-    """Samples that the prompt begins with."""
+    """Number of samples that the prompt begins with."""
     broken_at: int | None
-    """Where the prompt leaves the sample that its agent had last extended, when it starts another."""
+    """If the turn starts a sample: the position at which its prompt differs from the sample that its agent extended
+    last."""
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +51,7 @@ class TurnDelta:
 
     @property
     def start(self) -> int:
-        """Where its completion begins in the sample."""
+        """Position of its completion in the sample."""
         return self.prefix_tokens + len(self.prompt_ids)
 
     @property
@@ -69,12 +72,12 @@ class _Sample:
 
 
 class Samples:
-    """The samples of one rollout, growing by turns."""
+    """The samples of one rollout. Each turn extends one or adds one."""
 
     def __init__(self, *, max_samples: int | None = None) -> None:
         self.turns: list[TurnDelta] = []
         self.nbytes = 0
-        """of the arrays of all turns"""
+        """Size of the arrays of all turns."""
         self._samples: list[_Sample] = []
         self._max_samples = max_samples
 
@@ -83,15 +86,15 @@ class Samples:
         return [sample.sequence.tokens for sample in self._samples]
 
     def last_turns(self) -> list[int]:
-        """The turn that extended each sample last."""
+        """The last turn of each sample."""
         return [sample.turns[-1] for sample in self._samples]
 
     def open_samples(self) -> list[OpenSample]:
-        """What `read_turn` needs to recognise the prompt of the next response."""
+        """For `read_turn`, to recognise the prompt of the next response."""
         return [sample.open_sample for sample in self._samples]
 
     def place(self, turn: Turn, metadata: TurnMetadata) -> tuple[TurnDelta, list[Rows]]:
-        """The turn as it will be kept, and the rows of its chunks. Changes nothing."""
+        """What the turn will add, and the rows of its chunks. No side effects."""
         index = len(self._samples) if turn.extends is None else turn.extends
         sample = (_Sample() if turn.extends is None else self._samples[index]).open_sample
         if sample.sequence.tokens != turn.prefix_tokens:
@@ -104,10 +107,10 @@ class Samples:
         delta = TurnDelta(
             sample=index,
             prefix_tokens=turn.prefix_tokens,
-            prompt_ids=turn.prompt_ids.copy(),  # a view would keep alive all of what was read
+            prompt_ids=turn.prompt_ids.copy(),  # a view would keep the whole array alive
             completion_ids=turn.completion_ids.copy(),
             completion_logprobs=turn.completion_logprobs.copy(),
-            completion_mask=_cut(metadata.completion_mask, len(turn.completion_ids)),
+            completion_mask=_cut_mask(metadata.completion_mask, len(turn.completion_ids)),
             chunks=tuple(Chunk(sample=index, first=first, rows=len(rows)) for first, rows in runs),
             agent=metadata.agent,
             engine=metadata.engine,
@@ -124,7 +127,7 @@ class Samples:
         return delta, [rows for _, rows in runs]
 
     def add(self, delta: TurnDelta, sequence: Fingerprint | None = None) -> None:
-        """`sequence` is the sample's with this turn, where somebody computed it already."""
+        """`sequence` is the sample's fingerprint including this turn, if it is already computed."""
         if delta.sample == len(self._samples):
             self._samples.append(_Sample())
         sample = self._samples[delta.sample]
@@ -144,8 +147,9 @@ class Samples:
         return [chunk for turn in self.turns for chunk in turn.chunks]
 
     def metrics(self) -> dict[str, float]:
-        """Breaks are loud: how often, where first, how many tokens are context once more because of them. Routes are
-        missing where nobody sent a row, a sample's last token apart; without any rows they are not counted."""
+        """Counts of samples, turns and prefix breaks, where the first break is, and how many tokens are repeated as
+        context because of breaks. `missing_routes` counts tokens without a row, except a sample's last; it is omitted
+        if no rows were recorded."""
         broken_at = [turn.broken_at for turn in self.turns if turn.broken_at is not None]
         rows = sum(chunk.rows for chunk in self.chunks())
         due = sum(max(sample.rows_until, sample.sequence.tokens - 1) for sample in self._samples)
@@ -168,14 +172,14 @@ class Samples:
         return int(np.argmax(differs)) if differs.any() else len(held)
 
 
-def _cut(mask: Mask | None, length: int) -> Mask | None:
+def _cut_mask(mask: Mask | None, length: int) -> Mask | None:
     if mask is not None and len(mask) < length:
         raise Invariant(f"a completion mask of {len(mask)} entries for {length} tokens")
     return None if mask is None else mask[:length].copy()
 
 
 def _runs(routes: Routes, first: int, until: int) -> list[tuple[int, Rows]]:
-    """Rows that follow one another, from the positions first..until, with the position of each run's first row."""
+    """Consecutive valid rows between positions `first` and `until`, each run with the position of its first row."""
     begin, end = max(0, first - routes.first), min(len(routes.rows), until - routes.first)
     if end <= begin:
         return []
@@ -183,9 +187,6 @@ def _runs(routes: Routes, first: int, until: int) -> list[tuple[int, Rows]]:
         return [(routes.first + begin, routes.rows[begin:end])]
     edges = np.flatnonzero(np.diff(routes.valid[begin:end], prepend=False, append=False)) + begin
     return [(routes.first + start, routes.rows[start:stop]) for start, stop in edges.reshape(-1, 2).tolist()]
-
-
-Offsets = NDArray[np.int64]
 
 
 def columns_of(
@@ -198,7 +199,7 @@ def columns_of(
     extras: Mapping[str, NDArray[np.float32]] | None = None,
     conversation: bytes = b"",
 ) -> Columns:
-    """Context has loss mask 0 and logprob 0; of a rollout that ended in an error nothing is trained on."""
+    """Context has loss mask 0 and logprob 0. If the rollout ended in an error, the loss mask is 0 everywhere."""
     offsets = _offsets(samples)
     input_ids, logprobs = np.empty(offsets[-1], np.int32), np.zeros(offsets[-1], np.float32)
     loss_mask = np.zeros(offsets[-1], np.uint8)
@@ -230,7 +231,7 @@ def columns_of(
 
 
 def routed_valid_of(samples: Samples) -> Mask:
-    """For each token, whether its routed row was sent."""
+    """For each token, whether its routed row was received."""
     offsets = _offsets(samples)
     valid = np.zeros(offsets[-1], np.uint8)
     for chunk in samples.chunks():

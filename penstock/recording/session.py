@@ -1,7 +1,7 @@
-"""A session: one conversation with the policy, recorded turn by turn. No HTTP here; both doors use it.
+"""A session: one conversation with the policy, recorded turn by turn. Rollouts and the session server use it.
 
-State changes only in plain functions on the loop's thread, so each change is whole and no lock is ever held across an
-await; files are written in threads, by whoever holds the session's one slot. A turn is in memory only if it is on disk.
+State changes only in synchronous functions on the loop's thread, so no lock is held across an await. Files are written
+in threads by the holder of the session's claim. A turn is in memory only if it is on disk.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ import orjson
 from numpy.typing import NDArray
 
 from penstock.errors import Busy, ContextFull, Invariant, NotFound, NothingToTrain
-from penstock.recording.conversation import START, Conversation, Mode, Request
+from penstock.recording.conversation import START, Conversation, ConversationRequest, Mode
 from penstock.recording.samples import Samples
 from penstock.recording.spool import SessionSettings, Spool
-from penstock.recording.turn_log import Entry
+from penstock.recording.turn_log import LogEntry
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_file_thread
 from penstock.store import BlobRef, Store
@@ -27,35 +27,36 @@ from penstock.turn import ANY_FORMAT, Ids, Message, OpenSample, RouteFormat, Tur
 
 log = logging.getLogger(__name__)
 
-ORDINARY = TurnMetadata()
+NO_METADATA = TurnMetadata()
 
 
 class State(StrEnum):
     OPEN = "open"
-    SEALED = "sealed"  # its blobs are being written, or were
+    SEALED = "sealed"  # its blobs are written or being written
     CLOSED = "closed"
 
 
 class Claim:
-    """The slot of a session, while it is taken."""
+    """Exclusive use of a session for one chat."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What is needed to send a request and to read its answer."""
+    """What is needed to send a request and to read its response."""
 
-    request: Request
+    request: ConversationRequest
     turns: int
-    """Committed turns when this was prepared."""
+    """Number of committed turns when this was prepared."""
     history_ids: Ids
-    """Linear mode: tokens of the conversation so far, to which those of `request.appended` are added."""
+    """Linear mode: tokens of the conversation before `request.appended`."""
     answer_from: int
-    """Where the last answer begins in `history_ids`."""
+    """Position of the last answer in `history_ids`."""
     routes_from: int
-    """The first routed row to ask for, where the prompt that is sent begins with `history_ids`."""
+    """First routed row to request, provided that the prompt begins with `history_ids`."""
     open_samples: Sequence[OpenSample]
-    """For `read_turn`, as is the next."""
+    """For `read_turn`."""
     route_format: RouteFormat
+    """For `read_turn`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +65,11 @@ class Sealed:
 
     columns: BlobRef
     experts: BlobRef | None
-    """None when no routed rows came."""
+    """None if no routed rows were received."""
     sample_lengths: tuple[int, ...]
     turns: int
     prompt_tokens: int
-    """Of the turns that began a sample."""
+    """Of the turns that started a sample."""
     completion_tokens: int
     version_first: int
     version_last: int
@@ -96,7 +97,7 @@ class Session:
 
     @classmethod
     async def recover(cls, store: Store, key: str, *, route_format: RouteFormat = ANY_FORMAT) -> "Session":
-        """The session that another process recorded at `key`, with every turn that it committed."""
+        """The session that another process recorded at `key`, with all its committed turns."""
         return await in_file_thread(cls._recovered, store, key, route_format)
 
     @classmethod
@@ -106,7 +107,7 @@ class Session:
         for entry in entries:
             session._samples.add(entry.delta)
             request = session._conversation.request(entry.parent, orjson.loads(entry.appended))
-            session._conversation.commit(session._conversation.answered(request, orjson.loads(entry.answer)))
+            session._conversation.commit(session._conversation.checkpoint_after(request, orjson.loads(entry.answer)))
         return session
 
     @property
@@ -115,38 +116,39 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody holds the slot, or its blobs are being written."""
+        """Whether a chat is in flight, or the blobs are being written."""
         return self._claim is not None or (self._sealing is not None and not self._sealing.done())
 
     @property
     def sealed(self) -> bool:
-        """Whether its blobs are in the store, and belong to whoever asked for them."""
+        """Whether the blobs are in the store."""
         sealing = self._sealing
         return sealing is not None and sealing.done() and not sealing.cancelled() and sealing.exception() is None
 
     @property
     def retained_bytes(self) -> int:
-        """Of the turns in memory."""
+        """Size of the turns in memory."""
         return self._samples.nbytes
 
     @property
     def spooled_bytes(self) -> int:
-        """Of its files."""
+        """Size of the files."""
         return self._spool.nbytes
 
     def token_ids(self) -> Ids:
-        """The sample that the last turn belongs to, up to its end."""
+        """The sample of the last turn."""
         return self._samples.ids(self.turns - 1) if self.turns else np.empty(0, np.int32)
 
     async def records(self) -> list[bytes]:
-        """What was committed with each turn; in linear mode without those that were discarded."""
+        """The record committed with each turn; in linear mode without discarded turns."""
         self._require_open()
-        turns = self._conversation.line() if self.settings.mode is Mode.LINEAR else range(self.turns)
+        turns = self._conversation.path_to() if self.settings.mode is Mode.LINEAR else range(self.turns)
         return await in_file_thread(self._spool.records, turns)
 
     @contextlib.contextmanager
     def claim(self) -> Generator[Claim]:
-        """The one slot, for a chat from before its request is read until it is committed. Closing beats busy."""
+        """Claim the session for one chat, from before its request is read until it is committed. NotFound if the session
+        is closed, Busy if it is claimed."""
         self._require_open()
         if self._claim is not None:
             raise Busy("session already has an in-flight chat completion")
@@ -157,10 +159,10 @@ class Session:
             self._claim = None
 
     def prepare(self, claim: Claim, messages: object = None) -> Prepared:
-        """Checks a request, changes nothing. `messages` may be digested already; without any, only tokens go in and
-        out."""
+        """Validate a request against the conversation. No side effects. `messages` may be digested already; None for
+        token-in/token-out."""
         self._require_open()
-        self._require_slot(claim)
+        self._require_claim(claim)
         if messages is None:
             request = self._conversation.request(self.turns - 1, [])
         else:
@@ -182,13 +184,13 @@ class Session:
         claim: Claim,
         prepared: Prepared,
         turn: Turn,
-        metadata: TurnMetadata = ORDINARY,
+        metadata: TurnMetadata = NO_METADATA,
         *,
         record: bytes = b"",
     ) -> bool:
-        """Whether the turn was recorded: it is not when the session was closed meanwhile. Once begun it is finished,
-        even when the caller is cancelled; on any error nothing of it remains. `record` is kept for `records`."""
-        self._require_slot(claim)
+        """Record a turn. Returns False if the session was closed meanwhile. Once started, it completes even if the
+        caller is cancelled; on an error nothing of the turn remains. `record` is returned by `records`."""
+        self._require_claim(claim)
         self._recording = asyncio.create_task(self._record(prepared, turn, metadata, record))
         try:
             return await run_to_completion(self._recording)
@@ -196,7 +198,7 @@ class Session:
             self._recording = None
 
     async def seal(self, *, error: str = "", extras: Mapping[str, NDArray[np.float32]] | None = None) -> Sealed:
-        """Writes the blobs, once: who asks again gets the same answer. After a failure the session is open again."""
+        """Write the blobs. Later calls return the same result; after a failure the session is open again."""
         if self._sealing is None:
             self._require_open()
             if self._claim is not None:
@@ -208,7 +210,7 @@ class Session:
         return await asyncio.shield(self._sealing)
 
     async def close(self) -> None:
-        """Removes what is not sealed. A turn under way is not recorded any more."""
+        """Remove everything that is not sealed. A turn being recorded is discarded."""
         if self._is_closed():
             raise self._not_found()
         self._state = State.CLOSED
@@ -219,7 +221,7 @@ class Session:
             await asyncio.wait(under_way)
         await in_file_thread(self._spool.discard)
 
-    def _history(self, request: Request) -> tuple[Ids, int, int]:
+    def _history(self, request: ConversationRequest) -> tuple[Ids, int, int]:
         if self.settings.mode is Mode.OPEN or request.parent is START:
             return np.empty(0, np.int32), 0, 0
         turn = request.parent.turn
@@ -237,9 +239,9 @@ class Session:
             log.error("action=invariant session=%s turns=%d prepared=%d", session, self.turns, prepared.turns)
             raise Invariant(f"session {session} has {self.turns} turns; the request was prepared with {prepared.turns}")
         answer: Message = {"role": "assistant", **orjson.loads(turn.message)} if turn.message else {}
-        checkpoint = self._conversation.answered(prepared.request, answer)
+        checkpoint = self._conversation.checkpoint_after(prepared.request, answer)
         delta, rows = self._samples.place(turn, metadata)
-        entry = Entry(
+        entry = LogEntry(
             delta=delta,
             parent=prepared.request.parent.turn,
             appended=orjson.dumps(prepared.request.appended),
@@ -257,9 +259,9 @@ class Session:
 
     async def _seal(self, error: str, extras: Mapping[str, NDArray[np.float32]]) -> Sealed:
         turns = self._samples.turns
-        lines = [self._conversation.line(turn) for turn in self._samples.last_turns()]
+        paths = [self._conversation.path_to(turn) for turn in self._samples.last_turns()]
         try:
-            columns, experts = await in_file_thread(self._spool.seal, self._samples, lines, error=error, extras=extras)
+            columns, experts = await in_file_thread(self._spool.seal, self._samples, paths, error=error, extras=extras)
         except BaseException:
             self._sealing = None
             if not self._is_closed():
@@ -285,14 +287,14 @@ class Session:
         if self._state is not State.OPEN:
             raise self._not_found()
 
-    def _require_room(self, request: Request) -> None:
-        """Behind a turn that was cut, a sample could only repeat it as context."""
+    def _require_room(self, request: ConversationRequest) -> None:
+        """A truncated turn cannot be extended: a later sample could only repeat it as context."""
         if request.parent is not START and self._samples.turns[request.parent.turn].truncated:
             raise ContextFull(f"the conversation has reached max_seq_len ({self.settings.max_seq_len}): end it here")
 
-    def _require_slot(self, claim: Claim) -> None:
+    def _require_claim(self, claim: Claim) -> None:
         if self._claim is not claim:
-            raise Invariant(f"session {self.settings.session}: only whoever holds the slot may use it")
+            raise Invariant(f"session {self.settings.session}: the caller does not hold its claim")
 
     def _not_found(self) -> NotFound:
         return NotFound(f"session not found: session_id={self.settings.session}")

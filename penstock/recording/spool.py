@@ -1,7 +1,7 @@
-"""The files of a session while it is recorded: the log of its turns, and the routed rows in a part of the later blob.
+"""The files of a session while it is recorded: the log of its turns, and the routed rows as a part of the later blob.
 
-Blocks: every method is called in a thread, one at a time. A turn is on disk as a whole or not at all; rows go first, so
-that the log never names rows that are not there.
+All methods block: call them in a thread, one at a time. A turn is written completely or not at all; its rows come
+first, so that the log never refers to missing rows.
 """
 
 import mmap
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penstock.errors import BlobCorrupt, BlobMissing, Upstream
 from penstock.recording.conversation import Mode
 from penstock.recording.samples import Samples, columns_of, routed_valid_of
-from penstock.recording.turn_log import Bytes, Entry, RowsState, entry_frame, frame, frames, read_entry
+from penstock.recording.turn_log import Bytes, LogEntry, RowsState, entry_frame, frame, frames, read_entry
 from penstock.store import BlobRef, Store
 from penstock.store.columns import write_columns
 from penstock.store.experts import seal_experts
@@ -26,28 +26,28 @@ from penstock.store.tensors import Tensors
 from penstock.turn import Rows
 
 COLUMNS, EXPERTS = "columns.safetensors", "experts.safetensors"
-LOG, ROWS = "log", "rows"  # end the temporary names, by which a later process finds the files
+LOG, ROWS = "log", "rows"  # suffixes of the temporary names, by which a later process finds the files
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionSettings:
     session: str
     key: str
-    """Directory of the session's files in the store; names an execution, so that no two write the same."""
+    """Directory of the session's files in the store. It names an execution, so that no two write the same files."""
     rollout: str
     attempt: int
     mode: Mode = Mode.OPEN
     append_roles: tuple[str, ...] = ("tool", "user")
-    """Who may speak in what a linear conversation is continued with."""
+    """Roles of the messages that may be appended to a linear conversation."""
     max_seq_len: int | None = None
     max_samples: int | None = None
     logprobs_mode: str = "processed"
     notes: str = ""
-    """What whoever started the session wants to have back when it is recovered; not looked at."""
+    """Returned when the session is recovered. Opaque here."""
 
 
 def unsealed(store: Store, under: str) -> list[str]:
-    """Keys of the sessions below a directory whose recording has not ended: what a new process may recover."""
+    """Keys of the unsealed sessions below a directory, which a new process may recover."""
     logs = store.path(under).rglob(f".{COLUMNS}.{LOG}")
     return sorted(log.parent.relative_to(store.root).as_posix() for log in logs)
 
@@ -76,26 +76,26 @@ class Spool:
         return cls(store, settings, log=log)
 
     @classmethod
-    def recover(cls, store: Store, key: str) -> tuple["Spool", list[Entry]]:
-        """What a killed process left of the session at `key`, up to its last whole turn."""
+    def recover(cls, store: Store, key: str) -> tuple["Spool", list[LogEntry]]:
+        """The session at `key` as a killed process left it, up to the last complete turn."""
         path = store.part_path(f"{key}/{COLUMNS}", LOG)
-        found = list(frames(_mapped(path)))
-        if not found:
-            raise BlobCorrupt(f"the log of the session at {key} has no whole frame: it cannot come back")
-        entries = [read_entry(body) for body, _ in found[1:]]
-        state, end = entries[-1][1] if entries else None, found[-1][1]
+        complete = list(frames(_mapped(path)))
+        if not complete:
+            raise BlobCorrupt(f"the log of the session at {key} has no complete frame: it cannot be recovered")
+        entries = [read_entry(body) for body, _ in complete[1:]]
+        state, end = entries[-1][1] if entries else None, complete[-1][1]
         os.truncate(path, end)
         spool = cls(
             store,
-            msgspec.json.decode(found[0][0].metadata["settings"], type=SessionSettings),
+            msgspec.json.decode(complete[0][0].metadata["settings"], type=SessionSettings),
             log=GrowingFile(path, length=end),
             rows=_recover_rows(store, f"{key}/{EXPERTS}", state),
             rows_state=state,
         )
         return spool, [entry for entry, _ in entries]
 
-    def write(self, entry: Entry, rows: Sequence[Rows]) -> None:
-        """A committed turn. `rows` are those of its chunks, in one write."""
+    def write(self, entry: LogEntry, rows: Sequence[Rows]) -> None:
+        """Write a committed turn. `rows` are those of its chunks."""
         state, part = self._rows_state, self._rows_part() if rows else None
         mark = part and part.mark()
         try:
@@ -109,9 +109,9 @@ class Spool:
         self._rows_state = state
 
     def seal(
-        self, samples: Samples, lines: Sequence[Sequence[int]], *, error: str, extras: Mapping[str, NDArray[np.float32]]
+        self, samples: Samples, paths: Sequence[Sequence[int]], *, error: str, extras: Mapping[str, NDArray[np.float32]]
     ) -> tuple[BlobRef, BlobRef | None]:
-        """Columns and, where rows came, experts. `lines` are the turns of each sample's conversation."""
+        """Write the columns and, if rows were recorded, the experts. `paths` has each sample's turns."""
         settings, experts, state = self.settings, None, self._rows_state
         columns = columns_of(
             samples,
@@ -120,7 +120,7 @@ class Spool:
             logprobs_mode=settings.logprobs_mode,
             error=error,
             extras=extras,
-            conversation=self._conversation(lines),
+            conversation=self._conversation(paths),
         )
         ref = write_columns(self._store, f"{settings.key}/{COLUMNS}", columns)
         if self._rows and state:
@@ -148,7 +148,7 @@ class Spool:
         return [bodies[turn].arrays["record"].tobytes() for turn in turns]
 
     def discard(self) -> None:
-        """Removes what is not sealed."""
+        """Remove the files that are not sealed."""
         self._log.discard()
         if self._rows:
             self._rows.discard()
@@ -168,26 +168,26 @@ class Spool:
         part.append(*rows)
         return RowsState(layers=shape[0], topk=shape[1], dtype=dtype, length=part.length, checksum=part.tail_checksum())
 
-    def _conversation(self, lines: Sequence[Sequence[int]]) -> bytes:
-        """The messages of each line as JSON, put together from what every turn added."""
-        spoken: list[bytes] = []
+    def _conversation(self, paths: Sequence[Sequence[int]]) -> bytes:
+        """The messages of each path as JSON, joined from the messages of its turns."""
+        by_turn: list[bytes] = []
         for body in self._turn_bodies():
             appended, answer = (body.arrays[name].tobytes() for name in ("appended", "answer"))
-            spoken.append(b",".join(text for text in (appended[1:-1], answer) if text not in (b"", b"{}")))
-        messages = (b",".join(spoken[turn] for turn in line if spoken[turn]) for line in lines)
+            by_turn.append(b",".join(text for text in (appended[1:-1], answer) if text not in (b"", b"{}")))
+        messages = (b",".join(by_turn[turn] for turn in path if by_turn[turn]) for path in paths)
         return b"[" + b",".join(b"[" + texts + b"]" for texts in messages) + b"]"
 
 
 def _recover_rows(store: Store, key: str, state: RowsState | None) -> Part | None:
     path, blob = store.part_path(key, ROWS), store.path(key)
     if state is None:
-        path.unlink(missing_ok=True)  # made for a turn that was never committed
+        path.unlink(missing_ok=True)  # created for a turn that was never committed
         return None
     if not path.exists() and blob.exists():
-        blob.rename(path)  # killed between two steps of sealing, so nobody was told of the blob
+        blob.rename(path)  # killed while sealing, before the blob was reported to the caller
     part = Part.recover(path, state.length)
     if part.tail_checksum() != state.checksum:
-        raise BlobCorrupt(f"the routed rows of the session at {key} are not those that were recorded")
+        raise BlobCorrupt(f"the routed rows of the session at {key} do not match their recorded checksum")
     return part
 
 
@@ -196,4 +196,4 @@ def _mapped(path: Path) -> Bytes:
         with path.open("rb") as file:
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     except FileNotFoundError:
-        raise BlobMissing(f"{path} is not there: nothing was recorded, or it was sealed or closed") from None
+        raise BlobMissing(f"{path} does not exist: nothing was recorded, or the session was sealed or closed") from None

@@ -1,12 +1,13 @@
-"""The append-only log of a session: what brings it back, token by token, after its process was killed.
+"""The append-only log of a session, from which it is recovered after its process was killed.
 
-A frame is a length, an xxh3 and a safetensors body; the first holds the session's settings, every other one a committed
-turn. Reading ends at the first frame that is not whole: the one that was being written.
+A frame is a length, an xxh3 and a safetensors body. The first frame has the session's settings, each later one a
+committed turn. Reading stops at the first incomplete frame, which was being written.
 """
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 import numpy as np
@@ -21,17 +22,17 @@ from penstock.store.parts import Piece, view_of
 
 Bytes = NDArray[np.uint8]
 
-PREAMBLE = struct.Struct("<QQ")  # the body's length and its xxh3
-ALIGNMENT = 8  # bytes; frames are padded to it, so that the arrays in a mapped log are aligned
+PREAMBLE = struct.Struct("<QQ")  # length and xxh3 of the body
+ALIGNMENT = 8  # bytes; frames are padded so that the arrays of a mapped log are aligned
 
 DELTA_ARRAYS = ("prompt_ids", "completion_ids", "completion_logprobs", "completion_mask")
-DELTA_FIELDS = tuple(field.name for field in fields(TurnDelta) if field.name not in (*DELTA_ARRAYS, "chunks"))
+DELTA_FIELDS = tuple(field.name for field in dataclass_fields(TurnDelta) if field.name not in (*DELTA_ARRAYS, "chunks"))
 ENTRY_TEXTS = ("appended", "answer", "record")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsState:
-    """The file of routed rows as it is after a turn."""
+    """The file of routed rows after a turn."""
 
     layers: int
     topk: int
@@ -41,46 +42,46 @@ class RowsState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class LogEntry:
     """A committed turn."""
 
     delta: TurnDelta
     parent: int
-    """The turn whose messages the request repeated; -1 for none."""
+    """The turn that the request continued; -1 for none."""
     appended: bytes = b"[]"
-    """The request's messages behind those, a JSON list."""
+    """The new messages of the request, a JSON list."""
     answer: bytes = b"{}"
     """The generated message as JSON."""
     record: bytes = b""
-    """What the caller wants to have back; not looked at."""
+    """The caller's record of the exchange. Opaque here."""
 
 
-def entry_frame(entry: Entry, rows: RowsState | None) -> list[Piece]:
+def entry_frame(entry: LogEntry, rows: RowsState | None) -> list[Piece]:
     delta = entry.delta
     arrays = {name: getattr(delta, name) for name in DELTA_ARRAYS if getattr(delta, name) is not None}
     arrays["chunks"] = np.array([(chunk.first, chunk.rows) for chunk in delta.chunks], np.int64).reshape(-1, 2)
     arrays |= {name: np.frombuffer(getattr(entry, name), np.uint8) for name in ENTRY_TEXTS}
-    words = {name: getattr(delta, name) for name in DELTA_FIELDS}
-    return frame({"addition": words, "parent": entry.parent, "rows": rows}, arrays)
+    fields = {name: getattr(delta, name) for name in DELTA_FIELDS}
+    return frame({"addition": fields, "parent": entry.parent, "rows": rows}, arrays)
 
 
-def read_entry(body: tensors.Tensors) -> tuple[Entry, RowsState | None]:
-    """Copies: nothing keeps the log mapped."""
-    words: dict[str, Any] = {name: orjson.loads(text) for name, text in body.metadata.items()}
-    sample, chunks = words["addition"]["sample"], body.arrays["chunks"].tolist()
+def read_entry(body: tensors.Tensors) -> tuple[LogEntry, RowsState | None]:
+    """Arrays are copies, so that the log does not stay mapped."""
+    metadata: dict[str, Any] = {name: orjson.loads(text) for name, text in body.metadata.items()}
+    sample, chunks = metadata["addition"]["sample"], body.arrays["chunks"].tolist()
     arrays: dict[str, Any] = {name: body.arrays[name].copy() for name in DELTA_ARRAYS if name in body.arrays}
     delta = TurnDelta(
-        **words["addition"],
+        **metadata["addition"],
         **arrays,
         chunks=tuple(Chunk(sample=sample, first=first, rows=rows) for first, rows in chunks),
     )
     texts = {name: body.arrays[name].tobytes() for name in ENTRY_TEXTS}
-    return Entry(delta=delta, parent=words["parent"], **texts), words["rows"] and RowsState(**words["rows"])
+    return LogEntry(delta=delta, parent=metadata["parent"], **texts), metadata["rows"] and RowsState(**metadata["rows"])
 
 
-def frame(words: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> list[Piece]:
-    metadata = {name: orjson.dumps(value).decode() for name, value in words.items()}
-    body, checksum = [view_of(piece) for piece in tensors.pieces(arrays, metadata)], xxhash.xxh3_64()
+def frame(metadata: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> list[Piece]:
+    encoded = {name: orjson.dumps(value).decode() for name, value in metadata.items()}
+    body, checksum = [view_of(piece) for piece in tensors.pieces(arrays, encoded)], xxhash.xxh3_64()
     for view in body:
         checksum.update(view)
     length = sum(view.nbytes for view in body)
@@ -88,7 +89,7 @@ def frame(words: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> list[
 
 
 def frames(content: Bytes) -> Iterator[tuple[tensors.Tensors, int]]:
-    """Every whole frame, and where it ends."""
+    """Every complete frame, and its end."""
     at = 0
     while at + PREAMBLE.size <= len(content):
         length, checksum = PREAMBLE.unpack_from(content.data, at)

@@ -13,7 +13,7 @@ from aiohttp import web
 from penstock.config.engine import RESERVED
 from penstock.engines.transport import Reservation
 from penstock.errors import BadRequest, TooLarge, TooSlow
-from penstock.recording import Digested, digested
+from penstock.recording import DigestedMessages, digest_messages
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ SEAL = msgspec.json.Decoder(SealRequest)
 @dataclass(frozen=True, kw_only=True)
 class Chat:
     fields: Mapping[str, Any]
-    asked: Digested
+    asked: DigestedMessages
     stream: bool
     wants_logprobs: bool
 
@@ -97,7 +97,7 @@ def read_chat(body: bytes, defaults: Mapping[str, Any]) -> Chat:
     _check(fields)
     return Chat(
         fields=fields,
-        asked=digested(fields.get("messages")),
+        asked=digest_messages(fields.get("messages")),
         stream=bool(fields.get("stream")),
         wants_logprobs=bool(fields.get("logprobs")),
     )

@@ -23,7 +23,7 @@ def conversation(mode: Mode = Mode.LINEAR, roles: str = "user tool") -> Conversa
 
 def talk(talked: Conversation, *turns: tuple[list[dict[str, Any]], dict[str, Any]]) -> Conversation:
     for messages, answer in turns:
-        talked.commit(talked.answered(talked.prepare(messages), answer))
+        talked.commit(talked.checkpoint_after(talked.prepare(messages), answer))
     return talked
 
 
@@ -37,7 +37,7 @@ def test_a_request_goes_on_from_the_last_answer() -> None:
     request = talked.prepare(SECOND[0])
     assert request.parent.turn == 0
     assert request.appended == [user("2")]
-    assert talk(talked, SECOND, THIRD).line() == [0, 1, 2]
+    assert talk(talked, SECOND, THIRD).path_to() == [0, 1, 2]
 
 
 def test_none_empty_text_and_empty_list_are_equal() -> None:
@@ -76,16 +76,16 @@ def test_going_back_discards_one_answer() -> None:
     again = talked.prepare([*FIRST[0], FIRST[1], user("another 2")])
     assert again.parent.turn == 0
     assert again.appended == [user("another 2")]
-    talked.commit(talked.answered(again, said("two'")))
-    assert talked.line() == [0, 2]
-    assert talked.line(1) == [0, 1]
+    talked.commit(talked.checkpoint_after(again, said("two'")))
+    assert talked.path_to() == [0, 2]
+    assert talked.path_to(1) == [0, 1]
 
 
 def test_going_back_over_two_answers_is_refused_and_changes_nothing() -> None:
     talked = talk(conversation(), FIRST, SECOND, THIRD)
     with pytest.raises(BadRequest, match="at most one generated message"):
         talked.prepare([*FIRST[0], FIRST[1], user("another 2")])
-    assert talked.line() == [0, 1, 2]
+    assert talked.path_to() == [0, 1, 2]
     assert talked.prepare([*THIRD[0], THIRD[1], user("4")]).parent.turn == 2
 
 
@@ -101,8 +101,8 @@ def test_the_first_request_may_be_repeated() -> None:
     again = talked.prepare(FIRST[0])
     assert again.parent.turn == -1
     assert again.appended == FIRST[0]
-    talked.commit(talked.answered(again, said("uno")))
-    assert talked.line() == [1]
+    talked.commit(talked.checkpoint_after(again, said("uno")))
+    assert talked.path_to() == [1]
     assert talked.prepare([*FIRST[0], said("uno"), user("2")]).parent.turn == 1
 
 
@@ -125,7 +125,7 @@ def test_only_allowed_roles_may_be_appended(role: str) -> None:
 def test_a_request_that_appends_nothing_is_refused() -> None:
     talked = talk(conversation(), FIRST, SECOND)
     for messages in ([*SECOND[0], SECOND[1]], [*FIRST[0], FIRST[1]]):
-        with pytest.raises(BadRequest, match="nothing to answer"):
+        with pytest.raises(BadRequest, match="nothing to complete"):
             talked.prepare(messages)
 
 
@@ -147,9 +147,9 @@ def test_open_mode_takes_whatever_comes() -> None:
         (["hello"], r"messages\[0\] must be an object"),
         ([{"content": "no role"}], r"messages\[0\] must be an object with a role"),
         ([user("1"), {"role": 7}], r"messages\[1\]"),
-        ([user([{"type": "image_url", "image_url": {}}])], "images and the like are not supported"),
+        ([user([{"type": "image_url", "image_url": {}}])], "only text parts are supported"),
         ([user(["bare text"])], "not text"),
-        ([user({1, 2})], "what JSON cannot"),
+        ([user({1, 2})], "not JSON-serializable"),
     ],
 )
 @pytest.mark.parametrize("mode", Mode)

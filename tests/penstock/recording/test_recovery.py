@@ -143,7 +143,7 @@ def test_killed_before_anything_was_whole(store: Store) -> None:
     assert unsealed(store, "rollouts") == [KEY]
     assert run(Session.recover(store, KEY)).turns == 0
     log_of(store).write_bytes(log_of(store).read_bytes()[:-1])
-    with pytest.raises(BlobCorrupt, match=f"{KEY} has no whole frame"):
+    with pytest.raises(BlobCorrupt, match=f"{KEY} has no complete frame"):
         run(Session.recover(store, KEY))
 
 
@@ -151,7 +151,7 @@ def test_rows_that_are_not_those_recorded_are_refused(store: Store) -> None:
     run(recorded(store, 2))
     rows = rows_of_session(store).read_bytes()
     rows_of_session(store).write_bytes(rows[:-1] + bytes([rows[-1] ^ 1]))
-    with pytest.raises(BlobCorrupt, match="not those that were recorded"):
+    with pytest.raises(BlobCorrupt, match="do not match their recorded checksum"):
         run(Session.recover(store, KEY))
     rows_of_session(store).write_bytes(rows[:-1])
     with pytest.raises(BlobCorrupt, match="has only"):
@@ -191,7 +191,7 @@ def test_killed_while_sealing_the_session_is_as_before(store: Store, undisturbed
         assert session.turns == len(SAID)
         assert await session.seal() == undisturbed
         assert unsealed(store, "rollouts") == []
-        with pytest.raises(BlobMissing, match="or it was sealed or closed"):
+        with pytest.raises(BlobMissing, match="or the session was sealed or closed"):
             await Session.recover(store, KEY)
 
     run(main())

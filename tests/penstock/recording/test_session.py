@@ -213,7 +213,7 @@ def test_one_chat_at_a_time(store: Store) -> None:
         refused = [error for error in results if error]
         assert all(isinstance(error, Busy) for error in refused)
         assert str(refused[0]) == "session already has an in-flight chat completion"
-        await talk(session, ["the slot is free again"])
+        await talk(session, ["the claim is released"])
 
     run(main)
 
@@ -309,7 +309,7 @@ def test_a_cancelled_commit_is_finished_before_the_slot_is_free(store: Store, ca
             with pytest.raises(asyncio.CancelledError):
                 await chatting
         assert session.turns == 1
-        await talk(session, ["the slot is free again"])
+        await talk(session, ["the claim is released"])
 
     run(main, concurrency=1)
 
@@ -328,7 +328,7 @@ def test_cancelled_anywhere_memory_and_disk_agree(store: Store) -> None:
         assert again.turns == session.turns
         assert await again.records() == await session.records()
         assert again.token_ids().tolist() == session.token_ids().tolist()
-        await talk(session, ["the slot is free again"])
+        await talk(session, ["the claim is released"])
 
     run(main)
 
@@ -352,7 +352,7 @@ def test_every_way_out_frees_the_slot_and_commits_nothing(store: Store) -> None:
         results = await asyncio.gather(sending, failed(), return_exceptions=True)
         assert [type(error) for error in results] == [asyncio.CancelledError, BadRequest]
         assert session.turns == 0
-        await talk(session, ["the slot is free again"])
+        await talk(session, ["the claim is released"])
 
     run(main)
 
@@ -364,9 +364,9 @@ def test_only_the_holder_uses_the_slot_and_only_as_prepared(store: Store) -> Non
             stale = session.prepare(old, [user("hello")])
         await talk(session, ["hello"])
         with session.claim() as claim:
-            with pytest.raises(Invariant, match="holds the slot"):
+            with pytest.raises(Invariant, match="does not hold its claim"):
                 session.prepare(old, [user("hello")])
-            with pytest.raises(Invariant, match="holds the slot"):
+            with pytest.raises(Invariant, match="does not hold its claim"):
                 await session.commit(old, stale, turn_for(stale, [user("hello")]))
             with pytest.raises(Invariant, match="has 1 turns; the request was prepared with 0"):
                 await session.commit(claim, stale, turn_for(stale, [user("hello")]))
