@@ -117,6 +117,6 @@ def _facts(status: dict[str, Any]) -> Iterator[Fact]:
     yield from facts.progress(status)
     yield Fact("queues", facts.listed(status["queued"]))
     yield facts.workers(status["running_by_worker"])
-    yield Fact("loop lag", facts.loop_lag(status["event_loop_lag"]))
+    yield Fact("loop lag", f"{facts.loop_lag(status['event_loop_lag'])} (orchestrator)")
     if others := status.get("other_loops"):
         yield Fact("", facts.largest_lag(others))

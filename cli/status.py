@@ -35,8 +35,10 @@ def _facts(result: dict[str, Any]) -> Iterator[Fact]:
     yield from facts.progress(result)
     if result["ledger"]["error"]:
         yield Fact("ledger", f"{result['ledger']['error']}; counts are from the last status", alarm=True)
-    if result["redis"]["error"]:
-        yield Fact("redis", result["redis"]["error"], alarm=result["state"] != "done")
+    if result["redis"]["error"] and result["state"] == "done":
+        yield Fact("redis", f"{result['redis']['address']} is not reachable; the run is done and does not need it")
+    elif result["redis"]["error"]:
+        yield Fact("redis", result["redis"]["error"], alarm=True)
     else:
         yield Fact("redis", f"{result['redis']['address']} is reachable")
         yield Fact("queues", facts.listed(result["queued"]))

@@ -36,15 +36,15 @@ def demo(
     ports. Plays four environments, filters rollouts, forms and trains steps, prints a summary and ends every process.
     Ctrl-C stops and prints the summary; Ctrl-C twice stops at once.
     """
-    from cli.demo.options import ExpertsShape, Options, make_run_dir, write_configuration
+    from cli.demo.options import ExpertsShape, Options, checked_rollouts_per_step, make_run_dir, write_configuration
 
     options = Options(
         experts=ExpertsShape.parse(routed_experts),
-        rollouts_per_step=rollouts_per_step,
+        rollouts_per_step=checked_rollouts_per_step(rollouts_per_step),
         steps=steps or STEPS,
         seconds=None if steps else SECONDS,
         keep=keep,
-        run_dir=make_run_dir(run_dir),
+        run_dir=make_run_dir(run_dir),  # last: a wrong option leaves no directory behind
     )
     write_configuration(options)
     _run(options, as_json=as_json)

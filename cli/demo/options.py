@@ -40,12 +40,6 @@ class Options:
     seconds: float | None
     """time limit of the run"""
 
-    def __post_init__(self) -> None:
-        if self.rollouts_per_step % GROUP_SIZE:
-            raise ConfigError(
-                f"--rollouts-per-step {self.rollouts_per_step}: must be a multiple of {GROUP_SIZE}, the group size"
-            )
-
     @property
     def config(self) -> Path:
         return self.run_dir / "demo.toml"
@@ -53,6 +47,12 @@ class Options:
     @property
     def logs(self) -> Path:
         return self.run_dir / "logs"
+
+
+def checked_rollouts_per_step(count: int) -> int:
+    if count % GROUP_SIZE:
+        raise ConfigError(f"--rollouts-per-step {count}: must be a multiple of {GROUP_SIZE}, the group size")
+    return count
 
 
 def write_configuration(options: Options) -> None:

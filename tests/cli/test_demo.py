@@ -16,7 +16,15 @@ from support.terminal import Terminal
 from support.waiting import wait_until
 
 from cli.demo.command import STEPS
-from cli.demo.options import EXAMPLES, GROUP_SIZE, ExpertsShape, Options, make_run_dir, write_configuration
+from cli.demo.options import (
+    EXAMPLES,
+    GROUP_SIZE,
+    ExpertsShape,
+    Options,
+    checked_rollouts_per_step,
+    make_run_dir,
+    write_configuration,
+)
 from penstock import config
 from penstock.batches import read_manifests
 from penstock.errors import ConfigError
@@ -193,9 +201,10 @@ def test_routed_experts_are_given_as_layers_and_top_k() -> None:
         ExpertsShape.parse("48")
 
 
-def test_rollouts_per_step_must_be_a_multiple_of_the_group_size(tmp_path: Path) -> None:
+def test_rollouts_per_step_must_be_a_multiple_of_the_group_size() -> None:
+    assert checked_rollouts_per_step(24) == 24
     with pytest.raises(ConfigError, match="--rollouts-per-step 20: must be a multiple of 8"):
-        options_for(tmp_path, rollouts_per_step=20)
+        checked_rollouts_per_step(20)
 
 
 def test_each_demo_gets_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

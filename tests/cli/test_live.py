@@ -39,7 +39,7 @@ def test_the_view_shows_the_status_of_the_run() -> None:
         "speed       12.5 rollouts/s, 640 tokens/s",
         "queues      rollouts 5, filtering 0",
         "workers     30 jobs running: host-1 30",
-        "loop lag    p99 4.0 ms, max 20 ms",
+        "loop lag    p99 4.0 ms, max 20 ms (orchestrator)",
         "            p99 30 ms, max 40 ms (largest of 1 other process)",
     ):
         assert line in text
