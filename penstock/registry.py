@@ -1,4 +1,4 @@
-"""Names that a process's own configuration resolves: what is built in, and what the process adds under other names."""
+"""Looks up names that the configuration uses, among built-in ones and those that the process adds."""
 
 import difflib
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def extend(built_in: Mapping[str, T], custom: Mapping[str, T], *, setting: str) -> dict[str, T]:
-    """Both together; a custom name that hides a built-in one is refused, since figures go by these names."""
+    """Both together. A custom name that hides a built-in one is refused, since metrics use these names."""
     if hidden := sorted(built_in.keys() & custom.keys()):
         raise ConfigError(f"{setting}: {', '.join(hidden)} is built in; register the custom one under another name")
     return {**built_in, **custom}

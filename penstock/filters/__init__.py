@@ -1,24 +1,12 @@
-"""Which rollouts count: filters over a rollout's tokens, filters over a group's rewards, and the verdicts they give.
+"""Filters over a rollout's tokens and over a group's rewards, and the verdicts they return.
 
-Every filter looks at every rollout, so a filter's count never depends on another filter; only a drop's reason depends
-on their order. Nothing here changes a rollout or its reward: a dropped rollout stays in its group's baseline.
+Every filter looks at every rollout, so one filter's count never depends on another filter; only a drop's reason depends
+on their order. Filters change neither rollouts nor rewards: a dropped rollout stays in its group's baseline.
 """
 
+from penstock.filters.group_rules import Difficulty, GroupRewards, MatchGroup, ZeroVariance, rewards_are_equal
 from penstock.filters.judging import Filter, FilterSettings, group_filters, judge, judge_group, rollout_filters
-from penstock.filters.rules import (
-    Difficulty,
-    FindToken,
-    Gibberish,
-    GroupRewards,
-    MatchGroup,
-    Overlong,
-    Repetition,
-    RolloutTokens,
-    Stale,
-    ZeroVariance,
-    rewards_are_equal,
-)
-from penstock.filters.staleness import is_stale
+from penstock.filters.token_rules import FindToken, Gibberish, Overlong, Repetition, RolloutTokens, Stale, is_stale
 from penstock.filters.verdicts import Counts, Match, Mode, Verdict, count
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""From settings to filters, from filters to verdicts. Custom rules come by name from the process's own registry."""
+"""Builds the filters that the settings select, and applies them. Custom rules are looked up by name in a registry."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -7,18 +7,8 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from penstock.errors import ConfigError
-from penstock.filters.rules import (
-    Difficulty,
-    FindToken,
-    Gibberish,
-    GroupRewards,
-    MatchGroup,
-    Overlong,
-    Repetition,
-    RolloutTokens,
-    Stale,
-    ZeroVariance,
-)
+from penstock.filters.group_rules import Difficulty, GroupRewards, MatchGroup, ZeroVariance
+from penstock.filters.token_rules import FindToken, Gibberish, Overlong, Repetition, RolloutTokens, Stale
 from penstock.filters.verdicts import Match, Mode, Verdict
 from penstock.registry import lookup
 
@@ -28,6 +18,8 @@ Rule = TypeVar("Rule")
 
 @dataclass(frozen=True, kw_only=True)
 class FilterSettings:
+    """Filters over rollouts and groups, in the order in which the first that drops names the reason."""
+
     gibberish: Gibberish = field(default_factory=Gibberish)
     repetition: Repetition = field(default_factory=Repetition)
     overlong: Overlong = field(default_factory=Overlong)
@@ -35,18 +27,18 @@ class FilterSettings:
     zero_variance: ZeroVariance = field(default_factory=ZeroVariance)
     difficulty: Difficulty = field(default_factory=Difficulty)
     custom: Mapping[str, Mode] = field(default_factory=dict[str, Mode])
-    """Name -> mode of the rules over tokens that the process registers itself."""
+    """Modes of custom token rules, by name."""
     custom_groups: Mapping[str, Mode] = field(default_factory=dict[str, Mode])
-    """The same for rules over groups."""
+    """Modes of custom group rules, by name."""
 
     def __post_init__(self) -> None:
         modes = {name: getattr(self, name).mode for name in BUILT_IN}
         for name, mode in [*modes.items(), *self.custom.items(), *self.custom_groups.items()]:
             if mode not in tuple(Mode):
-                raise ConfigError(f"filters: the mode of {name} is {mode!r}; choose one of {', '.join(Mode)}")
+                raise ConfigError(f"filters: the mode of {name} is {mode!r}; set one of {', '.join(Mode)}")
         names = Counter([*BUILT_IN, *self.custom, *self.custom_groups])
-        if twice := [name for name, times in names.items() if times > 1]:
-            raise ConfigError(f"filters: {', '.join(twice)} names two filters; rename the custom one")
+        if repeated := [name for name, times in names.items() if times > 1]:
+            raise ConfigError(f"filters: {', '.join(repeated)} names two filters; rename the custom one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +51,7 @@ class Filter(Generic[Rule]):
 def rollout_filters(
     settings: FilterSettings, *, vocab_size: int, custom: Mapping[str, FindToken] | None = None
 ) -> tuple[Filter[FindToken], ...]:
-    """The filters over tokens that are not off; the first that drops names the reason."""
+    """The token filters that are not off, in order."""
     if settings.gibberish.mode != Mode.OFF and vocab_size < 1:
         raise ConfigError(f"filters.gibberish needs the model's vocab_size, not {vocab_size}: set it, or mode = 'off'")
     built_in: list[Filter[FindToken]] = [
@@ -78,7 +70,7 @@ def rollout_filters(
 def group_filters(
     settings: FilterSettings, *, needs_variance: bool, custom: Mapping[str, MatchGroup] | None = None
 ) -> tuple[Filter[MatchGroup], ...]:
-    """The filters over groups that are not off; `needs_variance` is the advantage recipe's."""
+    """The group filters that are not off, in order. `needs_variance`: see `advantages.Recipe`."""
     variance_mode = settings.zero_variance.mode if needs_variance else Mode.OFF
     built_in: list[Filter[MatchGroup]] = [
         Filter(name="zero_variance", mode=variance_mode, rule=settings.zero_variance.matches),
@@ -95,12 +87,12 @@ def _active(
 
 
 def judge(rollout: RolloutTokens, filters: Sequence[Filter[FindToken]]) -> Verdict:
-    found = [(each, each.rule(rollout)) for each in filters]
+    tokens = [(each, each.rule(rollout)) for each in filters]
     return Verdict(
-        matches=tuple(Match(filter=f.name, mode=f.mode, token=int(token)) for f, token in found if token is not None)
+        matches=tuple(Match(filter=f.name, mode=f.mode, token=int(token)) for f, token in tokens if token is not None)
     )
 
 
 def judge_group(group: GroupRewards, filters: Sequence[Filter[MatchGroup]]) -> Verdict:
-    """The part of the verdict that every rollout of the group gets."""
+    """The verdict that every rollout of the group shares."""
     return Verdict(matches=tuple(Match(filter=f.name, mode=f.mode, token=None) for f in filters if f.rule(group)))

@@ -1,4 +1,4 @@
-"""What filters say: a mode each, matches with the token where they were seen, a verdict, counts over many."""
+"""The result of filtering: modes, matches with their token, a verdict for each rollout, counts over many."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,12 +7,16 @@ from enum import StrEnum
 
 
 class Mode(StrEnum):
+    """What happens to a rollout that matches a filter."""
+
     OFF = "off"
+    """The filter does not run."""
     MONITOR = "monitor"
-    """Counted, nothing else."""
+    """Only counted."""
     MASK = "mask"
-    """Delivered with loss mask 0, so that group and denominator stay."""
+    """Delivered with loss mask 0, so that the group and the loss's denominator stay the same."""
     DROP = "drop"
+    """Not delivered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,7 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the filters saw, in their order: a rollout's own verdict + its group's."""
+    """The matches of one rollout, in the order of the filters: those of its tokens + those of its group."""
 
     matches: tuple[Match, ...] = ()
 
@@ -44,9 +48,9 @@ class Verdict:
 @dataclass(frozen=True, kw_only=True)
 class Counts:
     matched: Counter[str]
-    """Rollouts by filter, whatever its mode: one counts for every filter that matches it."""
+    """Rollouts by filter, in any mode; a rollout counts for every filter that it matches."""
     dropped: Counter[str]
-    """Rollouts by reason: one counts once."""
+    """Rollouts by drop reason; a rollout counts once."""
     masked: int
 
 

@@ -43,7 +43,7 @@ def test_a_renderer_is_warm_before_the_first_job(tmp_path: Path, caplog: pytest.
 
 @pytest.mark.parametrize(
     ("renderer", "why"),
-    [("/nowhere", r"/nowhere has no tokenizer\.json"), (None, r'engine\.dialect = "generate" takes tokens')],
+    [("/nowhere", r"/nowhere has no tokenizer\.json"), (None, r'engine\.dialect = "generate" sends tokens')],
 )
 def test_a_renderer_that_can_never_be_built_is_what_every_job_says(tmp_path: Path, renderer: Any, why: str) -> None:
     async def main() -> None:

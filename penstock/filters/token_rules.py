@@ -1,6 +1,6 @@
-"""The rules, each with its settings: what makes a rollout or a group match, and at which token.
+"""The rules over a rollout's tokens, each with its settings and the token where a rollout matches.
 
-Thresholds are float64 and hold exactly, although the tokens' logprobs are compared as the float32 they are.
+Thresholds are float64 and hold exactly, although the tokens' logprobs are compared as float32.
 """
 
 import math
@@ -13,16 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, StageError
-from penstock.filters.staleness import is_stale
 from penstock.filters.verdicts import Mode
-
-EQUAL_REWARDS = 1e-9
-"""Spread up to which rewards are one, relative to the largest (at least 1): the mean of three 0.1 is not 0.1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutTokens:
-    """What a filter sees of a rollout of T tokens in S samples; both may be 0."""
+    """The input of a token rule: a rollout of T tokens in S samples; both may be 0."""
 
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
@@ -44,42 +40,34 @@ class RolloutTokens:
         aligned = tokens == len(self.loss_mask) == len(self.logprobs) and samples == len(self.overlong_prompt)
         if not aligned or bounds != [0, tokens]:
             raise StageError(
-                f"a rollout's arrays disagree, its columns were put together wrongly: {tokens} input_ids, "
-                f"{len(self.loss_mask)} loss_mask, {len(self.logprobs)} logprobs, {samples} truncated, "
-                f"{len(self.overlong_prompt)} overlong_prompt, sample_offsets {self.sample_offsets}"
+                f"a rollout's columns have different lengths: {tokens} input_ids, {len(self.loss_mask)} loss_mask, "
+                f"{len(self.logprobs)} logprobs, {samples} truncated, {len(self.overlong_prompt)} overlong_prompt, "
+                f"sample_offsets {self.sample_offsets}"
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupRewards:
-    """What a group filter sees: the reward of every scored rollout, as given and after length shaping."""
-
-    rewards: NDArray[np.float64]
-    shaped: NDArray[np.float64]
-
-
 FindToken = Callable[[RolloutTokens], int | None]
-"""The index of the token where a rollout matches; None where it does not."""
-MatchGroup = Callable[[GroupRewards], bool]
+"""A token rule: the index of the token where the rollout matches, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gibberish:
-    """A rare token that the policy itself held to be less likely than a uniform draw from the vocabulary."""
+    """A rare token that the policy sampled although it is less likely than a uniform draw from the vocabulary."""
 
     mode: Mode = Mode.MONITOR
+    """What happens to a matching rollout: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
     token_id_threshold: int = 100_000
-    """Tokenizers give rarer tokens higher ids."""
+    """Tokens with higher ids are rare: tokenizers give rarer tokens higher ids."""
     logprob_offset: float = 2.0
-    """Nats below the uniform draw."""
+    """How far below the uniform draw a token's logprob must be, in nats."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.logprob_offset):
-            raise ConfigError(f"filters.gibberish.logprob_offset is {self.logprob_offset}: give finite nats")
+            raise ConfigError(f"filters.gibberish.logprob_offset is {self.logprob_offset}: set a finite number of nats")
 
     def find(self, rollout: RolloutTokens, *, vocab_size: int) -> int | None:
         limit = -float32_at_most(math.log(vocab_size) + self.logprob_offset)
-        unlikely = np.flatnonzero(rollout.logprobs < limit)  # few: the rest of the columns is hardly read
+        unlikely = np.flatnonzero(rollout.logprobs < limit)  # few, so the other columns are hardly read
         rare = unlikely[rollout.input_ids[unlikely] > self.token_id_threshold]
         sampled = rare[rollout.loss_mask[rare] != 0]
         return int(sampled[0]) if len(sampled) else None
@@ -87,18 +75,20 @@ class Gibberish:
 
 @dataclass(frozen=True, kw_only=True)
 class Repetition:
-    """A long run of sampled tokens that were all but certain; context between turns does not end it."""
+    """A long run of sampled tokens that were almost certain. Context between turns does not end the run."""
 
     mode: Mode = Mode.MONITOR
+    """What happens to a matching rollout: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
     window: int = 3_000
-    """Sampled tokens."""
+    """Length of the run, in sampled tokens."""
     prob_threshold: float = 0.99
+    """Probability above which a token is almost certain."""
 
     def __post_init__(self) -> None:
         if self.window < 1:
-            raise ConfigError(f"filters.repetition.window is {self.window}: give a number of tokens, at least 1")
+            raise ConfigError(f"filters.repetition.window is {self.window}: set a number of tokens, at least 1")
         if not 0 < self.prob_threshold < 1:
-            raise ConfigError(f"filters.repetition.prob_threshold is {self.prob_threshold}: give one between 0 and 1")
+            raise ConfigError(f"filters.repetition.prob_threshold is {self.prob_threshold}: set one between 0 and 1")
 
     def find(self, rollout: RolloutTokens) -> int | None:
         """The token that completes the first window."""
@@ -118,7 +108,10 @@ class Repetition:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlong:
+    """A sample that was cut at `policy.max_seq_len`."""
+
     mode: Mode = Mode.MASK
+    """What happens to a matching rollout: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
 
     def find(self, rollout: RolloutTokens) -> int | None:
         """The last token before the first cut."""
@@ -128,15 +121,20 @@ class Overlong:
 
 @dataclass(frozen=True, kw_only=True)
 class Stale:
+    """Rollouts of a policy that is too old. Checked when a group is filtered, while a rollout runs, and when a step is
+    composed and sealed."""
+
     mode: Mode = Mode.DROP
+    """What happens to a matching rollout: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
     max_off_policy_steps: int = 8
+    """How many policy versions a rollout's first generated token may be behind the newest one."""
 
     def __post_init__(self) -> None:
         if self.max_off_policy_steps < 0:
-            raise ConfigError(f"filters.stale.max_off_policy_steps is {self.max_off_policy_steps}: give 0 or more")
+            raise ConfigError(f"filters.stale.max_off_policy_steps is {self.max_off_policy_steps}: set 0 or more")
 
     def find(self, rollout: RolloutTokens) -> int | None:
-        """The first sampled token, whose version is the one that counts."""
+        """The first sampled token, whose version decides."""
         stale = is_stale(
             version_first=rollout.version_first,
             version_now=rollout.version_now,
@@ -145,32 +143,12 @@ class Stale:
         return first_true(rollout.loss_mask) or 0 if stale else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ZeroVariance:
-    mode: Mode = Mode.DROP
+def is_stale(*, version_first: int, version_now: int, max_off_policy_steps: int) -> bool:
+    """The one rule, for the filter, for rollouts in flight, for composing and for sealing.
 
-    def matches(self, group: GroupRewards) -> bool:
-        return rewards_are_equal(group.shaped)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difficulty:
-    """Groups too hard or too easy to learn from, by the mean of their rewards before shaping."""
-
-    mode: Mode = Mode.OFF
-    low: float = 0.0
-    high: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.low <= self.high:
-            raise ConfigError(f"filters.difficulty.low is {self.low}, above high = {self.high}: nothing would pass")
-
-    def matches(self, group: GroupRewards) -> bool:
-        return not self.low <= math.fsum(group.rewards) / len(group.rewards) <= self.high
-
-
-def rewards_are_equal(rewards: NDArray[np.float64]) -> bool:
-    return bool(np.ptp(rewards) <= EQUAL_REWARDS * max(1.0, np.abs(rewards).max()))
+    `version_first` is the policy version of the first generated token; -1, where nothing was generated, is never stale.
+    """
+    return version_first >= 0 and version_now - version_first > max_off_policy_steps
 
 
 def first_true(flags: NDArray[Any]) -> int | None:
@@ -179,9 +157,9 @@ def first_true(flags: NDArray[Any]) -> int | None:
 
 
 def no_gap(flags: NDArray[np.bool_], width: int) -> bool:
-    """Whether it is plain that no `width` neighbours are all false: any such stretch holds a whole block of half that.
+    """True only if no `width` neighbours are all false: any such stretch contains a whole block of half that width.
 
-    Halves the time for a rollout without a long run, which is what nearly all are.
+    Halves the time for a rollout without a long run, which nearly all are.
     """
     block = (width + 1) // 2
     return bool(flags[: len(flags) // block * block].reshape(-1, block).any(axis=1).all())

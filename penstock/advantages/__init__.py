@@ -1,0 +1,31 @@
+"""Rewards -> advantages, in two phases: per group as soon as it is complete, then per batch from one scalar a rollout.
+
+Float64 inside, float32 out. Sums are correctly rounded (math.fsum), so the same rollouts in any order, on any machine,
+give the same bits. A group holds every scored rollout, dropped ones included: they count in the baseline.
+"""
+
+from penstock.advantages.estimators import ESTIMATORS, Estimator
+from penstock.advantages.phases import GroupAdvantages, batch_phase, group_phase, reward_error
+from penstock.advantages.settings import AdvantageSettings, Recipe, resolve
+from penstock.advantages.shaping import Shaping
+from penstock.advantages.values import MAX_REWARD, BatchValues, Floats, GroupValues, Ints, deviation, mean
+
+__all__ = [
+    "ESTIMATORS",
+    "MAX_REWARD",
+    "AdvantageSettings",
+    "BatchValues",
+    "Estimator",
+    "Floats",
+    "GroupAdvantages",
+    "GroupValues",
+    "Ints",
+    "Recipe",
+    "Shaping",
+    "batch_phase",
+    "deviation",
+    "group_phase",
+    "mean",
+    "resolve",
+    "reward_error",
+]

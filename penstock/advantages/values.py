@@ -1,0 +1,57 @@
+"""The inputs of the two phases, and the statistics that estimators and shapings use."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import StageError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MAX_REWARD = 1e30
+"""Differences, squares and quotients of rewards up to this size stay finite, also as float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupValues:
+    """The n scored rollouts of one group, one entry each."""
+
+    rewards: Floats
+    completion_tokens: Ints
+    tool_tokens: Ints
+    input_tokens: Ints
+    turns: Ints
+    named_rewards: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
+
+    def __post_init__(self) -> None:
+        lengths = [len(each) for each in (self.completion_tokens, self.tool_tokens, self.input_tokens, self.turns)]
+        lengths += [len(each) for each in self.named_rewards.values()]
+        if set(lengths) != {len(self.rewards)} or not lengths[0]:
+            raise StageError(f"a group of {len(self.rewards)} rewards has columns of {lengths} entries")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchValues:
+    """The rollouts of one batch in ledger order, one entry each."""
+
+    values: Floats
+    """The results of the group phase."""
+    sampled_tokens: Ints
+    agents: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.values) != len(self.sampled_tokens):
+            raise StageError(f"a batch has {len(self.values)} values, but {len(self.sampled_tokens)} token counts")
+
+
+def mean(values: Floats) -> float:
+    return math.fsum(values) / len(values)
+
+
+def deviation(values: Floats) -> float:
+    """Standard deviation with n - 1: a group is a sample of the policy's rollouts."""
+    return math.sqrt(math.fsum((values - mean(values)) ** 2) / (len(values) - 1))

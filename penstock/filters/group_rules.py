@@ -1,0 +1,60 @@
+"""The rules over a group's rewards, each with its settings."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ConfigError
+from penstock.filters.verdicts import Mode
+
+EQUAL_REWARDS = 1e-9
+"""Spread up to which rewards are equal, relative to the largest (at least 1): the mean of three 0.1 is not 0.1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRewards:
+    """The input of a group rule: the reward of every scored rollout, before and after length shaping."""
+
+    rewards: NDArray[np.float64]
+    shaped: NDArray[np.float64]
+
+
+MatchGroup = Callable[[GroupRewards], bool]
+"""A group rule: whether the group matches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroVariance:
+    """Groups whose shaped rewards are all equal. Applies to estimators that learn from differences within a group."""
+
+    mode: Mode = Mode.DROP
+    """What happens to the rollouts of a matching group: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
+
+    def matches(self, group: GroupRewards) -> bool:
+        return rewards_are_equal(group.shaped)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difficulty:
+    """Groups that are too hard or too easy, by the mean of their rewards before shaping."""
+
+    mode: Mode = Mode.OFF
+    """What happens to the rollouts of a matching group: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
+    low: float = 0.0
+    """Groups with a lower mean reward match."""
+    high: float = 1.0
+    """Groups with a higher mean reward match."""
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.high:
+            raise ConfigError(f"filters.difficulty.low is {self.low}, above high = {self.high}: all groups would match")
+
+    def matches(self, group: GroupRewards) -> bool:
+        return not self.low <= math.fsum(group.rewards) / len(group.rewards) <= self.high
+
+
+def rewards_are_equal(rewards: NDArray[np.float64]) -> bool:
+    return bool(np.ptp(rewards) <= EQUAL_REWARDS * max(1.0, np.abs(rewards).max()))

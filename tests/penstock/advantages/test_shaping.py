@@ -1,0 +1,33 @@
+import numpy as np
+import pytest
+from support.advantages import group, recipe
+
+from penstock.advantages import Floats, GroupValues, group_phase, mean
+
+
+def test_equal_rewards_differ_after_shaping() -> None:
+    of = group([1.0, 1.0, 0.0], [10, 30, 5], [0, 0, 0], [1, 1, 1], [1, 1, 1])
+    result = group_phase(of, recipe(shaping="tokens"))
+    assert result.shaped.tolist() == [1.5, 1.0, 0.0]
+    assert result.values.tolist() == pytest.approx([1.5 - 2.5 / 3, 1.0 - 2.5 / 3, -2.5 / 3])
+
+
+@pytest.mark.parametrize("of", [[0.0, 0.0, -1.0], [-1.0, -2.0]], ids=str)
+def test_without_a_positive_reward_nothing_is_shaped(of: list[float]) -> None:
+    lengths = [list(range(len(of)))] * 4
+    assert group_phase(group(of, *lengths), recipe(shaping="tokens")).shaped.tolist() == of
+
+
+def test_empty_completions_are_not_shaped() -> None:
+    of = group([1.0, 0.0], [0, 0], [0, 0], [9, 9], [1, 1])
+    assert group_phase(of, recipe(shaping="tokens")).shaped.tolist() == [1.0, 0.0]
+
+
+def test_a_custom_shaping_can_be_registered() -> None:
+    def linear(of: GroupValues) -> Floats:
+        costs = [column / max(column.max(), 1) for column in (of.completion_tokens, of.input_tokens, of.turns)]
+        return of.rewards - mean(of.rewards) * 0.1 * np.sum(costs, axis=0)
+
+    chosen = recipe("none", shaping="linear", shapings={"linear": linear})
+    result = group_phase(group([1.0, 0.0], [10, 5], [0, 0], [4, 4], [2, 1]), chosen)
+    assert result.values.tolist() == pytest.approx([1 - 0.05 * 3, -0.05 * 2])

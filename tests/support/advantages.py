@@ -1,0 +1,45 @@
+"""Groups and recipes for the tests of advantages."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from penstock.advantages import (
+    ESTIMATORS,
+    AdvantageSettings,
+    Floats,
+    GroupValues,
+    Recipe,
+    group_phase,
+    resolve,
+)
+
+
+def allowed(of: GroupValues, estimator: str) -> GroupValues:
+    """The group with its rewards raised to the least that the estimator accepts."""
+    return replace(of, rewards=np.maximum(of.rewards, ESTIMATORS[estimator].min_reward))
+
+
+def group(rewards: list[float], *columns: Any, named: dict[str, list[float]] | None = None) -> GroupValues:
+    completion, tool, inputs, turns = columns or [[1] * len(rewards)] * 4
+    return GroupValues(
+        rewards=np.array(rewards, np.float64),
+        completion_tokens=np.array(completion, np.int64),
+        tool_tokens=np.array(tool, np.int64),
+        input_tokens=np.array(inputs, np.int64),
+        turns=np.array(turns, np.int64),
+        named_rewards={name: np.array(values) for name, values in (named or {}).items()},
+    )
+
+
+def recipe(estimator: str = "dr_grpo", *, group_size: int = 8, shaping: str = "none", **custom: Any) -> Recipe:
+    return resolve(
+        AdvantageSettings(estimator=estimator, length_shaping=shaping, completion_weight=1.0, tool_weight=0.5),
+        group_size=group_size,
+        **custom,
+    )
+
+
+def values(estimator: str, of: GroupValues | list[float]) -> Floats:
+    return group_phase(of if isinstance(of, GroupValues) else group(of), recipe(estimator)).values
