@@ -5,6 +5,7 @@ What was open is planned again, under new names.
 
 import logging
 import sqlite3
+from contextlib import closing
 
 from orchestrator.ledger.records import BatchRecord, GroupRecord, RolloutRecord, Row
 from penstock.batches import BatchRollout, Manifest, read_manifests
@@ -12,7 +13,7 @@ from penstock.config import RunConfig
 from penstock.ids import GroupId
 from penstock.ledger.schema import STATEMENTS, open_for_writing
 from penstock.ledger.states import BatchState, GroupState, RolloutState
-from penstock.store import Store
+from penstock.store import Store, atomic
 
 logger = logging.getLogger("penstock.ledger")
 
@@ -27,15 +28,10 @@ def if_lost(config: RunConfig) -> None:
     if not manifests:
         return
     logger.warning("action=ledger_rebuilt path=%s from_steps=%d", config.ledger_path, len(manifests))
-    temporary = config.ledger_path.with_suffix(".rebuilding")
-    temporary.unlink(missing_ok=True)
-    connection = open_for_writing(temporary)
-    try:
+    replacing = atomic.replacing(config.ledger_path, suffix="rebuilding")
+    with replacing as temporary, closing(open_for_writing(temporary)) as connection:
         _fill(connection, manifests, config.rollouts.group_size)
-        connection.execute("PRAGMA journal_mode = DELETE")  # one file, so that the renaming below is all or nothing
-    finally:
-        connection.close()
-    temporary.rename(config.ledger_path)
+        connection.execute("PRAGMA journal_mode = DELETE")  # one file, so that the renaming is all or nothing
 
 
 def _fill(connection: sqlite3.Connection, manifests: dict[int, Manifest], group_size: int) -> None:

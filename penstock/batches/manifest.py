@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from penstock.batches import files, json_records
+from penstock.batches import json_records
 from penstock.batches.plan import BatchPlan, step_directory
 from penstock.errors import BatchError, BlobCorrupt, StageError
 from penstock.packing import Normalise
-from penstock.store import BlobRef, Store
+from penstock.store import BlobRef, Store, atomic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def seal_manifest(store: Store, plan: BatchPlan, ranks: Iterable[EncodedRank]) -
     """Creates the manifest. Sealing the same again changes nothing; sealing something else is refused."""
     manifest = _manifest(plan, sorted(ranks, key=lambda rank: rank.data_rank))
     path = manifest_path(store, plan.step)
-    if not files.create(path, json_records.dumps(manifest)) and read_manifest(store, plan.step) != manifest:
+    if not atomic.create_durably(path, json_records.dumps(manifest)) and read_manifest(store, plan.step) != manifest:
         raise BatchError(f"step {plan.step} is sealed already, from another plan or other files: {path} stays as it is")
     return manifest
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from penstock.batches import files, json_records
+from penstock.batches import json_records
 from penstock.batches.plan import FIRST_STEP
 from penstock.errors import BatchError
+from penstock.store import atomic
 
 NOTHING = FIRST_STEP - 1  # the newest step of somebody who has had none
 Signal = TypeVar("Signal")
@@ -108,7 +109,7 @@ def read_trainer(run_dir: Path) -> TrainerState:
 
 
 def _write(run_dir: Path, name: str, signal: object) -> None:
-    files.replace(run_dir / "trainer" / name, json_records.dumps(signal))
+    atomic.write_durably(run_dir / "trainer" / name, json_records.dumps(signal))
 
 
 def _read(run_dir: Path, name: str, kind: type[Signal]) -> Signal | None:

@@ -1,14 +1,12 @@
-"""An encoding job's work: one rank of a plan into one file of the store, in the plan's format."""
+"""Encoding: one rank of a plan into one file of the store, in the plan's format. Imported by encode workers only."""
 
 import mmap
-import os
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from penstock.batches import prime_rl, writer
+from penstock.batches import prime_rl
 from penstock.batches.assembly import Assembly
 from penstock.batches.batch_columns import OFFSETS, SAMPLE, SAMPLE_COLUMNS, Array, rank_metadata, token_columns
 from penstock.batches.manifest import EncodedRank
@@ -16,24 +14,28 @@ from penstock.batches.plan import BatchPlan
 from penstock.batches.rollouts_jsonl import write_rollouts
 from penstock.packing import segments
 from penstock.store import BlobRef, Store, tensors
-from penstock.store.parts import checksum, writing
+from penstock.store.atomic import UnfinishedFile, writing
+from penstock.store.parts import checksum, write_at
+
+Layout = Mapping[str, tuple[np.dtype[Any], int]]
+"""array -> dtype and length"""
 
 
 def encode_rank(store: Store, plan: BatchPlan, *, data_rank: int, execution: str) -> EncodedRank:
-    """`execution` is in every name: no execution overwrites another's bytes."""
+    """The names of its files contain `execution`, so no execution overwrites the files of another."""
     assembly = Assembly(store, plan)
     stem = f"{plan.directory}/rank_{data_rank:02d}.{execution}"
     numbers = [number for batch in assembly.packing.ranks[data_rank] for number in batch]
     match plan.format:
         case "native":
-            file, loss_tokens = writer.write_rank(assembly, data_rank, f"{stem}.safetensors")
+            file, loss_tokens = write_rank(assembly, data_rank, f"{stem}.safetensors")
         case "prime-rl":
             file, loss_tokens = prime_rl.write_rank(assembly, data_rank, f"{stem}.bin")
         case "prime-rl-2026-05":
             file, loss_tokens = prime_rl.write_step(assembly, f"{stem}.bin")
             numbers = [number for number, length in enumerate(assembly.packing.lengths) if length]
     jsonl = write_rollouts(store, plan, f"{plan.directory}/rollouts.{execution}.jsonl") if data_rank == 0 else None
-    # By the process that wrote them: on a network file system nobody else can.
+    # By the process that wrote them: on a network file system no other process can.
     store.sync([ref.key for ref in (file, jsonl) if ref])
     return EncodedRank(
         plan=plan.digest,
@@ -47,11 +49,8 @@ def encode_rank(store: Store, plan: BatchPlan, *, data_rank: int, execution: str
     )
 
 
-Layout = Mapping[str, tuple[np.dtype[Any], int]]
-
-
 def write_rank(assembly: Assembly, data_rank: int, key: str) -> tuple[BlobRef, int]:
-    """The file, and how many of its tokens are in the loss."""
+    """Write a rank in the native format; returns the file and the number of its tokens that are in the loss."""
     plan, batches = assembly.plan, assembly.packing.ranks[data_rank]
     tables = _micro_batch_tables(assembly, batches)
     tokens, rows = int(tables["token_offsets"][-1]), int(tables["sample_offsets"][-1])
@@ -91,41 +90,40 @@ def _micro_batch_tables(assembly: Assembly, batches: list[list[int]]) -> dict[st
     }
 
 
-class _ColumnFile:
-    """A safetensors file whose arrays are written in pieces, in any order; it appears when it is committed."""
+class _ColumnFile(UnfinishedFile):
+    """A safetensors file whose arrays are written in pieces, in any order."""
 
     def __init__(self, store: Store, key: str, layout: Layout, metadata: Mapping[str, str]) -> None:
+        super().__init__(store.part_path(key))
         # Wide dtypes first, so that every array is aligned.
         ordered = sorted(layout.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
         self._head = tensors.header({name: (dtype, (length,)) for name, (dtype, length) in ordered}, metadata)
-        self._key, self._target, self._path = key, store.path(key), store.part_path(key, secrets.token_hex(8))
+        self._key, self._target = key, store.path(key)
         self._starts: dict[str, int] = {}
         self._size = len(self._head)
         for name, (dtype, length) in ordered:
             self._starts[name] = self._size
             self._size += length * dtype.itemsize
-        with writing(self._path):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("xb+", buffering=0)
+        self.create()
+        with writing(self.path):
+            self._file = self.path.open("rb+", buffering=0)
 
     def write(self, name: str, values: Array, *, first: int = 0) -> None:
+        """Write `values` into the array `name`, from its element `first` on."""
         self._write(values, self._starts[name] + first * values.itemsize)
 
     def commit(self) -> BlobRef:
         self._write(np.frombuffer(self._head, np.uint8), 0)
-        with writing(self._path), self._file:
+        with writing(self.path), self._file:
             self._file.truncate(self._size)
             content = np.frombuffer(mmap.mmap(self._file.fileno(), self._size, access=mmap.ACCESS_READ), np.uint8)
-            self._path.replace(self._target)
+        self.publish(self._target)
         return BlobRef(key=self._key, size=self._size, checksum=checksum(content))
 
     def discard(self) -> None:
         self._file.close()
-        self._path.unlink(missing_ok=True)
+        super().discard()
 
     def _write(self, content: Array, offset: int) -> None:
-        left = content.view(np.uint8).data
-        with writing(self._path):
-            while left:
-                written = os.pwrite(self._file.fileno(), left, offset)
-                left, offset = left[written:], offset + written
+        with writing(self.path):
+            write_at(self._file.fileno(), [content.view(np.uint8).data], offset)

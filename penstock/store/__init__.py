@@ -1,8 +1,9 @@
-"""Where bytes rest: a store of immutable files, each named by a BlobRef, and the two files of a rollout.
+"""Stored bytes: a store of immutable blobs, each named by a BlobRef, and the two files of a rollout.
 
-Imports numpy, safetensors, xxhash and the standard library only: a trainer reads blobs in a bare environment.
+Imports numpy, xxhash and the standard library only: a trainer reads blobs in an environment that has nothing else.
 """
 
-from penstock.store.files import BlobRef, Store, open_store
+from penstock.store.base import BlobRef
+from penstock.store.files import Store, open_store
 
 __all__ = ["BlobRef", "Store", "open_store"]

@@ -1,33 +1,105 @@
-"""Small files that are there whole or not at all, with the umask's permissions; a killed writer's rest can be swept."""
+"""Files written under a temporary name and renamed when complete, so readers never see a partial file.
+
+Owns the temporary names, the rename or link that publishes a file, and the fsync of directories. Files have the
+permissions of the umask. Leftovers of a killed writer are removed by `sweep`, or with their directory by `Store.sweep`.
+"""
 
 import os
 import uuid
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+
+from penstock.errors import BlobUnwritten
+
+
+def temporary_path(path: Path, suffix: str) -> Path:
+    """Where `path` is written until it is complete. Its leading dot keeps it out of the store's keys."""
+    return path.with_name(f".{path.name}.{suffix}")
+
+
+@contextmanager
+def replacing(path: Path, *, suffix: str | None = None) -> Generator[Path]:
+    """The file that the body writes at the yielded path replaces `path`; after an error it is removed.
+
+    With a fixed `suffix`, the leftover of a killed writer is overwritten. Without, every call has a path of its own: a
+    cancelled writer may still be writing in its thread.
+    """
+    temporary = temporary_path(path, suffix or _random_suffix())
+    if suffix:
+        temporary.unlink(missing_ok=True)
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # renaming onto a hard link of the same file leaves both names
 
 
 def write(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Replace what is at `path`."""
-    temporary = _written(path, content, durable=durable)
-    try:
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Replace `path`. Raises OSError."""
+    with replacing(path) as temporary:
+        _fill(temporary, content, durable=durable)
 
 
-def create(path: Path, content: bytes) -> None:
-    """Durable. What is at `path` already stays, and raises FileExistsError."""
-    temporary = _written(path, content, durable=True)
+def write_durably(path: Path, content: bytes) -> None:
+    """Replace `path`, make its directory, and sync both to disk. Raises BlobUnwritten."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, content, durable=True)
+        sync_directory(path.parent)
+
+
+def create_durably(path: Path, content: bytes) -> bool:
+    """As `write_durably`, but a file that exists stays as it is: False."""
+    temporary = temporary_path(path, _random_suffix())
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _fill(temporary, content, durable=True)
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+            for directory in (path.parent, path.parent.parent):  # the first file of a step made its directory too
+                sync_directory(directory)
+    return True
+
+
+class UnfinishedFile:
+    """A file under its temporary name, for writers that live longer than one call. Raises BlobUnwritten."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def create(self) -> None:
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+
+    def publish(self, target: Path) -> None:
+        with writing(target):
+            self.path.replace(target)
+
+    def discard(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """Raise BlobUnwritten for an OSError of the body."""
     try:
-        os.link(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        raise BlobUnwritten(
+            f"cannot write {path}: {error.strerror}; check free space and permissions of its directory"
+        ) from error
 
 
 def sweep(directory: Path, name: str = "") -> None:
-    """Remove what writers that were killed have left of files whose names begin with `name`."""
-    for rest in directory.glob(f".{name}*.tmp"):
-        rest.unlink(missing_ok=True)
+    """Remove the leftovers of killed writers of files whose names begin with `name`."""
+    for leftover in directory.glob(f".{name}*.tmp"):
+        leftover.unlink(missing_ok=True)
 
 
 def sync_directory(directory: Path) -> None:
@@ -38,16 +110,13 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def _written(path: Path, content: bytes, *, durable: bool) -> Path:
-    # A name of its own for every try: a cancelled one may still be writing in its thread.
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return temporary
+def _random_suffix() -> str:
+    return f"{uuid.uuid4().hex[:8]}.tmp"
+
+
+def _fill(path: Path, content: bytes, *, durable: bool) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())

@@ -1,6 +1,6 @@
 """A rollout's `columns` file: its samples one after the other, the turns that made them, its conversation.
 
-Everything that encoding needs; the routed experts lie in a file of their own (experts.py).
+Everything that encoding needs, except routed experts, which have a file of their own (experts.py).
 """
 
 import json
@@ -12,14 +12,15 @@ import numpy as np
 
 from penstock.errors import BlobCorrupt, StageError
 from penstock.store import tensors
-from penstock.store.files import BlobRef, Store
+from penstock.store.base import BlobRef
+from penstock.store.files import Store
 
 Array = np.ndarray[Any, Any]
 
 FORMAT = "penstock.columns.1"
-TURN, EXTRA = "turn.", "extra."  # begin the names, in the file, of the arrays of these two
+TURN, EXTRA = "turn.", "extra."  # prefixes of array names in the file
 
-# The dtype of every array by the axis it runs along: T tokens of all samples, S samples, S+1 their bounds, N turns.
+# The dtype of every array by its axis: T tokens of all samples, S samples, S+1 their bounds, N turns.
 DTYPES = {
     "T": {"input_ids": "i4", "loss_mask": "u1", "logprobs": "f4"},
     "S": {"first_prompt_length": "i4", "truncated": "u1", "overlong_prompt": "u1"},
@@ -41,18 +42,21 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TurnTable:
-    """One entry a turn, in the order of arrival."""
+    """One entry per turn, in the order of arrival."""
 
     sample: Array
-    start: Array  # where its completion begins in T
+    start: Array
+    """where its completion begins in T"""
     end: Array
     version_first: Array
     version_last: Array
     temperature: Array
-    finish_reason: Array  # this and the next three number the entries of `words[<their name>]`
+    finish_reason: Array
+    """this and the next three are indices into `words[<field name>]`"""
     agent: Array
     engine: Array
-    sampling: Array  # top_p and the like, a JSON object
+    sampling: Array
+    """top_p and other parameters, a JSON object"""
     words: Mapping[str, list[str]]
 
 
@@ -60,19 +64,24 @@ class TurnTable:
 class Columns:
     rollout: str
     attempt: int
-    logprobs_mode: str  # processed or raw
-    error: str = ""  # why the rollout ended badly: its loss mask is then 0
+    logprobs_mode: str
+    """processed or raw"""
+    error: str = ""
+    """why the rollout failed: its loss mask is then 0"""
     input_ids: Array
     loss_mask: Array
     logprobs: Array
     sample_offsets: Array
-    first_prompt_length: Array  # of the turn that began the sample
+    first_prompt_length: Array
+    """prompt tokens of the turn that began the sample"""
     truncated: Array
     overlong_prompt: Array
     turns: TurnTable
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    extras: Mapping[str, Array] = field(default_factory=dict[str, Array])  # f4[T] each
-    conversation: Array = field(default_factory=lambda: np.empty(0, np.uint8))  # JSON
+    extras: Mapping[str, Array] = field(default_factory=dict[str, Array])
+    """f4[T] each"""
+    conversation: Array = field(default_factory=lambda: np.empty(0, np.uint8))
+    """JSON"""
 
     def __post_init__(self) -> None:
         tokens, samples, turns = self.input_ids.size, self.truncated.size, self.turns.sample.size
@@ -88,29 +97,29 @@ class Columns:
             raise StageError(f"columns of rollout {self.rollout}: sample_offsets do not rise from 0 to {tokens}")
 
     def sample(self, index: int) -> slice:
-        """Where in T a sample lies."""
+        """Where a sample lies in T."""
         return slice(int(self.sample_offsets[index]), int(self.sample_offsets[index + 1]))
 
 
 def write_columns(store: Store, key: str, columns: Columns) -> BlobRef:
-    words = {name: json.dumps(value, allow_nan=False) for name, value in _words(columns).items()}
-    return tensors.write(store, key, _arrays(columns), {"format": FORMAT, **words})
+    values = {name: json.dumps(value, allow_nan=False) for name, value in _metadata(columns).items()}
+    return tensors.write(store, key, _arrays(columns), {"format": FORMAT, **values})
 
 
 def read_columns(store: Store, ref: BlobRef, *, verify: bool = True) -> Columns:
     """Views of the memory map."""
     file = tensors.read(store, ref, verify=verify)
-    if file.metadata.pop("format", "no columns file") != FORMAT:
+    if file.metadata.pop("format", None) != FORMAT:
         raise BlobCorrupt(f"blob {ref.key} is not {FORMAT}")
-    words = {name: json.loads(text) for name, text in file.metadata.items()}
+    metadata = {name: json.loads(text) for name, text in file.metadata.items()}
     own, turn, extra = dict[str, Array](), dict[str, Array](), dict[str, Array]()
     for name, array in file.arrays.items():
         prefix, dot, rest = name.partition(".")
         {TURN: turn, EXTRA: extra}.get(prefix + dot, own)[rest or name] = array
     try:
-        return Columns(**own, turns=TurnTable(**turn, words=words.pop("words")), extras=extra, **words)
+        return Columns(**own, turns=TurnTable(**turn, words=metadata.pop("words")), extras=extra, **metadata)
     except (KeyError, TypeError, StageError) as error:
-        raise BlobCorrupt(f"blob {ref.key} is not a whole columns file: {error}") from error
+        raise BlobCorrupt(f"blob {ref.key} is not a complete columns file: {error}") from error
 
 
 def _check(name: str, array: Array, dtype: str, length: int) -> None:
@@ -119,13 +128,13 @@ def _check(name: str, array: Array, dtype: str, length: int) -> None:
 
 
 def _arrays(columns: Columns) -> dict[str, Array]:
-    """Every array under its name in the file."""
+    """Every array by its name in the file."""
     arrays = {field.name: getattr(columns, field.name) for field in fields(columns)}
     arrays |= {TURN + field.name: getattr(columns.turns, field.name) for field in fields(columns.turns)}
     arrays |= {EXTRA + name: array for name, array in columns.extras.items()}
     return {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
 
 
-def _words(columns: Columns) -> dict[str, Any]:
+def _metadata(columns: Columns) -> dict[str, Any]:
     names = ("rollout", "attempt", "logprobs_mode", "error", "metrics")
     return {**{name: getattr(columns, name) for name in names}, "words": columns.turns.words}

@@ -1,7 +1,7 @@
-"""A rollout's `experts` file: the routed rows in the order in which they came, and where each belongs.
+"""A rollout's `experts` file: rows of routed experts in order of arrival, and the tokens that they belong to.
 
-Rows are appended while the rollout runs and leave memory at once; sealing adds the chunk table and `routed_valid` and
-writes the header into the space reserved at the start. Nothing is written twice.
+Rows are appended while the rollout runs and do not stay in memory. Sealing appends the chunk table and `routed_valid`
+and writes the header into the space reserved at the start. Nothing is written twice.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,15 @@ import numpy as np
 
 from penstock.errors import BlobCorrupt, StageError
 from penstock.store import tensors
-from penstock.store.files import BlobRef, Store
+from penstock.store.base import BlobRef
+from penstock.store.files import Store
 from penstock.store.parts import HEAD, Part
 
 Array = np.ndarray[Any, Any]
 
 FORMAT = "penstock.experts.1"
 
-# What a reader puts where nobody sent a row: a number, or "dummy", the valid route (0, 1, ..., topk-1).
+# What a reader puts where the engine sent no row: a number, or "dummy", the valid experts (0, 1, ..., topk-1).
 Missing = Literal[-1, 0, "dummy"]
 Layers = slice | Sequence[int]
 
@@ -29,7 +30,8 @@ class Chunk:
     """Rows that follow one another in the file and in a sample."""
 
     sample: int
-    first: int  # position in the sample
+    first: int
+    """position of its first row in the sample"""
     rows: int
 
 
@@ -45,7 +47,7 @@ def seal_experts(
     rollout: str,
     attempt: int,
 ) -> BlobRef:
-    """Makes the blob from a part (with a reserved head) that holds the chunks' rows, `row` being (layers, topk)."""
+    """Complete the blob from a part with a reserved head that holds the chunks' rows. `row` is (layers, topk)."""
     rows = sum(chunk.rows for chunk in chunks)
     if part.length != HEAD + rows * row[0] * row[1] * dtype.itemsize:
         raise StageError(f"part {part.path.name} has {part.length - HEAD} bytes for {rows} rows of {row} {dtype}")
@@ -67,25 +69,27 @@ def seal_experts(
 
 
 class Experts:
-    """An opened experts file, memory-mapped."""
+    """An open experts file, memory-mapped."""
 
     def __init__(self, store: Store, ref: BlobRef, *, verify: bool = True) -> None:
         file = tensors.read(store, ref, verify=verify)
         if file.metadata.get("format") != FORMAT or file.arrays.keys() != {"rows", "chunks", "routed_valid"}:
             raise BlobCorrupt(f"blob {ref.key} is {file.metadata.get('format')!r}, expected {FORMAT}")
-        self.rows = file.arrays["rows"]  # u8|u16[R, layers, topk]
-        self.routed_valid = file.arrays["routed_valid"]  # u8[T], the rollout's samples one after the other
-        chunks = file.arrays["chunks"].copy()  # where it lies in the file need not be aligned
+        self.rows = file.arrays["rows"]
+        """u8|u16[rows, layers, topk]"""
+        self.routed_valid = file.arrays["routed_valid"]
+        """u8[T], the rollout's samples one after the other: 1 where the engine sent a row"""
+        chunks = file.arrays["chunks"].copy()  # aligned, which it need not be in the file
         if self.rows.ndim != 3 or chunks.shape[1:] != (3,) or chunks[:, 2].sum() != len(self.rows):
-            raise BlobCorrupt(f"blob {ref.key} is not a whole experts file: its chunks are not its rows")
+            raise BlobCorrupt(f"blob {ref.key} is not a complete experts file: its chunks do not add up to its rows")
         self._sample, self._first, self._count = chunks.T
         self._row = np.cumsum(self._count) - self._count
 
     def read(
         self, sample: int, start: int, stop: int, out: Array, *, layers: Layers = slice(None), missing: Missing = -1
     ) -> None:
-        """Copies a sample's rows of positions start..stop into `out` [stop-start, layers, topk], of any integer type
-        that holds them, and fills the positions that nobody sent."""
+        """Copy a sample's rows of positions start..stop into `out` [stop-start, layers, topk], of any integer type
+        that holds them; positions without a row are filled with `missing`."""
         self._check_type(out.dtype, missing)
         filling = np.arange(self.rows.shape[2]) if missing == "dummy" else missing
         touched = (self._sample == sample) & (self._first < stop) & (self._first + self._count > start)
@@ -101,6 +105,6 @@ class Experts:
     def _check_type(self, dtype: np.dtype[Any], missing: Missing) -> None:
         signed = dtype.kind == "i"
         if missing == -1 and not signed:
-            raise StageError(f"{dtype} cannot hold -1: read into int16 or int32, or choose another filling")
+            raise StageError(f"{dtype} cannot hold -1: read into int16 or int32, or pass another `missing`")
         if dtype.itemsize * 8 - signed < self.rows.dtype.itemsize * 8:
             raise StageError(f"{dtype} cannot hold expert ids of {self.rows.dtype}: read into a wider type")

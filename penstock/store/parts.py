@@ -1,12 +1,14 @@
-"""Files that grow under a temporary name until they are complete, and are then renamed: nobody sees half of one."""
+"""Files that are appended to under a temporary name, with their checksum, and published as blobs when complete.
+
+Not safe for concurrent writers: one writer per file.
+"""
 
 import ctypes
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,81 +17,70 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from penstock.errors import BlobCorrupt, BlobMissing, BlobUnwritten
+from penstock.errors import BlobCorrupt, BlobMissing
+from penstock.store.atomic import UnfinishedFile, writing
 
 Piece = bytes | bytearray | memoryview | np.ndarray[Any, Any]
 
-# The checksum of a file is xxh3 over its bytes from HEAD on and then over its first HEAD bytes, so that a header can be
-# written last. One page: what follows is aligned for every dtype.
+# Bytes. The checksum of a file is xxh3 over its bytes from HEAD on, then over its first HEAD bytes, so that a header
+# can be written last. One page: what follows is aligned for every dtype.
 HEAD = 4096
 
-_libc_fallocate = getattr(ctypes.CDLL(None), "fallocate", None)  # Python's own writes zeros where it is not supported
+BUFFERS_PER_WRITE = 1024  # that one pwritev accepts (IOV_MAX on Linux)
+BYTES_PER_READ = 1 << 22  # read at once when recovery computes a checksum again: bounds memory
 
-# Buffers that one pwritev takes (IOV_MAX on Linux).
-BUFFERS_PER_WRITE = 1024
-
-# What recovery reads at once to compute the checksum again: bounds memory.
-BYTES_PER_READ = 1 << 22
-
-# Below this much a part's file is not worth reserving space for; above, it is given as much again as it has, at once:
-# a quarter less time in writing.
+# Bytes from which on space is reserved for a part: as much again as it has, at once. Writing takes a quarter less time.
 RESERVED_FROM = 1 << 20
 FALLOC_FL_KEEP_SIZE = 1
+_libc_fallocate = getattr(ctypes.CDLL(None), "fallocate", None)  # Python's own may write zeros
 
-# Opening and closing is a tenth of an append's time. A thousand recordings cost no more descriptors than this.
+# Descriptors that parts keep open between two appends; opening and closing is a tenth of an append's time. Parts beyond
+# this number open their file for every append.
 KEPT_OPEN = threading.BoundedSemaphore(64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A length to come back to, with the checksum's state there."""
+    """A length to reset a part to, with the state of its checksum there."""
 
     length: int
     tail: xxhash.xxh3_64
 
 
-class GrowingFile:
-    """Appended to by one writer. No descriptor stays open between two appends: a thousand recordings cost none."""
+class GrowingFile(UnfinishedFile):
+    """A file that is appended to. No descriptor stays open between two appends, however many recordings run."""
 
     def __init__(self, path: Path, *, length: int = 0) -> None:
-        self.path = path
+        super().__init__(path)
         self.length = length
 
-    def create(self) -> None:
-        with writing(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-
     def append(self, *pieces: Piece) -> None:
-        """All of them or none."""
+        """Write all pieces, or none and raise BlobUnwritten."""
         self._append([view.cast("B") for view in map(view_of, pieces) if view.nbytes])
 
     def _append(self, views: list[memoryview]) -> None:
         with writing(self.path):
             descriptor = self._open()
             try:
-                _write_all(descriptor, views, self.length)
+                write_at(descriptor, views, self.length)
             except OSError:
                 os.ftruncate(descriptor, self.length)
                 raise
             finally:
-                self._leave(descriptor)
+                self._release(descriptor)
         self.length += sum(map(len, views))
-
-    def discard(self) -> None:
-        self.path.unlink(missing_ok=True)
 
     def _open(self) -> int:
         return os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
-    def _leave(self, descriptor: int) -> None:
+    def _release(self, descriptor: int) -> None:
         os.close(descriptor)
 
 
 class Part(GrowingFile):
-    """A blob to be. With `reserve_head` it begins at HEAD, and `commit` is given what comes before.
+    """A blob that is being written. With `reserve_head` it begins at HEAD, and `commit` writes what comes before.
 
-    Its descriptor stays open between two appends, while few do.
+    Its descriptor stays open between two appends, for at most KEPT_OPEN parts.
     """
 
     def __init__(self, path: Path, *, reserve_head: bool = False) -> None:
@@ -98,14 +89,14 @@ class Part(GrowingFile):
         self._tail = xxhash.xxh3_64()
         self._reserved = RESERVED_FROM
         self._kept: int | None = None
-        self._give_back: Callable[[], object] | None = None
+        self._close_descriptor: Callable[[], object] | None = None
 
     @classmethod
     def recover(cls, path: Path, length: int) -> "Part":
-        """A part with a reserved head that another process left behind: its first `length` bytes are good."""
+        """Continue a part with a reserved head that another process left; its first `length` bytes are valid."""
         part = cls(path, reserve_head=True)
         if not path.is_file():
-            raise BlobMissing(f"{path} is gone: what it was to become cannot be finished")
+            raise BlobMissing(f"{path} is missing: the blob that it was to become cannot be completed")
         with path.open("rb") as file:
             file.seek(HEAD)
             while piece := file.read(min(BYTES_PER_READ, length - part.length)):
@@ -125,25 +116,24 @@ class Part(GrowingFile):
         super().discard()
 
     def tail_checksum(self) -> str:
-        """Of what was appended behind the head so far."""
+        """Checksum of the bytes behind the head so far."""
         return self._tail.hexdigest()
 
     def mark(self) -> Mark:
         return Mark(length=self.length, tail=self._tail.copy())
 
     def reset(self, mark: Mark) -> None:
-        """Forgets what was appended since `mark` was taken; for parts with a reserved head."""
+        """Undo the appends since `mark`. For parts with a reserved head."""
         self.length, self._tail = mark.length, mark.tail.copy()
 
     def commit(self, target: Path, *, head: bytes = b"") -> tuple[int, str]:
-        """Renames to `target` and returns size and checksum. `head` fills the reserved space exactly."""
+        """Publish as `target`; returns size and checksum. `head` is exactly as long as the reserved space."""
         assert len(head) == (HEAD if self._head is None else 0)
         self._close()
-        with writing(target):
-            with self.path.open("r+b") as file:
-                file.write(head)
-                file.truncate(self.length)
-            self.path.replace(target)
+        with writing(target), self.path.open("r+b") as file:
+            file.write(head)
+            file.truncate(self.length)
+        self.publish(target)
         checksum = self._tail.copy()
         checksum.update(head or bytes(self._head or b""))
         return self.length, checksum.hexdigest()
@@ -155,20 +145,20 @@ class Part(GrowingFile):
             descriptor = super()._open()
             if KEPT_OPEN.acquire(blocking=False):
                 self._kept = descriptor
-                self._give_back = weakref.finalize(self, _close_kept, descriptor)
+                self._close_descriptor = weakref.finalize(self, _close_kept, descriptor)
         if self.length > self._reserved:
             _reserve(descriptor, self.length)
             self._reserved = 2 * self.length
         return descriptor
 
-    def _leave(self, descriptor: int) -> None:
+    def _release(self, descriptor: int) -> None:
         if descriptor != self._kept:
-            super()._leave(descriptor)
+            super()._release(descriptor)
 
     def _close(self) -> None:
-        if self._give_back:
-            self._give_back()
-            self._kept = self._give_back = None
+        if self._close_descriptor:
+            self._close_descriptor()
+            self._kept = self._close_descriptor = None
 
     def _digest(self, view: memoryview) -> None:
         if self._head is not None and len(self._head) < HEAD:
@@ -179,7 +169,7 @@ class Part(GrowingFile):
 
 
 def checksum(content: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
-    """What `Part.commit` returns for a file of these bytes."""
+    """The checksum that `Part.commit` returns for a file of these bytes."""
     state = xxhash.xxh3_64(content[HEAD:].data)
     state.update(content[:HEAD].data)
     return state.hexdigest()
@@ -195,12 +185,13 @@ def _close_kept(descriptor: int) -> None:
 
 
 def _reserve(descriptor: int, length: int) -> None:
-    """As many bytes again behind `length`, without changing the file's size. Not every file system can: no matter."""
+    """Reserve `length` bytes behind `length`, without changing the file's size. A no-op where unsupported."""
     if _libc_fallocate:
         _libc_fallocate(descriptor, FALLOC_FL_KEEP_SIZE, ctypes.c_int64(length), ctypes.c_int64(length))
 
 
-def _write_all(descriptor: int, views: list[memoryview], offset: int) -> None:
+def write_at(descriptor: int, views: list[memoryview], offset: int) -> None:
+    """Write all views one after the other from `offset` on."""
     pending = deque(views)
     while pending:
         written = os.pwritev(descriptor, list(islice(pending, BUFFERS_PER_WRITE)), offset)
@@ -209,11 +200,3 @@ def _write_all(descriptor: int, views: list[memoryview], offset: int) -> None:
             written -= pending.popleft().nbytes
         if written:
             pending[0] = pending[0][written:]
-
-
-@contextmanager
-def writing(path: Path) -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise BlobUnwritten(f"cannot write {path}: {error.strerror}; check the space and rights there") from error

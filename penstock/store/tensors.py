@@ -1,7 +1,7 @@
-"""The safetensors layout: named arrays and string metadata in one blob, read as views of the memory map.
+"""The safetensors format: named arrays and string metadata in one blob, read as views of the memory map.
 
-Written and read here, not by the package, so that arrays go to disk without an intermediate copy, a header can be
-written last, and reading copies nothing. Every file opens with the official reader.
+Implemented here and not with the `safetensors` package, which builds the whole file in memory and copies when it reads;
+here arrays are written without a copy, and a header can be written last. The package's reader opens every file.
 """
 
 import json
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BlobCorrupt
-from penstock.store.files import BlobRef, Store
+from penstock.store.base import BlobRef
+from penstock.store.files import Store
 from penstock.store.parts import Piece
 
 Array = np.ndarray[Any, Any]
@@ -27,7 +28,7 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-PREFIX = 8  # bytes: the header's length, little-endian, stands before it
+PREFIX = 8  # bytes before the header: its length, little-endian
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ def write(store: Store, key: str, arrays: Mapping[str, Array], metadata: Mapping
 
 
 def pieces(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> list[Piece]:
-    """What to write. The same arrays in any order give the same bytes; wide dtypes come first: all are aligned."""
+    """The bytes of the file. The order of `arrays` does not matter; wide dtypes come first, so all are aligned."""
     ordered = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     layout = {name: (arrays[name].dtype, arrays[name].shape) for name in ordered}
     return [header(layout, metadata), *(np.ascontiguousarray(arrays[name]) for name in ordered)]
@@ -52,13 +53,13 @@ def read(store: Store, ref: BlobRef, *, verify: bool = True) -> Tensors:
     try:
         return parse(content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BlobCorrupt(f"blob {ref.key} is no safetensors file: {error}") from error
+        raise BlobCorrupt(f"blob {ref.key} is not a safetensors file: {error}") from error
 
 
 def header(
     layout: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], metadata: Mapping[str, str], *, size: int = 0
 ) -> bytes:
-    """Length and JSON for arrays that follow one another, padded with spaces to `size` or to the next 8 bytes."""
+    """Length and JSON of the header, padded with spaces to `size` or to the next 8 bytes."""
     entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     end = 0
     for name, (dtype, shape) in layout.items():
@@ -72,11 +73,11 @@ def header(
 
 
 def parse(content: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensors:
-    """Views of `content`. Raises ValueError, KeyError, TypeError or AttributeError for what is no such file."""
+    """Views of `content`. Raises ValueError, KeyError, TypeError or AttributeError if it is not a safetensors file."""
     length = int.from_bytes(content[:PREFIX].tobytes(), "little")
     start = PREFIX + length
     if start > content.size or content.size < PREFIX:
-        raise ValueError(f"a header of {length} bytes in a file of {content.size}")
+        raise ValueError(f"its header has {length} bytes, the whole file {content.size}")
     entries: dict[str, Any] = json.loads(content[PREFIX:start].tobytes())
     metadata: dict[str, str] = entries.pop("__metadata__", {})
     arrays: dict[str, Array] = {}
@@ -88,7 +89,7 @@ def parse(content: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensors:
         if list(arrays[name].shape) != entry["shape"]:
             raise ValueError(f"{name} has shape {entry['shape']}")
     if start + end != content.size:
-        raise ValueError(f"arrays of {end} bytes in a file that holds {content.size - start} of them")
+        raise ValueError(f"its arrays have {end} bytes, the file has {content.size - start} behind its header")
     return Tensors(arrays=arrays, metadata=metadata)
 
 

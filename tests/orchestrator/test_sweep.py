@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.ledgers import configured, submitted
+from support.stores import blob_keys
 
 from orchestrator import run_dir
 from orchestrator.inputs import batch_plan
@@ -61,7 +62,7 @@ def test_the_files_of_other_attempts_go_when_a_rollout_is_settled(
     ledger.end(ledger.jobs[settled.id], JobState.SETTLED)
     ledger.generated(settled, RolloutResult(reward=0.0, columns=kept))
     assert swept(config, ledger) == 2
-    assert store.keys("rollouts") == [kept.key, f"rollouts/{RUN}/{playing.id}/1.aa/columns"]
+    assert blob_keys(store, "rollouts") == [kept.key, f"rollouts/{RUN}/{playing.id}/1.aa/columns"]
     assert swept(config, ledger) == 0
 
 
@@ -91,8 +92,8 @@ def test_of_a_delivered_step_stays_what_its_manifest_names(config: RunConfig, le
     deliver(config, ledger, store)
     put(store, next(iter(submitted(ledger).rollouts)), "1.aa")
     assert swept(config, ledger) == 1
-    assert len(store.keys(f"rollouts/{RUN}")) == 5
-    assert store.keys("batches") == [
+    assert len(blob_keys(store, f"rollouts/{RUN}")) == 5
+    assert blob_keys(store, "batches") == [
         f"batches/step_000000/{name}" for name in ("manifest.json", "rank_00.good.safetensors", "rollouts.good.jsonl")
     ]
 
@@ -106,9 +107,11 @@ def test_of_a_released_step_the_manifest_and_what_people_read_stay(
     release_step(store, manifest, experts=False)
     ledger.set("columns_released", 1)
     swept(config, ledger)
-    assert store.keys("rollouts") == []
+    assert blob_keys(store, "rollouts") == []
     assert not (store.root / "rollouts" / RUN / "g0000001-0").exists()
-    assert store.keys("batches") == [f"batches/step_000000/{name}" for name in ("manifest.json", "rollouts.good.jsonl")]
+    assert blob_keys(store, "batches") == [
+        f"batches/step_000000/{name}" for name in ("manifest.json", "rollouts.good.jsonl")
+    ]
 
 
 async def checkpointed(config: RunConfig, ledger: Ledger) -> Release:
@@ -122,12 +125,12 @@ async def checkpointed(config: RunConfig, ledger: Ledger) -> Release:
 
 def test_a_file_goes_only_after_the_ledger_has_let_go_of_it(config: RunConfig, ledger: Ledger, store: Store) -> None:
     deliver(config, ledger, store, experts=True)
-    before = len(store.keys("rollouts"))
+    before = len(blob_keys(store, "rollouts"))
 
     async def stopped_at_the_first_file() -> None:
         release = await checkpointed(config, ledger)
         releasing = asyncio.create_task(release.run_once())
-        while len(store.keys("rollouts")) == before:
+        while len(blob_keys(store, "rollouts")) == before:
             await asyncio.sleep(0)
         releasing.cancel()
 
@@ -146,14 +149,14 @@ def test_a_step_is_released_once_however_many_ask(config: RunConfig, ledger: Led
 
     asyncio.run(both())
     assert ledger.number("delivered_bytes") == held - 4
-    assert [key.rpartition("/")[2] for key in store.keys("rollouts")] == ["columns"] * 4
+    assert [key.rpartition("/")[2] for key in blob_keys(store, "rollouts")] == ["columns"] * 4
 
 
 def test_released_experts_that_a_kill_left_behind_go(config: RunConfig, ledger: Ledger, store: Store) -> None:
     deliver(config, ledger, store, experts=True)
     ledger.set("experts_released", 1)
     swept(config, ledger)
-    assert [key.rpartition("/")[2] for key in store.keys("rollouts")] == ["columns"] * 4
+    assert [key.rpartition("/")[2] for key in blob_keys(store, "rollouts")] == ["columns"] * 4
 
 
 def test_two_sweeps_at_once_remove_each_file_once(config: RunConfig, ledger: Ledger, store: Store) -> None:
@@ -173,7 +176,7 @@ def test_files_that_a_rebuilt_ledger_does_not_know_stay(config: RunConfig, ledge
     asyncio.run(ledger.committed())
     asyncio.run(_forget_results(ledger))
     swept(config, ledger)
-    assert len(store.keys(f"rollouts/{RUN}")) == 4
+    assert len(blob_keys(store, f"rollouts/{RUN}")) == 4
 
 
 async def _forget_results(ledger: Ledger) -> None:

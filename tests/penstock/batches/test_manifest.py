@@ -106,7 +106,7 @@ def test_a_file_that_cannot_grow_leaves_nothing_behind(store: Store, plan: Batch
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
-        with pytest.raises(BlobUnwritten, match="File too large; check the space"):
+        with pytest.raises(BlobUnwritten, match="File too large; check free space"):
             encode_all(store, plan)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -293,7 +293,7 @@ def test_a_store_that_takes_nothing_fails_the_rollout(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(hello) as server:
             async with stage_of(tmp_path, server.url) as stage:
-                with pytest.raises(BlobUnwritten, match="check the space and rights"):
+                with pytest.raises(BlobUnwritten, match="check free space and permissions"):
                     await play(stage, loaded(Talks(one_turn)), 0, attempt_of())
 
     run(main)

@@ -157,7 +157,7 @@ def test_rows_that_are_not_those_recorded_are_refused(store: Store) -> None:
     with pytest.raises(BlobCorrupt, match="has only"):
         run(Session.recover(store, KEY))
     rows_of_session(store).unlink()
-    with pytest.raises(BlobMissing, match="is gone"):
+    with pytest.raises(BlobMissing, match="is missing"):
         run(Session.recover(store, KEY))
 
 

@@ -1,8 +1,10 @@
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from penstock.errors import BlobUnwritten
 from penstock.store import atomic
 
 
@@ -19,24 +21,53 @@ def test_a_file_is_replaced_whole_and_can_be_read_by_others(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_is_created_once(tmp_path: Path) -> None:
-    path = tmp_path / "manifest.json"
-    atomic.create(path, b"first")
-    with pytest.raises(FileExistsError):
-        atomic.create(path, b"second")
+def test_an_existing_file_is_not_created_again(tmp_path: Path) -> None:
+    path = tmp_path / "step" / "manifest.json"
+    assert atomic.create_durably(path, b"first")
+    assert not atomic.create_durably(path, b"second")
     assert path.read_bytes() == b"first"
-    assert list(tmp_path.iterdir()) == [path]
+    assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("put", [atomic.write, atomic.create])
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, put: object) -> None:
+def test_a_failed_write_leaves_no_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
-    with pytest.raises(OSError, match="taken"):
-        put(tmp_path / "taken", b"content")  # type: ignore[operator]
+    with pytest.raises(IsADirectoryError):
+        atomic.write(tmp_path / "taken", b"content")
+    with pytest.raises(BlobUnwritten, match=r"cannot write .*taken: Is a directory; check free space"):
+        atomic.write_durably(tmp_path / "taken", b"content")
+    assert not atomic.create_durably(tmp_path / "taken", b"content")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
-def test_the_rest_of_a_killed_writer_is_swept(tmp_path: Path) -> None:
+def test_a_body_that_fails_replaces_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    path.write_bytes(b"before")
+    with suppress(KeyboardInterrupt), atomic.replacing(path) as temporary:
+        temporary.write_bytes(b"half of it")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_fixed_suffix_overwrites_the_leftover_of_a_killed_writer(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    atomic.temporary_path(path, "rebuilding").write_bytes(b"a leftover")
+    with atomic.replacing(path, suffix="rebuilding") as temporary:
+        assert not temporary.exists()
+        temporary.write_bytes(b"complete")
+    assert path.read_bytes() == b"complete"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_replacing_a_file_by_a_link_to_itself_leaves_one_name(tmp_path: Path) -> None:
+    path = tmp_path / "rank_0.bin"
+    path.write_bytes(b"content")
+    with atomic.replacing(path, suffix="tmp") as temporary:
+        temporary.hardlink_to(path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_leftovers_of_killed_writers_are_swept(tmp_path: Path) -> None:
     for name in (".a.json.0badcafe.tmp", ".b.json.0badcafe.tmp", "a.json", ".hidden"):
         (tmp_path / name).touch()
     atomic.sweep(tmp_path, "a.")

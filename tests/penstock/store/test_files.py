@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.stores import blob_keys
 
 from penstock.errors import BlobCorrupt, BlobError, BlobMissing, BlobUnwritten, ConfigError
 from penstock.store import BlobRef, Store, open_store
@@ -50,11 +51,11 @@ NO_KEYS = ["", "/etc/passwd", "/a", "..", "../x", "a/../b", "a//b", "a/", ".hidd
 
 @pytest.mark.parametrize("key", [*NO_KEYS, "é", "a\n", "~root", "a:b", "x" * 201])
 def test_a_key_that_is_not_plain_names_is_refused(store: Store, key: str) -> None:
-    with pytest.raises(BlobError, match="is no key"):
+    with pytest.raises(BlobError, match="is not a key"):
         store.put(key, [b"x"])
-    with pytest.raises(BlobError, match="is no key"):
+    with pytest.raises(BlobError, match="is not a key"):
         store.open(BlobRef(key=key, size=1, checksum=""))
-    with pytest.raises(BlobError, match="is no key"):
+    with pytest.raises(BlobError, match="is not a key"):
         store.delete(key)
 
 
@@ -145,7 +146,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
     store.put("a/b", [b"x" * 60_000, b"y" * 60_000])
 except BlobUnwritten as error:
-    assert "a/b" not in store.keys("a") and error.retryable
+    assert not store.path("a/b").exists() and error.retryable
     print(error)
 part = store.part("grows", reserve_head=True)
 part.append(b"k" * 50_000)
@@ -183,7 +184,7 @@ def test_the_sweep_removes_what_nobody_names_and_parts(store: Store) -> None:
     store.put("rollouts/r1/2.bb/columns", [b"3"])
     other = store.put("rollouts/r2/1.cc/columns", [b"4"])
     store.part("rollouts/r1/2.bb/experts").append(b"5")
-    assert store.keys("rollouts/r1") == [
+    assert blob_keys(store, "rollouts/r1") == [
         f"rollouts/r1/{name}" for name in ("1.aa/columns", "1.aa/experts", "2.bb/columns")
     ]
     removed = store.sweep("rollouts/r1", named={kept.key})
