@@ -2,7 +2,7 @@
 
     python examples/toy_trainer.py RUN_DIR [--resume-step STEP] [--checkpoint-every STEPS]
 
-Needs numpy, safetensors, xxhash and the files of the run. Needs neither Redis nor Celery.
+Needs numpy, xxhash and the files of the run. Needs neither Redis nor Celery.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The queue `encoding`: one data rank's file of one step. Runs on prefork."""
 
 from penstock import job_inputs
-from penstock.batches import encode_rank
+from penstock.batches.writer import encode_rank
 from penstock.config import RunConfig
 from penstock.config.test_hooks import noop_settings
 from penstock.errors import BlobCorrupt, BlobMissing

@@ -1,13 +1,12 @@
-"""Training batches: composed by a plan, encoded a rank at a time, sealed by a manifest, read by a trainer.
+"""Training batches: composed as a plan, encoded by rank (writer.py), sealed by a manifest, read by a trainer.
 
-Imports numpy, safetensors, xxhash and the standard library only: a trainer reads batches in a bare environment.
+Imports numpy, xxhash and the standard library only, and not the writer: a trainer has nothing else installed.
 """
 
 from penstock.batches.manifest import EncodedRank, Manifest, Totals, read_manifest, read_manifests, seal_manifest
 from penstock.batches.plan import BatchPlan, BatchRollout
 from penstock.batches.reader import Batch, BatchReader, MicroBatch
 from penstock.batches.signals import RunStatus, TrainerState, read_trainer, write_status
-from penstock.batches.writer import encode_rank
 
 __all__ = [
     "Batch",
@@ -20,7 +19,6 @@ __all__ = [
     "RunStatus",
     "Totals",
     "TrainerState",
-    "encode_rank",
     "read_manifest",
     "read_manifests",
     "read_trainer",

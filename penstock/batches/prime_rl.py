@@ -1,7 +1,8 @@
-"""prime-rl's two batch files, as its own encoder writes them, with one micro-batch or sample in memory at a time.
+"""prime-rl's two batch formats, byte for byte as its own encoder writes them. A trainer imports none of this.
 
-`prime-rl` is its form of 2026-08 (559b447), one file of micro-batches a rank; `prime-rl-2026-05` that of 8e97806, one
-file of samples a step. Both carry the routed experts in the file, with zeros where nobody sent a row.
+`prime-rl` is the format of 2026-08 (559b447), one file of micro-batches per rank; `prime-rl-2026-05` that of 8e97806,
+one file of samples per step. Both contain the routed experts, with zeros where the engine sent no row. Memory holds one
+micro-batch or sample, one of its columns as Python objects, and ROWS_PER_PIECE rows of experts.
 """
 
 import errno
@@ -11,25 +12,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from penstock.batches import msgpack
 from penstock.batches.assembly import AssembledMicroBatch, Assembly, Sample
 from penstock.batches.batch_columns import Array
 from penstock.batches.manifest import Manifest
 from penstock.errors import StageError
 from penstock.store import BlobRef, Store
+from penstock.store.atomic import replacing, writing
 from penstock.store.experts import Experts
-from penstock.store.parts import Piece, writing
+from penstock.store.parts import Piece
 
 PAD_ID = 1
 ROWS_PER_PIECE = 4096  # of routed experts, read and written at once: 1.5 MB at 48 layers and top-8
-DTYPE_NAMES = {"uint8": "uint8", "uint16": "int16"}  # prime-rl knows no uint16; no model has 32,768 experts
+DTYPE_NAMES = {"uint8": "uint8", "uint16": "int16"}  # prime-rl has no uint16; no model has 32,768 experts
+BINARY_MARKERS = {1: 0xC4, 2: 0xC5, 4: 0xC6}  # MessagePack: bytes of a binary value's length -> its type
+
+NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP)  # another file system, or one without hard links
+
+encode = msgspec.msgpack.encode
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routes:
-    """Routed experts of a run of tokens, read when they are written."""
+class ExpertRows:
+    """Routed experts of consecutive tokens, read while they are written."""
 
     shape: tuple[int, int, int]
     dtype: np.dtype[Any]
@@ -37,13 +44,13 @@ class Routes:
 
 
 def write_rank(assembly: Assembly, data_rank: int, key: str) -> tuple[BlobRef, int]:
-    """The file of one rank in the form of 2026-08, and how many of its tokens are in the loss."""
+    """Write a rank in the format of 2026-08; returns the file and the number of its tokens that are in the loss."""
     loss_tokens = 0
 
     def pieces() -> Iterator[Piece]:
         nonlocal loss_tokens
         batches = assembly.packing.ranks[data_rank]
-        yield msgpack.array_header(len(batches))
+        yield array_header(len(batches))
         for batch in batches:
             assembled = assembly.micro_batch(batch, pad_id=PAD_ID)
             loss_tokens += sum(int(sample.row["loss_tokens"]) for sample in assembled.samples)
@@ -53,13 +60,13 @@ def write_rank(assembly: Assembly, data_rank: int, key: str) -> tuple[BlobRef, i
 
 
 def write_step(assembly: Assembly, key: str) -> tuple[BlobRef, int]:
-    """The file of a whole step in the form of 2026-05, and how many of its tokens are in the loss."""
+    """Write a step in the format of 2026-05; returns the file and the number of its tokens that are in the loss."""
     loss_tokens = 0
 
     def pieces() -> Iterator[Piece]:
         nonlocal loss_tokens
         numbers = np.flatnonzero(assembly.packing.lengths)
-        yield msgpack.array_header(3) + msgpack.array_header(numbers.size)
+        yield array_header(3) + array_header(numbers.size)
         for number in numbers.tolist():
             sample = assembly.sample(number)
             loss_tokens += int(sample.row["loss_tokens"])
@@ -69,66 +76,80 @@ def write_step(assembly: Assembly, key: str) -> tuple[BlobRef, int]:
                 env=sample.rollout.env,
                 advantage=sample.rollout.advantage,
                 reward=sample.rollout.reward,
-                routes=_routes(assembly, [sample], sample.length),
+                experts=_expert_rows(assembly, [sample], sample.length),
             )
-        yield msgpack.integer(assembly.plan.step) + msgpack.NIL
+        yield encode(assembly.plan.step) + encode(None)
 
     return assembly.store.put(key, pieces()), loss_tokens
 
 
 def encode_micro_batch(
-    tokens: Mapping[str, Array], *, lengths: Array, envs: Sequence[tuple[str, int]], routes: Routes | None
+    tokens: Mapping[str, Array], *, lengths: Array, envs: Sequence[tuple[str, int]], experts: ExpertRows | None
 ) -> Iterator[Piece]:
     """`lengths` of the sequences, padding counted into the last; `envs` as names with their numbers of tokens."""
-    names = b"".join(msgpack.string(name) * count for name, count in envs)
-    before_routes = [
-        msgpack.array_header(16),
-        msgpack.integers(tokens["input_ids"]),
-        msgpack.booleans(tokens["loss_mask"]),
-        msgpack.floats(tokens["advantages"]),
-        msgpack.floats(tokens["logprobs"]),
-        msgpack.integers(tokens["position_ids"]),
-        msgpack.integers(lengths),
-        msgpack.floats(tokens["temperatures"]),
-        msgpack.array_header(tokens["input_ids"].size) + names,
-        msgpack.integers(lengths),
-        msgpack.NIL,  # ref_logprobs
-    ]
-    yield b"".join(before_routes)
-    yield from _encode_routes(routes)
-    yield msgpack.NIL * 5  # mm_kwargs, mm_token_type_ids, rl_weights, ce_weights, ref_kl_weights
+    yield array_header(16)
+    yield encode(tokens["input_ids"].tolist())
+    yield encode(tokens["loss_mask"].astype(bool).tolist())
+    yield encode(tokens["advantages"].tolist())
+    yield encode(tokens["logprobs"].tolist())
+    yield encode(tokens["position_ids"].tolist())
+    yield encode(lengths.tolist())
+    yield encode(tokens["temperatures"].tolist())
+    yield encode([name for name, count in envs for _ in range(count)])
+    yield encode(lengths.tolist())
+    yield encode(None)  # ref_logprobs
+    yield from _encode_experts(experts)
+    yield encode(None) * 5  # mm_kwargs, mm_token_type_ids, rl_weights, ce_weights, ref_kl_weights
 
 
 def encode_sample(
-    tokens: Mapping[str, Array], *, prompt_length: int, env: str, advantage: float, reward: float, routes: Routes | None
+    tokens: Mapping[str, Array],
+    *,
+    prompt_length: int,
+    env: str,
+    advantage: float,
+    reward: float,
+    experts: ExpertRows | None,
 ) -> Iterator[Piece]:
-    prompt, completion = slice(prompt_length), slice(prompt_length, None)
-    before_routes = [
-        msgpack.array_header(14),
-        msgpack.integers(tokens["input_ids"][prompt]),
-        msgpack.booleans(tokens["loss_mask"][prompt]),
-        msgpack.integers(tokens["input_ids"][completion]),
-        msgpack.booleans(tokens["loss_mask"][completion]),
-        msgpack.floats(tokens["logprobs"][completion]),
-        msgpack.floats(tokens["temperatures"][completion]),
-        msgpack.string(env),
-        msgpack.NIL,  # teacher_logprobs
-        msgpack.floating(advantage),
-        msgpack.floating(reward),
-        msgpack.NIL,  # mm_kwargs
-    ]
-    yield b"".join(before_routes)
-    yield from _encode_routes(routes)
-    yield msgpack.NIL + msgpack.string("rl")  # mm_token_type_ids, training_mode
+    ids, mask = tokens["input_ids"], tokens["loss_mask"].astype(bool)
+    yield array_header(14)
+    yield encode(ids[:prompt_length].tolist())
+    yield encode(mask[:prompt_length].tolist())
+    yield encode(ids[prompt_length:].tolist())
+    yield encode(mask[prompt_length:].tolist())
+    yield encode(tokens["logprobs"][prompt_length:].tolist())
+    yield encode(tokens["temperatures"][prompt_length:].tolist())
+    yield encode(env)
+    yield encode(None)  # teacher_logprobs
+    yield encode(float(advantage)) + encode(float(reward))
+    yield encode(None)  # mm_kwargs
+    yield from _encode_experts(experts)
+    yield encode(None) + encode("rl")  # mm_token_type_ids, training_mode
 
 
-def _encode_routes(routes: Routes | None) -> Iterator[Piece]:
-    if routes is None:
-        yield msgpack.NIL
+def array_header(length: int) -> bytes:
+    """The beginning of a MessagePack array whose elements are written separately."""
+    return encode([msgspec.Raw()] * length)
+
+
+def binary_header(length: int) -> bytes:
+    """The beginning of a MessagePack binary value whose bytes are written separately."""
+    for width, marker in BINARY_MARKERS.items():
+        if length < 1 << 8 * width:
+            return bytes([marker]) + length.to_bytes(width, "big")
+    raise StageError(
+        f"the routed experts of one micro-batch have {length} bytes, and MessagePack holds 4 GiB in one value: "
+        "lower batch.seq_len"
+    )
+
+
+def _encode_experts(experts: ExpertRows | None) -> Iterator[Piece]:
+    if experts is None:
+        yield encode(None)
         return
-    yield msgpack.array_header(3) + msgpack.binary_header(int(np.prod(routes.shape)) * routes.dtype.itemsize)
-    yield from routes.rows
-    yield msgpack.integers(np.array(routes.shape)) + msgpack.string(DTYPE_NAMES[routes.dtype.name])
+    yield array_header(3) + binary_header(int(np.prod(experts.shape)) * experts.dtype.itemsize)
+    yield from experts.rows
+    yield encode(experts.shape) + encode(DTYPE_NAMES[experts.dtype.name])
 
 
 def _assembled(assembly: Assembly, batch: AssembledMicroBatch) -> Iterator[Piece]:
@@ -139,12 +160,12 @@ def _assembled(assembly: Assembly, batch: AssembledMicroBatch) -> Iterator[Piece
         batch.tokens,
         lengths=np.array(padded),
         envs=[*((sample.rollout.env, sample.length) for sample in batch.samples), ("", padding)],
-        routes=_routes(assembly, batch.samples, size),
+        experts=_expert_rows(assembly, batch.samples, size),
     )
 
 
-def _routes(assembly: Assembly, samples: list[Sample], size: int) -> Routes | None:
-    """None when no sample has any."""
+def _expert_rows(assembly: Assembly, samples: list[Sample], size: int) -> ExpertRows | None:
+    """None if no sample has routed experts."""
     opened = [Experts(assembly.store, sample.rollout.experts) if sample.rollout.experts else None for sample in samples]
     kinds = {(experts.rows.shape[1:], experts.rows.dtype) for experts in opened if experts}
     if not kinds:
@@ -158,7 +179,7 @@ def _routes(assembly: Assembly, samples: list[Sample], size: int) -> Routes | No
             yield from _pieces(experts, int(sample.row["sample_in_rollout"]), sample.length, (layers, topk), dtype)
         yield from _pieces(None, 0, size - sum(sample.length for sample in samples), (layers, topk), dtype)
 
-    return Routes(shape=(size, layers, topk), dtype=dtype, rows=rows())
+    return ExpertRows(shape=(size, layers, topk), dtype=dtype, rows=rows())
 
 
 def _pieces(
@@ -173,7 +194,7 @@ def _pieces(
 
 
 def publish_prime_rl(store: Store, manifest: Manifest, output_dir: Path) -> None:
-    """Puts the step under `output_dir/rollouts/step_N`, prime-rl's output directory."""
+    """Put the step's files into `output_dir/rollouts/step_N`, where prime-rl reads them."""
     directory = output_dir / "rollouts" / f"step_{manifest.plan.step}"
     one_file = manifest.plan.format == "prime-rl-2026-05"
     for rank in manifest.ranks:
@@ -183,20 +204,13 @@ def publish_prime_rl(store: Store, manifest: Manifest, output_dir: Path) -> None
 
 
 def _publish(store: Store, ref: BlobRef, target: Path) -> None:
-    temporary = target.with_name(target.name + ".tmp")
     store.open(ref, verify=False)
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)
-        try:
-            temporary.hardlink_to(store.path(ref.key))
-        except OSError as error:
-            if error.errno not in (
-                errno.EXDEV,
-                errno.EPERM,
-                errno.EOPNOTSUPP,
-            ):  # another file system, or one without links
-                raise
-            shutil.copyfile(store.path(ref.key), temporary)
-        temporary.replace(target)
-        temporary.unlink(missing_ok=True)  # a rename onto the same file leaves both names
+        with replacing(target, suffix="tmp") as temporary:
+            try:
+                temporary.hardlink_to(store.path(ref.key))
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                shutil.copyfile(store.path(ref.key), temporary)

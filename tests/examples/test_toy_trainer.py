@@ -1,4 +1,4 @@
-"""The trainer that newcomers copy, in an environment that has numpy, safetensors and xxhash and nothing else."""
+"""The trainer that newcomers copy, in an environment that has numpy and xxhash and nothing else."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A trainer, as its author writes it, in an environment that has numpy, safetensors and xxhash and nothing else.
+"""A trainer, as its author writes it, in an environment that has numpy and xxhash and nothing else.
 
     python trainer.py RUN_DIR DATA_RANK DATA_RANKS RESUME_STEP [HANG_AT_STEP [CHECKPOINT_EVERY]]
 
@@ -12,7 +12,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 
-BARE = {*sys.stdlib_module_names, "numpy", "safetensors", "xxhash", "penstock"}
+BARE = {*sys.stdlib_module_names, "numpy", "xxhash", "penstock"}
 
 
 class Refusing(MetaPathFinder):

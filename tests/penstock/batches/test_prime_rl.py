@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from support.rollouts import MadeRollout, MadeTurn, RolloutMaker, encode_all, plan_of, seal
 
-from penstock.batches import BatchReader, encode_rank, msgpack, prime_rl
+from penstock.batches import BatchReader, prime_rl
 from penstock.batches.plan import Format
-from penstock.batches.prime_rl import publish_prime_rl
-from penstock.errors import BatchError, BlobCorrupt
+from penstock.batches.prime_rl import array_header, binary_header, publish_prime_rl
+from penstock.batches.writer import encode_rank
+from penstock.errors import BatchError, BlobCorrupt, StageError
 from penstock.packing import PackingRules
 from penstock.store import BlobRef, Store
 
@@ -76,16 +77,16 @@ class TrainingBatch(msgspec.Struct, array_like=True, forbid_unknown_fields=True)
     run_idx: None
 
 
-def vector_routes(routed: dict[str, Any] | None) -> prime_rl.Routes | None:
+def vector_experts(routed: dict[str, Any] | None) -> prime_rl.ExpertRows | None:
     if routed is None:
         return None
     rows = np.frombuffer(base64.b64decode(routed["data"]), routed["dtype"])
-    return prime_rl.Routes(shape=tuple(routed["shape"]), dtype=rows.dtype, rows=iter(np.array_split(rows, 3)))
+    return prime_rl.ExpertRows(shape=tuple(routed["shape"]), dtype=rows.dtype, rows=iter(np.array_split(rows, 3)))
 
 
 def test_micro_batches_are_written_as_prime_rl_wrote_them() -> None:
     batches = json.loads((VECTORS / "prime_rl_rank_0.json").read_text())
-    written = msgpack.array_header(len(batches))
+    written = array_header(len(batches))
     for batch in batches:
         tokens = {name: np.array(batch[name]) for name in ("input_ids", "loss_mask", "advantages", "position_ids")}
         tokens |= {"logprobs": np.array(batch["inference_logprobs"]), "temperatures": np.array(batch["temperatures"])}
@@ -94,7 +95,7 @@ def test_micro_batches_are_written_as_prime_rl_wrote_them() -> None:
             tokens,
             lengths=np.array(batch["seq_lens"]),
             envs=[(name, len(list(run))) for name, run in itertools.groupby(batch["env_names"])],
-            routes=vector_routes(batch["routed_experts"]),
+            experts=vector_experts(batch["routed_experts"]),
         )
         written += b"".join(map(bytes, pieces))
     assert written == (VECTORS / "prime_rl_rank_0.bin").read_bytes()
@@ -102,7 +103,7 @@ def test_micro_batches_are_written_as_prime_rl_wrote_them() -> None:
 
 def test_samples_are_written_as_prime_rl_wrote_them() -> None:
     batch = json.loads((VECTORS / "prime_rl_batch.json").read_text())
-    written = msgpack.array_header(3) + msgpack.array_header(len(batch["examples"]))
+    written = array_header(3) + array_header(len(batch["examples"]))
     for example in batch["examples"]:
         prompt = len(example["prompt_ids"])
 
@@ -121,11 +122,22 @@ def test_samples_are_written_as_prime_rl_wrote_them() -> None:
             env=example["env_name"],
             advantage=example["advantage"],
             reward=example["reward"],
-            routes=vector_routes(example["routed_experts"]),
+            experts=vector_experts(example["routed_experts"]),
         )
         written += b"".join(map(bytes, pieces))
-    written += msgpack.integer(batch["step"]) + msgpack.NIL
+    written += msgspec.msgpack.encode(batch["step"]) + msgspec.msgpack.encode(None)
     assert written == (VECTORS / "prime_rl_batch.bin").read_bytes()
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 255, 256, 65_535, 65_536])
+def test_headers_are_those_of_whole_values(length: int) -> None:
+    assert array_header(length) + bytes(length) == msgspec.msgpack.encode([0] * length)
+    assert binary_header(length) + bytes(length) == msgspec.msgpack.encode(bytes(length))
+
+
+def test_experts_that_exceed_one_binary_value_are_refused() -> None:
+    with pytest.raises(StageError, match=r"MessagePack holds 4 GiB in one value: lower batch.seq_len"):
+        binary_header(2**32)
 
 
 @pytest.fixture

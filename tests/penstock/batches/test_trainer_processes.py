@@ -78,15 +78,16 @@ def test_a_trainer_killed_while_reading_resumes_20_steps_back(tmp_path: Path, st
     assert after[:-1] == before[2:], "hash for hash"
 
 
-def test_every_module_of_batches_and_blobs_can_be_imported_in_a_bare_environment() -> None:
+def test_every_module_but_the_encoders_can_be_imported_in_a_trainers_environment() -> None:
     program = """
 import pkgutil, runpy, sys
 sys.meta_path.insert(0, runpy.run_path(sys.argv[1])["Refusing"]())
 import penstock.batches, penstock.store
 for package in (penstock.batches, penstock.store):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        __import__(module.name)
-        print(module.name)
+        if module.name not in ("penstock.batches.writer", "penstock.batches.prime_rl"):
+            __import__(module.name)
+            print(module.name)
 """
     done = subprocess.run([sys.executable, "-c", program, trainer.__file__], capture_output=True, text=True, check=True)
     assert "penstock.batches.reader" in done.stdout
