@@ -34,28 +34,24 @@ FORBIDDEN = re.compile(r"\b(whoever|nobody|somebody|mends?|mended|heeds?|likewis
 PACKAGES = ("penstock", "tasks", "workers", "orchestrator", "services", "cli", "bench")
 FOLDERS = (*PACKAGES, "examples", "tests", "docs", "deploy")
 
-# Commands that take minutes, Docker or a GPU: their structure is checked here, and this is what runs them.
+RUN_HERE = ("celery -A workers", "penstock run", "penstock status", "penstock audit")
+"""With the README's arguments; on other pages with others, which are parsed."""
 RUN_BY = {
+    "celery -A tasks flower": "tests/recovery/test_flower.py",
+    "docker-compose": "tests/test_compose.py",
     "make demo": "tests/cli/test_demo.py",
-    "make test": ".ci/run",
-    "make test-slow": "Makefile",
-    "make chaos": "tests/chaos",
-    "make docs": "penstock/config/reference.py",
-    "make bench": "tests/bench",
-    "make fuzz": "Makefile",
-    "make test-verifiers": ".ci/run",
-    "penstock bench": "tests/bench",
     "penstock demo": "tests/cli/test_demo.py",
     "penstock engine": "tests/services/engine",
     "penstock sessions": "tests/services/sessions",
-    "celery flower": "tests/recovery/test_flower.py",
-    "docker-compose": "tests/test_compose.py",
-    "docker compose": "tests/test_compose.py",
+    "python examples/toy_trainer.py": "tests/examples/test_toy_trainer.py",
     "redis-server": "penstock/runtime/embedded_redis.py",
 }
+"""What takes long, or needs Docker: parsed here, and run by this suite or module."""
+NOT_RUN = ("vllm serve", "git clone", *(f"{word} " for word in (".", "cd", "cp", "export")))
+"""A server that needs a GPU, and what prepares a shell."""
 VLLM_FLAGS = {"--served-model-name", "--logprobs-mode", "--enable-return-routed-experts"}
 """Read from vLLM's source; no server of it runs in the tests."""
-SHELL = {".", "cd", "cp", "docker", "export", "git", "pip"}
+SHELL = {".", "cd", "docker", "export", "git"}
 INCOMPLETE = "arguments are missing"
 """What a command that is only mentioned may lack."""
 
@@ -143,19 +139,31 @@ def redis_problem(arguments: list[str]) -> str | None:
     return f"not in docker-compose.yml: {unknown}" if unknown else None
 
 
+def pip_problem(arguments: list[str]) -> str | None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = [extra for word in arguments if (found := re.search(r"\[(.+)\]", word)) for extra in found[1].split(",")]
+    missing = [extra for extra in named if extra not in extras]
+    return f"no extra {missing}" if missing else None
+
+
 CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     "penstock": penstock_problem,
     "celery": celery_problem,
     "make": make_problem,
     "docker-compose": compose_problem,
     "python": python_problem,
+    "pip": pip_problem,
+    "cp": python_problem,
     "pytest": lambda arguments: None if arguments == ["PATH::NAME"] else python_problem(arguments),
     "vllm": vllm_problem,
     "redis-server": redis_problem,
 }
 
 
-def test_what_is_checked_by_structure_is_run_by_another_suite() -> None:
+@named(GUIDES)
+def test_every_command_of_a_block_is_run_here_or_by_a_suite_that_exists(page: Page) -> None:
+    known = (*RUN_HERE, *RUN_BY, *NOT_RUN)
+    assert [line for command in page.commands() if not (line := " ".join(command)).startswith(known)] == []
     assert [suite for suite in RUN_BY.values() if not (ROOT / suite).exists()] == []
 
 
