@@ -97,7 +97,7 @@ async def pooled(directory: Path) -> int:
         return build(key)
 
     renderer = PooledRenderer(
-        RendererPools(counted, renderers_most=1), RendererKey(backend="directory", model=str(directory))
+        RendererPools(counted, max_renderers=1), RendererKey(backend="directory", model=str(directory))
     )
     await asyncio.gather(*(renderer.prompt_ids(TURN) for _ in range(CALLERS)))
     return builds
@@ -105,7 +105,7 @@ async def pooled(directory: Path) -> int:
 
 async def on_loop(directory: Path) -> int:
     """The baseline: the first caller builds the renderer on the loop, the others reuse it."""
-    from penstock.renderers.directory import DirectoryRenderer
+    from penstock.renderers.tokenizer_directory import DirectoryRenderer
 
     built: list[DirectoryRenderer] = []
 
@@ -129,7 +129,7 @@ async def play_adapters(directory: Path, adapters: int, *, pinned: bool) -> Reta
     """Send requests of `adapters` adapters. Their names are directories, so that unpinned ones can be built too."""
     settings = RendererSettings(model=str(directory) if pinned else None)
     models = [f"{directory}{'/.' * number}" for number in range(adapters)]
-    pools = RendererPools(renderers_most=1, pools_most=adapters)
+    pools = RendererPools(max_renderers=1, max_pools=adapters)
     before = proportional_mib(os.getpid())
     for model in models:
         renderer = PooledRenderer(pools, RendererKey.of(settings, model))

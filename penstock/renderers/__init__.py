@@ -1,4 +1,4 @@
-"""Messages <-> token ids where the engine is not asked for that: `PooledRenderer` is what policies and sessions use."""
+"""Messages <-> token ids, for engines that do not return them. Policies and sessions use `PooledRenderer`."""
 
 from penstock.renderers.backends import RendererKey
 from penstock.renderers.pools import PooledRenderer, RendererPools

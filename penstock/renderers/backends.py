@@ -1,16 +1,13 @@
-"""Which renderer a key means, and how it is built. Building is slow, and touches nothing that the process shares."""
+"""`RendererKey` identifies a renderer; `build` creates it. Building is slow and changes no global state."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from penstock.renderers import bytes_chatml
+from penstock.renderers.bytes_chatml import BytesChatmlRenderer
 from penstock.renderers.process_renderer import ProcessRenderer
-from penstock.renderers.protocol import NO_IDS, Renderer, Tools
-from penstock.turn import Ids, Message
+from penstock.renderers.protocol import Renderer
 
 if TYPE_CHECKING:
     from penstock.config.engine import RendererSettings
@@ -18,51 +15,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RendererKey:
-    """What makes two renderers the same. Texts are JSON, its keys in order."""
+    """Equal keys share a renderer. `options` and `template` are JSON with sorted keys."""
 
     backend: str
     model: str
-    """whose tokens they are"""
+    """whose tokenizer it is"""
     options: str = "{}"
     template: str = "{}"
 
     @classmethod
     def of(cls, settings: "RendererSettings", request_model: str, *, evaluation: bool = False) -> "RendererKey":
-        """Training requests share the renderer of the pinned model, whichever adapter they ask for. Without a pin, and
-        in evaluation, every request's model has its own."""
+        """Training requests share the renderer of the pinned model, whichever adapter they name. Without a pinned
+        model, and in evaluation, each request's model has its own renderer."""
         pinned = None if evaluation else settings.model
         return cls(
             backend=settings.backend,
             model=pinned or request_model,
-            options=_text(settings.options),
-            template=_text(settings.chat_template_kwargs),
+            options=_sorted_json(settings.options),
+            template=_sorted_json(settings.chat_template_kwargs),
         )
 
 
 def build(key: RendererKey) -> Renderer:
-    """Blocks, for as long as a tokenizer takes to be read. ConfigError for what will never work,
-    InfrastructureFailure for what may work the next time."""
+    """Blocks while the tokenizer is read. Raises ConfigError for a permanent problem, InfrastructureFailure for one
+    that a retry may solve."""
     if key.backend == "bytes-chatml":
-        return BytesChatml()
+        return BytesChatmlRenderer()
     return ProcessRenderer(
         backend=key.backend, model=key.model, options=json.loads(key.options), template=json.loads(key.template)
     )
 
 
-class BytesChatml:
-    """`penstock.renderers.bytes_chatml`. Has no state and needs no files."""
-
-    def render(self, messages: Sequence[Message], *, tools: Tools = None, generate: bool = True) -> Ids:
-        return bytes_chatml.encode(messages, tools=tools, generate=generate)
-
-    def bridge(
-        self, prompt_ids: Ids, completion_ids: Ids, new_messages: Sequence[Message], *, tools: Tools = None
-    ) -> Ids | None:
-        return bytes_chatml.encode_next(np.concatenate([prompt_ids, completion_ids]), new_messages)
-
-    def message(self, completion_ids: Ids, *, prompt_ids: Ids = NO_IDS, tools: Tools = None) -> dict[str, Any]:
-        return bytes_chatml.decode_answer(completion_ids)
-
-
-def _text(values: Mapping[str, Any]) -> str:
+def _sorted_json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, sort_keys=True)

@@ -1,7 +1,7 @@
-"""Messages as ChatML over bytes: 256 byte tokens and two special ones. Needs no files; the demo and the tests use it.
+"""ChatML over bytes: 256 byte tokens and two special tokens. Needs no files; used by the demo and the tests.
 
-A conversation's ids begin with those of the conversation that it extends, generated answers included: text is taken
-byte for byte, and a tool call is written exactly as it was read. Text cannot forge a special token.
+The ids of a conversation begin with the ids of the conversation that it extends, generated completions included: text
+is encoded byte for byte, and tool calls are encoded exactly as they were decoded. Text cannot forge special tokens.
 """
 
 import re
@@ -12,13 +12,14 @@ import numpy as np
 import orjson
 
 from penstock.errors import BadRequest
+from penstock.renderers.protocol import NO_IDS, Tools
 from penstock.turn import Ids, Message
 
 MESSAGE_START, MESSAGE_END = 256, 257
 VOCABULARY = 258
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
-# Inside this module a token is the character of its number, so that ids are a string's code points.
+# Inside this module a token is the character with its id as code point.
 START, END = chr(MESSAGE_START), chr(MESSAGE_END)
 UNKNOWN = ord("?")
 TOOL_CALL = re.compile(
@@ -26,17 +27,32 @@ TOOL_CALL = re.compile(
 )
 
 
+class BytesChatmlRenderer:
+    """Stateless."""
+
+    def render(self, messages: Sequence[Message], *, tools: Tools = None, generate: bool = True) -> Ids:
+        return encode(messages, tools=tools, generate=generate)
+
+    def bridge(
+        self, prompt_ids: Ids, completion_ids: Ids, new_messages: Sequence[Message], *, tools: Tools = None
+    ) -> Ids | None:
+        return encode_next(np.concatenate([prompt_ids, completion_ids]), new_messages)
+
+    def message(self, completion_ids: Ids, *, prompt_ids: Ids = NO_IDS, tools: Tools = None) -> dict[str, Any]:
+        return decode_completion(completion_ids)
+
+
 def encode(messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None, generate: bool = True) -> Ids:
-    """The ids of a conversation; `generate` opens the assistant's next message. BadRequest for what is not text."""
-    parts = [_written("tools", _json(tools))] if tools else []
-    parts += [_written(_role(message), _body(message)) for message in messages]
+    """The ids of a conversation; `generate` opens the assistant's next message. Raises BadRequest for other than text."""
+    parts = [_format_message("tools", _json(tools))] if tools else []
+    parts += [_format_message(_role(message), _body(message)) for message in messages]
     if generate:
         parts.append(f"{START}assistant\n")
     return _ids("".join(parts))
 
 
 def encode_next(history_ids: Ids, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> Ids:
-    """`history_ids` (a prompt and its answer, or none yet), and then the ids of the messages that follow."""
+    """`history_ids` (a prompt and its completion, or empty), followed by the ids of `messages`."""
     if not len(history_ids):
         return encode(messages, tools=tools)
     ending = "\n" if history_ids[-1] == MESSAGE_END else f"{END}\n"
@@ -47,29 +63,29 @@ def encode_text(text: str) -> Ids:
     return _ids(_tokens(text))
 
 
-def encode_answer(message: Mapping[str, Any]) -> Ids:
-    """The ids that a policy generates to say an assistant's message."""
+def encode_completion(message: Mapping[str, Any]) -> Ids:
+    """The ids that a policy generates for an assistant message."""
     return _ids(_tokens(_body(message)) + END)
 
 
 def decode(ids: Ids) -> str:
-    """The text, without special tokens. An id that is none of ours is a question mark."""
+    """The text without special tokens. Ids outside the vocabulary become question marks."""
     return _text(_characters(ids).replace(START, "").replace(END, ""))
 
 
-def decode_answer(ids: Ids) -> Message:
-    """The assistant's message that was generated."""
-    return _spoken("assistant", decode(ids))
+def decode_completion(ids: Ids) -> Message:
+    """The assistant message of generated ids."""
+    return _parse_message("assistant", decode(ids))
 
 
 def decode_messages(ids: Ids) -> list[Message]:
-    """The messages of a prompt that `encode` made; the opened one is left out, and so are the tools."""
+    """The messages of a prompt made by `encode`, without the tools and the opened message."""
     parts = [part.partition("\n") for part in _characters(ids).split(START)[1:]]
     ended = [(role, body.removesuffix("\n")) for role, _, body in parts if body.endswith((END, f"{END}\n"))]
-    return [_spoken(role, _text(body.removesuffix(END))) for role, body in ended if role in ROLES]
+    return [_parse_message(role, _text(body.removesuffix(END))) for role, body in ended if role in ROLES]
 
 
-def _written(role: str, body: str) -> str:
+def _format_message(role: str, body: str) -> str:
     return f"{START}{role}\n{_tokens(body)}{END}\n"
 
 
@@ -93,7 +109,7 @@ def _characters(ids: Ids) -> str:
 def _role(message: Mapping[str, Any]) -> str:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise BadRequest(f"a message has role {role!r}, which is none of {', '.join(sorted(ROLES))}")
+        raise BadRequest(f"a message has role {role!r}: use one of {', '.join(sorted(ROLES))}")
     return role
 
 
@@ -115,7 +131,7 @@ def _part(part: object) -> str:
         case {"type": "text", "text": str(text)}:
             return text
         case _:
-            raise BadRequest("a message has content that is not text: images and the like are not supported")
+            raise BadRequest("a message has content that is not text: only text parts are supported")
 
 
 def _tool_call(call: object) -> str:
@@ -124,26 +140,26 @@ def _tool_call(call: object) -> str:
             quoted = orjson.dumps(name).decode()
             return f'<tool_call>\n{{"name": {quoted}, "arguments": {arguments}}}\n</tool_call>'
         case _:
-            raise BadRequest("a message's tool_calls need a function with a name and arguments, both text")
+            raise BadRequest("each of a message's tool_calls needs a function with name and arguments, both strings")
 
 
 def _json(tools: Sequence[Any]) -> str:
     try:
         return orjson.dumps(tools).decode()
     except TypeError as error:
-        raise BadRequest(f"the tools hold what JSON cannot: {error}") from None
+        raise BadRequest(f"the tools are not JSON-serializable: {error}") from None
 
 
-def _spoken(role: str, text: str) -> Message:
-    """Tool calls are taken out of an assistant's text only where writing them gives the same text again."""
+def _parse_message(role: str, text: str) -> Message:
+    """Tool calls are parsed only if formatting them gives the same text; otherwise they stay in the content."""
     message: Message = {"role": role, "content": text}
-    found = list(TOOL_CALL.finditer(text)) if role == "assistant" else []
-    if not found or not all(_is_json(text) for call in found for text in call.groups()):
+    matches = list(TOOL_CALL.finditer(text)) if role == "assistant" else []
+    if not matches or not all(_is_json(text) for match in matches for text in match.groups()):
         return message
-    functions = [{"name": orjson.loads(call["name"]), "arguments": call["arguments"]} for call in found]
+    functions = [{"name": orjson.loads(match["name"]), "arguments": match["arguments"]} for match in matches]
     calls = [{"type": "function", "function": function} for function in functions]
-    called: Message = {"role": role, "content": text[: found[0].start()] or None, "tool_calls": calls}
-    return called if _body(called) == text else message
+    parsed: Message = {"role": role, "content": text[: matches[0].start()] or None, "tool_calls": calls}
+    return parsed if _body(parsed) == text else message
 
 
 def _is_json(text: str) -> bool:

@@ -1,7 +1,6 @@
-"""The renderer pools of a process, by key: each is built once, off the loop, however many callers come first.
+"""Renderer pools of one event loop, by key. Each pool is built once, in a thread, and shared by concurrent callers.
 
-A build belongs to nobody: a caller that is cancelled does not cancel it, a failure reaches all who wait for it and is
-then forgotten. Belongs to one loop.
+Cancelling a caller does not cancel the build. A failed build raises in every waiting caller and is not cached.
 """
 
 import asyncio
@@ -22,57 +21,61 @@ T = TypeVar("T")
 
 logger = logging.getLogger("penstock.renderers")
 
-# Encoding is CPU work: more renderers than cores only take memory (75-95 MB each), and others need the cores, too.
-RENDERERS_MOST = 4
+# Encoding is CPU work: renderers beyond the cores only take memory (75-95 MB each), and other work needs cores, too.
+MAX_RENDERERS = 4
+# A tokenizer takes 75-95 MB. Evaluating more models than this at once rebuilds some of them.
+MAX_POOLS = 8
 
 
 class RendererPool:
+    """Renderers of one key. Grows while callers wait longer than a build takes."""
+
     def __init__(
-        self, first: Renderer, build: Callable[[], Renderer], *, build_s: float, renderers_most: int | None = None
+        self, first: Renderer, build: Callable[[], Renderer], *, build_s: float, max_renderers: int | None = None
     ) -> None:
         self._first = first
         self._build = build
         self._build_s = build_s
-        self._most = renderers_most or min(cores(), RENDERERS_MOST)
+        self._max_renderers = max_renderers or min(cores(), MAX_RENDERERS)
         self._idle = [first]
         self._waiting: deque[asyncio.Future[Renderer]] = deque()
         self._growth: asyncio.Task[None] | None = None
         self.renderers = 1
 
     async def encode(self, fn: Callable[[Renderer], T]) -> T:
-        """`fn` in a thread, with a renderer of its own. Cancelled, the caller goes on at once, but the renderer is
-        taken until the thread has left it."""
-        renderer = await self._take()
+        """Run `fn` in a thread with exclusive use of a renderer. A cancelled caller returns at once, but the renderer
+        stays in use until the thread is done."""
+        renderer = await self._acquire()
         call = asyncio.ensure_future(in_io_thread(fn, renderer))
-        call.add_done_callback(lambda done: self._left(renderer, done))
+        call.add_done_callback(lambda done: self._call_done(renderer, done))
         return await asyncio.shield(call)
 
     async def decode(self, fn: Callable[[Renderer], T]) -> T:
-        """`fn` in a thread, beside whoever encodes."""
+        """Run `fn` in a thread, concurrently with encoding."""
         return await in_io_thread(fn, self._first)
 
-    async def _take(self) -> Renderer:
+    async def _acquire(self) -> Renderer:
         if self._idle:
             return self._idle.pop()
         loop = asyncio.get_running_loop()
-        given = loop.create_future()
-        self._waiting.append(given)
+        acquired = loop.create_future()
+        self._waiting.append(acquired)
         growth = loop.call_later(self._build_s, self._grow)
         try:
-            return await given
+            return await acquired
         except asyncio.CancelledError:
-            if given.done() and not given.cancelled():
-                self._give(given.result())
+            if acquired.done() and not acquired.cancelled():
+                self._release(acquired.result())
             raise
         finally:
             growth.cancel()
 
-    def _left(self, renderer: Renderer, call: "asyncio.Task[T]") -> None:
+    def _call_done(self, renderer: Renderer, call: "asyncio.Task[T]") -> None:
         if not call.cancelled():
-            call.exception()  # looked at: whoever waited for it may have been cancelled
-        self._give(renderer)
+            call.exception()  # mark it as retrieved: its caller may have been cancelled
+        self._release(renderer)
 
-    def _give(self, renderer: Renderer) -> None:
+    def _release(self, renderer: Renderer) -> None:
         while self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.done():
@@ -81,42 +84,40 @@ class RendererPool:
         self._idle.append(renderer)
 
     def _grow(self) -> None:
-        if self._growth is None and self.renderers < self._most:
+        if self._growth is None and self.renderers < self._max_renderers:
             self._growth = asyncio.create_task(self._add())
 
     async def _add(self) -> None:
         try:
             renderer = await in_io_thread(self._build)
         except PenstockError as error:
-            logger.warning("action=renderer_not_added error=%r: the others go on", error)
+            logger.warning("action=renderer_not_added error=%r: the pool keeps its size", error)
         else:
             self.renderers += 1
-            self._give(renderer)
+            self._release(renderer)
         finally:
             self._growth = None
 
 
-# A tokenizer takes 75-95 MB. Who evaluates more models at once than this builds some of them again.
-POOLS_MOST = 8
-
-
 class RendererPools:
+    """The pools of all keys; the least recently used is dropped beyond `max_pools`."""
+
     def __init__(
         self,
         build: Callable[[RendererKey], Renderer] = build,
         *,
-        pools_most: int = POOLS_MOST,
-        renderers_most: int | None = None,
+        max_pools: int = MAX_POOLS,
+        max_renderers: int | None = None,
     ) -> None:
         self._build = build
-        self._pools_most = pools_most
-        self._renderers_most = renderers_most
-        self._pools: dict[RendererKey, RendererPool] = {}  # the one used last is the last
+        self._max_pools = max_pools
+        self._max_renderers = max_renderers
+        self._pools: dict[RendererKey, RendererPool] = {}  # least recently used first
         self._building: dict[RendererKey, asyncio.Task[RendererPool]] = {}
 
     @property
     def keys(self) -> list[RendererKey]:
-        """Of the pools that are kept; the next to go first."""
+        """Keys of the cached pools, least recently used first."""
         return list(self._pools)
 
     @property
@@ -129,23 +130,23 @@ class RendererPools:
             return pool
         building = self._building.get(key)
         if building is None:
-            building = self._building[key] = asyncio.create_task(self._first(key))
+            building = self._building[key] = asyncio.create_task(self._build_pool(key))
             building.add_done_callback(functools.partial(self._built, key))
         return await asyncio.shield(building)
 
     async def warm_up(self, keys: Iterable[RendererKey]) -> None:
-        """Build what is known to be needed, before anybody waits for it."""
+        """Build pools before they are needed."""
         await asyncio.gather(*map(self.pool, keys))
 
-    async def _first(self, key: RendererKey) -> RendererPool:
+    async def _build_pool(self, key: RendererKey) -> RendererPool:
         started = time.monotonic()
         build = functools.partial(self._build, key)
         first, build_s = await in_io_thread(build), time.monotonic() - started
         logger.info("action=renderer_built backend=%s model=%s s=%.3f", key.backend, key.model, build_s)
-        return RendererPool(first, build, build_s=build_s, renderers_most=self._renderers_most)
+        return RendererPool(first, build, build_s=build_s, max_renderers=self._max_renderers)
 
     def _built(self, key: RendererKey, building: asyncio.Task[RendererPool]) -> None:
-        """Runs before those who wait go on: whoever comes next finds a pool, or builds again."""
+        """Runs before the waiting callers resume, so that the next caller finds the pool or starts a new build."""
         del self._building[key]
         if building.cancelled():
             return
@@ -153,11 +154,13 @@ class RendererPools:
             logger.warning("action=renderer_not_built error=%r: the next caller tries again", error)
             return
         self._pools[key] = building.result()
-        while len(self._pools) > self._pools_most:
+        while len(self._pools) > self._max_pools:
             del self._pools[next(iter(self._pools))]
 
 
 class PooledRenderer:
+    """The renderer of one key, through its pool."""
+
     def __init__(self, pools: RendererPools, key: RendererKey) -> None:
         self._pools = pools
         self.key = key
@@ -170,8 +173,8 @@ class PooledRenderer:
         return await pool.encode(functools.partial(next_prompt, turn=turn))
 
     async def message(self, completion_ids: Ids, *, prompt_ids: Ids, tools: Tools) -> dict[str, Any]:
-        def read(renderer: Renderer) -> dict[str, Any]:
+        def parse(renderer: Renderer) -> dict[str, Any]:
             return renderer.message(completion_ids, prompt_ids=prompt_ids, tools=tools)
 
         pool = await self._pools.pool(self.key)
-        return await pool.decode(read)
+        return await pool.decode(parse)

@@ -1,8 +1,7 @@
-"""A renderer that lives in a process of its own: `served.py` is the other end.
+"""A renderer in a child process (`renderer_child.py`).
 
-Reading a tokenizer's file holds the GIL for its whole time, and a template is Python: in a thread, both would stop the
-loop. Encoding and decoding have a pipe each, so that neither waits for the other. A process that dies or hangs is
-replaced at the next call.
+Reading a tokenizer's file holds the GIL, and a chat template is Python: in a thread, both would block the loop.
+Encoding and decoding have a pipe each, so that neither waits for the other. A child that dies or hangs is replaced.
 """
 
 import os
@@ -20,88 +19,88 @@ from penstock.errors import BadRequest, InfrastructureFailure, PenstockError
 from penstock.renderers.protocol import NO_IDS, Tools
 from penstock.turn import Ids, Message
 
-# Building takes 0.3-4 s, encoding a million tokens some 3 s: past these, a process hangs.
-BUILD_S, ANSWER_S = 300.0, 60.0
-# A call is a pure function: where the process died under it, it is made once more.
-TRIES = 2
+# Building takes 0.3-4 s, encoding a million tokens about 3 s. A child that takes longer than these hangs.
+BUILD_TIMEOUT_S, CALL_TIMEOUT_S = 300.0, 60.0
+# Calls are pure functions, so a call whose child died is repeated.
+ATTEMPTS = 2
 
 
-class Gone(Exception):
-    """The process died, or does not answer."""
+class ChildGone(Exception):
+    """The child process died or hangs."""
 
 
 class ProcessRenderer:
-    """`what` is the keyword arguments of `served.build`."""
+    """Takes the keyword arguments of `renderer_child.build`."""
 
-    def __init__(self, **what: Any) -> None:
-        self._what = what
+    def __init__(self, **arguments: Any) -> None:
+        self._arguments = arguments
         self._starting = threading.Lock()
-        self._child = Child(what)
+        self._child = Child(arguments)
 
     def render(self, messages: Sequence[Message], *, tools: Tools = None, generate: bool = True) -> Ids:
-        return self._ask("encoding", "render", list(messages), tools=tools, generate=generate)
+        return self._call("encoding", "render", list(messages), tools=tools, generate=generate)
 
     def bridge(
         self, prompt_ids: Ids, completion_ids: Ids, new_messages: Sequence[Message], *, tools: Tools = None
     ) -> Ids | None:
-        return self._ask("encoding", "bridge", prompt_ids, completion_ids, list(new_messages), tools=tools)
+        return self._call("encoding", "bridge", prompt_ids, completion_ids, list(new_messages), tools=tools)
 
     def message(self, completion_ids: Ids, *, prompt_ids: Ids = NO_IDS, tools: Tools = None) -> dict[str, Any]:
-        return self._ask("decoding", "message", completion_ids, prompt_ids=prompt_ids, tools=tools)
+        return self._call("decoding", "message", completion_ids, prompt_ids=prompt_ids, tools=tools)
 
     @property
     def pid(self) -> int:
         return self._child.pid
 
-    def _ask(self, channel: str, *call: Any, **more: Any) -> Any:
-        for _ in range(TRIES):
-            child = self._living()
+    def _call(self, channel: str, *request: Any, **more: Any) -> Any:
+        for _ in range(ATTEMPTS):
+            child = self._running_child()
             try:
-                return child.ask(channel, (*call, more), timeout_s=ANSWER_S)
-            except Gone:
+                return child.call(channel, (*request, more), timeout_s=CALL_TIMEOUT_S)
+            except ChildGone:
                 child.end()
         raise InfrastructureFailure(
-            f"the process of the renderer of {self._what['model']} died or hung {TRIES} times at one call: is there "
-            "memory left? Its last words are in this process's stderr"
+            f"the process of the renderer of {self._arguments['model']} died or hung {ATTEMPTS} times in one call: "
+            "check whether the machine is out of memory, and this process's stderr for its last output"
         )
 
-    def _living(self) -> "Child":
+    def _running_child(self) -> "Child":
         with self._starting:
-            if not self._child.is_living:
-                self._child = Child(self._what)
+            if not self._child.is_running:
+                self._child = Child(self._arguments)
             return self._child
 
 
 class Child:
-    """One process. It ends when this object does, or when its parent is no more: its pipes end then."""
+    """One child process. It ends when this object is collected, or with its parent, when its pipes close."""
 
-    def __init__(self, what: dict[str, Any]) -> None:
+    def __init__(self, arguments: dict[str, Any]) -> None:
         pairs = {name: socket.socketpair() for name in ("encoding", "decoding")}
         self._pipes = {name: Connection(ours.detach()) for name, (ours, _) in pairs.items()}
         self._locks = {name: threading.Lock() for name in pairs}
-        theirs = [its for _, its in pairs.values()]
-        numbers = [its.fileno() for its in theirs]
-        # A process group: Ctrl-C is for its parent. One text at a time needs no threads of the package's own.
+        child_sockets = [child_socket for _, child_socket in pairs.values()]
+        descriptors = [child_socket.fileno() for child_socket in child_sockets]
+        # Its own process group, so that Ctrl-C reaches only the parent. No parallelism: it encodes one text at a time.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.renderers.renderer_child", *map(str, numbers)],
+            [sys.executable, "-m", "penstock.renderers.renderer_child", *map(str, descriptors)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=numbers,
+            pass_fds=descriptors,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
             process_group=0,
         )
-        for its in theirs:
-            its.close()
-        # Pipes are left to the collector: closed here, they could be closed under another thread that reads them.
+        for child_socket in child_sockets:
+            child_socket.close()
+        # The pipes are closed by garbage collection: an explicit close could hit another thread that reads them.
         self.end = weakref.finalize(self, _end, self._process)
-        self.end.atexit = False  # pipes end with us, and no thread can be started then
+        self.end.atexit = False  # the pipes close with this process, and no thread can be started then
         try:
-            self.ask("encoding", what, timeout_s=BUILD_S)
-        except Gone as error:
+            self.call("encoding", arguments, timeout_s=BUILD_TIMEOUT_S)
+        except ChildGone as error:
             self.end()
             raise InfrastructureFailure(
-                f"the process that builds the renderer of {what['model']} died or hung; its last words are in this "
-                "process's stderr"
+                f"the process that builds the renderer of {arguments['model']} died or hung; see this process's stderr "
+                "for its last output"
             ) from error
         except PenstockError:
             self.end()
@@ -112,27 +111,27 @@ class Child:
         return self._process.pid
 
     @property
-    def is_living(self) -> bool:
+    def is_running(self) -> bool:
         return self.end.alive and self._process.poll() is None
 
-    def ask(self, channel: str, request: object, *, timeout_s: float) -> Any:
+    def call(self, channel: str, request: object, *, timeout_s: float) -> Any:
         pipe = self._pipes[channel]
         with self._locks[channel]:
             try:
                 pipe.send(request)
                 if not pipe.poll(timeout_s):
-                    raise Gone
-                answer = pipe.recv()
+                    raise ChildGone
+                response = pipe.recv()
             except (pickle.PicklingError, TypeError, AttributeError) as error:
-                raise BadRequest(f"the messages or tools hold what cannot be sent: {error}") from error
+                raise BadRequest(f"the messages or tools cannot be pickled: {error}") from error
             except (EOFError, OSError) as error:
-                raise Gone from error
-        if isinstance(answer, PenstockError):
-            raise answer
-        return answer
+                raise ChildGone from error
+        if isinstance(response, PenstockError):
+            raise response
+        return response
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Who drops a renderer may be the loop: a process with a tokenizer takes some 8 ms to end."""
-    process.kill()  # it has nothing to put away
+    """Waits in a thread: a process with a tokenizer takes about 8 ms to end, and the loop may be the caller."""
+    process.kill()  # it has nothing to clean up
     threading.Thread(target=process.wait, daemon=True).start()

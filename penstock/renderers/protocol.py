@@ -1,7 +1,6 @@
-"""What a renderer is: messages <-> token ids for one model family. Synchronous, for one encoding caller at a time.
+"""The interface of renderers: messages <-> token ids for one model family. Synchronous (`pools.py` adds threads).
 
-Knows neither loops nor threads (`pools.py` does). Ids that a policy has read or said are never written anew where they
-can be kept: `next_prompt` holds every renderer to that.
+Token ids of earlier prompts and completions are kept where possible; `next_prompt` checks that for every renderer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,37 +18,40 @@ NO_IDS.flags.writeable = False
 
 
 class Renderer(Protocol):
+    """`render` and `bridge` have one caller at a time."""
+
     def render(self, messages: Sequence[Message], *, tools: Tools = None, generate: bool = True) -> Ids:
-        """The ids of a conversation; `generate` opens the assistant's next message. BadRequest for what cannot be
-        rendered."""
+        """The ids of a conversation; `generate` opens the assistant's next message. Raises BadRequest for messages that
+        cannot be rendered."""
         ...
 
     def bridge(
         self, prompt_ids: Ids, completion_ids: Ids, new_messages: Sequence[Message], *, tools: Tools = None
     ) -> Ids | None:
-        """The prompt and the completion of the turn before, unchanged, then `new_messages`, then the opened next
-        message. None when the renderer cannot vouch for that: then everything is rendered again."""
+        """The unchanged ids of the previous prompt and completion, then `new_messages`, then the opened next message.
+        None if the renderer cannot guarantee that; the caller then renders the whole conversation."""
         ...
 
     def message(self, completion_ids: Ids, *, prompt_ids: Ids = NO_IDS, tools: Tools = None) -> dict[str, Any]:
-        """What was generated, as an assistant's message. Any number of callers at once."""
+        """A completion as an assistant message. May be called concurrently."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextTurn:
-    """A conversation that is to be answered, and the tokens of the turn that it goes on from, where there is one."""
+    """A conversation to complete, and the token ids of the previous turn, if there is one."""
 
     messages: Sequence[Message]
     tools: Tools = None
     prompt_ids: Ids = field(default_factory=lambda: NO_IDS)
     completion_ids: Ids = field(default_factory=lambda: NO_IDS)
     appended: int = 0
-    """how many of `messages`, the last ones, follow the answer that `completion_ids` are"""
+    """how many of the last `messages` follow the completion of the previous turn"""
 
 
 def next_prompt(renderer: Renderer, turn: NextTurn) -> Ids:
-    """The turn before and what follows it, or, where that cannot be had, the whole conversation rendered."""
+    """The previous turn's ids bridged to the new messages; without a bridge that keeps them, the whole conversation
+    rendered."""
     if len(turn.prompt_ids) and turn.appended:
         new_messages = turn.messages[-turn.appended :]
         ids = renderer.bridge(turn.prompt_ids, turn.completion_ids, new_messages, tools=turn.tools)
@@ -59,7 +61,7 @@ def next_prompt(renderer: Renderer, turn: NextTurn) -> Ids:
 
 
 def begins_with(ids: Ids, *parts: Ids) -> bool:
-    """Whether `ids` are the parts, one behind the other, and more."""
+    """Whether `ids` start with the concatenated parts and have more ids after them."""
     at = 0
     for part in parts:
         if not np.array_equal(ids[at : at + len(part)], part):

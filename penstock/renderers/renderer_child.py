@@ -1,4 +1,7 @@
-"""The process of a `ProcessRenderer`: builds one renderer and answers calls until its pipes end. Imports little."""
+"""The child process of a `ProcessRenderer`: builds one renderer and serves calls until its pipes close.
+
+Imports little, to start fast.
+"""
 
 import functools
 import importlib
@@ -16,8 +19,12 @@ from penstock.renderers.protocol import Renderer
 def build(*, backend: str, model: str, options: dict[str, Any], template: dict[str, Any]) -> Renderer:
     try:
         if backend == "renderers":
-            return importlib.import_module("penstock.renderers.package").PackageRenderer(Path(model), options, template)
-        return importlib.import_module("penstock.renderers.directory").DirectoryRenderer(Path(model), template)
+            return importlib.import_module("penstock.renderers.renderers_package").PackageRenderer(
+                Path(model), options, template
+            )
+        return importlib.import_module("penstock.renderers.tokenizer_directory").DirectoryRenderer(
+            Path(model), template
+        )
     except ModuleNotFoundError as error:
         extra = "renderers" if backend == "renderers" else "tokenizers"
         raise ConfigError(f"policy.renderer needs {error.name}: pip install 'penstock[{extra}]'") from error
@@ -25,10 +32,9 @@ def build(*, backend: str, model: str, options: dict[str, Any], template: dict[s
 
 def main() -> None:
     encoding, decoding = (Connection(int(number)) for number in sys.argv[1:])
-    what = encoding.recv()
-    renderer = _answer(
-        functools.partial(build, **what), f"the renderer {what['backend']} of {what['model']} could not be built"
-    )
+    arguments = encoding.recv()
+    what = f"the renderer {arguments['backend']} of {arguments['model']} could not be built"
+    renderer = _call(functools.partial(build, **arguments), what)
     if isinstance(renderer, PenstockError):
         encoding.send(renderer)
         return
@@ -43,16 +49,15 @@ def _serve(renderer: Any, pipe: Connection) -> None:
             method, *arguments, more = pipe.recv()
         except EOFError:
             return
-        call = functools.partial(getattr(renderer, method), *arguments, **more)
-        pipe.send(_answer(call, f"{method} failed"))
+        pipe.send(_call(functools.partial(getattr(renderer, method), *arguments, **more), f"{method} failed"))
 
 
-def _answer(call: Callable[[], Any], what: str) -> Any:
+def _call(call: Callable[[], Any], what: str) -> Any:
     try:
         return call()
     except PenstockError as error:
         return error
-    except Exception as error:  # noqa: BLE001 - a library's fault is told to who asked; the next call may be well
+    except Exception as error:  # noqa: BLE001 - sent to the caller; the process can serve the next call
         return InfrastructureFailure(f"{what}: {type(error).__name__}: {error}")
 
 

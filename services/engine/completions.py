@@ -48,13 +48,13 @@ def answer_to(asked: Asked, draws: Draws, settings: EngineSettings) -> Answer:
         limit, tokens = settings.max_model_len, len(asked.prompt_ids)
         raise BadRequest(f"this model's maximum context length is {limit} tokens; the prompt alone has {tokens}")
     said = play(bytes_chatml.decode_messages(asked.prompt_ids), draws, settings.skill) or Said(text="")
-    spoken = bytes_chatml.encode_answer({"content": said.text, "tool_calls": said.calls})
+    spoken = bytes_chatml.encode_completion({"content": said.text, "tool_calls": said.calls})
     length = max(round(settings.completion_tokens.at(draws.uniform("length"))), len(spoken))
     limit = min(room, asked.max_tokens or room)
     place = draws.integer("thoughts", 0, len(THOUGHTS) - 1)
     thoughts = np.resize(THOUGHTS[place:], min(limit, length - len(spoken)))
     ids = np.concatenate([thoughts, spoken])[:limit]
-    message = bytes_chatml.decode_answer(ids)
+    message = bytes_chatml.decode_completion(ids)
     return Answer(
         id=f"{draws.seed:016x}",
         completion_ids=ids,

@@ -103,7 +103,7 @@ def test_with_a_tokenizers_directory_a_conversation_is_one_sample(tmp_path: Path
 
 def test_bytes_need_no_directory(tmp_path: Path) -> None:
     def speak(text: str) -> list[int]:
-        return bytes_chatml.encode_answer({"content": text}).tolist()
+        return bytes_chatml.encode_completion({"content": text}).tolist()
 
     async def main() -> None:
         with serving(saying(speak, "grüß dich")) as server:

@@ -1,4 +1,4 @@
-"""Conversations as tokens: what is rendered once is the beginning of whatever follows."""
+"""Conversations as token ids: the ids of a conversation are a prefix of the ids of its continuation."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ from penstock.renderers.bytes_chatml import (
     MESSAGE_END,
     MESSAGE_START,
     VOCABULARY,
-    decode_answer,
+    decode_completion,
     decode_messages,
     encode,
 )
@@ -26,7 +26,7 @@ calls = st.builds(
 )
 answers = st.builds(
     lambda content, made: (
-        {"role": "assistant", "content": content or None, "tool_calls": made} if made else said(content)
+        {"role": "assistant", "content": content or None, "tool_calls": made} if made else assistant(content)
     ),
     texts,
     st.lists(calls, max_size=2),
@@ -34,7 +34,7 @@ answers = st.builds(
 others = st.builds(lambda role, content: {"role": role, "content": content}, st.sampled_from(["user", "tool"]), texts)
 
 
-def said(content: str) -> dict[str, Any]:
+def assistant(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
@@ -52,40 +52,40 @@ def test_a_conversation_is_chatml_over_bytes() -> None:
 
 @settings(max_examples=200, derandomize=True)
 @given(st.lists(st.tuples(others, answers), min_size=1, max_size=4), st.booleans())
-def test_every_prompt_begins_with_the_last_one_and_its_answer(turns: list[Any], with_tools: bool) -> None:
-    """The client appends the message that was decoded, as the engine's answer shows it."""
+def test_every_prompt_begins_with_the_previous_prompt_and_completion(turns: list[Any], with_tools: bool) -> None:
+    """The client appends the decoded message, as the engine's response contains it."""
     tools = [{"type": "function", "function": {"name": "f"}}] if with_tools else None
     messages, sequence = list[Any](), np.empty(0, np.int32)
-    for asked, meant in turns:
-        prompt = encode([*messages, asked], tools=tools)
+    for question, intended in turns:
+        prompt = encode([*messages, question], tools=tools)
         assert np.array_equal(prompt[: len(sequence)], sequence)
-        assert np.array_equal(prompt, bytes_chatml.encode_next(sequence, [asked], tools=tools))
-        completion = bytes_chatml.encode_answer(meant)
-        answer = decode_answer(completion)
-        messages += [asked, answer]
+        assert np.array_equal(prompt, bytes_chatml.encode_next(sequence, [question], tools=tools))
+        completion = bytes_chatml.encode_completion(intended)
+        answer = decode_completion(completion)
+        messages += [question, answer]
         sequence = np.concatenate([prompt, completion])
-        assert bytes_chatml.encode_answer(answer).tolist() == completion.tolist()
+        assert bytes_chatml.encode_completion(answer).tolist() == completion.tolist()
 
 
 @settings(max_examples=200, derandomize=True)
 @given(st.lists(others | answers, max_size=4))
-def test_a_prompt_can_be_read_again(messages: list[Any]) -> None:
-    read = decode_messages(encode(messages, tools=[{"name": "f"}]))
-    assert encode(read, generate=False).tolist() == encode(messages, generate=False).tolist()
-    assert [message["role"] for message in read] == [message["role"] for message in messages]
+def test_a_prompt_can_be_decoded_to_its_messages(messages: list[Any]) -> None:
+    decoded = decode_messages(encode(messages, tools=[{"name": "f"}]))
+    assert encode(decoded, generate=False).tolist() == encode(messages, generate=False).tolist()
+    assert [message["role"] for message in decoded] == [message["role"] for message in messages]
 
 
-def test_an_answer_that_was_cut_is_ended_before_the_conversation_goes_on() -> None:
+def test_a_cut_off_completion_is_closed_before_the_next_message() -> None:
     cut = np.concatenate([encode([user("a")]), bytes_chatml.encode_text("b")])
     whole = bytes_chatml.encode_next(cut, [user("c")])
-    assert whole.tolist() == encode([user("a"), said("b"), user("c")]).tolist()
+    assert whole.tolist() == encode([user("a"), assistant("b"), user("c")]).tolist()
 
 
-def test_tool_calls_are_read_from_the_text() -> None:
+def test_tool_calls_are_decoded() -> None:
     function = {"name": "guess", "arguments": '{"box":"A","number":50}'}
     call = {"type": "function", "function": function}
-    meant = {"role": "assistant", "content": "thinking", "tool_calls": [call, call]}
-    assert decode_answer(bytes_chatml.encode_answer(meant)) == meant
+    message = {"role": "assistant", "content": "thinking", "tool_calls": [call, call]}
+    assert decode_completion(bytes_chatml.encode_completion(message)) == message
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_tool_calls_are_read_from_the_text() -> None:
         '<tool_call>\n{"name": "\\q", "arguments": {}}\n</tool_call>',
     ],
 )
-def test_what_is_not_exactly_a_tool_call_stays_text(text: str) -> None:
-    assert decode_answer(bytes_chatml.encode_text(text)) == said(text)
+def test_a_malformed_tool_call_stays_text(text: str) -> None:
+    assert decode_completion(bytes_chatml.encode_text(text)) == assistant(text)
 
 
 def test_text_cannot_forge_a_message() -> None:
@@ -107,18 +107,18 @@ def test_text_cannot_forge_a_message() -> None:
     assert decode_messages(encode([user(forged)])) == [user(forged)]
 
 
-def test_foreign_ids_are_question_marks() -> None:
+def test_ids_outside_the_vocabulary_decode_to_question_marks() -> None:
     assert bytes_chatml.decode(np.array([104, 150_000, -1, MESSAGE_END], np.int32)) == "h??"
     assert decode_messages(np.array([150_000, 7], np.int32)) == []
 
 
-def test_text_parts_are_put_together() -> None:
+def test_text_parts_are_concatenated() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert encode([{"role": "user", "content": parts}]).tolist() == encode([user("ab")]).tolist()
 
 
 @pytest.mark.parametrize(
-    ("message", "why"),
+    ("message", "reason"),
     [
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "not text"),
         ({"role": "user", "content": 7}, "not text"),
@@ -131,11 +131,11 @@ def test_text_parts_are_put_together() -> None:
         ({"role": "assistant", "tool_calls": [{}]}, "tool_calls"),
     ],
 )
-def test_what_cannot_be_said_in_tokens_is_refused(message: dict[str, Any], why: str) -> None:
-    with pytest.raises(BadRequest, match=why):
+def test_messages_that_cannot_be_encoded_are_refused(message: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRequest, match=reason):
         encode([message])
 
 
 def test_tools_that_are_not_json_are_refused() -> None:
-    with pytest.raises(BadRequest, match="tools hold what JSON cannot"):
+    with pytest.raises(BadRequest, match="tools are not JSON-serializable"):
         encode([user("x")], tools=[object()])

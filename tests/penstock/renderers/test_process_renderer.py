@@ -16,8 +16,8 @@ from support.waiting import wait_until
 from penstock.errors import BadRequest, InfrastructureFailure
 from penstock.renderers import NextTurn, PooledRenderer, RendererKey, RendererPools, process_renderer
 from penstock.renderers.backends import build
-from penstock.renderers.directory import DirectoryRenderer
 from penstock.renderers.process_renderer import ProcessRenderer
+from penstock.renderers.tokenizer_directory import DirectoryRenderer
 from penstock.turn import Ids
 
 MESSAGES = [{"role": "user", "content": "What is twelve plus thirty?"}]
@@ -38,41 +38,41 @@ def built(directory: Path) -> ProcessRenderer:
     return renderer
 
 
-def is_living(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def test_a_renderer_says_the_same_from_a_process_of_its_own(directory: Path) -> None:
+def test_a_renderer_in_a_child_process_gives_the_same_results(directory: Path) -> None:
     here, there = DirectoryRenderer(directory, {}), built(directory)
     prompt_ids = there.render(MESSAGES)
     assert prompt_ids.tolist() == here.render(MESSAGES).tolist()
-    said = prompt_ids[3:7]
-    both = [renderer.bridge(prompt_ids, said, MESSAGES) for renderer in (here, there)]
+    completion_ids = prompt_ids[3:7]
+    both = [renderer.bridge(prompt_ids, completion_ids, MESSAGES) for renderer in (here, there)]
     assert both[0] is not None
     assert both[1] is not None
     assert both[0].tolist() == both[1].tolist()
-    assert there.message(said) == here.message(said)
-    with pytest.raises(BadRequest, match="the chat template does not take these messages: unknown role nobody"):
-        there.render([{"role": "nobody", "content": ""}])
-    with pytest.raises(BadRequest, match="the messages or tools hold what cannot be sent"):
+    assert there.message(completion_ids) == here.message(completion_ids)
+    with pytest.raises(BadRequest, match="the chat template refuses these messages: unknown role robot"):
+        there.render([{"role": "robot", "content": ""}])
+    with pytest.raises(BadRequest, match="the messages or tools cannot be pickled"):
         there.render(MESSAGES, tools=[{"call": lambda: None}])
     assert there.render(MESSAGES).tolist() == prompt_ids.tolist()
 
 
-def test_a_process_that_died_is_replaced_and_nobody_notices(directory: Path) -> None:
+def test_a_process_that_died_is_replaced_within_the_call(directory: Path) -> None:
     renderer = built(directory)
     before = renderer.pid
     os.kill(before, signal.SIGKILL)
     assert len(renderer.render(MESSAGES))
     assert renderer.pid != before
-    wait_until(lambda: not is_living(before))
+    wait_until(lambda: not is_running(before))
 
 
 def test_a_process_that_hangs_is_replaced(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = built(directory)
     before = renderer.pid
     os.kill(before, signal.SIGSTOP)
-    monkeypatch.setattr(process_renderer, "ANSWER_S", 2.0)
+    monkeypatch.setattr(process_renderer, "CALL_TIMEOUT_S", 2.0)
     assert len(renderer.render(MESSAGES))
     assert renderer.pid != before
 
@@ -80,10 +80,10 @@ def test_a_process_that_hangs_is_replaced(directory: Path, monkeypatch: pytest.M
 def test_a_process_ends_with_its_renderer(directory: Path) -> None:
     renderer = built(directory)
     pid = renderer.pid
-    assert is_living(pid)
+    assert is_running(pid)
     del renderer
     gc.collect()
-    wait_until(lambda: not is_living(pid))
+    wait_until(lambda: not is_running(pid))
 
 
 def test_a_process_ends_with_a_parent_that_was_killed(directory: Path) -> None:
@@ -97,26 +97,28 @@ def test_a_process_ends_with_a_parent_that_was_killed(directory: Path) -> None:
     )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    assert is_living(pid)
+    assert is_running(pid)
     parent.kill()
     parent.communicate()
-    wait_until(lambda: not is_living(pid) or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+    wait_until(
+        lambda: not is_running(pid) or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    )
 
 
-def test_a_build_that_dies_is_a_failure_that_may_pass(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHOME", "/nowhere")  # no Python starts with that
+def test_a_build_that_dies_is_an_infrastructure_failure(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")  # Python cannot start with this
     with pytest.raises(InfrastructureFailure, match=r"the process that builds the renderer of .* died or hung"):
         build(key_of(directory))
     monkeypatch.delenv("PYTHONHOME")
     assert len(built(directory).render(MESSAGES))
 
 
-def test_building_changes_nothing_under_those_who_tokenize(directory: Path, tmp_path: Path) -> None:
-    """Other renderers are built again and again, each with its own template arguments, while one goes on encoding."""
+def test_building_a_renderer_does_not_affect_others(directory: Path, tmp_path: Path) -> None:
+    """Other renderers are built with their own template arguments while one keeps encoding."""
     environment = dict(os.environ)
 
     async def main() -> None:
-        pools = RendererPools(pools_most=2, renderers_most=1)
+        pools = RendererPools(max_pools=2, max_renderers=1)
         renderer = PooledRenderer(pools, key_of(directory))
         turn = NextTurn(messages=MESSAGES)
         expected = (await renderer.prompt_ids(turn)).tolist()
@@ -136,7 +138,7 @@ def test_building_changes_nothing_under_those_who_tokenize(directory: Path, tmp_
     assert os.environ == environment
 
 
-def test_an_answer_is_read_while_the_process_encodes(directory: Path) -> None:
+def test_a_completion_is_parsed_while_the_process_encodes(directory: Path) -> None:
     renderer = built(directory)
     text, done = "The quick brown fox jumps over the lazy dog. " * 20_000, list[Ids]()
     encoding = threading.Thread(target=lambda: done.append(renderer.render([{"role": "user", "content": text}])))

@@ -64,7 +64,7 @@ def test_every_dialect_and_form_says_the_same(engines: Engines) -> None:
     assert turn.prompt_ids.tolist() == bytes_chatml.encode(LONG).tolist()
     assert seen(turn)["rows"] == TABLE.rows(sequence).tolist()
     assert {turn.finish_reason for turn in turns.values()} == {"stop"}
-    assert bytes_chatml.decode_answer(turn.completion_ids) == {"role": "assistant", "content": content(turn)}
+    assert bytes_chatml.decode_completion(turn.completion_ids) == {"role": "assistant", "content": content(turn)}
     assert content(turn).endswith(("Answer: 19", *(f"Answer: {19 + error}" for error in range(1, 10))))
 
 

@@ -1,4 +1,4 @@
-"""A model's chat template: messages -> text, by the conventions of Hugging Face, in a sandbox."""
+"""A model's chat template, by the conventions of Hugging Face: messages -> text, in Jinja's sandbox."""
 
 import datetime
 import json
@@ -17,7 +17,7 @@ from penstock.turn import Message
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what an assistant says, for whoever builds masks from it; here it is only passed."""
+    """`{% generation %}` marks the assistant's text for loss masks. Here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -27,7 +27,7 @@ class Generation(Extension):
 
 
 class ChatTemplate:
-    """`values` are what the template sees beside the messages: special tokens, and a user's arguments."""
+    """`values` are the template's variables besides the messages: special tokens and configured arguments."""
 
     def __init__(self, source: str, values: Mapping[str, Any]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -38,22 +38,24 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source, globals=functions)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"the chat template is not one: line {error.lineno}: {error.message}") from error
+            raise ConfigError(
+                f"the chat template has a syntax error in line {error.lineno}: {error.message}"
+            ) from error
         self._values = dict(values)
 
     def text(self, messages: Sequence[Message], *, tools: Tools, generate: bool) -> str:
-        """BadRequest for messages that the template does not take."""
+        """Raises BadRequest for messages that the template refuses."""
         plain = [_plain(message) for message in messages]
         try:
             return self._template.render(
                 **{**self._values, "messages": plain, "tools": tools or None, "add_generation_prompt": generate}
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise BadRequest(f"the chat template does not take these messages: {error}") from error
+            raise BadRequest(f"the chat template refuses these messages: {error}") from error
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """As templates expect it: content in one string, arguments of tool calls as what their JSON says."""
+    """As templates expect it: content as one string, arguments of tool calls parsed from JSON."""
     plain = {**message, "content": _content(message.get("content"))}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [_call(call) for call in calls]
@@ -77,7 +79,7 @@ def _part(part: object) -> str:
         case {"type": "text", "text": str(text)}:
             return text
         case _:
-            raise BadRequest("a message has content that is not text: images and the like are not supported")
+            raise BadRequest("a message has content that is not text: only text parts are supported")
 
 
 def _call(call: object) -> dict[str, Any]:
@@ -87,11 +89,11 @@ def _call(call: object) -> dict[str, Any]:
         case dict():
             return cast("dict[str, Any]", call)
         case _:
-            raise BadRequest("a message's tool_calls need a function with a name and arguments")
+            raise BadRequest("each of a message's tool_calls needs a function with name and arguments")
 
 
 def _parsed(text: str) -> object:
-    """What a policy wrote as arguments may be anything: what is no JSON object stays text."""
+    """Arguments that are not a JSON object stay text: a policy may write anything."""
     try:
         parsed = json.loads(text)
     except ValueError:
@@ -100,12 +102,12 @@ def _parsed(text: str) -> object:
 
 
 def _json(value: object, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-    """Unlike Jinja's own, it does not escape for HTML: a model was not trained on that."""
+    """Without the HTML escapes of Jinja's own filter, which models were not trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 
-def _refuse(why: str) -> str:
-    raise jinja2.TemplateError(why)
+def _refuse(reason: str) -> str:
+    raise jinja2.TemplateError(reason)
 
 
 def _now(form: str) -> str:

@@ -1,6 +1,6 @@
-"""The package `renderers`: model families whose templates it knows by heart, over a tokenizer's directory.
+"""Renders with the package `renderers`, which implements model families in Python, over a tokenizer's directory.
 
-Its bridges are held to the exact prefix like everybody's; `transformers` is not needed.
+Does not need `transformers`.
 """
 
 import json
@@ -15,14 +15,14 @@ from renderers.base import ParsedToolCall, ToolCallParseStatus
 from renderers.configs import RendererConfig
 
 from penstock.errors import BadRequest, ConfigError
-from penstock.renderers.directory import TokenizerFiles
+from penstock.renderers.chat_template import ChatTemplate
 from penstock.renderers.protocol import NO_IDS, Tools
-from penstock.renderers.templates import ChatTemplate
+from penstock.renderers.tokenizer_directory import TokenizerFiles
 from penstock.turn import Ids, Message
 
 
 class PackageTokenizer:
-    """What the package wants of a tokenizer; names and arguments are its own."""
+    """The tokenizer interface that the package expects."""
 
     def __init__(self, files: TokenizerFiles, template_values: Mapping[str, Any]) -> None:
         self._files = files
@@ -56,9 +56,9 @@ class PackageTokenizer:
         return_dict: bool = False,
         **values: Any,
     ) -> str | list[int]:
-        """For the package's renderer `default`."""
-        known = {**self._files.special_tokens, **self._template_values, **values}
-        template = ChatTemplate(self._files.chat_template(), known)
+        """Called by the package's `default` renderer."""
+        variables = {**self._files.special_tokens, **self._template_values, **values}
+        template = ChatTemplate(self._files.chat_template(), variables)
         text = template.text(messages, tools=tools, generate=add_generation_prompt)
         return self.encode(text) if tokenize else text
 
@@ -67,13 +67,13 @@ class PackageRenderer:
     def __init__(self, directory: Path, options: Mapping[str, Any], template_values: Mapping[str, Any]) -> None:
         if "name" not in options:
             raise ConfigError(
-                'policy.renderer.options needs the name of one of the package\'s renderers: name = "qwen3", or the like'
+                'policy.renderer.options needs the name of one of the package\'s renderers, such as name = "qwen3"'
             )
         try:
             config = TypeAdapter[Any](RendererConfig).validate_python(dict(options))
         except ValidationError as error:
             problems = "; ".join(problem["msg"] for problem in error.errors())
-            raise ConfigError(f"policy.renderer.options: the package does not take them: {problems}") from error
+            raise ConfigError(f"policy.renderer.options: the package refuses them: {problems}") from error
         tokenizer = PackageTokenizer(TokenizerFiles(directory), template_values)
         try:
             self._renderer: Any = create_renderer(tokenizer, config, chat_template_kwargs=template_values or None)
@@ -84,7 +84,7 @@ class PackageRenderer:
         try:
             ids = self._renderer.render_ids(list(messages), tools=_list(tools), add_generation_prompt=generate)
         except (ValueError, TypeError, LookupError) as error:
-            raise BadRequest(f"the renderer does not take these messages: {error}") from error
+            raise BadRequest(f"the renderer refuses these messages: {error}") from error
         return np.array(ids, np.int32)
 
     def bridge(
@@ -95,22 +95,22 @@ class PackageRenderer:
                 prompt_ids.tolist(), completion_ids.tolist(), list(new_messages), tools=_list(tools)
             )
         except (ValueError, TypeError, LookupError) as error:
-            raise BadRequest(f"the renderer does not take these messages: {error}") from error
+            raise BadRequest(f"the renderer refuses these messages: {error}") from error
         return None if bridged is None else np.array(bridged.token_ids, np.int32)
 
     def message(self, completion_ids: Ids, *, prompt_ids: Ids = NO_IDS, tools: Tools = None) -> dict[str, Any]:
-        """A tool call that cannot be read stays in the text, as the policy wrote it."""
-        said = self._renderer.parse_response(
+        """Tool calls that cannot be parsed stay in the content."""
+        parsed = self._renderer.parse_response(
             completion_ids.tolist(), tools=_list(tools), prompt_ids=prompt_ids.tolist() or None
         )
-        calls: list[ParsedToolCall] = said.tool_calls
-        good = [call for call in calls if call.status is ToolCallParseStatus.OK]
-        content = said.content + "".join(call.raw for call in calls if call.status is not ToolCallParseStatus.OK)
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if good else "")}
-        if said.reasoning_content:
-            message["reasoning_content"] = said.reasoning_content
-        if good:
-            message["tool_calls"] = [_call(number, call) for number, call in enumerate(good)]
+        calls: list[ParsedToolCall] = parsed.tool_calls
+        valid = [call for call in calls if call.status is ToolCallParseStatus.OK]
+        content = parsed.content + "".join(call.raw for call in calls if call.status is not ToolCallParseStatus.OK)
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if valid else "")}
+        if parsed.reasoning_content:
+            message["reasoning_content"] = parsed.reasoning_content
+        if valid:
+            message["tool_calls"] = [_call(number, call) for number, call in enumerate(valid)]
         return message
 
 

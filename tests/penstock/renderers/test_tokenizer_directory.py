@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from penstock.errors import BadRequest, ConfigError, InfrastructureFailure
 from penstock.renderers import NextTurn, RendererKey, next_prompt
 from penstock.renderers.backends import build
-from penstock.renderers.directory import DirectoryRenderer
+from penstock.renderers.tokenizer_directory import DirectoryRenderer
 from penstock.turn import Ids
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "größer & <größer>"}}]
@@ -44,7 +44,7 @@ def ids_of(directory: Path, text: str) -> Ids:
     return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
 
-def test_messages_become_what_the_template_says(directory: Path, renderer: DirectoryRenderer) -> None:
+def test_messages_are_rendered_by_the_template(directory: Path, renderer: DirectoryRenderer) -> None:
     messages = [{"role": "system", "content": "Be brief."}, user("What is 12 + 30?")]
     ids = renderer.render(messages, tools=TOOLS)
     spec = '{"type": "function", "function": {"name": "add", "description": "größer & <größer>"}}'
@@ -57,9 +57,9 @@ def test_messages_become_what_the_template_says(directory: Path, renderer: Direc
     assert text_of(directory, ids) == f"{closed}<|im_start|>assistant\n"
 
 
-def test_arguments_of_the_template_count(directory: Path) -> None:
-    thoughtless = DirectoryRenderer(directory, {"enable_thinking": False})
-    assert text_of(directory, thoughtless.render([user("x")])).endswith("assistant\n<think>\n\n</think>\n\n")
+def test_template_arguments_are_applied(directory: Path) -> None:
+    without_thinking = DirectoryRenderer(directory, {"enable_thinking": False})
+    assert text_of(directory, without_thinking.render([user("x")])).endswith("assistant\n<think>\n\n</think>\n\n")
 
 
 CALL = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": '{"a": 12}'}}]}
@@ -67,20 +67,20 @@ CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 12}}\n</tool_call>'
 
 
 @pytest.mark.parametrize(
-    ("said", "appended"),
+    ("completion", "appended"),
     [
         ("The dog does not mind.<|im_end|>", [user("And the fox?")]),
         (f"{CALLED}<|im_end|>", [tool("42")]),
         (f"{CALLED}\n{CALLED}<|im_end|>", [tool("42"), tool("43")]),
         ("<think>\nhm\n</think>\n\nYes.<|im_end|>", [tool("42"), user("Sure?")]),
-        ("", [user("Why do you say nothing?")]),
+        ("", [user("Why is that empty?")]),
     ],
 )
-def test_a_bridge_keeps_every_token_and_says_the_rest_as_the_template_does(
-    directory: Path, renderer: DirectoryRenderer, said: str, appended: list[dict[str, Any]]
+def test_a_bridge_keeps_every_token_and_renders_the_rest_like_the_template(
+    directory: Path, renderer: DirectoryRenderer, completion: str, appended: list[dict[str, Any]]
 ) -> None:
     messages = [user("What is 12 + 30?")]
-    prompt_ids, completion_ids = renderer.render(messages, tools=TOOLS), ids_of(directory, said)
+    prompt_ids, completion_ids = renderer.render(messages, tools=TOOLS), ids_of(directory, completion)
     ids = renderer.bridge(prompt_ids, completion_ids, appended, tools=TOOLS)
     assert ids is not None
     history = [*prompt_ids, *completion_ids]
@@ -88,26 +88,26 @@ def test_a_bridge_keeps_every_token_and_says_the_rest_as_the_template_does(
     rest = text_of(directory, ids[len(history) :])
     whole = text_of(directory, renderer.render([*messages, CALL, *appended], tools=TOOLS))
     assert whole.endswith(rest)
-    assert rest.startswith("\n<|im_start|>" if said else "<|im_end|>\n<|im_start|>")
+    assert rest.startswith("\n<|im_start|>" if completion else "<|im_end|>\n<|im_start|>")
 
 
-def test_a_bridge_is_the_whole_rendering_where_the_policy_writes_as_the_tokenizer_does(
+def test_a_bridge_equals_the_full_rendering_if_the_completion_is_tokenized_the_same(
     directory: Path, renderer: DirectoryRenderer
 ) -> None:
     messages = [user("What is 12 + 30?")]
-    said = ids_of(directory, f"{CALLED}<|im_end|>")
-    bridged = renderer.bridge(renderer.render(messages), said, [tool("42")])
+    completion_ids = ids_of(directory, f"{CALLED}<|im_end|>")
+    bridged = renderer.bridge(renderer.render(messages), completion_ids, [tool("42")])
     assert bridged is not None
     assert bridged.tolist() == renderer.render([*messages, CALL, tool("42")]).tolist()
 
 
-def test_an_answer_that_was_cut_off_is_closed(directory: Path, renderer: DirectoryRenderer) -> None:
+def test_a_cut_off_completion_is_closed(directory: Path, renderer: DirectoryRenderer) -> None:
     ids = renderer.bridge(renderer.render([user("x")]), ids_of(directory, "The quick"), [user("go on")])
     assert ids is not None
     assert "The quick<|im_end|>\n<|im_start|>user\ngo on<|im_end|>" in text_of(directory, ids)
 
 
-def test_another_end_that_the_model_may_say_is_an_end(tmp_path: Path) -> None:
+def test_every_end_token_of_the_generation_config_ends_a_completion(tmp_path: Path) -> None:
     directory = tokenizer_dir(tmp_path / "two")
     end = Tokenizer.from_file(str(directory / "tokenizer.json")).token_to_id("<|endoftext|>")
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
@@ -120,26 +120,26 @@ def test_another_end_that_the_model_may_say_is_an_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for message in messages %}{{ message.content }}\n{% endfor %}",  # nothing closes an answer
-        "{% for message in messages %}{{ message.content }} and so on<|im_end|>{% endfor %}",  # its tokens may differ
+        "{% for message in messages %}{{ message.content }}\n{% endfor %}",  # no token closes a completion
+        "{% for message in messages %}{{ message.content }} and so on<|im_end|>{% endfor %}",  # tokens may merge
         "{% if messages|length > 2 %}{{ raise_exception('no') }}{% endif %}{{ messages[1].content }}<|im_end|>",
         "{% for message in messages %}{{ message.content }}{% if loop.last %}<|im_end|>{% endif %}{% endfor %}",
         "{% for message in messages %}{{ message.content|lower }}<|im_end|>{% endfor %}",
     ],
 )
-def test_where_a_template_vouches_for_nothing_there_is_no_bridge(tmp_path: Path, template: str) -> None:
+def test_templates_that_do_not_guarantee_the_prefix_have_no_bridge(tmp_path: Path, template: str) -> None:
     renderer = DirectoryRenderer(tokenizer_dir(tmp_path / "odd", template=template), {})
     assert renderer.bridge(np.array([1, 2], np.int32), np.array([3], np.int32), [user("x")]) is None
 
 
-def test_without_a_bridge_everything_is_rendered_again(renderer: DirectoryRenderer) -> None:
+def test_without_a_bridge_the_whole_conversation_is_rendered(renderer: DirectoryRenderer) -> None:
     messages = [user("x"), {"role": "assistant", "content": "y"}, {"role": "assistant", "content": "z"}, user("?")]
     some = np.array([1, 2, 3], np.int32)
     turn = NextTurn(messages=messages, prompt_ids=some, completion_ids=some, appended=2)
     assert next_prompt(renderer, turn).tolist() == renderer.render(messages).tolist()
 
 
-def test_a_bridge_that_changes_history_is_not_believed(directory: Path) -> None:
+def test_a_bridge_that_changes_history_is_discarded(directory: Path) -> None:
     class Careless(DirectoryRenderer):
         def bridge(self, prompt_ids: Ids, completion_ids: Ids, *args: Any, **more: Any) -> Ids:
             return np.concatenate([prompt_ids, completion_ids[:-1], prompt_ids])
@@ -155,7 +155,7 @@ def test_a_bridge_that_changes_history_is_not_believed(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("completion", "message"),
     [
         ("Yes.<|im_end|>", {"content": "Yes."}),
         ("<think>\nhm\n</think>\n\nYes.", {"content": "Yes.", "reasoning_content": "hm"}),
@@ -165,11 +165,13 @@ def test_a_bridge_that_changes_history_is_not_believed(directory: Path) -> None:
         ('<tool_call>{"name": 3}</tool_call>', {"content": '<tool_call>{"name": 3}</tool_call>'}),
     ],
 )
-def test_an_answer_is_read(directory: Path, renderer: DirectoryRenderer, said: str, message: dict[str, Any]) -> None:
-    assert renderer.message(ids_of(directory, said)) == {"role": "assistant", **message}
+def test_a_completion_is_parsed(
+    directory: Path, renderer: DirectoryRenderer, completion: str, message: dict[str, Any]
+) -> None:
+    assert renderer.message(ids_of(directory, completion)) == {"role": "assistant", **message}
 
 
-def test_tool_calls_are_read(directory: Path, renderer: DirectoryRenderer) -> None:
+def test_tool_calls_are_parsed(directory: Path, renderer: DirectoryRenderer) -> None:
     message = renderer.message(ids_of(directory, f"I call.\n{CALLED}\n{CALLED}<|im_end|>"))
     assert message["content"] == "I call."
     assert [call["id"] for call in message["tool_calls"]] == ["call_0", "call_1"]
@@ -179,24 +181,26 @@ def test_tool_calls_are_read(directory: Path, renderer: DirectoryRenderer) -> No
 @pytest.mark.parametrize(
     "message",
     [
-        {"role": "nobody", "content": "x"},
+        {"role": "unknown", "content": "x"},
         {"role": "user", "content": [{"type": "image_url"}]},
         {"role": "user", "content": 3},
         {"role": "assistant", "tool_calls": [3]},
         {"role": "assistant", "tool_calls": [{"function": {"name": "x"}}]},
     ],
 )
-def test_what_cannot_be_rendered_is_a_bad_request(renderer: DirectoryRenderer, message: dict[str, Any]) -> None:
+def test_messages_that_cannot_be_rendered_are_a_bad_request(
+    renderer: DirectoryRenderer, message: dict[str, Any]
+) -> None:
     with pytest.raises(BadRequest):
         renderer.render([message])
 
 
-def test_text_in_parts_is_text(renderer: DirectoryRenderer) -> None:
+def test_text_parts_are_concatenated(renderer: DirectoryRenderer) -> None:
     parts = [{"type": "text", "text": "The "}, {"type": "text", "text": "fox"}]
     assert renderer.render([{"role": "user", "content": parts}]).tolist() == renderer.render([user("The fox")]).tolist()
 
 
-def test_a_template_may_lie_beside_or_have_names(tmp_path: Path) -> None:
+def test_a_template_may_be_a_separate_file_or_a_named_one(tmp_path: Path) -> None:
     named = tokenizer_dir(tmp_path / "named", chat_template=[{"name": "default", "template": TEMPLATE}])
     beside = tokenizer_dir(tmp_path / "beside", template=None)
     (beside / "chat_template.jinja").write_text(TEMPLATE)
@@ -207,19 +211,19 @@ def test_a_template_may_lie_beside_or_have_names(tmp_path: Path) -> None:
 def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
     template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     renderer = DirectoryRenderer(tokenizer_dir(tmp_path / "evil", template=template), {})
-    with pytest.raises(BadRequest, match="the chat template does not take these messages: access to attribute"):
+    with pytest.raises(BadRequest, match="the chat template refuses these messages: access to attribute"):
         renderer.render([user("x")])
 
 
-def test_what_is_wrong_with_a_directory_is_said(tmp_path: Path) -> None:
+def test_problems_of_a_directory_are_reported(tmp_path: Path) -> None:
     def built(directory: Path) -> object:
         return build(RendererKey(backend="directory", model=str(directory)))
 
-    with pytest.raises(ConfigError, match=r"nowhere has no tokenizer\.json: give the directory"):
+    with pytest.raises(ConfigError, match=r"nowhere has no tokenizer\.json: set policy\.renderer to"):
         built(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="has no chat template, neither in"):
         built(tokenizer_dir(tmp_path / "bare", template=None))
-    with pytest.raises(ConfigError, match=r"the chat template is not one: line 1"):
+    with pytest.raises(ConfigError, match=r"the chat template has a syntax error in line 1"):
         built(tokenizer_dir(tmp_path / "syntax", template="{% if %}"))
     broken = tokenizer_dir(tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
