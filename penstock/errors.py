@@ -1,38 +1,35 @@
 """Every error that Penstock raises on purpose.
 
 PenstockError
- +-- ConfigError                 a setting is wrong; the message names file, line and the nearest right key
- +-- RunError                    a run cannot start or go on
- |    +-- RunLocked              somebody else holds the run or the Redis database
+ +-- ConfigError                 a setting is wrong; the message names file, line and the nearest setting
+ +-- RunError                    a run cannot start or continue
+ |    +-- RunLocked              another process holds the run or the Redis database
  |    +-- RunMismatch            the run directory belongs to another configuration
  |    +-- LedgerError            the ledger cannot be used here
- |         +-- IllegalTransition a state change that the transition table does not allow: a bug of ours
+ |         +-- IllegalTransition a state change that the transition table does not allow: a bug
  +-- BlobError
  |    +-- BlobMissing
  |    +-- BlobCorrupt
- |    +-- BlobUnwritten          the store took nothing: disk full, no rights; tried again
- +-- SessionError                carries the HTTP status that the session server answers
+ |    +-- BlobUnwritten          the store cannot be written (disk full, permissions); retried
+ +-- SessionError                carries the HTTP status of the session server's response
  |    +-- BadRequest 400, Unauthorised 401, NotFound 404, TooSlow 408, Busy 409, Expired 410, TooLarge 413,
  |    |   NothingToTrain 422, Invariant 500, Upstream 502, Full 503
- |    +-- ContextFull 400        a BadRequest: the conversation was cut at its end and cannot go on
- +-- InfrastructureFailure       tried again, counted towards `max_failures`
- |    +-- EngineUnreachable      tried again, counted as nothing: submission pauses
- +-- PolicyFailure               what the policy did wrong: scored, never tried again
- +-- MalformedId                 an id does not have its format
- +-- StageError                  a stage cannot treat its input: a broken pipeline
- +-- BatchError                  what a trainer's reader meets
-      +-- Stalled                no batch came in time; the message says why
+ |    +-- ContextFull 400        a BadRequest: the conversation was truncated and cannot continue
+ +-- InfrastructureFailure       retried, counted towards `recovery.max_failures`
+ |    +-- EngineUnreachable      retried, not counted: submission pauses
+ +-- PolicyFailure               an error of the policy: scored, never retried
+ +-- StageError                  a stage cannot process its input: a broken pipeline
+ +-- BatchError                  an error of the trainer's reader
+      +-- Stalled                no batch within the time limit; the message says why
 
-Each takes one message, so that it survives JSON.
+Each takes one message argument, so that it survives JSON.
 """
 
 from typing import ClassVar
 
 
 class PenstockError(Exception):
-    """`retryable` says whether the same work may succeed later without anybody changing anything."""
-
-    retryable: ClassVar[bool] = False
+    pass
 
 
 class ConfigError(PenstockError):
@@ -72,7 +69,7 @@ class BlobCorrupt(BlobError):
 
 
 class BlobUnwritten(BlobError):
-    retryable = True
+    pass
 
 
 class SessionError(PenstockError):
@@ -128,7 +125,7 @@ class Full(SessionError):
 
 
 class InfrastructureFailure(PenstockError):
-    retryable = True
+    pass
 
 
 class EngineUnreachable(InfrastructureFailure):
