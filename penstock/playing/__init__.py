@@ -1,1 +1,1 @@
-"""Playing one rollout: the recorded policy, agent sessions, from example to files."""
+"""Playing rollouts: the recorded policy, sessions for agents, and one rollout from its example to its files."""

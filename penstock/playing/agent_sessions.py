@@ -1,6 +1,6 @@
-"""Sessions of a session server for agents that only know a URL: made for a rollout, sealed, and deleted on every path.
+"""Sessions of a session server, for agents that only know a URL. Created for a rollout, sealed, and always deleted.
 
-The servers are equal: each rollout keeps to the one that made its session.
+All servers are equivalent. A rollout stays with the server that created its session.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ logger = logging.getLogger("penstock.playing")
 
 SEALED = msgspec.json.Decoder(Sealed)
 CONNECT_S = 5.0
-CREATE_S = 30.0  # a few files are made; a server that is drained of threads may take seconds
-SEAL_S = 300.0  # of a rollout with gigabytes of routed rows, on a slow disk
-SEAL_TRIES, SEAL_PAUSE_S = 3, 0.5
+CREATE_S = 30.0  # creates a few files; seconds if the server has no free threads
+SEAL_S = 300.0  # for a rollout with gigabytes of routed rows, on a slow disk
+SEAL_ATTEMPTS, SEAL_PAUSE_S = 3, 0.5
 DELETE_S = 10.0
 ERROR_CHARACTERS = 2_000
 
 
 class AgentSession:
-    """What one agent talks to."""
+    """One session: the URL and key for the agent, and how it is sealed."""
 
     def __init__(self, http: aiohttp.ClientSession, base_url: str, secret: str) -> None:
         self.base_url = base_url
@@ -41,25 +41,25 @@ class AgentSession:
         self._headers = {"Authorization": f"Bearer {secret}"}
 
     async def seal(self, error: str) -> Sealed:
-        """What was recorded; NothingToTrain where the agent asked for nothing."""
+        """The recorded rollout. NothingToTrain if the agent sent no request."""
         body = orjson.dumps({"error": error[:ERROR_CHARACTERS]})
-        for tries in range(1, SEAL_TRIES + 1):
+        for attempt in range(1, SEAL_ATTEMPTS + 1):
             try:
-                status, said = await self._post("/seal", body)
+                status, response = await self._post("/seal", body)
             except (aiohttp.ClientError, TimeoutError) as failure:
-                if tries == SEAL_TRIES:
+                if attempt == SEAL_ATTEMPTS:
                     raise InfrastructureFailure(f"the session server did not seal: {failure!r}") from failure
                 await asyncio.sleep(SEAL_PAUSE_S)
                 continue
             if status == NothingToTrain.status_code:
-                raise NothingToTrain(_error(said))
+                raise NothingToTrain(_error(response))
             if status != 200:
-                raise InfrastructureFailure(f"the session server did not seal: {status}, {_error(said)}")
-            return SEALED.decode(said)
-        raise AssertionError("the last try returned or raised")
+                raise InfrastructureFailure(f"the session server did not seal: {status}, {_error(response)}")
+            return SEALED.decode(response)
+        raise AssertionError("the last attempt returned or raised")
 
     async def delete(self) -> None:
-        """What fails here expires at the server."""
+        """Failures are logged; the session then expires at the server."""
         try:
             async with (
                 asyncio.timeout(DELETE_S),
@@ -91,9 +91,9 @@ class SessionServers:
             yield cls(http, settings.urls)
 
     @contextlib.asynccontextmanager
-    async def session(self, asked: Mapping[str, Any]) -> AsyncIterator[AgentSession]:
-        """Deleted whatever happens, cancellation included; its sealed files stay."""
-        creating = asyncio.create_task(self._create(asked))
+    async def session(self, request: Mapping[str, Any]) -> AsyncIterator[AgentSession]:
+        """Create a session and delete it at the end, also on cancellation. Its sealed files remain."""
+        creating = asyncio.create_task(self._create(request))
         try:
             server, session = await asyncio.shield(creating)
             with server.busy():
@@ -101,28 +101,28 @@ class SessionServers:
         finally:
             await run_to_completion(asyncio.create_task(_delete(creating)))
 
-    async def _create(self, asked: Mapping[str, Any]) -> tuple[Replica, AgentSession]:
-        troubles: list[str] = []
+    async def _create(self, request: Mapping[str, Any]) -> tuple[Replica, AgentSession]:
+        errors: list[str] = []
         for _ in self._replicas.all:
             server = self._replicas.choose()
             try:
                 async with (
                     asyncio.timeout(CREATE_S),
-                    self._http.post(f"{server.url}/sessions", data=orjson.dumps(asked)) as response,
+                    self._http.post(f"{server.url}/sessions", data=orjson.dumps(request)) as response,
                 ):
                     body = await response.read()
             except (aiohttp.ClientError, TimeoutError) as error:
                 server.mark_unreachable()
-                troubles.append(f"{server.url}: {error!r}")
+                errors.append(f"{server.url}: {error!r}")
                 continue
             if response.status == 200:
-                made = orjson.loads(body)
-                return server, AgentSession(self._http, made["base_url"], made["secret"])
+                created = orjson.loads(body)
+                return server, AgentSession(self._http, created["base_url"], created["secret"])
             if response.status != 503:
-                raise InfrastructureFailure(f"{server.url} makes no session: {response.status}, {_error(body)}")
-            troubles.append(f"{server.url}: {_error(body)}")
+                raise InfrastructureFailure(f"{server.url} created no session: {response.status}, {_error(body)}")
+            errors.append(f"{server.url}: {_error(body)}")
         raise EngineUnreachable(
-            f"no session server takes a session ({'; '.join(troubles)}): are they running, is sessions.urls right?"
+            f"no session server accepts a session ({'; '.join(errors)}): are they running, is sessions.urls right?"
         )
 
 

@@ -1,6 +1,6 @@
-"""The policy of one rollout: every turn is asked of the engine and recorded in the rollout's session.
+"""The policy of one rollout: each chat is sent to the engine and recorded in the rollout's session.
 
-Owns the limits on turns and context. One chat at a time, as the session has it.
+Enforces the limits on turns and context. One chat at a time.
 """
 
 import contextlib
@@ -46,9 +46,9 @@ class RecordedPolicy:
         self._sampling = {**settings.sampling.model_dump(exclude={"more"}), **settings.sampling.more}
         self._home: Replica | None = None
         self.engine_s = 0.0
-        """spent waiting for the engine"""
+        """Time spent waiting for the engine."""
         self.failures = 0
-        """of requests that were then sent again"""
+        """Failed attempts that were retried."""
 
     async def chat(
         self,
@@ -59,19 +59,21 @@ class RecordedPolicy:
         train: bool = True,
         **sampling: Any,
     ) -> Completion:
-        """One turn. `train=False` keeps what is said out of the loss; a sampling field of None takes a default away."""
+        """One turn. `train=False` excludes the completion from the loss. Pass None to unset a sampling default."""
         if self._session.turns >= self._settings.max_turns:
-            raise PolicyFailure(f"turn limit: the rollout has had its {self._settings.max_turns} turns")
-        messages, chosen = list(messages), self._chosen(sampling)
-        with self._session.claim() as claim, _failures_of_two_kinds():
+            raise PolicyFailure(
+                f"turn limit: the rollout has used its {self._settings.max_turns} turns (policy.max_turns)"
+            )
+        messages, fields = list(messages), self._sampling_fields(sampling)
+        with self._session.claim() as claim, _classified_failures():
             prepared = self._session.prepare(claim, messages)
             prompt = await self._prompt(prepared, messages, tools)
-            answer = await self._ask(prepared, prompt, chosen)
-            turn, message = await self._spoken(prompt, *answer.value)
-            metadata = _metadata(answer, chosen, agent=agent, train=train)
+            response = await self._send(prepared, prompt, fields)
+            turn, message = await self._with_rendered_message(prompt, *response.value)
+            metadata = _metadata(response, fields, agent=agent, train=train)
             recorded = await self._session.commit(claim, prepared, turn, metadata)
         if not recorded:
-            raise NotFound(f"rollout {self._session.settings.rollout} has ended: nothing is recorded any more")
+            raise NotFound(f"rollout {self._session.settings.rollout} has ended: its session records no more turns")
         if turn.overlong_prompt:
             raise PolicyFailure(f"context limit: the prompt has more than {self._settings.max_seq_len} tokens")
         return Completion(message=message, finish_reason=turn.finish_reason or "", truncated=turn.truncated)
@@ -92,15 +94,15 @@ class RecordedPolicy:
         routes_from = prepared.routes_from if begins_with(ids, history_ids) else 0
         return Prompt(messages=messages, tools=tools, ids=ids, routes_from=routes_from)
 
-    async def _ask(
+    async def _send(
         self, prepared: Prepared, prompt: Prompt, sampling: Mapping[str, Any]
     ) -> Response[tuple[Turn, Message | None]]:
         seed = {"seed": self._turn_seed()} if self._settings.seeded else {}
-        of = self._session.settings
+        session = self._session.settings
         request = Request(
             path=self._dialect.endpoint,
             body=self._dialect.request_body(prompt, {**sampling, **seed}),
-            headers={"X-Session-ID": engine_session(of.rollout, of.attempt)},
+            headers={"X-Session-ID": engine_session(session.rollout, session.attempt)},
         )
         info = RequestInfo(
             endpoint=self._dialect.endpoint,
@@ -113,39 +115,42 @@ class RecordedPolicy:
         )
         started = time.monotonic()
         try:
-            answer = await self._client.send(request, lambda body: _with_message(read(body)), home=self._home)
+            response = await self._client.send(request, lambda body: _with_message(read(body)), home=self._home)
         finally:
             self.engine_s += time.monotonic() - started
-        self._home = answer.replica
-        self.failures += answer.failures
-        return answer
+        self._home = response.replica
+        self.failures += response.failures
+        return response
 
-    async def _spoken(self, prompt: Prompt, turn: Turn, message: Message | None) -> tuple[Turn, Message]:
-        """Where the engine only says tokens, the renderer knows what they mean."""
+    async def _with_rendered_message(self, prompt: Prompt, turn: Turn, message: Message | None) -> tuple[Turn, Message]:
+        """The turn with its message. Token-in/token-out has none, so the renderer decodes it."""
         if message is not None:
             return turn, message
         assert self._dialect.renderer is not None
         assert prompt.ids is not None
-        said = await self._dialect.renderer.message(turn.completion_ids, prompt_ids=prompt.ids, tools=prompt.tools)
-        message = {"role": "assistant", **said}
+        rendered = await self._dialect.renderer.message(turn.completion_ids, prompt_ids=prompt.ids, tools=prompt.tools)
+        message = {"role": "assistant", **rendered}
         return replace(turn, message=orjson.dumps(message)), message
 
-    def _chosen(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    def _sampling_fields(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         if refused := sorted(RESERVED & overrides.keys()):
-            raise BadRequest(f"{', '.join(refused)}: not for an environment to set")
-        chosen = {name: value for name, value in {**self._sampling, **overrides}.items() if value is not None}
-        if self._dialect.renderer and "chat_template_kwargs" in chosen:
-            raise BadRequest("the engine gets tokens, no template: set policy.renderer.chat_template_kwargs instead")
-        return chosen
+            raise BadRequest(f"{', '.join(refused)}: Penstock sets these fields; remove them from the chat call")
+        fields = {name: value for name, value in {**self._sampling, **overrides}.items() if value is not None}
+        if self._dialect.renderer and "chat_template_kwargs" in fields:
+            raise BadRequest(
+                "chat_template_kwargs: the prompt is sent as tokens; set policy.renderer.chat_template_kwargs instead"
+            )
+        return fields
 
     def _turn_seed(self) -> int:
-        """The same for the same rollout and turn, whichever attempt it is."""
+        """Depends on rollout and turn, not on the attempt."""
         text = f"{self._session.settings.rollout}/{self._session.turns}"
         return xxhash.xxh3_64_intdigest(text.encode(), seed=self._seed & 0xFFFF_FFFF) & 0x7FFF_FFFF
 
 
 @contextlib.contextmanager
-def _failures_of_two_kinds() -> Generator[None]:
+def _classified_failures() -> Generator[None]:
+    """Raise PolicyFailure or InfrastructureFailure in place of session errors."""
     try:
         yield
     except ContextFull as error:
@@ -155,28 +160,31 @@ def _failures_of_two_kinds() -> Generator[None]:
 
 
 def _with_message(turn: Turn) -> tuple[Turn, Message | None]:
-    """The turn and what was said, checked as far as an environment relies on it; without the fields that say nothing,
-    which not every engine takes back."""
+    """The turn and its message, checked as far as environments rely on it. Empty fields are removed: not every engine
+    accepts them in the next request."""
     if turn.message is None:
         return turn, None
-    said: Message = orjson.loads(turn.message)
-    message: Message = {"role": "assistant", "content": None, **{name: value for name, value in said.items() if value}}
+    decoded: Message = orjson.loads(turn.message)
+    given = {name: value for name, value in decoded.items() if value}
+    message: Message = {"role": "assistant", "content": None, **given}
     for call in message.get("tool_calls") or []:
         function = call.get("function")
-        if not isinstance(function, dict) or not all(isinstance(function.get(of), str) for of in ("name", "arguments")):
+        if not isinstance(function, dict) or not all(
+            isinstance(function.get(key), str) for key in ("name", "arguments")
+        ):
             raise Upstream("the engine's message has a tool call without a name or without arguments in a string")
     return turn, message
 
 
 def _metadata(
-    answer: Response[tuple[Turn, Message | None]], sampling: Mapping[str, Any], *, agent: str, train: bool
+    response: Response[tuple[Turn, Message | None]], sampling: Mapping[str, Any], *, agent: str, train: bool
 ) -> TurnMetadata:
-    turn = answer.value[0]
+    turn = response.value[0]
     return TurnMetadata(
         agent=agent,
-        engine=answer.replica.url,
-        version_sent=answer.version_sent,
-        version_received=answer.version_received,
+        engine=response.replica.url,
+        version_sent=response.version_sent,
+        version_received=response.version_received,
         temperature=float(sampling.get("temperature", 1.0)),
         sampling=altered_sampling(sampling),
         completion_mask=None if train else np.zeros(len(turn.completion_ids), np.uint8),

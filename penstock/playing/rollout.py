@@ -1,7 +1,7 @@
-"""One rollout from its example to its files, and the score of a finished group.
+"""One rollout from its example to its files, and the scores of a finished group.
 
-A rollout that the policy spoilt is a result like any other; everything else that goes wrong is raised. Unless a result
-is returned, nothing of the rollout stays in the store.
+A rollout that fails because of the policy is a result; every other failure is raised. Unless a result is returned, no
+files of the rollout remain in the store.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ logger = logging.getLogger("penstock.rollout")
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """Which rollout this is, and which of the executions that it may take."""
+    """Identity of one execution of a rollout."""
 
     run: str
     rollout: str
@@ -44,13 +44,13 @@ class Attempt:
     execution: str
     seed: int
     timeout_s: float
-    """after which the rollout ends with what it has: a failure of the policy"""
+    """After this the rollout ends with the turns it has, as a failure of the policy."""
     policy_version: int = 0
-    """the newest when the rollout was submitted"""
+    """The newest when the rollout was submitted."""
 
     @property
     def key(self) -> str:
-        """Directory of its files in the store, its own alone."""
+        """Directory of its files in the store, used by this execution only."""
         return ids.execution_directory(self.run, self.rollout, self.attempt, self.execution)
 
 
@@ -63,14 +63,14 @@ class RolloutStage:
     settings: Policy
     dialect: Dialect
     sessions: SessionServers | None = None
-    """for agents of their own; None where no session server is configured"""
+    """For external agents; None if no session server is configured."""
 
 
 async def play(stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt) -> RolloutResult:
-    """One rollout, by whichever door the environment uses."""
-    door = _play_agent if environment.external_agent else _play_here
+    """Play one rollout, through a session server if the environment runs an external agent."""
+    play_example = _play_agent if environment.external_agent else _play_here
     try:
-        return await door(stage, environment, example, attempt)
+        return await play_example(stage, environment, example, attempt)
     except BaseException:
         await run_to_completion(asyncio.create_task(_sweep(stage.store, attempt.key)))
         raise
@@ -79,8 +79,8 @@ async def play(stage: RolloutStage, environment: LoadedEnvironment, example: int
 async def _play_here(
     stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt
 ) -> RolloutResult:
-    """A rollout that the policy spoilt before its first answer has a result without files: it counts in the baseline,
-    since trying it again would be choosing among rollouts."""
+    """A rollout that fails because of the policy before its first turn has a result without files. It counts in the
+    group's baseline: playing it again would select among rollouts."""
     async with _recording(stage, attempt) as session:
         policy = RecordedPolicy(stage.client, session, stage.settings, stage.dialect, seed=attempt.seed)
         score, error = await _played(environment, example, policy, stage.settings, attempt.timeout_s)
@@ -89,17 +89,17 @@ async def _play_here(
             return RolloutResult(reward=score.reward, policy_error=shortened(error, POLICY_ERROR_CHARACTERS))
         with error_boundary(StageError, f"environment {environment.name!r} left its rollout unfinished"):
             sealed = await session.seal(error=error or "", extras=score.columns)
-        own = {"engine_s": policy.engine_s, "engine_failures": float(policy.failures)}
-        return _result(environment, score, error, sealed, own)
+        metrics = {"engine_s": policy.engine_s, "engine_failures": float(policy.failures)}
+        return _result(environment, score, error, sealed, metrics)
 
 
 async def _play_agent(
     stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt
 ) -> RolloutResult:
-    """An agent that asked for nothing has a result without files, whatever it was scored."""
-    assert stage.sessions is not None, "refused when the environments were loaded"
+    """An agent that sent no request has a result without files, whatever its score."""
+    assert stage.sessions is not None, "checked when the environments were loaded"
     sampling = stage.settings.sampling.model_dump(exclude={"more"}, exclude_none=True) | stage.settings.sampling.more
-    asked = {
+    request = {
         "run": attempt.run,
         "rollout": attempt.rollout,
         "attempt": attempt.attempt,
@@ -107,31 +107,31 @@ async def _play_agent(
         "sampling": sampling,
         "policy_version": attempt.policy_version,
     }
-    async with stage.sessions.session(asked) as session:
+    async with stage.sessions.session(request) as session:
         policy = AgentPolicy(base_url=session.base_url, api_key=session.secret, model=stage.client.settings.model)
         score, error = await _played(environment, example, policy, stage.settings, attempt.timeout_s)
         if score.columns:
-            raise StageError(f"environment {environment.name!r}: an agent's session takes no columns of one's own")
+            raise StageError(f"environment {environment.name!r}: Score.columns is not supported with an external agent")
         try:
             sealed = await session.seal(error or "")
         except NothingToTrain as nothing:
-            said = shortened(error or str(nothing), POLICY_ERROR_CHARACTERS)
-            return RolloutResult(reward=score.reward, policy_error=said)
+            policy_error = shortened(error or str(nothing), POLICY_ERROR_CHARACTERS)
+            return RolloutResult(reward=score.reward, policy_error=policy_error)
         return _result(environment, score, error, sealed, {})
 
 
 async def score_group(
     store: Store, environment: LoadedEnvironment, example: int, members: Sequence[RolloutResult]
 ) -> list[Score]:
-    """The scores of a group's rollouts, in their order, by an environment that judges them together."""
+    """The scores of a group's rollouts, in their order, by an environment that scores them together."""
     rollouts = [await in_file_thread(_read_played, store, member) for member in members]
     what = f"environment {environment.name!r} could not score a group of example {example}"
     judge = environment.environment
     if not isinstance(judge, ScoresGroups):
         raise StageError(f"{what}: it has no score_group")
     with error_boundary(StageError, what):
-        found = judge.score_group(environment.example(example), rollouts)
-        scores = await found if inspect.isawaitable(found) else found
+        scored = judge.score_group(environment.example(example), rollouts)
+        scores = await scored if inspect.isawaitable(scored) else scored
         if len(scores) != len(members):
             raise StageError(f"{what}: {len(scores)} scores for {len(members)} rollouts")
         return [checked_score(score) for score in scores]
@@ -139,7 +139,7 @@ async def score_group(
 
 @contextlib.asynccontextmanager
 async def _recording(stage: RolloutStage, attempt: Attempt) -> AsyncIterator[Session]:
-    """A session that ends with its rollout, sealed or not."""
+    """A session for one rollout, closed if the rollout fails."""
     engine = stage.client.settings
     settings = SessionSettings(
         session=attempt.execution,
@@ -162,12 +162,13 @@ async def _recording(stage: RolloutStage, attempt: Attempt) -> AsyncIterator[Ses
 async def _close(starting: asyncio.Task[Session]) -> None:
     await asyncio.wait([starting])
     if not starting.cancelled() and not starting.exception():
-        with contextlib.suppress(NotFound, OSError, BlobError):  # closed already; or its files go with the others
+        with contextlib.suppress(NotFound, OSError, BlobError):  # closed already, or its files are removed by `_sweep`
             await starting.result().close()
 
 
 async def _sweep(store: Store, key: str) -> None:
-    """What fails here is left to the orchestrator's sweep, and must not hide why the rollout failed."""
+    """Failures are only logged, so that they do not replace the rollout's own error. The orchestrator's sweep removes
+    what is left."""
     try:
         await in_file_thread(store.sweep, key, named=())
     except (OSError, BlobError) as error:
@@ -181,7 +182,7 @@ async def _played(
     settings: Policy,
     timeout_s: float,
 ) -> tuple[Score, str | None]:
-    """The score, and what the policy did wrong where the environment did not score that itself."""
+    """The score, and the policy's failure if the environment did not score it itself."""
     what = f"environment {environment.name!r} failed at example {example}"
     try:
         async with asyncio.timeout(timeout_s):
@@ -195,12 +196,13 @@ async def _played(
 
 
 def _result(
-    environment: LoadedEnvironment, score: Score, error: str | None, sealed: Sealed, own: Mapping[str, float]
+    environment: LoadedEnvironment, score: Score, error: str | None, sealed: Sealed, metrics: Mapping[str, float]
 ) -> RolloutResult:
-    own = {**sealed.metrics, **own}
-    if taken := sorted(own.keys() & score.metrics.keys()):
+    metrics = {**sealed.metrics, **metrics}
+    if taken := sorted(metrics.keys() & score.metrics.keys()):
         raise StageError(
-            f"environment {environment.name!r} names a metric {', '.join(taken)}: Penstock's own is called so"
+            f"environment {environment.name!r} returned a metric {', '.join(taken)}, which Penstock reports itself: "
+            "rename it in Score.metrics"
         )
     return RolloutResult(
         reward=score.reward,
@@ -216,12 +218,12 @@ def _result(
         tool_tokens=sum(sealed.sample_lengths) - sealed.prompt_tokens - sealed.completion_tokens,
         completion_tokens=sealed.completion_tokens,
         truncated=sealed.truncated,
-        metrics=_rounded({**score.metrics, **own}),
+        metrics=_rounded({**score.metrics, **metrics}),
     )
 
 
 def _rounded(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Six digits: what keeps a reply small."""
+    """Six digits, to keep a reply small."""
     return {name: float(f"{value:.6g}") for name, value in metrics.items()}
 
 

@@ -147,8 +147,8 @@ class Session:
 
     @contextlib.contextmanager
     def claim(self) -> Generator[Claim]:
-        """Claim the session for one chat, from before its request is read until it is committed. NotFound if the session
-        is closed, Busy if it is claimed."""
+        """Claim the session for one chat, from before its request is read until it is committed. NotFound if the
+        session is closed, Busy if it is claimed."""
         self._require_open()
         if self._claim is not None:
             raise Busy("session already has an in-flight chat completion")

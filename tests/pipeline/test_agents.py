@@ -198,7 +198,7 @@ def test_an_environment_that_breaks_leaves_no_session(server: SessionsProcess) -
 def test_without_any_server_the_rollout_waits_as_for_an_engine(server: SessionsProcess) -> None:
     async def main() -> None:
         async with SessionServers.open(Sessions(urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))) as servers:
-            with pytest.raises(EngineUnreachable, match=r"no session server takes a session \(http://127.0.0.1:1: "):
+            with pytest.raises(EngineUnreachable, match=r"no session server accepts a session \(http://127.0.0.1:1: "):
                 async with servers.session({}):
                     pass
 

@@ -182,7 +182,7 @@ def test_what_penstock_sets_itself_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(saying()) as server:
             async with talking(tmp_path, server.url) as (policy, _):
-                with pytest.raises(BadRequest, match="logprobs, n: not for an environment"):
+                with pytest.raises(BadRequest, match="logprobs, n: Penstock sets these fields"):
                     await policy.chat([user("hello")], n=2, logprobs=False)
                 with pytest.raises(BadRequest, match="not JSON-serializable"):
                     await policy.chat([user("hello")], logit_bias={1: object()})
@@ -208,7 +208,7 @@ def test_turns_are_limited(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(saying()) as server:
             async with talking(tmp_path, server.url, settings=Policy(max_turns=2)) as (policy, session):
-                with pytest.raises(PolicyFailure, match="turn limit: the rollout has had its 2 turns"):
+                with pytest.raises(PolicyFailure, match="turn limit: the rollout has used its 2 turns"):
                     await conversation(policy, 3)
                 assert session.turns == 2
 

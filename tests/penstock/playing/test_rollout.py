@@ -235,7 +235,7 @@ def test_what_is_no_message_is_a_bug_of_the_environment(tmp_path: Path) -> None:
     [
         (float("nan"), "the reward is nan"),
         (None, "the reward is None"),
-        (Score(reward=1.0, metrics={"turns": 3}), "names a metric turns: Penstock's own"),
+        (Score(reward=1.0, metrics={"turns": 3}), "returned a metric turns, which Penstock reports"),
         (Score(reward=1.0, metrics={f"m{number}": 0.0 for number in range(30)}), "a score has 30 metrics"),
         (Score(reward=1.0, columns={"value": np.zeros(3, np.float32)}), "column extra.value"),
     ],
