@@ -1,10 +1,10 @@
-# Python 3.11 to 3.13 and make are all that has to be there; everything else goes into .venv.
+# Requires make and Python 3.11 to 3.13. Everything else is installed into .venv.
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { echo $$p; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# The package `verifiers` wants another `openai` than agents of today: its tests have an environment of their own.
+# The package `verifiers` requires another version of `openai`, so its tests have their own environment.
 VERIFIERS := .venv-verifiers
 
 .PHONY: setup demo check test test-slow test-verifiers chaos fuzz soak bench docs clean
@@ -13,7 +13,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Penstock needs Python 3.11, 3.12 or 3.13 on PATH (or make PYTHON=/path/to/python)."; exit 1; }
-	@echo "Setting up $(VENV) with $(PYTHON) (about a minute, once) ..."
+	@echo "Installing into $(VENV) with $(PYTHON). The first run takes about a minute."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[app,dev]'
 	@touch $@
@@ -30,17 +30,17 @@ check: setup
 test: check
 	@$(BIN)/pytest --ignore tests/test_house_rules.py --ignore tests/verifiers --numprocesses 4 --dist loadfile -m 'not slow'
 
-# Real all the same: the rollout worker's benchmark, demos side by side and killed in the middle.
+# Long tests: the rollout worker's benchmark, two demos at once, killed demos.
 test-slow: setup
 	@$(BIN)/pytest --ignore tests/verifiers --numprocesses 3 --dist loadfile -m slow
 
 test-verifiers: $(VERIFIERS)/.installed
 	@$(VERIFIERS)/bin/pytest tests/verifiers --numprocesses 2 --dist loadfile
 
-# The constraints name every package, so none has to be resolved, and two halves can be installed at once; what is
-# imported is compiled, not all of 500 MB. 80 s of CPU all the same.
+# The constraints pin every package, so nothing has to be resolved and two halves are installed in parallel. Bytecode is
+# compiled on import only, not for all 500 MB. It still takes 80 s of CPU.
 $(VERIFIERS)/.installed: pyproject.toml constraints-verifiers.txt
-	@echo "Setting up $(VERIFIERS) with $(PYTHON) (about a minute, once) ..."
+	@echo "Installing into $(VERIFIERS) with $(PYTHON). The first run takes about a minute."
 	@$(PYTHON) -m venv $(VERIFIERS)
 	@split --number l/2 constraints-verifiers.txt $(VERIFIERS)/half-
 	@printf '%s\n' $(VERIFIERS)/half-a[ab] | xargs -P 2 -I FILE $(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement FILE
@@ -52,7 +52,7 @@ chaos: setup
 	@$(BIN)/pytest tests/chaos --chaos-rounds 20
 
 fuzz: setup
-	@$(BIN)/pytest tests/penstock/test_response_fuzz.py --fuzz-rounds 1000 --timeout 900
+	@$(BIN)/pytest tests/penstock/engines/test_response_fuzz.py --fuzz-rounds 1000 --timeout 900
 
 soak: setup
 	@$(BIN)/penstock bench soak --strict

@@ -1,4 +1,4 @@
-"""Options of the test suite: the short versions run with everything, the long ones have their own make target."""
+"""Options of the test suite. The defaults are short; `make chaos` and `make fuzz` run longer."""
 
 import pytest
 
@@ -6,8 +6,8 @@ pytest.register_assert_rewrite("support.cluster")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--chaos-rounds", type=int, default=1, help="random schedules of faults to play; `make chaos`: 20")
-    parser.addoption("--fuzz-rounds", type=int, default=40, help="rounds of every fuzz test; `make fuzz`: 4000")
+    parser.addoption("--chaos-rounds", type=int, default=1, help="random schedules of faults; 20 in `make chaos`")
+    parser.addoption("--fuzz-rounds", type=int, default=40, help="rounds of every fuzz test; 1000 in `make fuzz`")
 
 
 @pytest.fixture
