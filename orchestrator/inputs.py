@@ -9,7 +9,7 @@ from penstock import job_inputs
 from penstock.batches import BatchPlan, BatchRollout
 from penstock.config import RunConfig
 from penstock.ledger.states import GroupState, JobKind, RolloutState
-from penstock.messages import GroupMember, GroupPlan
+from penstock.messages import GroupInputs, GroupMember
 from penstock.runtime.offload import in_io_thread
 from penstock.store import BlobRef
 
@@ -26,7 +26,7 @@ class JobInputs:
         self._run = run
         self._ledger = ledger
         self._store = config.store_dir
-        self._written: dict[str, GroupPlan | BatchPlan | None] = dict.fromkeys(job_inputs.keys(self._store, run))
+        self._written: dict[str, GroupInputs | BatchPlan | None] = dict.fromkeys(job_inputs.keys(self._store, run))
         """what there is; None where an earlier orchestrator wrote it"""
         self.trouble: str | None = None
 
@@ -71,23 +71,23 @@ class JobInputs:
             job_inputs.step_key(self._run, batch.step, batch.formation) for batch in steps
         }
 
-    def _plan(self, job: JobRecord) -> GroupPlan | BatchPlan:
+    def _plan(self, job: JobRecord) -> GroupInputs | BatchPlan:
         if job.kind is JobKind.ENCODE:
             return batch_plan(self._config, self._ledger.batches[int(job.subject)])
-        return group_plan(self._ledger.groups[job.subject], self._ledger.number("policy_version"))
+        return group_inputs(self._ledger.groups[job.subject], self._ledger.number("policy_version"))
 
 
-def _write_and_delete(store: Path, wanted: dict[str, GroupPlan | BatchPlan], stale: set[str]) -> None:
+def _write_and_delete(store: Path, wanted: dict[str, GroupInputs | BatchPlan], stale: set[str]) -> None:
     for key, plan in wanted.items():
         job_inputs.write(store, key, plan)
     for key in stale:
         job_inputs.delete(store, key)
 
 
-def group_plan(group: GroupRecord, policy_version: int) -> GroupPlan:
+def group_inputs(group: GroupRecord, policy_version: int) -> GroupInputs:
     """All that were generated: a dropped rollout's reward still counts in the baseline."""
     finished = [(rollout.id, rollout.result) for rollout in group.rollouts if rollout.state is not RolloutState.DEAD]
-    return GroupPlan(
+    return GroupInputs(
         group=group.id,
         environment=group.environment,
         example=group.example,

@@ -1,7 +1,7 @@
-"""The plans of groups and steps: JSON files in the store, named by key in a message, because they grow.
+"""The files that jobs read: JSON in the store, named by key in a message, because groups and steps can be large.
 
-Written by the orchestrator alone, from its ledger, before a job that needs one is submitted: when it has changed, and
-whenever a job is tried again, for the file may be what it lacked.
+Written by the orchestrator alone, from its ledger, before a job that reads one is submitted: if its content has
+changed, and whenever a job is retried, because a missing file may be why it failed.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from penstock.batches import BatchPlan, json_records
 from penstock.errors import BlobCorrupt, BlobMissing
-from penstock.messages import GroupPlan
+from penstock.messages import GroupInputs
 from penstock.store import atomic
 
 FOLDER = "plans"
@@ -25,49 +25,52 @@ def step_key(run: str, step: int, formation: int) -> str:
 
 
 def keys(store: Path, run: str) -> set[str]:
-    """Those of `run` that are there."""
+    """Keys of the run's files that exist."""
     return {f"{FOLDER}/{path.name}" for path in (store / FOLDER).glob(f"{run}.*.json")}
 
 
-def write(store: Path, key: str, plan: GroupPlan | BatchPlan) -> None:
+def write(store: Path, key: str, inputs: GroupInputs | BatchPlan) -> None:
+    """Raises OSError."""
     path = _path(store, key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = plan.model_dump_json().encode() if isinstance(plan, GroupPlan) else json_records.dumps(plan)
+    content = inputs.model_dump_json().encode() if isinstance(inputs, GroupInputs) else json_records.dumps(inputs)
     atomic.write(path, content)
 
 
-def sweep(store: Path, run: str) -> None:
-    """What a killed orchestrator of `run` left half-written."""
-    atomic.sweep(store / FOLDER, f"{run}.")
-
-
-def read_group(store: Path, key: str) -> GroupPlan:
+def read_group(store: Path, key: str) -> GroupInputs:
     try:
-        return GroupPlan.model_validate_json(_read(store, key))
+        return GroupInputs.model_validate_json(_read(store, key))
     except ValidationError as error:
-        raise BlobCorrupt(f"the plan {key} cannot be read: {error.error_count()} errors") from error
+        raise BlobCorrupt(f"job input {key} is not a GroupInputs: {error.error_count()} errors") from error
 
 
 def read_step(store: Path, key: str) -> BatchPlan:
     try:
         return json_records.loads(BatchPlan, _read(store, key))
     except ValueError as error:
-        raise BlobCorrupt(f"the plan {key} cannot be read: {error}") from error
+        raise BlobCorrupt(f"job input {key} is not a BatchPlan: {error}") from error
 
 
 def delete(store: Path, key: str) -> None:
     _path(store, key).unlink(missing_ok=True)
 
 
+def sweep(store: Path, run: str) -> None:
+    """Remove the temporary files that a killed orchestrator of `run` left."""
+    atomic.sweep(store / FOLDER, f"{run}.")
+
+
 def _read(store: Path, key: str) -> bytes:
     try:
         return _path(store, key).read_bytes()
     except FileNotFoundError as error:
-        raise BlobMissing(f"the plan {key} is not in {store}: do worker and orchestrator share the store?") from error
+        raise BlobMissing(
+            f"job input {key} is not in {store}: set the same `store` for worker and orchestrator"
+        ) from error
 
 
 def _path(store: Path, key: str) -> Path:
     folder, _, name = key.partition("/")
     if folder != FOLDER or "/" in name or name.startswith("."):
-        raise BlobMissing(f"{key!r} is not the key of a plan")
+        raise BlobMissing(f"{key!r} is not the key of a job input: it must be a file in {FOLDER}/")
     return store / FOLDER / name

@@ -1,7 +1,7 @@
-"""What travels between processes: jobs out, replies back. A few hundred bytes each, 4 KB at most.
+"""Messages between processes: jobs to the workers, replies to the orchestrator. Each is at most 4 KB of JSON.
 
-Nothing here names a path, a class or a host: keys are relative to the store that each process has in its own
-configuration, environments are names that the worker's own configuration resolves.
+No message contains a path, a class or code: keys are relative to the store of each process's own configuration, and the
+worker's own configuration resolves the names of environments.
 """
 
 from enum import StrEnum
@@ -14,13 +14,13 @@ from penstock.ids import TaskId
 from penstock.store import BlobRef
 
 MESSAGE_LIMIT_BYTES = 4096
-GRACE_S = 20.0  # what a body that keeps its own time-out may take to put away what it has
-ERROR_CHARACTERS = 600  # enough for a cause and what to do; a traceback stays in the worker's log
+GRACE_S = 20.0  # for a body to store its results after its own time-out
+ERROR_CHARACTERS = 600  # a cause and what to do; the traceback stays in the worker's log
 METRICS_LIMIT = 32
 REWARDS_LIMIT = 8
-SAMPLES_LIMIT = 128  # of one rollout; their lengths are what a step is packed by, before anybody has read a token
+SAMPLES_LIMIT = 128  # of one rollout; a step is packed by their lengths, before any token is read
 POLICY_ERROR_CHARACTERS = 120
-UNREADABLE_LIMIT = 64  # rollouts named in one reply: the step is formed again without them, and others are found then
+UNREADABLE_LIMIT = 64  # rollouts named in one reply; the step is formed again without them, which may find more
 NAME_CHARACTERS = 32
 
 Name = Annotated[str, Field(max_length=NAME_CHARACTERS)]
@@ -33,23 +33,23 @@ class Queue(StrEnum):
     ENCODING = "encoding"
 
 
-class Message(BaseModel):
-    # A message that does not fit shows in logs and in Flower: say what is wrong with it, not what is in it.
+class WireModel(BaseModel):
+    # Validation errors appear in logs and in Flower: they show what is wrong, without the content.
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
-class Job(Message):
+class Job(WireModel):
     """One submission of one unit of work."""
 
     run: str
-    """id of the run that asked"""
+    """id of the run"""
     job: str
     attempt: int
-    """counts the submissions of this job, from 1; with `job` it makes the Celery task id, never used twice"""
+    """counts the submissions of this job, from 1; part of the Celery task id, which is never used twice"""
     sequence: int
-    """place in the run's order of submissions"""
+    """position in the run's order of submissions"""
     timeout_s: float
-    """the body ends after this long; whoever enforces it from outside adds GRACE_S"""
+    """after which the body ends itself; the orchestrator and Celery enforce it with GRACE_S added"""
 
     @property
     def task_id(self) -> str:
@@ -63,20 +63,20 @@ class RolloutJob(Job):
     example: int
     seed: int
     policy_version: int = 0
-    """the newest that the trainer had published when this was submitted"""
+    """newest version that the trainer had published at submission"""
 
 
 class ScoreJob(Job):
-    """Rewards for a whole group, by the environment that played it."""
+    """Rewards of a whole group, computed by the environment that played it."""
 
     queue: Literal[Queue.ROLLOUTS] = Queue.ROLLOUTS
     environment: str
     plan: str
-    """key of the group's plan in the store"""
+    """key of the group's GroupInputs in the store"""
 
 
 class SurveyJob(Job):
-    """How large an environment is: asked once, because only workers load environments."""
+    """The size of an environment, asked once: only workers load environments."""
 
     queue: Literal[Queue.ROLLOUTS] = Queue.ROLLOUTS
     environment: str
@@ -85,18 +85,19 @@ class SurveyJob(Job):
 class FilterJob(Job):
     queue: Literal[Queue.FILTERING] = Queue.FILTERING
     plan: str
-    """key of the group's plan in the store"""
+    """key of the group's GroupInputs in the store"""
 
 
 class AdvantageJob(Job):
     queue: Literal[Queue.ADVANTAGES] = Queue.ADVANTAGES
     plan: str
+    """key of the group's GroupInputs in the store"""
 
 
 class EncodeJob(Job):
     queue: Literal[Queue.ENCODING] = Queue.ENCODING
     plan: str
-    """key of the step's plan in the store"""
+    """key of the step's BatchPlan in the store"""
     step: int
     data_rank: int
 
@@ -104,17 +105,17 @@ class EncodeJob(Job):
 AnyJob = RolloutJob | ScoreJob | SurveyJob | FilterJob | AdvantageJob | EncodeJob
 
 
-class RolloutResult(Message):
+class RolloutResult(WireModel):
     answers: Literal["rollout"] = "rollout"
     reward: FiniteFloat
     rewards: Annotated[dict[Name, FiniteFloat], Field(max_length=REWARDS_LIMIT)] = {}
     """named parts of the reward"""
     policy_error: Annotated[str, Field(max_length=POLICY_ERROR_CHARACTERS)] | None = None
-    """what the policy did wrong (time-out, context limit, ...): scored, in the baseline, never tried again"""
+    """failure caused by the policy (time-out, context limit, ...): scored, in the baseline, never retried"""
     columns: BlobRef | None = None
-    """None only where there is nothing to train on"""
+    """None only if there is nothing to train on"""
     experts: BlobRef | None = None
-    """None when no routed rows came"""
+    """None if the engine sent no routed experts"""
     sample_lengths: Annotated[tuple[int, ...], Field(max_length=SAMPLES_LIMIT)] = ()
     """tokens of each sample"""
     version_first: int = 0
@@ -122,9 +123,9 @@ class RolloutResult(Message):
     version_last: int = 0
     turns: int = 0
     prompt_tokens: int = 0
-    """of the turns that began a sample"""
+    """in the prompts of the turns that began a sample"""
     tool_tokens: int = 0
-    """context that came later: what tools and users said between the turns"""
+    """in later context: messages of tools and users between the turns"""
     completion_tokens: int = 0
     truncated: bool = False
     metrics: Annotated[dict[Name, FiniteFloat], Field(max_length=METRICS_LIMIT)] = {}
@@ -138,38 +139,38 @@ class RolloutResult(Message):
         return sum(blob.size for blob in (self.columns, self.experts) if blob)
 
 
-class ScoreResult(Message):
+class ScoreResult(WireModel):
     answers: Literal["score"] = "score"
     rewards: dict[str, FiniteFloat]
 
 
-class SurveyResult(Message):
+class SurveyResult(WireModel):
     answers: Literal["survey"] = "survey"
     examples: int
     scores_groups: bool
 
 
-class FilterResult(Message):
+class FilterResult(WireModel):
     answers: Literal["filter"] = "filter"
     dropped: dict[str, str] = {}
     """rollout -> the reason that drops it"""
     masked: tuple[str, ...] = ()
-    """rollouts that are delivered with loss mask 0"""
+    """rollouts to deliver with loss mask 0"""
     matched: dict[str, int] = {}
-    """filter -> how many rollouts it matched, whatever its mode"""
+    """filter -> number of rollouts it matched, in any mode"""
 
 
-class AdvantageResult(Message):
+class AdvantageResult(WireModel):
     answers: Literal["advantage"] = "advantage"
     advantages: dict[str, FiniteFloat] = {}
     dropped: str | None = None
-    """the reason why the whole group is of no use (zero variance)"""
+    """reason that drops the whole group, e.g. zero variance"""
     masked: bool = False
-    """the whole group is delivered with loss mask 0"""
+    """deliver the whole group with loss mask 0"""
 
 
-class EncodeResult(Message):
-    """The rank's file, or why there is none: rollouts whose columns are gone or damaged."""
+class EncodeResult(WireModel):
+    """The rank's file, or the rollouts whose missing or damaged columns prevented it."""
 
     answers: Literal["encode"] = "encode"
     rank: EncodedRank | None = None
@@ -185,19 +186,19 @@ class Outcome(StrEnum):
     FAILED = "failed"
     """counts towards `max_failures`"""
     UNREACHABLE = "unreachable"
-    """the engine is away: counts as nothing, submission pauses"""
+    """no engine answered: not counted, submission pauses"""
     UNWRITTEN = "unwritten"
-    """the store takes nothing: likewise"""
+    """the store could not be written: not counted, submission pauses"""
     RELEASED = "released"
-    """the worker is stopping: submitted again at once, counts as nothing"""
+    """the worker is stopping: submitted again at once, not counted"""
 
 
-class Reply(Message):
+class Reply(WireModel):
     run: str
     job: str
     attempt: int
     execution: str
-    """random id of this execution of the message: one message may be executed twice"""
+    """random id of this execution: a message may be executed twice"""
     worker: str
     outcome: Outcome
     result: Result | None = None
@@ -205,19 +206,19 @@ class Reply(Message):
     duration_s: float = 0.0
 
 
-class GroupMember(Message):
+class GroupMember(WireModel):
     rollout: str
     result: RolloutResult
 
 
-class GroupPlan(Message):
-    """A group's finished rollouts, kept in the store because a group may be large."""
+class GroupInputs(WireModel):
+    """What the jobs of a group read: its finished rollouts. A file in the store, because a group may be large."""
 
     group: str
     environment: str
     example: int
     policy_version: int
-    """the newest when the plan was written"""
+    """newest version when the file was written"""
     members: list[GroupMember]
 
 

@@ -1,19 +1,19 @@
-"""The names of everything Penstock keeps in Redis, with who removes it.
+"""The names of Penstock's keys in Redis, and who deletes them.
 
-One run per Redis database, so only what must survive between runs side by side carries the run's id.
-`_kombu.*`, `unacked*` and the queues' lists belong to kombu and Celery.
+One run per Redis database, so only the reply stream, which waits for its run to be resumed, has the run's id in its
+name. `_kombu.*`, `unacked*` and the queues' lists belong to kombu and Celery.
 """
 
 LEASES = "penstock:leases"
-"""hash, field `<job>.<attempt>.<execution>` -> `<worker>:<beat>`; workers add and remove, the orchestrator clears up"""
-LEASES_TTL_S = 3600  # outlives any outage worth waiting for; workers renew it every second
+"""hash of `ids.LeaseId` -> `ids.LeaseValue`: workers add and remove fields, the orchestrator removes expired ones"""
+LEASES_TTL_S = 3600  # longer than any outage that is waited for; workers renew it every second
 
 LOCK = "penstock:lock"
-"""string: which orchestrator drives the run of this database; ends with its TTL"""
+"""string: the orchestrator that drives the run of this database; expires"""
 
-REPLIES_TTL_S = 7 * 24 * 3600  # a run that nobody resumes for a week runs its open rollouts again
+REPLIES_TTL_S = 7 * 24 * 3600  # a run that is resumed later than this plays its open rollouts again
 
 
 def replies(run: str) -> str:
-    """The run's stream of replies: trimmed behind the ledger, deleted at the run's end."""
+    """The run's stream of replies: trimmed behind the ledger, deleted at the end of the run."""
     return f"penstock:replies:{run}"

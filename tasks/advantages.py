@@ -7,7 +7,7 @@ from penstock.advantages import GroupValues, group_phase, resolve
 from penstock.config import RunConfig
 from penstock.config.test_hooks import noop_settings
 from penstock.filters import GroupRewards, group_filters, judge_group
-from penstock.messages import AdvantageJob, AdvantageResult, GroupPlan, Queue
+from penstock.messages import AdvantageJob, AdvantageResult, GroupInputs, Queue
 from tasks import noop
 from tasks.celery_app import app, task_name
 from tasks.settings import settings
@@ -26,7 +26,7 @@ def body(job: AdvantageJob, config: RunConfig) -> AdvantageResult:
     return estimate(plan, config)
 
 
-def estimate(plan: GroupPlan, config: RunConfig) -> AdvantageResult:
+def estimate(plan: GroupInputs, config: RunConfig) -> AdvantageResult:
     recipe = resolve(config.advantages, group_size=config.rollouts.group_size)
     results = [member.result for member in plan.members]
     rewards = np.array([result.reward for result in results], np.float64)

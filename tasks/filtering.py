@@ -7,7 +7,7 @@ from penstock.config import RunConfig
 from penstock.config.test_hooks import noop_settings
 from penstock.errors import BlobCorrupt, BlobMissing
 from penstock.filters import RolloutTokens, Verdict, count, judge, rollout_filters
-from penstock.messages import FilterJob, FilterResult, GroupPlan, Queue, RolloutResult
+from penstock.messages import FilterJob, FilterResult, GroupInputs, Queue, RolloutResult
 from penstock.store import Store
 from penstock.store.columns import read_columns
 from tasks import noop
@@ -30,7 +30,7 @@ def body(job: FilterJob, config: RunConfig) -> FilterResult:
     return filter_group(Store(config.store_dir), plan, config)
 
 
-def filter_group(store: Store, plan: GroupPlan, config: RunConfig) -> FilterResult:
+def filter_group(store: Store, plan: GroupInputs, config: RunConfig) -> FilterResult:
     filters = rollout_filters(config.filters, vocab_size=config.vocab_size)
     verdicts, dropped = dict[str, Verdict](), dict[str, str]()
     for member in plan.members:

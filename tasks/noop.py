@@ -18,7 +18,7 @@ from penstock.messages import (
     EncodeResult,
     FilterJob,
     FilterResult,
-    GroupPlan,
+    GroupInputs,
     Job,
     RolloutJob,
     RolloutResult,
@@ -45,13 +45,13 @@ async def rollout(job: RolloutJob, noop: Noop) -> RolloutResult:
     )
 
 
-def filtering(job: FilterJob, plan: GroupPlan, noop: Noop) -> FilterResult:
+def filtering(job: FilterJob, plan: GroupInputs, noop: Noop) -> FilterResult:
     _work(job, noop)
     dropped = {m.rollout: "noop" for m in plan.members if chance(0, m.rollout, "drop") < noop.drop_rate}
     return FilterResult(dropped=dropped)
 
 
-def advantages(job: AdvantageJob, plan: GroupPlan, noop: Noop) -> AdvantageResult:
+def advantages(job: AdvantageJob, plan: GroupInputs, noop: Noop) -> AdvantageResult:
     _work(job, noop)
     mean = sum(member.result.reward for member in plan.members) / len(plan.members)
     return AdvantageResult(advantages={member.rollout: member.result.reward - mean for member in plan.members})

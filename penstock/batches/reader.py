@@ -42,7 +42,7 @@ class Kind(NamedTuple):
     dtype: np.dtype[Any]
 
 
-class BatchRoutes:
+class BatchExperts:
     def __init__(self, store: Store, plan: BatchPlan) -> None:
         self._store, self._rollouts, self._step = store, plan.rollouts, plan.step
         self._opened: dict[int, Experts] = {}
@@ -123,7 +123,7 @@ class MicroBatch:
     max_seqlen: int
     samples: Samples
     extras: dict[str, Array]
-    routes: BatchRoutes
+    routes: BatchExperts
 
     def routed_experts(self, *, layers: Layers = slice(None), missing: Missing = -1) -> Array:
         """Expert ids [tokens, layers, topk]. Where nobody sent any: -1 (then signed), 0, or the valid route "dummy"."""
@@ -168,7 +168,7 @@ class Batch:
         self.step = manifest.plan.step
         self.totals = manifest.totals
         self.plan = manifest.plan
-        self._routes = BatchRoutes(store, manifest.plan)
+        self._routes = BatchExperts(store, manifest.plan)
         ref = manifest.ranks[data_rank].file
         file = tensors.read(store, ref)
         if file.metadata != rank_metadata(self.step, data_rank):
