@@ -1,8 +1,8 @@
 from bench.boundary import run
 
 
-def test_the_steps_differ_in_their_routed_experts_alone() -> None:
-    report = run(quick=True)  # raises unless every rollout was delivered and every run adds up
+def test_the_steps_differ_in_their_routed_experts_only() -> None:
+    report = run(quick=True)  # raises unless every rollout is delivered and accounted for
     assert (report.bench, report.rounds, report.quick) == ("boundary", 1, True)
     for what in ("tokens", "rank files, MB"):
         assert report.figures[f"with: {what}"] == report.figures[f"without: {what}"] > 0

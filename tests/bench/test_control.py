@@ -1,7 +1,7 @@
 from bench.control import KINDS, run
 
 
-def test_every_process_is_counted_and_the_baseline_runs_beside() -> None:
+def test_every_process_is_counted_and_the_baseline_runs() -> None:
     report = run(quick=True)  # raises unless every rollout was delivered
     assert (report.bench, report.rounds, report.quick) == ("control", 1, True)
     assert report.figures["rollouts a round"] == 32

@@ -1,7 +1,7 @@
 from bench.filters import ROUNDS, run
 
 
-def test_both_ways_find_the_same_tokens() -> None:
+def test_filters_and_loop_match_the_same_tokens() -> None:
     report = run(quick=True)  # raises where a verdict differs
     assert report.rounds == ROUNDS
     assert report.figures["verdicts compared"] == report.figures["rollouts"] == 16

@@ -1,5 +1,3 @@
-"""The bench `ingest` compares like with like: both ways give the arrays that the bodies were made of."""
-
 import orjson
 
 from bench.harness.response_bodies import Rollout
@@ -8,10 +6,10 @@ from bench.ingest import joined, parse_all, run
 ROLLOUT = Rollout(turns=4, tokens=50, sampled=0.25, layers=3, topk=2)
 
 
-def test_both_ways_give_the_arrays_that_the_bodies_were_made_of() -> None:
+def test_both_methods_return_the_arrays_of_the_bodies() -> None:
     bodies = list(ROLLOUT.bodies())
-    ours, theirs = joined(bodies), parse_all(bodies)
-    assert ours.same(theirs)
+    ours, baseline = joined(bodies), parse_all(bodies)
+    assert ours.same(baseline)
     assert ours.ids.tolist() == ROLLOUT.ids().tolist()
     assert ours.rows.tolist() == ROLLOUT.rows()[:-1].tolist()
     assert ours.logprobs.shape == ours.ids.shape
@@ -19,9 +17,9 @@ def test_both_ways_give_the_arrays_that_the_bodies_were_made_of() -> None:
 
 def test_every_body_carries_the_whole_prefix() -> None:
     for body, (prompt, total) in zip(ROLLOUT.bodies(), ROLLOUT.spans(), strict=True):
-        reply = orjson.loads(body)
-        choice = reply["choices"][0]
-        assert len(reply["prompt_token_ids"]) == prompt
+        response = orjson.loads(body)
+        choice = response["choices"][0]
+        assert len(response["prompt_token_ids"]) == prompt
         assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == total - prompt
         assert choice["routed_experts"]["shape"] == [total - 1, 3, 2]
 

@@ -1,8 +1,8 @@
 from bench.lag import run
 
 
-def test_both_pipes_pass_their_steps_and_the_wide_one_receives_more() -> None:
-    report = run(quick=True)  # raises unless every rollout was delivered and every run adds up
+def test_both_pipelines_deliver_and_the_wide_one_receives_more() -> None:
+    report = run(quick=True)  # raises unless every rollout is delivered and accounted for
     assert (report.bench, report.rounds, report.quick) == ("lag", 1, True)
     assert report.figures["10x: GB received a step"] > 5 * report.figures["1x: GB received a step"] > 0
     assert report.figures["1x: orchestrator's memory, MB"] > 0

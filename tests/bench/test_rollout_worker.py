@@ -5,8 +5,8 @@ from bench.rollout_worker import run
 pytestmark = pytest.mark.slow
 
 
-def test_both_workers_play_and_their_lag_and_memory_are_measured() -> None:
-    report = run(quick=True)  # raises unless every rollout came to its end
+def test_lag_and_memory_of_both_workers_are_measured() -> None:
+    report = run(quick=True)  # raises unless every rollout ended
     assert (report.bench, report.rounds, report.quick) == ("rollout-worker", 1, True)
     for case, most in {"256 x 1.3 MB": 16, "1000 x 1.3 MB": 32, "64 x 25 MB": 8}.items():
         assert report.figures[f"{case}, ours: rollouts at once, most"] == most

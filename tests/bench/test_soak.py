@@ -1,8 +1,8 @@
 from bench.soak import QUICK, run
 
 
-def test_three_hundred_rollouts_with_failures_leave_no_handle_behind() -> None:
-    """Memory says nothing after so few; `make soak` plays 20,000."""
+def test_300_rollouts_with_failures_leak_no_resources() -> None:
+    """Too few rollouts for a verdict on memory; `make soak` plays 20,000."""
     report = run(quick=True)
     assert report.figures["rollouts"] == QUICK.rollouts
     more = {target.name: target.value for target in report.targets if not target.name.startswith("memory")}

@@ -4,7 +4,7 @@ from bench.steps import run
 def test_every_step_of_a_worker_s_loop_is_timed() -> None:
     report = run(quick=True)
     assert (report.bench, report.quick) == ("steps", True)
-    # Three turns each, and no turn without a handful of steps.
+    # Three turns each, with at least five steps per turn.
     assert report.figures["16 rollouts: steps"] > 16 * 3 * 5
     assert 0 < report.figures["16 rollouts: a step's CPU p99, ms"] <= report.figures["16 rollouts: the longest, ms"]
     assert report.figures["16 rollouts: stops for the collector"] > 1

@@ -1,7 +1,7 @@
 from bench.harness.canary import Canary
 
 
-def test_each_measurement_starts_anew() -> None:
+def test_a_canary_can_measure_repeatedly() -> None:
     with Canary() as canary:
         canary.begin()
         first = canary.end()

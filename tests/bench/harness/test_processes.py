@@ -14,7 +14,7 @@ def python(tmp_path: Path, code: str) -> Process:
     return Process("python", ["python", "-c", code], directory=tmp_path, variables={"WORD": "hello"})
 
 
-def test_waiting_ends_with_what_was_waited_for(tmp_path: Path) -> None:
+def test_waiting_ends_when_the_condition_is_true(tmp_path: Path) -> None:
     process = python(tmp_path, "import os, time; print(os.environ['WORD'], flush=True); time.sleep(60)")
     process.wait_until(lambda: "hello" in process.output_tail, what="a word", timeout_s=20)
     process.kill()
@@ -22,21 +22,21 @@ def test_waiting_ends_with_what_was_waited_for(tmp_path: Path) -> None:
         os.kill(process.pid, 0)
 
 
-def test_all_share_one_session_in_which_the_kernel_treats_them_alike(tmp_path: Path) -> None:
+def test_all_processes_share_one_session(tmp_path: Path) -> None:
     process = python(tmp_path, "import time; time.sleep(60)")
     with Canary() as canary:
         assert os.getsid(process.pid) == os.getsid(canary.pid) == os.getsid(0)
     process.kill()
 
 
-def test_a_process_that_ends_too_early_is_quoted(tmp_path: Path) -> None:
+def test_the_log_of_a_process_that_ends_too_early_is_quoted(tmp_path: Path) -> None:
     process = python(tmp_path, "raise SystemExit('no disk')")
     with pytest.raises(RunError, match=r"python ended before the answer.*\n.*no disk"):
         process.wait_until(lambda: False, what="the answer", timeout_s=20)
     process.kill()
 
 
-def test_killing_takes_the_children_along(tmp_path: Path) -> None:
+def test_killing_a_process_kills_its_children(tmp_path: Path) -> None:
     code = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     process = python(tmp_path, code)
     child = int(process.wait_until(lambda: process.output_tail.strip(), what="its child's id", timeout_s=20))
@@ -44,13 +44,13 @@ def test_killing_takes_the_children_along(tmp_path: Path) -> None:
     wait_until(lambda: not cmdline(child))
 
 
-def test_how_it_ended_is_known_before_and_after_it_is_waited_for(tmp_path: Path) -> None:
-    asked = python(tmp_path, "print('up', flush=True); import time; time.sleep(60)")
-    asked.wait_until(lambda: asked.output, what="a word", timeout_s=20)
-    assert asked.exit_code is None
-    asked.terminate()
+def test_the_exit_code_is_known_before_and_after_reaping(tmp_path: Path) -> None:
+    terminated = python(tmp_path, "print('up', flush=True); import time; time.sleep(60)")
+    terminated.wait_until(lambda: terminated.output, what="a word", timeout_s=20)
+    assert terminated.exit_code is None
+    terminated.terminate()
     failed = python(tmp_path, "raise SystemExit(3)")
-    for process, code in ((asked, -signal.SIGTERM), (failed, 3)):
+    for process, code in ((terminated, -signal.SIGTERM), (failed, 3)):
         wait_until(lambda process=process: process.ended, timeout_s=20)
         assert process.exit_code == code
         process.kill()
