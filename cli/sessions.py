@@ -38,7 +38,7 @@ def sessions(
     returns the files of the rollout. After a restart on the same port, open sessions continue.
     """
     from penstock import config as configuration
-    from services.sessions import serving
+    from services.sessions import server
 
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     flags = {
@@ -55,4 +55,4 @@ def sessions(
         "store": store,
         "sessions.require_secret": require_secret,
     }
-    serving.serve(configuration.load(config, flags=flags, section="sessions"))
+    server.serve(configuration.load(config, flags=flags, section="sessions"))

@@ -1,7 +1,7 @@
-"""The engine behind the sessions: each request is sent once, to the session's replica where it can be reached.
+"""Requests to the engine behind the sessions. Each is sent once, to the session's replica if that is reachable.
 
-An engine that cannot be reached, breaks off or says more than fits is `Upstream` (502): whether to try again is for the
-client to decide, whose turn it is.
+An engine that is unreachable, breaks off or exceeds the byte budget raises `Upstream` (502): retries are the client's
+decision.
 """
 
 import contextlib
@@ -24,24 +24,23 @@ from penstock.errors import InfrastructureFailure, Upstream
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class EngineRequest:
     method: str
     target: str
-    """path and query, as they are sent"""
+    """path and query, already percent-encoded"""
     body: bytes
     headers: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answered:
+class EngineResponse:
     status: int
     headers: Mapping[str, str]
     chunks: list[bytes]
-    """the body as it came; whoever joins them empties the list"""
-    size: int
+    """the body as received; `joined` empties the list"""
     replica: Replica
     version_sent: int
-    """of the replica's weights when the request left"""
+    """version of the replica's weights when the request was sent"""
 
     def joined(self) -> bytes:
         body = b"".join(self.chunks)
@@ -51,42 +50,41 @@ class Answered:
 
 class Backend(EngineConnection):
     @contextlib.asynccontextmanager
-    async def ask(self, asked: Asked, *, home: Replica | None = None) -> AsyncIterator[Answered]:
-        """What was answered, whatever its status. Until the end of the block, its bytes count as being received."""
+    async def send(self, request: EngineRequest, *, home: Replica | None = None) -> AsyncIterator[EngineResponse]:
+        """The response, whatever its status. Its bytes are reserved in the budget until the block ends."""
         replica = self.replicas.choose(home)
         with self.budget.reservation() as reservation:
             try:
                 with replica.busy():
-                    answered = await self._receive(replica, asked, reservation)
+                    response = await self._receive(replica, request, reservation)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 replica.mark_unreachable()
-                raise Upstream(f"{UNREACHABLE}: {_said(error)}") from error
+                raise Upstream(f"{UNREACHABLE}: {_describe(error)}") from error
             except (aiohttp.ClientError, TimeoutError) as error:
-                raise Upstream(f"the engine broke off its answer: {_said(error)}") from error
+                raise Upstream(f"the engine broke off its response: {_describe(error)}") from error
             except InfrastructureFailure as error:
                 raise Upstream(str(error)) from error
-            yield answered
+            yield response
 
-    async def _receive(self, replica: Replica, asked: Asked, reservation: Reservation) -> Answered:
+    async def _receive(self, replica: Replica, request: EngineRequest, reservation: Reservation) -> EngineResponse:
         version = replica.version
-        url = URL(replica.url + asked.target, encoded=True)
+        url = URL(replica.url + request.target, encoded=True)
         try:
             async with self._http.request(
-                asked.method, url, data=sendable(asked.body), headers=asked.headers, allow_redirects=False
+                request.method, url, data=sendable(request.body), headers=request.headers, allow_redirects=False
             ) as response:
                 chunks = await receive(response, reservation, self.budget)
         except aiohttp.ClientConnectorError as error:
             raise_if_out_of_descriptors(error)
             raise
-        return Answered(
+        return EngineResponse(
             status=response.status,
             headers=response.headers,
             chunks=chunks,
-            size=sum(map(len, chunks)),
             replica=replica,
             version_sent=version,
         )
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return str(error) or type(error).__name__

@@ -1,44 +1,45 @@
-"""A chat, in the order of its contract: claim, read, prepare, send, commit; the slot is free again on every way out."""
+"""One chat request, from claim to commit: claim the session, read, prepare, send, record, respond.
 
-import functools
-import logging
+The claim is released on every exit. A failed chat records nothing.
+"""
+
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 from aiohttp import web
 
 from penstock.config import RunConfig
 from penstock.engines.cuts import EXPERTS_KEY
 from penstock.engines.dialects import Endpoint, dialect_of
-from penstock.engines.response import RequestInfo, read_turn
+from penstock.engines.response import RequestInfo, read_turn, without_routes
 from penstock.engines.sampling import altered_sampling
 from penstock.engines.transport import ON_LOOP_BYTES, ByteBudget
-from penstock.errors import BadRequest, PolicyFailure
+from penstock.errors import BadRequest, ConfigError, Invariant, PolicyFailure
 from penstock.ids import engine_session
 from penstock.recording import Claim, Prepared, Session
+from penstock.renderers import NextTurn, PooledRenderer, RendererKey, RendererPools
+from penstock.renderers.protocol import begins_with
 from penstock.runtime.offload import in_cpu_thread
-from penstock.turn import TurnMetadata
+from penstock.turn import Ids, Turn, TurnMetadata
 from services.sessions import headers
-from services.sessions.backend import Answered, Asked, Backend
-from services.sessions.event_stream import EVENT_STREAM
-from services.sessions.exchange import Answer, Exchange
-from services.sessions.rendering import prompt_ids, renderer_of
+from services.sessions.backend import Backend, EngineRequest, EngineResponse
+from services.sessions.event_stream import EVENT_STREAM, as_event_stream
 from services.sessions.requests import Chat, read_body, read_chat
-from services.sessions.session_table import Entry, Notes, opened
-
-logger = logging.getLogger("penstock.sessions")
+from services.sessions.session_table import Entry, SessionMetadata, opened
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 CUT_ON_LOOP_BYTES = 1 << 21
-"""Joining, cutting and decoding the new rows of an answer of 1.3 MB takes 0.6 ms; through a thread a chat of that size
+"""Joining, cutting and decoding the new rows of a response of 1.3 MB takes 0.6 ms; in a thread, a chat of that size
 cost a fifth more CPU (302-314 instead of 245-273 chats/s)."""
 HEAD_CHUNKS = 2
 """of up to 256 KiB: a socket's first read may be short"""
 SESSION_HEADER = "X-Session-ID"
-"""By which an engine, or what stands before several, may keep a conversation together."""
+"""Lets an engine, or a router before several, keep a conversation on one replica."""
 
 
 @dataclass(kw_only=True)
@@ -46,7 +47,18 @@ class ChatCounts:
     begun: int = 0
     recorded: int = 0
     refused_upstream: int = 0
-    """answered by the engine with something else than 200"""
+    """the engine answered with a status other than 200"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadResponse:
+    """An engine's response, validated."""
+
+    turn: Turn
+    body: bytes
+    """for the client"""
+    record: bytes
+    """request and response as JSON, for the session's records"""
 
 
 class Chats:
@@ -58,61 +70,42 @@ class Chats:
         self._renderer = renderer_of(config)
         self._dialect = dialect_of(config.engine, renderer=self._renderer)
 
-    async def answer(self, request: web.BaseRequest, entry: Entry, notes: Notes) -> web.Response:
+    async def warm_up(self) -> None:
+        """Build the renderer before the first chat. Raises ConfigError if that cannot work."""
+        if self._renderer:
+            await self._renderer.warm_up()
+
+    async def handle(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
         session = opened(entry)
         with session.claim() as claim, self._requests.reservation() as reservation:
             self.counts.begun += 1
             limits = self._config.sessions
             body = await read_body(request, reservation, limit=limits.request_bytes, timeout_s=limits.request_s)
-            chat = await _sized(len(body), read_chat, body, notes.sampling)
-            prepared = self._prepared(session, claim, chat)
+            chat = await _by_size(len(body), read_chat, body, metadata.sampling)
+            prepared = self._prepare(session, claim, chat)
             info = await self._request_info(prepared, chat)
             required = self._dialect.required_fields(info.prompt_ids, info.routes_from)
-            sent = await _sized(len(body), chat.body, required, model=self._config.engine.model)
+            sent = await _by_size(len(body), chat.body, required, model=self._config.engine.model)
             del body
-            passed = self._headers(request, session, notes)
-            asked = Asked(method="POST", target=Endpoint.CHAT, body=sent, headers=passed)
-            async with self._backend.ask(asked, home=entry.home) as answered:
-                entry.home = answered.replica
-                if answered.status != 200:
+            passed = self._headers(request, session, metadata)
+            engine_request = EngineRequest(method="POST", target=Endpoint.CHAT, body=sent, headers=passed)
+            async with self._backend.send(engine_request, home=entry.home) as response:
+                entry.home = response.replica
+                if response.status != 200:
                     self.counts.refused_upstream += 1
-                    return passed_on(answered)
-                exchange = _exchange(chat, sent, prepared, info)
-                if is_quick(answered.chunks):
-                    answer = exchange.answer(answered)
+                    return forwarded(response)
+                if is_quick(response.chunks):
+                    read = read_response(response, chat, sent, prepared, info)
                 else:
-                    answer = await in_cpu_thread(exchange.answer, answered)
-                metadata = _metadata(answered, chat.fields)
-                await self._commit(session, claim, prepared, answer, metadata)
-            return _response(answered, answer, stream=chat.stream)
+                    read = await in_cpu_thread(read_response, response, chat, sent, prepared, info)
+                await self._commit(session, claim, prepared, read, _turn_metadata(response, chat.fields))
+            return _client_response(response, read, stream=chat.stream)
 
-    def _prepared(self, session: Session, claim: Claim, chat: Chat) -> Prepared:
-        most = self._config.policy.max_turns
-        if session.turns >= most:
-            raise BadRequest(f"turn limit: the session has had its {most} turns")
-        return session.prepare(claim, chat.asked)
-
-    async def _commit(
-        self, session: Session, claim: Claim, prepared: Prepared, answer: Answer, metadata: TurnMetadata
-    ) -> None:
-        """A session that was closed meanwhile records nothing; its client gets the answer all the same."""
-        try:
-            if await session.commit(claim, prepared, answer.turn, metadata, record=answer.record):
-                self.counts.recorded += 1
-        except PolicyFailure as failure:
-            raise BadRequest(str(failure)) from failure
-
-    async def warm_up(self) -> None:
-        """Its renderer is built before the first chat; ConfigError for one that will never work."""
-        if self._renderer:
-            await self._renderer.warm_up()
-
-    def _headers(self, request: web.BaseRequest, session: Session, notes: Notes) -> Mapping[str, str]:
-        own_key = self._config.engine.api_key is not None
-        passed = headers.to_upstream(request.headers, notes.secret_digest, own_key=own_key)
-        passed.setdefault(SESSION_HEADER, engine_session(session.settings.rollout, session.settings.attempt))
-        passed["Content-Type"] = "application/json"
-        return passed
+    def _prepare(self, session: Session, claim: Claim, chat: Chat) -> Prepared:
+        limit = self._config.policy.max_turns
+        if session.turns >= limit:
+            raise BadRequest(f"turn limit: the session has its {limit} turns; seal it, or raise policy.max_turns")
+        return session.prepare(claim, chat.conversation)
 
     async def _request_info(self, prepared: Prepared, chat: Chat) -> RequestInfo:
         limit = self._config.policy.max_seq_len
@@ -121,40 +114,106 @@ class Chats:
         ids = await prompt_ids(self._renderer, prepared, chat)
         return RequestInfo(prompt_ids=ids, routes_from=prepared.routes_from, max_seq_len=limit)
 
+    def _headers(self, request: web.BaseRequest, session: Session, metadata: SessionMetadata) -> Mapping[str, str]:
+        own_key = self._config.engine.api_key is not None
+        passed = headers.to_upstream(request.headers, metadata.secret_digest, own_key=own_key)
+        passed.setdefault(SESSION_HEADER, engine_session(session.settings.rollout, session.settings.attempt))
+        passed["Content-Type"] = "application/json"
+        return passed
 
-def _exchange(chat: Chat, sent: bytes, prepared: Prepared, info: RequestInfo) -> Exchange:
-    read = functools.partial(
-        read_turn, open_samples=prepared.open_samples, request=info, route_format=prepared.route_format
+    async def _commit(
+        self, session: Session, claim: Claim, prepared: Prepared, read: ReadResponse, metadata: TurnMetadata
+    ) -> None:
+        """If the session was closed meanwhile, nothing is recorded; the client still gets the response."""
+        try:
+            if await session.commit(claim, prepared, read.turn, metadata, record=read.record):
+                self.counts.recorded += 1
+        except PolicyFailure as failure:
+            raise BadRequest(str(failure)) from failure
+
+
+def renderer_of(config: RunConfig) -> PooledRenderer | None:
+    settings, dialect = config.policy.renderer, config.engine.dialect
+    if settings is None:
+        return None
+    if dialect != "sglang":
+        raise ConfigError(
+            f"policy.renderer needs an engine whose chat takes tokens, and {dialect}'s does not: remove it, or set "
+            'engine.dialect = "sglang"'
+        )
+    return PooledRenderer(RendererPools(), RendererKey.of(settings, config.engine.model))
+
+
+async def prompt_ids(renderer: PooledRenderer, prepared: Prepared, chat: Chat) -> Ids:
+    """The prompt's tokens. Recorded tokens are reused; only appended messages are tokenized."""
+    history_ids, answer_from = prepared.history_ids, prepared.answer_from
+    tools: Any = chat.fields.get("tools")
+    turn = NextTurn(
+        messages=[dict(message) for message in chat.conversation.messages],
+        tools=tools,
+        prompt_ids=history_ids[:answer_from],
+        completion_ids=history_ids[answer_from:],
+        appended=len(prepared.request.appended),
     )
-    return Exchange(request=sent, read=read, stream=chat.stream, logprobs=chat.wants_logprobs)
+    ids = np.ascontiguousarray(await renderer.prompt_ids(turn), np.int32)
+    if len(history_ids) and not begins_with(ids, history_ids):
+        raise Invariant(
+            "the chat template rewrites earlier messages: for this model, remove policy.renderer and set "
+            'sessions.mode = "open"'
+        )
+    return ids
 
 
-def passed_on(answered: Answered) -> web.Response:
-    """The engine's own words, whatever they are."""
-    return web.Response(status=answered.status, headers=headers.to_client(answered.headers), body=answered.joined())
+def read_response(
+    response: EngineResponse, chat: Chat, sent: bytes, prepared: Prepared, info: RequestInfo
+) -> ReadResponse:
+    """Pure, so that it can run in a thread."""
+    whole = response.joined()
+    turn = read_turn(whole, open_samples=prepared.open_samples, request=info, route_format=prepared.route_format)
+    body = without_routes(whole, turn)
+    return ReadResponse(
+        turn=turn,
+        body=as_event_stream(body, logprobs=chat.wants_logprobs) if chat.stream else body,
+        record=_record(sent, body),
+    )
 
 
-def _response(answered: Answered, answer: Answer, *, stream: bool) -> web.Response:
-    passed = headers.to_client(answered.headers)
-    if stream:
-        passed["Content-Type"], passed["Cache-Control"] = EVENT_STREAM, "no-cache"
-    return web.Response(headers=passed, body=answer.body)
+def _record(request: bytes, response: bytes) -> bytes:
+    """Both are valid JSON, so nothing is parsed."""
+    return b'{"timestamp":%.6f,"method":"POST","path":"%b","status_code":200,"request":%b,"response":%b}' % (
+        time.time(),
+        Endpoint.CHAT.encode(),
+        request,
+        response,
+    )
 
 
-def _metadata(answered: Answered, fields: Mapping[str, Any]) -> TurnMetadata:
+def _turn_metadata(response: EngineResponse, fields: Mapping[str, Any]) -> TurnMetadata:
     temperature = fields.get("temperature")
     return TurnMetadata(
-        engine=answered.replica.url,
-        version_sent=answered.version_sent,
-        version_received=answered.replica.version,
+        engine=response.replica.url,
+        version_sent=response.version_sent,
+        version_received=response.replica.version,
         temperature=1.0 if temperature is None else float(temperature),
         sampling=altered_sampling(fields),
     )
 
 
+def forwarded(response: EngineResponse) -> web.Response:
+    """The engine's response, unchanged except for hop-by-hop headers."""
+    return web.Response(status=response.status, headers=headers.to_client(response.headers), body=response.joined())
+
+
+def _client_response(response: EngineResponse, read: ReadResponse, *, stream: bool) -> web.Response:
+    passed = headers.to_client(response.headers)
+    if stream:
+        passed["Content-Type"], passed["Cache-Control"] = EVENT_STREAM, "no-cache"
+    return web.Response(headers=passed, body=read.body)
+
+
 def is_quick(chunks: list[bytes]) -> bool:
-    """Whether reading an answer takes no longer than the way to a thread. What takes time is what stands before the
-    routed experts, all in the first chunks: base64 is cut out unread."""
+    """Whether reading a response takes less time than a thread switch. The cost is in what precedes the routed experts,
+    all in the first chunks: base64 is cut out unread."""
     size = sum(map(len, chunks))
     if size <= ON_LOOP_BYTES:
         return True
@@ -163,8 +222,8 @@ def is_quick(chunks: list[bytes]) -> bool:
     return key >= 0 and before[key + len(EXPERTS_KEY) :][:1] in (b'"', b"{")
 
 
-async def _sized(size: int, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Small bodies are treated at once: a thread would cost more than the work."""
+async def _by_size(size: int, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Small bodies are handled on the loop: a thread would cost more than the work."""
     if size <= ON_LOOP_BYTES:
         return fn(*args, **kwargs)
     return await in_cpu_thread(fn, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""An answer that came in one piece, as the event stream that a streaming client expects: one chunk, then the end."""
+"""A whole response as the event stream that a streaming client expects: one chunk, then `[DONE]`."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ class _Choice(msgspec.Struct):
     logprobs: msgspec.Raw = msgspec.Raw(b"null")
 
 
-class _Answer(msgspec.Struct):
+class _Response(msgspec.Struct):
     choices: list[_Choice]
     id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     created: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -25,20 +25,20 @@ class _Answer(msgspec.Struct):
     usage: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-ANSWER = msgspec.json.Decoder(_Answer)
+RESPONSE = msgspec.json.Decoder(_Response)
 
 
 def as_event_stream(body: bytes, *, logprobs: bool) -> bytes:
-    """`body` is a validated answer; `logprobs` are passed on where the client asked for them."""
-    answer = ANSWER.decode(body)
-    choice = answer.choices[0]
+    """`body` is a validated response; `logprobs`: whether the client requested them."""
+    response = RESPONSE.decode(body)
+    choice = response.choices[0]
     delta = {name: value for name, value in choice.message.items() if value not in (None, [])}
     if calls := delta.get("tool_calls"):
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
     chunk: dict[str, Any] = {
         name: orjson.Fragment(bytes(value))
         for name in ENVELOPE
-        if isinstance(value := getattr(answer, name), msgspec.Raw)
+        if isinstance(value := getattr(response, name), msgspec.Raw)
     }
     streamed: dict[str, Any] = {"index": 0, "delta": {"role": "assistant", **delta}}
     if logprobs:

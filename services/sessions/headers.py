@@ -1,4 +1,7 @@
-"""Which headers pass: what frames one connection says nothing on the next, and our secrets stay here."""
+"""Which headers pass between client and engine, and the check of a session's secret.
+
+Hop-by-hop headers are stripped in both directions; a session's secret never reaches the engine.
+"""
 
 import hashlib
 import hmac
@@ -10,7 +13,7 @@ HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"}
     | {"transfer-encoding", "upgrade", "content-length", "content-encoding"}
 )
-# Answers are looked at, so they are asked for as they are; `expect` has been met by the time that anything is sent on.
+# Responses are parsed, so the engine is not asked to compress them; `expect` was answered before the body was read.
 NOT_FOR_UPSTREAM = HOP_BY_HOP | {"host", "accept-encoding", "expect"}
 NOT_FOR_CLIENT = HOP_BY_HOP | {"server", "date"}
 AUTHORIZATION = "Authorization"
@@ -21,12 +24,12 @@ def digest(secret: str) -> str:
 
 
 def has_secret(headers: Mapping[str, str], secret_digest: str) -> bool:
-    kind, _, token = headers.get(AUTHORIZATION, "").partition(" ")
-    return kind.lower() == "bearer" and hmac.compare_digest(digest(token.strip()), secret_digest)
+    scheme, _, token = headers.get(AUTHORIZATION, "").partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(digest(token.strip()), secret_digest)
 
 
 def to_upstream(headers: Mapping[str, str], secret_digest: str, *, own_key: bool) -> CIMultiDict[str]:
-    """`own_key`: the server has a key for the engine, so that whatever the client has is none."""
+    """`own_key`: engine.api_key is set, which replaces the client's authorization."""
     passed = _without(headers, NOT_FOR_UPSTREAM)
     if own_key or has_secret(headers, secret_digest):
         passed.popall(AUTHORIZATION, None)
@@ -38,6 +41,7 @@ def to_client(headers: Mapping[str, str]) -> CIMultiDict[str]:
 
 
 def _without(headers: Mapping[str, str], dropped: frozenset[str]) -> CIMultiDict[str]:
+    """Drops also the headers that `Connection` names."""
     named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
     kept = ((name, value) for name, value in headers.items() if name.lower() not in dropped | named)
     return CIMultiDict(kept)

@@ -1,4 +1,4 @@
-"""What a client asks for: its body within the limits, a chat found fit to be sent, a new session's wishes."""
+"""Requests of clients: bodies read within the limits, and chats, new sessions and seals decoded and checked."""
 
 import asyncio
 import re
@@ -18,8 +18,8 @@ from penstock.recording import DigestedMessages, digest_messages
 T = TypeVar("T")
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-# Answered by us: what is asked of the engine is never a stream.
-OURS = frozenset({"stream", "stream_options"})
+# Handled here: the engine is never asked for a stream.
+NOT_FORWARDED = frozenset({"stream", "stream_options"})
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 FileName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,60}$")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -31,16 +31,16 @@ class NewSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     attempt: Count = 1
     run: FileName | None = None
     execution: FileName | None = None
-    """with `run` and `rollout`: sealed files are put where those of that execution belong"""
+    """with `run` and `rollout`: sealed files are moved into the directory of that execution"""
     sampling: dict[str, Any] = {}
-    """defaults of every chat's request"""
+    """default fields of every chat"""
     policy_version: Count | None = None
-    """the newest, for engines that do not name their own"""
+    """current version of the weights, for engines that do not report one"""
 
 
 class SealRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     error: Annotated[str, msgspec.Meta(max_length=10_000)] = ""
-    """why the rollout ended badly: nothing of it is then trained on"""
+    """why the rollout failed: its tokens are then masked from the loss"""
 
 
 NEW_SESSION = msgspec.json.Decoder(NewSession)
@@ -50,18 +50,18 @@ SEAL = msgspec.json.Decoder(SealRequest)
 @dataclass(frozen=True, kw_only=True)
 class Chat:
     fields: Mapping[str, Any]
-    asked: DigestedMessages
+    conversation: DigestedMessages
     stream: bool
     wants_logprobs: bool
 
-    def body(self, demanded: Mapping[str, Any], *, model: str) -> bytes:
-        """For the engine: what is demanded of it cannot be switched off."""
-        fields = {name: value for name, value in self.fields.items() if name not in OURS}
-        return orjson.dumps({"model": model, **fields, **demanded}, option=orjson.OPT_SERIALIZE_NUMPY)
+    def body(self, required: Mapping[str, Any], *, model: str) -> bytes:
+        """The body for the engine. `required` overrides the client's fields."""
+        fields = {name: value for name, value in self.fields.items() if name not in NOT_FORWARDED}
+        return orjson.dumps({"model": model, **fields, **required}, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 async def read_body(request: web.BaseRequest, reservation: Reservation, *, limit: int, timeout_s: float) -> bytes:
-    """What has arrived counts in the reservation; a client that is slow holds only that."""
+    """Received bytes count in the reservation, so a slow client holds only what it has sent."""
     if (request.content_length or 0) > limit:
         raise _too_large(limit)
     if request.headers.get("Expect", "").lower() == "100-continue":
@@ -71,7 +71,7 @@ async def read_body(request: web.BaseRequest, reservation: Reservation, *, limit
         async with asyncio.timeout(timeout_s):
             return await _received(request, reservation, limit)
     except TimeoutError:
-        raise TooSlow(f"the request's body did not arrive within {timeout_s:g} s") from None
+        raise TooSlow(f"the request's body did not arrive within {timeout_s:g} s (sessions.request_s)") from None
     except web.RequestPayloadError as error:
         raise BadRequest(f"the request's body cannot be read: {error}") from None
 
@@ -88,16 +88,16 @@ async def _received(request: web.BaseRequest, reservation: Reservation, limit: i
 
 def read_chat(body: bytes, defaults: Mapping[str, Any]) -> Chat:
     try:
-        read = orjson.loads(body)
+        parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"the request is not JSON: {error}") from None
-    if not isinstance(read, dict):
+    if not isinstance(parsed, dict):
         raise BadRequest("the request is not a JSON object")
-    fields: dict[str, Any] = {**defaults, **read}
+    fields: dict[str, Any] = {**defaults, **parsed}
     _check(fields)
     return Chat(
         fields=fields,
-        asked=digest_messages(fields.get("messages")),
+        conversation=digest_messages(fields.get("messages")),
         stream=bool(fields.get("stream")),
         wants_logprobs=bool(fields.get("logprobs")),
     )
@@ -108,18 +108,18 @@ def _check(fields: Mapping[str, Any]) -> None:
         raise BadRequest("stream must be true or false")
     count, temperature = fields.get("n"), fields.get("temperature")
     if count is True or count not in (None, 1):
-        raise BadRequest("n must be 1: exactly one answer can be recorded; send several requests to several sessions")
+        raise BadRequest("n must be 1: a request records one completion; use several sessions for several completions")
     if not isinstance(temperature, int | float | None) or isinstance(temperature, bool):
         raise BadRequest("temperature must be a number")
 
 
 def read_new_session(body: bytes) -> NewSession:
-    asked = _decoded(body, NEW_SESSION)
-    if refused := sorted(RESERVED & asked.sampling.keys()):
-        raise BadRequest(f"sampling: {', '.join(refused)} cannot be a default")
-    if asked.execution and not (asked.run and re.fullmatch("[A-Za-z0-9_-]+", asked.rollout or "")):
-        raise BadRequest("execution: needs a run and a rollout of letters, digits, _ and -")
-    return asked
+    new = _decoded(body, NEW_SESSION)
+    if refused := sorted(RESERVED & new.sampling.keys()):
+        raise BadRequest(f"sampling: {', '.join(refused)} cannot be a default; remove it")
+    if new.execution and not (new.run and re.fullmatch("[A-Za-z0-9_-]+", new.rollout or "")):
+        raise BadRequest("execution needs a run, and a rollout of letters, digits, _ and -")
+    return new
 
 
 def read_seal(body: bytes) -> SealRequest:
@@ -134,4 +134,4 @@ def _decoded(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
 
 
 def _too_large(limit: int) -> TooLarge:
-    return TooLarge(f"the request has more than {limit} bytes: raise sessions.request_bytes if that is meant")
+    return TooLarge(f"the request has more than {limit} bytes: send less, or raise sessions.request_bytes")

@@ -1,36 +1,118 @@
-"""The HTTP surface: which path is answered by what, who may ask, and every error as `{"error": text}`."""
+"""The session server: its routes, authorization, errors as `{"error": text}`, and the life of its process.
 
+On SIGINT or SIGTERM it stops listening, gives chats in flight `sessions.drain_s` to finish, and leaves open sessions on
+disk for the next process.
+"""
+
+import asyncio
+import gc
 import logging
 import secrets
+import signal
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
+from typing import Any
 
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from penstock.config import RunConfig
 from penstock.engines.transport import ByteBudget
-from penstock.errors import BlobMissing, NotFound, PenstockError, SessionError, Unauthorised
+from penstock.errors import BlobMissing, ConfigError, NotFound, PenstockError, SessionError, Unauthorised
+from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import LoopLag
 from penstock.runtime.offload import in_io_thread
+from penstock.store import Store
 from penstock.turn import ids_text
 from services.sessions import headers
-from services.sessions.backend import Asked, Backend
-from services.sessions.chats import Chats, passed_on
-from services.sessions.connection import JSON, error_response
+from services.sessions.backend import Backend, EngineRequest
+from services.sessions.chats import Chats, forwarded
 from services.sessions.requests import read_body, read_new_session, read_seal
-from services.sessions.session_table import Entry, Notes, Registry, opened
+from services.sessions.session_directory import SessionDirectory, owner_of
+from services.sessions.session_table import Entry, SessionMetadata, SessionTable, opened
 
 logger = logging.getLogger("penstock.sessions")
 
 MODELS, CHAT = "/v1/models", "/v1/chat/completions"
+JSON = "application/json"
+HEAD_TOO_LARGE = "the request's head is too large: send fewer or shorter headers, or raise sessions.header_bytes"
+CONCURRENCY = 32
+"""Threads for file writes: each write takes 1 to 2 ms."""
 
-Handler = Callable[[web.BaseRequest, Entry, Notes], Awaitable[web.Response]]
+Handler = Callable[[web.BaseRequest, Entry, SessionMetadata], Awaitable[web.Response]]
+
+
+def serve(config: RunConfig) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    factory = event_loop_factory(concurrency=CONCURRENCY, cpu_threads=config.sessions.cpu_workers)
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(_serve(config))
+
+
+async def _serve(config: RunConfig) -> None:
+    stopping = asyncio.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
+    listening = _bind(config.sessions.host, config.sessions.port)
+    owner = owner_of(config.sessions.instance_id, listening.getsockname()[1])
+    directory = SessionDirectory(Store(config.store_dir), owner)
+    await in_io_thread(directory.lock)
+    table = SessionTable(directory, config, await in_io_thread(directory.recoverable))
+    lag = config.lag.watch("sessions")
+    async with Backend.open(config.engine) as backend:
+        server = SessionServer(config, table, backend, lag)
+        await server.warm_up()
+        runner = web.ServerRunner(_http_server(server, config), shutdown_timeout=config.sessions.drain_s)
+        async with asyncio.TaskGroup() as group:
+            background = [group.create_task(lag.run()), group.create_task(table.watch())]
+            try:
+                gc.freeze()  # objects of the start-up live as long as the process: collections skip them
+                await _listen(runner, listening, server, config)
+                await stopping.wait()
+            finally:
+                await runner.cleanup()
+                for task in background:
+                    task.cancel()
+                await table.finish()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0: any)"
+        ) from error
+
+
+def _http_server(server: "SessionServer", config: RunConfig) -> "JsonServer":
+    line = config.sessions.header_bytes
+    return JsonServer(server.handle, access_log=None, max_line_size=line, max_field_size=line)
+
+
+async def _listen(
+    runner: web.ServerRunner, listening: socket.socket, server: "SessionServer", config: RunConfig
+) -> None:
+    await runner.setup()
+    await web.SockSite(runner, listening, backlog=1024).start()
+    host, port = listening.getsockname()[:2]
+    logger.info(
+        "action=sessions_ready url=http://%s:%d instance=%s engine=%s recoverable=%d secrets=%s",
+        f"[{host}]" if ":" in host else host,
+        port,
+        server.instance_id,
+        ",".join(config.engine.urls),
+        len(server.table),
+        "required" if config.sessions.needs_secret else "not required",
+    )
 
 
 class SessionServer:
-    def __init__(self, config: RunConfig, registry: Registry, backend: Backend, lag: LoopLag) -> None:
-        self.registry = registry
+    def __init__(self, config: RunConfig, table: SessionTable, backend: Backend, lag: LoopLag) -> None:
+        self.table = table
         self._config = config
         self._settings = config.sessions
         self._backend = backend
@@ -39,7 +121,7 @@ class SessionServer:
         self._chats = Chats(config, backend, self._requests)
         self.instance_id = self._settings.instance_id or secrets.token_hex(16)
         self._health = orjson.dumps({"status": "ok", "session_server_instance_id": self.instance_id})
-        self._routes: dict[tuple[str, str], Handler] = {
+        self._handlers: dict[tuple[str, str], Handler] = {
             ("GET", ""): self._show,
             ("DELETE", ""): self._delete,
             ("POST", "/seal"): self._seal,
@@ -48,7 +130,7 @@ class SessionServer:
         }
         for path in self._settings.proxy_allow:
             for method in ("GET", "POST"):
-                self._routes.setdefault((method, path), self._proxy)
+                self._handlers.setdefault((method, path), self._proxy)
 
     async def warm_up(self) -> None:
         await self._chats.warm_up()
@@ -58,12 +140,12 @@ class SessionServer:
             return await self._route(request)
         except SessionError as error:
             return error_response(error.status_code, str(error))
-        except BlobMissing:  # closed while its files were read
+        except BlobMissing:  # the session was closed while its files were read
             return error_response(NotFound.status_code, f"session not found: {request.path}")
         except PenstockError as error:
             logger.error("action=chat_failed path=%s error=%s", request.path, error)
             return error_response(500, str(error))
-        except ConnectionError:  # the client has left before its request was read: nobody will see this
+        except ConnectionError:  # the client left before its request was read, and does not get this response
             return error_response(400, "the request broke off")
 
     async def _route(self, request: web.BaseRequest) -> web.Response:
@@ -76,65 +158,67 @@ class SessionServer:
             case "POST", ["", "sessions"]:
                 return await self._create(request)
             case method, ["", "sessions", id, *rest]:
-                handler = self._routes.get((method, "/" + rest[0] if rest else ""))
-                entry = await self.registry.find(id)
-                notes = self._authorised(request, entry)
+                handler = self._handlers.get((method, "/" + rest[0] if rest else ""))
+                entry = await self.table.find(id)
+                metadata = self._authorize(request, entry)
                 if handler is None:
                     raise NotFound(f"there is no {method} {path}")
-                return await handler(request, entry, notes)
+                return await handler(request, entry, metadata)
             case method, _:
                 raise NotFound(f"there is no {method} {path}")
 
-    def _authorised(self, request: web.BaseRequest, entry: Entry) -> Notes:
-        assert entry.notes is not None
-        if self._settings.needs_secret and not headers.has_secret(request.headers, entry.notes.secret_digest):
-            raise Unauthorised("the session's secret is required: send it as bearer token (api_key)")
-        return entry.notes
+    def _authorize(self, request: web.BaseRequest, entry: Entry) -> SessionMetadata:
+        assert entry.metadata is not None
+        if self._settings.needs_secret and not headers.has_secret(request.headers, entry.metadata.secret_digest):
+            raise Unauthorised(
+                "the session's secret is required: send it as bearer token (api_key); POST /sessions returned it"
+            )
+        return entry.metadata
 
     async def _create(self, request: web.BaseRequest) -> web.Response:
-        asked = read_new_session(await self._body(request))
-        entry, secret = await self.registry.create(asked)
-        if asked.policy_version is not None:
-            self._backend.replicas.announce(asked.policy_version)
+        new = read_new_session(await self._body(request))
+        entry, secret = await self.table.create(new)
+        if new.policy_version is not None:
+            self._backend.replicas.announce(new.policy_version)
         base_url = f"{request.scheme}://{request.host}/sessions/{entry.id}/v1"
         return _json(orjson.dumps({"session_id": entry.id, "base_url": base_url, "secret": secret}))
 
-    async def _chat(self, request: web.BaseRequest, entry: Entry, notes: Notes) -> web.Response:
+    async def _chat(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
         try:
-            return await self._chats.answer(request, entry, notes)
+            return await self._chats.handle(request, entry, metadata)
         finally:
-            self.registry.touch(entry)
+            self.table.touch(entry)
 
-    async def _show(self, _: web.BaseRequest, entry: Entry, __: Notes) -> web.Response:
+    async def _show(self, _: web.BaseRequest, entry: Entry, __: SessionMetadata) -> web.Response:
         session = opened(entry)
         settings = session.settings
         ids = session.token_ids()
         records = await session.records()
-        metadata = {
+        details = {
             "accumulated_token_ids": orjson.Fragment(b"[%b]" % ids_text(ids)),
             "rollout": settings.rollout,
             "attempt": settings.attempt,
             "mode": settings.mode,
             "turns": session.turns,
         }
-        return _json(await in_io_thread(_shown, entry.id, records, metadata))
+        return _json(await in_io_thread(_shown, entry.id, records, details))
 
-    async def _delete(self, _: web.BaseRequest, entry: Entry, __: Notes) -> web.Response:
-        await self.registry.delete(entry)
+    async def _delete(self, _: web.BaseRequest, entry: Entry, __: SessionMetadata) -> web.Response:
+        await self.table.delete(entry)
         return web.Response(status=204)
 
-    async def _seal(self, request: web.BaseRequest, entry: Entry, _: Notes) -> web.Response:
-        asked = read_seal(await self._body(request))
-        return _json(await self.registry.seal(entry, asked.error))
+    async def _seal(self, request: web.BaseRequest, entry: Entry, _: SessionMetadata) -> web.Response:
+        seal = read_seal(await self._body(request))
+        return _json(await self.table.seal(entry, seal.error))
 
-    async def _proxy(self, request: web.BaseRequest, entry: Entry, notes: Notes) -> web.Response:
+    async def _proxy(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
         body = await self._body(request)
         own_key = self._backend.settings.api_key is not None
-        passed = headers.to_upstream(request.headers, notes.secret_digest, own_key=own_key)
+        passed = headers.to_upstream(request.headers, metadata.secret_digest, own_key=own_key)
         target = request.rel_url.raw_path_qs.removeprefix(f"/sessions/{entry.id}")
-        asked = Asked(method=request.method, target=target, body=body, headers=passed)
-        async with self._backend.ask(asked, home=entry.home) as answered:
-            return passed_on(answered)
+        engine_request = EngineRequest(method=request.method, target=target, body=body, headers=passed)
+        async with self._backend.send(engine_request, home=entry.home) as response:
+            return forwarded(response)
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         limits = self._settings
@@ -146,10 +230,10 @@ class SessionServer:
         return orjson.dumps(
             {
                 "instance_id": self.instance_id,
-                "sessions": {"open": len(self.registry), "limit": limits.max_sessions, "gone": self.registry.expired},
-                "counts": asdict(self.registry.counts),
+                "sessions": {"open": len(self.table), "limit": limits.max_sessions, "gone": self.table.expired},
+                "counts": asdict(self.table.counts),
                 "chats": asdict(self._chats.counts),
-                "retained_bytes": self.registry.retained_bytes,
+                "retained_bytes": self.table.retained_bytes,
                 "answers_bytes": {"used": received.used, "most": received.most_used, "limit": received.limit},
                 "requests_bytes": {"used": requests.used, "most": requests.most_used, "limit": requests.limit},
                 "loop_lag": self._lag.summary().as_dict(),
@@ -157,10 +241,52 @@ class SessionServer:
         )
 
 
-def _shown(id: str, records: list[bytes], metadata: Mapping[str, object]) -> bytes:
-    shown = {"session_id": id, "records": [orjson.Fragment(record) for record in records], "metadata": metadata}
+def _shown(id: str, records: list[bytes], details: Mapping[str, object]) -> bytes:
+    shown = {"session_id": id, "records": [orjson.Fragment(record) for record in records], "metadata": details}
     return orjson.dumps(shown)
 
 
 def _json(body: bytes) -> web.Response:
     return web.Response(body=body, content_type=JSON)
+
+
+def error_response(status: int, text: str) -> web.Response:
+    return web.Response(status=status, body=orjson.dumps({"error": text}), content_type=JSON)
+
+
+class JsonErrors(web.RequestHandler):
+    """Reports errors below the routes as JSON: malformed HTTP, oversized heads, bugs of this server."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if isinstance(exc, LineTooLong) or "Too many headers" in str(exc):
+            status, message = (
+                431,
+                "the request's head is too large: send fewer or shorter headers, or raise sessions.header_bytes",
+            )
+        elif not isinstance(exc, HttpProcessingError):
+            logger.error("action=unexpected path=%s", request.path, exc_info=exc)
+            message = "internal error of the session server: see action=unexpected in its log"
+        if request.writer.output_size:
+            raise ConnectionError("the response has begun: the error cannot be sent")
+        response = error_response(status, message or "bad request")
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Errors of the connection, such as a body that cannot be decoded, are caused by the client: one line."""
+        logger.warning("action=connection_dropped error=%r", kw.get("exc_info"))
+
+
+class JsonServer(web.Server):
+    def __init__(self, handler: Any, **options: Any) -> None:
+        super().__init__(handler, **options)
+        self._options = options
+
+    def __call__(self) -> web.RequestHandler:
+        return JsonErrors(self, loop=self._loop, **self._options)

@@ -1,7 +1,7 @@
-"""The sessions of a server, by id: made, found, brought back after a restart, sealed, expired, forgotten.
+"""The sessions of a server by id: create, find, recover after a restart, seal, expire, delete.
 
-All state changes happen on the loop's thread. A session is in memory while it is used; one that an earlier process left
-is brought back when somebody asks for it.
+All state changes happen on the loop's thread. Sessions of an earlier process are recovered from disk at their first
+request.
 """
 
 import asyncio
@@ -25,40 +25,42 @@ from penstock.recording.spool import COLUMNS, EXPERTS
 from penstock.runtime.offload import in_io_thread
 from services.sessions.headers import digest
 from services.sessions.requests import NewSession
-from services.sessions.shelf import Shelf
+from services.sessions.session_directory import SessionDirectory
 
 logger = logging.getLogger("penstock.sessions")
 
 EXPIRED_S = 3600.0
-"""How long an expired session answers 410, then 404."""
+"""How long requests for an expired session get 410; later ones get 404."""
 EXPIRED_MOST = 100_000
-"""Of them; 20 MB of ids and times."""
+"""Expired ids that are remembered: 20 MB of ids and times."""
 CHECK_S = 1.0
+"""Interval of the check for idle and overdue sessions."""
 
 
-class Notes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the recorder keeps for us, and gives back after a restart."""
+class SessionMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """The server's own data about a session, stored by the recorder in `SessionSettings.notes`."""
 
     secret_digest: str
     sampling: dict[str, Any]
     created_at: float
     """seconds since 1970"""
     files_key: str | None = None
-    """directory of the store that sealed files are put into; default: the session's own"""
+    """directory of the store that sealed files are moved into; default: the session's own"""
 
 
 @dataclass(kw_only=True, eq=False)
 class Entry:
     id: str
     session: Session | None = None
-    """None: nobody has asked for it since the restart, or its blobs are sealed"""
-    notes: Notes | None = None
+    """None: not yet recovered after a restart, or sealed"""
+    metadata: SessionMetadata | None = None
     sealed: bytes | None = None
-    """what sealing answered"""
+    """response of the seal request"""
     used_at: float = field(default_factory=time.monotonic)
     deadline: float = 0.0
-    """by the monotonic clock"""
+    """on the monotonic clock"""
     home: Replica | None = None
+    """replica that served the last chat"""
     retained_bytes: int = 0
     opening: asyncio.Task[None] | None = None
     sealing: asyncio.Task[None] | None = None
@@ -73,16 +75,16 @@ class Counts:
     expired: int = 0
 
 
-class Registry:
-    def __init__(self, shelf: Shelf, config: RunConfig, left_behind: list[str]) -> None:
+class SessionTable:
+    def __init__(self, directory: SessionDirectory, config: RunConfig, recoverable: list[str]) -> None:
         self.counts = Counts()
         self.retained_bytes = 0
-        self._shelf = shelf
+        self._directory = directory
         self._config = config
         self._settings = config.sessions
         deadline = time.monotonic() + self._settings.lifetime_s
-        self._entries = {id: Entry(id=id, deadline=deadline) for id in left_behind}  # oldest first
-        self._by_use = OrderedDict.fromkeys(left_behind)  # longest unused first
+        self._entries = {id: Entry(id=id, deadline=deadline) for id in recoverable}  # oldest first
+        self._by_use = OrderedDict.fromkeys(recoverable)  # longest unused first
         self._expired: OrderedDict[str, float] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -93,21 +95,21 @@ class Registry:
     def expired(self) -> int:
         return len(self._expired)
 
-    async def create(self, asked: NewSession) -> tuple[Entry, str]:
-        """The session, and its secret, of which only a digest is kept."""
+    async def create(self, new: NewSession) -> tuple[Entry, str]:
+        """The session and its secret. Only a digest of the secret is kept."""
         if len(self._entries) >= self._settings.max_sessions:
-            raise Full(f"there are {len(self._entries)} sessions: seal or delete some, or raise sessions.max_sessions")
+            raise Full(f"there are {len(self._entries)} sessions: delete some, or raise sessions.max_sessions")
         id, secret = secrets.token_hex(16), secrets.token_urlsafe(32)
-        notes = Notes(
-            secret_digest=digest(secret), sampling=asked.sampling, created_at=time.time(), files_key=_files_key(asked)
+        metadata = SessionMetadata(
+            secret_digest=digest(secret), sampling=new.sampling, created_at=time.time(), files_key=_files_key(new)
         )
-        entry = Entry(id=id, notes=notes, deadline=time.monotonic() + self._settings.lifetime_s)
-        self._entries[id] = entry  # counts while its files are made
+        entry = Entry(id=id, metadata=metadata, deadline=time.monotonic() + self._settings.lifetime_s)
+        self._entries[id] = entry  # counts while its files are created
         self._by_use[id] = None
         try:
             entry.session = await Session.start(
-                self._shelf.store,
-                self._session_settings(id, asked, notes),
+                self._directory.store,
+                self._session_settings(id, new, metadata),
                 route_format=self._config.engine.route_format,
             )
         except BaseException:
@@ -117,7 +119,7 @@ class Registry:
         return entry, secret
 
     async def find(self, id: str) -> Entry:
-        """NotFound, Expired, or a session that can be used."""
+        """The session, recovered if need be. Raises NotFound or Expired."""
         entry = self._entries.get(id)
         if entry is None:
             raise self._gone(id)
@@ -127,7 +129,7 @@ class Registry:
         return entry
 
     def touch(self, entry: Entry) -> None:
-        """It was just used."""
+        """Note the session as just used. Expires it if its files exceed sessions.session_bytes."""
         if self._entries.get(entry.id) is not entry:
             return
         entry.used_at = time.monotonic()
@@ -139,7 +141,7 @@ class Registry:
                 self._expire(entry, "bytes")
 
     async def seal(self, entry: Entry, error: str) -> bytes:
-        """Once; who asks again gets the same answer."""
+        """Seal the session. Idempotent: later calls return the first result."""
         if entry.sealed is None and (entry.sealing is None or entry.sealing.done()):
             entry.sealing = asyncio.create_task(self._seal(entry, opened(entry), error))
         if entry.sealing:
@@ -149,19 +151,19 @@ class Registry:
 
     async def _seal(self, entry: Entry, session: Session, error: str) -> None:
         sealed = await session.seal(error=error)
-        entry.sealed = orjson.dumps(await in_io_thread(self._placed, entry, sealed))
+        entry.sealed = orjson.dumps(await in_io_thread(self._move_files, entry, sealed))
         self.counts.sealed += 1
         self._drop_session(entry)
 
-    def _placed(self, entry: Entry, sealed: Sealed) -> Sealed:
-        """Its files where the rollout's execution keeps them; nobody has been told of them yet."""
-        files_key = entry.notes and entry.notes.files_key
+    def _move_files(self, entry: Entry, sealed: Sealed) -> Sealed:
+        """Move the files to the execution's directory, before any response names them."""
+        files_key = entry.metadata and entry.metadata.files_key
         if not files_key:
             return sealed
-        store = self._shelf.store
+        store = self._directory.store
         columns = store.move(sealed.columns, f"{files_key}/{COLUMNS}")
         experts = sealed.experts and store.move(sealed.experts, f"{files_key}/{EXPERTS}")
-        self._shelf.discard(entry.id)
+        self._directory.discard(entry.id)
         return replace(sealed, columns=columns, experts=experts)
 
     async def delete(self, entry: Entry) -> None:
@@ -172,7 +174,8 @@ class Registry:
         await self._close(entry)
 
     async def watch(self) -> None:
-        """Until cancelled, expires what is idle or too old; in order of use and age, so that only that is looked at."""
+        """Expire idle and overdue sessions until cancelled. Both orders, by use and by age, are kept sorted, so that a
+        check reads only what expires."""
         while True:
             await asyncio.sleep(CHECK_S)
             now = time.monotonic()
@@ -182,7 +185,7 @@ class Registry:
                 self._expired.popitem(last=False)
 
     async def finish(self) -> None:
-        """Waits for what is being closed. Open sessions stay on disk, for the next process."""
+        """Wait for sessions that are being closed. Open sessions stay on disk for the next process."""
         while self._closing:
             await asyncio.wait(self._closing)
 
@@ -219,7 +222,7 @@ class Registry:
         entry.retained_bytes = 0
 
     async def _close(self, entry: Entry) -> None:
-        """Sealed blobs stay: they are whoever's asked for them. Once this is over, none appears any more."""
+        """Close the session and remove its files; sealed blobs stay. No blob appears after this returns."""
         if entry.sealing:
             await asyncio.wait([entry.sealing])
         session = entry.session
@@ -227,7 +230,7 @@ class Registry:
             if session is not None:
                 await session.close()
             if entry.sealed is None and not (session and session.sealed):
-                await in_io_thread(self._shelf.discard, entry.id)
+                await in_io_thread(self._directory.discard, entry.id)
         except (BlobError, OSError) as error:
             logger.warning("action=not_discarded session=%s error=%r", entry.id, error)
 
@@ -244,17 +247,17 @@ class Registry:
             raise self._gone(entry.id)
 
     async def _recover(self, entry: Entry) -> None:
-        key, route_format = self._shelf.session_key(entry.id), self._config.engine.route_format
+        key, route_format = self._directory.session_key(entry.id), self._config.engine.route_format
         try:
-            session = await Session.recover(self._shelf.store, key, route_format=route_format)
-            entry.notes = msgspec.json.decode(session.settings.notes, type=Notes)
+            session = await Session.recover(self._directory.store, key, route_format=route_format)
+            entry.metadata = msgspec.json.decode(session.settings.notes, type=SessionMetadata)
         except (BlobError, OSError, msgspec.DecodeError) as error:
             logger.error("action=session_lost session=%s error=%s", entry.id, error)
             if self._entries.get(entry.id) is entry:
                 self._expire(entry, "unreadable")
             return
         entry.session = session
-        entry.deadline = time.monotonic() + self._settings.lifetime_s - (time.time() - entry.notes.created_at)
+        entry.deadline = time.monotonic() + self._settings.lifetime_s - (time.time() - entry.metadata.created_at)
         self.counts.recovered += 1
         logger.info("action=session_recovered session=%s turns=%d", entry.id, session.turns)
 
@@ -263,32 +266,32 @@ class Registry:
             return Expired(f"session expired: session_id={id}")
         return not_found(id)
 
-    def _session_settings(self, id: str, asked: NewSession, notes: Notes) -> SessionSettings:
+    def _session_settings(self, id: str, new: NewSession, metadata: SessionMetadata) -> SessionSettings:
         policy = self._config.policy
         return SessionSettings(
             session=id,
-            key=self._shelf.session_key(id),
-            rollout=asked.rollout or id,
-            attempt=asked.attempt,
+            key=self._directory.session_key(id),
+            rollout=new.rollout or id,
+            attempt=new.attempt,
             mode=Mode(self._config.session_mode),
             append_roles=self._settings.append_roles,
             max_seq_len=policy.max_seq_len,
             max_samples=policy.max_samples,
             logprobs_mode=self._config.engine.logprobs_mode,
-            notes=msgspec.json.encode(notes).decode(),
+            notes=msgspec.json.encode(metadata).decode(),
         )
 
 
-def _files_key(asked: NewSession) -> str | None:
-    if asked.execution is None:
+def _files_key(new: NewSession) -> str | None:
+    if new.execution is None:
         return None
-    assert asked.run is not None, "checked when it was read"
-    assert asked.rollout is not None
-    return ids.execution_directory(asked.run, asked.rollout, asked.attempt, asked.execution)
+    assert new.run is not None, "checked by read_new_session"
+    assert new.rollout is not None
+    return ids.execution_directory(new.run, new.rollout, new.attempt, new.execution)
 
 
 def opened(entry: Entry) -> Session:
-    """NotFound where it was sealed: nothing is recorded any more."""
+    """The session. Raises NotFound if it is sealed."""
     if entry.session is None:
         raise not_found(entry.id)
     return entry.session

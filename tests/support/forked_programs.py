@@ -27,7 +27,7 @@ PRELOADED = [
     "orchestrator.start",
     "penstock.playing.rollout",
     "services.engine.server",
-    "services.sessions.serving",
+    "services.sessions.server",
     "uvloop",
 ]
 PROGRAMS = ("penstock", "celery")

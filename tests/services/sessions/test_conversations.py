@@ -120,7 +120,10 @@ def test_turns_are_limited(strict: Agent) -> None:
     for number in range(8):
         strict.talk(f"{number}")
     got = strict.chat([*strict.messages, user("one more")])
-    assert (got.status, got.error) == (400, "turn limit: the session has had its 8 turns")
+    assert (got.status, got.error) == (
+        400,
+        "turn limit: the session has its 8 turns; seal it, or raise policy.max_turns",
+    )
     assert strict.ask("POST", "/seal").json["turns"] == 8
 
 

@@ -78,7 +78,7 @@ def test_an_engine_that_breaks_off(agent: Agent, script: Script, says: Response)
     script.says["break off"] = lambda _: says
     got = agent.chat("break off")
     assert got.status == 502
-    assert "the engine broke off its answer" in got.error
+    assert "the engine broke off its response" in got.error
     assert agent.turns() == 0
     agent.assert_goes_on()
 

@@ -22,11 +22,10 @@ from penstock.store import Store
 from services.sessions import chats
 from services.sessions.backend import Backend
 from services.sessions.chats import CUT_ON_LOOP_BYTES, is_quick
-from services.sessions.connection import JsonServer
 from services.sessions.requests import read_chat
-from services.sessions.server import SessionServer
-from services.sessions.session_table import Registry
-from services.sessions.shelf import Shelf
+from services.sessions.server import JsonServer, SessionServer
+from services.sessions.session_directory import SessionDirectory
+from services.sessions.session_table import SessionTable
 
 
 async def ask(http: ClientSession, url: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
@@ -45,13 +44,13 @@ async def listening(handler: Any) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def sessions(directory: Path, upstream: str) -> AsyncIterator[tuple[Registry, str]]:
+async def sessions(directory: Path, upstream: str) -> AsyncIterator[tuple[SessionTable, str]]:
     config = RunConfig(store=f"file://{directory}", engine=Engine(urls=(upstream,)))
-    registry = Registry(Shelf(Store(directory), "test"), config, [])
+    table = SessionTable(SessionDirectory(Store(directory), "test"), config, [])
     async with Backend.open(config.engine) as backend:
-        server = SessionServer(config, registry, backend, LoopLag(process="test"))
+        server = SessionServer(config, table, backend, LoopLag(process="test"))
         async with listening(server.handle) as url:
-            yield registry, url
+            yield table, url
 
 
 def test_turns_that_appear_meanwhile_are_an_error_that_is_logged(
@@ -60,7 +59,7 @@ def test_turns_that_appear_meanwhile_are_an_error_that_is_logged(
     answered = threading.Event()
 
     async def main(upstream: Server) -> None:
-        async with sessions(tmp_path, upstream.url) as (registry, base), ClientSession() as http:
+        async with sessions(tmp_path, upstream.url) as (table, base), ClientSession() as http:
             _, created = await ask(http, f"{base}/sessions")
             chat = f"{base}/sessions/{created['session_id']}/v1/chat/completions"
             answered.set()
@@ -68,7 +67,7 @@ def test_turns_that_appear_meanwhile_are_an_error_that_is_logged(
             answered.clear()
             under_way = asyncio.create_task(ask(http, chat, {"messages": [user("two")]}))
             await wait_until_async(lambda: len(upstream.seen) == 2)
-            session = (await registry.find(created["session_id"])).session
+            session = (await table.find(created["session_id"])).session
             assert session is not None
             turns = session._samples.turns  # pyright: ignore[reportPrivateUsage]
             turns.append(turns[0])
@@ -137,7 +136,10 @@ def test_our_own_mistakes_are_told_without_their_traceback(caplog: pytest.LogCap
     async def main() -> None:
         async with listening(broken) as url, ClientSession() as http:
             status, said = await ask(http, url)
-        assert (status, said) == (500, {"error": "an error of the session server: its log says which"})
+        assert (status, said) == (
+            500,
+            {"error": "internal error of the session server: see action=unexpected in its log"},
+        )
 
     asyncio.run(main())
     assert "RuntimeError: inside" in caplog.text

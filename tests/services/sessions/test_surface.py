@@ -167,7 +167,8 @@ def test_bodies_and_heads_are_limited(agent: Agent, sessions: SessionsProcess, s
         assert got.status == 413
         assert "more than 16777216 bytes" in got.error
     got = sessions.ask("POST", agent.path + CHAT, b"", {"Transfer-Encoding": "identity", "X-Long": "x" * 20_000})
-    assert (got.status, got.error) == (431, "the request's head is too large")
+    assert got.status == 431
+    assert "the request's head is too large: send fewer or shorter headers" in got.error
     assert sessions.ask("GET", "/" + "x" * 20_000).status == 431
     assert sessions.ask("GET", "/health", None, {f"X-{number}": "x" for number in range(200)}).status == 431
     assert len(script.server.seen) == before
@@ -224,7 +225,7 @@ def test_what_is_used_and_what_may_be_is_shown(agent: Agent, sessions: SessionsP
     ("arguments", "why"),
     [
         (["--proxy-allow", "/v1/embeddings,/flush_cache"], "/flush_cache administers the engine"),
-        (["--proxy-allow", "/v1/../sleep"], "is no plain path"),
+        (["--proxy-allow", "/v1/../sleep"], "is not a plain path"),
         (["--instance-id", "x"], "instance_id"),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),
         (["--store", "/plain/path"], "file:///absolute/path"),

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from cli.main import app
 from penstock.errors import ConfigError
 from penstock.store import Store
-from services.sessions.shelf import Shelf, owner_of
+from services.sessions.session_directory import SessionDirectory, owner_of
 
 
 def test_the_death_of_a_server_touches_its_own_sessions_only(script: Script, tmp_path: Path) -> None:
@@ -31,8 +31,7 @@ def test_the_death_of_a_server_touches_its_own_sessions_only(script: Script, tmp
 
 
 def test_two_servers_never_share_their_sessions(tmp_path: Path) -> None:
-    shelf = Shelf(Store(tmp_path), "ab" * 16)
-    shelf.take()
+    SessionDirectory(Store(tmp_path), "ab" * 16).lock()
     arguments = ["--port", "0", "--store", f"file://{tmp_path}", "--instance-id", "ab" * 16]
     result = CliRunner().invoke(app, ["sessions", *arguments])
     assert isinstance(result.exception, ConfigError)
@@ -52,20 +51,20 @@ def test_what_was_half_written_goes_and_what_cannot_be_read_is_gone(script: Scri
             agent.talk("hello")
         files = sealed.ask("POST", "/seal").json
         process.kill()
-        shelf = process.store / "sessions" / ("ef" * 16)
-        log = shelf / broken.id / ".columns.safetensors.log"
+        directory = process.store / "sessions" / ("ef" * 16)
+        log = directory / broken.id / ".columns.safetensors.log"
         log.write_bytes(log.read_bytes()[:10])
-        (shelf / sealed.id / ".columns.safetensors.half").touch()
-        (shelf / ("0" * 32)).mkdir()
-        (shelf / ("0" * 32) / ".experts.safetensors.rows").touch()
+        (directory / sealed.id / ".columns.safetensors.half").touch()
+        (directory / ("0" * 32)).mkdir()
+        (directory / ("0" * 32) / ".experts.safetensors.rows").touch()
     with running(tmp_path, script.server.url, *instance) as again:
         for agent in (sealed, broken, whole):
             agent.server = again
         assert again.status()["sessions"]["open"] == 2
         assert (broken.ask("GET").status, sealed.ask("GET").status, whole.turns()) == (410, 404, 1)
-        assert {path.name for path in shelf.iterdir()} >= {sealed.id, whole.id}
-        assert not list(shelf.rglob("*.half"))
-        assert not (shelf / ("0" * 32)).exists()
+        assert {path.name for path in directory.iterdir()} >= {sealed.id, whole.id}
+        assert not list(directory.rglob("*.half"))
+        assert not (directory / ("0" * 32)).exists()
         assert (process.store / files["columns"]["key"]).exists()
         whole.assert_goes_on()
 

@@ -1,6 +1,6 @@
-"""Where one server keeps its sessions in the store: a directory that no other server uses, found again after a restart.
+"""The directory of one session server in the store, locked against other servers and found again after a restart.
 
-Blocks: called in a thread, or before the loop runs.
+Its methods block: call them in a thread, or before the loop runs.
 """
 
 import fcntl
@@ -17,18 +17,18 @@ FOLDER = "sessions"
 
 
 def owner_of(instance_id: str | None, port: int) -> str:
-    """A server is known by the name it was given, else by where it listens: a client comes back to that."""
+    """The directory's name: the instance id, else host and port, by which clients find the server again."""
     return instance_id or re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()}-{port}")[:100]
 
 
-class Shelf:
+class SessionDirectory:
     def __init__(self, store: Store, owner: str) -> None:
         self.store = store
         self.key = f"{FOLDER}/{owner}"
         self._lock: int | None = None
 
-    def take(self) -> None:
-        """For this process alone, until it ends."""
+    def lock(self) -> None:
+        """Held until the process ends."""
         path = self.store.path(self.key)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -39,27 +39,27 @@ class Shelf:
         except OSError as error:
             raise ConfigError(f"cannot keep sessions in {path}: {error.strerror}; choose another --store") from error
 
-    def left_behind(self) -> list[str]:
-        """Ids of the sessions that an earlier process did not seal; what it left of others goes."""
-        found = {key.rpartition("/")[2] for key in unsealed(self.store, self.key)}
+    def recoverable(self) -> list[str]:
+        """Ids of the sessions that an earlier process did not seal. Removes its other unfinished files."""
+        ids = {key.rpartition("/")[2] for key in unsealed(self.store, self.key)}
         for directory in self.store.path(self.key).iterdir():
-            if directory.is_dir() and directory.name not in found:
-                _tidy(directory)
-        return sorted(found)
+            if directory.is_dir() and directory.name not in ids:
+                _remove_unfinished(directory)
+        return sorted(ids)
 
     def session_key(self, session: str) -> str:
         return f"{self.key}/{session}"
 
     def discard(self, session: str) -> None:
-        """All files of a session, half-written blobs included; mostly they have gone already."""
+        """Remove all files of a session, unfinished ones included. Usually only the empty directory is left."""
         try:
             (self.store.root / self.session_key(session)).rmdir()
         except OSError:
             self.store.sweep(self.session_key(session), named=())
 
 
-def _tidy(directory: Path) -> None:
-    """Removes what was being written when its process was killed; sealed blobs are somebody's."""
+def _remove_unfinished(directory: Path) -> None:
+    """Sealed blobs stay: they belong to the client that sealed them."""
     for file in directory.glob(".*"):
         file.unlink(missing_ok=True)
     if not any(directory.iterdir()):
