@@ -1,4 +1,4 @@
-"""What is queued: the Celery app, one module per queue, and the one way every job is executed."""
+"""What is queued: the Celery app, one module per queue, and the execution that every job shares."""
 
 from tasks import advantages, encoding, filtering, rollouts
 from tasks.celery_app import app

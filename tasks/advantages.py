@@ -1,4 +1,4 @@
-"""The queue `advantages`: the group estimator, and the filters that judge a group as a whole. Runs on prefork."""
+"""The queue `advantages`: the group phase of the estimator, and the group filters. Runs on prefork."""
 
 import numpy as np
 
@@ -9,14 +9,13 @@ from penstock.config.test_hooks import noop_settings
 from penstock.filters import GroupRewards, group_filters, judge_group
 from penstock.messages import AdvantageJob, AdvantageResult, GroupInputs, Queue
 from tasks import noop
-from tasks.celery_app import app, task_name
-from tasks.settings import settings
-from tasks.stage_process import stage_process
+from tasks.celery_app import app, settings, task_name
+from tasks.execution import sync_executor
 
 
 @app.task(name=task_name(Queue.ADVANTAGES), pydantic=True)
 def run(job: AdvantageJob) -> None:
-    stage_process().execute(job, lambda _: body(job, settings()))
+    sync_executor().execute(job, lambda _: body(job, settings()))
 
 
 def body(job: AdvantageJob, config: RunConfig) -> AdvantageResult:
@@ -37,12 +36,12 @@ def estimate(plan: GroupInputs, config: RunConfig) -> AdvantageResult:
         input_tokens=np.array([result.prompt_tokens for result in results], np.int64),
         turns=np.array([result.turns for result in results], np.int64),
     )
-    found = group_phase(group, recipe)
+    advantages = group_phase(group, recipe)
     filters = group_filters(config.filters, needs_variance=recipe.needs_variance)
-    verdict = judge_group(GroupRewards(rewards=rewards, shaped=found.shaped), filters)
-    names = (member.rollout for member in plan.members)
+    verdict = judge_group(GroupRewards(rewards=rewards, shaped=advantages.shaped), filters)
+    rollouts = (member.rollout for member in plan.members)
     return AdvantageResult(
-        advantages=dict(zip(names, found.values.tolist(), strict=True)),
+        advantages=dict(zip(rollouts, advantages.values.tolist(), strict=True)),
         dropped=verdict.drop_reason,
         masked=verdict.masked,
     )

@@ -1,9 +1,10 @@
 """The Celery app: explicit task names, four queues, JSON only, early acknowledgement, no result backend.
 
-Losses are found by leases (`leases.py`) and the orchestrator, so a broker connection that resets repeats nothing and a
-killed worker strands nothing: docs/decisions.md, "Early acknowledgement".
+Lost messages are detected by leases (`leases.py`) and the orchestrator, so a broker connection that resets repeats
+nothing and a killed worker strands nothing: docs/decisions.md, "Early acknowledgement".
 """
 
+import functools
 from typing import Any
 
 import kombu
@@ -11,15 +12,26 @@ import orjson
 from celery import Celery
 from kombu.serialization import register
 
+from penstock import config
+from penstock.errors import ConfigError
 from penstock.messages import Queue
-from tasks.settings import settings
 
 CONTENT_TYPE = "application/x-orjson"
-SOCKET_TIMEOUT_S = 30  # kombu's default waits for ever on a half-open connection; above its own BRPOP block of seconds
+SOCKET_TIMEOUT_S = 30
+"""kombu's default never times out on a half-open connection. Must exceed its BRPOP, which blocks for seconds."""
+
+
+@functools.cache
+def settings() -> config.RunConfig:
+    """The configuration of this process, read once from its own environment, never from a message."""
+    try:
+        return config.load(None)
+    except ConfigError as error:
+        raise SystemExit(f"penstock: {error}") from error
 
 
 def task_name(queue: Queue, task: str = "run") -> str:
-    """The name says nothing about where the code lies."""
+    """Names are explicit, so that import paths never reach the wire."""
     return f"penstock.{queue.value}.{task}"
 
 
@@ -40,11 +52,11 @@ def _configuration() -> dict[str, Any]:
             "socket_connect_timeout": 5,
             "socket_keepalive": True,
             "body_encoding": "utf-8",
-            # What was delivered and not begun is kept in the worker, not in Redis too: leases find what a kill takes.
+            # Delivered messages that have not started are in the worker only: leases detect those that a kill loses.
             "ack_emulation": False,
         },
         "task_serializer": "orjson",
-        "accept_content": ["orjson", "json"],  # remote control speaks `json`
+        "accept_content": ["orjson", "json"],  # remote control uses `json`
         "task_ignore_result": True,
         "task_acks_late": False,
         "worker_disable_prefetch": True,

@@ -9,14 +9,13 @@ from penstock.messages import UNREADABLE_LIMIT, EncodeJob, EncodeResult, Queue
 from penstock.store import BlobRef, Store
 from penstock.store.columns import read_columns
 from tasks import noop
-from tasks.celery_app import app, task_name
-from tasks.settings import settings
-from tasks.stage_process import stage_process
+from tasks.celery_app import app, settings, task_name
+from tasks.execution import sync_executor
 
 
 @app.task(name=task_name(Queue.ENCODING), pydantic=True)
 def run(job: EncodeJob) -> None:
-    stage_process().execute(job, lambda execution: body(job, settings(), execution))
+    sync_executor().execute(job, lambda execution: body(job, settings(), execution))
 
 
 def body(job: EncodeJob, config: RunConfig, execution: str) -> EncodeResult:

@@ -1,7 +1,7 @@
-"""A job as the bytes that kombu's Redis transport would have put into the queue's list.
+"""A job as the bytes that kombu's Redis transport puts into the queue's list.
 
-The orchestrator pushes them itself, many in one command: 0.02 ms a message against 0.35 for kombu's own batch, and
-nothing that waits on its loop. tests/tasks/test_envelope.py holds this against what kombu writes.
+The orchestrator pushes them itself, many in one command: 0.02 ms a message against 0.35 for kombu's own batch, without
+blocking its loop. tests/tasks/test_envelope.py compares them with what kombu writes.
 """
 
 from typing import Any
@@ -33,9 +33,8 @@ TASKS: dict[type[AnyJob], str] = {
 }
 SEQUENCE_HEADER = "penstock_sequence"
 ORIGIN = "penstock"
-HARD_LIMIT_AFTER_S = (
-    2 * GRACE_S
-)  # a body that does not heed its time-out loses its slot (asyncio) or its process (prefork)
+HARD_LIMIT_AFTER_S = 2 * GRACE_S
+"""A body that ignores its time-out loses its slot (asyncio) or its process (prefork) this long after it."""
 EMBED = '{"callbacks":null,"errbacks":null,"chain":null,"chord":null}'
 
 
@@ -59,7 +58,7 @@ def encode(job: AnyJob) -> bytes:
         }
     )
     if len(message) > MESSAGE_LIMIT_BYTES:
-        raise StageError(f"job {job.job} would travel as {len(message)} bytes; the limit is {MESSAGE_LIMIT_BYTES}")
+        raise StageError(f"job {job.job} takes {len(message)} bytes as a message; the limit is {MESSAGE_LIMIT_BYTES}")
     return message
 
 
@@ -89,7 +88,7 @@ def _headers(job: AnyJob) -> dict[str, Any]:
 
 
 def sequence_of(message: bytes) -> int | None:
-    """The sequence of a queued message; None when it is not one of ours."""
+    """The sequence of a queued message; None if Penstock did not write it."""
     try:
         sequence = orjson.loads(message)["headers"][SEQUENCE_HEADER]
     except (orjson.JSONDecodeError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""The queue `filtering`: token filters over one group, and its blobs made durable. Runs on prefork."""
+"""The queue `filtering`: token filters over one group, and the fsync of its blobs. Runs on prefork."""
 
 import logging
 
@@ -11,16 +11,15 @@ from penstock.messages import FilterJob, FilterResult, GroupInputs, Queue, Rollo
 from penstock.store import Store
 from penstock.store.columns import read_columns
 from tasks import noop
-from tasks.celery_app import app, task_name
-from tasks.settings import settings
-from tasks.stage_process import stage_process
+from tasks.celery_app import app, settings, task_name
+from tasks.execution import sync_executor
 
 logger = logging.getLogger("penstock.filtering")
 
 
 @app.task(name=task_name(Queue.FILTERING), pydantic=True)
 def run(job: FilterJob) -> None:
-    stage_process().execute(job, lambda _: body(job, settings()))
+    sync_executor().execute(job, lambda _: body(job, settings()))
 
 
 def body(job: FilterJob, config: RunConfig) -> FilterResult:
@@ -35,12 +34,12 @@ def filter_group(store: Store, plan: GroupInputs, config: RunConfig) -> FilterRe
     verdicts, dropped = dict[str, Verdict](), dict[str, str]()
     for member in plan.members:
         if member.result.columns is None:
-            # Spoilt before the engine's first answer: its reward counts in the baseline, there is nothing to train on.
+            # It failed before the engine's first response: its reward counts in the baseline, and there are no tokens.
             dropped[member.rollout] = "nothing_to_train"
             continue
         try:
             verdicts[member.rollout] = judge(_tokens(store, member.result, plan.policy_version), filters)
-            _keep(store, member.result)
+            _make_durable(store, member.result)
         except (BlobMissing, BlobCorrupt) as error:
             logger.error("action=blob_corrupt rollout=%s %s", member.rollout, error)
             dropped[member.rollout] = "blob_corrupt"
@@ -52,8 +51,8 @@ def filter_group(store: Store, plan: GroupInputs, config: RunConfig) -> FilterRe
     )
 
 
-def _keep(store: Store, result: RolloutResult) -> None:
-    """Survives a power cut from now on: here, off the step boundary. The reader checks every byte of the experts."""
+def _make_durable(store: Store, result: RolloutResult) -> None:
+    """fsync, off the step boundary. The experts are not read here: the reader verifies their checksum."""
     if result.experts:
         store.open(result.experts, verify=False)
     store.sync(result.keys)

@@ -1,7 +1,7 @@
-"""A worker process's leases: one field per running execution, renewed by one thread with one command a second.
+"""The leases of a worker process: one field per running execution, renewed by one thread with one command a second.
 
-A lease exists before the body starts and ends after its reply is written. The thread stops renewing when the process
-is no longer alive by its own measure (an event loop that does not tick), so a wedged worker looks like a dead one.
+A lease exists before the body starts and ends after its reply is written. The thread stops renewing when `alive` is
+false (an event loop that does not tick), so a wedged worker looks like a dead one.
 """
 
 import logging
@@ -17,7 +17,7 @@ from penstock.ids import LeaseValue
 logger = logging.getLogger("penstock.leases")
 
 RENEW_MOST_S = 1.0
-RENEWALS_A_LEASE = 5  # a lease outlives four renewals that fail or come late
+RENEWALS_A_LEASE = 5  # a lease outlives four renewals that fail or are late
 
 
 class LeaseKeeper:
@@ -41,8 +41,8 @@ class LeaseKeeper:
         self._stop.set()
         self._thread.join(timeout=2 * RENEW_MOST_S)
 
-    def take(self, lease: str) -> str:
-        """From now on `lease` is renewed; returns the value with which the caller writes it first."""
+    def hold(self, lease: str) -> str:
+        """Renew `lease` from now on. Returns the value that the caller writes first."""
         self._held.add(lease)
         return self._value()
 
@@ -57,7 +57,7 @@ class LeaseKeeper:
         while not self._stop.wait(self._every_s):
             if not self._alive():
                 logger.warning(
-                    "action=lease_withheld worker=%s held=%d the event loop stands", self._worker, len(self._held)
+                    "action=lease_withheld worker=%s held=%d the event loop is blocked", self._worker, len(self._held)
                 )
                 continue
             try:
@@ -72,7 +72,7 @@ class LeaseKeeper:
                 failing_since = None
 
     def _renew(self) -> None:
-        """Those that ended since the last renewal are removed again: it may have come after their own removal."""
+        """Renew held leases. Those that ended since the last renewal are removed: it may have re-created them."""
         self._beat += 1
         held = set(self._held)
         ended = self._renewed - held

@@ -1,6 +1,6 @@
-"""Stages that do nothing, for a set time and with set faults: pure functions of the job and the configuration.
+"""No-op stages for tests and benchmarks (`penstock.config.test_hooks`), with configured durations and faults.
 
-They fill the same places as the real stages, so that the pipe can be tested and measured by itself.
+Pure functions of the job and the settings, in place of the real stages.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ EXAMPLES = 1_000_000
 
 async def rollout(job: RolloutJob, noop: Noop) -> RolloutResult:
     while noop.wedge_while and noop.wedge_while.exists():
-        time.sleep(0.05)  # noqa: ASYNC251  the point is to block the loop
+        time.sleep(0.05)  # noqa: ASYNC251  the purpose is to block the loop
     if noop.engine_down_while and noop.engine_down_while.exists():
-        raise EngineUnreachable("the engine does not answer")
+        raise EngineUnreachable("the engine is down by configuration (noop.engine_down_while)")
     _fail_sometimes(job, noop)
     if noop.rollout_s:
         await asyncio.sleep(noop.rollout_s)
@@ -72,9 +72,9 @@ def encoding(job: EncodeJob, plan: BatchPlan, noop: Noop) -> EncodeResult:
     return EncodeResult(rank=rank)
 
 
-def chance(seed: int, *what: object) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments."""
-    return xxhash.xxh3_64_intdigest("/".join(map(str, what)).encode(), seed=seed & 0xFFFF_FFFF) / 2**64
+def chance(seed: int, *parts: object) -> float:
+    """A number in [0, 1), a hash of the arguments."""
+    return xxhash.xxh3_64_intdigest("/".join(map(str, parts)).encode(), seed=seed & 0xFFFF_FFFF) / 2**64
 
 
 def _work(job: Job, noop: Noop) -> None:

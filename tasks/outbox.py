@@ -1,7 +1,7 @@
-"""Everything that an asyncio worker writes to Redis: one connection, one writer, many executions in one pipeline.
+"""A worker's writes to Redis: leases and replies. `Outbox` writes for many executions over one connection.
 
-A write is tried until it succeeds: leases and replies are safe to repeat. What waits here is bounded by the executions
-that wait for it, at most `-c` of them.
+A write is repeated until it succeeds: leases and replies are safe to repeat. The number of waiting writes is bounded by
+the executions that wait for them, at most `-c`.
 """
 
 import asyncio
@@ -12,16 +12,33 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from tasks.outcomes import End
+from penstock import redis_keys
+from penstock.messages import Reply
 
 logger = logging.getLogger("penstock.outbox")
 
-Write = Callable[[Any], End]
-"""adds its commands to a pipeline"""
-ANSWER_S = 5.0  # Redis answers within milliseconds; a longer silence is a dead connection
+Expiry = tuple[str, int]
+"""A written key and its time to live in seconds."""
+Write = Callable[[Any], Expiry]
+"""Adds its commands to a pipeline."""
+TIMEOUT_S = 5.0  # Redis responds within milliseconds; a longer silence is a dead connection
 RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
-PIPELINE_WRITES = 48  # keeps what one round trip costs the loop under a millisecond
-GATHER_S = 0.01  # between two pipelines: a lone write goes at once, in a crowd each takes several along
+PIPELINE_WRITES = 48  # keeps the CPU time of one round trip on the loop under a millisecond
+GATHER_S = 0.01  # between two pipelines: a single write is sent at once, many concurrent ones share pipelines
+
+
+def write_lease(pipe: Any, lease: str, value: str) -> Expiry:
+    pipe.hset(redis_keys.LEASES, lease, value)
+    return redis_keys.LEASES, redis_keys.LEASES_TTL_S
+
+
+def write_reply(pipe: Any, reply: Reply, lease: str) -> Expiry:
+    """Write the reply, then end the lease. A crash between the two leaves a reply and an expiring lease: the reply
+    counts."""
+    stream = redis_keys.replies(reply.run)
+    pipe.xadd(stream, {"reply": reply.model_dump_json()})
+    pipe.hdel(redis_keys.LEASES, lease)
+    return stream, redis_keys.REPLIES_TTL_S
 
 
 class Outbox:
@@ -50,9 +67,9 @@ class Outbox:
         pause_s = RETRY_FIRST_S
         while True:
             try:
-                async with asyncio.timeout(ANSWER_S), self._client.pipeline(transaction=True) as pipe:
-                    ends = {write(pipe) for write, _ in batch}
-                    for key, ttl_s in ends:
+                async with asyncio.timeout(TIMEOUT_S), self._client.pipeline(transaction=True) as pipe:
+                    expiries = {write(pipe) for write, _ in batch}
+                    for key, ttl_s in expiries:
                         pipe.expire(key, ttl_s)
                     await pipe.execute()
                 break

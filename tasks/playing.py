@@ -1,4 +1,4 @@
-"""What a rollout worker does with a job: the environments are the worker's own, a message only names one."""
+"""Plays, scores and surveys on a rollout worker. Environments come from its configuration; a message names one."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger("penstock.tasks")
 
 
 class Player:
-    """Made once per process; `ready` opens what all its rollouts share."""
+    """One per process. `ready` opens what its rollouts share."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -38,10 +38,10 @@ class Player:
         real = {name: each for name, each in self._config.environments.items() if not noop_settings(self._config, name)}
         dialect = None
         try:
-            self._environments = await in_io_thread(load_environments, real)  # of none, the built-ins
+            self._environments = await in_io_thread(load_environments, real)  # the built-in ones, if there are none
             dialect = await _dialect(self._config)
         except ConfigError as error:
-            self._broken = str(error)  # every job says so: the orchestrator stops with it, the worker stays
+            self._broken = str(error)  # the reply to every job, so that the orchestrator stops with it
         config = self._config
         grading.install(config.rollouts.graders)
         try:
@@ -59,7 +59,7 @@ class Player:
         if hooks := noop_settings(self._config, job.environment):
             return await noop.rollout(job, hooks)
         environment = self._environment(job.environment)
-        assert self._stage is not None, "it is ready before it plays"
+        assert self._stage is not None, "`ready` opens it before the first job"
         self._stage.client.replicas.announce(job.policy_version)
         attempt = Attempt(
             run=job.run,
@@ -88,30 +88,31 @@ class Player:
         return SurveyResult(examples=environment.size, scores_groups=environment.scores_groups)
 
     async def _close_environments(self) -> None:
-        """All at once: each may have processes to wait for."""
-        names, closing = list(self._environments), [each.close() for each in self._environments.values()]
-        for name, found in zip(names, await asyncio.gather(*closing, return_exceptions=True), strict=True):
-            if found is not None:
-                logger.error("action=not_closed environment=%s error=%s", name, found)
+        """Concurrently: each may wait for processes."""
+        closing = [each.close() for each in self._environments.values()]
+        results = await asyncio.gather(*closing, return_exceptions=True)
+        for name, error in zip(self._environments, results, strict=True):
+            if error is not None:
+                logger.error("action=not_closed environment=%s error=%s", name, error)
 
     def _environment(self, name: str) -> LoadedEnvironment:
-        """StageError where this worker cannot play it, with what to do."""
+        """StageError, with what to do, if this worker cannot play it."""
         if self._broken is not None:
             raise StageError(f"the worker cannot play: {self._broken}")
         if name not in self._environments:
             known = ", ".join(sorted(self._environments.keys() | self._config.environments.keys()))
             raise StageError(f"this worker has no environment {name!r}, only {known}: add it to its configuration")
-        found = self._environments[name]
-        if found.external_agent and not self._config.sessions.urls:
+        environment = self._environments[name]
+        if environment.external_agent and not self._config.sessions.urls:
             raise StageError(
-                f"environment {name!r} has an agent of its own: set sessions.urls (PENSTOCK_SESSIONS__URLS) to where "
-                "`penstock sessions` runs"
+                f"environment {name!r} runs its own agent: set sessions.urls (PENSTOCK_SESSIONS__URLS) to the URL of "
+                "`penstock sessions`"
             )
-        return found
+        return environment
 
 
 async def _dialect(config: RunConfig) -> Dialect:
-    """Its renderer is warm: no rollout waits for it."""
+    """The engine's dialect, with its renderer built before the first rollout."""
     settings = config.policy.renderer
     if settings is None:
         return dialect_of(config.engine)
@@ -120,5 +121,5 @@ async def _dialect(config: RunConfig) -> Dialect:
     try:
         await renderer.warm_up()
     except InfrastructureFailure as error:
-        logger.warning("action=not_warmed_up error=%s: the first rollout tries again", error)
+        logger.warning("action=not_warmed_up error=%s: the first rollout will retry", error)
     return dialect

@@ -6,16 +6,16 @@ from typing import Any
 
 from penstock.runtime import descriptors, garbage
 from tasks import app, rollouts
-from tasks.execution import AsyncProcess
+from tasks.celery_app import settings
+from tasks.execution import AsyncExecutor
 from tasks.playing import Player
-from tasks.settings import settings
 from workers import event_batches
 from workers.asyncio_pool import AsyncioPool
 from workers.start import announce
 
 
 class RolloutPool(AsyncioPool):
-    """Opens what the executions share before the first job, and closes it after the last."""
+    """Opens executor and player before the first job, and closes them after the last."""
 
     def on_start(self) -> None:
         self.drain_s = settings().recovery.drain_s
@@ -25,14 +25,14 @@ class RolloutPool(AsyncioPool):
     @contextlib.asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
         config = settings()
-        process = AsyncProcess(config)
-        async with process.running(), Player(config).ready() as player:
-            rollouts.process, rollouts.player = process, player
+        executor = AsyncExecutor(config)
+        async with executor.running(), Player(config).ready() as player:
+            rollouts.executor, rollouts.player = executor, player
             async with garbage.paced_collection(lambda: bool(self._bodies)):
                 yield
 
     def loop_lag(self) -> dict[str, Any] | None:
-        return rollouts.process.lag.summary().as_dict() if rollouts.process else None
+        return rollouts.executor.lag.summary().as_dict() if rollouts.executor else None
 
 
 announce(app)

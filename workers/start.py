@@ -6,7 +6,7 @@ from celery import Celery
 from celery.signals import worker_ready
 
 from penstock.config import DEFAULT_REDIS_URL
-from tasks.settings import settings
+from tasks.celery_app import settings
 
 logger = logging.getLogger("penstock.worker")
 

@@ -1,4 +1,4 @@
-"""The orchestrator's hand-made message against the one that Celery and kombu put into Redis."""
+"""The orchestrator's messages, compared with those that Celery and kombu put into Redis."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.queue)
-def test_ours_is_what_celery_sends(client: redis.Redis, job: AnyJob) -> None:
+def test_a_message_equals_celerys(client: redis.Redis, job: AnyJob) -> None:
     task = app.tasks[envelope.TASKS[type(job)]]
     options = {"argsrepr": "", "kwargsrepr": "", "ignore_result": True, "time_limit": 100.0}
     task.apply_async((job,), task_id=job.task_id, **options)
@@ -44,13 +44,13 @@ def test_ours_is_what_celery_sends(client: redis.Redis, job: AnyJob) -> None:
     for message in (ours, theirs):
         del message["headers"], message["body"]
         del message["properties"]["delivery_tag"], message["properties"]["reply_to"]  # random
-        for name in ("argsrepr", "kwargsrepr", "time_limit"):  # options that kombu copies and nobody reads
+        for name in ("argsrepr", "kwargsrepr", "time_limit"):  # options that kombu copies and no consumer reads
             message["properties"].pop(name, None)
-        del message["properties"]["delivery_info"]  # theirs names the exchange that ours does without
+        del message["properties"]["delivery_info"]  # theirs names an exchange, ours needs none
     assert ours == theirs
 
 
-def test_the_sequence_is_read_back_and_foreign_messages_have_none() -> None:
+def test_the_sequence_is_read_from_penstocks_messages_only() -> None:
     assert envelope.sequence_of(envelope.encode(JOBS[0])) == 17
     assert envelope.sequence_of(b'{"headers": {}}') is None
     assert envelope.sequence_of(b"not json") is None
@@ -62,6 +62,6 @@ def test_a_message_over_the_limit_is_refused() -> None:
         envelope.encode(FilterJob(**COMMON, job="g0000001-filter", plan="p" * 5000))
 
 
-def test_every_attempt_has_a_tag_of_its_own() -> None:
+def test_every_attempt_has_its_own_delivery_tag() -> None:
     attempts = [JOBS[0].model_copy(update={"attempt": attempt}) for attempt in range(1, 11)]
     assert len({json.loads(envelope.encode(job))["properties"]["delivery_tag"] for job in attempts}) == 10

@@ -25,28 +25,26 @@ def keeper(client: redis.Redis) -> Iterator[LeaseKeeper]:
     keeper.stop()
 
 
-def test_a_held_lease_beats_and_has_an_end(client: redis.Redis, keeper: LeaseKeeper) -> None:
-    keeper.take("lease")
+def test_a_held_lease_is_renewed_and_its_key_expires(client: redis.Redis, keeper: LeaseKeeper) -> None:
+    keeper.hold("lease")
     first = wait_until(lambda: client.hget(redis_keys.LEASES, "lease"))
     wait_until(lambda: client.hget(redis_keys.LEASES, "lease") != first)
     assert 0 < client.ttl(redis_keys.LEASES) <= redis_keys.LEASES_TTL_S
 
 
-def test_a_renewal_that_comes_after_the_end_does_not_bring_a_lease_back(
-    client: redis.Redis, keeper: LeaseKeeper
-) -> None:
-    keeper.take("ended")
+def test_a_late_renewal_does_not_restore_an_ended_lease(client: redis.Redis, keeper: LeaseKeeper) -> None:
+    keeper.hold("ended")
     wait_until(lambda: client.hexists(redis_keys.LEASES, "ended"))
     keeper.drop("ended")
     client.hset(redis_keys.LEASES, "ended", "w:1")
     wait_until(lambda: not client.exists(redis_keys.LEASES))
 
 
-def test_a_process_that_is_not_alive_renews_nothing(client: redis.Redis) -> None:
-    asked: list[float] = []
-    keeper = LeaseKeeper(client, worker="w", lease_s=0.1, alive=lambda: asked.append(time.monotonic()) is not None)
+def test_a_blocked_process_renews_nothing(client: redis.Redis) -> None:
+    checks: list[float] = []
+    keeper = LeaseKeeper(client, worker="w", lease_s=0.1, alive=lambda: checks.append(time.monotonic()) is not None)
     keeper.start()
-    keeper.take("lease")
-    wait_until(lambda: len(asked) >= 3)
+    keeper.hold("lease")
+    wait_until(lambda: len(checks) >= 3)
     assert not client.exists(redis_keys.LEASES)
     keeper.stop()

@@ -6,11 +6,10 @@ import redis.asyncio
 
 from penstock import redis_keys
 from penstock.runtime.embedded_redis import EmbeddedRedis
-from tasks.outbox import PIPELINE_WRITES, Outbox
-from tasks.outcomes import take_lease
+from tasks.outbox import PIPELINE_WRITES, Outbox, write_lease
 
 
-def test_writes_of_a_crowd_share_a_round_trip_and_what_they_write_has_an_end(tmp_path: Path) -> None:
+def test_concurrent_writes_share_a_round_trip_and_their_keys_expire(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server:
         commands, leases, ttl_s = asyncio.run(write_at_once(server.url, PIPELINE_WRITES))
     assert commands["cmdstat_exec"]["calls"] == 1
@@ -25,7 +24,7 @@ async def write_at_once(url: str, count: int) -> tuple[dict[str, Any], int, int]
         running = asyncio.create_task(outbox.run())
         await asyncio.gather(
             *(
-                outbox.write(lambda pipe, number=number: take_lease(pipe, f"lease{number}", "w:1"))
+                outbox.write(lambda pipe, number=number: write_lease(pipe, f"lease{number}", "w:1"))
                 for number in range(count)
             )
         )

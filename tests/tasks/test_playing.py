@@ -1,4 +1,4 @@
-"""A worker whose engine takes tokens builds its renderer before the first job."""
+"""The start and the end of a rollout worker: its renderer and its environments."""
 
 import importlib
 import logging
@@ -30,7 +30,7 @@ def config_of(tmp_path: Path, renderer: Any) -> RunConfig:
     )
 
 
-def test_a_renderer_is_warm_before_the_first_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_renderer_is_built_before_the_first_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = tokenizer_dir(tmp_path / "tokenizer")
 
     async def main() -> None:
@@ -45,7 +45,7 @@ def test_a_renderer_is_warm_before_the_first_job(tmp_path: Path, caplog: pytest.
     ("renderer", "why"),
     [("/nowhere", r"/nowhere has no tokenizer\.json"), (None, r'engine\.dialect = "generate" sends tokens')],
 )
-def test_a_renderer_that_can_never_be_built_is_what_every_job_says(tmp_path: Path, renderer: Any, why: str) -> None:
+def test_every_job_fails_with_the_error_of_an_unusable_renderer(tmp_path: Path, renderer: Any, why: str) -> None:
     async def main() -> None:
         async with Player(config_of(tmp_path, renderer)).ready() as player:
             with pytest.raises(StageError, match=f"the worker cannot play: {why}"):
@@ -54,7 +54,7 @@ def test_a_renderer_that_can_never_be_built_is_what_every_job_says(tmp_path: Pat
     run(main)
 
 
-def test_a_renderer_that_cannot_be_built_now_is_tried_again_by_the_first_rollout(
+def test_a_renderer_that_cannot_be_built_now_does_not_stop_the_worker(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tokenizer_dir(tmp_path / "tokenizer")
@@ -85,7 +85,7 @@ class Closing:
 """
 
 
-def test_environments_are_closed_at_the_end_and_one_that_fails_keeps_nobody(
+def test_all_environments_are_closed_although_one_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "closing_environment.py").write_text(MODULE)

@@ -1,4 +1,4 @@
-"""What a body does, as the reply that the orchestrator reads."""
+"""The reply of an execution, by how its body ended."""
 
 import asyncio
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import EngineUnreachable, InfrastructureFailure, PolicyFailure
 from penstock.messages import ERROR_CHARACTERS, FilterJob, Outcome, Reply, RolloutJob, RolloutResult
-from tasks.outcomes import Execution
+from tasks.execution import Execution
 
 COMMON: dict[str, Any] = {"run": "r", "job": "g0000001-0", "attempt": 1, "sequence": 1, "timeout_s": 1.0}
 ROLLOUT = RolloutJob(**COMMON, group="g0000001", environment="noop", example=0, seed=0)
@@ -26,18 +26,18 @@ FILTER = FilterJob(**COMMON, plan="plans/a.json")
         (TimeoutError(), Outcome.DONE),
     ],
 )
-def test_a_rollout_s_error_is_classified(error: BaseException, outcome: Outcome) -> None:
+def test_a_rollouts_error_decides_the_outcome(error: BaseException, outcome: Outcome) -> None:
     reply = Execution(job=ROLLOUT, worker="w").failed(error)
     assert reply.outcome is outcome
     assert (reply.result is not None) == (outcome is Outcome.DONE)
 
 
-def test_what_the_policy_did_wrong_is_a_result_with_its_reward() -> None:
+def test_a_policy_failure_is_a_result_with_a_reward() -> None:
     reply = Execution(job=ROLLOUT, worker="w").failed(PolicyFailure("context limit"))
     assert reply.result == RolloutResult(reward=0.0, policy_error="PolicyFailure")
 
 
-def test_a_stage_that_times_out_failed() -> None:
+def test_a_stage_that_times_out_has_failed() -> None:
     assert Execution(job=FILTER, worker="w").failed(TimeoutError()).outcome is Outcome.FAILED
 
 
