@@ -43,7 +43,7 @@ class BytesChatmlRenderer:
 
 
 def encode(messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None, generate: bool = True) -> Ids:
-    """The ids of a conversation; `generate` opens the assistant's next message. Raises BadRequest for other than text."""
+    """The ids of a conversation; `generate` opens the assistant's next message. BadRequest if content is not text."""
     parts = [_format_message("tools", _json(tools))] if tools else []
     parts += [_format_message(_role(message), _body(message)) for message in messages]
     if generate:

@@ -1,1 +1,1 @@
-"""What every process runs on: event loop, lag measurement, thread pools, child processes, embedded Redis."""
+"""The base of every process: event loop, lag measurement, thread pools, child processes, embedded Redis."""

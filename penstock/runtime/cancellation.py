@@ -1,4 +1,4 @@
-"""What cancellation must not tear."""
+"""Shield a task from its caller's cancellation."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 async def run_to_completion(task: asyncio.Task[T]) -> T:
-    """Waits until the task is done, and only then lets a cancellation through."""
+    """Wait until the task is done, even if the caller is cancelled; the cancellation is raised afterwards."""
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -19,5 +19,5 @@ async def run_to_completion(task: asyncio.Task[T]) -> T:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([task])
         if not task.cancelled() and (error := task.exception()):
-            log.error("action=failed_unseen error=%r: whoever waited for it was cancelled", error)
+            log.error("action=failed_unseen error=%r: its caller was cancelled", error)
         raise

@@ -1,31 +1,32 @@
-"""How many files this process may open: raised to what its concurrency takes, and a warning where that is forbidden."""
+"""Raises this process's limit of open files to what its concurrency needs, and warns if the hard limit is lower."""
 
 import logging
 import resource
 
 logger = logging.getLogger("penstock.descriptors")
 
-# Redis, the loops, imported files, and the parts of recordings that are kept open (`store/parts.py`: 64).
+# Redis, event loops, imported files, and the open parts of recordings (`store/parts.py`: 64).
 BASE = 256
-# A connection to the engine and one to a session server or a tool, and the pipes of a program.
+# A connection to the engine, one to a session server or a tool, and the pipes of a program.
 PER_ROLLOUT = 4
 
 
 def raise_limit(concurrency: int) -> int:
-    """The limit that holds from now on. Not simply the highest: programs inherit it, and some go through all of it."""
+    """Raise the soft limit and return it. Not to the maximum: child programs inherit it, and some iterate over all
+    descriptors."""
     wanted = BASE + PER_ROLLOUT * concurrency
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return soft
-    affordable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (affordable, hard))
-    if affordable < wanted:
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
         logger.warning(
             "action=few_descriptors may_open=%d wanted=%d rollouts=%d: connections beyond that wait, programs and "
             "files fail; raise the hard limit (ulimit -Hn; LimitNOFILE= in systemd, --ulimit nofile= in Docker), or "
             "lower -c",
-            affordable,
+            allowed,
             wanted,
             concurrency,
         )
-    return affordable
+    return allowed

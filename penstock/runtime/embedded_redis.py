@@ -1,11 +1,11 @@
-"""A Redis server of our own for demos, tests and small runs: loopback only, in its own directory, ends with its parent.
+"""A Redis server for demos, tests and small runs: loopback only, in its own directory, ends with its parent.
 
-Traps, all handled here:
+Traps handled here:
 - The kernel sends the parent-death signal when the *thread* that started the child ends: the main thread must start it.
-- A parent that dies before the child has asked for that signal sends none: the child compares its parent's id.
-- Ctrl-C reaches the whole foreground process group: the server gets a group of its own, or it would end first.
-- A port of the ephemeral range can be taken by any client's outgoing connection while the server is down.
-- Two servers on one directory destroy its append-only file: a lock file, open in the server, goes with the process.
+- If the parent dies before the child has requested that signal, none is sent: the child compares its parent's id.
+- Ctrl-C reaches the whole foreground process group: the server has its own group, or it would end first.
+- While the server is down, any outgoing connection can take its port if that is in the ephemeral range.
+- Two servers in one directory destroy the append-only file: the server holds a lock file open.
 """
 
 import fcntl
@@ -34,13 +34,13 @@ from penstock.runtime.launcher import LAUNCHER
 HOST = "127.0.0.1"
 # Below Linux's ephemeral ports (32768 and up).
 PORTS = range(15_000, 32_000)
-# So many random ports are never all taken, unless something else is wrong.
+# Random ports to try; all of them taken means another problem.
 PORT_TRIES = 10
-# Processes that were forked or seeded alike still choose different ports.
+# Processes with the same random seed still choose different ports.
 system_random = random.SystemRandom()
-# Loading a large append-only file takes seconds; an empty one 30 ms.
+# Loading a large append-only file takes seconds, an empty one 30 ms.
 START_TIMEOUT_S = 30.0
-# An orderly stop writes out what is left of one second's append-only file.
+# A clean stop flushes up to one second of the append-only file.
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.01
 LOG_TAIL_LINES = 15
@@ -86,7 +86,9 @@ class EmbeddedRedis:
         if self.running:
             return
         if threading.current_thread() is not threading.main_thread():
-            raise RunError("Start the embedded Redis server from the main thread: it ends with the thread that did.")
+            raise RunError(
+                "Start the embedded Redis server from the main thread: it ends with the thread that started it."
+            )
         server = find_server()
         ports = system_random.sample(PORTS, PORT_TRIES) if self._port is None else [self._port]
         for port in ports:
@@ -99,11 +101,11 @@ class EmbeddedRedis:
         )
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Return when this server, and no other on its port, answers and has loaded its data."""
+        """Return when this server (not another one on its port) answers and has loaded its data."""
         deadline = time.monotonic() + timeout_s
-        once = Retry(NoBackoff(), retries=0)  # the polling is ours
+        once = Retry(NoBackoff(), retries=0)  # the loop below retries
         with redis.Redis.from_url(self.url, retry=once, socket_timeout=1.0, socket_connect_timeout=1.0) as client:
-            while not self._answers(client):
+            while not self._is_ready(client):
                 if not self.running:
                     raise RunError(f"The embedded Redis server ended while it started. {self._log_tail()}")
                 if time.monotonic() > deadline:
@@ -111,7 +113,7 @@ class EmbeddedRedis:
                 time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Ask the server to end; kill it if it does not within STOP_TIMEOUT_S."""
+        """Terminate the server; kill it after STOP_TIMEOUT_S."""
         if self._process is not None:
             self._process.terminate()
             try:
@@ -120,13 +122,13 @@ class EmbeddedRedis:
                 self.kill()
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would end it."""
+        """SIGKILL: the effect of a crash."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def restart(self) -> None:
-        """Start again on the same port and directory, whatever became of the server."""
+        """Kill the server if it runs and start it on the same port and directory."""
         self.kill()
         self.start()
 
@@ -140,7 +142,7 @@ class EmbeddedRedis:
         self.stop()
 
     def _start_on_port(self, server: Path) -> bool:
-        """False if the port is taken: only the server's own attempt can tell, whatever a look before it says."""
+        """False if the port is taken. Only the server's own bind can tell; a check before it would race."""
         try:
             self._spawn(server)
         except OSError as error:
@@ -159,13 +161,13 @@ class EmbeddedRedis:
     def _spawn(self, server: Path) -> None:
         command = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), str(server), "-"]
         self.directory.mkdir(parents=True, exist_ok=True)
-        # The configuration goes in by stdin, from a file without a name: no command line shows the password.
+        # Configuration on stdin from an unnamed file, so that no command line or file shows the password.
         with tempfile.TemporaryFile() as config, self.log_path.open("ab") as log, self._locked_directory() as lock:
             config.write(self._config().encode())
             config.seek(0)
             self._log_start = log.tell()
-            # A process group: Ctrl-C is not for it. No session: the kernel shares the cores between sessions first,
-            # and alone in one the server took turns with all other processes together.
+            # Its own process group because of Ctrl-C, but no own session: the kernel divides CPU time between sessions
+            # first, so that the server would get as much as all other processes together.
             self._process = subprocess.Popen(
                 command, stdin=config, stdout=log, stderr=log, pass_fds=[lock.fileno()], process_group=0
             )
@@ -198,7 +200,7 @@ class EmbeddedRedis:
             settings["requirepass"] = self._password
         return "".join(f"{name} {_quoted(value)}\n" for name, value in settings.items())
 
-    def _answers(self, client: redis.Redis) -> bool:
+    def _is_ready(self, client: redis.Redis) -> bool:
         try:
             client.ping()
             info = client.info("server")
@@ -230,5 +232,5 @@ def find_server() -> Path:
 
 
 def _quoted(value: str) -> str:
-    # Every byte as an escape: nothing in a path or a password can end the string.
+    # Every byte is escaped, so that no path or password can end the string.
     return '"' + "".join(f"\\x{byte:02x}" for byte in value.encode()) + '"'

@@ -1,4 +1,4 @@
-"""The event loop of every asyncio process: uvloop where it is installed, with the pools of `offload` where asked."""
+"""The event loop of every asyncio process: uvloop if installed, optionally with the thread pools of `offload`."""
 
 import asyncio
 import logging
@@ -13,8 +13,8 @@ logger = logging.getLogger("penstock.event_loop")
 def event_loop_factory(
     *, concurrency: int | None = None, cpu_threads: int | None = None
 ) -> Callable[[], asyncio.AbstractEventLoop]:
-    """For `asyncio.Runner(loop_factory=...)`; with `concurrency`, the loop gets pools for that many jobs at once, the
-    one for CPU work as wide as `cpu_threads` or as the cores."""
+    """For `asyncio.Runner(loop_factory=...)`. With `concurrency`, the loop gets pools for that many concurrent jobs;
+    the CPU pool has `cpu_threads` threads, by default one per core."""
 
     def new_event_loop() -> asyncio.AbstractEventLoop:
         loop = _fastest_loop()()
@@ -30,6 +30,6 @@ def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop]:
     try:
         import uvloop
     except ImportError:
-        logger.warning("action=no_uvloop using=asyncio advice='pip install uvloop: loops run with less lag'")
+        logger.warning("action=no_uvloop using=asyncio advice='pip install uvloop: less loop lag'")
         return asyncio.new_event_loop
     return uvloop.new_event_loop

@@ -1,7 +1,7 @@
-"""How a program is started that shall end with the process that starts it.
+"""A launcher for child programs that must end with the process that starts them.
 
-Runs in the child, which then becomes the program: a `preexec_fn` would run in a fork of a process with threads. The
-kernel sends the signal when the *thread* that started the child ends, and none if that has ended already.
+It runs in the child and then executes the program; a `preexec_fn` would run Python in a fork of a process with threads.
+The kernel sends the parent-death signal when the *thread* that started the child ends, and none if it has ended before.
 """
 
 LAUNCHER = """

@@ -1,6 +1,6 @@
-"""How late the event loop of this process runs: sampled always, logged, published to Redis for whoever asks.
+"""Measures how late the event loop of this process runs. `LoopLag` samples and logs; `LagTrace` names blocking code.
 
-Owns the numbers; what to do about them is the reader's. Sampling never waits for anything but the loop itself.
+Sampling waits for nothing but the loop itself. Summaries are published to Redis, one key per process.
 """
 
 import asyncio
@@ -20,97 +20,37 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-logger = logging.getLogger("penstock.loop_lag")
-
-LOOKS_PER_LIMIT = 4  # so that a block a little longer than the limit is seen
-SHORTEST_LOOK_S = 0.002  # a look takes some 20 us
-NAMES_KEPT = 200  # of different culprits; more are counted under OTHERS
-NAMES_SHOWN = 5
-OTHERS = "others"
-LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-
-class LagTrace:
-    """`start` is called on the loop's thread; `last_tick` says when the loop last ran, on the monotonic clock."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._blocked_s: dict[str, float] = {}
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self, last_tick: Callable[[], float], interval_s: float) -> None:
-        loop_thread = threading.get_ident()
-        self._thread = threading.Thread(
-            target=self._look_for_ever, args=(loop_thread, last_tick, interval_s), name="lag-trace", daemon=True
-        )
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        if self._thread:
-            self._thread.join()
-
-    def blockers(self) -> dict[str, float]:
-        """What blocked for longer than the limit, and for how many seconds since the start, the worst first."""
-        worst_first = sorted(self._blocked_s.copy().items(), key=lambda item: -item[1])
-        return {name: round(seconds, 3) for name, seconds in worst_first[:NAMES_SHOWN]}
-
-    def _look_for_ever(self, loop_thread: int, last_tick: Callable[[], float], interval_s: float) -> None:
-        pause_s = max(SHORTEST_LOOK_S, self._limit_s / LOOKS_PER_LIMIT)
-        looked_at = time.monotonic()
-        while not self._stop.wait(pause_s):
-            now = time.monotonic()
-            due = last_tick() + interval_s
-            frames = sys._current_frames() if now - due > self._limit_s else {}  # pyright: ignore[reportPrivateUsage]
-            if frame := frames.get(loop_thread):
-                self._seen(name_of(frame), since=max(due, looked_at), now=now, first=looked_at <= due + self._limit_s)
-            looked_at = now
-
-    def _seen(self, name: str, *, since: float, now: float, first: bool) -> None:
-        if name not in self._blocked_s and len(self._blocked_s) >= NAMES_KEPT:
-            name = OTHERS
-        self._blocked_s[name] = self._blocked_s.get(name, 0.0) + now - since
-        if first:
-            logger.warning("action=loop_blocked by=%r", name)
-
-
-def name_of(frame: FrameType) -> str:
-    """The innermost frame; behind it, where that is a library's, the line of ours or of the user's that went there."""
-    own = frame
-    while own.f_code.co_filename.startswith(LIBRARIES) and own.f_back is not None:
-        own = own.f_back
-    if own is frame or own.f_code.co_filename.startswith(LIBRARIES):
-        return _place(frame)
-    return f"{_place(own)} in {frame.f_code.co_qualname}"
-
-
-def _place(frame: FrameType) -> str:
-    file = "/".join(frame.f_code.co_filename.rsplit("/", 2)[-2:])
-    return f"{frame.f_code.co_qualname} ({file}:{frame.f_lineno})"
-
-
 if TYPE_CHECKING:
     from redis import Redis
     from redis.asyncio import Redis as AsyncRedis
 
+logger = logging.getLogger("penstock.loop_lag")
 
 # A lag above this counts as blocked time. Two idle loops on a busy 2-core machine differ by up to 14 ms in p99.
 BLOCKED_ABOVE_S = 0.02
-LAG_KEY = "penstock:lag:{process}"
-# Three windows of the default length: a process that misses two publications is still there, a dead one soon is not.
-LAG_TTL_S = 30
-# Often enough for whoever looks at a short run; each time is one small SET.
-PUBLISH_EVERY_S = 2.0
-# What `drain` looks back on: an hour at 20 Hz, 0.6 MB.
+# Samples kept for `drain`: an hour at 20 Hz, 0.6 MB.
 MAX_UNREAD_SAMPLES = 72_000
-# A Redis that does not answer must not pile up publications; the next window brings a newer one.
+
+LAG_KEY = "penstock:lag:{process}"
+# Three windows of the default length: a process may miss two publications; a dead one disappears soon.
+LAG_TTL_S = 30
+# Short enough to follow a short run; each publication is one small SET.
+PUBLISH_INTERVAL_S = 2.0
+# Publications must not pile up while Redis does not answer; the next one is newer.
 PUBLISH_TIMEOUT_S = 5.0
+
+CHECKS_PER_LIMIT = 4  # so that blocks slightly longer than the limit are caught
+MIN_CHECK_INTERVAL_S = 0.002  # a check takes about 20 us
+MAX_BLOCKERS = 200  # distinct names; further ones are counted as OTHERS
+BLOCKERS_SHOWN = 5
+OTHERS = "others"
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LagSummary:
-    """One window. `cpu_share` tells a loop that is busy itself (near 1) from one that is kept waiting by the GIL."""
+    """One window. A `cpu_share` near 1 means that the loop itself is busy; a low one that it waits for the GIL or a
+    core."""
 
     process: str
     samples: int
@@ -126,7 +66,7 @@ class LagSummary:
     cpu_share: float
     """CPU time of the loop's thread / wall time."""
     blockers: dict[str, float] = field(default_factory=dict[str, float])
-    """What blocked the loop, and for how many seconds since the start, where it is traced."""
+    """With a LagTrace: code that blocked the loop -> seconds since the start."""
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -138,7 +78,7 @@ class LagSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class LagLimits:
-    """Above any of them, the window's line is a warning."""
+    """A window that exceeds any of them is logged as a warning."""
 
     p90_s: float = 0.05
     p99_s: float = 0.25
@@ -146,6 +86,68 @@ class LagLimits:
 
     def exceeded_by(self, summary: LagSummary) -> list[str]:
         return [name for name in ("p90_s", "p99_s", "max_s") if getattr(summary, name) > getattr(self, name)]
+
+
+class LagTrace:
+    """A thread that inspects the loop's stack while the loop is late, and sums up the time by the code that blocks."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._blocked_s: dict[str, float] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, last_tick: Callable[[], float], interval_s: float) -> None:
+        """Call it on the loop's thread. `last_tick` returns when the loop last ran, on the monotonic clock."""
+        loop_thread = threading.get_ident()
+        self._thread = threading.Thread(
+            target=self._watch, args=(loop_thread, last_tick, interval_s), name="lag-trace", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread:
+            self._thread.join()
+
+    def blockers(self) -> dict[str, float]:
+        """Code that blocked for longer than the limit -> seconds since the start, the worst first."""
+        worst_first = sorted(self._blocked_s.copy().items(), key=lambda item: -item[1])
+        return {name: round(seconds, 3) for name, seconds in worst_first[:BLOCKERS_SHOWN]}
+
+    def _watch(self, loop_thread: int, last_tick: Callable[[], float], interval_s: float) -> None:
+        pause_s = max(MIN_CHECK_INTERVAL_S, self._limit_s / CHECKS_PER_LIMIT)
+        checked_at = time.monotonic()
+        while not self._stop.wait(pause_s):
+            now = time.monotonic()
+            due = last_tick() + interval_s
+            frames = sys._current_frames() if now - due > self._limit_s else {}  # pyright: ignore[reportPrivateUsage]
+            if frame := frames.get(loop_thread):
+                first = checked_at <= due + self._limit_s
+                self._add(blocker_name(frame), since=max(due, checked_at), now=now, first=first)
+            checked_at = now
+
+    def _add(self, name: str, *, since: float, now: float, first: bool) -> None:
+        if name not in self._blocked_s and len(self._blocked_s) >= MAX_BLOCKERS:
+            name = OTHERS
+        self._blocked_s[name] = self._blocked_s.get(name, 0.0) + now - since
+        if first:
+            logger.warning("action=loop_blocked by=%r", name)
+
+
+def blocker_name(frame: FrameType) -> str:
+    """The innermost frame. If that is in a library, the innermost one outside libraries comes first."""
+    caller = frame
+    while caller.f_code.co_filename.startswith(LIBRARIES) and caller.f_back is not None:
+        caller = caller.f_back
+    if caller is frame or caller.f_code.co_filename.startswith(LIBRARIES):
+        return _location(frame)
+    return f"{_location(caller)} in {frame.f_code.co_qualname}"
+
+
+def _location(frame: FrameType) -> str:
+    file = "/".join(frame.f_code.co_filename.rsplit("/", 2)[-2:])
+    return f"{frame.f_code.co_qualname} ({file}:{frame.f_lineno})"
 
 
 class _Sample(NamedTuple):
@@ -173,7 +175,7 @@ Publish = Callable[[LagSummary], Awaitable[None]]
 
 
 class LoopLag:
-    """Sleeps `interval_s` over and over and notes how much later than that it wakes."""
+    """Sleeps `interval_s` repeatedly and records how much later it wakes."""
 
     def __init__(
         self,
@@ -193,10 +195,10 @@ class LoopLag:
         self._publish = publish
         self._trace = trace
         self._worst_s = 0.0
-        # Other threads copy this list while the loop appends: copying a list cannot fail half-way as a deque's can.
+        # A list: other threads copy it while the loop appends, and copying a deque then may fail.
         self._samples: list[_Sample] = []
         self._samples_max = math.ceil(window_s / interval_s) + 2
-        self._untaken = _UnreadSamples()
+        self._unread = _UnreadSamples()
 
     async def run(self) -> None:
         """Sample until cancelled."""
@@ -204,16 +206,16 @@ class LoopLag:
             self._trace.start(lambda: self.last_tick, self._interval_s)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._sample_for_ever())
-                # On a task of its own: a Redis that hangs must not look like a loop that hangs.
+                group.create_task(self._sample_forever())
+                # In its own task, so that a hanging Redis does not look like a hanging loop.
                 if self._publish is not None:
-                    group.create_task(self._publish_for_ever(self._publish))
+                    group.create_task(self._publish_forever(self._publish))
         finally:
             if self._trace:
                 self._trace.stop()
 
     def summary(self) -> LagSummary:
-        """The last `window_s`; from another thread, a block that is still going on is part of it."""
+        """The last `window_s`. Called from another thread, it includes a block that has not ended."""
         now = time.monotonic()
         return self._summarise(since=now - self._window_s, overdue_s=now - self.last_tick - self._interval_s)
 
@@ -222,11 +224,11 @@ class LoopLag:
         return self._worst_s
 
     def drain(self) -> LagSummary:
-        """Since the last call, at most the last TAKEN_MOST samples. For the loop's own thread."""
-        untaken, self._untaken = self._untaken, _UnreadSamples()
-        return self._summary(untaken.lags_s, wall_s=untaken.wall_s, cpu_s=untaken.cpu_s)
+        """Since the last call, up to MAX_UNREAD_SAMPLES. Call it on the loop's thread."""
+        unread, self._unread = self._unread, _UnreadSamples()
+        return self._summary(unread.lags_s, wall_s=unread.wall_s, cpu_s=unread.cpu_s)
 
-    async def _sample_for_ever(self) -> None:
+    async def _sample_forever(self) -> None:
         self.last_tick = reported = time.monotonic()
         cpu = time.thread_time()
         while True:
@@ -244,7 +246,7 @@ class LoopLag:
 
     def _record(self, sample: _Sample) -> None:
         self._worst_s = max(self._worst_s, sample.lag_s)
-        self._untaken.add(sample)
+        self._unread.add(sample)
         self._samples.append(sample)
         if len(self._samples) >= 2 * self._samples_max:
             self._samples = self._samples[-self._samples_max :]
@@ -285,21 +287,21 @@ class LoopLag:
         values = {
             name: f"{value:.4f}" if isinstance(value, float) else value
             for name, value in asdict(summary).items()
-            if name != "blockers"  # each has had its own line
+            if name != "blockers"  # LagTrace has logged each
         }
         if exceeded:
             values["above_limit"] = ",".join(exceeded)
         line = " ".join(f"{name}={value}" for name, value in values.items())
         logger.log(logging.WARNING if exceeded else logging.INFO, "action=loop_lag %s", line)
 
-    async def _publish_for_ever(self, publish: Publish) -> None:
+    async def _publish_forever(self, publish: Publish) -> None:
         failing = False
         while True:
-            await asyncio.sleep(min(self._window_s, PUBLISH_EVERY_S))
+            await asyncio.sleep(min(self._window_s, PUBLISH_INTERVAL_S))
             try:
                 async with asyncio.timeout(PUBLISH_TIMEOUT_S):
                     await publish(self.summary())
-            except Exception as error:  # noqa: BLE001 - whatever the publisher raises, the loop goes on being watched
+            except Exception as error:  # noqa: BLE001 - a failing publisher must not end the sampling
                 if not failing:
                     logger.warning("action=loop_lag_unpublished process=%s error=%r", self._process, error)
                 failing = True
@@ -308,15 +310,15 @@ class LoopLag:
 
 
 def _quantile(ordered: NDArray[np.float64], share: float) -> float:
-    """As NumPy's, which takes ten times as long for the few values of a window."""
-    place = share * (len(ordered) - 1)
-    below = int(place)
+    """Same as np.quantile, which takes ten times as long for the few values of a window."""
+    position = share * (len(ordered) - 1)
+    below = int(position)
     above = min(below + 1, len(ordered) - 1)
-    return float(ordered[below] + (place - below) * (ordered[above] - ordered[below]))
+    return float(ordered[below] + (position - below) * (ordered[above] - ordered[below]))
 
 
 def redis_publisher(redis: "AsyncRedis") -> Publish:
-    """What LoopLag takes as `publish`: one key a process, gone LAG_TTL_S after its last sign."""
+    """The `publish` argument of LoopLag: one key per process, which expires LAG_TTL_S after the last publication."""
 
     async def publish(summary: LagSummary) -> None:
         await redis.set(LAG_KEY.format(process=summary.process), json.dumps(summary.as_dict()), ex=LAG_TTL_S)
@@ -327,22 +329,22 @@ def redis_publisher(redis: "AsyncRedis") -> Publish:
 def read_summaries(redis: "Redis") -> list[LagSummary]:
     """The last summary of every process that published within LAG_TTL_S, by name."""
     keys = list(redis.scan_iter(match=LAG_KEY.format(process="*"), count=1000))
-    return _parse(redis.mget(keys) if keys else [])
+    return _parse_all(redis.mget(keys) if keys else [])
 
 
 async def read_summaries_async(redis: "AsyncRedis") -> list[LagSummary]:
     keys = [key async for key in redis.scan_iter(match=LAG_KEY.format(process="*"), count=1000)]
-    return _parse(await redis.mget(keys) if keys else [])
+    return _parse_all(await redis.mget(keys) if keys else [])
 
 
-def _parse(values: Any) -> list[LagSummary]:
+def _parse_all(values: Any) -> list[LagSummary]:
     # A key may expire between the scan and the read.
-    summaries = [summary for value in values if value is not None and (summary := _read(value))]
+    summaries = [summary for value in values if value is not None and (summary := _parse(value))]
     return sorted(summaries, key=lambda summary: summary.process)
 
 
-def _read(value: bytes) -> LagSummary | None:
-    """None for what a process of another version may have written: nobody stops for that."""
+def _parse(value: bytes) -> LagSummary | None:
+    """None if a process of another version has written something else."""
     try:
         return LagSummary.from_dict(json.loads(value))
     except (ValueError, TypeError, KeyError):

@@ -1,4 +1,4 @@
-"""`kill -USR1 PID`: where every thread and every asyncio task of a process stands, on its standard error."""
+"""`kill -USR1 PID` prints the stacks of all threads and asyncio tasks of a process to its standard error."""
 
 import asyncio
 import faulthandler
@@ -7,7 +7,7 @@ import sys
 
 
 def show_on_signal(loop: asyncio.AbstractEventLoop) -> None:
-    """The threads show even when the loop does not run; the tasks as soon as it does."""
+    """Thread stacks are printed even if the loop is blocked; task stacks when it runs again."""
     loop.add_signal_handler(signal.SIGUSR1, _show_tasks, loop)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
 

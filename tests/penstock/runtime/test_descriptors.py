@@ -11,7 +11,7 @@ WANTED = descriptors.BASE + 1000 * descriptors.PER_ROLLOUT
 
 @pytest.fixture
 def hard() -> Iterator[int]:
-    """The soft limit may be moved up to it, and is put back."""
+    """The hard limit; the soft limit is restored afterwards."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield before[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -24,14 +24,14 @@ def test_a_thousand_rollouts_raise_a_low_limit(hard: int, caplog: pytest.LogCapt
     assert not caplog.records
 
 
-def test_a_limit_that_is_high_enough_stays(hard: int) -> None:
+def test_a_sufficient_limit_is_not_changed(hard: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (WANTED + 1, hard))
     assert descriptors.raise_limit(1000) == WANTED + 1
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (WANTED + 1, hard)
 
 
-def test_where_more_is_forbidden_it_says_what_to_do(hard: int, caplog: pytest.LogCaptureFixture) -> None:
-    rollouts = hard  # of which each takes more than one
+def test_a_hard_limit_that_is_too_low_is_logged_with_advice(hard: int, caplog: pytest.LogCaptureFixture) -> None:
+    rollouts = hard  # each needs more than one
     with caplog.at_level(logging.WARNING):
         assert descriptors.raise_limit(rollouts) == hard
     assert f"may_open={hard} wanted={descriptors.BASE + descriptors.PER_ROLLOUT * rollouts}" in caplog.text

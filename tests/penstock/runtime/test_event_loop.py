@@ -13,12 +13,12 @@ async def running_loop() -> asyncio.AbstractEventLoop:
     return asyncio.get_running_loop()
 
 
-def test_runs_on_uvloop() -> None:
+def test_the_loop_is_uvloops() -> None:
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         assert isinstance(runner.run(running_loop()), uvloop.Loop)
 
 
-def test_without_uvloop_it_runs_on_asyncio_and_says_so_once(
+def test_without_uvloop_asyncios_loop_is_used_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "uvloop", None)

@@ -9,70 +9,70 @@ from support.waiting import wait_until_async
 from penstock.runtime import garbage
 
 
-class Knot:
-    """Refers to itself, so only the collector frees it."""
+class Cycle:
+    """Refers to itself, so that only the collector frees it."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
-def knot() -> "weakref.ref[Knot]":
-    return weakref.ref(Knot())
+def dropped_cycle() -> "weakref.ref[Cycle]":
+    return weakref.ref(Cycle())
 
 
-def play(scene: Callable[[list[bool]], Awaitable[None]]) -> None:
-    """`scene` says whether there is work."""
+def collecting(body: Callable[[list[bool]], Awaitable[None]]) -> None:
+    """Run `body` with paced collection; it sets whether there is work."""
 
     async def main() -> None:
         busy = [True]
         async with garbage.paced_collection(lambda: busy[0]):
-            await asyncio.sleep(0)  # it has seen that there is work
-            await scene(busy)
+            await asyncio.sleep(0)  # the collector has seen that there is work
+            await body(busy)
 
     asyncio.run(main())
 
 
-def test_young_cycles_go_while_there_is_work() -> None:
-    async def scene(_: list[bool]) -> None:
-        left = knot()
-        await wait_until_async(lambda: left() is None)
+def test_young_cycles_are_collected_during_work() -> None:
+    async def body(_: list[bool]) -> None:
+        reference = dropped_cycle()
+        await wait_until_async(lambda: reference() is None)
 
-    play(scene)
+    collecting(body)
 
 
-def test_old_ones_go_when_the_work_ends() -> None:
-    async def scene(busy: list[bool]) -> None:
-        old = Knot()
-        left = weakref.ref(old)
-        gc.collect(garbage.YOUNG)
+def test_old_cycles_are_collected_when_work_ends() -> None:
+    async def body(busy: list[bool]) -> None:
+        old = Cycle()
+        reference = weakref.ref(old)
+        gc.collect(garbage.YOUNGEST)
         del old
-        gc.collect(garbage.YOUNG)
-        assert left() is not None
+        gc.collect(garbage.YOUNGEST)
+        assert reference() is not None
         busy[0] = False
-        await wait_until_async(lambda: left() is None)
+        await wait_until_async(lambda: reference() is None)
 
-    play(scene)
+    collecting(body)
 
 
-def test_old_ones_go_in_the_end_even_if_the_work_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "ALL_S", 0.1)
+def test_old_cycles_are_collected_at_intervals_during_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "FULL_INTERVAL_S", 0.1)
 
-    async def scene(_: list[bool]) -> None:
-        old = Knot()
-        left = weakref.ref(old)
-        gc.collect(garbage.YOUNG)
+    async def body(_: list[bool]) -> None:
+        old = Cycle()
+        reference = weakref.ref(old)
+        gc.collect(garbage.YOUNGEST)
         del old
-        await wait_until_async(lambda: left() is None)
+        await wait_until_async(lambda: reference() is None)
 
-    play(scene)
+    collecting(body)
 
 
-def test_python_collects_as_usual_before_and_after() -> None:
-    async def scene(_: list[bool]) -> None:
+def test_automatic_collection_is_restored_afterwards() -> None:
+    async def body(_: list[bool]) -> None:
         assert not gc.isenabled()
         assert gc.get_freeze_count() > 0
 
     assert gc.isenabled()
-    play(scene)
+    collecting(body)
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0

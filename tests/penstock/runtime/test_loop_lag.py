@@ -2,9 +2,10 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import re
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import redis
 import redis.asyncio
 from support.waiting import wait_until_async
 
+from penstock.runtime import loop_lag
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import (
@@ -20,6 +22,7 @@ from penstock.runtime.loop_lag import (
     LAG_TTL_S,
     LagLimits,
     LagSummary,
+    LagTrace,
     LoopLag,
     read_summaries,
     read_summaries_async,
@@ -60,7 +63,7 @@ def burn(seconds: float) -> None:
         pass
 
 
-def test_a_blocked_loop_shows_in_the_window_and_for_ever_in_the_worst() -> None:
+def test_a_block_shows_in_the_window_and_in_the_worst_lag() -> None:
     async def main() -> None:
         lag = LoopLag(process="test", interval_s=0.005)
         async with sampling(lag):
@@ -76,7 +79,7 @@ def test_a_blocked_loop_shows_in_the_window_and_for_ever_in_the_worst() -> None:
     run(main())
 
 
-def test_a_block_that_goes_on_is_seen_from_another_thread() -> None:
+def test_a_block_that_has_not_ended_is_visible_from_another_thread() -> None:
     async def main() -> None:
         lag = LoopLag(process="test", interval_s=0.005)
         blocked, seen = threading.Event(), []
@@ -98,7 +101,7 @@ def test_a_block_that_goes_on_is_seen_from_another_thread() -> None:
     run(main())
 
 
-def test_the_cpu_share_tells_a_busy_loop_from_a_waiting_one() -> None:
+def test_the_cpu_share_distinguishes_a_busy_loop_from_a_waiting_one() -> None:
     async def cpu_seconds(action) -> float:
         lag = LoopLag(process="test", interval_s=0.005)
         async with sampling(lag):
@@ -115,7 +118,7 @@ def test_the_cpu_share_tells_a_busy_loop_from_a_waiting_one() -> None:
     run(main())
 
 
-def test_only_the_window_counts() -> None:
+def test_a_summary_covers_only_its_window() -> None:
     async def main() -> None:
         lag = LoopLag(process="test", interval_s=0.005, window_s=0.1, limits=NO_LIMITS)
         async with sampling(lag):
@@ -152,12 +155,12 @@ def test_every_window_logs_a_line_and_warns_above_a_limit(
     assert ("above_limit=max_s" in worst.message) == (level == logging.WARNING)
 
 
-def test_limits_name_what_is_above_them() -> None:
+def test_limits_name_the_values_that_exceed_them() -> None:
     summary = dataclasses.replace(LoopLag(process="test").summary(), p90_s=0.06, p99_s=0.25, max_s=1.5)
     assert LagLimits().exceeded_by(summary) == ["p90_s", "max_s"]
 
 
-def test_a_failing_publish_is_logged_once_an_outage_and_sampling_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_publish_is_logged_once_per_outage_and_sampling_continues(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         outcomes = iter([False, False, True, True, False, False])
         done = asyncio.Event()
@@ -179,7 +182,7 @@ def test_a_failing_publish_is_logged_once_an_outage_and_sampling_goes_on(caplog:
     assert warnings == ["action=loop_lag_unpublished"] * 2
 
 
-def test_a_publish_that_hangs_does_not_look_like_a_loop_that_hangs() -> None:
+def test_a_hanging_publish_does_not_stop_sampling() -> None:
     async def main() -> None:
         hanging = asyncio.Event()
 
@@ -201,7 +204,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
         yield server
 
 
-def test_others_read_what_each_process_published(server: EmbeddedRedis) -> None:
+def test_published_summaries_can_be_read_by_other_processes(server: EmbeddedRedis) -> None:
     async def main() -> None:
         async with redis.asyncio.Redis.from_url(server.url, socket_timeout=None) as client:
             publish = redis_publisher(client)
@@ -218,30 +221,30 @@ def test_others_read_what_each_process_published(server: EmbeddedRedis) -> None:
         assert 0 < reader.ttl("penstock:lag:a") <= LAG_TTL_S
 
 
-def test_what_another_version_published_is_passed_over(server: EmbeddedRedis) -> None:
+def test_values_of_another_version_are_ignored(server: EmbeddedRedis) -> None:
     with redis.Redis.from_url(server.url) as client:
         for name, value in (("x", "not JSON"), ("y", "[]"), ("z", '{"process": "z"}')):
             client.set(LAG_KEY.format(process=name), value, ex=LAG_TTL_S)
         assert not {"x", "y", "z"} & {summary.process for summary in read_summaries(client)}
 
 
-def test_what_is_taken_is_taken_once_and_reaches_back_beyond_the_window() -> None:
+def test_draining_returns_all_samples_since_the_last_call_once() -> None:
     async def main() -> None:
         lag = LoopLag(process="test", interval_s=0.005, window_s=0.02, limits=NO_LIMITS)
         async with sampling(lag):
             block(BLOCK_S)
             await next_tick(lag)
-            await wait_until_async(lambda: lag.summary().max_s < BLOCK_S / 2, what="the block to leave the window")
-            taken = lag.drain()
-            assert taken.max_s >= 0.8 * BLOCK_S
-            assert taken.blocked_s >= 0.8 * BLOCK_S
-            assert taken.window_s >= BLOCK_S
+            await wait_until_async(lambda: lag.summary().max_s < BLOCK_S / 2, what="the block has left the window")
+            drained = lag.drain()
+            assert drained.max_s >= 0.8 * BLOCK_S
+            assert drained.blocked_s >= 0.8 * BLOCK_S
+            assert drained.window_s >= BLOCK_S
             assert lag.drain().samples == 0
 
     run(main())
 
 
-def test_a_long_time_without_taking_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_that_are_not_drained_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.runtime.loop_lag.MAX_UNREAD_SAMPLES", 4)
 
     async def main() -> None:
@@ -253,14 +256,69 @@ def test_a_long_time_without_taking_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     run(main())
 
 
-def test_a_summary_survives_the_trip_through_a_dictionary() -> None:
+def test_a_summary_can_be_converted_to_a_dictionary_and_back() -> None:
     summary = LoopLag(process="test").summary()
     assert LagSummary.from_dict(summary.as_dict()) == summary
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 200])
-def test_quantiles_are_numpys(samples: int) -> None:
+def test_quantiles_equal_numpys(samples: int) -> None:
     lags_s = np.random.default_rng(samples).random(samples)
     summary = LoopLag(process="test")._summary(lags_s.tolist(), wall_s=1.0, cpu_s=0.0)
-    found = [summary.min_s, summary.median_s, summary.p90_s, summary.p99_s, summary.max_s]
-    assert found == pytest.approx(np.quantile(lags_s, [0, 0.5, 0.9, 0.99, 1]))
+    quantiles = [summary.min_s, summary.median_s, summary.p90_s, summary.p99_s, summary.max_s]
+    assert quantiles == pytest.approx(np.quantile(lags_s, [0, 0.5, 0.9, 0.99, 1]))
+
+
+def blocked_by(block: Callable[[], object], *, limit_s: float = 0.03) -> tuple[LagSummary, LagTrace]:
+    """The summary and the trace of a loop on which `block` ran."""
+    trace = LagTrace(limit_s)
+
+    async def main() -> LagSummary:
+        lag = LoopLag(process="tests", interval_s=0.01, trace=trace)
+        async with asyncio.TaskGroup() as group:
+            sampling = group.create_task(lag.run())
+            await asyncio.sleep(0.05)
+            block()
+            await asyncio.sleep(0.05)
+            summary = lag.summary()
+            sampling.cancel()
+        return summary
+
+    return asyncio.run(main()), trace
+
+
+def planted_blocker() -> None:
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        pass
+
+
+def catastrophic_pattern() -> object:
+    return re.match(r"(a+)+$", "a" * 22 + "b")
+
+
+def test_blocking_code_is_named_with_its_line() -> None:
+    summary, _ = blocked_by(planted_blocker)
+    (name, seconds), *_ = summary.blockers.items()
+    assert re.fullmatch(r"planted_blocker \(runtime/test_loop_lag.py:\d+\)", name)
+    assert seconds > 0.1
+
+
+def test_blocking_in_a_library_is_named_with_the_calling_line() -> None:
+    summary, _ = blocked_by(catastrophic_pattern)
+    assert any(name.startswith("catastrophic_pattern (runtime/test_loop_lag.py:") for name in summary.blockers)
+
+
+def test_a_loop_on_time_has_no_blockers() -> None:
+    summary, trace = blocked_by(lambda: None, limit_s=5.0)
+    assert summary.blockers == {}
+    assert "lag-trace" not in {thread.name for thread in threading.enumerate()}
+    assert trace.blockers() == {}
+
+
+def test_the_number_of_blockers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_lag, "MAX_BLOCKERS", 1)
+    trace = LagTrace(0.03)
+    for name in ("one", "another", "a third"):
+        trace._add(name, since=0.0, now=1.0, first=False)
+    assert trace.blockers() == {"others": 2.0, "one": 1.0}

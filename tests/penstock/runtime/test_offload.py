@@ -43,7 +43,7 @@ def test_arguments_results_and_errors_pass_through() -> None:
 
 
 @pytest.mark.parametrize(("concurrency", "threads"), [(3, 6), (256, 512), (1000, 512)])
-def test_the_io_pool_is_twice_the_concurrency_up_to_a_bound_and_the_default_executor(
+def test_the_io_pool_is_the_default_executor_with_two_threads_per_job_up_to_a_bound(
     concurrency: int, threads: int
 ) -> None:
     async def main() -> None:
@@ -53,7 +53,7 @@ def test_the_io_pool_is_twice_the_concurrency_up_to_a_bound_and_the_default_exec
     run(main, concurrency=concurrency)
 
 
-def test_the_cpu_pool_is_as_wide_as_the_cores_it_may_use() -> None:
+def test_the_cpu_pool_has_one_thread_per_core() -> None:
     async def main() -> None:
         pool = offload.install(asyncio.get_running_loop())
         assert pool.cpu.threads == offload.cores()
@@ -62,7 +62,7 @@ def test_the_cpu_pool_is_as_wide_as_the_cores_it_may_use() -> None:
 
 
 @pytest.mark.parametrize(("concurrency", "threads"), [(1, 2), (1000, offload.FILE_THREADS)])
-def test_however_many_rollouts_record_few_threads_write(concurrency: int, threads: int) -> None:
+def test_the_file_pool_is_small_at_any_concurrency(concurrency: int, threads: int) -> None:
     async def main() -> None:
         assert offload.install(asyncio.get_running_loop(), concurrency=concurrency).files.threads == threads
 
@@ -70,7 +70,7 @@ def test_however_many_rollouts_record_few_threads_write(concurrency: int, thread
 
 
 @pytest.mark.parametrize(("content", "quota"), [("150000 100000", 2), ("20000 100000", 1), ("max 100000", 1_000_000)])
-def test_the_cores_are_those_of_the_affinity_and_of_a_container(tmp_path: Path, content: str, quota: int) -> None:
+def test_cores_are_limited_by_affinity_and_container_quota(tmp_path: Path, content: str, quota: int) -> None:
     (tmp_path / "cpu.max").write_text(content)
     affinity = len(os.sched_getaffinity(0))
     assert offload.cores(tmp_path / "cpu.max") == min(affinity, quota)
@@ -78,7 +78,7 @@ def test_the_cores_are_those_of_the_affinity_and_of_a_container(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("in_thread", [in_io_thread, in_cpu_thread, in_file_thread])
-def test_context_variables_follow_into_the_thread(in_thread) -> None:
+def test_context_variables_are_passed_to_the_thread(in_thread) -> None:
     variable = contextvars.ContextVar("variable", default="unset")
 
     async def main() -> None:
@@ -88,7 +88,7 @@ def test_context_variables_follow_into_the_thread(in_thread) -> None:
     run(main)
 
 
-def test_at_the_bound_callers_wait_their_turn() -> None:
+def test_callers_wait_while_all_threads_are_busy() -> None:
     async def main() -> None:
         gate, order = threading.Event(), []
         threads = offload.install(asyncio.get_running_loop(), concurrency=1).threads
@@ -103,7 +103,7 @@ def test_at_the_bound_callers_wait_their_turn() -> None:
     run(main)
 
 
-def test_cancelled_while_it_waits_the_function_never_runs() -> None:
+def test_a_function_cancelled_while_waiting_never_runs() -> None:
     async def main() -> None:
         gate, ran = threading.Event(), []
         offload.install(asyncio.get_running_loop(), concurrency=1)
@@ -120,7 +120,7 @@ def test_cancelled_while_it_waits_the_function_never_runs() -> None:
 
 
 class Held:
-    """A function that, once started, ends when it is released."""
+    """A function that runs until it is released."""
 
     def __init__(self) -> None:
         self.started, self.released, self.ended = threading.Event(), threading.Event(), threading.Event()
@@ -131,7 +131,7 @@ class Held:
         self.ended.set()
 
 
-def test_cancelled_while_it_runs_the_caller_goes_on_and_the_function_keeps_its_thread() -> None:
+def test_a_function_cancelled_while_running_keeps_its_thread_until_it_ends() -> None:
     async def main() -> None:
         held = Held()
         with Pool(name="cpu", threads=1) as pool:
@@ -144,12 +144,12 @@ def test_cancelled_while_it_runs_the_caller_goes_on_and_the_function_keeps_its_t
             second = asyncio.create_task(pool.run(held.ended.is_set))
             await asyncio.sleep(0)
             held.released.set()
-            assert await second, "it ran beside the first, on a pool of one thread"
+            assert await second, "it ran concurrently with the first on a pool of one thread"
 
     run(main)
 
 
-def test_the_runner_ends_all_pools_and_waits_for_abandoned_calls() -> None:
+def test_closing_the_runner_shuts_down_all_pools_and_waits_for_abandoned_calls() -> None:
     held = Held()
 
     async def main() -> None:
@@ -165,7 +165,7 @@ def test_the_runner_ends_all_pools_and_waits_for_abandoned_calls() -> None:
     assert penstock_threads() == []
 
 
-def test_a_pool_that_was_shut_down_refuses() -> None:
+def test_a_pool_refuses_calls_after_shutdown() -> None:
     async def main() -> None:
         pool = Pool(name="cpu", threads=1)
         pool.shutdown()
@@ -176,7 +176,7 @@ def test_a_pool_that_was_shut_down_refuses() -> None:
     run(main)
 
 
-def test_pools_of_closed_loops_are_forgotten() -> None:
+def test_pools_of_closed_loops_are_dropped() -> None:
     async def main() -> None:
         await in_io_thread(int)
 
@@ -185,7 +185,7 @@ def test_pools_of_closed_loops_are_forgotten() -> None:
     assert len(offload._pools) == 1
 
 
-def test_a_pool_whose_threads_are_stuck_refuses_instead_of_growing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_with_stuck_threads_refuses_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "BACKLOG_MAX", 3)
 
     async def main() -> None:
