@@ -5,20 +5,18 @@ itself, and polling a server that does nothing else (the canary).
 """
 
 import contextlib
-import json
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from bench.harness.processes import Process
 from bench.harness.procfs import cpu_s, resident_bytes
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
+from bench.harness.session_load import SessionLoad
 
 READY = re.compile(r"url=http://127\.0\.0\.1:(\d+)")
 FORMS = {"base64": "object", "npy": "npy", "lists": "lists"}
@@ -64,43 +62,13 @@ class Pair:
         return resident_bytes(self.server.pid)
 
 
-class Load:
-    """A process that puts load on a server: `send` a task, `receive` its figures, or `do` both."""
-
-    def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.harness.session_load"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            process_group=0,
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate()
-
-    def send(self, task: str, **options: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"task": task, **options}) + "\n")
-        self._process.stdin.flush()
-
-    def receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def do(self, task: str, **options: Any) -> dict[str, Any]:
-        self.send(task, **options)
-        return self.receive()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     pairs: dict[str, Pair]
     small: Pair
     bare_port: int
-    load: Load
-    poller: Load
+    load: SessionLoad
+    poller: SessionLoad
     lengths: Lengths
 
     def flood(self, form: str, size: str, *, direct: bool = False) -> dict[str, float]:
@@ -190,7 +158,7 @@ def ready(lengths: Lengths) -> Iterator[Bench]:
         pairs = {name: stack.enter_context(_pair(directory, name, shape)) for name, shape in layers.items()}
         small = stack.enter_context(_pair(directory, "small", ["--layers", "2", "--topk", "2"]))
         bare = stack.enter_context(_running(directory, "bare", ["python", "-m", "bench.harness.bare_server", "79"]))
-        load, poller = stack.enter_context(Load()), stack.enter_context(Load())
+        load, poller = stack.enter_context(SessionLoad()), stack.enter_context(SessionLoad())
         yield Bench(pairs=pairs, small=small, bare_port=_port(bare), load=load, poller=poller, lengths=lengths)
 
 

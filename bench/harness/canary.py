@@ -5,11 +5,11 @@ It samples at the rate of the measured loop. The process reads commands from std
 
 import asyncio
 import json
-import subprocess
 import sys
 from types import TracebackType
 from typing import Self
 
+from bench.harness.processes import LineProcess
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import LagSummary, LoopLag
 
@@ -23,36 +23,26 @@ class Canary:
     """`with Canary() as canary: canary.begin(); ...; lag = canary.end()`"""
 
     def __enter__(self) -> Self:
-        # In its own process group: Ctrl-C reaches the benchmark only, and the canary exits when its stdin closes.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.harness.canary"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            process_group=0,
-        )
-        self._send(END)  # returns when the process has started
+        self._process = LineProcess("bench.harness.canary")
         self.pid = self._process.pid
+        self._request(END)  # returns when the process has started
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._process.communicate()
+        self._process.close()
 
     def begin(self) -> None:
-        self._send(BEGIN)
+        self._request(BEGIN)
 
     def end(self) -> LagSummary:
         """The lag since `begin`."""
-        return LagSummary.from_dict(json.loads(self._send(END)))
+        return LagSummary.from_dict(json.loads(self._request(END)))
 
-    def _send(self, command: str) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{command}\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline()
+    def _request(self, command: str) -> str:
+        self._process.send(command)
+        return self._process.receive()
 
 
 async def _serve_commands() -> None:

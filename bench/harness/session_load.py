@@ -9,14 +9,36 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import orjson
 
+from bench.harness.processes import LineProcess
 from penstock.runtime.event_loop import event_loop_factory
 
 CHARACTERS_A_TURN = 40
 """of the user message of every turn after the first"""
+
+
+class SessionLoad:
+    """The process: `send` it a task, `receive` the task's figures, or `do` both."""
+
+    def __enter__(self) -> Self:
+        self._process = LineProcess("bench.harness.session_load")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.close()
+
+    def send(self, task: str, **options: Any) -> None:
+        self._process.send(json.dumps({"task": task, **options}))
+
+    def receive(self) -> dict[str, Any]:
+        return json.loads(self._process.receive())
+
+    def do(self, task: str, **options: Any) -> dict[str, Any]:
+        self.send(task, **options)
+        return self.receive()
 
 
 class Connection:

@@ -20,8 +20,8 @@ PROGRAMS = {
 }
 
 
-def said(seen: ReceivedRequest) -> Response:
-    """Which program it writes is the rollout's name."""
+def writes_program(seen: ReceivedRequest) -> Response:
+    """A policy that writes the program named by the rollout."""
     name = seen.headers["X-Session-ID"].partition(".")[0]
     return Response(
         body=answer(seen, f"Like this:\n```python\n{PROGRAMS[name]}\n```" if name in PROGRAMS else "no idea")
@@ -34,7 +34,7 @@ def test_programs_are_scored_by_what_they_print(tmp_path: Path, monkeypatch: pyt
 
     async def main() -> None:
         environment = load_environments({"code": EnvironmentSettings(use="graded_environment:Code")})["code"]
-        with serving(said) as server:
+        with serving(writes_program) as server:
             async with stage_of(tmp_path, server.url) as stage:
                 for name in ("silent", "right", "wrong", "broken", "endless"):
                     results[name] = await play(stage, environment, 1, attempt_of(name))

@@ -15,19 +15,19 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def looks_up(seen: ReceivedRequest) -> Response:
-    """Both countries in one turn, one of them misspelt at first; then it names the larger number."""
+    """A policy that looks up both countries in one turn, one misspelt, then corrects it and names the larger number."""
     countries = re.findall(r"in (\w+)", seen.messages[0]["content"])
-    told = [message["content"] for message in seen.messages if message["role"] == "tool"]
-    if not told:
-        asked = [tool_call("population", {"country": name}, id=name) for name in (countries[0], countries[1].lower())]
-        return Response(body=answer(seen, calling(*asked)))
-    if len(told) == 2:
-        assert told[1].startswith("error: the atlas has no ")
+    results = [message["content"] for message in seen.messages if message["role"] == "tool"]
+    if not results:
+        calls = [tool_call("population", {"country": name}, id=name) for name in (countries[0], countries[1].lower())]
+        return Response(body=answer(seen, calling(*calls)))
+    if len(results) == 2:
+        assert results[1].startswith("error: the atlas has no ")
         return Response(body=answer(seen, calling(tool_call("population", {"country": countries[1]}))))
-    return Response(body=answer(seen, f"{countries[int(told[2]) > int(told[0])]}."))
+    return Response(body=answer(seen, f"{countries[int(results[2]) > int(results[0])]}."))
 
 
-def test_a_policy_that_looks_up_what_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_counted_and_answers_are_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""The trainer that newcomers copy, in an environment that has numpy and xxhash and nothing else."""
+"""The example trainer in an environment without the packages of `penstock[app]`."""
 
 import subprocess
 import sys
@@ -31,14 +31,14 @@ def train(run_dir: Path, *options: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_it_reads_every_step_and_tells_the_orchestrator(tmp_path: Path) -> None:
+def test_it_reads_every_step_and_acknowledges_it(tmp_path: Path) -> None:
     seal_steps(tmp_path, steps=3, experts="uint8")
     lines = train(tmp_path)
     assert [line.partition(":")[0] for line in lines] == ["step 0", "step 1", "step 2"]
     sealed = read_manifest(Store(tmp_path / "store"), 0)
     assert sealed
     assert f"step 0: 6 rollouts, {sealed.totals.tokens} tokens in " in lines[0]
-    assert f"weight {sealed.totals.loss_tokens}, advantage " in lines[0], "every token of the loss, once"
+    assert f"weight {sealed.totals.loss_tokens}, advantage " in lines[0], "every token of the loss counts once"
     assert not lines[0].endswith(" 0 routed")
     state = read_trainer(tmp_path)
     assert (state.acked, state.checkpointed) == (2, 1)
