@@ -184,21 +184,14 @@ def ready(size: Size) -> Iterator[Bench]:
         }
         for cluster, _ in started.values():
             cluster.wait_ready()
-        sides = {(case.name, kind): _side(kind, *cluster) for (case, kind), cluster in started.items()}
+        sides = {(case.name, kind): _side(kind, *worker) for (case, kind), worker in started.items()}
         yield Bench(canary=canary, sides=sides, publications=size.publications)
 
 
 def engine(shared: Cluster, latency: str) -> str:
     experts = ["--layers", str(LAYERS), "--topk", str(TOPK), "--form", "object"]
-    completions = [
-        "--length",
-        f"constant:{COMPLETION_TOKENS}",
-        "--latency",
-        latency,
-        "--max-model-len",
-        str(MAX_TOKENS),
-    ]
-    return shared.engine(*experts, *completions)
+    completions = ["--length", f"constant:{COMPLETION_TOKENS}", "--max-model-len", str(MAX_TOKENS)]
+    return shared.engine(*experts, *completions, "--latency", latency)
 
 
 def start(cluster: Cluster, case: Case, url: str, *, app: str = "workers.rollouts") -> tuple[Cluster, Process]:
