@@ -1,4 +1,4 @@
-"""Turns -> samples once more: slowly, on lists, straight from the rule. What the real thing is held against."""
+"""The reference for samples: the merging rule on plain lists."""
 
 from dataclasses import dataclass, field
 

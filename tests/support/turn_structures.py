@@ -1,4 +1,4 @@
-"""Random rollouts: agents that take turns, extend, go back, diverge; payloads whole, late, missing or with holes."""
+"""Random rollouts: interleaved agents that extend, go back and diverge; payloads complete, late, missing, with holes."""
 
 from typing import Any
 

@@ -26,7 +26,7 @@ REQUEST = Request(
 
 @contextlib.asynccontextmanager
 async def client_of(*urls: str, **changes: Any) -> AsyncIterator[EngineClient]:
-    """A client that, in the end, holds nothing of anybody."""
+    """A client that holds nothing at the end."""
     async with EngineClient.open(quick_engine(*urls, **changes)) as client:
         yield client
         assert_idle(client)
@@ -62,7 +62,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_what_fails_is_asked_again(fault: Response) -> None:
+def test_a_failed_request_is_retried(fault: Response) -> None:
     async def main() -> None:
         with serving(failing(2, fault)) as server:
             async with client_of(server.url) as client:
@@ -75,7 +75,7 @@ def test_what_fails_is_asked_again(fault: Response) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_what_fails_for_ever_is_an_infrastructure_failure(fault: Response) -> None:
+def test_a_request_that_keeps_failing_is_an_infrastructure_failure(fault: Response) -> None:
     async def main() -> None:
         with serving(lambda _: fault) as server:
             async with client_of(server.url, retries=2) as client:
@@ -87,7 +87,7 @@ def test_what_fails_for_ever_is_an_infrastructure_failure(fault: Response) -> No
     run(main)
 
 
-def test_silence_is_a_failure() -> None:
+def test_a_silent_engine_is_a_failure() -> None:
     async def main() -> None:
         with serving(failing(1, Response(hangs=True))) as server:
             async with client_of(server.url, silence_s=0.2, retries=100) as client:
@@ -97,7 +97,7 @@ def test_silence_is_a_failure() -> None:
     run(main)
 
 
-def test_an_engine_that_nobody_can_connect_to_is_unreachable() -> None:
+def test_an_engine_without_a_listener_is_unreachable() -> None:
     async def main() -> None:
         urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
         async with client_of(*urls, retries=0) as client:
@@ -108,7 +108,7 @@ def test_an_engine_that_nobody_can_connect_to_is_unreachable() -> None:
     run(main)
 
 
-def test_connections_that_are_not_taken_up_time_out() -> None:
+def test_connections_that_are_not_accepted_time_out() -> None:
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as waiting:
             for _ in range(4):
@@ -123,7 +123,7 @@ def test_connections_that_are_not_taken_up_time_out() -> None:
     run(main)
 
 
-def test_an_engine_that_comes_back_in_time_was_never_away() -> None:
+def test_an_engine_that_restarts_in_time_costs_no_failure() -> None:
     async def main() -> None:
         with serving(hello) as server:
             server.stop()
@@ -136,7 +136,7 @@ def test_an_engine_that_comes_back_in_time_was_never_away() -> None:
     run(main)
 
 
-def test_an_engine_killed_while_it_answers_is_waited_for() -> None:
+def test_an_engine_killed_during_a_response_is_waited_for() -> None:
     async def main() -> None:
         with serving(failing(1, Response(hangs=True))) as server:
             async with client_of(server.url, unreachable_s=30, retries=1) as client:
@@ -150,7 +150,7 @@ def test_an_engine_killed_while_it_answers_is_waited_for() -> None:
     run(main)
 
 
-def test_another_replica_answers_for_one_that_is_away_or_fails() -> None:
+def test_another_replica_is_used_if_one_is_unreachable_or_fails() -> None:
     async def main() -> None:
         with serving(hello) as good, serving(lambda _: FAULTS["a 500"]) as bad:
             away = f"http://127.0.0.1:{free_port()}"
@@ -175,7 +175,7 @@ def test_another_replica_answers_for_one_that_is_away_or_fails() -> None:
          PolicyFailure, "context limit"),
     ],
 )  # fmt: skip
-def test_what_the_engine_refuses_is_not_asked_again(says: Response, failure: type[Exception], said: str) -> None:
+def test_a_refused_request_is_not_retried(says: Response, failure: type[Exception], said: str) -> None:
     async def main() -> None:
         with serving(lambda _: says) as server:
             async with client_of(server.url) as client:
@@ -186,7 +186,7 @@ def test_what_the_engine_refuses_is_not_asked_again(says: Response, failure: typ
     run(main)
 
 
-def test_versions_are_those_at_sending_and_at_arrival() -> None:
+def test_versions_are_read_when_sending_and_when_receiving() -> None:
     async def main() -> None:
         with serving(hello) as server:
             async with client_of(server.url) as client:
@@ -216,8 +216,8 @@ def test_large_bodies_are_read_off_the_loop_and_small_ones_on_it() -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_bodies_over_the_byte_budget_wait_unread(chunked: bool) -> None:
-    """Four of twelve bodies fit, with room for their copies. They are held until the other eight have answers waiting;
-    those are not received: what the server could get rid of lies in the buffers of the sockets."""
+    """Four of twelve bodies fit, with room for their copies. They are held until the other eight responses wait; of
+    those, only what fits into socket buffers has left the server."""
     size, fit, asked = 16 * MEGABYTE, 4, 12
     beside = min(fit, cores()) * size + asked * transport.BUFFERED_BYTES + int(transport.FRAGMENTATION * fit * size)
     limit = fit * size + beside
@@ -243,7 +243,7 @@ def test_bodies_over_the_byte_budget_wait_unread(chunked: bool) -> None:
         run(lambda: main(server))
 
 
-def test_an_answer_larger_than_the_budget_is_refused() -> None:
+def test_a_response_larger_than_the_budget_is_refused() -> None:
     async def main() -> None:
         for chunked in (False, True):
             with serving(lambda _, chunked=chunked: Response(body=bytes(MEGABYTE), chunked=chunked)) as server:
@@ -255,10 +255,10 @@ def test_an_answer_larger_than_the_budget_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("patience_s", "connections"), [(0.0, 2), (3600.0, 1)])
-def test_a_connection_whose_answer_waited_to_be_read_is_not_used_again(
+def test_a_connection_that_was_read_slowly_is_not_reused(
     monkeypatch: pytest.MonkeyPatch, patience_s: float, connections: int
 ) -> None:
-    """The server counts its keep-alive from when it has sent: to it, that connection has long been idle."""
+    """The server counts its keep-alive from when it sent the last byte, so the connection may be about to close."""
     monkeypatch.setattr(transport, "SLOW_READ_S", patience_s)
 
     async def main() -> None:
@@ -271,7 +271,7 @@ def test_a_connection_whose_answer_waited_to_be_read_is_not_used_again(
     run(main)
 
 
-def test_connections_are_bounded_and_used_again() -> None:
+def test_connections_are_bounded_and_reused() -> None:
     async def main() -> None:
         with serving(hello) as server:
             async with client_of(server.url, connections=3) as client:
@@ -282,7 +282,7 @@ def test_connections_are_bounded_and_used_again() -> None:
     run(main)
 
 
-def test_a_large_request_arrives_whole() -> None:
+def test_a_large_request_arrives_complete() -> None:
     async def main() -> None:
         text = "y" * (MEGABYTE)
         request = Request(path=Endpoint.CHAT, body=orjson.dumps({"messages": [user(text)]}), headers={})
@@ -294,7 +294,7 @@ def test_a_large_request_arrives_whole() -> None:
     run(main)
 
 
-def test_the_key_travels_as_a_bearer_token() -> None:
+def test_the_api_key_is_sent_as_a_bearer_token() -> None:
     async def main() -> None:
         with serving(hello) as server:
             async with client_of(server.url, api_key="hush") as client:
@@ -304,7 +304,7 @@ def test_the_key_travels_as_a_bearer_token() -> None:
     run(main)
 
 
-def test_whatever_read_raises_gives_everything_back() -> None:
+def test_an_error_of_read_releases_connection_and_budget() -> None:
     async def main() -> None:
         def read(_: bytes) -> None:
             raise Upstream("not good enough")

@@ -1,7 +1,7 @@
 from penstock.engines.replicas import Replicas
 
 
-def test_the_least_busy_is_chosen_and_equal_ones_in_turn() -> None:
+def test_the_least_busy_replica_is_chosen_round_robin_among_equals() -> None:
     replicas = Replicas(["a", "b", "c"])
     assert [replicas.choose().url for _ in range(4)] == ["a", "b", "c", "a"]
     with replicas.choose().busy() as _, replicas.choose().busy() as _:
@@ -10,7 +10,7 @@ def test_the_least_busy_is_chosen_and_equal_ones_in_turn() -> None:
     assert all(replica.in_flight == 0 for replica in replicas.all)
 
 
-def test_a_rollout_stays_at_home_unless_home_is_away_or_failed() -> None:
+def test_the_home_replica_is_chosen_unless_it_is_unreachable_or_failed() -> None:
     replicas = Replicas(["a", "b"])
     home = replicas.choose()
     with home.busy():
@@ -24,7 +24,7 @@ def test_a_rollout_stays_at_home_unless_home_is_away_or_failed() -> None:
         assert replicas.choose(home).url == "b"
 
 
-def test_versions_are_of_one_replica_or_of_all() -> None:
+def test_a_version_is_announced_for_one_replica_or_all() -> None:
     replicas = Replicas(["a", "b"])
     replicas.announce(3)
     replicas.announce(4, url="b")

@@ -1,4 +1,4 @@
-"""A response is read as a strict reader reads it, whatever the dialect, the form, the spelling and what is known."""
+"""Responses of all dialects, forms and spellings are read as by a strict reference."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ def drawn_rows(draw: st.DrawFn, rows: int, form: str) -> Rows:
 
 @st.composite
 def exchanges(draw: st.DrawFn) -> tuple[ResponseSpec, Question]:
-    """An engine's answer to a prompt that may begin with known sequences, some of them prefixes of each other."""
+    """A response to a prompt that may begin with open samples, some of them prefixes of each other."""
     dialect, form = draw(st.sampled_from(DIALECTS)), draw(st.sampled_from(FORMS))
     prompt, completion = draw(token_lists), draw(st.lists(ids, max_size=6))
     tokens = len(prompt) + len(completion)
@@ -61,14 +61,14 @@ def exchanges(draw: st.DrawFn) -> tuple[ResponseSpec, Question]:
 
 @settings(max_examples=150)
 @given(exchanges())
-def test_reads_what_the_strict_reference_reads(exchange: tuple[ResponseSpec, Question]) -> None:
+def test_every_response_is_read_as_by_the_reference(exchange: tuple[ResponseSpec, Question]) -> None:
     said, question = exchange
     agree(said.body(), question)
 
 
 @settings(max_examples=150)
 @given(exchanges(), st.data())
-def test_spelling_does_not_matter(exchange: tuple[ResponseSpec, Question], data: st.DataObject) -> None:
+def test_whitespace_and_escapes_do_not_matter(exchange: tuple[ResponseSpec, Question], data: st.DataObject) -> None:
     said, question = exchange
     body = data.draw(
         st.sampled_from(
@@ -91,7 +91,7 @@ ROWS = np.random.default_rng(0).integers(1, 100, (20, 3, 2), dtype=np.uint8)
 
 
 def rows_of(turn: Turn) -> list[int]:
-    """The token positions of a turn's rows, having checked that they are the right ones."""
+    """The token positions of a turn's rows, which are checked against ROWS."""
     if turn.routes is None:
         return []
     first, until = turn.routes.first, turn.routes.first + len(turn.routes.rows)
@@ -99,7 +99,7 @@ def rows_of(turn: Turn) -> list[int]:
     return list(range(first, until))
 
 
-def test_two_turns_of_a_conversation() -> None:
+def test_a_second_turn_adds_only_its_new_tokens_and_rows() -> None:
     first = read_turn(ResponseSpec(prompt=[1, 2, 3], completion=[4, 5], rows=ROWS[:4]).body())
     assert first.extends is None
     assert first.prompt_ids.tolist() == [1, 2, 3]
@@ -117,7 +117,7 @@ def test_two_turns_of_a_conversation() -> None:
     assert rows_of(second) == [4, 5, 6]
 
 
-def test_a_prompt_that_is_exactly_the_known_sequence_extends_it() -> None:
+def test_a_prompt_equal_to_an_open_sample_extends_it() -> None:
     turn = read_turn(
         ResponseSpec(prompt=[1, 2, 3], completion=[4]).body(),
         open_samples=[OpenSample(sequence=fingerprint([1, 2, 3]), rows_from=2)],
@@ -126,19 +126,19 @@ def test_a_prompt_that_is_exactly_the_known_sequence_extends_it() -> None:
     assert turn.prompt_ids.tolist() == []
 
 
-def test_an_id_that_only_begins_alike_is_not_known() -> None:
+def test_an_id_with_the_same_first_digits_does_not_match() -> None:
     known = OpenSample(sequence=fingerprint([1, 2]), rows_from=1)
     assert read_turn(ResponseSpec(prompt=[1, 22, 3], completion=[4]).body(), open_samples=[known]).extends is None
 
 
-def test_the_longest_known_sequence_counts_and_ambiguity_is_told() -> None:
+def test_the_longest_open_sample_is_extended_and_all_matches_are_counted() -> None:
     known = [OpenSample(sequence=fingerprint(ids), rows_from=0) for ids in ([1, 2], [1, 2, 3], [1, 9], [1, 2, 3])]
     turn = read_turn(ResponseSpec(prompt=[1, 2, 3, 4], completion=[5]).body(), open_samples=known)
     assert turn.extends == 1, "of equal ones the first"
     assert turn.matches == 3
 
 
-def test_token_in_token_out_takes_the_prompt_from_the_request() -> None:
+def test_token_in_token_out_uses_the_prompt_of_the_request() -> None:
     request = RequestInfo(endpoint=Endpoint.GENERATE, prompt_ids=np.array([1, 2, 3], np.int32))
     body = ResponseSpec(prompt=[1, 2, 3], completion=[4, 5], dialect="generate").body()
     turn = read_turn(body, request=request, open_samples=[OpenSample(sequence=fingerprint([1, 2]), rows_from=1)])
@@ -153,13 +153,13 @@ def test_token_in_token_out_takes_the_prompt_from_the_request() -> None:
     ("said", "version"),
     [("12", 12), (12, 12), ("default", None), (None, None), ("\u0663", None), ("9" * 5000, None), ("2147483648", None)],
 )
-def test_sglang_names_its_weights(said: str | int | None, version: int | None) -> None:
+def test_sglang_states_the_version_of_its_weights(said: str | int | None, version: int | None) -> None:
     reply = ResponseSpec(prompt=[1], completion=[2], dialect="sglang").reply()
     reply["choices"][0]["meta_info"]["weight_version"] = said
     assert read_turn(compact(reply), request=RequestInfo(prompt_ids=np.array([1], np.int32))).version == version
 
 
-def test_tool_calls_stand_for_content() -> None:
+def test_a_message_may_have_tool_calls_instead_of_content() -> None:
     reply = ResponseSpec(prompt=[1], completion=[2]).reply()
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     reply["choices"][0]["message"] = {"role": "assistant", "content": None, "tool_calls": calls}
@@ -198,7 +198,7 @@ def test_truncation_cuts_rows_with_the_tokens(
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("form", FORMS)
-def test_the_client_gets_the_bytes_without_the_rows(dialect: str, form: str) -> None:
+def test_without_routes_only_the_routed_experts_are_replaced(dialect: str, form: str) -> None:
     said = ResponseSpec(prompt=[1, 2], completion=[3, 4], rows=ROWS[:3], dialect=dialect, form=form)
     endpoint = Endpoint.GENERATE if dialect == "generate" else Endpoint.CHAT
     request = RequestInfo(endpoint=endpoint, prompt_ids=np.array([1, 2], np.int32))
@@ -213,6 +213,6 @@ def test_the_client_gets_the_bytes_without_the_rows(dialect: str, form: str) -> 
         assert json.loads(without_routes(body, turn)) == expected
 
 
-def test_a_body_without_rows_goes_on_as_it_is() -> None:
+def test_a_body_without_routed_experts_is_returned_unchanged() -> None:
     body = ResponseSpec(prompt=[1], completion=[2]).body()
     assert without_routes(body, read_turn(body)) is body

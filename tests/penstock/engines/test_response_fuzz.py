@@ -1,4 +1,4 @@
-"""Thousands of bent bodies: what the strict reference rejects is never read, what it reads is read alike."""
+"""Thousands of mutated bodies: each is rejected or read as by the strict reference."""
 
 import base64
 import random
@@ -18,13 +18,13 @@ TOKENS = len(PROMPT) + len(COMPLETION)
 
 @dataclass(frozen=True)
 class Start:
-    """A good answer to bend, and what is known when it comes."""
+    """A valid response to mutate, and the open samples that it is read with."""
 
     said: ResponseSpec
     question: Question
 
     def held(self, body: bytes) -> tuple[int, int]:
-        """Where the base64 of rows that are known lies in the compact body."""
+        """Span of the base64 of recorded rows in the compact body."""
         rows = self.said.rows
         rows_from = max((rows_from for _, rows_from in self.question.known), default=0)
         if rows is None or self.said.form == "lists" or not rows_from:
@@ -70,24 +70,24 @@ def starts() -> list[Start]:
 STARTS = starts()
 
 
-def test_every_start_is_good() -> None:
+def test_every_start_is_a_valid_response() -> None:
     for start in STARTS:
         turn = agree(start.said.body(), start.question)
         assert turn is not None
         assert (turn.routes is None) == (start.said.rows is None)
 
 
-def test_bent_structure(fuzz_rounds: int) -> None:
+def test_mutated_structures_are_read_as_by_the_reference(fuzz_rounds: int) -> None:
     accepted = 0
     for number in range(fuzz_rounds):
         rng = random.Random(number)
         for _ in range(BODIES_A_ROUND):
             start = rng.choice(STARTS)
             accepted += agree(mutated(start.said.reply(), rng), start.question) is not None
-    assert 0.2 < accepted / (fuzz_rounds * BODIES_A_ROUND) < 0.8, "the fuzz bends too much or too little"
+    assert 0.2 < accepted / (fuzz_rounds * BODIES_A_ROUND) < 0.8, "the mutations are too strong or too weak"
 
 
-def test_bent_bytes(fuzz_rounds: int) -> None:
+def test_mutated_bytes_are_read_as_by_the_reference(fuzz_rounds: int) -> None:
     accepted = 0
     for number in range(fuzz_rounds):
         rng = random.Random(-1 - number)
@@ -95,12 +95,12 @@ def test_bent_bytes(fuzz_rounds: int) -> None:
             start = rng.choice(STARTS)
             body = start.said.body()
             accepted += agree(scrambled(body, start.held(body), rng), start.question) is not None
-    assert 0.2 < accepted / (fuzz_rounds * BODIES_A_ROUND) < 0.8, "the fuzz bends too much or too little"
+    assert 0.2 < accepted / (fuzz_rounds * BODIES_A_ROUND) < 0.8, "the mutations are too strong or too weak"
 
 
 @pytest.mark.parametrize("start", [start for start in STARTS if start.question.known and start.said.rows is not None])
-def test_rows_that_are_held_are_not_looked_at(start: Start) -> None:
-    """Even bytes that would end the string or are no JSON at all: they are skipped by their length."""
+def test_rows_that_are_recorded_already_are_not_read(start: Start) -> None:
+    """They are skipped by their length, even if they contain a quote or are not valid JSON."""
     body = start.said.body()
     plain = answer_of(ask(body, start.question))
     first, end = start.held(body)

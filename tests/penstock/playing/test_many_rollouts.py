@@ -29,14 +29,14 @@ SEALED = ["columns.safetensors", "experts.safetensors"]
 
 
 def large_and_routed(seen: ReceivedRequest) -> Response:
-    """Large enough to be read off the loop; the first time it fails, so that a pause is among what is awaited."""
+    """Large enough to be read off the loop. The first attempt fails, so that the retry pause is awaited as well."""
     if seen.retry == 0 and len(seen.messages) > 1:
         return Response(status=500)
     return Response(body=answer(seen, "hello", routed=True, padding="x" * 300_000))
 
 
-def test_cancelled_wherever_it_waits_a_rollout_leaves_nothing(tmp_path: Path) -> None:
-    """How often it waits depends on how the bytes arrive: the last of these run to their end."""
+def test_a_rollout_cancelled_at_any_await_leaves_nothing(tmp_path: Path) -> None:
+    """The number of awaits depends on how the bytes arrive; the last rollouts run to completion."""
 
     async def main() -> None:
         cancelled = 0
@@ -58,7 +58,7 @@ def test_cancelled_wherever_it_waits_a_rollout_leaves_nothing(tmp_path: Path) ->
 
 
 def fault_of(seen: ReceivedRequest) -> Response | None:
-    """One request in five goes wrong when it is sent first, in one of five ways."""
+    """The first attempt of one request in five fails, with one of five faults."""
     body = {name: value for name, value in seen.body.items() if name != "seed"}
     draw = xxhash.xxh3_64_intdigest(orjson.dumps([body, seen.headers["X-Session-ID"]]), seed=1) % 25
     faults = [
@@ -119,8 +119,8 @@ def test_256_rollouts_at_once_share_a_client_and_leak_nothing(tmp_path: Path) ->
     run(main, concurrency=rollouts)
 
 
-def test_sessions_stay_on_their_replica(tmp_path: Path) -> None:
-    """Nobody is answered before all have asked: as many are in flight at one as at the other."""
+def test_rollouts_stay_on_their_replica(tmp_path: Path) -> None:
+    """No response is sent before all requests have arrived, so both replicas have the same number in flight."""
 
     async def main() -> None:
         all_asked = threading.Event()
@@ -144,7 +144,7 @@ def test_sessions_stay_on_their_replica(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("connections", [1, 1000])
-def test_the_number_of_connections_changes_nothing_but_speed(tmp_path: Path, connections: int) -> None:
+def test_results_do_not_depend_on_the_number_of_connections(tmp_path: Path, connections: int) -> None:
     async def main() -> None:
         with serving(lambda seen: Response(body=answer(seen, "hello"))) as server:
             async with stage_of(tmp_path, server.url, connections=connections) as stage:

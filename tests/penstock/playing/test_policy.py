@@ -38,7 +38,7 @@ from penstock.turn import Ids, Message
 
 
 class Bytes:
-    """A renderer: what the test's server takes a message for."""
+    """A renderer with the tokens of the test server."""
 
     async def prompt_ids(self, turn: NextTurn) -> Ids:
         history = [turn.prompt_ids, turn.completion_ids]
@@ -91,7 +91,7 @@ async def sealed(root: Path, session: Session) -> Columns:
     return read_columns(Store(root), (await session.seal()).columns)
 
 
-def test_a_conversation_is_one_sample_of_what_the_engine_said(tmp_path: Path) -> None:
+def test_a_conversation_is_one_sample_of_the_tokens_of_the_engine(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(saying()) as server:
             async with talking(tmp_path, server.url) as (policy, session):
@@ -136,7 +136,7 @@ def test_tool_calls_are_passed_on_and_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", [{}, {"function": None}, {"function": {"name": "f", "arguments": {"a": 1}}}])
-def test_a_tool_call_that_is_none_is_malformed(tmp_path: Path, call: Message) -> None:
+def test_a_malformed_tool_call_is_an_infrastructure_failure(tmp_path: Path, call: Message) -> None:
     async def main() -> None:
         def respond(seen: ReceivedRequest) -> Response:
             reply = orjson.loads(answer(seen, "x"))
@@ -178,7 +178,7 @@ def test_agents_and_their_sampling_are_recorded(tmp_path: Path, caplog: pytest.L
     assert caplog.text.count("action=altered_sampling fields=top_k, top_p") == 1
 
 
-def test_what_penstock_sets_itself_is_refused(tmp_path: Path) -> None:
+def test_reserved_sampling_fields_are_refused(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(saying()) as server:
             async with talking(tmp_path, server.url) as (policy, _):
@@ -191,7 +191,7 @@ def test_what_penstock_sets_itself_is_refused(tmp_path: Path) -> None:
     run(main)
 
 
-def test_seeds_differ_by_turn_and_come_again(tmp_path: Path) -> None:
+def test_seeds_differ_by_turn_and_repeat_in_the_next_attempt(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(saying()) as server:
             for attempt in ("first", "second"):
@@ -216,7 +216,7 @@ def test_turns_are_limited(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "generate"])
-def test_an_answer_beyond_the_context_is_cut_and_the_conversation_cannot_go_on(tmp_path: Path, dialect: str) -> None:
+def test_a_completion_beyond_the_context_is_cut_and_ends_the_conversation(tmp_path: Path, dialect: str) -> None:
     async def main() -> None:
         settings, renderer = Policy(max_seq_len=40), Bytes() if dialect == "generate" else None
         with serving(saying(lambda _: "x" * 50, dialect=dialect)) as server:
@@ -235,7 +235,7 @@ def test_an_answer_beyond_the_context_is_cut_and_the_conversation_cannot_go_on(t
     run(main)
 
 
-def test_a_prompt_beyond_the_context_is_a_failure_that_is_recorded(tmp_path: Path) -> None:
+def test_a_prompt_beyond_the_context_is_recorded_as_a_failure(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(saying()) as server:
             async with talking(tmp_path, server.url, settings=Policy(max_seq_len=20)) as (policy, session):
@@ -260,7 +260,7 @@ def test_one_chat_at_a_time(tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_rollout_stays_on_its_replica_and_versions_follow_that(tmp_path: Path) -> None:
+def test_a_rollout_stays_on_its_replica_and_records_its_version(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(saying()) as one, serving(saying()) as other:
             async with EngineClient.open(quick_engine(one.url, other.url)) as client:
@@ -317,14 +317,14 @@ def assert_asked(dialect: str, body: Message, tokens: int) -> None:
             assert 0 < start < len(body["token_ids"]) == tokens - len("ok")
 
 
-def test_tokens_in_and_out_need_a_renderer() -> None:
+def test_generate_needs_a_renderer_and_vllm_refuses_one() -> None:
     with pytest.raises(ConfigError, match=r'engine\.dialect = "generate" sends tokens and needs a renderer'):
         dialect_of(Engine(dialect="generate"))
     with pytest.raises(ConfigError, match=r'engine\.dialect = "vllm" sends messages and cannot use policy\.renderer'):
         dialect_of(Engine(dialect="vllm"), renderer=Bytes())
 
 
-def test_rows_that_change_their_shape_are_the_engines_fault(tmp_path: Path) -> None:
+def test_rows_of_another_shape_are_an_infrastructure_failure(tmp_path: Path) -> None:
     def respond(seen: ReceivedRequest) -> Response:
         reply = orjson.loads(answer(seen, "x", routed=True))
         if len(seen.messages) > 1:

@@ -24,7 +24,7 @@ SEALED = ["columns.safetensors"]
 
 
 class Talks:
-    """An environment whose whole rollout is a function of the policy."""
+    """An environment whose rollout is a given function of the policy."""
 
     def __init__(self, rollout: Callable[[Any], Any]) -> None:
         self._rollout = rollout
@@ -52,7 +52,7 @@ def hello(seen: ReceivedRequest) -> Response:
 def failing(
     root: Path, rollout: Callable[[Any], Any], error: type[Exception], said: str, *, respond: Any = hello, **more: Any
 ) -> None:
-    """The rollout raises, and nothing of it stays."""
+    """The rollout raises and leaves no files."""
 
     async def main() -> None:
         with serving(respond) as server:
@@ -87,8 +87,8 @@ def test_a_rollout_becomes_a_result_and_its_files(tmp_path: Path) -> None:
     run(main)
 
 
-def test_penstock_s_own_metrics_leave_room_for_those_of_the_environment(tmp_path: Path) -> None:
-    """Two samples with rows: there is nothing more to say of a rollout."""
+def test_metrics_of_penstock_leave_room_for_those_of_the_environment(tmp_path: Path) -> None:
+    """Two samples with rows report every metric of the recording."""
     many = {f"m{number}": 1 / 3 for number in range(METRICS_LIMIT - METRICS_OF_RECORDING)}
 
     async def breaks(policy: Any) -> Score:
@@ -106,7 +106,7 @@ def test_penstock_s_own_metrics_leave_room_for_those_of_the_environment(tmp_path
     run(main)
 
 
-def test_what_the_policy_spoilt_is_sealed_with_its_reward(tmp_path: Path) -> None:
+def test_a_policy_failure_is_sealed_with_its_reward(tmp_path: Path) -> None:
     async def spoils(policy: Any) -> float:
         await one_turn(policy)
         raise PolicyFailure("it opened the wrong file")
@@ -124,7 +124,7 @@ def test_what_the_policy_spoilt_is_sealed_with_its_reward(tmp_path: Path) -> Non
     run(main)
 
 
-def test_an_environment_may_score_a_failure_of_the_policy_itself(tmp_path: Path) -> None:
+def test_an_environment_may_score_a_policy_failure(tmp_path: Path) -> None:
     async def scores(policy: Any) -> float:
         try:
             for _ in range(10):
@@ -144,7 +144,7 @@ def test_an_environment_may_score_a_failure_of_the_policy_itself(tmp_path: Path)
     run(main)
 
 
-def test_a_rollout_that_takes_too_long_ends_with_what_it_has(tmp_path: Path) -> None:
+def test_a_timed_out_rollout_is_sealed_with_its_turns(tmp_path: Path) -> None:
     async def lingers(policy: Any) -> float:
         await one_turn(policy)
         await policy.chat([user("and now hang")])
@@ -167,7 +167,7 @@ def test_a_rollout_that_takes_too_long_ends_with_what_it_has(tmp_path: Path) -> 
     run(main)
 
 
-def test_a_rollout_spoilt_before_its_first_turn_counts_but_has_no_files(tmp_path: Path) -> None:
+def test_a_policy_failure_before_the_first_turn_has_a_result_without_files(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(lambda _: Response(hangs=True)) as server:
             async with stage_of(tmp_path, server.url, policy=Policy(policy_error_reward=-1.0)) as stage:
@@ -179,14 +179,14 @@ def test_a_rollout_spoilt_before_its_first_turn_counts_but_has_no_files(tmp_path
     run(main)
 
 
-def test_an_environment_that_asks_nothing_is_wrong(tmp_path: Path) -> None:
+def test_an_environment_that_sends_no_chat_fails(tmp_path: Path) -> None:
     async def asks_nothing(policy: Any) -> float:
         return 1.0
 
     failing(tmp_path, asks_nothing, StageError, r"'test' left its rollout unfinished: .* recorded no turn")
 
 
-def test_truncated_is_said(tmp_path: Path) -> None:
+def test_a_truncated_rollout_is_marked(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(hello) as server:
             async with stage_of(tmp_path, server.url, policy=Policy(max_seq_len=8)) as stage:
@@ -196,7 +196,7 @@ def test_truncated_is_said(tmp_path: Path) -> None:
     run(main)
 
 
-def test_the_engine_s_failures_are_raised_and_leave_nothing(tmp_path: Path) -> None:
+def test_engine_failures_are_raised_and_leave_no_files(tmp_path: Path) -> None:
     def fails_later(seen: ReceivedRequest) -> Response:
         return hello(seen) if len(seen.messages) == 1 else Response(status=500, body=b"out of memory")
 
@@ -212,7 +212,7 @@ def test_the_engine_s_failures_are_raised_and_leave_nothing(tmp_path: Path) -> N
     run(main)
 
 
-def test_a_bug_of_the_environment_names_example_and_line(tmp_path: Path) -> None:
+def test_an_error_of_the_environment_names_example_and_line(tmp_path: Path) -> None:
     async def is_wrong(policy: Any) -> float:
         await one_turn(policy)
         return {}["gone"]
@@ -220,7 +220,7 @@ def test_a_bug_of_the_environment_names_example_and_line(tmp_path: Path) -> None
     failing(tmp_path, is_wrong, StageError, r"'test' failed at example 0: KeyError: 'gone' \(.*test_rollout\.py, line")
 
 
-def test_what_is_no_message_is_a_bug_of_the_environment(tmp_path: Path) -> None:
+def test_a_malformed_message_is_an_error_of_the_environment(tmp_path: Path) -> None:
     async def asks_wrongly(policy: Any) -> float:
         await policy.chat([{"content": "who am I?"}])
         return 1.0
@@ -240,7 +240,7 @@ def test_what_is_no_message_is_a_bug_of_the_environment(tmp_path: Path) -> None:
         (Score(reward=1.0, columns={"value": np.zeros(3, np.float32)}), "column extra.value"),
     ],
 )
-def test_a_score_that_cannot_travel_fails_the_rollout(tmp_path: Path, score: Any, said: str) -> None:
+def test_an_invalid_score_fails_the_rollout(tmp_path: Path, score: Any, said: str) -> None:
     async def scores(policy: Any) -> Any:
         await one_turn(policy)
         return score
@@ -248,7 +248,7 @@ def test_a_score_that_cannot_travel_fails_the_rollout(tmp_path: Path, score: Any
     failing(tmp_path, scores, StageError, said)
 
 
-def test_columns_of_the_environment_reach_the_file(tmp_path: Path) -> None:
+def test_columns_of_the_environment_are_stored(tmp_path: Path) -> None:
     async def scores(policy: Any) -> Score:
         await one_turn(policy)
         return Score(reward=1.0, columns={"value": np.arange(12, dtype=np.float32)})
@@ -263,7 +263,7 @@ def test_columns_of_the_environment_reach_the_file(tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_chat_still_in_flight_at_the_end_is_a_bug(tmp_path: Path) -> None:
+def test_a_chat_in_flight_at_the_end_fails_the_rollout(tmp_path: Path) -> None:
     forgotten: list[asyncio.Task[Any]] = []
 
     async def forgets(policy: Any) -> float:
@@ -287,7 +287,7 @@ def test_a_chat_still_in_flight_at_the_end_is_a_bug(tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_store_that_takes_nothing_fails_the_rollout(tmp_path: Path) -> None:
+def test_an_unwritable_store_fails_the_rollout(tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("in the way")
 
     async def main() -> None:
@@ -299,7 +299,7 @@ def test_a_store_that_takes_nothing_fails_the_rollout(tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_group_is_scored_together_from_its_files(tmp_path: Path) -> None:
+def test_a_group_is_scored_from_its_files(tmp_path: Path) -> None:
     def respond(seen: ReceivedRequest) -> Response:
         number = {"r0": 14, "r1": 21, "r2": 14}[seen.headers["X-Session-ID"].split(".")[0]]
         return Response(body=answer(seen, f"Let me see.\nAnswer: {number}"))
@@ -316,7 +316,7 @@ def test_a_group_is_scored_together_from_its_files(tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_group_may_be_scored_by_a_coroutine_which_must_score_all(tmp_path: Path) -> None:
+def test_score_group_may_be_a_coroutine_and_must_score_all(tmp_path: Path) -> None:
     class Judge(Talks):
         async def score_group(self, example: Any, rollouts: Any) -> Any:
             await asyncio.sleep(0)
@@ -363,7 +363,7 @@ def test_the_example_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     run(main)
 
 
-def test_cancelled_while_the_engine_answers_nothing_stays(tmp_path: Path) -> None:
+def test_a_rollout_cancelled_during_a_request_leaves_no_files(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(lambda _: Response(hangs=True)) as server:
             async with stage_of(tmp_path, server.url) as stage:

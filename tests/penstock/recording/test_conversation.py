@@ -32,7 +32,7 @@ SECOND = ([*FIRST[0], FIRST[1], user("2")], said("two"))
 THIRD = ([*SECOND[0], SECOND[1], user("3")], said("three"))
 
 
-def test_a_request_goes_on_from_the_last_answer() -> None:
+def test_a_request_continues_from_the_last_answer() -> None:
     talked = talk(conversation(), FIRST)
     request = talked.prepare(SECOND[0])
     assert request.parent.turn == 0
@@ -59,7 +59,7 @@ def test_none_empty_text_and_empty_list_are_equal() -> None:
         said([{"type": "text", "text": "one"}]),
     ],
 )
-def test_what_makes_a_message_another_one(changed: dict[str, Any]) -> None:
+def test_a_changed_message_diverges(changed: dict[str, Any]) -> None:
     talked = talk(conversation(), FIRST, SECOND)
     with pytest.raises(BadRequest, match="diverge"):
         talked.prepare([*FIRST[0], changed, user("2"), SECOND[1], user("3")])
@@ -89,11 +89,13 @@ def test_going_back_over_two_answers_is_refused_and_changes_nothing() -> None:
     assert talked.prepare([*THIRD[0], THIRD[1], user("4")]).parent.turn == 2
 
 
-def test_after_going_back_the_next_step_back_is_counted_along_the_new_line() -> None:
+def test_after_going_back_the_limit_counts_along_the_new_path() -> None:
     talked = talk(conversation(), FIRST, SECOND, ([*FIRST[0], FIRST[1], user("2'")], said("two'")))
     assert talked.prepare([*FIRST[0], FIRST[1], user("2''")]).parent.turn == 0
     with pytest.raises(BadRequest, match="only tool, user may be appended"):
-        talked.prepare([*SECOND[0], SECOND[1], user("3")])  # the discarded answer is nobody's message now
+        talked.prepare(
+            [*SECOND[0], SECOND[1], user("3")]
+        )  # the discarded answer is not part of the conversation any more
 
 
 def test_the_first_request_may_be_repeated() -> None:
@@ -129,10 +131,10 @@ def test_a_request_that_appends_nothing_is_refused() -> None:
             talked.prepare(messages)
 
 
-def test_open_mode_takes_whatever_comes() -> None:
+def test_open_mode_accepts_any_conversation() -> None:
     talked = talk(conversation(Mode.OPEN), FIRST, SECOND, THIRD)
     assert talked.prepare([user("a sub-agent")]).parent.turn == -1
-    back = talked.prepare([*FIRST[0], FIRST[1], said("words in its mouth"), user("?")])
+    back = talked.prepare([*FIRST[0], FIRST[1], said("an answer of the caller"), user("?")])
     assert back.parent.turn == 0
     assert len(back.appended) == 2
     assert talked.prepare([*THIRD[0], THIRD[1], user("4")]).parent.turn == 2
@@ -153,6 +155,6 @@ def test_open_mode_takes_whatever_comes() -> None:
     ],
 )
 @pytest.mark.parametrize("mode", Mode)
-def test_messages_that_are_none(messages: Any, complaint: str, mode: Mode) -> None:
+def test_malformed_messages_are_refused(messages: Any, complaint: str, mode: Mode) -> None:
     with pytest.raises(BadRequest, match=complaint):
         conversation(mode).prepare(messages)

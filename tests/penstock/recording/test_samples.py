@@ -19,7 +19,7 @@ VECTORS = [json.loads(line) for line in (Path(__file__).parents[2] / "vectors" /
 
 
 class Recorder:
-    """Samples, and the routed rows in the order in which they would be written."""
+    """Samples, and their routed rows in the order of writing."""
 
     def __init__(self, **limits: Any) -> None:
         self.max_seq_len = limits.pop("max_seq_len", None)
@@ -43,7 +43,7 @@ class Recorder:
         return columns_of(self.samples, rollout="r", attempt=1, logprobs_mode="processed", **more)
 
     def rows_by_position(self, sample: int) -> dict[int, np.ndarray]:
-        """What the experts file would hold for a sample."""
+        """The rows of a sample in the experts file."""
         rows, placed = iter(self.rows), dict[int, np.ndarray]()
         for chunk in self.samples.chunks():
             for position in range(chunk.first, chunk.first + chunk.rows):
@@ -59,7 +59,7 @@ def routes_of(rows: np.ndarray, first: int = 0, valid: np.ndarray | None = None)
 
 
 @pytest.mark.parametrize("case", VECTORS, ids=range(len(VECTORS)))
-def test_prime_rls_own_code_merges_alike(case: dict[str, Any]) -> None:
+def test_samples_equal_those_of_prime_rl(case: dict[str, Any]) -> None:
     recorder = Recorder()
     for turn in case["turns"]:
         payload = turn.get("routed_experts")
@@ -117,7 +117,7 @@ def test_two_agents_interleaved_give_two_samples() -> None:
     }  # fmt: skip
 
 
-def test_of_several_samples_the_longest_is_extended_and_the_choice_counted() -> None:
+def test_the_longest_matching_sample_is_extended_and_ambiguity_is_counted() -> None:
     recorder = Recorder()
     recorder.turn([1], [2])
     recorder.turn([1], [2, 3])
@@ -126,7 +126,7 @@ def test_of_several_samples_the_longest_is_extended_and_the_choice_counted() -> 
     assert recorder.samples.metrics()["ambiguous_turns"] == 1
 
 
-def test_a_broken_prefix_is_loud() -> None:
+def test_broken_prefixes_are_counted() -> None:
     recorder = Recorder()
     recorder.turn([1, 2, 3], [4])
     recorder.turn([1, 2, 7, 4, 5], [6])
@@ -138,7 +138,7 @@ def test_a_broken_prefix_is_loud() -> None:
     assert metrics["wasted_tokens"] == 2 + 2
 
 
-def test_routes_that_nobody_sent_are_counted() -> None:
+def test_missing_routes_are_counted() -> None:
     rows, recorder = np.ones((9, 1, 1), np.uint8), Recorder()
     recorder.turn([1, 2], [3], routes=routes_of(rows[:2]))
     assert recorder.samples.metrics()["missing_routes"] == 0
@@ -210,14 +210,14 @@ def test_an_environment_may_mask_tokens_of_a_completion() -> None:
         recorder.turn([7], [2, 3, 4], completion_mask=np.array([0], np.uint8))
 
 
-def test_versions_are_the_engines_word_or_the_replicas() -> None:
+def test_versions_are_those_of_the_replica_if_the_engine_states_none() -> None:
     recorder = Recorder()
     recorder.turn([1], [2], version_sent=4, version_received=5)
     table = recorder.columns().turns
     assert (table.version_first.tolist(), table.version_last.tolist()) == ([4], [5])
 
 
-def test_a_sample_keeps_nothing_of_what_was_read() -> None:
+def test_recorded_arrays_are_copies() -> None:
     recorder = Recorder()
     recorder.turn([1, 2, 3], [4])
     recorder.turn([1, 2, 3, 4, 5], [6])
@@ -237,7 +237,7 @@ def as_routes(rows: dict[int, Any], dtype: Any) -> Routes | None:
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(case=turn_structures(), error=st.booleans(), dtype=st.sampled_from([np.uint8, np.uint16]))
-def test_samples_rows_and_validity_equal_the_plain_rule(case: Any, error: bool, dtype: Any) -> None:
+def test_samples_rows_and_validity_equal_the_reference(case: Any, error: bool, dtype: Any) -> None:
     turns, limits = case
     expected, ambiguous = merge(turns, error=error, **limits)
     recorder = Recorder(**limits)

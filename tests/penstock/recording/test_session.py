@@ -94,7 +94,7 @@ def test_an_error_masks_the_whole_rollout(store: Store) -> None:
     run(main)
 
 
-def test_history_is_the_stored_tokens_and_only_new_rows_are_asked_for(store: Store) -> None:
+def test_history_is_the_recorded_tokens_and_only_new_rows_are_requested(store: Store) -> None:
     async def main() -> None:
         session = await started(store, mode=Mode.LINEAR)
         messages = await talk(session, ["hello", "and"])
@@ -110,7 +110,7 @@ def test_history_is_the_stored_tokens_and_only_new_rows_are_asked_for(store: Sto
     run(main)
 
 
-def test_going_back_starts_another_sample_and_both_are_kept(store: Store) -> None:
+def test_going_back_starts_a_new_sample_and_keeps_both(store: Store) -> None:
     async def main() -> None:
         session = await started(store, mode=Mode.LINEAR)
         messages = await talk(session, ["hello", "and"])
@@ -145,7 +145,7 @@ def test_agents_may_interleave_in_mode_open(store: Store) -> None:
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_behind_a_turn_that_was_cut_a_conversation_cannot_go_on(store: Store, mode: Mode) -> None:
+def test_a_truncated_turn_cannot_be_continued(store: Store, mode: Mode) -> None:
     async def main() -> None:
         session = await started(store, mode=mode, max_seq_len=12)
         messages = await talk(session, ["hello"])
@@ -157,7 +157,7 @@ def test_behind_a_turn_that_was_cut_a_conversation_cannot_go_on(store: Store, mo
     run(main)
 
 
-def test_tokens_alone_are_recorded_without_messages(store: Store) -> None:
+def test_token_in_token_out_records_no_messages(store: Store) -> None:
     async def main() -> None:
         session = await started(store)
         messages = [user("1")]
@@ -218,7 +218,7 @@ def test_one_chat_at_a_time(store: Store) -> None:
     run(main)
 
 
-def test_closing_beats_busy(store: Store) -> None:
+def test_a_closed_session_is_not_found_even_while_claimed(store: Store) -> None:
     async def main() -> None:
         session = await started(store)
         with session.claim() as claim:
@@ -235,7 +235,7 @@ def test_closing_beats_busy(store: Store) -> None:
     run(main)
 
 
-def test_what_closes_meanwhile_is_not_recorded(store: Store) -> None:
+def test_a_turn_of_a_session_closed_meanwhile_is_not_recorded(store: Store) -> None:
     async def main() -> None:
         session = await started(store)
         with session.claim() as claim:
@@ -249,13 +249,13 @@ def test_what_closes_meanwhile_is_not_recorded(store: Store) -> None:
 
 
 async def ticks(count: int = 10) -> None:
-    """Enough turns of the loop for everything that can go on to go on."""
+    """Enough iterations of the loop for everything that can run to run."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 class BlockedPool:
-    """Both threads for files wait: a write has begun but cannot end."""
+    """Both file threads are blocked: a write has started but cannot finish."""
 
     def __init__(self) -> None:
         self.release = threading.Event()
@@ -294,7 +294,7 @@ def test_closing_while_a_turn_is_written_removes_it(store: Store) -> None:
 
 
 @pytest.mark.parametrize("cancels", [1, 3])
-def test_a_cancelled_commit_is_finished_before_the_slot_is_free(store: Store, cancels: int) -> None:
+def test_a_cancelled_commit_completes_before_the_claim_is_released(store: Store, cancels: int) -> None:
     async def main() -> None:
         session = await started(store)
         async with BlockedPool() as pool:
@@ -314,7 +314,7 @@ def test_a_cancelled_commit_is_finished_before_the_slot_is_free(store: Store, ca
     run(main, concurrency=1)
 
 
-def test_cancelled_anywhere_memory_and_disk_agree(store: Store) -> None:
+def test_after_a_cancellation_memory_and_disk_agree(store: Store) -> None:
     async def main() -> None:
         session, messages, finished = await started(store), list[dict[str, Any]](), 0
         for count in range(40):
@@ -333,7 +333,7 @@ def test_cancelled_anywhere_memory_and_disk_agree(store: Store) -> None:
     run(main)
 
 
-def test_every_way_out_frees_the_slot_and_commits_nothing(store: Store) -> None:
+def test_cancellation_and_errors_release_the_claim_and_commit_nothing(store: Store) -> None:
     async def main() -> None:
         session, never = await started(store), asyncio.Event()
 
@@ -357,7 +357,7 @@ def test_every_way_out_frees_the_slot_and_commits_nothing(store: Store) -> None:
     run(main)
 
 
-def test_only_the_holder_uses_the_slot_and_only_as_prepared(store: Store) -> None:
+def test_a_stale_claim_or_prepared_request_is_refused(store: Store) -> None:
     async def main() -> None:
         session = await started(store)
         with session.claim() as old:
@@ -375,7 +375,7 @@ def test_only_the_holder_uses_the_slot_and_only_as_prepared(store: Store) -> Non
     run(main)
 
 
-def test_a_write_that_fails_leaves_the_turns_before(store: Store) -> None:
+def test_a_failed_write_keeps_the_earlier_turns(store: Store) -> None:
     async def main() -> None:
         session = await started(store)
         messages = await talk(session, ["hello"])
@@ -396,7 +396,7 @@ def test_a_write_that_fails_leaves_the_turns_before(store: Store) -> None:
     run(main)
 
 
-def test_a_seal_that_fails_can_be_tried_again(store: Store) -> None:
+def test_a_failed_seal_can_be_retried(store: Store) -> None:
     async def main() -> None:
         for obstacle in ("columns.safetensors", "experts.safetensors"):
             session = await started(store, key=obstacle.partition(".")[0])
@@ -415,7 +415,7 @@ def test_a_seal_that_fails_can_be_tried_again(store: Store) -> None:
     run(main)
 
 
-def test_sealing_twice_gives_one_answer_and_nothing_is_sealed_twice(store: Store) -> None:
+def test_sealing_twice_returns_the_same_result(store: Store) -> None:
     async def main() -> None:
         session = await started(store)
         with pytest.raises(NothingToTrain, match="recorded no turn"):
@@ -451,7 +451,7 @@ def test_an_idle_session_costs_its_columns(store: Store) -> None:
     run(main)
 
 
-def test_nothing_is_awaited_between_a_decision_and_the_change_that_follows() -> None:
+def test_state_changes_do_not_span_an_await() -> None:
     tree = ast.parse(inspect.getsource(inspect.getmodule(Session)))  # type: ignore[arg-type]
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     assert all(isinstance(functions[name], ast.FunctionDef) for name in ("claim", "prepare", "_history"))

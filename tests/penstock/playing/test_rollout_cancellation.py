@@ -1,4 +1,4 @@
-"""Wherever a rollout is when it is cancelled, nothing of it stays: slot, session, processes, handles, files, memory."""
+"""A rollout that is cancelled anywhere leaves no claim, session, process, handle, file or memory."""
 
 import asyncio
 import gc
@@ -34,7 +34,7 @@ from penstock.store import Store
 
 @dataclass
 class Scene:
-    """What a rollout does after its first turn, and how one sees that it is there."""
+    """What a rollout does after its first turn, and how the test sees that it has started."""
 
     directory: Path
     script: Script
@@ -47,7 +47,7 @@ class Scene:
         return self.directory / "mark"
 
     def is_there(self) -> bool:
-        """Something was written to the mark, an engine does not answer, or a tool has begun."""
+        """The mark was written, a request is in flight, or a tool has started."""
         return bool(self.begun or self.script.server.answering or (self.mark.exists() and self.mark.read_text()))
 
 
@@ -96,12 +96,12 @@ async def in_line_for_a_grader(scene: Scene, policy: Any) -> None:
 
 
 async def in_a_program(scene: Scene, policy: Any) -> None:
-    nobody = AgentPolicy(base_url="", api_key="")
-    await run_program(["/bin/sh", "-c", f"sleep 1000 & echo $! > {scene.mark}; wait"], nobody)
+    unused = AgentPolicy(base_url="", api_key="")
+    await run_program(["/bin/sh", "-c", f"sleep 1000 & echo $! > {scene.mark}; wait"], unused)
 
 
 async def in_sealing(scene: Scene, policy: Any) -> None:
-    """Which waits for a thread: all have something else to do."""
+    """Sealing waits for a file thread: all are blocked."""
     scene.busy = [asyncio.create_task(in_file_thread(scene.go_on.wait, 60)) for _ in range(2)]
     await asyncio.sleep(0)
     scene.begun += 1
@@ -154,7 +154,7 @@ async def stage_with(server: SessionsProcess, script: Script) -> AsyncIterator[R
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """By the rollouts of this process."""
+    """What the rollouts of this process hold."""
 
     handles: int
     children: frozenset[int]
@@ -179,7 +179,7 @@ def held(server: SessionsProcess) -> Held:
 
 
 def recording() -> int:
-    """Sessions of this process that are in its memory."""
+    """Number of sessions in the memory of this process."""
     gc.collect()
     return sum(isinstance(each, Session) for each in gc.get_objects())
 
@@ -197,7 +197,7 @@ CASES = [("recorded", in_sealing), *((door, then) for door in DOORS for then in 
 
 
 @pytest.mark.parametrize(("door", "then"), CASES, ids=lambda it: getattr(it, "__name__", it))
-def test_cancelled_in_the_middle_of_it(
+def test_a_cancelled_rollout_releases_everything(
     door: str, then: Then, server: SessionsProcess, script: Script, tmp_path: Path
 ) -> None:
     scene = Scene(tmp_path, script, threading.Event())
@@ -215,10 +215,10 @@ def test_cancelled_in_the_middle_of_it(
     run(main, concurrency=1)
 
 
-def test_cancelled_wherever_it_waits_an_agent_s_rollout_leaves_nothing(
+def test_a_rollout_of_an_agent_cancelled_at_any_await_leaves_nothing(
     server: SessionsProcess, script: Script, tmp_path: Path
 ) -> None:
-    """Before its session is made and while it is sealed, too; the last of these run to their end."""
+    """Also before its session is created and while it is sealed. The last ones run to completion."""
     scene = Scene(tmp_path, script, threading.Event())
 
     async def main() -> None:
@@ -240,7 +240,9 @@ def test_cancelled_wherever_it_waits_an_agent_s_rollout_leaves_nothing(
     run(main, concurrency=1)
 
 
-def test_cancelled_while_its_group_is_scored(server: SessionsProcess, script: Script, tmp_path: Path) -> None:
+def test_cancelling_the_scoring_of_a_group_releases_everything(
+    server: SessionsProcess, script: Script, tmp_path: Path
+) -> None:
     scene = Scene(tmp_path, script, threading.Event())
 
     class Scores(Plays):

@@ -1,4 +1,4 @@
-"""A policy that speaks tokens: prompts go on from the very tokens of the turn before."""
+"""A policy with a renderer: each prompt extends the tokens of the previous turn."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -34,7 +34,7 @@ def speaking(directory: Path) -> Speak:
 
 
 def saying(speak: Speak, text: str, *, routed: bool = False) -> Callable[[ReceivedRequest], Response]:
-    """Answers tokens with tokens."""
+    """Token-in/token-out responses."""
 
     def respond(seen: ReceivedRequest) -> Response:
         prompt, completion = seen.body["token_ids"], speak(text)
@@ -76,8 +76,8 @@ async def conversation(policy: RecordedPolicy, turns: int) -> list[dict[str, Any
 
 
 @pytest.mark.parametrize("said", ["It is 42.<|im_end|>", "<think>\nhm\n</think>\n\n42<|im_end|>", "cut off"])
-def test_with_a_tokenizers_directory_a_conversation_is_one_sample(tmp_path: Path, said: str) -> None:
-    """Also where the template would drop the thoughts of earlier turns: what was sampled is what is trained on."""
+def test_a_conversation_rendered_by_a_tokenizer_is_one_sample(tmp_path: Path, said: str) -> None:
+    """Also if the template drops the reasoning of earlier turns: the sampled tokens are trained on."""
     directory = tokenizer_dir(tmp_path / "tokenizer")
 
     async def main() -> None:
@@ -101,7 +101,7 @@ def test_with_a_tokenizers_directory_a_conversation_is_one_sample(tmp_path: Path
     run(main)
 
 
-def test_bytes_need_no_directory(tmp_path: Path) -> None:
+def test_the_bytes_renderer_needs_no_directory(tmp_path: Path) -> None:
     def speak(text: str) -> list[int]:
         return bytes_chatml.encode_completion({"content": text}).tolist()
 
@@ -119,7 +119,7 @@ def test_bytes_need_no_directory(tmp_path: Path) -> None:
     run(main)
 
 
-def test_where_history_cannot_be_kept_a_sample_begins_and_its_rows_are_asked_for_from_the_start(tmp_path: Path) -> None:
+def test_a_template_that_rewrites_history_starts_a_sample_with_all_rows(tmp_path: Path) -> None:
     template = "{% for message in messages %}{{ loop.revindex }}{{ message.content }}\n{% endfor %}"
     directory = tokenizer_dir(tmp_path / "tokenizer", template=template)
 

@@ -1,4 +1,4 @@
-"""Token ids from JSON to an array, the quick way and the typed one."""
+"""Token ids from JSON to an array, directly and by type."""
 
 import json
 
@@ -12,7 +12,7 @@ from penstock.errors import Upstream
 
 
 @given(ids=st.lists(st.integers(0, 2**31 - 1) | st.just(0), max_size=20))
-def test_ids_are_read_whatever_the_spelling(ids: list[int]) -> None:
+def test_ids_are_read_with_and_without_spaces(ids: list[int]) -> None:
     compact, spaced = json.dumps(ids, separators=(",", ":")).encode(), json.dumps(ids, indent=1).encode()
     quick = compact_ids(compact)
     assert quick is not None
@@ -24,7 +24,7 @@ def test_ids_are_read_whatever_the_spelling(ids: list[int]) -> None:
 @pytest.mark.parametrize(
     "text", ["[-1]", "[1.0]", "[1e3]", "[[1]]", "[true]", "[2147483648]", f"[{10**40}]", "7", "{}", '"1"']
 )
-def test_what_is_no_list_of_ids_is_refused_by_name(text: str) -> None:
+def test_other_values_than_ids_are_rejected_with_the_name_of_the_field(text: str) -> None:
     assert compact_ids(text.encode()) is None
     with pytest.raises(Upstream, match="of token_ids"):
         read_ids(text.encode(), "token_ids")

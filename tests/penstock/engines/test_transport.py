@@ -44,7 +44,7 @@ def test_bodies_wait_in_order_until_there_is_room() -> None:
     asyncio.run(main())
 
 
-def test_of_bodies_that_grow_the_oldest_goes_on() -> None:
+def test_of_growing_bodies_the_oldest_is_admitted_first() -> None:
     async def main() -> None:
         budget, done = ByteBudget(100), list[int]()
 
@@ -64,7 +64,7 @@ def test_of_bodies_that_grow_the_oldest_goes_on() -> None:
     asyncio.run(main())
 
 
-def test_whoever_is_cancelled_while_waiting_gives_way() -> None:
+def test_a_cancelled_waiter_lets_the_next_one_in() -> None:
     async def main() -> None:
         budget = ByteBudget(100)
 
@@ -102,7 +102,7 @@ def test_room_for_copies_of_the_largest_body_is_left_free_but_at_most_half() -> 
     asyncio.run(main())
 
 
-def test_what_is_lost_between_pieces_counts() -> None:
+def test_fragmentation_counts_against_the_budget() -> None:
     async def main() -> None:
         budget = ByteBudget(100, fragmentation=0.25)
         with budget.reservation() as reservation, budget.reservation() as late:
@@ -117,7 +117,7 @@ def test_what_is_lost_between_pieces_counts() -> None:
     asyncio.run(main())
 
 
-def test_what_waiting_bodies_have_buffered_is_left_free() -> None:
+def test_room_for_the_buffers_of_waiting_bodies_is_left_free() -> None:
     async def main() -> None:
         budget = ByteBudget(100, buffered=5)
         with contextlib.ExitStack() as stack:
@@ -154,7 +154,7 @@ def test_a_body_that_leaves_no_room_for_its_copies_is_received_alone() -> None:
         st.tuples(st.lists(st.integers(0, 60), min_size=1, max_size=5), st.booleans()), min_size=1, max_size=20
     )
 )
-def test_every_body_comes_through_and_known_lengths_keep_the_limit(bodies: list[tuple[list[int], bool]]) -> None:
+def test_every_body_is_received_and_stated_lengths_keep_the_limit(bodies: list[tuple[list[int], bool]]) -> None:
     async def main() -> None:
         budget, whole = ByteBudget(100), all(len(chunks) == 1 for chunks, _ in bodies)
         largest = max(sum(chunks) for chunks, _ in bodies)

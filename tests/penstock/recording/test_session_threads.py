@@ -1,4 +1,4 @@
-"""Where the work of a session is done: its loop only changes memory."""
+"""Files of sessions are written in a few threads, never on the loop."""
 
 import asyncio
 import threading
@@ -15,9 +15,7 @@ from penstock.store import Store
 WRITERS = ("frame", "entry_frame", "columns_of", "write_columns", "seal_experts", "routed_valid_of")
 
 
-def test_turns_are_written_and_rollouts_serialised_off_the_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_turns_and_blobs_are_written_off_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: dict[str, set[str]] = {}
 
     def watched(name: str) -> Any:
@@ -42,7 +40,7 @@ def test_turns_are_written_and_rollouts_serialised_off_the_loop(
     assert threads == {name: {"penstock-files"} for name in WRITERS}
 
 
-def test_two_hundred_sessions_write_through_few_threads(tmp_path: Path) -> None:
+def test_two_hundred_sessions_share_eight_file_threads(tmp_path: Path) -> None:
     async def main() -> None:
         store = Store(tmp_path)
         sessions = await asyncio.gather(*(started(store, key=f"rollouts/{number}") for number in range(200)))

@@ -1,4 +1,4 @@
-"""Malformed answers are refused with the right words, by the quick way and by the full one, and change nothing."""
+"""Malformed responses are rejected with the right message, on the fast path and on the full one."""
 
 import dataclasses
 
@@ -20,13 +20,13 @@ def question(dialect: str, known: list[tuple[list[int], int]] | None = None) -> 
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang", "generate"])
-def test_what_the_table_bends_is_good(dialect: str) -> None:
+def test_the_originals_of_the_table_are_valid(dialect: str) -> None:
     form = "bare" if dialect == "sglang" else "object"
     assert agree(said(dialect, form).body(), question(dialect)) is not None
 
 
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: f"{case.dialect}: {case.name}")
-def test_is_refused(case: Malformed) -> None:
+def test_malformed_responses_are_rejected_with_their_message(case: Malformed) -> None:
     with pytest.raises(Upstream) as refusal:
         ask(case.body, question(case.dialect))
     assert case.says in str(refusal.value)
@@ -34,11 +34,11 @@ def test_is_refused(case: Malformed) -> None:
 
 
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: f"{case.dialect}: {case.name}")
-def test_is_refused_where_the_prompt_is_known(case: Malformed) -> None:
+def test_malformed_responses_are_rejected_if_the_prompt_matches_an_open_sample(case: Malformed) -> None:
     known = question(case.dialect, [(PROMPT[:2], 0)])
     agree(case.body, dataclasses.replace(known, topk=2, layers=2))
 
 
-def test_the_table_is_long_and_without_repetition() -> None:
+def test_the_table_has_no_duplicates() -> None:
     assert len({(case.dialect, case.name) for case in TABLE}) == len(TABLE) >= 60
     assert len({(case.dialect, case.body) for case in TABLE}) >= len(TABLE) - 4

@@ -24,7 +24,7 @@ EVERY_ROW = RouteFormat(check=CheckRoutes.ALL)
 
 
 def body(turn: PlainTurn, dtype: Any) -> bytes:
-    """A response in vLLM's words. A row of zeros says that none was captured."""
+    """A response of vLLM. A row of zeros means that none was captured."""
     choice: dict[str, Any] = {
         "message": {"role": "assistant", "content": "text"},
         "logprobs": {"content": [{"token": "t", "logprob": logprob} for logprob in turn.logprobs]},
@@ -51,7 +51,7 @@ async def record(session: Session, turn: PlainTurn, dtype: Any) -> None:
 
 
 async def recorded(store: Store, turns: list[PlainTurn], limits: Any, dtype: Any, killed_after: int) -> Sealed:
-    """Everything through a session, which another process takes over after some turns."""
+    """Record all turns in a session, which another process recovers after some turns."""
     session = await started(store, **limits)
     for number, turn in enumerate(turns):
         if number == killed_after:
@@ -81,7 +81,7 @@ def assert_rows(store: Store, sealed: Sealed, columns: Columns, expected: list[P
     dtype=st.sampled_from([np.uint8, np.uint16]),
     killed_after=st.integers(1, 7),
 )
-def test_from_an_engines_bytes_to_the_blobs(case: Any, dtype: Any, killed_after: int) -> None:
+def test_blobs_of_recorded_responses_equal_the_reference(case: Any, dtype: Any, killed_after: int) -> None:
     turns, limits = case
     expected, _ = merge(turns, **limits)
     with tempfile.TemporaryDirectory() as root:

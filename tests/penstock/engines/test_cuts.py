@@ -1,14 +1,17 @@
-"""What is cut out of a body is what it is taken for, or nothing is cut: decoys, duplicates, escapes, other places."""
+"""Cuts: the open sample that a prompt begins with, and decoys, duplicates and escapes that must not be cut."""
 
 import json
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.engine_responses import FORMS, ResponseSpec, compact
-from support.reference_comparison import agree
+from support.reference_comparison import agree, fingerprint
 from support.strict_reference import Question
 
+from penstock.engines.cuts import Match, longest_in_ids, longest_in_text
 from penstock.turn import Turn
 
 PROMPT, COMPLETION = [5, 70, 800, 9000, 10_000], [31, 32]
@@ -31,7 +34,7 @@ def said(**changes: Any) -> ResponseSpec:
     return ResponseSpec(**{"prompt": PROMPT, "completion": COMPLETION, "rows": ROWS} | changes)
 
 
-def test_keys_inside_a_string_are_no_keys() -> None:
+def test_keys_inside_a_string_are_not_cut() -> None:
     read(said(content='"routed_experts":"AAAA","prompt_token_ids":[5,70],{"routed_experts":{"data":"').body())
 
 
@@ -48,7 +51,7 @@ def test_keys_inside_a_string_are_no_keys() -> None:
         {'x"routed_experts': "AAAA", ',"prompt_token_ids': PROMPT},
     ],
 )
-def test_keys_at_other_places_are_not_taken_for_the_real_ones(form: str, place: str, decoy: dict[str, Any]) -> None:
+def test_keys_in_other_objects_are_not_cut(form: str, place: str, decoy: dict[str, Any]) -> None:
     reply = said(form=form).reply()
     at = {"message": reply["choices"][0]["message"], "usage": reply["usage"], "stop": reply["choices"][0]}[place]
     if place == "stop":
@@ -70,14 +73,14 @@ def test_keys_at_other_places_are_not_taken_for_the_real_ones(form: str, place: 
         (b'"token_ids":', b"[1]"),
     ],
 )
-def test_of_a_key_that_comes_twice_the_last_counts(key: bytes, first: bytes) -> None:
+def test_the_last_of_duplicate_keys_counts(key: bytes, first: bytes) -> None:
     body = said().body()
     read(body.replace(key, key + first + b"," + key, 1))
     agree(twice_behind(body, key, first), KNOWN)
 
 
 def twice_behind(body: bytes, key: bytes, last: bytes) -> bytes:
-    """The body with the key once more behind its value."""
+    """The body with a duplicate of the key after its value."""
     reply, value = json.loads(body), None
     for holder in (reply, reply["choices"][0], reply["choices"][0]["routed_experts"]):
         value = holder.get(json.loads(key[:-1]), value)
@@ -87,14 +90,14 @@ def twice_behind(body: bytes, key: bytes, last: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_escaped_slashes_are_slashes(form: str) -> None:
+def test_escaped_slashes_are_unescaped(form: str) -> None:
     body = said(form=form, rows=ROWS if form in ("object", "npy") else ROWS.astype(np.int32)).body()
     question = Question(known=KNOWN.known, layers=2)
     read(body, question)
     read(body.replace(b"/", b"\\/"), question)
 
 
-def test_the_prompt_may_come_first_and_on_the_choice() -> None:
+def test_the_prompt_may_come_before_the_choices_or_on_the_choice() -> None:
     reply = said().reply()
     prompt = reply.pop("prompt_token_ids")
     read(compact({"prompt_token_ids": prompt} | reply))
@@ -102,10 +105,41 @@ def test_the_prompt_may_come_first_and_on_the_choice() -> None:
     read(compact(reply))
 
 
-def test_a_shorter_answer_than_the_longest_known_sequence() -> None:
-    """Skipping what the other sample holds leads behind the end of this one's rows."""
+def test_a_response_may_be_shorter_than_the_longest_open_sample() -> None:
+    """Skipping the rows of the longest sample would go past the end of this response's rows."""
     others = [(list(range(100)), 99), (list(range(7)), 6)]
     question = Question(known=[*KNOWN.known, *others], layers=2, topk=2, wire="uint8")
     read(said().body(), question)
     bare = Question(known=question.known, layers=2, topk=2, wire="int32")
     read(said(form="bare", rows=ROWS.astype(np.int32)).body(), bare)
+
+
+sequences = st.lists(st.integers(0, 2**31 - 1), max_size=8)
+
+
+def text(ids: list[int]) -> memoryview:
+    return memoryview(json.dumps(ids, separators=(",", ":"))[1:].encode())
+
+
+def plain(prompt: list[int], known: list[list[int]]) -> Match | None:
+    matching = [index for index, ids in enumerate(known) if ids and prompt[: len(ids)] == ids]
+    longest = max(matching, key=lambda index: len(known[index]), default=None)
+    return None if longest is None else Match(index=longest, matches=len(matching))
+
+
+@settings(max_examples=300)
+@given(prompt=sequences, others=st.lists(sequences, max_size=3), cuts=st.lists(st.integers(0, 8), max_size=3))
+def test_the_longest_match_is_found_in_text_and_ids(
+    prompt: list[int], others: list[list[int]], cuts: list[int]
+) -> None:
+    known = [*others, *[prompt[:cut] for cut in cuts]]
+    prints = [fingerprint(ids) for ids in known]
+    assert longest_in_text(text(prompt), prints) == plain(prompt, known)
+    assert longest_in_ids(np.array(prompt, np.int32), prints) == plain(prompt, known)
+
+
+def test_text_matches_only_up_to_its_first_space() -> None:
+    known = [fingerprint([1]), fingerprint([1, 2])]
+    assert longest_in_text(memoryview(b"1,2,3]"), known) == Match(index=1, matches=2)
+    assert longest_in_text(memoryview(b"1, 2,3]"), known) == Match(index=0, matches=1)
+    assert longest_in_text(memoryview(b"1 ,2,3]"), known) is None

@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def undisturbed(tmp_path: Path) -> Any:
-    """What sealing gives when nobody is killed."""
+    """The sealed rollout of a process that is not killed."""
 
     async def main() -> Any:
         session = await started(Store(tmp_path / "undisturbed"), mode=Mode.LINEAR)
@@ -79,7 +79,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("killed_after", [0, 1, 3, 6])
-def test_a_killed_process_leaves_every_turn_that_it_answered(store: Store, undisturbed: Any, killed_after: int) -> None:
+def test_all_turns_of_a_killed_process_are_recovered(store: Store, undisturbed: Any, killed_after: int) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
     command = [sys.executable, "-c", RECORDER, str(store.root), *SAID]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as recorder:
@@ -102,7 +102,7 @@ def test_a_killed_process_leaves_every_turn_that_it_answered(store: Store, undis
     run(main())
 
 
-def test_a_turn_that_was_being_written_is_dropped_wherever_it_was_cut(store: Store, undisturbed: Any) -> None:
+def test_a_cut_off_frame_is_discarded(store: Store, undisturbed: Any) -> None:
     async def two_turns() -> int:
         session = await recorded(store, 1)
         whole = log_of(store).stat().st_size
@@ -135,7 +135,7 @@ def test_a_turn_that_was_being_written_is_dropped_wherever_it_was_cut(store: Sto
     run(damaged_and_continued())
 
 
-def test_killed_before_anything_was_whole(store: Store) -> None:
+def test_a_log_without_a_complete_frame_cannot_be_recovered(store: Store) -> None:
     with pytest.raises(BlobMissing, match=KEY):
         run(Session.recover(store, KEY))
     assert unsealed(store, "rollouts") == []
@@ -147,7 +147,7 @@ def test_killed_before_anything_was_whole(store: Store) -> None:
         run(Session.recover(store, KEY))
 
 
-def test_rows_that_are_not_those_recorded_are_refused(store: Store) -> None:
+def test_damaged_rows_are_refused(store: Store) -> None:
     run(recorded(store, 2))
     rows = rows_of_session(store).read_bytes()
     rows_of_session(store).write_bytes(rows[:-1] + bytes([rows[-1] ^ 1]))
@@ -161,7 +161,7 @@ def test_rows_that_are_not_those_recorded_are_refused(store: Store) -> None:
         run(Session.recover(store, KEY))
 
 
-def test_rows_of_a_turn_that_was_never_committed_do_not_stay(store: Store) -> None:
+def test_rows_of_an_uncommitted_turn_are_discarded(store: Store) -> None:
     run(recorded(store, 0))
     rows_of_session(store).write_bytes(bytes(5000))
 
@@ -175,16 +175,16 @@ def test_rows_of_a_turn_that_was_never_committed_do_not_stay(store: Store) -> No
     run(main())
 
 
-def test_killed_while_sealing_the_session_is_as_before(store: Store, undisturbed: Any, tmp_path: Path) -> None:
-    """The last steps of sealing are two: the experts file gets its name, the log goes."""
+def test_a_session_killed_while_sealing_can_be_sealed_again(store: Store, undisturbed: Any, tmp_path: Path) -> None:
+    """The last two steps of sealing: the experts file is renamed, the log is removed."""
 
-    async def sealed_but_for_the_last_step() -> None:
+    async def sealed_except_for_the_last_step() -> None:
         session = await recorded(store, len(SAID))
         shutil.copy(log_of(store), tmp_path / "log")
         await session.seal()
         shutil.copy(tmp_path / "log", log_of(store))
 
-    run(sealed_but_for_the_last_step())
+    run(sealed_except_for_the_last_step())
 
     async def main() -> None:
         session = await Session.recover(store, KEY)
@@ -197,7 +197,7 @@ def test_killed_while_sealing_the_session_is_as_before(store: Store, undisturbed
     run(main())
 
 
-def test_a_recovered_conversation_goes_on_and_back_as_before(store: Store) -> None:
+def test_a_recovered_conversation_can_be_continued_and_reverted(store: Store) -> None:
     run(recorded(store, 3))
     messages = spoken(SAID[:3])
 
