@@ -48,7 +48,7 @@ def play(server: Server, number: int, progress: list[int]) -> Agent:
 
 
 def begin(server: Server, number: int) -> Agent:
-    """A session whose creation was not answered is nobody's; it is abandoned and expires."""
+    """Create a session, again if there is no response: the first one then has no agent, and expires."""
 
     def created() -> Agent | None:
         try:
@@ -110,7 +110,7 @@ def failed(playing: list[Future[Agent]]) -> bool:
 
 
 def compare(directory: Path, backend: str, arguments: list[str], sealed: list[Any]) -> None:
-    """With a server that nobody killed: the same bytes, in tokens, logprobs, masks and rows."""
+    """Compare tokens, logprobs, masks and rows with those of a server that was not killed."""
     with running(directory, backend, *arguments, store="undisturbed") as process:
         for number, found in enumerate(sealed):
             agent = process.agent(rollout=f"r{number}", attempt=1)

@@ -44,7 +44,7 @@ def test_every_step_has_one_line_wherever_the_orchestrator_is_killed(shared: Clu
     assert all(line["event_loop_lag/p99"] >= 0 and line["time/step_s"] > 0 for line in lines(shared))
 
 
-def test_a_torn_line_is_mended_and_a_lost_ledger_leaves_no_hole(shared: Cluster) -> None:
+def test_a_torn_line_is_repaired_and_a_lost_ledger_leaves_no_gap(shared: Cluster) -> None:
     killed(shared, "torn", "delivered:2")
     path = shared.run_dir / "metrics.jsonl"
     path.write_text(path.read_text()[:-20])

@@ -47,7 +47,7 @@ def test_replies_that_come_twice_and_in_any_order_count_once(shared: Cluster) ->
     assert found["fenced"] >= 64
 
 
-def test_a_paused_orchestrator_condemns_nobody(shared: Cluster) -> None:
+def test_a_paused_orchestrator_declares_no_job_lost(shared: Cluster) -> None:
     shared.new_run("paused")
     run = shared.orchestrator()
     wait_until(lambda: shared.redis.exists(redis_keys.LOCK), timeout_s=30, what="the lock")

@@ -87,7 +87,7 @@ def test_a_stopping_worker_releases_what_it_runs_and_nothing_is_counted(tmp_path
 
 
 def test_a_worker_that_is_asked_to_stop_waits_for_drain_s_and_no_longer(tmp_path: Path) -> None:
-    """Whoever asks, such as a container's stop, allows for that time and kills then."""
+    """A container's stop, for example, waits that long and then kills."""
     with cluster_in(tmp_path, noop={"rollout_s": 300.0}, recovery={"drain_s": 0.5}) as cluster:
         cluster.compute_worker()
         worker = cluster.rollout_worker()

@@ -202,7 +202,7 @@ def assert_nothing_left(cluster: Cluster) -> None:
 
 
 def assert_keys_have_an_end(client: redis.Redis) -> None:
-    """Every key of ours goes away by itself, should nobody remove it."""
+    """Every key of Penstock has a TTL."""
     endless = [key for key in client.scan_iter("penstock:*") if client.ttl(key) == -1]
     assert not endless, f"keys of ours without a TTL: {endless}"
 

@@ -52,7 +52,7 @@ class Forked:
         assert self._process.pid is not None
         self.pid = self._process.pid
         while self.poll() is None and os.getpgid(self.pid) != self.pid:
-            time.sleep(0.001)  # until it leads a group of its own, nobody can signal that
+            time.sleep(0.001)  # its group can be signalled only when it leads one
 
     def poll(self) -> int | None:
         return self._process.exitcode

@@ -1,7 +1,7 @@
-"""A disk of a few megabytes that can be full: a tmpfs in a mount namespace, gone with the process that holds it.
+"""A disk of a few megabytes that can be filled: a tmpfs in a mount namespace, which ends with the process that holds it.
 
-Who shall see it is started with `enter` before its command; this process sees it under `inside`. Where nobody may
-mount, other faults stand in for it, by which the same calls fail.
+A process that is to see it is started with `enter` before its command; this process sees it under `inside`. Where
+mounting is not permitted, other faults make the same calls fail.
 """
 
 import os
@@ -44,7 +44,7 @@ class SmallDisk:
 
 
 class LimitedDirectory:
-    """An ordinary directory, for where nobody may mount, and for this process itself."""
+    """An ordinary directory, for systems where mounting is not permitted and for this process itself."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = self.inside = directory

@@ -23,7 +23,10 @@ class Terminal:
         fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         # The first terminal that a session's leader opens becomes the one whose keys reach it.
         opened = ["sh", "-c", 'exec "$@" <"$PTY" >"$PTY" 2>&1', "sh", *command]
-        size = {"LINES": str(rows), "COLUMNS": str(columns)}  # before the terminal's own, for whoever asks for them
+        size = {
+            "LINES": str(rows),
+            "COLUMNS": str(columns),
+        }  # programs that read these variables prefer them to the terminal's size
         env = env | size | {"TERM": "xterm-256color", "PTY": os.ttyname(screen)}
         self._process = subprocess.Popen(opened, env=env, start_new_session=True)
         self._screen = os.fdopen(screen)
@@ -53,7 +56,7 @@ class Terminal:
         return code
 
     def _read(self) -> None:
-        """Until nobody has the screen open any more."""
+        """Read until no process has the screen open."""
         try:
             while block := os.read(self._keyboard, 65536):
                 self._blocks.append(block)
