@@ -1,4 +1,4 @@
-"""A disk of a few megabytes that can be filled: a tmpfs in a mount namespace, which ends with the process that holds it.
+"""A disk of a few megabytes that can be filled: a tmpfs in a mount namespace, which ends with its process.
 
 A process that is to see it is started with `enter` before its command; this process sees it under `inside`. Where
 mounting is not permitted, other faults make the same calls fail.

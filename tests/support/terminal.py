@@ -23,10 +23,8 @@ class Terminal:
         fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         # The first terminal that a session's leader opens becomes the one whose keys reach it.
         opened = ["sh", "-c", 'exec "$@" <"$PTY" >"$PTY" 2>&1', "sh", *command]
-        size = {
-            "LINES": str(rows),
-            "COLUMNS": str(columns),
-        }  # programs that read these variables prefer them to the terminal's size
+        # Programs that read these variables prefer them to the size of the terminal.
+        size = {"LINES": str(rows), "COLUMNS": str(columns)}
         env = env | size | {"TERM": "xterm-256color", "PTY": os.ttyname(screen)}
         self._process = subprocess.Popen(opened, env=env, start_new_session=True)
         self._screen = os.fdopen(screen)
