@@ -38,7 +38,9 @@ def engine(
     from services.engine import server, settings
 
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    routes = settings.RouteShape(layers=layers, topk=topk, experts=experts, form=form and settings.Form(form))
+    routed_experts = settings.ExpertShape(
+        layers=layers, topk=topk, experts=experts, form=form and settings.ExpertForm(form)
+    )
     server.serve(
         settings.EngineSettings(
             host=host,
@@ -48,7 +50,7 @@ def engine(
             skill=skill,
             latency_s=settings.Distribution.parse(latency),
             completion_tokens=settings.Distribution.parse(length),
-            routes=routes,
+            routed_experts=routed_experts,
             failures=settings.FailureRates.parse(failures),
             max_model_len=max_model_len,
         )

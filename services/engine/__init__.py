@@ -1,1 +1,1 @@
-"""A small inference server for demo, tests and benchmarks: real dialects on a real socket, no model behind them."""
+"""A small inference server for the demo, tests and benchmarks: real dialects on a real socket, without a model."""

@@ -1,4 +1,4 @@
-"""Chance that is a pure function of its seed: asking again, in any order and in any process, gives the same."""
+"""Random draws as a pure function of a seed and a name: the same in any order and any process. No generator state."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ NORMAL = NormalDist()
 
 
 class Draws:
-    """Numbers known by name, so that drawing one more changes no other."""
+    """Draws by name, so that one more draw does not change the others."""
 
     def __init__(self, *parts: bytes) -> None:
         hashed = xxhash.xxh3_64()
@@ -22,11 +22,11 @@ class Draws:
         self.seed = hashed.intdigest()
 
     def uniform(self, name: str) -> float:
-        """Between 0 and 1, never one of them."""
+        """In the open interval (0, 1)."""
         return ((self._number(name) >> 11) + 0.5) / 2**53
 
     def integer(self, name: str, low: int, high: int) -> int:
-        """From `low` to `high`, both included."""
+        """From `low` to `high`, inclusive."""
         return low + self._number(name) % (high - low + 1)
 
     def _number(self, name: str) -> int:
@@ -40,12 +40,12 @@ class Shape(StrEnum):
 
 
 PARAMETERS = {Shape.CONSTANT: 1, Shape.UNIFORM: 2, Shape.LOGNORMAL: 2}
-WRITTEN = "constant:VALUE, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA"
+SYNTAX = "constant:VALUE, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA"
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """A distribution of numbers that are not negative, by its quantiles."""
+    """A distribution of non-negative numbers, evaluated by quantile."""
 
     shape: Shape
     parameters: tuple[float, ...]
@@ -56,13 +56,13 @@ class Distribution:
         try:
             shape, parameters = Shape(name), tuple(float(number) for number in numbers)
         except ValueError:
-            raise ConfigError(f"{text!r} is not a distribution: write {WRITTEN}") from None
+            raise ConfigError(f"{text!r} is not a distribution: write {SYNTAX}") from None
         if len(parameters) != PARAMETERS[shape] or not all(0 <= number < math.inf for number in parameters):
-            raise ConfigError(f"{text!r} is not a distribution: write {WRITTEN}, with numbers that are not negative")
+            raise ConfigError(f"{text!r} is not a distribution: write {SYNTAX}, with non-negative numbers")
         return cls(shape, parameters)
 
     def at(self, share: float) -> float:
-        """The value below which `share` of the draws lie."""
+        """The quantile at `share`."""
         match self.shape, self.parameters:
             case Shape.UNIFORM, (low, high):
                 return low + share * (high - low)

@@ -1,4 +1,4 @@
-"""What a client asks for, read by type from either endpoint; BadRequest says what is wrong with it."""
+"""Requests of both endpoints, decoded and checked into a `CompletionRequest`. Raises BadRequest."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -18,7 +18,7 @@ One = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Sampling(msgspec.Struct):
-    """Of `/inference/v1/generate`."""
+    """Sampling parameters of `/inference/v1/generate`."""
 
     max_tokens: One | None = None
     seed: int | None = None
@@ -45,10 +45,10 @@ class ChatRequest(msgspec.Struct):
     stream: bool | None = False
     tools: list[dict[str, Any]] | None = None
     logprobs: bool | None = False
-    # vLLM's
+    # vLLM
     return_token_ids: bool | None = False
     routed_experts_prompt_start: Count = 0
-    # SGLang's
+    # SGLang
     input_ids: Tokens | None = None
     return_meta_info: bool = False
     return_prompt_token_ids: bool = False
@@ -62,8 +62,8 @@ AnyRequest = TypeVar("AnyRequest", ChatRequest, GenerateRequest)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A request, whichever endpoint it came by."""
+class CompletionRequest:
+    """A request of either endpoint."""
 
     prompt_ids: Ids
     max_tokens: int | None
@@ -72,13 +72,14 @@ class Asked:
     request_id: str | None = None
     logprobs: bool
     token_ids: bool
-    """whether the answer repeats the prompt's ids"""
+    """whether the response repeats the prompt's ids"""
     meta_info: bool = False
-    routes: bool = True
-    routes_from: int = 0
+    routed_experts: bool = True
+    experts_from: int = 0
+    """first token whose experts are requested"""
 
 
-def read_chat(body: bytes, dialect: Dialect) -> Asked:
+def read_chat(body: bytes, dialect: Dialect) -> CompletionRequest:
     chat = _read(body, CHAT)
     _check_single(chat.n, chat.stream)
     sglang = dialect is Dialect.SGLANG
@@ -87,7 +88,7 @@ def read_chat(body: bytes, dialect: Dialect) -> Asked:
     else:
         prompt_ids = bytes_chatml.encode(chat.messages, tools=chat.tools)
     return _checked(
-        Asked(
+        CompletionRequest(
             prompt_ids=prompt_ids,
             max_tokens=chat.max_completion_tokens or chat.max_tokens,
             seed=chat.seed,
@@ -95,18 +96,18 @@ def read_chat(body: bytes, dialect: Dialect) -> Asked:
             logprobs=bool(chat.logprobs),
             token_ids=bool(chat.return_prompt_token_ids if sglang else chat.return_token_ids),
             meta_info=chat.return_meta_info,
-            routes=chat.return_routed_experts if sglang else True,
-            routes_from=chat.routed_experts_start_len if sglang else chat.routed_experts_prompt_start,
+            routed_experts=chat.return_routed_experts if sglang else True,
+            experts_from=chat.routed_experts_start_len if sglang else chat.routed_experts_prompt_start,
         )
     )
 
 
-def read_generate(body: bytes) -> Asked:
+def read_generate(body: bytes) -> CompletionRequest:
     generate = _read(body, GENERATE)
     sampling = generate.sampling_params
     _check_single(sampling.n, generate.stream)
     return _checked(
-        Asked(
+        CompletionRequest(
             prompt_ids=np.array(generate.token_ids, np.int32),
             max_tokens=sampling.max_tokens,
             seed=sampling.seed,
@@ -114,7 +115,7 @@ def read_generate(body: bytes) -> Asked:
             request_id=generate.request_id,
             logprobs=sampling.logprobs is not None,
             token_ids=False,
-            routes_from=sampling.routed_experts_prompt_start,
+            experts_from=sampling.routed_experts_prompt_start,
         )
     )
 
@@ -128,14 +129,14 @@ def _read(body: bytes, decoder: "msgspec.json.Decoder[AnyRequest]") -> AnyReques
 
 def _check_single(n: int | None, stream: bool | None) -> None:
     if n not in (None, 1):
-        raise BadRequest(f"n = {n}: this engine gives one answer to a request; send {n} requests")
+        raise BadRequest(f"n = {n}: this engine returns one choice; send {n} requests")
     if stream:
-        raise BadRequest("stream = true: this engine answers in one piece; leave it out")
+        raise BadRequest("stream = true is not supported: remove it")
 
 
-def _checked(asked: Asked) -> Asked:
-    if asked.routes_from > len(asked.prompt_ids):
+def _checked(request: CompletionRequest) -> CompletionRequest:
+    if request.experts_from > len(request.prompt_ids):
         raise BadRequest(
-            f"routed experts are asked for from token {asked.routes_from} on; the prompt has {len(asked.prompt_ids)}"
+            f"routed experts are wanted from token {request.experts_from} on; the prompt has {len(request.prompt_ids)}"
         )
-    return asked
+    return request

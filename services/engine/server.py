@@ -1,10 +1,12 @@
-"""The HTTP server: reads a request, takes as long as an engine would, answers or fails as it was told to."""
+"""The HTTP server: reads a request, waits for the drawn latency, then responds, or fails at the configured rates."""
 
 import asyncio
 import contextlib
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import fields
+from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
@@ -15,36 +17,35 @@ from penstock.engines.dialects import Endpoint
 from penstock.errors import BadRequest, ConfigError
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import LoopLag
-from services.engine import bodies
-from services.engine.bodies import Printed
-from services.engine.completions import answer_to, draws_of
 from services.engine.draws import Draws
-from services.engine.failures import Failure, failure_of, malformed
-from services.engine.requests import Asked, read_chat, read_generate
-from services.engine.route_table import Part, RouteTable
-from services.engine.settings import Dialect, EngineSettings
+from services.engine.expert_table import ExpertTable, Part
+from services.engine.generation import draws_of, generate
+from services.engine.requests import CompletionRequest, read_chat, read_generate
+from services.engine.responses import CREATED, ResponseContent, generate_body, sglang_chat_body, vllm_chat_body
+from services.engine.settings import Dialect, EngineSettings, FailureRates
 
 logger = logging.getLogger("penstock.engine")
 
 MODEL = "scripted"
-"""Its name; a request may use any other, as if it named an adapter."""
+"""Name in `/v1/models`. A request may name any other model, as if it were an adapter."""
 SESSION_HEADER = "X-Session-ID"
 RETRY_HEADER = "X-Retry-Count"
-"""How often the same request was sent before: another try may meet another failure."""
+"""How often the request was sent before. Part of the draw for failures, so a retry may succeed."""
 MAX_REQUEST_BYTES = 16 * 2**20
-"""The longest prompts are below 1 MB: whatever is much larger is a mistake."""
+"""The longest prompts are below 1 MB."""
 KEEP_ALIVE_S = 5.0
-"""As vLLM's server: a client must expect that an idle connection is closed."""
+"""As in vLLM's server, which closes idle connections."""
 STOP_S = 1.0
-"""For what is under way when the engine is stopped; what hangs would keep it for ever."""
+"""Time for requests in flight when the engine stops. Bounded, because requests may hang on purpose."""
 JSON = "application/json"
+ERROR_PAGE = b"<html><body><h1>502 Bad Gateway</h1></body></html>"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class NewVersion(msgspec.Struct):
     weight_version: int | None = None
-    """None: the next one"""
+    """None: the next version"""
 
 
 NEW_VERSION = msgspec.json.Decoder(NewVersion)
@@ -54,8 +55,8 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         self.version = 0
         self._settings = settings
-        self._routes = RouteTable(settings.routes) if settings.routes.layers else None
-        self._print_chat = bodies.sglang_chat if settings.dialect is Dialect.SGLANG else bodies.vllm_chat
+        self._experts = ExpertTable(settings.routed_experts) if settings.routed_experts.layers else None
+        self._chat_body = sglang_chat_body if settings.dialect is Dialect.SGLANG else vllm_chat_body
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[_errors_as_json])
@@ -71,7 +72,7 @@ class Engine:
         return web.Response()
 
     async def _models(self, _: web.Request) -> web.Response:
-        model = {"id": MODEL, "object": "model", "created": bodies.CREATED, "owned_by": "penstock", "root": MODEL}
+        model = {"id": MODEL, "object": "model", "created": CREATED, "owned_by": "penstock", "root": MODEL}
         model |= {"parent": None, "max_model_len": self._settings.max_model_len}
         return web.json_response({"object": "list", "data": [model]})
 
@@ -79,36 +80,43 @@ class Engine:
         return web.json_response({"weight_version": self.version})
 
     async def _update_weights(self, request: web.Request) -> web.Response:
-        """There are no weights: only the number that answers carry changes."""
+        """Only the version number in responses changes: there are no weights."""
         try:
-            asked = NEW_VERSION.decode(await request.read() or b"{}")
+            new = NEW_VERSION.decode(await request.read() or b"{}")
         except msgspec.DecodeError as error:
-            raise BadRequest(f'send {{"weight_version": N}}, or nothing for the next one: {error}') from None
-        self.version = self.version + 1 if asked.weight_version is None else asked.weight_version
+            raise BadRequest(f'send {{"weight_version": N}}, or an empty body for the next version: {error}') from None
+        self.version = self.version + 1 if new.weight_version is None else new.weight_version
         logger.info("action=new_version weight_version=%d", self.version)
         return web.json_response({"success": True, "weight_version": self.version})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked = read_chat(await request.read(), self._settings.dialect)
-        return await self._answer(request, asked, self._print_chat)
+        chat = read_chat(await request.read(), self._settings.dialect)
+        return await self._respond(request, chat, self._chat_body)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, read_generate(await request.read()), bodies.generate)
+        return await self._respond(request, read_generate(await request.read()), generate_body)
 
-    async def _answer(
-        self, request: web.Request, asked: Asked, printed: Callable[[Printed], list[Part]]
+    async def _respond(
+        self, request: web.Request, completion: CompletionRequest, body: Callable[[ResponseContent], list[Part]]
     ) -> web.StreamResponse:
         session, retry = _header(request, SESSION_HEADER), _header(request, RETRY_HEADER) or b"0"
-        draws = draws_of(asked, self._settings, session)
-        answer = answer_to(asked, draws, self._settings)
+        draws = draws_of(completion, self._settings, session)
+        generation = generate(completion, draws, self._settings)
         failure = failure_of(Draws(b"%d" % draws.seed, session, retry), self._settings.failures)
         if failure is Failure.HANG:
-            await asyncio.Event().wait()  # until the client leaves
-        await asyncio.sleep(answer.latency_s)
+            await asyncio.Event().wait()  # until the client disconnects
+        await asyncio.sleep(generation.latency_s)
         if failure is Failure.ERROR:
-            return _error(500, "this failure was asked for by --failures")
-        model = asked.model or MODEL
-        parts = printed(Printed(asked=asked, answer=answer, model=model, version=self.version, routes=self._routes))
+            return _error(500, "failure injected by --failures")
+        parts = body(
+            ResponseContent(
+                request=completion,
+                generation=generation,
+                model=completion.model or MODEL,
+                version=self.version,
+                experts=self._experts,
+            )
+        )
         if failure is Failure.MALFORMED:
             return web.Response(body=malformed(parts, draws), content_type=JSON)
         if failure is Failure.DISCONNECT:
@@ -116,15 +124,46 @@ class Engine:
         return await _send(request, parts)
 
 
+class Failure(StrEnum):
+    """Named like the fields of FailureRates."""
+
+    ERROR = "error"
+    MALFORMED = "malformed"
+    HANG = "hang"
+    DISCONNECT = "disconnect"
+
+
+def failure_of(draws: Draws, rates: FailureRates) -> Failure | None:
+    share = draws.uniform("failure")
+    for rate in fields(rates):
+        share -= getattr(rates, rate.name)
+        if share < 0:
+            return Failure(rate.name)
+    return None
+
+
+def malformed(parts: Sequence[bytes | memoryview], draws: Draws) -> bytes:
+    """A body cut short, a proxy's error page, or valid JSON whose counts do not match."""
+    body = b"".join(parts)
+    match draws.integer("malformed", 1, 3):
+        case 1:
+            return body[: len(body) // 2]
+        case 2:
+            return ERROR_PAGE
+        case _:
+            one_more = body.replace(b'"token_ids":[', b'"token_ids":[0,', 1)
+            return one_more.replace(b'"completion_tokens":', b'"completion_tokens":1')
+
+
 def _header(request: web.Request, name: str) -> bytes:
     return request.headers.get(name, "").encode("utf-8", "surrogateescape")
 
 
 async def _send(request: web.Request, parts: Sequence[Part], *, whole: bool = True) -> web.StreamResponse:
-    """The parts go out together, in one call to the system, and a view of the table's text is never copied."""
+    """Parts are sent with one system call, and views of the table's text are not copied."""
     response = web.StreamResponse(headers={"Content-Type": JSON, "Content-Length": str(sum(map(len, parts)))})
     first, *others = _joined(parts)
-    with contextlib.suppress(ConnectionResetError):  # a client that has left needs no answer
+    with contextlib.suppress(ConnectionResetError):  # the client has disconnected
         await response.prepare(request)
         await response.write(first if whole else first[: len(first) // 2])
         if request.transport is None:
@@ -138,7 +177,7 @@ async def _send(request: web.Request, parts: Sequence[Part], *, whole: bool = Tr
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
-    """The same with neighbours of a few bytes put together: a part costs a call."""
+    """The same bytes with neighbouring small parts joined: each part has a cost of its own."""
     joined: list[Part] = []
     for kind, neighbours in groupby(filter(len, parts), type):
         if kind is bytes:
@@ -165,7 +204,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 
 
 def serve(settings: EngineSettings) -> None:
-    """Until SIGINT or SIGTERM."""
+    """Serve until SIGINT or SIGTERM."""
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         runner.run(_serve(settings))
 
@@ -199,5 +238,9 @@ async def _listen(runner: web.AppRunner, settings: EngineSettings) -> None:
         raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another --port (0: any)") from error
     host, port = runner.addresses[0][:2]
     logger.info(
-        "action=engine_ready url=http://%s:%d dialect=%s routes=%s", host, port, settings.dialect, settings.routes
+        "action=engine_ready url=http://%s:%d dialect=%s experts=%s",
+        host,
+        port,
+        settings.dialect,
+        settings.routed_experts,
     )

@@ -1,4 +1,4 @@
-"""What an engine is told when it starts."""
+"""Settings of the engine, as the command line gives them."""
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -8,14 +8,14 @@ from services.engine.draws import Distribution
 
 
 class Dialect(StrEnum):
-    """Who `/v1/chat/completions` sounds like."""
+    """The server that `/v1/chat/completions` imitates."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
 
 
-class Form(StrEnum):
-    """How routed experts are written: the four forms of `penstock.engines.routed_experts`."""
+class ExpertForm(StrEnum):
+    """Encoding of routed experts: the four forms that `penstock.engines.routed_experts` reads."""
 
     OBJECT = "object"
     NPY = "npy"
@@ -24,36 +24,36 @@ class Form(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouteShape:
+class ExpertShape:
     layers: int
-    """0: none are sent"""
+    """0: no routed experts are sent"""
     topk: int
     experts: int
-    form: Form | None = None
+    form: ExpertForm | None = None
     """None: stock vLLM's chat sends `npy`, SGLang's `bare`, `/inference/v1/generate` `object`"""
 
     def __post_init__(self) -> None:
         if self.layers < 0 or self.topk < 1 or not 2 <= self.experts <= 65536:
-            raise ConfigError("routed experts need a top-k of at least 1, and 2 to 65536 experts")
+            raise ConfigError("routed experts need --layers >= 0, --topk >= 1 and --experts from 2 to 65536")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRates:
-    """Shares of the requests that go wrong in each way."""
+    """Share of requests that fail, by kind of failure."""
 
     error: float = 0.0
-    """answered with a 500"""
+    """answered with status 500"""
     malformed: float = 0.0
-    """a 200 whose body an engine must not have sent"""
+    """status 200 with an invalid body"""
     hang: float = 0.0
     """never answered"""
     disconnect: float = 0.0
-    """the connection breaks in the middle of the body"""
+    """the connection closes in the middle of the body"""
 
     def __post_init__(self) -> None:
         rates = (self.error, self.malformed, self.hang, self.disconnect)
         if not all(rate >= 0 for rate in rates) or sum(rates) > 1:
-            raise ConfigError(f"failure rates must not be negative, nor more than 1 together; they are {rates}")
+            raise ConfigError(f"--failures: rates must not be negative, nor more than 1 together; they are {rates}")
 
     @classmethod
     def parse(cls, text: str) -> "FailureRates":
@@ -63,22 +63,22 @@ class FailureRates:
             return cls(**{name: float(rate) for name, _, rate in pairs})
         except (TypeError, ValueError):
             names = ", ".join(field.name for field in fields(cls))
-            raise ConfigError(f"{text!r} names no failure rates: write NAME=SHARE,... with {names}") from None
+            raise ConfigError(f"--failures: cannot read {text!r}: write NAME=SHARE,... with {names}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     host: str
     port: int
-    """0: any free one"""
+    """0: any free port"""
     dialect: Dialect
     seed: int
-    """engines of one seed give the same answers"""
+    """engines with the same seed give the same responses"""
     skill: float
-    """share of the questions of the built-in environments that are answered well"""
+    """share of good answers to questions of the built-in environments"""
     latency_s: Distribution
     completion_tokens: Distribution
-    """at least what the answer itself takes"""
-    routes: RouteShape
+    """at least the length of the scripted answer"""
+    routed_experts: ExpertShape
     failures: FailureRates
     max_model_len: int

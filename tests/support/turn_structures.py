@@ -1,4 +1,4 @@
-"""Random rollouts: interleaved agents that extend, go back and diverge; payloads complete, late, missing, with holes."""
+"""Random rollouts: interleaved agents that extend, go back and diverge; payloads complete, late, missing or holed."""
 
 from typing import Any
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import ConfigError
-from services.engine.settings import FailureRates, RouteShape
+from services.engine.settings import ExpertShape, FailureRates
 
 
 def test_failure_rates_are_named() -> None:
@@ -30,4 +30,4 @@ def test_what_are_no_failure_rates(text: str, why: str) -> None:
 @pytest.mark.parametrize("wrong", [{"layers": -1}, {"topk": 0}, {"experts": 1}, {"experts": 65537}])
 def test_what_is_no_shape_of_routed_experts(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="routed experts need"):
-        RouteShape(**{"layers": 1, "topk": 1, "experts": 2, **wrong})
+        ExpertShape(**{"layers": 1, "topk": 1, "experts": 2, **wrong})

@@ -16,10 +16,10 @@ from penstock.errors import ConfigError
 from penstock.store import BlobRef, Store
 from penstock.store.columns import read_columns
 from penstock.store.experts import Experts
-from services.engine.route_table import RouteTable
-from services.engine.settings import RouteShape
+from services.engine.expert_table import ExpertTable
+from services.engine.settings import ExpertShape
 
-SHAPE = RouteShape(layers=3, topk=2, experts=16)
+SHAPE = ExpertShape(layers=3, topk=2, experts=16)
 SETTINGS = {"engine__dialect": "sglang", "engine__hidden_layers": "3", "engine__moe_experts": "16"}
 
 
@@ -52,7 +52,7 @@ def test_history_is_the_stored_tokens(tokens: SessionsProcess) -> None:
     assert sealed["sample_lengths"] == [columns.input_ids.size]
     out = np.empty((columns.input_ids.size, SHAPE.layers, SHAPE.topk), np.int16)
     Experts(Store(tokens.store), BlobRef(**sealed["experts"])).read(0, 0, len(out), out)
-    np.testing.assert_array_equal(out[:-1], RouteTable(SHAPE).rows(columns.input_ids))
+    np.testing.assert_array_equal(out[:-1], ExpertTable(SHAPE).rows(columns.input_ids))
 
 
 def test_going_back_begins_with_the_tokens_that_are_shared(tokens: SessionsProcess) -> None:

@@ -13,12 +13,12 @@ from penstock.engines.dialects import Endpoint
 from penstock.engines.response import RequestInfo, read_turn
 from penstock.renderers import bytes_chatml
 from penstock.turn import CheckRoutes, Ids, OpenSample, RouteFormat, Turn
-from services.engine.route_table import RouteTable
-from services.engine.settings import RouteShape
+from services.engine.expert_table import ExpertTable
+from services.engine.settings import ExpertShape
 
 Engines = dict[tuple[str, str], EngineProcess]
 
-TABLE = RouteTable(RouteShape(layers=3, topk=2, experts=16))
+TABLE = ExpertTable(ExpertShape(layers=3, topk=2, experts=16))
 FORMAT = RouteFormat(layers=3, experts=16, check=CheckRoutes.ALL)
 QUESTION = "What is 12 + 3 * 4 - 5? Think it through, then end with a line `Answer: N`, where N is a whole number."
 GAME = "The boxes A, B each hold a whole number from 1 to 100. Find every number. You have 8 turns."

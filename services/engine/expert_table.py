@@ -1,7 +1,7 @@
-"""Routed experts out of one small table: what a token's row is, and how any range of rows is sent without copying.
+"""Routed experts from one small table, encoded as JSON without copying.
 
-A sequence is divided into blocks; a block's rows are a stretch of the table, chosen by all tokens before the block, as
-a prefix cache would know it. So a row is the same in every answer, and sequences that differ soon have other rows.
+A sequence is divided into blocks. The rows of a block are a slice of the table, chosen by all tokens before the block,
+as in a prefix cache: a token's row is the same in every response, and diverging sequences soon have different rows.
 """
 
 import io
@@ -16,44 +16,45 @@ import xxhash
 from numpy.typing import NDArray
 
 from penstock.turn import Ids
-from services.engine.settings import Form, RouteShape
+from services.engine.settings import ExpertForm, ExpertShape
 
 Part = bytes | memoryview
-Stretch = tuple[int, int]
+Slice = tuple[int, int]
+"""start and end in the table"""
 
 BLOCK = 192
-"""Tokens. Smaller blocks tell sequences apart sooner, larger ones make fewer pieces: 14 of a body of 1.3 MB."""
+"""Tokens. Smaller blocks separate sequences sooner, larger ones make fewer parts: 14 for a body of 1.3 MB."""
 TABLE_ROWS = 4096
-"""48 layers x top-8 make 1.5 MB: stays in the processor's cache."""
+"""1.5 MB with 48 layers x top-8: fits the processor's cache."""
 
 
-class RouteTable:
-    def __init__(self, shape: RouteShape) -> None:
+class ExpertTable:
+    def __init__(self, shape: ExpertShape) -> None:
         self.shape = shape
         dtype = np.uint8 if shape.experts <= 256 else np.uint16
         size = TABLE_ROWS, shape.layers, shape.topk
-        # A row of zeros would mean that nothing was captured.
+        # A row of zeros means "not captured".
         self._rows = np.random.default_rng(0).integers(1, shape.experts, size, dtype=dtype)
 
     def rows(self, ids: Ids, first: int = 0) -> NDArray[Any]:
-        """Of the tokens from `first` on, the last excepted: it was never fed forward."""
-        return np.concatenate([self._rows[:0], *(self._rows[slice(*stretch)] for stretch in _stretches(ids, first))])
+        """Rows of the tokens from `first` on, without the last one, which was never fed forward."""
+        return np.concatenate([self._rows[:0], *(self._rows[slice(*place)] for place in _slices(ids, first))])
 
-    def written(self, form: Form, ids: Ids, first: int = 0) -> list[Part]:
-        """The same as JSON, in pieces that are mostly views of the table's text."""
-        stretches = list(_stretches(ids, first))
-        rows = sum(end - start for start, end in stretches)
+    def encoded(self, form: ExpertForm, ids: Ids, first: int = 0) -> list[Part]:
+        """The same rows as JSON, in parts that are mostly views of the table's text."""
+        slices = list(_slices(ids, first))
+        rows = sum(end - start for start, end in slices)
         match form:
-            case Form.LISTS:
-                return [b"[", *self._lists.written(stretches), b"]"]
-            case Form.BARE:
-                return [b'"', *self._wide.written(stretches), b'"']
-            case Form.NPY:
-                return [b'"', *self._narrow.written(stretches, before=self._npy_header(rows)), b'"']
-            case Form.OBJECT:
+            case ExpertForm.LISTS:
+                return [b"[", *self._lists.encoded(slices), b"]"]
+            case ExpertForm.BARE:
+                return [b'"', *self._wide.encoded(slices), b'"']
+            case ExpertForm.NPY:
+                return [b'"', *self._narrow.encoded(slices, before=self._npy_header(rows)), b'"']
+            case ExpertForm.OBJECT:
                 shape = b'","shape":[%d,%d,%d]' % (rows, self.shape.layers, self.shape.topk)
                 kind = b',"start":%d,"dtype":"%b"}' % (first, self._rows.dtype.name.encode())
-                return [b'{"data":"', *self._narrow.written(stretches), shape + kind]
+                return [b'{"data":"', *self._narrow.encoded(slices), shape + kind]
 
     @cached_property
     def _narrow(self) -> "Base64Rows":
@@ -74,8 +75,8 @@ class RouteTable:
         return file.getvalue()
 
 
-def _stretches(ids: Ids, first: int) -> Iterator[Stretch]:
-    """Where in the table the rows lie, as pairs of start and end."""
+def _slices(ids: Ids, first: int) -> Iterator[Slice]:
+    """Places of the rows in the table."""
     before, tokens, rows = xxhash.xxh3_64(), ids.view(np.uint8).data, len(ids) - 1
     for block in range(0, rows, BLOCK):
         if block + BLOCK > first:
@@ -85,18 +86,18 @@ def _stretches(ids: Ids, first: int) -> Iterator[Stretch]:
 
 
 class Base64Rows:
-    """Rows and their base64. Three bytes are four characters, so there is a text for each byte to begin with."""
+    """Base64 of rows. Three bytes make four characters, so there is a text from each of bytes 0, 1 and 2 on."""
 
     def __init__(self, rows: NDArray[Any]) -> None:
         self._bytes = memoryview(rows.tobytes())
         self._texts = [memoryview(pybase64.b64encode(self._bytes[phase:])) for phase in range(3)]
         self._row_bytes = rows[0].nbytes
 
-    def written(self, stretches: Iterable[Stretch], *, before: bytes = b"") -> list[Part]:
-        """The base64 of `before` and the rows: what does not fill three bytes waits for the next stretch."""
+    def encoded(self, slices: Iterable[Slice], *, before: bytes = b"") -> list[Part]:
+        """Base64 of `before` and the rows. Bytes that do not fill a group of three are carried into the next slice."""
         parts: list[Part] = []
         rest = before
-        for start, end in stretches:
+        for start, end in slices:
             first, last = start * self._row_bytes, end * self._row_bytes
             whole = min(last, first + -len(rest) % 3)
             rest += self._bytes[first:whole]
@@ -116,8 +117,8 @@ class ListRows:
         self._text = memoryview(b",".join(texts))
         self._starts = np.cumsum([0, *(len(text) + 1 for text in texts)]).tolist()
 
-    def written(self, stretches: Iterable[Stretch]) -> list[Part]:
+    def encoded(self, slices: Iterable[Slice]) -> list[Part]:
         parts: list[Part] = []
-        for start, end in stretches:
+        for start, end in slices:
             parts += [b",", self._text[self._starts[start] : self._starts[end] - 1]]
         return parts[1:]

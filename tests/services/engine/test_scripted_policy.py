@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.engine.draws import Draws
-from services.engine.players import play
+from services.engine.scripted_policy import scripted_answer
 
 ARITHMETIC = "What is {}? Think it through, then end with a line `Answer: N`, where N is a whole number."
 DISTINCT = (
@@ -24,7 +24,7 @@ def user(content: str) -> dict[str, Any]:
 
 
 def answers(question: str, skill: float, seeds: int = 200) -> list[int]:
-    said = [play([user(question)], Draws(b"%d" % seed), skill) for seed in range(seeds)]
+    said = [scripted_answer([user(question)], Draws(b"%d" % seed), skill) for seed in range(seeds)]
     return [int(each.text.removeprefix("\nAnswer: ")) for each in said if each]
 
 
@@ -48,7 +48,7 @@ def test_multiples_are_spread_when_played_well_and_all_the_same_when_not() -> No
 def test_guessing_finds_every_number(skill: float) -> None:
     hidden, turns = {"A": 1, "B": 100, "C": 63}, 0
     messages = [user(GUESS.format(", ".join(hidden), 100))]
-    while (said := play(messages, Draws(b"%d" % turns), skill)) and said.calls:
+    while (said := scripted_answer(messages, Draws(b"%d" % turns), skill)) and said.calls:
         turns += 1
         messages.append({"role": "assistant", "content": said.text, "tool_calls": said.calls})
         for call in said.calls:
@@ -73,8 +73,8 @@ def test_guessing_finds_every_number(skill: float) -> None:
     ],
 )
 def test_other_questions_are_left_alone(question: str) -> None:
-    assert play([user(question)], Draws(b""), 1) is None
-    assert play([{"role": "system", "content": ARITHMETIC.format("1 + 1")}], Draws(b""), 1) is None
+    assert scripted_answer([user(question)], Draws(b""), 1) is None
+    assert scripted_answer([{"role": "system", "content": ARITHMETIC.format("1 + 1")}], Draws(b""), 1) is None
 
 
 def test_strange_calls_in_a_game_do_no_harm() -> None:
@@ -83,6 +83,6 @@ def test_strange_calls_in_a_game_do_no_harm() -> None:
         for text in ("7", "[]", '{"box":3}', '{"box":"Z","number":1}')
     ]
     messages = [user(GUESS.format("A", 3)), {"role": "assistant", "content": "", "tool_calls": calls}]
-    said = play([*messages, *[{"role": "tool", "content": "error: no"}] * 4], Draws(b""), 1)
+    said = scripted_answer([*messages, *[{"role": "tool", "content": "error: no"}] * 4], Draws(b""), 1)
     assert said is not None
     assert [json.loads(call["function"]["arguments"]) for call in said.calls] == [{"box": "A", "number": 2}]

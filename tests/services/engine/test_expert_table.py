@@ -9,39 +9,39 @@ from hypothesis import strategies as st
 
 from penstock.engines.routed_experts import WIRE_OBJECT, Wanted, read_lists, read_object, read_string
 from penstock.turn import CheckRoutes, RouteFormat, Routes
-from services.engine.route_table import BLOCK, RouteTable
-from services.engine.settings import Form, RouteShape
+from services.engine.expert_table import BLOCK, ExpertTable
+from services.engine.settings import ExpertForm, ExpertShape
 
-TABLE = RouteTable(RouteShape(layers=3, topk=2, experts=16))
+TABLE = ExpertTable(ExpertShape(layers=3, topk=2, experts=16))
 
 
 def ids(tokens: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 258, tokens, dtype=np.int32)
 
 
-def read(table: RouteTable, form: Form, tokens: np.ndarray, first: int) -> Routes | None:
+def read(table: ExpertTable, form: ExpertForm, tokens: np.ndarray, first: int) -> Routes | None:
     """As a client reads what was sent."""
-    text = b"".join(table.written(form, tokens, first))
+    text = b"".join(table.encoded(form, tokens, first))
     json.loads(text)
     shape = table.shape
     known = RouteFormat(layers=shape.layers, experts=shape.experts, check=CheckRoutes.ALL)
     wanted = Wanted(tokens=len(tokens), first=first, until=len(tokens), requested_from=first)
-    if form is Form.LISTS:
+    if form is ExpertForm.LISTS:
         return read_lists(text, wanted, known)
-    if form is Form.OBJECT:
+    if form is ExpertForm.OBJECT:
         wire = WIRE_OBJECT.decode(text)
         return read_object(wire, bytes(wire.data)[1:-1], wanted, known)
     return read_string(text[1:-1], wanted, known)
 
 
 # Rows of 1, 2, 3, 4 and 5 bytes: base64 begins at every place of its three bytes.
-TABLES = [RouteTable(RouteShape(layers=1, topk=topk, experts=16)) for topk in (1, 2, 4, 5)]
-TABLES += [TABLE, RouteTable(RouteShape(layers=1, topk=3, experts=300))]
+TABLES = [ExpertTable(ExpertShape(layers=1, topk=topk, experts=16)) for topk in (1, 2, 4, 5)]
+TABLES += [TABLE, ExpertTable(ExpertShape(layers=1, topk=3, experts=300))]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.data(), st.sampled_from(list(Form)), st.sampled_from(TABLES))
-def test_any_range_of_rows_in_any_form(data: st.DataObject, form: Form, table: RouteTable) -> None:
+@given(st.data(), st.sampled_from(list(ExpertForm)), st.sampled_from(TABLES))
+def test_any_range_of_rows_in_any_form(data: st.DataObject, form: ExpertForm, table: ExpertTable) -> None:
     tokens = ids(data.draw(st.integers(2, 3 * BLOCK + 2)))
     first = data.draw(st.integers(0, len(tokens) - 2))
     routes, expected = read(table, form, tokens, first), table.rows(tokens, first)
@@ -55,7 +55,9 @@ def test_any_range_of_rows_in_any_form(data: st.DataObject, form: Form, table: R
 
 def test_a_single_token_has_no_row() -> None:
     assert TABLE.rows(ids(1)).shape == (0, 3, 2)
-    assert b"".join(TABLE.written(Form.OBJECT, ids(1))) == b'{"data":"","shape":[0,3,2],"start":0,"dtype":"uint8"}'
+    assert (
+        b"".join(TABLE.encoded(ExpertForm.OBJECT, ids(1))) == b'{"data":"","shape":[0,3,2],"start":0,"dtype":"uint8"}'
+    )
 
 
 def test_a_longer_sequence_keeps_the_rows_that_it_had() -> None:
@@ -73,12 +75,12 @@ def test_sequences_that_differ_have_other_rows_from_the_next_block_on() -> None:
 
 
 def test_the_table_is_the_same_in_every_engine() -> None:
-    assert np.array_equal(RouteTable(TABLE.shape).rows(ids(400)), TABLE.rows(ids(400)))
+    assert np.array_equal(ExpertTable(TABLE.shape).rows(ids(400)), TABLE.rows(ids(400)))
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(256, np.uint8), (257, np.uint16)])
 def test_ids_are_as_narrow_as_their_number_allows(experts: int, dtype: type) -> None:
-    rows = RouteTable(RouteShape(layers=2, topk=4, experts=experts)).rows(ids(3000))
+    rows = ExpertTable(ExpertShape(layers=2, topk=4, experts=experts)).rows(ids(3000))
     assert rows.dtype == dtype
     assert rows.min() > 0, "a row of zeros would say that nothing was captured"
     assert rows.max() == experts - 1

@@ -1,0 +1,74 @@
+"""Generated tokens: a pure function of the prompt's tokens, the request's seed and the engine's settings."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import BadRequest
+from penstock.renderers import bytes_chatml
+from penstock.renderers.bytes_chatml import Message
+from penstock.turn import Ids
+from services.engine.draws import Draws
+from services.engine.requests import CompletionRequest
+from services.engine.scripted_policy import ScriptedAnswer, scripted_answer
+from services.engine.settings import EngineSettings
+
+WORDS = ["so", "we", "look", "at", "what", "is", "left", "of", "it", "once", "more", "and", "take", "the", "next"]
+FILLER = bytes_chatml.encode_text(" ".join(WORDS[place * place % 89 % len(WORDS)] for place in range(1_000)))
+"""Filler before the scripted answer, cut to the drawn length from a drawn start."""
+
+LOGPROB_LEVELS = [-float(f"{level:.6f}") for level in np.geomspace(1e-4, 8, 32)]
+"""Few distinct logprobs, so that every token's JSON can be prepared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    id: str
+    completion_ids: Ids
+    levels: NDArray[np.int64]
+    """index into LOGPROB_LEVELS, by token"""
+    message: Message
+    finish_reason: str
+    latency_s: float
+
+    @property
+    def cut(self) -> bool:
+        return self.finish_reason == "length"
+
+
+def draws_of(request: CompletionRequest, settings: EngineSettings, session: bytes) -> Draws:
+    """A request without a seed is seeded by its session, so that rollouts of one example differ."""
+    seed = session if request.seed is None else b"seed %d" % request.seed
+    return Draws(request.prompt_ids.tobytes(), seed, b"%d" % settings.seed)
+
+
+def generate(request: CompletionRequest, draws: Draws, settings: EngineSettings) -> Generation:
+    room = settings.max_model_len - len(request.prompt_ids)
+    if room < 1:
+        limit, tokens = settings.max_model_len, len(request.prompt_ids)
+        raise BadRequest(f"this model's maximum context length is {limit} tokens; the prompt has {tokens}")
+    answer = scripted_answer(bytes_chatml.decode_messages(request.prompt_ids), draws, settings.skill) or ScriptedAnswer(
+        text=""
+    )
+    answer_ids = bytes_chatml.encode_completion({"content": answer.text, "tool_calls": answer.calls})
+    length = max(round(settings.completion_tokens.at(draws.uniform("length"))), len(answer_ids))
+    limit = min(room, request.max_tokens or room)
+    place = draws.integer("thoughts", 0, len(FILLER) - 1)
+    filler = np.resize(FILLER[place:], min(limit, length - len(answer_ids)))
+    ids = np.concatenate([filler, answer_ids])[:limit]
+    message = bytes_chatml.decode_completion(ids)
+    return Generation(
+        id=f"{draws.seed:016x}",
+        completion_ids=ids,
+        levels=_levels(len(ids), draws),
+        message=message,
+        finish_reason="length" if length > limit else "tool_calls" if message.get("tool_calls") else "stop",
+        latency_s=settings.latency_s.at(draws.uniform("latency")),
+    )
+
+
+def _levels(tokens: int, draws: Draws) -> NDArray[np.int64]:
+    """Spread evenly over LOGPROB_LEVELS, which are dense near 0: most tokens are nearly certain."""
+    places = np.arange(tokens, dtype=np.uint64) + np.uint64(draws.seed >> 1)
+    return (places * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(59)).astype(np.int64)
