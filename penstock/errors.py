@@ -18,6 +18,7 @@ PenstockError
  +-- InfrastructureFailure       retried, counted towards `recovery.max_failures`
  |    +-- EngineUnreachable      retried, not counted: submission pauses
  +-- PolicyFailure               an error of the policy: scored, never retried
+ +-- MalformedId                 a text is not the id that it should be
  +-- StageError                  a stage cannot process its input: a broken pipeline
  +-- BatchError                  an error of the trainer's reader
       +-- Stalled                no batch within the time limit; the message says why

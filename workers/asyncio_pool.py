@@ -1,8 +1,8 @@
 """An execution pool for Celery that runs `async def` tasks concurrently, on one event loop per process.
 
-Everything here runs on the hub thread, which is Celery's main thread; the bodies run on the loop thread. Made for
-early acknowledgement, ignored results and `worker_disable_prefetch`: a body gets its arguments and no more (no
-`self.request`, no retries, no links). Invariant: every body that was started is in `_bodies` until it has ended.
+Everything here runs on the hub thread, which is Celery's main thread; the bodies run on the loop thread. Requires early
+acknowledgement, ignored results and `worker_disable_prefetch`: a body gets its arguments only (no `self.request`, no
+retries, no links). Invariant: every body that was started is in `_bodies` until it has ended.
 """
 
 import asyncio
@@ -25,38 +25,38 @@ from kombu.asynchronous.hub import Hub
 from penstock.errors import PenstockError, RunError
 from penstock.runtime.event_loop import event_loop_factory
 from workers import stop_signals
+from workers.delivery import REVOKED, STOPPING, Delivery, exception_info
 from workers.hub_calls import HubCalls
-from workers.job import REVOKED, STOPPING, Job, exception_info
 from workers.loop_thread import LoopThread
 
 logger = logging.getLogger("workers.asyncio_pool")
 
-# How often the main thread looks around while it waits in start-up and shut-down, where no hub wakes it.
-LOOK_S = 0.02
+# The main thread polls at start-up and shut-down, where no hub wakes it.
+POLL_S = 0.02
 
 
 class AsyncioPool(BasePool):
     app: Celery
     limit: int
-    # How long a warm stop waits for bodies; one that takes longer is cancelled.
+    # Seconds that a warm stop waits for bodies, before it cancels them.
     drain_s = 60.0
-    # What a cancelled body may take to say so: one small write to Redis, or its time-out.
+    # Seconds for a cancelled body to write its reply: one small write to Redis, or its time-out.
     release_s = 5.0
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._waiting: deque[Job] = deque()  # over the limit: not accepted, not acknowledged
-        self._active: set[Job] = set()  # has a slot: Celery waits for the outcome
-        self._bodies: set[Job] = set()  # active, or cancelled and still cleaning up
+        self._waiting: deque[Delivery] = deque()  # over the limit: neither accepted nor acknowledged
+        self._active: set[Delivery] = set()  # have a slot: Celery waits for the outcome
+        self._bodies: set[Delivery] = set()  # active, or cancelled and cleaning up
         self._started = self._finished = 0
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncGenerator[None]:
-        """To be overridden: what surrounds all bodies, on their loop. If it ends early, the worker stops."""
+        """Override to surround all bodies, on their loop. If it ends early, the worker stops."""
         yield
 
     def loop_lag(self) -> dict[str, Any] | None:
-        """To be overridden: for `celery inspect stats`."""
+        """Override to add the loop's lag to `celery inspect stats`."""
         return None
 
     def on_start(self) -> None:
@@ -66,7 +66,7 @@ class AsyncioPool(BasePool):
         self._calls = HubCalls(self._thread.loop)
         self._thread.start()
         try:
-            while not self._thread.wait_entered(LOOK_S):
+            while not self._thread.wait_entered(POLL_S):
                 maybe_shutdown()
         except PenstockError as error:
             logger.critical("action=start_failed: %s", error)
@@ -74,16 +74,16 @@ class AsyncioPool(BasePool):
         self._thread.ended.add_done_callback(lambda _: self._on_loop(self._calls.post, self._on_lifespan_ended))
 
     def on_stop(self) -> None:
-        """Warm: bodies finish, unless it takes too long or a second signal asks to stop. The hub polls no more."""
+        """Warm stop: bodies finish, up to `drain_s` or a second signal. The hub does not poll any more."""
         logger.info("action=drain active=%d drain_s=%g", len(self._active), self.drain_s)
-        lost = self._thread.ended.done
-        self._wait_until(lambda: not self._active or stop_signals.stop_asked() or lost(), self.drain_s)
+        lifespan_ended = self._thread.ended.done
+        self._wait_until(lambda: not self._active or stop_signals.stop_requested() or lifespan_ended(), self.drain_s)
         self.on_terminate()
 
     def on_terminate(self) -> None:
-        """Cold: bodies are cancelled and have `release_s` to clean up."""
-        for job in self._active:
-            self._on_loop(job.cancel, STOPPING)
+        """Cold stop: bodies are cancelled and have `release_s` to clean up."""
+        for delivery in self._active:
+            self._on_loop(delivery.cancel, STOPPING)
         self._wait_until(lambda: not self._bodies, self.release_s)
         if self._bodies:
             logger.warning("action=bodies_abandoned count=%d after_s=%g", len(self._bodies), self.release_s)
@@ -102,10 +102,11 @@ class AsyncioPool(BasePool):
         soft_timeout: float | None = None,
         timeout: float | None = None,
         **_: object,
-    ) -> Job:
-        """Not `on_apply`: on the way there the base class logs the arguments. `target`, the tracer, is not used."""
+    ) -> Delivery:
+        """Overridden instead of `on_apply`, because the base class logs the arguments before it. `target`, Celery's
+        tracer, is not used."""
         name, task_id, request = args[:3]
-        job = Job(
+        delivery = Delivery(
             name=name,
             id=task_id,
             run=self.app.tasks[name].run,
@@ -117,16 +118,16 @@ class AsyncioPool(BasePool):
             on_revoked=self._on_revoked,
             report=self._post_report,
         )
-        self._waiting.append(job)
+        self._waiting.append(delivery)
         self._start_waiting()
-        return job
+        return delivery
 
     def flush(self) -> None:
-        """The connection is lost or closing: what was not acknowledged will be delivered again, here or elsewhere."""
+        """Called when the connection is lost or closing: messages that are not acknowledged will be delivered again."""
         self._waiting.clear()
 
     def terminate_job(self, pid: int, signal: int | None = None) -> None:
-        """Nothing: all bodies have this process's id. `Job.terminate`, called next, knows which one is meant."""
+        """Does nothing: all bodies have this process's id. Celery calls `Delivery.terminate` of the right one next."""
 
     def grow(self, n: int = 1) -> None:
         self.limit += n
@@ -150,47 +151,47 @@ class AsyncioPool(BasePool):
 
     def _start_waiting(self) -> None:
         while self.active and self._waiting and len(self._active) < self.limit:
-            job = self._waiting.popleft()
-            self._active.add(job)
+            delivery = self._waiting.popleft()
+            self._active.add(delivery)
             self._started += 1
-            job.on_accepted(os.getpid(), time.monotonic())
-            if job in self._active:  # else it was revoked while it waited
-                self._bodies.add(job)
-                self._on_loop(job.start)
+            delivery.on_accepted(os.getpid(), time.monotonic())
+            if delivery in self._active:  # else it was revoked while waiting
+                self._bodies.add(delivery)
+                self._on_loop(delivery.start)
 
-    def _free(self, job: Job) -> None:
-        self._active.remove(job)
+    def _free(self, delivery: Delivery) -> None:
+        self._active.remove(delivery)
         self._finished += 1
         self._start_waiting()
 
-    def _on_revoked(self, job: Job) -> None:
-        if job in self._active:
-            self._on_loop(job.cancel, REVOKED)
-            self._free(job)
+    def _on_revoked(self, delivery: Delivery) -> None:
+        if delivery in self._active:
+            self._on_loop(delivery.cancel, REVOKED)
+            self._free(delivery)
 
-    def _on_report(self, job: Job, error: BaseException | None, runtime_s: float, ended: bool) -> None:
+    def _on_report(self, delivery: Delivery, error: BaseException | None, runtime_s: float, ended: bool) -> None:
         if ended:
-            self._bodies.remove(job)
-        if job not in self._active:  # revoked, or past its hard limit: settled before
+            self._bodies.remove(delivery)
+        if delivery not in self._active:  # revoked, or past its hard limit: already settled
             return
-        self._free(job)
+        self._free(delivery)
         if error is None:
-            logger.info("Task %s[%s] succeeded in %.3fs", job.name, job.id, runtime_s)
-            job.on_outcome((0, None, runtime_s))
+            logger.info("Task %s[%s] succeeded in %.3fs", delivery.name, delivery.id, runtime_s)
+            delivery.on_outcome((0, None, runtime_s))
             return
         if isinstance(error, Terminated):
-            logger.warning("Task %s[%s] released after %.3fs: %s", job.name, job.id, runtime_s, error)
+            logger.warning("Task %s[%s] released after %.3fs: %s", delivery.name, delivery.id, runtime_s, error)
         else:
-            logger.error("Task %s[%s] failed: %r", job.name, job.id, error, exc_info=error)
-        job.on_outcome((1, exception_info(error), runtime_s))
+            logger.error("Task %s[%s] failed: %r", delivery.name, delivery.id, error, exc_info=error)
+        delivery.on_outcome((1, exception_info(error), runtime_s))
 
     def _on_lifespan_ended(self) -> None:
-        if self.active:  # else the pool has left it
+        if self.active:  # else the pool itself has stopped it
             error = self._thread.ended.exception()
-            raise RunError(f"What the worker's tasks rely on has ended ({error!r}): the worker stops.") from error
+            raise RunError(f"the worker stops: its lifespan ended with {error!r}") from error
 
-    def _post_report(self, job: Job, error: BaseException | None, runtime_s: float, ended: bool) -> None:
-        self._calls.post(self._on_report, job, error, runtime_s, ended)
+    def _post_report(self, delivery: Delivery, error: BaseException | None, runtime_s: float, ended: bool) -> None:
+        self._calls.post(self._on_report, delivery, error, runtime_s, ended)
 
     def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
         self._thread.loop.call_soon_threadsafe(call, *args)
@@ -199,4 +200,4 @@ class AsyncioPool(BasePool):
         deadline = time.monotonic() + timeout_s
         while not done() and time.monotonic() < deadline:
             self._calls.run()
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)

@@ -22,5 +22,5 @@ def _stop(signum: int, frame: FrameType | None) -> NoReturn:
 
 @worker_process_init.connect
 def _release_on_cold_stop(**_: object) -> None:
-    """A cold stop ends children by SIGTERM: the running job then replies `released` on its way out."""
+    """A cold stop sends SIGTERM to the children: the running job then replies `released`."""
     signal.signal(signal.SIGTERM, _stop)

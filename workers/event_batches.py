@@ -1,7 +1,7 @@
-"""Task events leave a worker together, a few times a second.
+"""Sends a worker's task events in batches, a few times a second.
 
-Celery gathers them only until its hub turns round, that is for one message: a new Redis client and a round trip for
-two or three events, a fifth of what a no-op rollout cost its worker.
+Celery batches them for one iteration of its hub only, that is for one message: a new Redis client and a round trip for
+two or three events, a fifth of a no-op rollout's CPU time in its worker.
 """
 
 from functools import partial
@@ -10,21 +10,21 @@ from typing import Any
 from celery import Celery, bootsteps
 from celery.worker.consumer.events import Events
 
-FLUSH_EVERY_S = 0.2  # a monitor shows what happened this long ago; Celery flushes earlier when 24 events have gathered
+FLUSH_EVERY_S = 0.2  # the delay of a monitor; Celery flushes earlier when 24 events are waiting
 
 
 class EventBatches(bootsteps.StartStopStep):
-    """Started again after every reconnection, which makes a new dispatcher."""
+    """Started after every reconnection, which creates a new dispatcher."""
 
     requires = (Events,)
 
     def start(self, parent: Any) -> None:
         self._due = False
-        if parent.event_dispatcher.on_send_buffered:  # else this worker has no hub, and gathers nothing
+        if parent.event_dispatcher.on_send_buffered:  # else this worker has no hub, and no batches
             parent.event_dispatcher.on_send_buffered = partial(self._flush_soon, parent)
 
     def stop(self, parent: Any) -> None:
-        """The hub turns no more: what ends while the pool drains is told at once."""
+        """The hub has stopped: events of tasks that end while the pool drains are sent at once."""
         self._flush(parent)
         if parent.event_dispatcher:
             parent.event_dispatcher.on_send_buffered = parent.event_dispatcher.flush

@@ -1,7 +1,7 @@
-"""Calls from the loop thread that run on the hub thread (Celery's main thread), in order, a group at a time.
+"""Calls posted by the loop thread that run on the hub thread (Celery's main thread), in order and in batches.
 
-Not `Hub.call_soon`: its callbacks run just before the hub polls, so that what they schedule in turn (acknowledgements,
-events) waits for the next message, up to a second. What a reader of the hub schedules runs at once.
+`Hub.call_soon` is not used: its callbacks run just before the hub polls, so calls that they schedule (acknowledgements,
+events) wait for the next message, up to a second. Calls that a reader of the hub schedules run at once.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from typing import Any
 
 from kombu.asynchronous.hub import Hub
 
-# A turn of the hub for each outcome cost a no-op task 6 to 20 % of its CPU.
-GATHER_S = 0.01
+# Seconds between two batches: one iteration of the hub per outcome cost a no-op task 6 to 20 % of its CPU.
+BATCH_S = 0.01
 
 
 class HubCalls:
@@ -24,18 +24,18 @@ class HubCalls:
         self._wake_due = False
 
     def post(self, call: Callable[..., None], *args: Any) -> None:
-        """On the loop thread."""
+        """Called on the loop thread."""
         self._calls.append((call, args))
         if not self._wake_due:
             self._wake_due = True
-            self._loop.call_later(GATHER_S, self._wake)
+            self._loop.call_later(BATCH_S, self._wake)
 
     def register(self, hub: Hub) -> None:
-        """On the hub thread, again after every reconnection: it resets the hub, which then forgets its readers."""
+        """Called on the hub thread, at start and after every reconnection, which removes the hub's readers."""
         hub.add_reader(self._woken, self._on_wake)
 
     def run(self) -> None:
-        """On the hub thread. A call that raises leaves the later ones for the next time."""
+        """Called on the hub thread. After a call that raises, the remaining ones run in the next batch."""
         try:
             while self._calls:
                 call, args = self._calls.popleft()
@@ -46,7 +46,7 @@ class HubCalls:
 
     def _on_wake(self) -> None:
         self._woken.recv(1)
-        # Before the calls are taken: a call posted from here on wakes again, one posted before is among them.
+        # Cleared before the calls are taken: a call posted later wakes the hub again, an earlier one is among them.
         self._wake_due = False
         self.run()
 

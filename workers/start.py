@@ -1,4 +1,4 @@
-"""What both workers say when they start."""
+"""The log lines of a worker that has started."""
 
 import logging
 
@@ -12,15 +12,16 @@ logger = logging.getLogger("penstock.worker")
 
 
 def announce(app: Celery) -> None:
-    worker_ready.connect(_say, weak=False)
+    worker_ready.connect(_log_configuration, weak=False)
 
 
-def _say(**_: object) -> None:
+def _log_configuration(**_: object) -> None:
     config = settings()
-    logger.info("action=worker_ready environments=%s store=%s", ",".join(sorted(config.environments)), config.store_dir)
+    environments = ",".join(sorted(config.environments)) or "built-in"
+    logger.info("action=worker_ready environments=%s store=%s", environments, config.store_dir)
     if config.redis_url == DEFAULT_REDIS_URL and config.store is None:
         logger.warning(
-            "action=defaults nothing is configured: built-in environments, Redis at %s, store %s; "
+            "action=defaults neither Redis nor store is configured: using %s and %s; "
             "set PENSTOCK_CONFIG, PENSTOCK_REDIS_URL or PENSTOCK_STORE to change that",
             DEFAULT_REDIS_URL,
             config.store_dir,

@@ -1,8 +1,8 @@
-"""What SIGTERM, SIGINT and SIGQUIT mean to a worker: the first asks it to drain, a second one (or SIGQUIT) to stop.
+"""Signal handlers of a worker: the first SIGTERM or SIGINT drains it; a second one, or SIGQUIT, stops it.
 
-A handler here only sets Celery's own flags, which Celery's loop and the pool's drain look at. Celery's handlers do the
-whole cold stop inside the handler: they publish events and talk to Redis over whatever the signal interrupted, and hang
-when that was a publish holding the event dispatcher's lock; and they ignore a second SIGTERM.
+The handlers only set Celery's own flags, which Celery's loop and the pool's drain check. Celery's own handlers perform
+the whole cold stop inside the handler: they publish events and write to Redis, and hang if the signal interrupted a
+publish that holds the event dispatcher's lock; and they ignore a second SIGTERM.
 """
 
 import os
@@ -21,20 +21,20 @@ def install() -> None:
         signal.signal(number, _on_signal)
 
 
-def stop_asked() -> bool:
+def stop_requested() -> bool:
     return state.should_terminate is not None
 
 
 def _on_signal(number: int, _frame: FrameType | None) -> None:
     if number == STOP or state.should_stop is not None:
         state.should_terminate = EX_FAILURE
-        _say("stopping: running tasks are cancelled")
+        _print("stopping: running tasks are cancelled")
     else:
         state.should_stop = EX_OK
-        _say("draining: running tasks finish, no new ones start; signal again to stop now")
+        _print("draining: running tasks finish, no new ones start; signal again to stop now")
 
 
-def _say(text: str) -> None:
-    # Neither print nor logging may run in a handler: the signal may have interrupted them. Nor may it raise.
+def _print(text: str) -> None:
+    # print and logging are not reentrant, and the signal may have interrupted them. A handler must not raise.
     with suppress(OSError):
         os.write(2, f"worker: {text}\n".encode())

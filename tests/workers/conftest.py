@@ -1,4 +1,4 @@
-"""A Redis server, a way to start workers on it, and what their bodies said: shared by the tests of this directory."""
+"""A Redis server, workers on it, the reports of their bodies, and the events of a monitor."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -17,8 +17,8 @@ from tests.workers.pool_app import app
 StartWorker = Callable[..., WorkerProcess]
 
 
-class Said:
-    """What the bodies say, and the gate that they wait for."""
+class Bodies:
+    """What the bodies report through Redis, and the gate that they wait for."""
 
     def __init__(self, url: str) -> None:
         self.redis = redis.Redis.from_url(f"{url}/1", decode_responses=True)
@@ -40,7 +40,7 @@ class Said:
 
 
 class Events:
-    """What a monitor such as Flower receives."""
+    """The events that a monitor such as Flower receives."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -74,10 +74,10 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def said(redis_url: str) -> Iterator[Said]:
-    said = Said(redis_url)
-    yield said
-    said.redis.flushdb()
+def bodies(redis_url: str) -> Iterator[Bodies]:
+    bodies = Bodies(redis_url)
+    yield bodies
+    bodies.redis.flushdb()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """A Celery app for real workers under test: `celery -A tests.workers.pool_app worker`.
 
-Its bodies say through Redis what happens to them, and wait there for the test to let them go on.
+Its bodies report through Redis, and wait there until the test opens the gate.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 from workers import event_batches
 from workers.asyncio_pool import AsyncioPool
 
-# Database 0 is the broker's; what the bodies say is in 1, so that a test can empty it.
+# Database 0 is the broker's; the bodies report to 1, so that a test can empty it.
 REDIS_URL = os.environ.get("POOL_APP_REDIS", "redis://127.0.0.1:6379")
 GATE_POLL_S = 0.02
 
@@ -68,7 +68,7 @@ class ReportingPool(AsyncioPool):
     async def _watch_gate(self) -> None:
         while True:
             if await self.redis.exists("broken"):
-                raise ConfigError("the background of the life span broke")
+                raise ConfigError("the background of the lifespan broke")
             is_open = await self.redis.exists("gate")
             self.gate.set() if is_open else self.gate.clear()
             await self.redis.set("gate_is", "open" if is_open else "closed")
@@ -97,7 +97,7 @@ async def hold(name: str) -> None:
 
 @app.task(name="pool_app.cling")
 async def cling(name: str) -> None:
-    """Run until the gate opens, whoever cancels."""
+    """Run until the gate opens, ignoring cancellation."""
     redis = ReportingPool.redis
     await redis.rpush("started", name)
     while not ReportingPool.gate.is_set():
@@ -139,7 +139,7 @@ async def cancel_itself() -> None:
 
 @app.task(name="pool_app.plain")
 def plain() -> None:
-    """Not a coroutine: belongs on another worker."""
+    """Not a coroutine: belongs to another worker."""
 
 
 @app.task(name="pool_app.nothing")

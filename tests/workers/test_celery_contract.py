@@ -1,6 +1,6 @@
-"""What the asyncio pool relies on in Celery and kombu that no documentation promises.
+"""Undocumented behaviour of Celery and kombu that the asyncio pool relies on.
 
-After an upgrade, a test here that fails names what has changed and which part of `workers/` has to follow.
+After an upgrade, a failing test names the change and the part of `workers/` to adapt.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from kombu.asynchronous.hub import Hub
 from pydantic import BaseModel
 
 from workers.asyncio_pool import AsyncioPool
-from workers.job import Job, exception_info
+from workers.delivery import Delivery, exception_info
 
 ID = "job-7.1"
 
@@ -50,7 +50,7 @@ async def work(a: int, b: int = 0) -> None: ...
 
 
 class Recorder:
-    """Stands for what a Request talks to: the pool, the event dispatcher, the channel's acknowledgement."""
+    """Stands in for the pool, the event dispatcher and the channel of a Request."""
 
     enabled = True
 
@@ -99,7 +99,7 @@ def request_(app: Celery, recorder: Recorder) -> Request:
     return cls(message, on_ack=recorder.acknowledge, app=app, task=task, eventer=recorder, hostname="worker@here")
 
 
-def test_celery_and_kombu_are_the_versions_that_the_pool_was_written_for() -> None:
+def test_celery_and_kombu_have_the_versions_that_the_pool_supports() -> None:
     found = {name: version(name).rsplit(".", 1)[0] for name in ("celery", "kombu")}
     assert found == {"celery": "5.7", "kombu": "5.7"}, "run the tests of this directory, then move the pins"
 
@@ -108,7 +108,7 @@ def test_worker_pool_is_honoured_when_no_pool_is_given_on_the_command_line(app: 
     app.conf.worker_pool = "workers.asyncio_pool:AsyncioPool"
     context = click.Context(click.Command("worker"), obj=SimpleNamespace(app=app))
     assert WORKERS_POOL.convert("prefork", None, context) is AsyncioPool, (
-        "`-P` left alone no longer yields to the setting worker_pool: workers/rollouts.py needs another way"
+        "`-P` left alone no longer yields to the setting worker_pool: workers/rollouts.py needs another setting"
     )
 
 
@@ -127,14 +127,14 @@ def test_a_request_hands_the_pool_its_decoded_arguments_limits_and_callbacks(
     inspect.signature(AsyncioPool.apply_async).bind(None, target, **options)
 
 
-def test_a_request_keeps_the_job_by_weak_reference_only(request_: Request, recorder: Recorder) -> None:
+def test_a_request_keeps_the_delivery_by_weak_reference_only(request_: Request, recorder: Recorder) -> None:
     recorder.result = Recorder()
     request_.execute_using_pool(recorder)
     assert request_._apply_result() is recorder.result
     recorder.applied.clear()
     recorder.result = None
     gc.collect()
-    assert request_._apply_result() is None, "Request now holds the job: the pool's own sets may be enough"
+    assert request_._apply_result() is None, "Request now holds the delivery: the pool's own sets may be enough"
 
 
 def test_acceptance_acknowledges_and_starts(request_: Request, recorder: Recorder) -> None:
@@ -144,14 +144,14 @@ def test_acceptance_acknowledges_and_starts(request_: Request, recorder: Recorde
     assert request_ in state.active_requests, "Request.on_accepted no longer counts the task as active"
 
 
-def test_success_is_three_values_the_first_zero(request_: Request, recorder: Recorder) -> None:
+def test_success_is_a_tuple_of_zero_result_and_runtime(request_: Request, recorder: Recorder) -> None:
     request_.on_accepted(1234, 0.0)
     request_.on_success((0, None, 1.5))
     assert recorder.events[-1] == {"type": "task-succeeded", "uuid": ID, "result": None, "runtime": 1.5}
     assert request_ not in state.active_requests, "Request.on_success no longer ends the task's activity"
 
 
-def test_failure_is_three_values_with_an_exception_info(request_: Request, recorder: Recorder) -> None:
+def test_failure_is_a_tuple_of_one_exception_info_and_runtime(request_: Request, recorder: Recorder) -> None:
     request_.on_accepted(1234, 0.0)
     request_.on_success((1, exception_info(ValueError("no")), 1.5))
     failed = recorder.events[-1]
@@ -167,23 +167,23 @@ def test_a_terminated_failure_is_a_revocation(request_: Request, recorder: Recor
     assert recorder.events[-1]["type"] == "task-revoked", "a job released by a stop is no longer shown as revoked"
 
 
-def test_revoking_reaches_the_pool_then_the_job(request_: Request, recorder: Recorder) -> None:
+def test_revoking_reaches_the_pool_then_the_delivery(request_: Request, recorder: Recorder) -> None:
     recorder.result = recorder
     request_.execute_using_pool(recorder)
     request_.on_accepted(1234, 0.0)
     request_.terminate(recorder, signal="TERM")
     assert recorder.calls == ["acknowledged", "terminate_job", "terminate"]
     assert recorder.events[-1]["type"] == "task-revoked"
-    inspect.signature(Job.terminate).bind(None, signal.SIGTERM)
+    inspect.signature(Delivery.terminate).bind(None, signal.SIGTERM)
 
 
-def test_a_job_revoked_before_its_acceptance_is_terminated_by_it(request_: Request, recorder: Recorder) -> None:
+def test_a_delivery_revoked_before_its_acceptance_is_terminated_by_it(request_: Request, recorder: Recorder) -> None:
     recorder.result = recorder
     request_.execute_using_pool(recorder)
     request_.terminate(recorder, signal="TERM")
     recorder.calls.clear()
     request_.on_accepted(1234, 0.0)
-    assert recorder.calls[-1] == "terminate", "on_accepted no longer terminates what was revoked while it waited"
+    assert recorder.calls[-1] == "terminate", "on_accepted no longer terminates a delivery revoked while waiting"
 
 
 def test_the_pool_overrides_hooks_that_exist() -> None:
@@ -219,10 +219,10 @@ def test_a_lost_connection_flushes_the_pool() -> None:
     flushed: list[bool] = []
     pool = SimpleNamespace(flush=lambda: flushed.append(True))
     Consumer.on_close(SimpleNamespace(controller=None, task_buckets={}, timer=None, pool=pool))
-    assert flushed, "Consumer.on_close no longer calls pool.flush: waiting jobs would run twice after a reconnection"
+    assert flushed, "Consumer.on_close no longer calls pool.flush: after a reconnection, deliveries would run twice"
 
 
-def test_without_prefetching_a_worker_takes_no_more_messages_than_the_pool_has_slots(redis_url: str) -> None:
+def test_without_prefetching_a_worker_takes_as_many_messages_as_the_pool_has_slots(redis_url: str) -> None:
     app = Celery("contract", broker=f"{redis_url}/2", set_as_current=False)
     app.conf.worker_disable_prefetch = True
     with app.connection_for_read() as connection:
@@ -240,7 +240,7 @@ def test_without_prefetching_a_worker_takes_no_more_messages_than_the_pool_has_s
         before = can_consume()
         reserved = Recorder()  # anything: they are only counted
         state.reserved_requests.add(reserved)
-        assert (before, can_consume()) == (True, False), "worker_disable_prefetch no longer looks at pool.num_processes"
+        assert (before, can_consume()) == (True, False), "worker_disable_prefetch no longer reads pool.num_processes"
         consumer.pool.num_processes = 2
         assert can_consume(), "worker_disable_prefetch no longer follows a pool that grows"
         state.reserved_requests.discard(reserved)
@@ -266,15 +266,15 @@ def test_a_hub_forgets_its_readers_when_it_is_reset() -> None:
         assert not hub.readers, "Hub.reset keeps readers: HubCalls.register need not be repeated"
 
 
-def test_what_a_reader_schedules_runs_before_the_next_poll_but_not_what_call_soon_does() -> None:
+def test_calls_of_a_reader_run_before_the_next_poll_and_those_of_call_soon_after_it() -> None:
     hub, (ours, theirs) = Hub(), socket.socketpair()
     seen: list[str] = []
     with ours, theirs:
         hub.add_reader(ours, lambda: hub.call_soon(seen.append, "from a reader"))
         hub.call_soon(lambda: hub.call_soon(seen.append, "from call_soon"))
-        theirs.send(b"x")  # readable for ever: no poll blocks
+        theirs.send(b"x")  # stays readable: no poll blocks
         hub.run_once()
-        assert seen == [], "call_soon now runs what it schedules before it polls: HubCalls can give way to it"
+        assert seen == [], "call_soon now runs its calls before it polls: it can replace HubCalls"
         hub.run_once()
         assert set(seen) == {"from a reader", "from call_soon"}
 

@@ -21,7 +21,7 @@ def consumer() -> Any:
     return SimpleNamespace(event_dispatcher=Dispatcher(), hub=Hub(timer=Timer()))
 
 
-def test_events_wait_for_one_flush_and_the_next_event_for_the_next() -> None:
+def test_events_wait_for_the_next_flush() -> None:
     parent = consumer()
     EventBatches(parent).start(parent)
     for flushed in (1, 2):
@@ -33,7 +33,7 @@ def test_events_wait_for_one_flush_and_the_next_event_for_the_next() -> None:
         parent.hub.timer.clear()
 
 
-def test_a_new_dispatcher_starts_anew_and_the_last_events_leave_with_the_worker() -> None:
+def test_a_new_dispatcher_is_flushed_and_the_last_events_are_sent_at_stop() -> None:
     parent = consumer()
     step = EventBatches(parent)
     step.start(parent)
@@ -47,11 +47,11 @@ def test_a_new_dispatcher_starts_anew_and_the_last_events_leave_with_the_worker(
     assert parent.event_dispatcher.flushed == 1
 
 
-def test_celery_s_dispatcher_asks_as_the_step_expects() -> None:
+def test_celerys_dispatcher_calls_on_send_buffered() -> None:
     app = Celery("contract", broker="memory://", set_as_current=False)
-    asked: list[bool] = []
+    calls: list[bool] = []
     with app.connection_for_write() as connection:
         dispatcher = app.events.Dispatcher(connection, buffer_group=["task"], on_send_buffered=print)
-        dispatcher.on_send_buffered = lambda: asked.append(True)
+        dispatcher.on_send_buffered = lambda: calls.append(True)
         dispatcher.send("task-started", uuid="a")
-    assert asked, "EventDispatcher no longer calls on_send_buffered: workers/event_batches.py gathers nothing"
+    assert calls, "EventDispatcher no longer calls on_send_buffered: workers/event_batches.py has no effect"

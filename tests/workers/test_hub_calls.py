@@ -50,7 +50,7 @@ def test_calls_run_on_the_hub_in_order(calls: HubCalls, post: Callable[..., None
     assert seen == list(range(1000))
 
 
-def test_a_call_that_raises_leaves_the_later_ones(calls: HubCalls, post: Callable[..., None]) -> None:
+def test_calls_after_one_that_raises_still_run(calls: HubCalls, post: Callable[..., None]) -> None:
     hub, seen = Hub(), list[int]()
     calls.register(hub)
     post(seen.append, 0)
@@ -62,9 +62,7 @@ def test_a_call_that_raises_leaves_the_later_ones(calls: HubCalls, post: Callabl
     assert seen == [0, 2]
 
 
-def test_calls_survive_the_reset_of_the_hub_that_a_reconnection_makes(
-    calls: HubCalls, post: Callable[..., None]
-) -> None:
+def test_calls_survive_the_hubs_reset_by_a_reconnection(calls: HubCalls, post: Callable[..., None]) -> None:
     hub, seen = Hub(), list[int]()
     calls.register(hub)
     post(seen.append, 1)

@@ -28,7 +28,7 @@ def started(
 
 
 @pytest.mark.parametrize("new_loop", LOOPS)
-def test_the_life_span_surrounds_what_runs_on_the_loop(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_the_lifespan_surrounds_everything_on_the_loop(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     seen: list[str] = []
 
     @asynccontextmanager
@@ -48,7 +48,7 @@ def test_the_life_span_surrounds_what_runs_on_the_loop(new_loop: Callable[[], as
     assert thread.loop.is_closed()
 
 
-def test_what_keeps_a_life_span_from_being_entered_is_raised() -> None:
+def test_the_error_that_prevents_a_lifespan_is_raised() -> None:
     @asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:
         raise ConfigError("no store")
@@ -60,7 +60,7 @@ def test_what_keeps_a_life_span_from_being_entered_is_raised() -> None:
     thread.stop(TIMEOUT_S)
 
 
-def test_a_life_span_that_hangs_is_not_entered() -> None:
+def test_a_lifespan_that_hangs_is_not_entered() -> None:
     @asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:
         await asyncio.Event().wait()
@@ -71,7 +71,7 @@ def test_a_life_span_that_hangs_is_not_entered() -> None:
     thread.stop(0.01)
 
 
-def test_a_life_span_whose_background_fails_ends() -> None:
+def test_a_lifespan_whose_background_task_fails_ends() -> None:
     @asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:
         async with asyncio.TaskGroup() as group:
@@ -86,7 +86,7 @@ def test_a_life_span_whose_background_fails_ends() -> None:
     thread.stop(TIMEOUT_S)
 
 
-def test_a_life_span_that_will_not_be_left_is_abandoned(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lifespan_that_does_not_end_is_abandoned(caplog: pytest.LogCaptureFixture) -> None:
     @asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:
         yield

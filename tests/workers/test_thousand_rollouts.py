@@ -1,4 +1,4 @@
-"""One worker process with a thousand rollouts at once, started as the README types it."""
+"""One worker process with a thousand rollouts at once, started with the documented command."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def own_lag(cluster: Cluster, worker: Process) -> str:
 
 
 def test_a_thousand_rollouts_run_at_once_in_one_process(tmp_path: Path) -> None:
-    """They hold as many leases, which are renewed together; the worker stays in time and says so."""
+    """Each holds a lease, all leases are renewed together, and the loop's lag stays within its limits."""
     with cluster_in(tmp_path, noop={"rollout_s": 6.0}) as cluster:
         worker = cluster.rollout_worker(concurrency=ROLLOUTS)
         submit(cluster)

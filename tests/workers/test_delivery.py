@@ -8,20 +8,20 @@ from celery.exceptions import SoftTimeLimitExceeded, Terminated, TimeLimitExceed
 from support.waiting import wait_until_async
 
 from penstock.errors import ConfigError
-from workers.job import STOPPING, TIME_LIMIT, Job, exception_info
+from workers.delivery import STOPPING, TIME_LIMIT, Delivery, exception_info
 
 Report = tuple[BaseException | None, bool]
 
 
 class Reports(list[Report]):
-    def add(self, job: Job, error: BaseException | None, runtime_s: float, ended: bool) -> None:
+    def add(self, delivery: Delivery, error: BaseException | None, runtime_s: float, ended: bool) -> None:
         self.append((error, ended))
 
 
-def new_job(
+def new_delivery(
     run: Callable[..., Any], reports: Reports, *, soft_s: float | None = None, hard_s: float | None = None
-) -> Job:
-    return Job(
+) -> Delivery:
+    return Delivery(
         name="tests.work",
         id="job-1.1",
         run=run,
@@ -30,7 +30,7 @@ def new_job(
         hard_s=hard_s,
         on_accepted=lambda pid, time_s: None,
         on_outcome=lambda outcome: None,
-        on_revoked=lambda job: None,
+        on_revoked=lambda delivery: None,
         report=reports.add,
     )
 
@@ -48,19 +48,19 @@ def test_a_body_that_returns_is_reported_without_error() -> None:
 
     async def scenario() -> None:
         reports = Reports()
-        new_job(body, reports).start()
+        new_delivery(body, reports).start()
         await until_ended(reports)
         assert reports == [(None, True)]
 
     on_a_loop(scenario)
 
 
-def test_a_plain_function_is_not_even_called() -> None:
+def test_a_plain_function_is_refused() -> None:
     called: list[bool] = []
 
     async def scenario() -> None:
         reports = Reports()
-        new_job(lambda: called.append(True), reports).start()
+        new_delivery(lambda: called.append(True), reports).start()
         await until_ended(reports)
         assert isinstance(reports[0][0], ConfigError)
         assert not called
@@ -68,21 +68,21 @@ def test_a_plain_function_is_not_even_called() -> None:
     on_a_loop(scenario)
 
 
-def test_a_job_cancelled_before_its_first_step_is_reported() -> None:
+def test_a_delivery_cancelled_before_its_first_step_is_reported() -> None:
     async def body() -> None: ...
 
     async def scenario() -> None:
         reports = Reports()
-        job = new_job(body, reports)
-        job.start()
-        job.cancel(STOPPING)
+        delivery = new_delivery(body, reports)
+        delivery.start()
+        delivery.cancel(STOPPING)
         await until_ended(reports)
         assert isinstance(reports[0][0], Terminated)
 
     on_a_loop(scenario)
 
 
-def test_a_body_may_clean_up_after_the_soft_limit_and_past_the_hard_one() -> None:
+def test_a_body_may_clean_up_past_both_limits() -> None:
     seen: list[object] = []
     cleaned_up = asyncio.Event()
 
@@ -100,7 +100,7 @@ def test_a_body_may_clean_up_after_the_soft_limit_and_past_the_hard_one() -> Non
 
     async def scenario() -> None:
         reports = Reports()
-        new_job(body, reports, soft_s=0.001, hard_s=0.02).start()
+        new_delivery(body, reports, soft_s=0.001, hard_s=0.02).start()
         await wait_until_async(lambda: reports)
         assert isinstance(reports[0][0], TimeLimitExceeded)
         cleaned_up.set()
@@ -126,10 +126,10 @@ def test_the_soft_limit_does_not_cancel_the_clean_up_of_a_cancelled_body() -> No
 
     async def scenario() -> None:
         reports = Reports()
-        job = new_job(body, reports, soft_s=0.005)
-        job.start()
+        delivery = new_delivery(body, reports, soft_s=0.005)
+        delivery.start()
         await asyncio.sleep(0)
-        job.cancel(STOPPING)
+        delivery.cancel(STOPPING)
         await until_ended(reports)
         assert isinstance(reports[0][0], Terminated)
         assert not interrupted
@@ -137,7 +137,7 @@ def test_the_soft_limit_does_not_cancel_the_clean_up_of_a_cancelled_body() -> No
     on_a_loop(scenario)
 
 
-def test_an_error_that_was_reported_keeps_nothing_of_the_body_alive() -> None:
+def test_a_reported_error_keeps_no_locals_of_the_body_alive() -> None:
     class Payload:
         pass
 
@@ -150,7 +150,7 @@ def test_an_error_that_was_reported_keeps_nothing_of_the_body_alive() -> None:
 
     async def scenario() -> None:
         reports = Reports()
-        new_job(body, reports).start()
+        new_delivery(body, reports).start()
         await until_ended(reports)
         error = reports.pop()[0]
         assert error is not None

@@ -1,7 +1,7 @@
 """One delivery of a task message, and its body on the event loop: time limits, cancellation, outcome.
 
-A message delivered twice is two jobs. Everything here but `terminate` runs on the loop thread; what happens is told
-through `report`. A body is cancelled with the reason as the message of its CancelledError.
+A message delivered twice is two deliveries. Everything but `terminate` runs on the loop thread; results go to
+`report`. A body is cancelled with the reason as the message of its CancelledError.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ STOPPING, REVOKED, TIME_LIMIT = "stopping", "revoked", "time limit"
 
 
 @dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
-class Job:
-    """Celery's Request keeps it by weak reference only."""
+class Delivery:
+    """The pool must keep a reference: Celery's Request has a weak one only."""
 
     name: str
     id: str
@@ -33,14 +33,14 @@ class Job:
     hard_s: float | None
     on_accepted: Callable[[int, float], None]
     on_outcome: Callable[[tuple[int, ExceptionInfo | None, float]], None]
-    on_revoked: "Callable[[Job], None]"
-    report: "Callable[[Job, BaseException | None, float, bool], None]"
+    on_revoked: "Callable[[Delivery], None]"
+    report: "Callable[[Delivery, BaseException | None, float, bool], None]"
     """Error, runtime in seconds, and whether the body has ended: past the hard limit it may not have."""
     _body: "asyncio.Task[None] | None" = None
     _cancelled_for: str | None = None
 
     def terminate(self, signal: int | None = None) -> None:
-        """Called by the Request, on the hub thread, after it has announced that the task is revoked."""
+        """Called by the Request, on the hub thread, after it has sent the event that the task is revoked."""
         self.on_revoked(self)
 
     def start(self) -> None:
@@ -55,7 +55,7 @@ class Job:
         self._body.add_done_callback(lambda body: self._end(body, time.monotonic() - started_s, timers))
 
     def cancel(self, reason: str) -> None:
-        if self._body is not None:  # else it has ended, or was revoked before it was started
+        if self._body is not None:  # else it has ended, or was revoked before it started
             self._cancelled_for = reason
             self._body.cancel(reason)
 
@@ -64,7 +64,7 @@ class Job:
             queue = self.request["delivery_info"]["routing_key"]
             raise ConfigError(
                 f"{self.name} is not an `async def`, and queue {queue} is served by the asyncio pool, which runs "
-                "nothing else. Route it to a queue of the compute workers, or make it a coroutine."
+                "coroutines only. Route it to a queue of the compute workers, or make it a coroutine."
             )
         try:
             await self.run(*self.request["args"], **self.request["kwargs"])
@@ -82,7 +82,7 @@ class Job:
     def _end(self, body: "asyncio.Task[None]", runtime_s: float, timers: list[asyncio.TimerHandle]) -> None:
         for timer in timers:
             timer.cancel()
-        self._body = None  # its error's traceback holds this job: a cycle would keep the body's locals
+        self._body = None  # its error's traceback refers to this delivery: a cycle would keep the body's locals
         self.report(self, self._cancellation() if body.cancelled() else body.exception(), runtime_s, True)
 
     def _cancellation(self) -> BaseException:
@@ -99,8 +99,8 @@ def _is_async(run: Callable[..., Any]) -> bool:
 
 
 def exception_info(error: BaseException) -> ExceptionInfo:
-    """As Celery's tracer would hand it to the Request."""
-    if error.__traceback__ is None:  # ExceptionInfo needs one; what was made here and not raised has none
+    """As Celery's tracer passes it to the Request."""
+    if error.__traceback__ is None:  # ExceptionInfo needs one, and an exception that was never raised has none
         _raise_and_catch(error)
     info = ExceptionInfo((type(error), error, error.__traceback__))
     info.exception = error  # pyright: ignore[reportAttributeAccessIssue]  # typed by its first value
@@ -113,4 +113,4 @@ def _raise_and_catch(error: BaseException) -> None:
     except type(error):
         return
     finally:
-        del error  # the traceback now holds this frame: the same cycle
+        del error  # the traceback now refers to this frame: the same cycle
