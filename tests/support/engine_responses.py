@@ -1,4 +1,4 @@
-"""Replies as engines give them, for tests: three dialects, four forms of routed experts, as dictionaries to be bent."""
+"""Responses of engines for tests: three dialects, four forms of routed experts, as dictionaries that tests change."""
 
 import base64
 import io
@@ -15,7 +15,7 @@ FORMS = ("object", "npy", "bare", "lists")
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseSpec:
-    """What an engine means to say."""
+    """The content of a response, independent of its dialect."""
 
     prompt: list[int]
     completion: list[int]
@@ -27,26 +27,26 @@ class ResponseSpec:
     form: str = "object"
     content: str = 'Grüße, "Welt" \\ {"routed_experts":"x"}\n'
 
-    def reply(self) -> dict[str, Any]:
-        return {"vllm": vllm_reply, "sglang": sglang_reply, "generate": generate_reply}[self.dialect](self)
+    def as_dict(self) -> dict[str, Any]:
+        return {"vllm": vllm_response, "sglang": sglang_response, "generate": generate_response}[self.dialect](self)
 
     def body(self) -> bytes:
-        return compact(self.reply())
+        return compact(self.as_dict())
 
 
-def compact(reply: Any) -> bytes:
-    return json.dumps(reply, separators=(",", ":"), ensure_ascii=False).encode()
+def compact(response: Any) -> bytes:
+    return json.dumps(response, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def vllm_reply(said: ResponseSpec) -> dict[str, Any]:
+def vllm_response(spec: ResponseSpec) -> dict[str, Any]:
     choice = {
         "index": 0,
-        "message": {"role": "assistant", "content": said.content, "tool_calls": []},
-        "logprobs": {"content": _content(said, [f"t{token}" for token in said.completion])},
+        "message": {"role": "assistant", "content": spec.content, "tool_calls": []},
+        "logprobs": {"content": _content(spec, [f"t{token}" for token in spec.completion])},
         "finish_reason": "stop",
         "stop_reason": None,
-        "token_ids": said.completion,
-        **_routed(said),
+        "token_ids": spec.completion,
+        **_routed(spec),
     }
     return {
         "id": "chatcmpl-1",
@@ -55,57 +55,57 @@ def vllm_reply(said: ResponseSpec) -> dict[str, Any]:
         "model": "policy",
         "choices": [choice],
         "usage": {
-            "prompt_tokens": len(said.prompt),
-            "completion_tokens": len(said.completion),
-            "total_tokens": len(said.prompt) + len(said.completion),
+            "prompt_tokens": len(spec.prompt),
+            "completion_tokens": len(spec.completion),
+            "total_tokens": len(spec.prompt) + len(spec.completion),
         },
         "prompt_logprobs": None,
-        "prompt_token_ids": said.prompt,
+        "prompt_token_ids": spec.prompt,
         "kv_transfer_params": None,
     }
 
 
-def sglang_reply(said: ResponseSpec) -> dict[str, Any]:
+def sglang_response(spec: ResponseSpec) -> dict[str, Any]:
     """SGLang does not repeat the prompt's ids."""
-    tokens = [[logprob, token, None] for logprob, token in zip(_logprobs(said), said.completion, strict=True)]
+    tokens = [[logprob, token, None] for logprob, token in zip(_logprobs(spec), spec.completion, strict=True)]
     meta_info = {
         "id": "1",
         "finish_reason": {"type": "stop", "matched": 2},
-        "prompt_tokens": len(said.prompt),
+        "prompt_tokens": len(spec.prompt),
         "weight_version": "7",
         "output_token_logprobs": tokens,
-        "completion_tokens": len(said.completion),
-        **_routed(said),
+        "completion_tokens": len(spec.completion),
+        **_routed(spec),
     }
-    message = {"role": "assistant", "content": said.content, "reasoning_content": None, "tool_calls": None}
+    message = {"role": "assistant", "content": spec.content, "reasoning_content": None, "tool_calls": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "meta_info": meta_info}
-    return {"id": "1", "object": "chat.completion", "choices": [choice], "usage": {"prompt_tokens": len(said.prompt)}}
+    return {"id": "1", "object": "chat.completion", "choices": [choice], "usage": {"prompt_tokens": len(spec.prompt)}}
 
 
-def generate_reply(said: ResponseSpec) -> dict[str, Any]:
+def generate_response(spec: ResponseSpec) -> dict[str, Any]:
     choice = {
         "index": 0,
-        "logprobs": {"content": _content(said, [f"token_id:{token}" for token in said.completion])},
+        "logprobs": {"content": _content(spec, [f"token_id:{token}" for token in spec.completion])},
         "finish_reason": "length",
-        "token_ids": said.completion,
-        **_routed(said),
+        "token_ids": spec.completion,
+        **_routed(spec),
     }
     return {"request_id": "1", "choices": [choice], "prompt_logprobs": None, "kv_transfer_params": None}
 
 
-def _logprobs(said: ResponseSpec) -> list[float]:
-    return said.logprobs or [-0.25 * (token % 7) for token in said.completion]
+def _logprobs(spec: ResponseSpec) -> list[float]:
+    return spec.logprobs or [-0.25 * (token % 7) for token in spec.completion]
 
 
-def _content(said: ResponseSpec, names: list[str]) -> list[dict[str, Any]]:
+def _content(spec: ResponseSpec, names: list[str]) -> list[dict[str, Any]]:
     return [
         {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": []}
-        for name, logprob in zip(names, _logprobs(said), strict=True)
+        for name, logprob in zip(names, _logprobs(spec), strict=True)
     ]
 
 
-def _routed(said: ResponseSpec) -> dict[str, Any]:
-    return {} if said.rows is None else {"routed_experts": routed(said.rows, said.form, said.start)}
+def _routed(spec: ResponseSpec) -> dict[str, Any]:
+    return {} if spec.rows is None else {"routed_experts": routed(spec.rows, spec.form, spec.start)}
 
 
 def routed(rows: NDArray[Any], form: str, start: int = 0) -> Any:

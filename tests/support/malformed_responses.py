@@ -1,4 +1,4 @@
-"""Answers that an engine must not give: each is refused, with a message that says why, and changes nothing."""
+"""Malformed responses, each with a part of the message that it is rejected with."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ PROMPT = [11, 12, 13, 14]
 COMPLETION = [21, 22, 23]
 LAYERS, TOPK = 2, 2
 ROWS = np.arange(1, 1 + 6 * LAYERS * TOPK, dtype=np.uint8).reshape(6, LAYERS, TOPK)
-"""One a token but for the last."""
+"""One per token except the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,30 +21,30 @@ class Malformed:
     name: str
     dialect: str
     body: bytes
-    says: str
-    """Part of the message."""
+    message: str
+    """Part of the error message."""
 
 
-class Gone:
-    """In place of a value: the key is left out."""
+class Removed:
+    """In place of a value: the key is removed."""
 
 
-def said(dialect: str, form: str = "object") -> ResponseSpec:
+def valid_response(dialect: str, form: str = "object") -> ResponseSpec:
     return ResponseSpec(prompt=PROMPT, completion=COMPLETION, rows=ROWS, dialect=dialect, form=form)
 
 
-def bent(reply: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy with another value at `choices.0.logprobs`."""
-    reply = copy.deepcopy(reply)
-    *way, last = [int(step) if step.isdigit() else step for step in path.split(".")]
-    at: Any = reply
-    for step in way:
+def changed(response: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with another value at a path such as `choices.0.logprobs`."""
+    response = copy.deepcopy(response)
+    *parents, last = [int(step) if step.isdigit() else step for step in path.split(".")]
+    at: Any = response
+    for step in parents:
         at = at[step]
-    if value is Gone:
+    if value is Removed:
         del at[last]
     else:
         at[last] = value
-    return reply
+    return response
 
 
 MESSAGE = "choices.0.message"
@@ -56,22 +56,22 @@ META = "choices.0.meta_info"
 OUTPUT = "choices.0.meta_info.output_token_logprobs"
 
 VLLM: list[tuple[str, str, Any, str]] = [
-    ("no choices key", "choices", Gone, "choices"),
+    ("no choices key", "choices", Removed, "choices"),
     ("choices null", "choices", None, "choices"),
     ("choices an object", "choices", {}, "choices"),
     ("choices empty", "choices", [], "0 choices"),
     ("first choice null", "choices.0", None, "choices[0]"),
     ("first choice a list", "choices.0", [], "choices[0]"),
-    ("no message", MESSAGE, Gone, "of message"),
+    ("no message", MESSAGE, Removed, "of message"),
     ("message null", MESSAGE, None, "of message"),
     ("message a string", MESSAGE, "hello", "of message"),
     ("content null, no tool calls", f"{MESSAGE}.content", None, "neither content nor tool calls"),
-    ("content missing, no tool calls", f"{MESSAGE}.content", Gone, "neither content nor tool calls"),
+    ("content missing, no tool calls", f"{MESSAGE}.content", Removed, "neither content nor tool calls"),
     ("content a number", f"{MESSAGE}.content", 5, "content"),
     ("tool calls an object", f"{MESSAGE}.tool_calls", {}, "tool_calls"),
     ("tool calls of strings", f"{MESSAGE}.tool_calls", ["f"], "tool_calls"),
     ("finish reason a number", "choices.0.finish_reason", 3, "finish_reason"),
-    ("no prompt ids", "prompt_token_ids", Gone, "no prompt_token_ids"),
+    ("no prompt ids", "prompt_token_ids", Removed, "no prompt_token_ids"),
     ("prompt ids null", "prompt_token_ids", None, "no prompt_token_ids"),
     ("prompt ids empty", "prompt_token_ids", [], "empty prompt_token_ids"),
     ("prompt ids an object", "prompt_token_ids", {}, "of prompt_token_ids"),
@@ -83,7 +83,7 @@ VLLM: list[tuple[str, str, Any, str]] = [
     ("prompt id a list", "prompt_token_ids.3", [14], "got `array`"),
     ("prompt id beyond int32", "prompt_token_ids.3", 2**31, "<= 2147483647"),
     ("prompt id beyond int64", "prompt_token_ids.0", 2**70, "<= 2147483647"),
-    ("no token ids", IDS, Gone, "neither token_ids"),
+    ("no token ids", IDS, Removed, "neither token_ids"),
     ("token ids null", IDS, None, "neither token_ids"),
     ("token ids a string", IDS, "21,22,23", "of token_ids"),
     ("token id a bool", f"{IDS}.0", False, "got `bool`"),
@@ -92,12 +92,12 @@ VLLM: list[tuple[str, str, Any, str]] = [
     ("token id beyond int32", f"{IDS}.0", 2**31, "<= 2147483647"),
     ("a token id too many", IDS, [*COMPLETION, 24], "4 token_ids but 3 logprobs"),
     ("a token id too few", IDS, COMPLETION[:2], "2 token_ids but 3 logprobs"),
-    ("no logprobs", LOGPROBS, Gone, "neither token_ids"),
+    ("no logprobs", LOGPROBS, Removed, "neither token_ids"),
     ("logprobs null", LOGPROBS, None, "neither token_ids"),
     ("logprobs a list", LOGPROBS, [], "logprobs"),
-    ("logprobs without content", f"{LOGPROBS}.content", Gone, "content"),
+    ("logprobs without content", f"{LOGPROBS}.content", Removed, "content"),
     ("logprobs content null", f"{LOGPROBS}.content", None, "content"),
-    ("logprob missing", LOGPROB, Gone, "logprob"),
+    ("logprob missing", LOGPROB, Removed, "logprob"),
     ("logprob null", LOGPROB, None, "got `null`"),
     ("logprob a bool", LOGPROB, True, "got `bool`"),
     ("logprob a string", LOGPROB, "-0.5", "got `str`"),
@@ -108,7 +108,7 @@ VLLM: list[tuple[str, str, Any, str]] = [
     ("logprob beyond float32", LOGPROB, -1e39, "logprob"),
     ("experts a number", EXPERTS, 5, "neither base64"),
     ("experts true", EXPERTS, True, "neither base64"),
-    ("experts without data", f"{EXPERTS}.data", Gone, "data"),
+    ("experts without data", f"{EXPERTS}.data", Removed, "data"),
     ("experts data a number", f"{EXPERTS}.data", 5, "neither base64"),
     ("experts data empty", f"{EXPERTS}.data", "", "0 characters"),
     ("experts not base64", f"{EXPERTS}.data", "!" * 32, "not base64"),
@@ -116,7 +116,7 @@ VLLM: list[tuple[str, str, Any, str]] = [
     ("experts unpadded", f"{EXPERTS}.data", "A" * 31, "31 characters"),
     ("experts padded in the middle", f"{EXPERTS}.data", "AA==" * 8, "base64"),
     ("experts padded too much", f"{EXPERTS}.data", "A" * 30 + "==", "padding"),
-    ("experts without shape", f"{EXPERTS}.shape", Gone, "shape"),
+    ("experts without shape", f"{EXPERTS}.shape", Removed, "shape"),
     ("experts shape of two", f"{EXPERTS}.shape", [6, 4], "shape"),
     ("experts shape of strings", f"{EXPERTS}.shape", ["6", "2", "2"], "shape"),
     ("experts shape of floats", f"{EXPERTS}.shape", [6.0, 2, 2], "shape"),
@@ -150,8 +150,8 @@ VLLM: list[tuple[str, str, Any, str]] = [
 
 SGLANG: list[tuple[str, str, Any, str]] = [
     ("meta_info a string", META, "", "meta_info"),
-    ("no meta_info", META, Gone, "neither token_ids"),
-    ("no output_token_logprobs", OUTPUT, Gone, "neither token_ids"),
+    ("no meta_info", META, Removed, "neither token_ids"),
+    ("no output_token_logprobs", OUTPUT, Removed, "neither token_ids"),
     ("output_token_logprobs an object", OUTPUT, {}, "output_token_logprobs"),
     ("output token an object", f"{OUTPUT}.0", {"logprob": -1.0}, "output_token_logprobs"),
     ("output token without id", f"{OUTPUT}.0", [-1.0], "output_token_logprobs"),
@@ -164,7 +164,7 @@ SGLANG: list[tuple[str, str, Any, str]] = [
     ("output token logprob a bool", f"{OUTPUT}.0", [False, 21, None], "got `bool`"),
     ("output token logprob NaN", f"{OUTPUT}.0", [float("nan"), 21, None], "malformed"),
     ("output token logprob positive", f"{OUTPUT}.0", [0.5, 21, None], "<= 0.001"),
-    ("no completion_tokens", f"{META}.completion_tokens", Gone, "completion_tokens"),
+    ("no completion_tokens", f"{META}.completion_tokens", Removed, "completion_tokens"),
     ("completion_tokens null", f"{META}.completion_tokens", None, "completion_tokens"),
     ("completion_tokens a bool", f"{META}.completion_tokens", True, "completion_tokens"),
     ("completion_tokens a float", f"{META}.completion_tokens", 3.0, "completion_tokens"),
@@ -175,18 +175,18 @@ SGLANG: list[tuple[str, str, Any, str]] = [
     ("experts bare, too short to divide", f"{META}.routed_experts", routed(ROWS[:5], "bare"), "no whole number"),
     ("experts bare, not base64", f"{META}.routed_experts", "?" * 128, "not base64"),
     ("experts bare, negative", f"{META}.routed_experts", routed(-ROWS.astype(np.int32), "bare"), "below 0"),
-    ("message gone", MESSAGE, Gone, "of message"),
+    ("message gone", MESSAGE, Removed, "of message"),
 ]
 
 GENERATE: list[tuple[str, str, Any, str]] = [
     ("names other tokens", f"{LOGPROBS}.content.0.token", "token_id:22", "other tokens"),
     ("names tokens by text", f"{LOGPROBS}.content.0.token", " the", "other tokens"),
-    ("names no token", f"{LOGPROBS}.content.0.token", Gone, "token"),
+    ("names no token", f"{LOGPROBS}.content.0.token", Removed, "token"),
     ("token name null", f"{LOGPROBS}.content.0.token", None, "got `null`"),
-    ("no token ids", IDS, Gone, "neither token_ids"),
+    ("no token ids", IDS, Removed, "neither token_ids"),
 ]
 
-GOOD = said("vllm").body()
+GOOD = valid_response("vllm").body()
 RAW: list[tuple[str, bytes, str]] = [
     ("empty body", b"", "malformed"),
     ("not JSON", b"upstream connect error", "malformed"),
@@ -204,24 +204,24 @@ RAW: list[tuple[str, bytes, str]] = [
     ("a missing comma", GOOD.replace(b"13,14]", b"13 14]"), "malformed"),
     ("half a surrogate pair", GOOD.replace(b'"model":"policy"', b'"model":"\\ud83d"'), "malformed"),
     ("a raw newline in a string", GOOD.replace(b'"policy"', b'"pol\nicy"'), "malformed"),
-    ("two choices", compact(bent(json.loads(GOOD), "choices", json.loads(GOOD)["choices"] * 2)), "2 choices"),
+    ("two choices", compact(changed(json.loads(GOOD), "choices", json.loads(GOOD)["choices"] * 2)), "2 choices"),
     ("ten thousand brackets", GOOD.replace(b'"model":"policy"', b'"model":' + b"[" * 10_000 + b"]" * 10_000), "nested"),
 ]
 
 TABLE = [
-    *[Malformed(name=name, dialect="vllm", body=body, says=says) for name, body, says in RAW],
+    *[Malformed(name=name, dialect="vllm", body=body, message=message) for name, body, message in RAW],
     *[
         Malformed(
             name=name,
             dialect=dialect,
-            body=json.dumps(bent(reply, path, value), separators=(",", ":")).encode(),
-            says=says,
+            body=json.dumps(changed(response, path, value), separators=(",", ":")).encode(),
+            message=message,
         )
-        for dialect, reply, cases in [
-            ("vllm", said("vllm").reply(), VLLM),
-            ("sglang", said("sglang", "bare").reply(), SGLANG),
-            ("generate", said("generate").reply(), GENERATE),
+        for dialect, response, cases in [
+            ("vllm", valid_response("vllm").as_dict(), VLLM),
+            ("sglang", valid_response("sglang", "bare").as_dict(), SGLANG),
+            ("generate", valid_response("generate").as_dict(), GENERATE),
         ]
-        for name, path, value, says in cases
+        for name, path, value, message in cases
     ],
 ]

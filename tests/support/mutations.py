@@ -1,4 +1,4 @@
-"""Bodies bent at random: values, keys and spelling by structure, then bytes."""
+"""Random mutations of bodies: values, keys and spelling of the structure, and bytes."""
 
 import copy
 import json
@@ -15,19 +15,19 @@ SNIPPETS = [
     b'"routed_experts":', b',"routed_experts":""', b',"prompt_token_ids":[', b'{"data":"', b',"prompt_token_ids":null',
 ]  # fmt: skip
 SAFE = b"!#$%&'()*+/=AZaz09"
-"""Bytes that a JSON string takes as they are."""
+"""Bytes that need no escape in a JSON string."""
 
 
-def mutated(reply: dict[str, Any], rng: random.Random) -> bytes:
+def mutated(response: dict[str, Any], rng: random.Random) -> bytes:
     """One to three changes, most of them such that the body stays JSON."""
-    reply = copy.deepcopy(reply)
+    response = copy.deepcopy(response)
     for _ in range(rng.choice([0, 1, 1, 2])):
-        bend(reply, rng)
-    return spelled(reply, rng)
+        mutate(response, rng)
+    return spelled(response, rng)
 
 
-def bend(reply: dict[str, Any], rng: random.Random) -> None:
-    where, key = rng.choice([*places(reply)])
+def mutate(response: dict[str, Any], rng: random.Random) -> None:
+    where, key = rng.choice([*places(response)])
     match rng.randrange(8):
         case 0:
             del where[key]
@@ -52,14 +52,14 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return [place for key in keys for place in [(value, key), *places(value[key])]]
 
 
-def spelled(reply: dict[str, Any], rng: random.Random) -> bytes:
+def spelled(response: dict[str, Any], rng: random.Random) -> bytes:
     separators = rng.choice([(",", ":")] * 5 + [(", ", ": "), (",\n", ":")])
-    reply = shuffled(reply, rng) if rng.random() < 0.4 else reply
-    return json.dumps(reply, separators=separators, ensure_ascii=rng.random() < 0.3).encode(errors="surrogatepass")
+    response = shuffled(response, rng) if rng.random() < 0.4 else response
+    return json.dumps(response, separators=separators, ensure_ascii=rng.random() < 0.3).encode(errors="surrogatepass")
 
 
 def shuffled(value: Any, rng: random.Random) -> Any:
-    """The same value, the keys of its objects in another order."""
+    """The same value with the keys of its objects in another order."""
     if isinstance(value, list):
         return [shuffled(item, rng) for item in value]
     if not isinstance(value, dict):
@@ -68,7 +68,7 @@ def shuffled(value: Any, rng: random.Random) -> Any:
 
 
 def scrambled(body: bytes, held: tuple[int, int], rng: random.Random) -> bytes:
-    """A few bytes changed. Held rows, between the two places, are only replaced by what a JSON string takes."""
+    """A few bytes changed. In recorded rows (`held`), only by bytes that need no escape in a JSON string."""
     for _ in range(rng.choice([0, 1, 1, 2])):
         at = rng.randrange(len(body) + 1)
         if held[0] <= at < held[1]:

@@ -1,4 +1,4 @@
-"""Ours and the strict reference on the same question: what one rejects the other rejects, what both take is equal."""
+"""Compares `read_turn` with the strict reference: both reject a response, or both read the same."""
 
 import json
 from collections.abc import Sequence
@@ -12,21 +12,23 @@ from penstock.turn import CheckRoutes, Fingerprint, OpenSample, RouteFormat, Tur
 from support import strict_reference as reference
 
 
-def ask(body: bytes, question: reference.Question) -> Turn:
+def read_with(body: bytes, inputs: reference.ReadInputs) -> Turn:
     return read_turn(
         body,
-        open_samples=[OpenSample(sequence=fingerprint(ids), rows_from=rows_from) for ids, rows_from in question.known],
+        open_samples=[
+            OpenSample(sequence=fingerprint(ids), rows_from=rows_from) for ids, rows_from in inputs.open_samples
+        ],
         request=RequestInfo(
-            endpoint=Endpoint.CHAT if question.endpoint == "chat" else Endpoint.GENERATE,
-            prompt_ids=None if question.prompt is None else np.array(question.prompt, np.int32),
-            routes_from=question.routes_from,
-            max_seq_len=question.max_seq_len,
+            endpoint=Endpoint.CHAT if inputs.endpoint == "chat" else Endpoint.GENERATE,
+            prompt_ids=None if inputs.prompt is None else np.array(inputs.prompt, np.int32),
+            routes_from=inputs.routes_from,
+            max_seq_len=inputs.max_seq_len,
         ),
         route_format=RouteFormat(
-            layers=question.layers,
-            topk=question.topk,
-            experts=question.experts,
-            wire=question.wire,
+            layers=inputs.layers,
+            topk=inputs.topk,
+            experts=inputs.experts,
+            wire=inputs.wire,
             check=CheckRoutes.ALL,
         ),
     )
@@ -36,13 +38,13 @@ def fingerprint(ids: Sequence[int]) -> Fingerprint:
     return Fingerprint.of(np.array(ids, np.int32))
 
 
-def answer_of(turn: Turn) -> reference.Answer:
-    """A turn in the reference's words."""
+def reference_turn(turn: Turn) -> reference.ReferenceTurn:
+    """A turn as the reference returns it."""
     rows = dict[int, list[list[int]]]()
     if turn.routes is not None:
         valid = np.ones(len(turn.routes.rows), np.bool_) if turn.routes.valid is None else turn.routes.valid
         rows = {turn.routes.first + at: turn.routes.rows[at].tolist() for at in np.flatnonzero(valid).tolist()}
-    return reference.Answer(
+    return reference.ReferenceTurn(
         extends=turn.extends,
         matches=turn.matches,
         prefix_tokens=turn.prefix_tokens,
@@ -58,28 +60,28 @@ def answer_of(turn: Turn) -> reference.Answer:
     )
 
 
-def agree(body: bytes, question: reference.Question) -> Turn | None:
-    """The turn that both read; None where both reject."""
+def agree(body: bytes, inputs: reference.ReadInputs) -> Turn | None:
+    """The turn that both read; None if both reject."""
     try:
-        expected = reference.read(body, question)
+        expected = reference.read(body, inputs)
     except reference.Rejected as rejection:
         expected = rejection
     try:
-        turn = ask(body, question)
+        turn = read_with(body, inputs)
     except Upstream as error:
         turn = error
     if isinstance(turn, Upstream) or isinstance(expected, reference.Rejected):
-        assert isinstance(turn, Upstream), f"read, but the reference says {expected!r}: {body[:2000]}"
+        assert isinstance(turn, Upstream), f"read, but the reference rejects it: {expected!r}: {body[:2000]}"
         assert isinstance(expected, reference.Rejected), f"{turn!r}, but the reference reads it: {body[:2000]}"
         return None
-    assert answer_of(turn) == expected, body[:2000]
-    check_whole(body, question, turn)
+    assert reference_turn(turn) == expected, body[:2000]
+    check_sequence_and_span(body, inputs, turn)
     return turn
 
 
-def check_whole(body: bytes, question: reference.Question, turn: Turn) -> None:
-    """What a turn says beside the reference's answer: the sequence it makes, and the client's body."""
-    held = question.known[turn.extends][0] if turn.extends is not None else []
+def check_sequence_and_span(body: bytes, inputs: reference.ReadInputs, turn: Turn) -> None:
+    """Check what the reference does not return: the fingerprint, and the body without routes."""
+    held = inputs.open_samples[turn.extends][0] if turn.extends is not None else []
     sequence = [*held, *turn.prompt_ids.tolist(), *turn.completion_ids.tolist()]
     assert turn.tokens == turn.sequence.tokens == len(sequence)
     assert turn.sequence.text_digest == fingerprint(sequence).text_digest

@@ -1,6 +1,6 @@
-"""What a response says, read slowly and strictly: all of the JSON, all of the base64, Python lists, no shortcut.
+"""The strict reference for reading responses: all of the JSON and base64, Python lists, no shortcuts.
 
-Only what the contract says is not looked at is not looked at: base64 of rows that are held already.
+As the contract says, base64 of rows that are recorded already is not checked.
 """
 
 import base64
@@ -26,12 +26,12 @@ class Rejected(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What the reader is told beside the body."""
+class ReadInputs:
+    """What a response is read with."""
 
     endpoint: str = "chat"
-    known: list[tuple[list[int], int]]
-    """Sequences of open samples, and the first row that each still wants."""
+    open_samples: list[tuple[list[int], int]]
+    """Sequences of open samples, and the first row that each still needs."""
     prompt: list[int] | None = None
     routes_from: int = 0
     max_seq_len: int | None = None
@@ -42,7 +42,7 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ReferenceTurn:
     extends: int | None
     matches: int
     prefix_tokens: int
@@ -63,25 +63,25 @@ def need(condition: bool, what: str) -> None:
         raise Rejected(what)
 
 
-def read(body: bytes, question: Question) -> Answer:
-    reply = parsed(body)
-    choice = only_choice(reply)
+def read(body: bytes, inputs: ReadInputs) -> ReferenceTurn:
+    response = parsed(body)
+    choice = only_choice(response)
     meta_info = choice.get("meta_info") or {}
-    check_shapes(choice, meta_info, question.endpoint)
-    prompt = first_not_none(reply.get("prompt_token_ids"), choice.get("prompt_token_ids"))
-    prompt = question.prompt if prompt is None else ids(prompt)
+    check_shapes(choice, meta_info, inputs.endpoint)
+    prompt = first_not_none(response.get("prompt_token_ids"), choice.get("prompt_token_ids"))
+    prompt = inputs.prompt if prompt is None else ids(prompt)
     need(prompt is not None and len(prompt) > 0, "prompt")
     assert prompt is not None
-    completion, logprobs = completed(choice, meta_info, question.endpoint)
-    matching = [i for i, (held, _) in enumerate(question.known) if held and prompt[: len(held)] == held]
-    extends = max(matching, key=lambda i: len(question.known[i][0])) if matching else None
-    held, rows_from = ([], 0) if extends is None else question.known[extends]
+    completion, logprobs = completed(choice, meta_info, inputs.endpoint)
+    matching = [i for i, (held, _) in enumerate(inputs.open_samples) if held and prompt[: len(held)] == held]
+    extends = max(matching, key=lambda i: len(inputs.open_samples[i][0])) if matching else None
+    held, rows_from = ([], 0) if extends is None else inputs.open_samples[extends]
     tokens = len(prompt) + len(completion)
-    limit = tokens if question.max_seq_len is None else question.max_seq_len
+    limit = tokens if inputs.max_seq_len is None else inputs.max_seq_len
     payload = first_not_none(choice.get("routed_experts"), meta_info.get("routed_experts"))
-    rows = {} if payload is None else routed(payload, tokens, rows_from, question)
+    rows = {} if payload is None else routed(payload, tokens, rows_from, inputs)
     kept = max(0, limit - len(prompt))
-    return Answer(
+    return ReferenceTurn(
         extends=extends,
         matches=len(matching),
         prefix_tokens=len(held),
@@ -91,7 +91,7 @@ def read(body: bytes, question: Question) -> Answer:
         rows={at: row for at, row in rows.items() if at < min(tokens, limit)},
         finish_reason=choice.get("finish_reason"),
         version=version(meta_info.get("weight_version")),
-        message=choice["message"] if question.endpoint == "chat" else None,
+        message=choice["message"] if inputs.endpoint == "chat" else None,
         truncated=tokens > limit,
         overlong_prompt=len(prompt) > limit,
     )
@@ -102,16 +102,16 @@ def parsed(body: bytes) -> dict[str, Any]:
         raise Rejected(constant)
 
     try:
-        reply = json.loads(body.decode(), parse_constant=refuse)
-        json.dumps(reply, ensure_ascii=False).encode()  # finds half surrogate pairs
+        response = json.loads(body.decode(), parse_constant=refuse)
+        json.dumps(response, ensure_ascii=False).encode()  # finds half surrogate pairs
     except (UnicodeError, ValueError, RecursionError) as error:
         raise Rejected("not JSON") from error
-    need(isinstance(reply, dict), "not an object")
-    return reply
+    need(isinstance(response, dict), "not an object")
+    return response
 
 
-def only_choice(reply: dict[str, Any]) -> dict[str, Any]:
-    choices = reply.get("choices")
+def only_choice(response: dict[str, Any]) -> dict[str, Any]:
+    choices = response.get("choices")
     need(isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict), "choices")
     assert isinstance(choices, list)
     return choices[0]
@@ -181,19 +181,19 @@ def logprob(value: Any) -> float:
     return number
 
 
-def version(said: str | int | None) -> int | None:
-    if isinstance(said, str):
-        return int(said) if re.fullmatch("[0-9]{1,10}", said) and int(said) <= MAX_ID else None
-    return said
+def version(stated: str | int | None) -> int | None:
+    if isinstance(stated, str):
+        return int(stated) if re.fullmatch("[0-9]{1,10}", stated) and int(stated) <= MAX_ID else None
+    return stated
 
 
 def first_not_none(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def routed(payload: Any, tokens: int, rows_from: int, question: Question) -> dict[int, list[list[int]]]:
+def routed(payload: Any, tokens: int, rows_from: int, inputs: ReadInputs) -> dict[int, list[list[int]]]:
     if isinstance(payload, list):
-        start = start_of(len(payload), None, tokens, question)
+        start = start_of(len(payload), None, tokens, inputs)
         new = {start + at: row for at, row in enumerate(payload) if start + at >= rows_from}
         wire, shape = "int32", list_shape(list(new.values()))
         if not new:
@@ -203,19 +203,19 @@ def routed(payload: Any, tokens: int, rows_from: int, question: Question) -> dic
         need(isinstance(shape, list) and len(shape) == 3 and all(type(n) is int and n >= 0 for n in shape), "shape")
         need(isinstance(wire, str) and isinstance(payload.get("data"), str), "data")
         need(type(payload.get("start")) in (int, type(None)) and (payload.get("start") or 0) >= 0, "start")
-        start = start_of(shape[0], payload.get("start"), tokens, question)
+        start = start_of(shape[0], payload.get("start"), tokens, inputs)
         new = from_base64(payload["data"], 0, shape, wire, start, rows_from)
     else:
         need(isinstance(payload, str), "neither text nor object nor lists")
-        header_bytes, shape, wire = npy_or_bare(payload, tokens, question)
-        start = start_of(shape[0], None, tokens, question)
+        header_bytes, shape, wire = npy_or_bare(payload, tokens, inputs)
+        start = start_of(shape[0], None, tokens, inputs)
         new = from_base64(payload, header_bytes, shape, wire, start, rows_from)
-    agree(shape[1], shape[2], wire, question)
-    return checked(new, shape[2], wire, question)
+    agree(shape[1], shape[2], wire, inputs)
+    return checked(new, shape[2], wire, inputs)
 
 
-def start_of(rows: int, said: int | None, tokens: int, question: Question) -> int:
-    starts = [question.routes_from, 0] if said is None else [said]
+def start_of(rows: int, stated: int | None, tokens: int, inputs: ReadInputs) -> int:
+    starts = [inputs.routes_from, 0] if stated is None else [stated]
     fitting = [start for missing in (1, 0) for start in starts if rows == tokens - missing - start]
     need(bool(fitting), "rows")
     return fitting[0]
@@ -230,7 +230,7 @@ def list_shape(rows: list[Any]) -> list[int]:
     return [len(rows), layers.pop() if layers else 0, topk.pop() if topk else 0]
 
 
-def npy_or_bare(text: str, tokens: int, question: Question) -> tuple[int, list[int], str]:
+def npy_or_bare(text: str, tokens: int, inputs: ReadInputs) -> tuple[int, list[int], str]:
     if text.startswith("k05VTVBZ"):
         preamble = decoded(text[:16])
         fixed = 10 if preamble[6:7] == b"\x01" else 12
@@ -239,15 +239,15 @@ def npy_or_bare(text: str, tokens: int, question: Question) -> tuple[int, list[i
         need(found is not None, "header")
         assert found is not None
         return header_bytes, [int(n) for n in found.groups()[1:]], np.dtype(found[1].decode()).name
-    need(question.layers is not None and len(text) % 4 == 0, "bare")
-    assert question.layers is not None
+    need(inputs.layers is not None and len(text) % 4 == 0, "bare")
+    assert inputs.layers is not None
     size = len(text) // 4 * 3 - text[-2:].count("=")
     for missing in (1, 0):
-        for start in (question.routes_from, 0):
+        for start in (inputs.routes_from, 0):
             rows = tokens - missing - start
-            topk = question.topk or (size // 4 // (rows * question.layers) if rows > 0 else 0)
-            if rows >= 0 and topk and rows * question.layers * topk * 4 == size:
-                return 0, [rows, question.layers, topk], "int32"
+            topk = inputs.topk or (size // 4 // (rows * inputs.layers) if rows > 0 else 0)
+            if rows >= 0 and topk and rows * inputs.layers * topk * 4 == size:
+                return 0, [rows, inputs.layers, topk], "int32"
     raise Rejected("bare size")
 
 
@@ -275,17 +275,17 @@ def decoded(text: str) -> bytes:
         raise Rejected("base64") from error
 
 
-def agree(layers: int, topk: int, wire: str, question: Question) -> None:
-    for said, before in [(layers, question.layers), (topk, question.topk), (wire, question.wire)]:
-        need(before is None or said == before, "not as before")
+def agree(layers: int, topk: int, wire: str, inputs: ReadInputs) -> None:
+    for stated, before in [(layers, inputs.layers), (topk, inputs.topk), (wire, inputs.wire)]:
+        need(before is None or stated == before, "not as before")
     need(layers > 0 and topk > 0 and wire in SIZES, "shape or dtype")
     highest = {"uint8": 255, "int16": 32767}.get(wire, 65535)
-    need(question.experts is None or question.experts - 1 <= highest, "too narrow")
+    need(inputs.experts is None or inputs.experts - 1 <= highest, "too narrow")
 
 
-def checked(rows: dict[int, list[list[int]]], topk: int, wire: str, question: Question) -> dict[int, list[list[int]]]:
-    narrow = wire == "uint8" or (question.experts is not None and question.experts <= 256)
-    experts = question.experts or (256 if narrow else 65536)
+def checked(rows: dict[int, list[list[int]]], topk: int, wire: str, inputs: ReadInputs) -> dict[int, list[list[int]]]:
+    narrow = wire == "uint8" or (inputs.experts is not None and inputs.experts <= 256)
+    experts = inputs.experts or (256 if narrow else 65536)
     captured = {}
     for at, row in rows.items():
         flat = [expert for layer in row for expert in layer]

@@ -179,7 +179,7 @@ def answer(
     rows = rows_of([*ids, *completion])[start:] if routed else None
     form = {"dialect": dialect, "form": "bare" if dialect == "sglang" else "object", "start": start}
     logprobs = [-token / 64 for token in completion]
-    reply = ResponseSpec(prompt=ids, completion=completion, logprobs=logprobs, rows=rows, **form).reply()
+    reply = ResponseSpec(prompt=ids, completion=completion, logprobs=logprobs, rows=rows, **form).as_dict()
     if dialect != "generate":
         reply["choices"][0]["message"] = said
     if dialect == "sglang":

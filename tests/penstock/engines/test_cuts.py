@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine_responses import FORMS, ResponseSpec, compact
 from support.reference_comparison import agree, fingerprint
-from support.strict_reference import Question
+from support.strict_reference import ReadInputs
 
 from penstock.engines.cuts import Match, longest_in_ids, longest_in_text
 from penstock.turn import Turn
@@ -17,11 +17,11 @@ from penstock.turn import Turn
 PROMPT, COMPLETION = [5, 70, 800, 9000, 10_000], [31, 32]
 ROWS = np.full((6, 2, 2), 255, np.uint8)
 """Base64 of nothing but slashes."""
-KNOWN = Question(known=[(PROMPT[:3], 2)], layers=2, topk=2, wire="uint8")
+ONE_SAMPLE = ReadInputs(open_samples=[(PROMPT[:3], 2)], layers=2, topk=2, wire="uint8")
 
 
-def read(body: bytes, question: Question = KNOWN) -> Turn:
-    turn = agree(body, question)
+def read(body: bytes, inputs: ReadInputs = ONE_SAMPLE) -> Turn:
+    turn = agree(body, inputs)
     assert turn is not None
     assert turn.extends == 0
     assert turn.prompt_ids.tolist() == PROMPT[3:]
@@ -30,12 +30,12 @@ def read(body: bytes, question: Question = KNOWN) -> Turn:
     return turn
 
 
-def said(**changes: Any) -> ResponseSpec:
+def spec(**changes: Any) -> ResponseSpec:
     return ResponseSpec(**{"prompt": PROMPT, "completion": COMPLETION, "rows": ROWS} | changes)
 
 
 def test_keys_inside_a_string_are_not_cut() -> None:
-    read(said(content='"routed_experts":"AAAA","prompt_token_ids":[5,70],{"routed_experts":{"data":"').body())
+    read(spec(content='"routed_experts":"AAAA","prompt_token_ids":[5,70],{"routed_experts":{"data":"').body())
 
 
 @pytest.mark.parametrize("form", ["object", "lists"])
@@ -52,13 +52,14 @@ def test_keys_inside_a_string_are_not_cut() -> None:
     ],
 )
 def test_keys_in_other_objects_are_not_cut(form: str, place: str, decoy: dict[str, Any]) -> None:
-    reply = said(form=form).reply()
-    at = {"message": reply["choices"][0]["message"], "usage": reply["usage"], "stop": reply["choices"][0]}[place]
+    response = spec(form=form).as_dict()
+    choice = response["choices"][0]
+    at = {"message": choice["message"], "usage": response["usage"], "stop": choice}[place]
     if place == "stop":
         at["stop_reason"] = decoy
     else:
         at |= decoy
-    read(compact(reply), Question(known=KNOWN.known))
+    read(compact(response), ReadInputs(open_samples=ONE_SAMPLE.open_samples))
 
 
 @pytest.mark.parametrize(
@@ -74,15 +75,15 @@ def test_keys_in_other_objects_are_not_cut(form: str, place: str, decoy: dict[st
     ],
 )
 def test_the_last_of_duplicate_keys_counts(key: bytes, first: bytes) -> None:
-    body = said().body()
+    body = spec().body()
     read(body.replace(key, key + first + b"," + key, 1))
-    agree(twice_behind(body, key, first), KNOWN)
+    agree(twice_behind(body, key, first), ONE_SAMPLE)
 
 
 def twice_behind(body: bytes, key: bytes, last: bytes) -> bytes:
     """The body with a duplicate of the key after its value."""
-    reply, value = json.loads(body), None
-    for holder in (reply, reply["choices"][0], reply["choices"][0]["routed_experts"]):
+    response, value = json.loads(body), None
+    for holder in (response, response["choices"][0], response["choices"][0]["routed_experts"]):
         value = holder.get(json.loads(key[:-1]), value)
     text = key + compact(value)
     assert text in body
@@ -91,27 +92,27 @@ def twice_behind(body: bytes, key: bytes, last: bytes) -> bytes:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_escaped_slashes_are_unescaped(form: str) -> None:
-    body = said(form=form, rows=ROWS if form in ("object", "npy") else ROWS.astype(np.int32)).body()
-    question = Question(known=KNOWN.known, layers=2)
-    read(body, question)
-    read(body.replace(b"/", b"\\/"), question)
+    body = spec(form=form, rows=ROWS if form in ("object", "npy") else ROWS.astype(np.int32)).body()
+    inputs = ReadInputs(open_samples=ONE_SAMPLE.open_samples, layers=2)
+    read(body, inputs)
+    read(body.replace(b"/", b"\\/"), inputs)
 
 
 def test_the_prompt_may_come_before_the_choices_or_on_the_choice() -> None:
-    reply = said().reply()
-    prompt = reply.pop("prompt_token_ids")
-    read(compact({"prompt_token_ids": prompt} | reply))
-    reply["choices"][0] = {"prompt_token_ids": prompt} | reply["choices"][0]
-    read(compact(reply))
+    response = spec().as_dict()
+    prompt = response.pop("prompt_token_ids")
+    read(compact({"prompt_token_ids": prompt} | response))
+    response["choices"][0] = {"prompt_token_ids": prompt} | response["choices"][0]
+    read(compact(response))
 
 
 def test_a_response_may_be_shorter_than_the_longest_open_sample() -> None:
     """Skipping the rows of the longest sample would go past the end of this response's rows."""
     others = [(list(range(100)), 99), (list(range(7)), 6)]
-    question = Question(known=[*KNOWN.known, *others], layers=2, topk=2, wire="uint8")
-    read(said().body(), question)
-    bare = Question(known=question.known, layers=2, topk=2, wire="int32")
-    read(said(form="bare", rows=ROWS.astype(np.int32)).body(), bare)
+    inputs = ReadInputs(open_samples=[*ONE_SAMPLE.open_samples, *others], layers=2, topk=2, wire="uint8")
+    read(spec().body(), inputs)
+    bare = ReadInputs(open_samples=inputs.open_samples, layers=2, topk=2, wire="int32")
+    read(spec(form="bare", rows=ROWS.astype(np.int32)).body(), bare)
 
 
 sequences = st.lists(st.integers(0, 2**31 - 1), max_size=8)
@@ -121,9 +122,9 @@ def text(ids: list[int]) -> memoryview:
     return memoryview(json.dumps(ids, separators=(",", ":"))[1:].encode())
 
 
-def plain(prompt: list[int], known: list[list[int]]) -> Match | None:
-    matching = [index for index, ids in enumerate(known) if ids and prompt[: len(ids)] == ids]
-    longest = max(matching, key=lambda index: len(known[index]), default=None)
+def plain(prompt: list[int], open_samples: list[list[int]]) -> Match | None:
+    matching = [index for index, ids in enumerate(open_samples) if ids and prompt[: len(ids)] == ids]
+    longest = max(matching, key=lambda index: len(open_samples[index]), default=None)
     return None if longest is None else Match(index=longest, matches=len(matching))
 
 
@@ -132,14 +133,14 @@ def plain(prompt: list[int], known: list[list[int]]) -> Match | None:
 def test_the_longest_match_is_found_in_text_and_ids(
     prompt: list[int], others: list[list[int]], cuts: list[int]
 ) -> None:
-    known = [*others, *[prompt[:cut] for cut in cuts]]
-    prints = [fingerprint(ids) for ids in known]
-    assert longest_in_text(text(prompt), prints) == plain(prompt, known)
-    assert longest_in_ids(np.array(prompt, np.int32), prints) == plain(prompt, known)
+    open_samples = [*others, *[prompt[:cut] for cut in cuts]]
+    prints = [fingerprint(ids) for ids in open_samples]
+    assert longest_in_text(text(prompt), prints) == plain(prompt, open_samples)
+    assert longest_in_ids(np.array(prompt, np.int32), prints) == plain(prompt, open_samples)
 
 
 def test_text_matches_only_up_to_its_first_space() -> None:
-    known = [fingerprint([1]), fingerprint([1, 2])]
-    assert longest_in_text(memoryview(b"1,2,3]"), known) == Match(index=1, matches=2)
-    assert longest_in_text(memoryview(b"1, 2,3]"), known) == Match(index=0, matches=1)
-    assert longest_in_text(memoryview(b"1 ,2,3]"), known) is None
+    open_samples = [fingerprint([1]), fingerprint([1, 2])]
+    assert longest_in_text(memoryview(b"1,2,3]"), open_samples) == Match(index=1, matches=2)
+    assert longest_in_text(memoryview(b"1, 2,3]"), open_samples) == Match(index=0, matches=1)
+    assert longest_in_text(memoryview(b"1 ,2,3]"), open_samples) is None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine_responses import DIALECTS, FORMS, ResponseSpec, compact
 from support.reference_comparison import agree, fingerprint
-from support.strict_reference import Question
+from support.strict_reference import ReadInputs
 
 from penstock.engines.dialects import Endpoint
 from penstock.engines.response import RequestInfo, read_turn, without_routes
@@ -28,12 +28,12 @@ def drawn_rows(draw: st.DrawFn, rows: int, form: str) -> Rows:
 
 
 @st.composite
-def exchanges(draw: st.DrawFn) -> tuple[ResponseSpec, Question]:
+def exchanges(draw: st.DrawFn) -> tuple[ResponseSpec, ReadInputs]:
     """A response to a prompt that may begin with open samples, some of them prefixes of each other."""
     dialect, form = draw(st.sampled_from(DIALECTS)), draw(st.sampled_from(FORMS))
     prompt, completion = draw(token_lists), draw(st.lists(ids, max_size=6))
     tokens = len(prompt) + len(completion)
-    known = [
+    open_samples = [
         (prompt[: draw(st.integers(1, len(prompt)))] if draw(st.booleans()) else draw(token_lists))
         for _ in range(draw(st.integers(0, 3)))
     ]
@@ -43,11 +43,11 @@ def exchanges(draw: st.DrawFn) -> tuple[ResponseSpec, Question]:
     if draw(st.booleans()):
         rows = drawn_rows(draw, tokens - start - draw(st.sampled_from([0, 1])), form)
         start = min(start, tokens - len(rows))
-    said = ResponseSpec(prompt=prompt, completion=completion, rows=rows, start=start, dialect=dialect, form=form)
+    spec = ResponseSpec(prompt=prompt, completion=completion, rows=rows, start=start, dialect=dialect, form=form)
     taught = rows is not None and draw(st.booleans())
-    question = Question(
+    inputs = ReadInputs(
         endpoint="generate" if dialect == "generate" else "chat",
-        known=[(held, len(held) - draw(st.sampled_from([0, 1]))) for held in known],
+        open_samples=[(held, len(held) - draw(st.sampled_from([0, 1]))) for held in open_samples],
         prompt=prompt if dialect != "vllm" else None,
         routes_from=asked_from,
         max_seq_len=draw(st.none() | st.integers(1, tokens + 1)),
@@ -56,34 +56,34 @@ def exchanges(draw: st.DrawFn) -> tuple[ResponseSpec, Question]:
         wire=rows.dtype.name if rows is not None and taught else None,
         experts=draw(st.sampled_from([None, 6] if taught else [None, 6, 300])),
     )
-    return said, question
+    return spec, inputs
 
 
 @settings(max_examples=150)
 @given(exchanges())
-def test_every_response_is_read_as_by_the_reference(exchange: tuple[ResponseSpec, Question]) -> None:
-    said, question = exchange
-    agree(said.body(), question)
+def test_every_response_is_read_as_by_the_reference(exchange: tuple[ResponseSpec, ReadInputs]) -> None:
+    spec, inputs = exchange
+    agree(spec.body(), inputs)
 
 
 @settings(max_examples=150)
 @given(exchanges(), st.data())
-def test_whitespace_and_escapes_do_not_matter(exchange: tuple[ResponseSpec, Question], data: st.DataObject) -> None:
-    said, question = exchange
+def test_whitespace_and_escapes_do_not_matter(exchange: tuple[ResponseSpec, ReadInputs], data: st.DataObject) -> None:
+    spec, inputs = exchange
     body = data.draw(
         st.sampled_from(
             [
-                json.dumps(said.reply()).encode(),
-                json.dumps(said.reply(), indent=2, sort_keys=True).encode(),
-                said.body().replace(b'"routed_experts"', b'"rout\\u0065d_experts"'),
-                said.body().replace(b'"prompt_token_ids"', b'"prompt_token\\u005fids"'),
-                said.body().replace(b"/", b"\\/"),
-                b" " + said.body() + b"\r\n",
+                json.dumps(spec.as_dict()).encode(),
+                json.dumps(spec.as_dict(), indent=2, sort_keys=True).encode(),
+                spec.body().replace(b'"routed_experts"', b'"rout\\u0065d_experts"'),
+                spec.body().replace(b'"prompt_token_ids"', b'"prompt_token\\u005fids"'),
+                spec.body().replace(b"/", b"\\/"),
+                b" " + spec.body() + b"\r\n",
             ]
         )
     )
-    plain = agree(said.body(), question)
-    bent = agree(body, question)
+    plain = agree(spec.body(), inputs)
+    bent = agree(body, inputs)
     assert (plain is None) == (bent is None)
 
 
@@ -109,9 +109,9 @@ def test_a_second_turn_adds_only_its_new_tokens_and_rows() -> None:
     assert first.routes is not None
     assert json.loads(first.message or b"")["role"] == "assistant"
 
-    known = OpenSample(sequence=first.sequence, rows_from=4)
-    said = ResponseSpec(prompt=[1, 2, 3, 4, 5, 6, 7], completion=[8], rows=ROWS[:7])
-    second = read_turn(said.body(), open_samples=[known], route_format=first.routes.format)
+    sample = OpenSample(sequence=first.sequence, rows_from=4)
+    spec = ResponseSpec(prompt=[1, 2, 3, 4, 5, 6, 7], completion=[8], rows=ROWS[:7])
+    second = read_turn(spec.body(), open_samples=[sample], route_format=first.routes.format)
     assert (second.extends, second.prefix_tokens, second.prompt_tokens, second.tokens) == (0, 5, 7, 8)
     assert second.prompt_ids.tolist() == [6, 7]
     assert rows_of(second) == [4, 5, 6]
@@ -127,13 +127,15 @@ def test_a_prompt_equal_to_an_open_sample_extends_it() -> None:
 
 
 def test_an_id_with_the_same_first_digits_does_not_match() -> None:
-    known = OpenSample(sequence=fingerprint([1, 2]), rows_from=1)
-    assert read_turn(ResponseSpec(prompt=[1, 22, 3], completion=[4]).body(), open_samples=[known]).extends is None
+    sample = OpenSample(sequence=fingerprint([1, 2]), rows_from=1)
+    assert read_turn(ResponseSpec(prompt=[1, 22, 3], completion=[4]).body(), open_samples=[sample]).extends is None
 
 
 def test_the_longest_open_sample_is_extended_and_all_matches_are_counted() -> None:
-    known = [OpenSample(sequence=fingerprint(ids), rows_from=0) for ids in ([1, 2], [1, 2, 3], [1, 9], [1, 2, 3])]
-    turn = read_turn(ResponseSpec(prompt=[1, 2, 3, 4], completion=[5]).body(), open_samples=known)
+    open_samples = [
+        OpenSample(sequence=fingerprint(ids), rows_from=0) for ids in ([1, 2], [1, 2, 3], [1, 9], [1, 2, 3])
+    ]
+    turn = read_turn(ResponseSpec(prompt=[1, 2, 3, 4], completion=[5]).body(), open_samples=open_samples)
     assert turn.extends == 1, "of equal ones the first"
     assert turn.matches == 3
 
@@ -150,20 +152,20 @@ def test_token_in_token_out_uses_the_prompt_of_the_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "version"),
+    ("stated", "version"),
     [("12", 12), (12, 12), ("default", None), (None, None), ("\u0663", None), ("9" * 5000, None), ("2147483648", None)],
 )
-def test_sglang_states_the_version_of_its_weights(said: str | int | None, version: int | None) -> None:
-    reply = ResponseSpec(prompt=[1], completion=[2], dialect="sglang").reply()
-    reply["choices"][0]["meta_info"]["weight_version"] = said
-    assert read_turn(compact(reply), request=RequestInfo(prompt_ids=np.array([1], np.int32))).version == version
+def test_sglang_states_the_version_of_its_weights(stated: str | int | None, version: int | None) -> None:
+    response = ResponseSpec(prompt=[1], completion=[2], dialect="sglang").as_dict()
+    response["choices"][0]["meta_info"]["weight_version"] = stated
+    assert read_turn(compact(response), request=RequestInfo(prompt_ids=np.array([1], np.int32))).version == version
 
 
 def test_a_message_may_have_tool_calls_instead_of_content() -> None:
-    reply = ResponseSpec(prompt=[1], completion=[2]).reply()
+    response = ResponseSpec(prompt=[1], completion=[2]).as_dict()
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    reply["choices"][0]["message"] = {"role": "assistant", "content": None, "tool_calls": calls}
-    assert json.loads(read_turn(compact(reply)).message or b"")["tool_calls"] == calls
+    response["choices"][0]["message"] = {"role": "assistant", "content": None, "tool_calls": calls}
+    assert json.loads(read_turn(compact(response)).message or b"")["tool_calls"] == calls
 
 
 def test_an_empty_completion_is_a_turn() -> None:
@@ -187,8 +189,8 @@ def test_truncation_cuts_rows_with_the_tokens(
     limit: int, prompt: list[int], completion: list[int], rows: list[int], truncated: bool, overlong: bool
 ) -> None:
     body = ResponseSpec(prompt=[1, 2, 3, 4, 5], completion=[6, 7], rows=ROWS[:6]).body()
-    known = [OpenSample(sequence=fingerprint([1, 2]), rows_from=2)]
-    turn = read_turn(body, open_samples=known, request=RequestInfo(max_seq_len=limit))
+    open_samples = [OpenSample(sequence=fingerprint([1, 2]), rows_from=2)]
+    turn = read_turn(body, open_samples=open_samples, request=RequestInfo(max_seq_len=limit))
     assert (turn.prompt_ids.tolist(), turn.completion_ids.tolist()) == (prompt, completion)
     assert len(turn.completion_logprobs) == len(completion)
     assert rows_of(turn) == rows
@@ -199,15 +201,15 @@ def test_truncation_cuts_rows_with_the_tokens(
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("form", FORMS)
 def test_without_routes_only_the_routed_experts_are_replaced(dialect: str, form: str) -> None:
-    said = ResponseSpec(prompt=[1, 2], completion=[3, 4], rows=ROWS[:3], dialect=dialect, form=form)
+    spec = ResponseSpec(prompt=[1, 2], completion=[3, 4], rows=ROWS[:3], dialect=dialect, form=form)
     endpoint = Endpoint.GENERATE if dialect == "generate" else Endpoint.CHAT
     request = RequestInfo(endpoint=endpoint, prompt_ids=np.array([1, 2], np.int32))
-    for body in (said.body(), json.dumps(said.reply(), indent=1).encode()):
+    for body in (spec.body(), json.dumps(spec.as_dict(), indent=1).encode()):
         turn = read_turn(body, request=request, route_format=RouteFormat(layers=3))
         assert turn.routes_span is not None
         start, end = turn.routes_span
         assert without_routes(body, turn) == body[:start] + b"null" + body[end:]
-        expected = said.reply()
+        expected = spec.as_dict()
         holder = expected["choices"][0]["meta_info"] if dialect == "sglang" else expected["choices"][0]
         holder["routed_experts"] = None
         assert json.loads(without_routes(body, turn)) == expected

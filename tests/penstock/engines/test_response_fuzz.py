@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support.engine_responses import DIALECTS, FORMS, ResponseSpec
 from support.mutations import mutated, scrambled
-from support.reference_comparison import agree, answer_of, ask
-from support.strict_reference import Question
+from support.reference_comparison import agree, read_with, reference_turn
+from support.strict_reference import ReadInputs
 
 BODIES_A_ROUND = 100
 PROMPT, COMPLETION = [5, 70, 800, 9000, 10_000, 5, 5, 70], [31, 32, 33, 34]
@@ -20,19 +20,19 @@ TOKENS = len(PROMPT) + len(COMPLETION)
 class Start:
     """A valid response to mutate, and the open samples that it is read with."""
 
-    said: ResponseSpec
-    question: Question
+    spec: ResponseSpec
+    inputs: ReadInputs
 
     def held(self, body: bytes) -> tuple[int, int]:
         """Span of the base64 of recorded rows in the compact body."""
-        rows = self.said.rows
-        rows_from = max((rows_from for _, rows_from in self.question.known), default=0)
-        if rows is None or self.said.form == "lists" or not rows_from:
+        rows = self.spec.rows
+        rows_from = max((rows_from for _, rows_from in self.inputs.open_samples), default=0)
+        if rows is None or self.spec.form == "lists" or not rows_from:
             return 0, 0
-        choice = self.said.reply()["choices"][0]
+        choice = self.spec.as_dict()["choices"][0]
         payload = choice.get("routed_experts") or choice["meta_info"]["routed_experts"]
         text = payload["data"] if isinstance(payload, dict) else payload
-        row_bytes = rows[0].size * (4 if self.said.form == "bare" else rows.itemsize)
+        row_bytes = rows[0].size * (4 if self.spec.form == "bare" else rows.itemsize)
         header_bytes = len(base64.b64decode(text)) - len(rows) * row_bytes
         at = body.index(text.encode())
         return at + (header_bytes + 2) // 3 * 4, at + (header_bytes + rows_from * row_bytes) // 3 * 4
@@ -43,7 +43,7 @@ def starts() -> list[Start]:
     found = list[Start]()
     for dialect in DIALECTS:
         for form in [*FORMS, None]:
-            for known, taught in [
+            for open_samples, taught in [
                 ([], False),
                 ([(PROMPT[:5], 4)], True),
                 ([(PROMPT[:3], 2), (PROMPT, 8), ([1, 2], 1)], True),
@@ -53,9 +53,9 @@ def starts() -> list[Start]:
                 found.append(
                     Start(
                         ResponseSpec(prompt=PROMPT, completion=COMPLETION, rows=rows, dialect=dialect, form=form or ""),
-                        Question(
+                        ReadInputs(
                             endpoint="generate" if dialect == "generate" else "chat",
-                            known=known,
+                            open_samples=open_samples,
                             prompt=None if dialect == "vllm" else PROMPT,
                             layers=2 if form == "bare" or taught else None,
                             topk=2 if taught else None,
@@ -72,9 +72,9 @@ STARTS = starts()
 
 def test_every_start_is_a_valid_response() -> None:
     for start in STARTS:
-        turn = agree(start.said.body(), start.question)
+        turn = agree(start.spec.body(), start.inputs)
         assert turn is not None
-        assert (turn.routes is None) == (start.said.rows is None)
+        assert (turn.routes is None) == (start.spec.rows is None)
 
 
 def test_mutated_structures_are_read_as_by_the_reference(fuzz_rounds: int) -> None:
@@ -83,7 +83,7 @@ def test_mutated_structures_are_read_as_by_the_reference(fuzz_rounds: int) -> No
         rng = random.Random(number)
         for _ in range(BODIES_A_ROUND):
             start = rng.choice(STARTS)
-            accepted += agree(mutated(start.said.reply(), rng), start.question) is not None
+            accepted += agree(mutated(start.spec.as_dict(), rng), start.inputs) is not None
     assert 0.2 < accepted / (fuzz_rounds * BODIES_A_ROUND) < 0.8, "the mutations are too strong or too weak"
 
 
@@ -93,20 +93,22 @@ def test_mutated_bytes_are_read_as_by_the_reference(fuzz_rounds: int) -> None:
         rng = random.Random(-1 - number)
         for _ in range(BODIES_A_ROUND):
             start = rng.choice(STARTS)
-            body = start.said.body()
-            accepted += agree(scrambled(body, start.held(body), rng), start.question) is not None
+            body = start.spec.body()
+            accepted += agree(scrambled(body, start.held(body), rng), start.inputs) is not None
     assert 0.2 < accepted / (fuzz_rounds * BODIES_A_ROUND) < 0.8, "the mutations are too strong or too weak"
 
 
-@pytest.mark.parametrize("start", [start for start in STARTS if start.question.known and start.said.rows is not None])
+@pytest.mark.parametrize(
+    "start", [start for start in STARTS if start.inputs.open_samples and start.spec.rows is not None]
+)
 def test_rows_that_are_recorded_already_are_not_read(start: Start) -> None:
     """They are skipped by their length, even if they contain a quote or are not valid JSON."""
-    body = start.said.body()
-    plain = answer_of(ask(body, start.question))
+    body = start.spec.body()
+    plain = reference_turn(read_with(body, start.inputs))
     first, end = start.held(body)
-    if start.said.form != "lists":
+    if start.spec.form != "lists":
         assert end > first
     for seed in range(20):
         noise = random.Random(seed).randbytes(end - first)
-        assert answer_of(ask(body[:first] + noise + body[end:], start.question)) == plain
-        assert answer_of(ask(body[:first] + b'"' * (end - first) + body[end:], start.question)) == plain
+        assert reference_turn(read_with(body[:first] + noise + body[end:], start.inputs)) == plain
+        assert reference_turn(read_with(body[:first] + b'"' * (end - first) + body[end:], start.inputs)) == plain

@@ -49,7 +49,7 @@ def saying(speak: Speak, text: str, *, routed: bool = False) -> Callable[[Receiv
             form="object",
             start=start,
         )
-        return Response(body=compact(said.reply()))
+        return Response(body=compact(said.as_dict()))
 
     return respond
 

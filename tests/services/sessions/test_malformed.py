@@ -42,7 +42,7 @@ def test_is_refused_and_leaves_no_trace(servers: Servers, case: Malformed) -> No
     script.says["malformed"] = lambda _: Response(body=body_of(case))
     got = agent.chat("malformed")
     assert got.status == 502
-    assert case.says in got.error
+    assert case.message in got.error
     assert agent.turns() == 0
     assert agent.chat("are you there?").status == 200
     assert agent.turns() == 1
