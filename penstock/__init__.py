@@ -1,1 +1,110 @@
-"""The library: what travels between processes, the pure stages, storage. Knows neither Celery nor a web server."""
+"""Penstock: the pipe between inference server and trainer in LLM reinforcement learning.
+
+The public names, imported on first use: `import penstock` itself imports no other module. The library imports neither
+Celery nor a web server.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.batches import BatchReader
+    from penstock.environments.agent_program import run_program
+    from penstock.environments.grading import graded
+    from penstock.environments.scores import Score
+    from penstock.environments.tools import Tools, tool
+    from penstock.errors import (
+        BadRequest,
+        BatchError,
+        BlobCorrupt,
+        BlobError,
+        BlobMissing,
+        BlobUnwritten,
+        Busy,
+        ConfigError,
+        ContextFull,
+        EngineUnreachable,
+        Expired,
+        Full,
+        IllegalTransition,
+        InfrastructureFailure,
+        Invariant,
+        LedgerError,
+        MalformedId,
+        NotFound,
+        NothingToTrain,
+        PenstockError,
+        PolicyFailure,
+        RunError,
+        RunLocked,
+        RunMismatch,
+        SessionError,
+        StageError,
+        Stalled,
+        TooLarge,
+        TooSlow,
+        Unauthorised,
+        Upstream,
+    )
+
+__all__ = [
+    "BadRequest",
+    "BatchError",
+    "BatchReader",
+    "BlobCorrupt",
+    "BlobError",
+    "BlobMissing",
+    "BlobUnwritten",
+    "Busy",
+    "ConfigError",
+    "ContextFull",
+    "EngineUnreachable",
+    "Expired",
+    "Full",
+    "IllegalTransition",
+    "InfrastructureFailure",
+    "Invariant",
+    "LedgerError",
+    "MalformedId",
+    "NotFound",
+    "NothingToTrain",
+    "PenstockError",
+    "PolicyFailure",
+    "RunError",
+    "RunLocked",
+    "RunMismatch",
+    "Score",
+    "SessionError",
+    "StageError",
+    "Stalled",
+    "TooLarge",
+    "TooSlow",
+    "Tools",
+    "Unauthorised",
+    "Upstream",
+    "graded",
+    "run_program",
+    "tool",
+]
+
+MODULES = {
+    "BatchReader": "penstock.batches",
+    "Score": "penstock.environments.scores",
+    "Tools": "penstock.environments.tools",
+    "tool": "penstock.environments.tools",
+    "graded": "penstock.environments.grading",
+    "run_program": "penstock.environments.agent_program",
+}
+"""public name -> its module; every other one is an error"""
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(MODULES.get(name, "penstock.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
