@@ -1,7 +1,7 @@
-"""Which sample goes to which rank and micro-batch, and how much a token of it weighs. Knows lengths only, no files.
+"""Packing: which sample goes to which rank and micro-batch, and the weight of its tokens in the loss.
 
-Everything is a pure function of its arguments and ties go to the lower index: whoever passes the samples in one
-order (by rollout id, say) gets the same packing whatever the order of arrival.
+Pure functions of lengths; no files. Ties go to the lower index, so samples in a fixed order (by rollout id) give the
+same packing in any order of arrival.
 """
 
 import heapq
@@ -22,10 +22,10 @@ Ints = NDArray[np.int64]
 class PackingRules:
     data_ranks: int
     seq_len: int
-    """most tokens of a micro-batch, padding included"""
+    """maximum tokens of a micro-batch, padding included"""
     pad_to_multiple_of: int = 1
     oversize: Oversize = "mask"
-    """a sample longer than `seq_len`: cut; cut and masked; left out; or the step fails"""
+    """samples longer than `seq_len` are cut, cut and masked, dropped, or fail the step"""
     token_cost: float = 1.0
     attention_cost: float = 0.0
     """a rank's load is token_cost * sum(n) + attention_cost * sum(n^2) over its samples"""
@@ -47,14 +47,14 @@ class PackingRules:
 @dataclass(frozen=True, kw_only=True)
 class Packing:
     ranks: list[list[list[int]]]
-    """samples of each micro-batch of each rank; every rank has as many micro-batches, fillers are empty"""
+    """[rank][micro-batch] -> its samples; all ranks have the same number of micro-batches, some are empty"""
     lengths: Ints
-    """tokens of each sample that are delivered; 0 where it was dropped"""
+    """delivered tokens of each sample; 0 if it is dropped"""
     oversized: NDArray[np.bool_]
 
 
 def pack(lengths: Ints, rules: PackingRules) -> Packing:
-    """Balance samples over ranks, heaviest first; then fill each rank's micro-batches first-fit decreasing."""
+    """Balance samples over ranks, heaviest first, then fill each rank's micro-batches by first-fit decreasing."""
     if lengths.size and lengths.min() < 1:
         raise StageError(f"sample {int(lengths.argmin())} of the batch has no tokens: it cannot be trained on")
     oversized = lengths > rules.seq_len
@@ -98,12 +98,12 @@ def _micro_batches(samples: list[int], lengths: Ints, rules: PackingRules) -> li
             micro_batches.append([])
         micro_batches[place].append(sample)
         free[place] -= lengths[sample]
-    # Ranks run in step: with the heaviest first, the n-th micro-batches of all ranks take about as long.
+    # Ranks run in lockstep: with the heaviest first, the n-th micro-batches of all ranks take about equally long.
     return sorted(micro_batches, key=lambda batch: -float(_costs(lengths[batch], rules).sum()))
 
 
 def segments(lengths: Sequence[int] | Ints, pad_to_multiple_of: int) -> NDArray[np.int32]:
-    """`cu_seqlens` of one micro-batch: its samples, then the padding as a segment of its own. Never empty."""
+    """`cu_seqlens` of one micro-batch: its samples, then padding as a segment of its own. At least one segment."""
     ends = np.cumsum(np.asarray(lengths, np.int64))
     tokens = int(ends[-1]) if ends.size else 0
     padded = max(1, -(-tokens // pad_to_multiple_of)) * pad_to_multiple_of
@@ -118,7 +118,7 @@ def positions(cu_seqlens: NDArray[np.int32]) -> NDArray[np.int32]:
 
 @dataclass(frozen=True, kw_only=True)
 class Normalise:
-    """What the loss is averaged over: `token`, `sample`, `rollout`, or `constant:L` (every rollout's sum over L)."""
+    """What the loss is averaged over: `token`, `sample`, `rollout`, or `constant:L` (each rollout's sum over L)."""
 
     unit: Literal["token", "sample", "rollout", "constant"]
     constant: float = 1.0
@@ -133,7 +133,7 @@ class Normalise:
         return cls(unit=unit)
 
     def weight(self, *, loss_tokens: int, rollout_loss_tokens: int) -> float:
-        """Weight of each token in the loss of a sample with so many of them, in a rollout with so many."""
+        """Weight of a loss token, by the number of loss tokens in its sample and in its rollout."""
         match self.unit:
             case "token":
                 return 1.0
@@ -145,6 +145,6 @@ class Normalise:
                 return 1.0 / self.constant
 
     def denominator(self, *, loss_tokens: int, samples: int, rollouts: int) -> int:
-        """What the sum of weighted losses over all ranks is divided by to be the mean. Never 0."""
+        """The sum of weighted losses over all ranks divided by this is the mean. Never 0."""
         counts = {"token": loss_tokens, "sample": samples, "rollout": rollouts, "constant": rollouts}
         return max(1, counts[self.unit])

@@ -1,6 +1,6 @@
-"""A plan's samples and micro-batches as arrays, from the rollouts' `columns` files: what every format is written from.
+"""A plan's samples and micro-batches as arrays, read from the rollouts' `columns` files.
 
-Holds a few opened rollouts and one micro-batch, however large the batch is.
+Every format is written from an Assembly. Memory holds OPEN_ROLLOUTS open rollouts and one micro-batch.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,15 @@ OPEN_ROLLOUTS = 16  # memory maps kept for the next sample of the same rollout; 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
+    """One sample of the plan, cut and masked by its rules."""
+
     rollout: BatchRollout
     tokens: dict[str, Array]
-    """by the names of the batch's columns, without position_ids"""
+    """batch column -> values, all but position_ids"""
     row: dict[str, int | float]
-    """by the names of the per-sample columns"""
+    """per-sample column -> value"""
     prompt_length: int
-    """tokens of the first turn's prompt"""
+    """tokens in the prompt of its first turn"""
 
     @property
     def length(self) -> int:
@@ -54,37 +56,37 @@ class Assembly:
         self._columns = lru_cache(maxsize=OPEN_ROLLOUTS)(self._open)
 
     def sample(self, number: int) -> Sample:
-        """A sample of the plan, by its place in `plan.lengths`, cut and masked as the plan says."""
+        """The sample at index `number` of `plan.lengths`."""
         index = int(self._rollout_of[number])
-        planned, inside = self.plan.rollouts[index], number - int(self._first_sample[index])
+        rollout, inside = self.plan.rollouts[index], number - int(self._first_sample[index])
         columns, counts = self._columns(index)
         loss_tokens, rollout_loss_tokens = int(counts[inside]), int(counts.sum())
         start, length = columns.sample(inside).start, int(self.packing.lengths[number])
-        where = slice(start, start + length)
-        loss_mask = columns.loss_mask[where] * np.uint8(self._trains(index, number))
+        span = slice(start, start + length)
+        loss_mask = columns.loss_mask[span] * np.uint8(self._trains(index, number))
         weight = self._normalise.weight(loss_tokens=loss_tokens, rollout_loss_tokens=rollout_loss_tokens)
-        from_turns, versions = _turns(columns, inside, length)
+        from_turns, versions = _turn_columns(columns, inside, length)
         tokens = {
-            "input_ids": columns.input_ids[where],
+            "input_ids": columns.input_ids[span],
             "loss_mask": loss_mask,
             "loss_weights": loss_mask * np.float32(weight),
-            "logprobs": columns.logprobs[where],
-            "advantages": np.full(length, planned.advantage, np.float32),
-            **{EXTRA + name: _extra(columns, name)[where] for name in self.plan.extras},
+            "logprobs": columns.logprobs[span],
+            "advantages": np.full(length, rollout.advantage, np.float32),
+            **{EXTRA + name: _extra(columns, name)[span] for name in self.plan.extras},
         }
         row = {
             "rollout_index": index,
-            "group_index": self._group_index[planned.group],
-            "env_index": self._env_index[planned.env],
+            "group_index": self._group_index[rollout.group],
+            "env_index": self._env_index[rollout.env],
             "sample_in_rollout": inside,
             "rollout_offset": start,
             "loss_tokens": loss_tokens,
             "rollout_loss_tokens": rollout_loss_tokens,
-            "truncated": int(columns.truncated[inside] or length < planned.sample_lengths[inside]),
-            "reward": planned.reward,
+            "truncated": int(columns.truncated[inside] or length < rollout.sample_lengths[inside]),
+            "reward": rollout.reward,
         }
         prompt_length = min(length, int(columns.first_prompt_length[inside]))
-        return Sample(rollout=planned, tokens=tokens | from_turns, row=row | versions, prompt_length=prompt_length)
+        return Sample(rollout=rollout, tokens=tokens | from_turns, row=row | versions, prompt_length=prompt_length)
 
     def micro_batch(self, numbers: Sequence[int], *, pad_id: int) -> AssembledMicroBatch:
         samples = [self.sample(number) for number in numbers]
@@ -105,20 +107,23 @@ class Assembly:
         return not (masked or self.plan.rollouts[rollout].masked)
 
     def _open(self, index: int) -> tuple[Columns, Array]:
-        """The rollout's columns, and how many tokens of each of its samples are in the loss."""
-        planned, plan = self.plan.rollouts[index], self.plan
-        columns = read_columns(self.store, planned.columns)
+        """The columns of a rollout, and the number of loss tokens of each of its samples."""
+        rollout, plan = self.plan.rollouts[index], self.plan
+        columns = read_columns(self.store, rollout.columns)
         lengths = tuple(np.diff(columns.sample_offsets).tolist())
-        if lengths != planned.sample_lengths:
+        if lengths != rollout.sample_lengths:
             raise StageError(
-                f"{planned.columns.key}: samples of {lengths} tokens, the plan has {planned.sample_lengths}"
+                f"{rollout.columns.key} has samples of {lengths} tokens, the plan has {rollout.sample_lengths}"
             )
         if columns.logprobs_mode != plan.logprobs_mode:
             raise StageError(
-                f"{planned.columns.key}: {columns.logprobs_mode} logprobs, the plan's are {plan.logprobs_mode}"
+                f"{rollout.columns.key} has {columns.logprobs_mode} logprobs, the plan has {plan.logprobs_mode}"
             )
         if unplanned := columns.extras.keys() - set(plan.extras):
-            raise StageError(f"{planned.columns.key}: the plan does not name its columns {sorted(unplanned)}")
+            raise StageError(
+                f"{rollout.columns.key} has the columns {sorted(unplanned)}, which the plan does not list: "
+                "add them to batch.extras"
+            )
         loss_tokens = np.zeros(len(lengths), np.int64)
         for inside, start in enumerate(columns.sample_offsets[:-1].tolist()):
             number = int(self._first_sample[index]) + inside
@@ -131,19 +136,19 @@ def _extra(columns: Columns, name: str) -> Array:
     return columns.extras.get(name, np.broadcast_to(np.float32(np.nan), columns.input_ids.shape))
 
 
-def _turns(columns: Columns, sample: int, length: int) -> tuple[dict[str, Array], dict[str, int | float]]:
-    """Temperature and version of each of a sample's first `length` tokens; its first and last version."""
-    turns, where = columns.turns, columns.sample(sample)
-    own = np.flatnonzero(turns.sample == sample)
-    # A turn adds context, which nobody sampled, and then its completion: two runs of tokens.
-    edges = np.stack([turns.start[own], turns.end[own]], axis=1).ravel()
-    runs = np.diff(edges, prepend=where.start)
-    if not own.size or edges[-1] != where.stop or (runs < 0).any():
+def _turn_columns(columns: Columns, sample: int, length: int) -> tuple[dict[str, Array], dict[str, int | float]]:
+    """Temperature and version of each of a sample's first `length` tokens; the sample's first and last version."""
+    turns, span = columns.turns, columns.sample(sample)
+    indices = np.flatnonzero(turns.sample == sample)
+    # A turn is two runs of tokens: context, which was not sampled, then its completion.
+    edges = np.stack([turns.start[indices], turns.end[indices]], axis=1).ravel()
+    runs = np.diff(edges, prepend=span.start)
+    if not indices.size or edges[-1] != span.stop or (runs < 0).any():
         raise StageError(f"the turns of sample {sample} of rollout {columns.rollout} do not cover its tokens")
-    versions = np.stack([np.full(own.size, -1, np.int32), turns.version_first[own]], axis=1).ravel()
+    versions = np.stack([np.full(indices.size, -1, np.int32), turns.version_first[indices]], axis=1).ravel()
     tokens = {
-        "temperatures": np.repeat(np.repeat(turns.temperature[own], 2), runs)[:length],
+        "temperatures": np.repeat(np.repeat(turns.temperature[indices], 2), runs)[:length],
         "versions": np.repeat(versions, runs)[:length],
     }
-    row = {"version_first": int(turns.version_first[own[0]]), "version_last": int(turns.version_last[own[-1]])}
+    row = {"version_first": int(turns.version_first[indices[0]]), "version_last": int(turns.version_last[indices[-1]])}
     return tokens, dict[str, int | float](row)

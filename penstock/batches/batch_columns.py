@@ -1,4 +1,4 @@
-"""The columns of a batch: their names, dtypes and what padding holds. Writer and reader share nothing else."""
+"""The columns of a batch file: names, dtypes and padding values. All that writer and reader share."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 RANK_FORMAT = "penstock.rank.1"
-SAMPLE, EXTRA = "sample.", "extra."  # begin the names, in the file, of per-sample columns and of extras
+SAMPLE, EXTRA = "sample.", "extra."  # prefixes, in the file, of per-sample columns and of extras
 
 TOKEN_COLUMNS = {
     "input_ids": np.dtype("i4"),
@@ -20,7 +20,7 @@ TOKEN_COLUMNS = {
     "temperatures": np.dtype("f4"),
     "versions": np.dtype("i4"),
 }
-PADDING = {"temperatures": 1, "versions": -1}  # everything else is 0, ids are the plan's pad_id
+PADDING = {"temperatures": 1, "versions": -1}  # other columns are padded with 0, input_ids with the plan's pad_id
 
 SAMPLE_COLUMNS = {
     "rollout_index": np.dtype("i4"),
@@ -36,7 +36,7 @@ SAMPLE_COLUMNS = {
     "reward": np.dtype("f4"),
 }
 
-# One entry a micro-batch and one more, so that number m has [m] to [m + 1] of tokens, samples and cu_seqlens.
+# Micro-batch m has the tokens, samples and entries of cu_seqlens from offset [m] to [m + 1].
 OFFSETS = ("token_offsets", "sample_offsets", "segment_offsets")
 
 

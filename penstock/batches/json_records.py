@@ -1,4 +1,4 @@
-"""Frozen dataclasses as JSON and back, strictly, with the standard library alone: a trainer has nothing else."""
+"""Frozen dataclasses to JSON and back, strictly, with the standard library only: a trainer has no pydantic."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ def dumps(record: Any) -> bytes:
 
 
 def loads(kind: type[Record], content: bytes) -> Record:
-    """Raises ValueError for whatever is not exactly a `kind`."""
+    """Raises ValueError if `content` is not exactly a `kind`."""
     try:
         return _build(kind, json.loads(content))
     except (TypeError, RecursionError, PenstockError) as error:
@@ -35,11 +35,11 @@ def _build(kind: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(kind):
         hints = _hints(kind)
         if not isinstance(value, dict) or not value.keys() <= hints.keys():
-            raise ValueError(f"{value!r:.80} is no {getattr(kind, '__name__', kind)}")
+            raise ValueError(f"{value!r:.80} is not a {getattr(kind, '__name__', kind)}")
         fields: dict[str, Any] = {name: _build(hints[name], item) for name, item in value.items()}
         return typing.cast(Any, kind)(**fields)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType:  # always "something or None" here
+    if origin is types.UnionType:  # always `X | None` here
         return None if value is None else _build(arguments[0], value)
     if origin is tuple and isinstance(value, list):
         return tuple(_build(arguments[0], item) for item in typing.cast(list[Any], value))
@@ -47,5 +47,5 @@ def _build(kind: Any, value: Any) -> Any:
         value in arguments if origin is typing.Literal else type(value) in ((int, float) if kind is float else (kind,))
     )
     if not fits:
-        raise ValueError(f"{value!r:.80} is no {kind}")
+        raise ValueError(f"{value!r:.80} is not a {kind}")
     return value

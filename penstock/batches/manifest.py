@@ -1,7 +1,7 @@
-"""The manifest of a step: the plan it was made from, the ranks' files, the totals over all of them.
+"""The manifest of a step: its plan, the ranks' files, and totals over all ranks.
 
-Written once, by the orchestrator alone, and never replaced: a step is sealed when its manifest is there, and what no
-manifest names is not part of any batch.
+Written once, by the orchestrator alone, and never replaced. A step is sealed when its manifest exists; files that no
+manifest names belong to no batch.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from penstock.store import BlobRef, Store, atomic
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedRank:
-    """What an encoding job answers."""
+    """The result of an encoding job."""
 
     plan: str
     """digest of the plan that was encoded"""
@@ -27,14 +27,14 @@ class EncodedRank:
     rollouts_jsonl: BlobRef | None = None
     micro_batches: int
     tokens: int
-    """of samples; padding is not counted"""
+    """without padding"""
     samples: int
     loss_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Over all ranks, so that a trainer normalises without a collective."""
+    """Over all ranks, so that a trainer normalises the loss without a collective operation."""
 
     loss_tokens: int
     samples: int
@@ -42,9 +42,9 @@ class Totals:
     groups: int
     tokens: int
     oversized: int
-    """samples longer than seq_len, treated by the plan's policy"""
+    """samples longer than seq_len, handled by the plan's rule `oversize`"""
     denominator: int
-    """the sum of loss_weights * loss over all ranks, divided by this, is the mean that `normalise` names"""
+    """sum(loss_weights * loss) over all ranks divided by this is the mean that `normalise` names"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,30 +60,32 @@ def manifest_path(store: Store, step: int) -> Path:
 
 
 def seal_manifest(store: Store, plan: BatchPlan, ranks: Iterable[EncodedRank]) -> Manifest:
-    """Creates the manifest. Sealing the same again changes nothing; sealing something else is refused."""
+    """Create the manifest. Repeating the call changes nothing; another content is refused with BatchError."""
     manifest = _manifest(plan, sorted(ranks, key=lambda rank: rank.data_rank))
     path = manifest_path(store, plan.step)
     if not atomic.create_durably(path, json_records.dumps(manifest)) and read_manifest(store, plan.step) != manifest:
-        raise BatchError(f"step {plan.step} is sealed already, from another plan or other files: {path} stays as it is")
+        raise BatchError(
+            f"step {plan.step} is sealed already, from another plan or other files: {path} is not replaced"
+        )
     return manifest
 
 
 def read_manifest(store: Store, step: int) -> Manifest | None:
-    """None when the step is not sealed."""
+    """None if the step is not sealed."""
     path = manifest_path(store, step)
     try:
         manifest = json_records.loads(Manifest, path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise BlobCorrupt(f"{path} is not a manifest: {error}; restore it") from error
+        raise BlobCorrupt(f"{path} is not a manifest: {error}; restore it from a backup") from error
     if manifest.plan.step != step:
         raise BlobCorrupt(f"{path} is the manifest of step {manifest.plan.step}")
     return manifest
 
 
 def read_manifests(store: Store) -> dict[int, Manifest]:
-    """Every sealed step, in order."""
+    """Every sealed step -> its manifest, in order."""
     paths = sorted(store.root.glob("batches/step_*/manifest.json"))
     steps = (int(path.parent.name.removeprefix("step_")) for path in paths)
     return {step: manifest for step in steps if (manifest := read_manifest(store, step))}
@@ -94,9 +96,9 @@ def _manifest(plan: BatchPlan, ranks: list[EncodedRank]) -> Manifest:
         raise StageError(
             f"step {plan.step} needs files of ranks 0 to {plan.files - 1}, not of {[r.data_rank for r in ranks]}"
         )
-    strangers = [rank.file.key for rank in ranks if rank.plan != plan.digest]
-    if strangers:
-        raise StageError(f"step {plan.step} was encoded from another plan in {', '.join(strangers)}: encode it again")
+    others = [rank.file.key for rank in ranks if rank.plan != plan.digest]
+    if others:
+        raise StageError(f"step {plan.step} was encoded from another plan in {', '.join(others)}: encode it again")
     loss_tokens, samples = sum(rank.loss_tokens for rank in ranks), sum(rank.samples for rank in ranks)
     rollouts = len(plan.rollouts)
     totals = Totals(

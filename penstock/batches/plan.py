@@ -1,7 +1,7 @@
-"""What a step is made of, before anybody has read a token: its rollouts, where their files are, how they are packed.
+"""What a step is made of: its rollouts, their files, and the rules by which they are packed.
 
-The orchestrator composes it from replies; every encoding job of the step reads the same one. Two plans of the same
-rollouts are equal whatever the order in which they came.
+Composed by the orchestrator from replies, without reading a token; every encoding job of the step reads the same plan.
+Plans of the same rollouts are equal, in any order of arrival.
 """
 
 from dataclasses import dataclass
@@ -36,11 +36,11 @@ class BatchRollout:
     columns: BlobRef
     experts: BlobRef | None = None
     masked: bool = False
-    """delivered with loss mask 0: group and denominator stay"""
+    """delivered with loss mask 0; still counts in its group and in the denominator"""
 
     def __post_init__(self) -> None:
         for name in ("reward", "advantage"):
-            number = float(getattr(self, name))  # 1 and 1.0 are the same plan
+            number = float(getattr(self, name))  # 1 and 1.0 give the same digest
             if not isfinite(number):
                 raise StageError(f"rollout {self.rollout} has {name} {number}: it cannot be in a batch")
             object.__setattr__(self, name, number)
@@ -54,7 +54,7 @@ class BatchPlan:
     normalise: str = "token"
     logprobs_mode: Literal["processed", "raw"] = "processed"
     extras: tuple[str, ...] = ()
-    """per-token columns of environments and estimators; NaN for the tokens of a rollout that has none"""
+    """per-token columns of environments and estimators; NaN for rollouts that lack one"""
     format: Format = "native"
     pad_id: int = 0
 
@@ -77,7 +77,7 @@ class BatchPlan:
 
     @cached_property
     def lengths(self) -> Ints:
-        """Of all samples: a rollout's one after the other, rollouts in their order."""
+        """Lengths of all samples, in the order of the rollouts."""
         return np.array([length for rollout in self.rollouts for length in rollout.sample_lengths], np.int64)
 
     @cached_property
@@ -86,7 +86,7 @@ class BatchPlan:
 
     @property
     def files(self) -> int:
-        """How many encoding jobs the step needs: one a data rank, where the format knows ranks."""
+        """Number of encoding jobs: one per data rank, one in all for formats without ranks."""
         return 1 if self.format == "prime-rl-2026-05" else self.rules.data_ranks
 
     @property
@@ -95,5 +95,5 @@ class BatchPlan:
 
 
 def step_directory(step: int) -> str:
-    """Key under which the store keeps a step."""
+    """Directory of a step's files, as a key of the store."""
     return f"batches/step_{step:06d}"

@@ -1,9 +1,9 @@
-"""What trainer and orchestrator tell each other: small files under the run directory's `trainer/`, each replaced whole.
+"""Signals between trainer and orchestrator: small files in the run directory's `trainer/`, replaced atomically.
 
-rank_00.json ...    by each data rank: how far it is
+rank_00.json ...    by each data rank: its progress
 policy.json         by the trainer: the newest policy version and its weights
-checkpoint.json     by the trainer: the newest step that it will never ask for again
-run.json            by the orchestrator: what the run is doing, and whether it has ended
+checkpoint.json     by the trainer: the newest step that it will not read again
+run.json            by the orchestrator: what the run waits for, and whether it has ended
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from penstock.batches.plan import FIRST_STEP
 from penstock.errors import BatchError
 from penstock.store import atomic
 
-NOTHING = FIRST_STEP - 1  # the newest step of somebody who has had none
+NOTHING = FIRST_STEP - 1  # stands for "no step yet"
 Signal = TypeVar("Signal")
 
 
@@ -24,10 +24,10 @@ class RankProgress:
     data_rank: int
     data_ranks: int
     epoch: int
-    """how often this rank opened a reader"""
+    """number of readers that this rank has opened"""
     resume_step: int
     acked: int
-    """newest step that it has trained on, in this epoch or before the checkpoint that it came from"""
+    """newest step that it has trained on, in this epoch or before the checkpoint that it resumed from"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +44,18 @@ class Checkpoint:
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
     why: str
-    """what the next batch is waiting for, or why the run ended: a sentence for whoever waits"""
+    """a sentence for the trainer: what the next batch waits for, or why the run ended"""
     ended: bool = False
     last_step: int = NOTHING
-    """newest sealed step; nothing comes after it once the run has ended"""
+    """newest sealed step; the last one if the run has ended"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """What the orchestrator sees of a trainer."""
+    """The signals of all ranks of a trainer together."""
 
     epoch: int = 0
-    """rises when a rank opens a reader again: steps after `acked` are then being delivered once more"""
+    """rises when a rank opens a reader again: steps after `acked` are then delivered again"""
     data_ranks: int = 0
     acked: int = NOTHING
     """every rank has trained on the steps up to this one; falls when a trainer resumes from an older checkpoint"""
@@ -64,7 +64,7 @@ class TrainerState:
 
 
 def write_status(run_dir: Path, status: RunStatus) -> None:
-    """At the orchestrator's start too: a run that is taken up again has not ended any more."""
+    """Also called when a run is resumed, so that it no longer counts as ended."""
     _write(run_dir, "run.json", status)
 
 
@@ -97,7 +97,7 @@ def read_trainer(run_dir: Path) -> TrainerState:
     if first is None:
         return state
     others = (read_progress(run_dir, data_rank) for data_rank in range(1, first.data_ranks))
-    # A file that a trainer of another number of ranks left behind says nothing about this one.
+    # Files of an earlier trainer with another number of ranks are ignored.
     ranks = [first, *(rank for rank in others if rank and rank.data_ranks == first.data_ranks)]
     complete = len(ranks) == first.data_ranks
     return replace(
@@ -119,4 +119,4 @@ def _read(run_dir: Path, name: str, kind: type[Signal]) -> Signal | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise BatchError(f"{path} was written by something else: {error}; move it away") from error
+        raise BatchError(f"{path} is not a signal file of this version: {error}; move it away") from error

@@ -40,7 +40,7 @@ def fingerprint(batch: Batch) -> str:
     return seen.hexdigest()
 
 
-def test_a_trainer_reads_trains_and_reports_as_in_the_design(store: Store) -> None:
+def test_a_trainer_reads_every_step_and_reports_its_progress(store: Store) -> None:
     run_dir = store.root.parent
     for step in range(3):
         seal_step(store, step)
@@ -96,13 +96,14 @@ def test_a_reader_waits_for_the_next_step(store: Store) -> None:
     thread.join()
 
 
-def test_a_reader_that_waits_in_vain_says_what_the_orchestrator_said(store: Store) -> None:
+def test_a_stalled_reader_shows_the_status_of_the_orchestrator(store: Store) -> None:
     reader = reader_of(store)
     with pytest.raises(Stalled, match=r"no orchestrator has written to .*: is it the directory of a run"):
         next(reader)
     write_status(store.root.parent, RunStatus(why="the engine is unreachable since 40 s"))
     with pytest.raises(
-        Stalled, match=r"step_000000/manifest\.json in 0 s; the orchestrator says: the engine is unreachable since 40 s"
+        Stalled,
+        match=r"step_000000/manifest\.json in 0 s; the orchestrator reports: the engine is unreachable since 40 s",
     ):
         next(reader)
     seal_step(store, 0)
@@ -138,7 +139,7 @@ def test_a_step_is_acked_when_every_rank_acked_it(store: Store) -> None:
     assert read_trainer(run_dir).acked == 0
 
 
-def test_ranks_that_a_larger_trainer_left_behind_do_not_count(store: Store) -> None:
+def test_progress_files_of_a_trainer_with_more_ranks_are_ignored(store: Store) -> None:
     for rank in range(4):
         reader_of(store, data_rank=rank, data_ranks=4, resume_step=9)
     assert read_trainer(store.root.parent).acked == 9
@@ -149,7 +150,7 @@ def test_ranks_that_a_larger_trainer_left_behind_do_not_count(store: Store) -> N
     assert (state.acked, state.data_ranks) == (5, 2)
 
 
-def test_words_that_cannot_be_true_are_refused(store: Store) -> None:
+def test_reports_and_arguments_that_cannot_be_true_are_refused(store: Store) -> None:
     seal_step(store, 0)
     reader = reader_of(store)
     with pytest.raises(BatchError, match=r"ack\(0\): this reader has delivered steps up to -1"):
@@ -159,13 +160,13 @@ def test_words_that_cannot_be_true_are_refused(store: Store) -> None:
         reader.checkpointed(0)
     with pytest.raises(ConfigError, match="data_rank 2 is not one of the 2 data ranks"):
         reader_of(store, data_rank=2, data_ranks=2)
-    with pytest.raises(ConfigError, match="resume_step -2 is no step"):
+    with pytest.raises(ConfigError, match="resume_step -2 is not a step"):
         reader_of(store, resume_step=-2)
     with pytest.raises(BatchError, match="sealed for 1 data ranks, this reader has 2"):
         next(reader_of(store, data_ranks=2))
 
 
-def test_a_store_of_its_own(tmp_path: Path) -> None:
+def test_a_store_outside_the_run_directory_is_read(tmp_path: Path) -> None:
     store = Store(tmp_path / "elsewhere")
     seal_step(store, 0)
     reader = BatchReader(tmp_path / "run", data_rank=0, data_ranks=1, store=f"file://{store.root}", timeout_s=0)
@@ -197,9 +198,9 @@ def test_a_file_of_another_rank_is_refused(store: Store) -> None:
         next(reader_of(store, data_ranks=2))
 
 
-def test_a_foreign_file_among_the_signals_is_named(store: Store) -> None:
+def test_a_malformed_signal_file_is_named(store: Store) -> None:
     path = store.root.parent / "trainer" / "rank_00.json"
     path.parent.mkdir(parents=True)
     path.write_text('{"step": 3}')
-    with pytest.raises(BatchError, match=r"rank_00\.json was written by something else"):
+    with pytest.raises(BatchError, match=r"rank_00\.json is not a signal file of this version"):
         reader_of(store)

@@ -292,9 +292,12 @@ def test_what_disagrees_with_the_plan_is_refused(tmp_path: Path) -> None:
     made = RolloutMaker(store=store, extras=["weights"]).make("a", [[MadeTurn(context=2, completion=2)]])
     longer = dataclasses.replace(made.planned, sample_lengths=(5,))
     for plan, reason in [
-        (plan_of([made]), r"the plan does not name its columns \[.weights.\]"),
-        (plan_of([made], extras=("weights",), logprobs_mode="raw"), "processed logprobs, the plan's are raw"),
-        (plan_of([made], extras=("weights",), rollouts=(longer,)), r"samples of \(4,\) tokens, the plan has \(5,\)"),
+        (plan_of([made]), r"has the columns \[.weights.\], which the plan does not list"),
+        (plan_of([made], extras=("weights",), logprobs_mode="raw"), "has processed logprobs, the plan has raw"),
+        (
+            plan_of([made], extras=("weights",), rollouts=(longer,)),
+            r"has samples of \(4,\) tokens, the plan has \(5,\)",
+        ),
     ]:
         with pytest.raises(StageError, match=reason):
             encode_all(store, plan)
