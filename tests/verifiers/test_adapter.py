@@ -43,7 +43,7 @@ def test_an_episode_returns_its_weighted_named_rewards_its_metrics_and_its_token
 
 
 def test_graders_that_use_signal_timeouts_work(played: Played, script: Script) -> None:
-    script.says["boxed"] = says("so it is \\boxed{4}")
+    script.says["boxed"] = responding("so it is \\boxed{4}")
     assert played("boxed").rewards["whole"] == 1.0
 
 
@@ -216,5 +216,5 @@ def pid_of(environment: Verifiers) -> int:
     return environment._process.pid  # pyright: ignore[reportPrivateUsage]
 
 
-def says(text: str) -> Callable[[ReceivedRequest], Response]:
+def responding(text: str) -> Callable[[ReceivedRequest], Response]:
     return lambda seen: Response(body=answer(seen, text), headers=JSON)
