@@ -16,6 +16,9 @@ def error_boundary(kind: type[PenstockError], what: str) -> Generator[None]:
     except Exception as error:
         if isinstance(error, PenstockError) and not isinstance(error, SessionError):
             raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{frame.filename}, line {frame.lineno}"
-        raise kind(f"{what}: {type(error).__name__}: {error} ({where})") from error
+        raise kind(f"{what}: {type(error).__name__}: {error} ({raised_at(error)})") from error
+
+
+def raised_at(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}, line {frame.lineno}"

@@ -7,7 +7,6 @@ import asyncio
 import functools
 import inspect
 import logging
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NotRequired, cast, get_type_hints, overload
@@ -17,6 +16,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
+from penstock.environments.error_boundary import raised_at
 from penstock.environments.protocol import Completion, ToolCall
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.offload import in_io_thread
@@ -169,8 +169,7 @@ class Tools:
         except Exception as error:  # noqa: BLE001 - the policy gets it as a message, the log once
             if limit.expired():
                 return self._error(f"{called.name} took longer than {called.timeout_s:g} s")
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            _warn_once(called.name, type(error).__name__, f"{frame.filename}, line {frame.lineno}")
+            _warn_once(called.name, type(error).__name__, raised_at(error))
             return self._error(f"{type(error).__name__}: {error}")
 
     def _error(self, what: str) -> str:

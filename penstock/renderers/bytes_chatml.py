@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from penstock.errors import BadRequest
-from penstock.renderers.protocol import NO_IDS, Tools
+from penstock.renderers.protocol import NO_IDS, Tools, content_text
 from penstock.turn import Ids, Message
 
 MESSAGE_START, MESSAGE_END = 256, 257
@@ -117,21 +117,7 @@ def _body(message: Mapping[str, Any]) -> str:
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise BadRequest("a message's tool_calls must be a list")
-    return _content(message.get("content")) + "\n".join(map(_tool_call, calls))
-
-
-def _content(content: object) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(map(_part, content if isinstance(content, list) else [content]))
-
-
-def _part(part: object) -> str:
-    match part:
-        case {"type": "text", "text": str(text)}:
-            return text
-        case _:
-            raise BadRequest("a message has content that is not text: only text parts are supported")
+    return content_text(message.get("content")) + "\n".join(map(_tool_call, calls))
 
 
 def _tool_call(call: object) -> str:

@@ -12,7 +12,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.errors import BadRequest, ConfigError
-from penstock.renderers.protocol import Tools
+from penstock.renderers.protocol import Tools, content_text
 from penstock.turn import Message
 
 
@@ -56,30 +56,10 @@ class ChatTemplate:
 
 def _plain(message: Message) -> dict[str, Any]:
     """As templates expect it: content as one string, arguments of tool calls parsed from JSON."""
-    plain = {**message, "content": _content(message.get("content"))}
+    plain = {**message, "content": content_text(message.get("content"))}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [_call(call) for call in calls]
     return plain
-
-
-def _content(content: object) -> str:
-    match content:
-        case None:
-            return ""
-        case str():
-            return content
-        case list():
-            return "".join(map(_part, content))
-        case _:
-            raise BadRequest("a message has content that is not text")
-
-
-def _part(part: object) -> str:
-    match part:
-        case {"type": "text", "text": str(text)}:
-            return text
-        case _:
-            raise BadRequest("a message has content that is not text: only text parts are supported")
 
 
 def _call(call: object) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from penstock.errors import BadRequest
 from penstock.turn import Ids, Message
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -58,6 +59,27 @@ def next_prompt(renderer: Renderer, turn: NextTurn) -> Ids:
         if ids is not None and begins_with(ids, turn.prompt_ids, turn.completion_ids):
             return ids
     return renderer.render(turn.messages, tools=turn.tools)
+
+
+def content_text(content: object) -> str:
+    """A message's content as one string. Raises BadRequest if it is not text."""
+    match content:
+        case None:
+            return ""
+        case str():
+            return content
+        case list():
+            return "".join(map(_part_text, content))
+        case _:
+            return _part_text(content)
+
+
+def _part_text(part: object) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case _:
+            raise BadRequest("a message has content that is not text: only text parts are supported")
 
 
 def begins_with(ids: Ids, *parts: Ids) -> bool:
