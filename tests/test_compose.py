@@ -1,4 +1,4 @@
-"""Dockerfile and docker-compose.yml say nothing that the code base does not know. Needs no Docker."""
+"""Dockerfile and docker-compose.yml agree with the code base. Needs no Docker."""
 
 import importlib
 import re
@@ -34,7 +34,7 @@ def options(command: list[str]) -> list[str]:
     return [word.partition("=")[0] for word in command if word.startswith("--")]
 
 
-def test_the_file_is_for_both_generations_of_compose() -> None:
+def test_the_file_works_with_compose_1_and_2() -> None:
     """1.29 knows neither `name` nor `start_interval`; 2 warns of `version`."""
     assert {key for key in COMPOSE if not key.startswith("x-")} == {"services", "volumes"}
     known = {"test", "interval", "timeout", "retries", "start_period"}
@@ -42,7 +42,7 @@ def test_the_file_is_for_both_generations_of_compose() -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_every_service_can_be_watched_and_stopped(name: str) -> None:
+def test_every_service_has_a_health_check_and_can_be_stopped(name: str) -> None:
     service = SERVICES[name]
     assert service["init"] is True
     assert service["healthcheck"]["test"]
@@ -53,13 +53,13 @@ def test_every_service_can_be_watched_and_stopped(name: str) -> None:
     assert "hostname" not in service
 
 
-def test_only_flower_is_published_and_to_this_machine_only() -> None:
+def test_only_flower_has_a_port_and_only_on_loopback() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
     assert published.keys() == {"flower"}
     assert all(port.startswith("127.0.0.1:") for port in published["flower"])
 
 
-def test_passwords_come_from_the_environment_and_are_asked_for() -> None:
+def test_passwords_are_required_environment_variables() -> None:
     named = re.findall(r"\$\{(\w*PASSWORD\w*)([^}]*)", TEXT)
     assert {name for name, _ in named} == {"REDIS_PASSWORD", "FLOWER_PASSWORD"}
     assert all(rest.startswith(f":?set {name} in .env") for name, rest in named)
@@ -74,11 +74,11 @@ def test_no_password_is_in_a_command_line(name: str) -> None:
     assert "PASSWORD" not in f"{service['command']} {service['healthcheck']}"
 
 
-def test_who_needs_no_password_gets_none() -> None:
+def test_engine_and_trainer_get_no_password() -> None:
     assert {name for name, service in SERVICES.items() if "environment" not in service} == {"engine", "trainer"}
 
 
-def test_redis_keeps_what_it_is_given() -> None:
+def test_redis_is_durable_and_evicts_nothing() -> None:
     settings = SERVICES["redis"]["command"][-1]
     assert all(
         line in settings for line in ("appendonly yes", "maxmemory-policy noeviction", 'requirepass "$$REDISCLI')
@@ -87,7 +87,7 @@ def test_redis_keeps_what_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("name", ["engine", "orchestrator"])
-def test_a_penstock_command_is_one(name: str) -> None:
+def test_commands_and_options_of_penstock_exist(name: str) -> None:
     program, command, *arguments = SERVICES[name]["command"]
     assert program == "penstock"
     found = get_command(app).commands[command]  # pyright: ignore[reportAttributeAccessIssue]
@@ -106,7 +106,7 @@ def test_the_celery_apps_exist_and_every_queue_has_a_worker() -> None:
     assert sorted(taken) == sorted(queue.value for queue in Queue)
 
 
-def test_the_trainer_is_there() -> None:
+def test_the_trainer_script_exists_and_reads_the_run_directory() -> None:
     interpreter, script, run_dir, *_ = SERVICES["trainer"]["command"]
     assert interpreter == "python3"
     assert (ROOT / script).is_file()
@@ -138,7 +138,7 @@ def test_the_image_has_every_package_and_nothing_else() -> None:
     assert all((ROOT / name).exists() for name in included)
 
 
-def test_the_image_is_not_root_s_and_keeps_to_the_constraints() -> None:
+def test_the_image_does_not_run_as_root_and_uses_the_constraints() -> None:
     build, image = DOCKERFILE.split("\nFROM ")[1:]
     assert "ARG BASE=python:3.12-slim" in DOCKERFILE
     assert "--constraint constraints.txt '.[app]'" in build
