@@ -7,13 +7,11 @@ from typing import NoReturn
 from celery.signals import worker_process_init
 
 from tasks import app
-from workers import event_batches
-from workers.start import announce
+from workers.start import set_up
 
 __all__ = ["app"]
 
-announce(app)
-event_batches.install(app)
+set_up(app)
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:

@@ -9,9 +9,8 @@ from tasks import app, rollouts
 from tasks.celery_app import settings
 from tasks.execution import AsyncExecutor
 from tasks.playing import Player
-from workers import event_batches
 from workers.asyncio_pool import AsyncioPool
-from workers.start import announce
+from workers.start import set_up
 
 
 class RolloutPool(AsyncioPool):
@@ -35,6 +34,5 @@ class RolloutPool(AsyncioPool):
         return rollouts.executor.lag.summary().as_dict() if rollouts.executor else None
 
 
-announce(app)
-event_batches.install(app)
+set_up(app)
 app.conf.worker_pool = f"{__name__}:{RolloutPool.__name__}"

@@ -1,4 +1,4 @@
-"""The log lines of a worker that has started."""
+"""What both worker apps set up before `celery worker` starts them."""
 
 import logging
 
@@ -7,11 +7,14 @@ from celery.signals import worker_ready
 
 from penstock.config import DEFAULT_REDIS_URL
 from tasks.celery_app import settings
+from workers import event_batches
 
 logger = logging.getLogger("penstock.worker")
 
 
-def announce(app: Celery) -> None:
+def set_up(app: Celery) -> None:
+    """Send task events in batches, and log the configuration when the worker is ready."""
+    event_batches.install(app)
     worker_ready.connect(_log_configuration, weak=False)
 
 

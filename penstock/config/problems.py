@@ -1,10 +1,11 @@
 """Messages about wrong settings: file and line (or variable, or flag), what is wrong, the nearest setting."""
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeGuard, get_args, get_origin
+from typing import Any, TypeGuard, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
@@ -46,11 +47,11 @@ def _place(keys: Keys, path: Path | None, text: str, origins: Origins) -> str:
 
 def _message(kind: str, message: str, keys: Keys, model: type[BaseModel]) -> str:
     name = ".".join(keys)
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         if name in RENAMED:
             return f"{name!r} has a new name: {RENAMED[name]}"
         return f"there is no setting {name!r}; the nearest is {_nearest(name, list(all_keys(model)))!r}"
-    if kind in ("model_type", "model_attributes_type"):
+    if kind in ("model_type", "model_attributes_type", "dataclass_type"):
         return f"{name} is a table: write [{name}], and its settings below"
     return f"{name}: {message.removeprefix('Value error, ')}"
 
@@ -59,29 +60,44 @@ def _nearest(name: str, known: list[str]) -> str:
     return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
 
 
-def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def all_keys(section: type[Any], prefix: str = "") -> Iterator[str]:
     """The dotted names of all settings; `environments.NAME.use` stands for any environment."""
-    for name, field in model.model_fields.items():
-        if get_origin(field.annotation) is dict and _is_model(entry := get_args(field.annotation)[1]):
+    for name, annotation in _settings(section).items():
+        if entry := _entry(annotation):
             yield from all_keys(entry, f"{prefix}{name}.NAME.")
-        elif _is_model(field.annotation):
-            yield from all_keys(field.annotation, f"{prefix}{name}.")
+        elif _is_section(annotation):
+            yield from all_keys(annotation, f"{prefix}{name}.")
         else:
             yield prefix + name
 
 
-def is_setting(model: type[BaseModel], keys: Sequence[str]) -> bool:
+def is_setting(section: type[Any], keys: Sequence[str]) -> bool:
     """Whether `keys` lead to a setting or a table; a table of tables may have any names."""
-    field = model.model_fields.get(keys[0])
-    if field is None or len(keys) == 1:
-        return field is not None
-    if get_origin(field.annotation) is dict and _is_model(entry := get_args(field.annotation)[1]):
+    settings = _settings(section)
+    if keys[0] not in settings or len(keys) == 1:
+        return keys[0] in settings
+    annotation = settings[keys[0]]
+    if entry := _entry(annotation):
         return len(keys) > 2 and is_setting(entry, keys[2:])
-    return _is_model(field.annotation) and is_setting(field.annotation, keys[1:])
+    return _is_section(annotation) and is_setting(annotation, keys[1:])
 
 
-def _is_model(kind: object) -> TypeGuard[type[BaseModel]]:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+def _settings(section: type[Any]) -> dict[str, Any]:
+    """Names and annotations; a section is a pydantic model or a dataclass."""
+    if issubclass(section, BaseModel):
+        return {name: field.annotation for name, field in section.model_fields.items()}
+    hints = get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
+def _entry(annotation: object) -> type[Any] | None:
+    """The section of each entry of a table of tables."""
+    entry = get_args(annotation)[1] if get_origin(annotation) is dict else None
+    return entry if _is_section(entry) else None
+
+
+def _is_section(kind: object) -> TypeGuard[type[Any]]:
+    return isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind))
 
 
 def line_of(text: str, keys: Sequence[str]) -> int | None:

@@ -4,7 +4,7 @@ from penstock.errors import ConfigError
 from penstock.registry import extend, lookup
 
 
-def test_custom_names_stand_beside_built_in_ones() -> None:
+def test_custom_names_extend_built_in_ones_and_never_replace_them() -> None:
     assert extend({"a": 1}, {"b": 2}, setting="x") == {"a": 1, "b": 2}
     with pytest.raises(ConfigError, match="x: a is built in; register the custom one under another name"):
         extend({"a": 1}, {"a": 2}, setting="x")

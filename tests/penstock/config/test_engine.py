@@ -12,14 +12,14 @@ def written(path: Path, text: str) -> Path:
     return file
 
 
-def test_urls_come_from_a_list_or_a_variable(tmp_path: Path) -> None:
+def test_urls_can_be_a_list_or_a_variable(tmp_path: Path) -> None:
     file = written(tmp_path, '[engine]\nurls = ["http://a:8000/v1", "http://b:8000/"]\n')
     assert load(file, environ={}).engine.urls == ("http://a:8000", "http://b:8000")
     variables = {"PENSTOCK_ENGINE__URLS": "http://c:1, https://d"}
     assert load(file, environ=variables).engine.urls == ("http://c:1", "https://d")
 
 
-def test_an_environment_may_come_from_a_variable() -> None:
+def test_a_variable_can_set_an_environment() -> None:
     config = load(None, environ={"PENSTOCK_ENVIRONMENTS__SUMS__USE": "arithmetic"})
     assert config.environments["sums"].use == "arithmetic"
     with pytest.raises(ConfigError, match="PENSTOCK_ENVIRONMENTS__SUMS is not a setting"):
@@ -27,7 +27,7 @@ def test_an_environment_may_come_from_a_variable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('[engine]\nurls = ["a:8000"]', r"line 2: engine.urls: give at least one URL that looks like http://host:port"),
         ("[engine]\nretrys = 3", r"line 2: there is no setting 'engine.retrys'; the nearest is 'engine.retries'"),
@@ -41,8 +41,8 @@ def test_an_environment_may_come_from_a_variable() -> None:
         ('[environments."a b"]\nuse = "guess"', r"should match pattern"),
     ],
 )
-def test_a_wrong_setting_is_named_with_its_line(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_wrong_setting_is_reported_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load(written(tmp_path, text), environ={})
 
 
@@ -55,7 +55,7 @@ def test_a_wrong_setting_is_named_with_its_line(tmp_path: Path, text: str, said:
         ("[policy.renderer]\nchat_template_kwargs = { enable_thinking = false }", "directory", None),
     ],
 )
-def test_a_renderer_is_a_word_a_directory_or_a_table(
+def test_a_renderer_is_a_name_a_directory_or_a_table(
     tmp_path: Path, text: str, backend: str, model: str | None
 ) -> None:
     renderer = load(written(tmp_path, f"[policy]\n{text}\n"), environ={}).policy.renderer
@@ -66,7 +66,7 @@ def test_a_renderer_is_a_word_a_directory_or_a_table(
     assert from_variable.model == "/models/qwen"
 
 
-def test_the_key_of_the_engine_is_not_printed() -> None:
+def test_the_engines_key_is_not_in_the_repr() -> None:
     config = load(None, environ={"PENSTOCK_ENGINE__API_KEY": "hush"})
     assert config.engine.api_key is not None
     assert "hush" not in repr(config)

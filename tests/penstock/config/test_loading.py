@@ -34,6 +34,13 @@ def test_flags_override_variables_and_variables_override_the_file(tmp_path: Path
     assert settings.run_dir == RunConfig().run_dir
 
 
+def test_a_variable_can_set_a_filter_and_the_estimator(tmp_path: Path) -> None:
+    environ = {"PENSTOCK_FILTERS__STALE__MAX_OFF_POLICY_STEPS": "3", "PENSTOCK_ADVANTAGES__ESTIMATOR": "rloo"}
+    settings = loaded(tmp_path, '[filters.stale]\nmode = "mask"\n', **environ)
+    assert (settings.filters.stale.mode, settings.filters.stale.max_off_policy_steps) == ("mask", 3)
+    assert settings.advantages.estimator == "rloo"
+
+
 def test_penstock_config_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "penstock.toml"
     path.write_text("steps = 4")
@@ -50,6 +57,11 @@ WRONG = {
     "rollouts = 5": "line 1: rollouts is a table: write [rollouts], and its settings below",
     "[rollouts]\nmax_in_flight = 4": "line 1: rollouts: max_in_flight (4) must hold one group (8)",
     "[rollouts]\nmin_group_size = 9": "line 1: rollouts: min_group_size (9) is larger than group_size (8)",
+    "[filters]\nstail = 1": "line 2: there is no setting 'filters.stail'; the nearest is 'filters.stale.mode'",
+    "[filters.repetition]\nwindw = 1": (
+        "line 2: there is no setting 'filters.repetition.windw'; the nearest is 'filters.repetition.window'"
+    ),
+    "advantages = 5": "line 1: advantages is a table: write [advantages], and its settings below",
     "store = 's3://bucket'": "line 1: store: must be a shared directory: file:///absolute/path",
 }
 

@@ -14,7 +14,7 @@ from penstock.config.redis_address import address, check, has_password
         "unix:///run/redis.sock?db=2",
     ],
 )
-def test_an_address_that_redis_and_celery_take_is_right(url: str) -> None:
+def test_a_valid_address_is_accepted(url: str) -> None:
     check(url)
 
 
@@ -35,7 +35,7 @@ def test_an_address_that_redis_and_celery_take_is_right(url: str) -> None:
         "unix://",
     ],
 )
-def test_a_wrong_address_is_refused_and_not_repeated(url: str) -> None:
+def test_a_wrong_address_is_refused_and_not_shown(url: str) -> None:
     with pytest.raises(ValueError, match="redis://HOST:PORT/NUMBER") as refusal:
         check(url)
     assert "hunter2" not in str(refusal.value)
@@ -52,7 +52,7 @@ def test_a_wrong_address_is_refused_and_not_repeated(url: str) -> None:
         ("unix:///run/redis.sock?db=2&password=hunter2", "unix:///run/redis.sock?db=2"),
     ],
 )
-def test_what_is_shown_of_an_address_holds_no_name_and_no_password(url: str, shown: str) -> None:
+def test_the_shown_address_has_neither_user_nor_password(url: str, shown: str) -> None:
     assert address(url) == shown
 
 
@@ -60,5 +60,5 @@ def test_what_is_shown_of_an_address_holds_no_name_and_no_password(url: str, sho
     ("url", "has"),
     [("redis://h/0", False), ("redis://:x@h/0", True), ("redis://h/0?password=x", True), ("redis://ada@h/0", False)],
 )
-def test_whether_an_address_holds_a_password(url: str, has: bool) -> None:
+def test_a_password_in_an_address_is_detected(url: str, has: bool) -> None:
     assert has_password(url) is has
