@@ -110,7 +110,7 @@ async def nothing(policy: AgentPolicy) -> None:
     pass
 
 
-def test_a_rollout_is_sealed_where_its_execution_keeps_its_files(server: SessionsProcess) -> None:
+def test_a_rollout_is_sealed_into_the_directory_of_its_execution(server: SessionsProcess) -> None:
     async def main() -> None:
         async with stage_with(server, "http://127.0.0.1:1") as stage:
             result = await play(stage, loaded(Chatting(nothing)), 0, attempt_of("sealed"))
@@ -126,7 +126,7 @@ def test_a_rollout_is_sealed_where_its_execution_keeps_its_files(server: Session
     assert [path.name for path in (server.store / "sessions").glob("*/*")] == [".lock"]
 
 
-def test_a_cancelled_rollout_takes_its_session_and_every_process_of_its_agent_along(
+def test_cancelling_a_rollout_ends_its_session_and_all_processes_of_its_agent(
     server: SessionsProcess, tmp_path: Path
 ) -> None:
     pids = tmp_path / "pids"
@@ -151,7 +151,7 @@ def test_a_cancelled_rollout_takes_its_session_and_every_process_of_its_agent_al
     assert not (server.store / "rollouts" / "run" / "cancelled").exists()
 
 
-def test_an_agent_over_its_time_is_a_failure_of_the_policy_with_what_it_said(server: SessionsProcess) -> None:
+def test_an_agent_that_times_out_is_a_policy_failure_with_its_turns(server: SessionsProcess) -> None:
     async def main() -> None:
         async with stage_with(server) as stage:
             slow = loaded(Chatting(lambda policy: asyncio.sleep(1000)))
@@ -170,7 +170,7 @@ class Silent:
         return 0.25
 
 
-def test_an_agent_that_asks_for_nothing_has_a_result_without_files(server: SessionsProcess) -> None:
+def test_an_agent_without_a_chat_has_a_result_without_files(server: SessionsProcess) -> None:
     async def main() -> None:
         async with stage_with(server) as stage:
             result = await play(stage, loaded(Silent()), 0, attempt_of("silent"))
@@ -181,7 +181,7 @@ def test_an_agent_that_asks_for_nothing_has_a_result_without_files(server: Sessi
     assert server.status()["sessions"]["open"] == 0
 
 
-def test_an_environment_that_breaks_leaves_no_session(server: SessionsProcess) -> None:
+def test_an_environment_that_raises_leaves_no_session(server: SessionsProcess) -> None:
     async def main() -> None:
         async def broken(policy: AgentPolicy) -> None:
             raise KeyError("a bug of its own")
@@ -195,7 +195,7 @@ def test_an_environment_that_breaks_leaves_no_session(server: SessionsProcess) -
     assert not (server.store / "rollouts" / "run" / "broken").exists()
 
 
-def test_without_any_server_the_rollout_waits_as_for_an_engine(server: SessionsProcess) -> None:
+def test_unreachable_session_servers_raise_engine_unreachable(server: SessionsProcess) -> None:
     async def main() -> None:
         async with SessionServers.open(Sessions(urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))) as servers:
             with pytest.raises(EngineUnreachable, match=r"no session server accepts a session \(http://127.0.0.1:1: "):
@@ -230,7 +230,7 @@ def run_here(script: str) -> str:
     return asyncio.run(run_program(["/bin/sh", "-c", script], policy)).output
 
 
-def test_an_agent_gets_its_key_and_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_gets_its_own_key_and_no_penstock_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_REDIS_URL", "redis://:hunter2@127.0.0.1/0")
     monkeypatch.setenv("PENSTOCK_ENGINE__API_KEY", "hunter3")
     said = run_here("env")
@@ -241,14 +241,14 @@ def test_an_agent_gets_its_key_and_none_of_ours(monkeypatch: pytest.MonkeyPatch)
     assert "hunter" not in said
 
 
-def test_a_program_that_leaves_others_behind_has_ended() -> None:
+def test_a_program_ends_although_its_children_run() -> None:
     assert run_here("sleep 1000 & setsid sleep 5 & echo done") == "done\n"
 
 
-def test_of_much_output_the_end_is_kept() -> None:
+def test_the_end_of_long_output_is_kept() -> None:
     said = run_here("head -c 3000000 /dev/zero | tr '\\0' x; echo end")
     assert (len(said), said[-5:]) == (1 << 20, "xend\n")
 
 
-def test_a_program_lets_the_loop_that_serves_it_go_first() -> None:
+def test_a_program_runs_with_lower_priority() -> None:
     assert int(run_here("nice")) == min(os.nice(0) + NICENESS, 19)  # 19 is the most that Linux knows

@@ -28,7 +28,7 @@ def waits_for(pipeline: Pipeline, text: str) -> None:
     wait_until(said, timeout_s=40, what=f"the status to say: {text}")
 
 
-def test_an_environment_that_raises_stops_the_run_which_goes_on_when_it_is_mended(pipeline: Pipeline) -> None:
+def test_an_environment_that_raises_stops_the_run_until_it_is_fixed(pipeline: Pipeline) -> None:
     pipeline.new_run("bad-environment", **{"environments.sums": {"use": "chess:Chess"}})
     cluster = pipeline.cluster
     module = cluster.directory / "chess.py"
@@ -46,7 +46,7 @@ def test_an_environment_that_raises_stops_the_run_which_goes_on_when_it_is_mende
     assert pipeline.finish(cluster.orchestrator())["delivered"] > 0
 
 
-def test_a_worker_without_configuration_has_the_built_ins_and_names_what_it_lacks(pipeline: Pipeline) -> None:
+def test_a_worker_without_configuration_names_the_missing_environment(pipeline: Pipeline) -> None:
     pipeline.new_run("unconfigured", **{"environments.chess": {"use": "arithmetic"}})
     cluster = pipeline.cluster
     empty = cluster.directory / "empty.toml"
@@ -57,7 +57,7 @@ def test_a_worker_without_configuration_has_the_built_ins_and_names_what_it_lack
     assert "only arithmetic, distinct, guess, noop, program: add it to its configuration" in said
 
 
-def test_an_engine_that_is_not_there_yet_is_waited_for(pipeline: Pipeline) -> None:
+def test_the_run_waits_for_an_engine_that_is_not_up_yet(pipeline: Pipeline) -> None:
     pipeline.new_run("no-engine")
     cluster = pipeline.cluster
     pipeline.engine.kill()
@@ -71,7 +71,7 @@ def test_an_engine_that_is_not_there_yet_is_waited_for(pipeline: Pipeline) -> No
     assert found["delivered"] > 0
 
 
-def test_a_store_on_a_full_disk_is_waited_for_and_no_rollout_dies(pipeline: Pipeline, tmp_path: Path) -> None:
+def test_the_run_waits_for_a_full_store_and_no_rollout_dies(pipeline: Pipeline, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         pipeline.new_run("full-disk")
         cluster = pipeline.cluster
@@ -106,7 +106,7 @@ class Blocking:
 """
 
 
-def test_code_that_blocks_a_worker_s_loop_is_named_in_the_status(pipeline: Pipeline) -> None:
+def test_the_status_names_code_that_blocks_a_worker_loop(pipeline: Pipeline) -> None:
     pipeline.new_run("blocking", **{"environments.sums": {"use": "blocking:Blocking"}})
     cluster = pipeline.cluster
     (cluster.directory / "blocking.py").write_text(BLOCKING)

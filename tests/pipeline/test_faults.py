@@ -18,7 +18,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
         yield pipeline
 
 
-def test_a_killed_engine_is_waited_for_and_a_killed_worker_replaced(pipeline: Pipeline) -> None:
+def test_the_run_waits_for_a_killed_engine_and_survives_a_killed_worker(pipeline: Pipeline) -> None:
     pipeline.new_run("engine")
     cluster = pipeline.cluster
     worker = cluster.rollout_worker()
@@ -38,7 +38,7 @@ def test_a_killed_engine_is_waited_for_and_a_killed_worker_replaced(pipeline: Pi
     assert sorted(hashes(trainer)) == list(range(4))
 
 
-def test_an_orchestrator_killed_again_and_again_delivers_every_step_once(pipeline: Pipeline) -> None:
+def test_a_repeatedly_killed_orchestrator_delivers_every_step_once(pipeline: Pipeline) -> None:
     pipeline.new_run("orchestrator")
     cluster = pipeline.cluster
     cluster.rollout_worker()
@@ -67,7 +67,7 @@ def rollouts_in(pipeline: Pipeline, state: str) -> list[str]:
     return [rollout for (rollout,) in rows]
 
 
-def test_blobs_that_are_damaged_before_they_are_batched_are_filtered_with_that_reason(pipeline: Pipeline) -> None:
+def test_blobs_damaged_before_batching_are_filtered_as_corrupt(pipeline: Pipeline) -> None:
     pipeline.new_run("damaged-early")
     cluster = pipeline.cluster
     cluster.rollout_worker()
@@ -83,7 +83,7 @@ def test_blobs_that_are_damaged_before_they_are_batched_are_filtered_with_that_r
     assert not delivered & set(gone)
 
 
-def test_blobs_that_are_damaged_after_they_were_batched_leave_the_step_which_is_formed_again(
+def test_blobs_damaged_after_batching_are_removed_and_the_step_is_formed_again(
     pipeline: Pipeline,
 ) -> None:
     pipeline.new_run("damaged-late")
@@ -101,7 +101,7 @@ def test_blobs_that_are_damaged_after_they_were_batched_leave_the_step_which_is_
     assert sorted(hashes(trainer)) == list(range(4))
 
 
-def test_an_encoder_that_wakes_after_its_step_was_formed_again_is_fenced(pipeline: Pipeline) -> None:
+def test_an_encoder_resumed_after_its_step_was_formed_again_is_fenced(pipeline: Pipeline) -> None:
     pipeline.new_run("paused-encoder", trainer={"max_steps_ahead": "unlimited"}, steps=12)
     cluster = pipeline.cluster
     cluster.rollout_worker()
@@ -140,7 +140,7 @@ def pause_while_encoding(pipeline: Pipeline, encoder: Process) -> int:
     raise AssertionError("the encoder was never caught at work")
 
 
-def test_a_trainer_killed_in_the_middle_and_resumed_20_steps_back_gets_the_same_batches(pipeline: Pipeline) -> None:
+def test_a_trainer_resumed_20_steps_back_gets_the_same_batches(pipeline: Pipeline) -> None:
     pipeline.new_run("resumed", steps=24, batch={"size": 1, "seq_len": 4096}, rollouts={"group_size": 2})
     cluster = pipeline.cluster
     cluster.rollout_worker()

@@ -69,7 +69,7 @@ def assert_measured(run_dir: Path) -> None:
         assert line["staleness_max"] <= 2
 
 
-def test_steps_of_prime_rl_s_format_appear_where_its_trainer_looks(tmp_path: Path) -> None:
+def test_prime_rl_steps_are_written_where_its_trainer_reads_them(tmp_path: Path) -> None:
     settings = {"batch": {"format": "prime-rl"}, "trainer": {"max_steps_ahead": "unlimited"}, "steps": 2}
     with pipeline_in(tmp_path / "pipeline", **settings) as pipeline:
         pipeline.new_run("prime-rl")

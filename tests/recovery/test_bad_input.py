@@ -52,7 +52,7 @@ def drained(cluster: Cluster, run: Process) -> None:
     assert found["in_flight"] == 48
 
 
-def test_a_wrong_address_of_redis(cluster: Cluster) -> None:
+def test_a_wrong_redis_address_stops_the_run_with_the_setting_to_change(cluster: Cluster) -> None:
     cluster.new_run("wrong-address")
     syntax = cluster.orchestrator(PENSTOCK_REDIS_URL="redis://:hunter2/@127.0.0.1:1/0")
     nobody = cluster.orchestrator(
@@ -64,7 +64,7 @@ def test_a_wrong_address_of_redis(cluster: Cluster) -> None:
     assert message.endswith("start it, or set redis_url (PENSTOCK_REDIS_URL) to the right one")
 
 
-def test_a_wrong_and_a_missing_password(cluster: Cluster) -> None:
+def test_a_wrong_or_missing_redis_password_stops_the_run(cluster: Cluster) -> None:
     cluster.new_run("wrong-password")
     with EmbeddedRedis(cluster.directory / "guarded", password=PASSWORD) as server:
         address = f"127.0.0.1:{server.port}/0"
@@ -75,7 +75,7 @@ def test_a_wrong_and_a_missing_password(cluster: Cluster) -> None:
         assert f"Redis at redis://{address} asks for a password: put the right one into the" in refused(missing)
 
 
-def test_a_second_orchestrator_on_the_run_and_on_its_redis(cluster: Cluster) -> None:
+def test_a_second_orchestrator_on_the_same_run_or_redis_is_refused(cluster: Cluster) -> None:
     run = begun(cluster, "driven")
     same_run = cluster.orchestrator()
     cluster.new_run("another")
@@ -90,7 +90,7 @@ def test_a_second_orchestrator_on_the_run_and_on_its_redis(cluster: Cluster) -> 
     drained(cluster, run)
 
 
-def test_a_run_directory_that_does_not_fit(cluster: Cluster) -> None:
+def test_a_run_directory_with_other_settings_or_damage_is_refused(cluster: Cluster) -> None:
     drained(cluster, begun(cluster, "original"))
     original = cluster.run_dir
     damage = {
@@ -119,7 +119,7 @@ def at_version(ledger: Path, version: int) -> None:
         connection.execute(f"PRAGMA user_version = {version}")
 
 
-def test_a_run_directory_that_cannot_be_used(cluster: Cluster) -> None:
+def test_an_unusable_run_directory_is_refused(cluster: Cluster) -> None:
     (cluster.directory / "file").touch()
     places = {"a file": cluster.directory / "file", "below a file": cluster.directory / "file" / "run",
               "not writable, not even for root": Path("/proc/sys/kernel/run")}  # fmt: skip
@@ -133,7 +133,7 @@ def test_a_run_directory_that_cannot_be_used(cluster: Cluster) -> None:
         assert message.endswith("mend that, or set run_dir to another one")
 
 
-def test_a_ledger_on_a_network_file_system(cluster: Cluster) -> None:
+def test_a_ledger_on_a_network_file_system_is_refused(cluster: Cluster) -> None:
     """The kernel's own table says so: a copy of it, with one line more, is laid over it for one process."""
     cluster.new_run("network")
     mounts = cluster.directory / "mountinfo"

@@ -59,7 +59,7 @@ def ends_well(cluster: Cluster, process: Process) -> None:
     assert "Traceback" not in process.text
 
 
-def test_the_disk_of_the_ledger(cluster: Cluster, disk: Disk) -> None:
+def test_the_run_waits_while_the_ledger_disk_is_full(cluster: Cluster, disk: Disk) -> None:
     begin(cluster, disk, cluster.directory / "ledger-run")
     run = cluster.orchestrator(PENSTOCK_LEDGER_DIR=str(disk.directory / "ledger"))
     delivering(disk, run)
@@ -70,7 +70,7 @@ def test_the_disk_of_the_ledger(cluster: Cluster, disk: Disk) -> None:
     assert run.text.count("action=ledger_waits") == 1
 
 
-def test_the_disk_of_the_store(cluster: Cluster, disk: Disk) -> None:
+def test_the_run_waits_while_the_store_disk_is_full(cluster: Cluster, disk: Disk) -> None:
     begin(cluster, disk, cluster.directory / "store-run")
     run = cluster.orchestrator()
     delivering(disk, run)
@@ -80,7 +80,7 @@ def test_the_disk_of_the_store(cluster: Cluster, disk: Disk) -> None:
     assert run.text.count("action=store_waits") == 1
 
 
-def test_the_disk_of_everything(cluster: Cluster, disk: Disk) -> None:
+def test_the_run_waits_while_every_disk_is_full(cluster: Cluster, disk: Disk) -> None:
     """No status can be written either: the log says it, and `penstock status` looks for itself."""
     begin(cluster, disk, disk.directory / "run")
     run = cluster.orchestrator()

@@ -60,7 +60,7 @@ def asked(url: str) -> str:
         return answer.read().decode()
 
 
-def test_the_endpoint_shows_a_run_in_prometheus_own_words(tmp_path: Path) -> None:
+def test_the_endpoint_serves_prometheus_metrics_and_status(tmp_path: Path) -> None:
     with cluster_in(tmp_path, noop={"rollout_s": 600}, password="hunter2") as cluster:
         cluster.rollout_worker(concurrency=8)
         run = cluster.orchestrator()
@@ -94,7 +94,7 @@ def test_the_endpoint_shows_a_run_in_prometheus_own_words(tmp_path: Path) -> Non
             urllib.request.urlopen(urllib.request.Request(f"{url}/status", method="POST"), timeout=30)
 
 
-def test_a_port_that_is_taken_stops_the_run_before_it_begins(shared: Cluster) -> None:
+def test_a_taken_http_port_stops_the_run_before_it_starts(shared: Cluster) -> None:
     shared.new_run("taken")
     refused = shared.orchestrator(PENSTOCK_HTTP__PORT=str(shared.redis_server.port))
     assert refused.wait() == 2
@@ -103,7 +103,7 @@ def test_a_port_that_is_taken_stops_the_run_before_it_begins(shared: Cluster) ->
     assert "Traceback" not in refused.text
 
 
-def test_without_the_endpoint_the_run_is_the_same(shared: Cluster) -> None:
+def test_a_run_works_without_the_endpoint(shared: Cluster) -> None:
     shared.new_run("off")
     run = shared.orchestrator(PENSTOCK_HTTP__PORT="off")
     shared.finish(run)
@@ -111,7 +111,7 @@ def test_without_the_endpoint_the_run_is_the_same(shared: Cluster) -> None:
     assert [line["step"] for line in lines(shared)] == [0, 1, 2]
 
 
-def test_the_disk_of_the_run_directory(tmp_path: Path) -> None:
+def test_steps_are_delivered_while_the_run_directory_disk_is_full(tmp_path: Path) -> None:
     """Ledger and store are elsewhere: steps are delivered all the same, and their lines follow."""
     with small_disk(tmp_path / "disk") as disk, cluster_in(tmp_path, steps=6, noop={"rollout_s": 0.3}) as cluster:
         cluster.enter = disk.enter

@@ -23,7 +23,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("point", [*POINTS, "replies_read:3", "submitted:4"])
-def test_a_kill_at_any_point_of_the_write_ahead_order_is_made_good(shared: Cluster, point: str) -> None:
+def test_a_run_killed_at_any_crash_point_is_resumed(shared: Cluster, point: str) -> None:
     shared.new_run(point)
     crashed = shared.orchestrator(PENSTOCK_TESTING__CRASH_AT=point)
     assert crashed.wait() == -signal.SIGKILL
@@ -31,7 +31,7 @@ def test_a_kill_at_any_point_of_the_write_ahead_order_is_made_good(shared: Clust
     assert found["steps"] == 2
 
 
-def test_replies_that_come_twice_and_in_any_order_count_once(shared: Cluster) -> None:
+def test_duplicate_and_reordered_replies_count_once(shared: Cluster) -> None:
     shared.new_run("replies")
     crashed = shared.orchestrator(PENSTOCK_TESTING__CRASH_AT="published:2")
     assert crashed.wait() == -signal.SIGKILL
@@ -58,7 +58,7 @@ def test_a_paused_orchestrator_declares_no_job_lost(shared: Cluster) -> None:
     assert shared.events("lost") == 0
 
 
-def test_a_ledger_lost_with_its_disk_is_made_anew_from_the_manifests(shared: Cluster) -> None:
+def test_a_lost_ledger_is_rebuilt_from_the_manifests(shared: Cluster) -> None:
     shared.new_run("lost-ledger")
     crashed = shared.orchestrator(PENSTOCK_TESTING__CRASH_AT="delivered")
     assert crashed.wait() == -signal.SIGKILL
@@ -90,7 +90,7 @@ def test_a_run_that_is_stopped_is_resumed(tmp_path: Path, presses: int) -> None:
     assert found["delivered"] == 48
 
 
-def test_an_unreachable_engine_pauses_the_run_and_counts_as_nothing(tmp_path: Path) -> None:
+def test_an_unreachable_engine_pauses_the_run_without_counting_failures(tmp_path: Path) -> None:
     down = tmp_path / "engine-down"
     down.touch()
     with cluster_in(tmp_path, noop={"engine_down_while": str(down)}) as cluster:
@@ -109,7 +109,7 @@ def test_an_unreachable_engine_pauses_the_run_and_counts_as_nothing(tmp_path: Pa
     assert found["delivered"] == 48
 
 
-def test_failures_are_tried_again_and_then_dead(tmp_path: Path) -> None:
+def test_failures_are_retried_and_then_dead(tmp_path: Path) -> None:
     settings = {"failure_rate": 0.35, "policy_error_rate": 0.2}
     with cluster_in(tmp_path, noop=settings, recovery={"max_failures": 2}) as cluster:
         cluster.rollout_worker()
@@ -121,7 +121,7 @@ def test_failures_are_tried_again_and_then_dead(tmp_path: Path) -> None:
     assert policy_errors[0][0] > 0
 
 
-def test_a_run_that_waits_for_a_trainer_says_so(shared: Cluster) -> None:
+def test_the_status_names_a_missing_trainer(shared: Cluster) -> None:
     shared.new_run("no-trainer")
     run = shared.orchestrator(PENSTOCK_TRAINER__MAX_STEPS_AHEAD="1", PENSTOCK_STEPS="4")
     said = "step 1 is sealed, and the trainer has not acknowledged step 0: start one that reads "

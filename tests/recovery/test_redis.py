@@ -36,7 +36,7 @@ def reset_connections(cluster: Cluster) -> None:
     [(restart, True), (restart, False), (flush, True), (reset_connections, True)],
     ids=["killed with AOF", "killed without AOF", "flushed", "connections reset"],
 )
-def test_nothing_is_lost_when_redis(tmp_path: Path, fault: object, appendonly: bool) -> None:
+def test_nothing_is_lost_when_redis_fails(tmp_path: Path, fault: object, appendonly: bool) -> None:
     with cluster_in(tmp_path, appendonly=appendonly, noop={"rollout_s": 0.4, "stage_s": 0.05}) as cluster:
         cluster.rollout_worker(concurrency=8)
         cluster.compute_worker()

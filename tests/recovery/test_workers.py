@@ -8,7 +8,7 @@ from support.cluster import cluster_in
 from support.waiting import wait_until
 
 
-def test_a_killed_rollout_worker_s_rollouts_run_elsewhere(tmp_path: Path) -> None:
+def test_rollouts_of_a_killed_worker_run_on_another(tmp_path: Path) -> None:
     with cluster_in(tmp_path, noop={"rollout_s": 1.0}) as cluster:
         cluster.compute_worker()
         first = cluster.rollout_worker()
@@ -35,7 +35,7 @@ def test_a_killed_compute_worker_and_a_killed_child_lose_nothing(tmp_path: Path)
     assert found["delivered"] == found["planned"] == 48
 
 
-def test_a_worker_paused_past_its_lease_comes_back_and_is_fenced(tmp_path: Path) -> None:
+def test_a_worker_paused_past_its_lease_is_fenced(tmp_path: Path) -> None:
     few = {"max_in_flight": 24}  # so that what is submitted again does not come last
     with cluster_in(tmp_path, steps=6, rollouts=few, noop={"rollout_s": 0.5}) as cluster:
         cluster.compute_worker()
@@ -53,7 +53,7 @@ def test_a_worker_paused_past_its_lease_comes_back_and_is_fenced(tmp_path: Path)
     assert found["fenced"] >= 1
 
 
-def test_a_wedged_event_loop_looks_like_a_dead_worker(tmp_path: Path) -> None:
+def test_a_wedged_event_loop_loses_its_leases(tmp_path: Path) -> None:
     wedge = tmp_path / "wedge"
     with cluster_in(tmp_path, noop={"rollout_s": 0.3}) as cluster:
         wedge.touch()
@@ -69,7 +69,7 @@ def test_a_wedged_event_loop_looks_like_a_dead_worker(tmp_path: Path) -> None:
     assert found["delivered"] == 48
 
 
-def test_a_stopping_worker_releases_what_it_runs_and_nothing_is_counted(tmp_path: Path) -> None:
+def test_a_stopping_worker_releases_its_jobs_without_counting_failures(tmp_path: Path) -> None:
     with cluster_in(tmp_path, noop={"rollout_s": 2.0, "stage_s": 0.3}) as cluster:
         compute = cluster.compute_worker()
         first = cluster.rollout_worker()
@@ -86,7 +86,7 @@ def test_a_stopping_worker_releases_what_it_runs_and_nothing_is_counted(tmp_path
         assert cluster.ledger("SELECT sum(failures) + sum(losses) FROM jobs") == [(0,)]
 
 
-def test_a_worker_that_is_asked_to_stop_waits_for_drain_s_and_no_longer(tmp_path: Path) -> None:
+def test_a_stopping_worker_waits_at_most_drain_s(tmp_path: Path) -> None:
     """A container's stop, for example, waits that long and then kills."""
     with cluster_in(tmp_path, noop={"rollout_s": 300.0}, recovery={"drain_s": 0.5}) as cluster:
         cluster.compute_worker()

@@ -8,7 +8,7 @@ from penstock.errors import ConfigError
 from services.engine.draws import Distribution, Draws
 
 
-def test_a_draw_depends_on_its_name_and_the_seed_alone() -> None:
+def test_a_draw_depends_only_on_its_name_and_the_seed() -> None:
     one, again, other = Draws(b"a", b"b"), Draws(b"a", b"b"), Draws(b"ab", b"")
     assert again.uniform("y") == one.uniform("y")
     assert again.integer("x", 1, 6) == one.integer("x", 1, 6)
@@ -32,7 +32,7 @@ def test_draws_are_spread_evenly() -> None:
         ("lognormal:100:0", [100.0, 100.0, 100.0]),
     ],
 )
-def test_a_distribution_is_known_by_its_quartiles(text: str, values: list[float]) -> None:
+def test_quartiles_of_each_distribution(text: str, values: list[float]) -> None:
     distribution = Distribution.parse(text)
     assert [distribution.at(share) for share in (0.25, 0.5, 0.75)] == pytest.approx(values, rel=1e-3)
 
@@ -40,6 +40,6 @@ def test_a_distribution_is_known_by_its_quartiles(text: str, values: list[float]
 @pytest.mark.parametrize(
     "text", ["", "0.5", "normal:1:2", "constant", "uniform:1", "constant:-1", "constant:nan", "constant:inf"]
 )
-def test_what_is_no_distribution_is_told_how_to_be_one(text: str) -> None:
+def test_an_invalid_distribution_is_refused_with_the_syntax(text: str) -> None:
     with pytest.raises(ConfigError, match="lognormal:MEDIAN:SIGMA"):
         Distribution.parse(text)

@@ -41,7 +41,7 @@ TABLES += [TABLE, ExpertTable(ExpertShape(layers=1, topk=3, experts=300))]
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data(), st.sampled_from(list(ExpertForm)), st.sampled_from(TABLES))
-def test_any_range_of_rows_in_any_form(data: st.DataObject, form: ExpertForm, table: ExpertTable) -> None:
+def test_any_range_of_rows_is_read_back_in_any_form(data: st.DataObject, form: ExpertForm, table: ExpertTable) -> None:
     tokens = ids(data.draw(st.integers(2, 3 * BLOCK + 2)))
     first = data.draw(st.integers(0, len(tokens) - 2))
     routes, expected = read(table, form, tokens, first), table.rows(tokens, first)
@@ -60,13 +60,13 @@ def test_a_single_token_has_no_row() -> None:
     )
 
 
-def test_a_longer_sequence_keeps_the_rows_that_it_had() -> None:
+def test_rows_of_a_prefix_do_not_change_when_the_sequence_grows() -> None:
     longer = ids(1000)
     for tokens in (1, 2, BLOCK, BLOCK + 1, BLOCK + 2, 500):
         assert np.array_equal(TABLE.rows(longer[:tokens]), TABLE.rows(longer)[: tokens - 1])
 
 
-def test_sequences_that_differ_have_other_rows_from_the_next_block_on() -> None:
+def test_diverging_sequences_have_different_rows_from_the_next_block_on() -> None:
     one, other = ids(3 * BLOCK), ids(3 * BLOCK)
     other[BLOCK + 5] += 1
     rows, other_rows = TABLE.rows(one), TABLE.rows(other)
@@ -79,7 +79,7 @@ def test_the_table_is_the_same_in_every_engine() -> None:
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(256, np.uint8), (257, np.uint16)])
-def test_ids_are_as_narrow_as_their_number_allows(experts: int, dtype: type) -> None:
+def test_expert_ids_use_the_narrowest_type(experts: int, dtype: type) -> None:
     rows = ExpertTable(ExpertShape(layers=2, topk=4, experts=experts)).rows(ids(3000))
     assert rows.dtype == dtype
     assert rows.min() > 0, "a row of zeros would say that nothing was captured"

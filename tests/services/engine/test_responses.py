@@ -53,7 +53,7 @@ def every_answer(engines: Engines, messages: list[Any], **sampling: Any) -> Iter
         yield f"generate {form}", read_turn(body, request=request, route_format=FORMAT)
 
 
-def test_every_dialect_and_form_says_the_same(engines: Engines) -> None:
+def test_every_dialect_and_form_carries_the_same_turn(engines: Engines) -> None:
     turns = dict(every_answer(engines, LONG, seed=7))
     assert len(turns) == 12
     first, *others = map(seen, turns.values())
@@ -72,7 +72,7 @@ def content(turn: Turn) -> str:
     return json.loads(turn.message or b"")["content"]
 
 
-def test_answers_depend_on_nothing_but_the_request(engine: EngineProcess, tmp_path: Path) -> None:
+def test_responses_depend_only_on_the_request(engine: EngineProcess, tmp_path: Path) -> None:
     """The same bytes in any order, from any process."""
     requests = [{"messages": [user(QUESTION)], "seed": seed, **ASK["vllm"]} for seed in range(20)]
     bodies = [engine.answer(CHAT, request) for request in requests]
@@ -95,7 +95,7 @@ def test_without_a_seed_sessions_differ(engine: EngineProcess) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-def test_every_turn_of_a_game_extends_the_one_before(engines: Engines, dialect: str) -> None:
+def test_every_turn_of_a_game_extends_the_previous_one(engines: Engines, dialect: str) -> None:
     """With tool calls, and only the new rows asked for: together they are the rows of the whole sequence."""
     hidden, messages, turns = {"A": 37, "B": 64}, [user(GAME)], list[Turn]()
     engine, known, rows = engines[dialect, "npy"], list[OpenSample](), list[np.ndarray]()
@@ -127,14 +127,14 @@ def tool_answer(call: dict[str, Any], hidden: dict[str, int]) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call["id"], "content": word}
 
 
-def test_an_answer_is_cut_at_the_limit(engines: Engines) -> None:
+def test_a_completion_is_cut_at_max_tokens(engines: Engines) -> None:
     for name, turn in every_answer(engines, LONG, max_tokens=5, seed=3):
         assert turn.finish_reason == "length", name
         assert len(turn.completion_ids) == 5
         assert bytes_chatml.MESSAGE_END not in turn.completion_ids
 
 
-def test_length_latency_and_skill_are_as_they_were_set(tmp_path: Path) -> None:
+def test_length_latency_and_skill_follow_the_settings(tmp_path: Path) -> None:
     settings = ("--length", "uniform:40:60", "--latency", "uniform:0:0.01", "--skill", "1")
     requests = [{"messages": [user(QUESTION)], "seed": seed, **ASK["sglang"]} for seed in range(40)]
     with running(tmp_path, "--dialect", "sglang", *settings) as engine:
@@ -146,7 +146,7 @@ def test_length_latency_and_skill_are_as_they_were_set(tmp_path: Path) -> None:
     assert all(choice["message"]["content"].endswith("Answer: 19") for choice in choices)
 
 
-def test_what_was_not_asked_for_is_not_sent(engines: Engines) -> None:
+def test_fields_that_were_not_requested_are_not_sent(engines: Engines) -> None:
     request = {"messages": [user("hi")]}
     vllm = json.loads(engines["vllm", "object"].answer(CHAT, request))
     assert vllm["prompt_token_ids"] is vllm["choices"][0]["token_ids"] is vllm["choices"][0]["logprobs"] is None
@@ -171,7 +171,7 @@ SGLANG_FIELDS = (
 
 
 @pytest.mark.parametrize(("dialect", "fields"), [("vllm", VLLM_FIELDS), ("sglang", SGLANG_FIELDS)])
-def test_fields_and_their_order_are_the_real_engine_s(engines: Engines, dialect: str, fields: str) -> None:
+def test_fields_and_their_order_match_the_real_engine(engines: Engines, dialect: str, fields: str) -> None:
     body = engines[dialect, "npy"].answer(CHAT, {"messages": [user("hi")], **ASK[dialect]})
     reply = json.loads(body)
     choice = reply["choices"][0]
@@ -187,7 +187,7 @@ def test_sglang_takes_the_prompt_as_ids(sglang: EngineProcess) -> None:
     assert by_ids == by_messages
 
 
-def test_ids_of_another_vocabulary_are_answered_too(engine: EngineProcess) -> None:
+def test_prompt_ids_of_another_vocabulary_are_accepted(engine: EngineProcess) -> None:
     prompt = np.array([150_000, 3, 99_999], np.int32)
     request = RequestInfo(endpoint=Endpoint.GENERATE, prompt_ids=prompt)
     turn = read_turn(engine.answer(GENERATE, generate_request(prompt)), request=request, route_format=FORMAT)

@@ -31,14 +31,14 @@ def answers(question: str, skill: float, seeds: int = 200) -> list[int]:
 @pytest.mark.parametrize(
     ("problem", "result"), [("7", 7), ("12 + 3 * 4 - 5", 19), ("2 * 3 - 4 * 5 - 1", -15), ("1 - 2 + 3 * 2", 5)]
 )
-def test_arithmetic_is_right_as_often_as_it_is_told_to_be(problem: str, result: int) -> None:
+def test_the_share_of_right_sums_is_the_skill(problem: str, result: int) -> None:
     question = ARITHMETIC.format(problem)
     assert set(answers(question, skill=1)) == {result}
     assert result not in answers(question, skill=0)
     assert answers(question, skill=0.3).count(result) == pytest.approx(60, abs=20)
 
 
-def test_multiples_are_spread_when_played_well_and_all_the_same_when_not() -> None:
+def test_good_multiples_are_spread_and_bad_ones_are_equal() -> None:
     question = DISTINCT.format(100, 7)
     assert set(answers(question, skill=1)) == set(range(7, 101, 7))
     assert set(answers(question, skill=0)) == {7}
@@ -72,12 +72,12 @@ def test_guessing_finds_every_number(skill: float) -> None:
         DISTINCT.format(100, 0),
     ],
 )
-def test_other_questions_are_left_alone(question: str) -> None:
+def test_other_questions_have_no_scripted_answer(question: str) -> None:
     assert scripted_answer([user(question)], Draws(b""), 1) is None
     assert scripted_answer([{"role": "system", "content": ARITHMETIC.format("1 + 1")}], Draws(b""), 1) is None
 
 
-def test_strange_calls_in_a_game_do_no_harm() -> None:
+def test_malformed_tool_calls_in_the_history_are_ignored() -> None:
     calls = [
         {"function": {"name": "guess", "arguments": text}}
         for text in ("7", "[]", '{"box":3}', '{"box":"Z","number":1}')

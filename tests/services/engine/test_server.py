@@ -32,7 +32,7 @@ def test_it_listens_on_this_machine_only(engine: EngineProcess) -> None:
     assert listening == [f"0100007F:{port:04X}"]
 
 
-def test_a_published_version_is_in_the_answers(tmp_path: Path) -> None:
+def test_responses_carry_the_published_version(tmp_path: Path) -> None:
     with running(tmp_path, "--dialect", "sglang") as engine:
 
         def version() -> int | None:
@@ -75,7 +75,7 @@ def test_a_published_version_is_in_the_answers(tmp_path: Path) -> None:
         ("/update_weights", {"weight_version": "x"}, "weight_version"),
     ],
 )
-def test_a_bad_request_is_told_why(engine: EngineProcess, path: str, request_: Any, why: str) -> None:
+def test_a_bad_request_is_refused_with_the_reason(engine: EngineProcess, path: str, request_: Any, why: str) -> None:
     status, body = engine.ask(path, request_)
     error = json.loads(body)["error"]
     assert (status, error["code"], error["type"]) == (400, 400, "BadRequestError")
@@ -89,7 +89,7 @@ def test_unknown_paths_and_large_bodies_are_refused(engine: EngineProcess) -> No
     assert (status, json.loads(body)["error"]["type"]) == (413, "RequestTooLargeError")
 
 
-def test_failures_are_repeatable_and_another_try_may_succeed(tmp_path: Path) -> None:
+def test_failures_are_repeatable_and_a_retry_may_succeed(tmp_path: Path) -> None:
     requests = [HELLO | {"seed": seed} for seed in range(40)]
     with running(tmp_path, "--failures", "error=0.5") as one, running(tmp_path, "--failures", "error=0.5") as other:
         statuses = [one.ask(CHAT, request)[0] for request in requests]
@@ -103,7 +103,7 @@ def test_failures_are_repeatable_and_another_try_may_succeed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-def test_malformed_bodies_are_none_that_the_library_takes(tmp_path: Path, dialect: str) -> None:
+def test_the_library_refuses_every_malformed_body(tmp_path: Path, dialect: str) -> None:
     with running(tmp_path, "--failures", "malformed=1", "--dialect", dialect) as engine:
         bodies = [engine.answer(CHAT, HELLO | ASK[dialect] | {"seed": seed}) for seed in range(20)]
     for body in bodies:
@@ -114,7 +114,7 @@ def test_malformed_bodies_are_none_that_the_library_takes(tmp_path: Path, dialec
     assert any(body.startswith(b"{") and not body.endswith(b"}") for body in bodies), "cut short"
 
 
-def test_a_connection_breaks_in_the_middle_of_the_body(tmp_path: Path) -> None:
+def test_an_injected_disconnect_breaks_the_body(tmp_path: Path) -> None:
     with running(tmp_path, "--failures", "disconnect=1") as engine:
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             engine.ask(CHAT, HELLO)
@@ -122,7 +122,7 @@ def test_a_connection_breaks_in_the_middle_of_the_body(tmp_path: Path) -> None:
         assert "Traceback" not in engine.text
 
 
-def test_a_request_that_hangs_keeps_neither_the_others_nor_the_end_waiting(tmp_path: Path) -> None:
+def test_a_hanging_request_delays_neither_other_requests_nor_the_stop(tmp_path: Path) -> None:
     with running(tmp_path, "--failures", "hang=1") as engine, closing(engine.connect()) as hanging:
         hanging.request("POST", CHAT, json.dumps(HELLO))
         for _ in range(20):
@@ -132,7 +132,7 @@ def test_a_request_that_hangs_keeps_neither_the_others_nor_the_end_waiting(tmp_p
         assert engine.wait(20) == 0
 
 
-def test_a_client_that_leaves_is_no_error(tmp_path: Path) -> None:
+def test_a_client_that_disconnects_is_not_an_error(tmp_path: Path) -> None:
     with running(tmp_path, "--layers", "48", "--length", "constant:8000") as engine:
         for _ in range(5):
             with closing(engine.connect()) as leaving:
@@ -144,14 +144,14 @@ def test_a_client_that_leaves_is_no_error(tmp_path: Path) -> None:
         assert "ERROR" not in engine.text
 
 
-def test_a_wrong_setting_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_wrong_setting_is_reported_in_one_line(tmp_path: Path) -> None:
     with running(tmp_path, "--latency", "normal:1") as engine:
         assert engine.wait(60) == 2
         assert engine.text.startswith("penstock: 'normal:1' is not a distribution")
         assert engine.text.count("\n") == 1
 
 
-def test_a_taken_port_is_told_with_what_to_do(engine: EngineProcess, tmp_path: Path) -> None:
+def test_a_taken_port_is_reported_with_the_option_to_change(engine: EngineProcess, tmp_path: Path) -> None:
     with running(tmp_path, "--port", str(engine.address[1])) as second:
         assert second.wait(60) == 2
         assert "address already in use; choose another --port" in second.text

@@ -6,7 +6,7 @@ from penstock.errors import ConfigError
 from services.engine.settings import ExpertShape, FailureRates
 
 
-def test_failure_rates_are_named() -> None:
+def test_failure_rates_are_parsed_by_name() -> None:
     assert FailureRates.parse("error=0.25,hang=0.5") == FailureRates(error=0.25, hang=0.5)
     assert FailureRates.parse("") == FailureRates()
 
@@ -22,12 +22,12 @@ def test_failure_rates_are_named() -> None:
         ("error=nan", "must not be negative"),
     ],
 )
-def test_what_are_no_failure_rates(text: str, why: str) -> None:
+def test_invalid_failure_rates_are_refused(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         FailureRates.parse(text)
 
 
 @pytest.mark.parametrize("wrong", [{"layers": -1}, {"topk": 0}, {"experts": 1}, {"experts": 65537}])
-def test_what_is_no_shape_of_routed_experts(wrong: dict[str, int]) -> None:
+def test_an_invalid_shape_of_routed_experts_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="routed experts need"):
         ExpertShape(**{"layers": 1, "topk": 1, "experts": 2, **wrong})

@@ -28,7 +28,7 @@ def said(agent: Agent) -> list[str]:
     return [record["response"]["choices"][0]["message"]["content"] for record in agent.ask("GET").json["records"]]
 
 
-def test_a_conversation_that_goes_on_is_one_sample(strict: Agent) -> None:
+def test_a_continued_conversation_is_one_sample(strict: Agent) -> None:
     for text in ("one", "two", "three"):
         strict.talk(text)
     assert said(strict) == ["answer 1 to one", "answer 3 to two", "answer 5 to three"]
@@ -46,7 +46,9 @@ def test_a_conversation_that_goes_on_is_one_sample(strict: Agent) -> None:
     ],
     ids=lambda changed: next(iter(changed)),
 )
-def test_a_changed_past_is_refused_and_changes_nothing(strict: Agent, script: Script, changed: dict[str, Any]) -> None:
+def test_a_changed_history_is_refused_without_side_effects(
+    strict: Agent, script: Script, changed: dict[str, Any]
+) -> None:
     strict.talk("one")
     strict.talk("two")
     strict.talk("three")
@@ -61,7 +63,7 @@ def test_a_changed_past_is_refused_and_changes_nothing(strict: Agent, script: Sc
     strict.talk("four")
 
 
-def test_fields_that_say_nothing_make_no_difference(strict: Agent, script: Script) -> None:
+def test_empty_fields_of_a_message_are_ignored(strict: Agent, script: Script) -> None:
     script.says["call"] = lambda seen: Response(body=answer(seen, calling(tool_call("add", {"a": 1}))))
     strict.talk("call")
     for nothing in (None, "", []):
@@ -77,7 +79,7 @@ def test_fields_that_say_nothing_make_no_difference(strict: Agent, script: Scrip
 
 
 @pytest.mark.parametrize("role", ["system", "assistant", "developer"])
-def test_only_some_may_go_on(strict: Agent, role: str) -> None:
+def test_only_some_roles_may_be_appended(strict: Agent, role: str) -> None:
     strict.talk("one")
     got = strict.chat([*strict.messages, {"role": role, "content": "x"}])
     assert (got.status, got.error) == (400, f"messages[2] has role {role!r}: only tool, user may be appended")
@@ -85,7 +87,7 @@ def test_only_some_may_go_on(strict: Agent, role: str) -> None:
     assert (got.status, "appends nothing" in got.error) == (400, True)
 
 
-def test_one_answer_may_be_taken_back(strict: Agent) -> None:
+def test_one_completion_may_be_discarded(strict: Agent) -> None:
     strict.talk("one")
     strict.talk("two")
     again = [*strict.messages[:2], user("two, again")]

@@ -52,7 +52,7 @@ def test_a_bad_request_never_reaches_the_engine(agent: Agent, script: Script, bo
 
 @pytest.mark.parametrize("status", [201, 204, 301, 400, 404, 422, 429, 500, 503])
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_engines_own_refusal_passes_through(agent: Agent, script: Script, status: int, stream: bool) -> None:
+def test_a_status_other_than_200_is_forwarded(agent: Agent, script: Script, status: int, stream: bool) -> None:
     body = b"" if status == 204 else b'{"error":{"message":"no","code":%d}}' % status
     headers = {"Content-Type": "application/json", "Retry-After": "7", "Location": "http://elsewhere/"}
     script.says["refuse"] = lambda _: Response(status=status, body=body, headers=headers)
@@ -74,7 +74,7 @@ def test_the_engines_own_refusal_passes_through(agent: Agent, script: Script, st
     ],
     ids=["before its headers", "before its body", "in its body", "in its chunks", "in another encoding"],
 )
-def test_an_engine_that_breaks_off(agent: Agent, script: Script, says: Response) -> None:
+def test_a_broken_off_response_is_502_and_releases_the_claim(agent: Agent, script: Script, says: Response) -> None:
     script.says["break off"] = lambda _: says
     got = agent.chat("break off")
     assert got.status == 502
@@ -83,7 +83,7 @@ def test_an_engine_that_breaks_off(agent: Agent, script: Script, says: Response)
     agent.assert_goes_on()
 
 
-def test_an_engine_that_is_away(agent: Agent, script: Script) -> None:
+def test_an_unreachable_engine_is_502(agent: Agent, script: Script) -> None:
     agent.talk("hello")
     script.server.stop()
     try:
@@ -96,7 +96,7 @@ def test_an_engine_that_is_away(agent: Agent, script: Script) -> None:
     agent.assert_goes_on()
 
 
-def test_an_answer_that_is_none(agent: Agent, script: Script) -> None:
+def test_a_response_without_choices_is_502(agent: Agent, script: Script) -> None:
     script.says["lie"] = lambda seen: Response(body=answer(seen, "x", choices=[]))
     for stream in (False, True):
         got = agent.chat("lie", stream=stream)
@@ -105,7 +105,7 @@ def test_an_answer_that_is_none(agent: Agent, script: Script) -> None:
     agent.assert_goes_on()
 
 
-def test_rows_that_change_their_shape(agent: Agent, script: Script) -> None:
+def test_rows_of_another_shape_are_502(agent: Agent, script: Script) -> None:
     agent.talk("hello")
 
     def other_rows(seen: Any) -> Response:
@@ -122,7 +122,7 @@ def test_rows_that_change_their_shape(agent: Agent, script: Script) -> None:
     assert agent.ask("POST", "/seal").status == 200
 
 
-def test_a_client_that_leaves_does_not_stop_its_turn(agent: Agent, script: Script) -> None:
+def test_a_turn_is_recorded_although_its_client_disconnects(agent: Agent, script: Script) -> None:
     answered = threading.Event()
     script.says["bye"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
     with closing(agent.server.connect()) as leaving:
@@ -134,7 +134,7 @@ def test_a_client_that_leaves_does_not_stop_its_turn(agent: Agent, script: Scrip
     agent.assert_goes_on()
 
 
-def test_a_client_that_leaves_before_it_has_asked(agent: Agent, script: Script) -> None:
+def test_a_client_that_disconnects_before_its_body_releases_the_claim(agent: Agent, script: Script) -> None:
     before = len(script.server.seen)
     with socket.create_connection(agent.server.address) as client:
         client.sendall(f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
@@ -144,7 +144,7 @@ def test_a_client_that_leaves_before_it_has_asked(agent: Agent, script: Script) 
     agent.assert_goes_on()
 
 
-def test_a_broken_body(agent: Agent) -> None:
+def test_a_body_that_cannot_be_read_is_400(agent: Agent) -> None:
     with socket.create_connection(agent.server.address) as client:
         head = f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         client.sendall(head.encode() + b"5\r\nhello\r\nnot a length\r\n")
@@ -153,7 +153,7 @@ def test_a_broken_body(agent: Agent) -> None:
     agent.assert_goes_on()
 
 
-def test_a_disk_that_takes_nothing(agent: Agent) -> None:
+def test_a_failed_write_is_500_and_the_session_stays_usable(agent: Agent) -> None:
     agent.talk("hello")
     log = next(agent.server.store.rglob(f"{agent.id}/.columns*"))
     log.rename(log.with_name("elsewhere"))
@@ -165,7 +165,7 @@ def test_a_disk_that_takes_nothing(agent: Agent) -> None:
     assert agent.turns() == 2
 
 
-def test_told_to_stop_it_lets_chats_end_and_keeps_their_turns(script: Script, tmp_path: Path) -> None:
+def test_a_stopping_server_finishes_chats_and_keeps_their_turns(script: Script, tmp_path: Path) -> None:
     answered = threading.Event()
     script.says["stopping"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
     with running(tmp_path, script.server.url, sessions__drain_s="20") as process:

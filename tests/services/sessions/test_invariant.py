@@ -53,9 +53,7 @@ async def sessions(directory: Path, upstream: str) -> AsyncIterator[tuple[Sessio
             yield table, url
 
 
-def test_turns_that_appear_meanwhile_are_an_error_that_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_turn_added_during_a_chat_is_a_logged_500(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     answered = threading.Event()
 
     async def main(upstream: Server) -> None:
@@ -86,7 +84,7 @@ def test_turns_that_appear_meanwhile_are_an_error_that_is_logged(
     assert "action=invariant" in caplog.text
 
 
-def test_large_requests_are_unpacked_and_checked_off_the_loop_and_small_ones_on_it(
+def test_large_requests_are_read_in_a_thread_and_small_ones_on_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
@@ -125,11 +123,11 @@ ROUTED = b'"routed_experts":'
         ([b"{", b'"routed', b'_experts":"', b"x" * ON_LOOP_BYTES], False),  # in doubt, a thread
     ],
 )
-def test_answers_are_read_on_the_loop_where_little_of_them_is_looked_at(chunks: list[bytes], quick: bool) -> None:
+def test_responses_that_are_quick_to_read_stay_on_the_loop(chunks: list[bytes], quick: bool) -> None:
     assert is_quick(chunks) is quick
 
 
-def test_our_own_mistakes_are_told_without_their_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_of_the_server_is_a_500_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
     async def broken(_: web.BaseRequest) -> web.StreamResponse:
         raise RuntimeError("inside")
 

@@ -35,7 +35,7 @@ def assert_expired(agent: Agent) -> None:
     wait_until(lambda: not list(agent.server.store.rglob(agent.id)))
 
 
-def test_an_abandoned_session_expires_and_its_files_go(tight: SessionsProcess) -> None:
+def test_an_idle_session_expires_and_its_files_are_removed(tight: SessionsProcess) -> None:
     abandoned, used, sealed = tight.agent(), tight.agent(), tight.agent()
     abandoned.talk("hello")
     sealed.talk("hello")
@@ -51,7 +51,7 @@ def test_an_abandoned_session_expires_and_its_files_go(tight: SessionsProcess) -
     assert tight.status()["sessions"]["gone"] >= 2
 
 
-def test_a_session_whose_files_grow_too_large_expires(small: SessionsProcess) -> None:
+def test_a_session_over_session_bytes_expires(small: SessionsProcess) -> None:
     agent = small.agent()
     for number in range(100):
         got = agent.chat(f"{number}" + "x" * 900)
@@ -61,7 +61,7 @@ def test_a_session_whose_files_grow_too_large_expires(small: SessionsProcess) ->
     assert_expired(agent)
 
 
-def test_more_sessions_than_allowed_are_refused(tight: SessionsProcess) -> None:
+def test_sessions_beyond_max_sessions_are_refused(tight: SessionsProcess) -> None:
     got = [tight.ask("POST", "/sessions", {}) for _ in range(41)]
     refused = [each for each in got if each.status != 200]
     assert {each.status for each in refused} == {503}
@@ -72,7 +72,7 @@ def test_more_sessions_than_allowed_are_refused(tight: SessionsProcess) -> None:
     assert tight.agent().talk("room again").status == 200
 
 
-def test_slow_clients_starve_nobody_and_do_not_stay(tight: SessionsProcess) -> None:
+def test_slow_clients_delay_no_others_and_time_out(tight: SessionsProcess) -> None:
     body = json.dumps({"messages": [user("slowly")]}).encode()
     with ExitStack() as slow:
         clients: list[socket.socket] = []
@@ -92,7 +92,7 @@ def test_slow_clients_starve_nobody_and_do_not_stay(tight: SessionsProcess) -> N
         assert b"did not arrive within 0.5 s" in answer
 
 
-def test_who_does_not_read_holds_up_nobody(small: SessionsProcess) -> None:
+def test_clients_that_do_not_read_delay_no_others(small: SessionsProcess) -> None:
     with ExitStack() as open_sockets:
         for agent in [small.agent() for _ in range(4)]:
             body = json.dumps({"messages": [user("unread " + "x" * 1000)]}).encode()
@@ -104,7 +104,7 @@ def test_who_does_not_read_holds_up_nobody(small: SessionsProcess) -> None:
             agent.assert_goes_on()
 
 
-def test_bytes_wait_for_room_but_all_are_answered(small: SessionsProcess) -> None:
+def test_chats_wait_for_the_byte_budget_and_all_are_answered(small: SessionsProcess) -> None:
     agents = [small.agent() for _ in range(12)]
     with ThreadPoolExecutor(12) as pool:
         got = list(pool.map(lambda agent: agent.chat("x" * 1000), agents))

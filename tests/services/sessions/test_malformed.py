@@ -36,7 +36,7 @@ def body_of(case: Malformed) -> bytes:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.dialect}: {case.name}")
-def test_is_refused_and_leaves_no_trace(servers: Servers, case: Malformed) -> None:
+def test_a_malformed_response_is_502_and_records_nothing(servers: Servers, case: Malformed) -> None:
     server, script = servers[case.dialect]
     agent = server.agent()
     script.says["malformed"] = lambda _: Response(body=body_of(case))
@@ -48,5 +48,5 @@ def test_is_refused_and_leaves_no_trace(servers: Servers, case: Malformed) -> No
     assert agent.turns() == 1
 
 
-def test_there_are_many_of_them() -> None:
+def test_the_table_has_at_least_120_cases() -> None:
     assert len(CASES) >= 120

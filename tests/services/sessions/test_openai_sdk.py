@@ -33,7 +33,7 @@ def ask(agent: Agent, text: Any, **options: Any) -> str | None:
         return got.choices[0].message.content
 
 
-def test_a_conversation(agent: Agent) -> None:
+def test_the_sdk_holds_a_conversation(agent: Agent) -> None:
     messages: Any = []
     with client(agent) as sdk:
         for text in ("one", "two"):
@@ -46,7 +46,7 @@ def test_a_conversation(agent: Agent) -> None:
     assert len(agent.ask("POST", "/seal").json["sample_lengths"]) == 1
 
 
-def test_many_at_once_with_the_asynchronous_client(sessions: SessionsProcess) -> None:
+def test_many_asynchronous_clients_at_once(sessions: SessionsProcess) -> None:
     agents = [sessions.agent() for _ in range(16)]
 
     async def one(agent: Agent) -> str | None:
@@ -60,7 +60,7 @@ def test_many_at_once_with_the_asynchronous_client(sessions: SessionsProcess) ->
     assert asyncio.run(main()) == [f"answer 1 to {agent.id}" for agent in agents]
 
 
-def test_streamed(agent: Agent) -> None:
+def test_the_sdk_streams(agent: Agent) -> None:
     options: Any = {"stream_options": {"include_usage": True}}
     with client(agent) as sdk:
         messages: Any = [{"role": "user", "content": "streamed"}]
@@ -73,7 +73,7 @@ def test_streamed(agent: Agent) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tools(agent: Agent, script: Script, stream: bool) -> None:
+def test_the_sdk_calls_tools(agent: Agent, script: Script, stream: bool) -> None:
     script.says["add"] = lambda seen: Response(
         body=answer(seen, calling(tool_call("add", {"a": 1}, id="c1"), tool_call("add", {"a": 2}, id="c2")))
     )
@@ -96,14 +96,14 @@ def test_tools(agent: Agent, script: Script, stream: bool) -> None:
     assert agent.turns() == 2
 
 
-def test_models(agent: Agent) -> None:
+def test_the_sdk_lists_models(agent: Agent) -> None:
     with client(agent) as sdk:
         assert sdk.get("/models", cast_to=object) == {"path": "/v1/models", "method": "GET"}
         with pytest.raises(openai.NotFoundError):
             sdk.embeddings.create(model=MODEL, input="x")
 
 
-def test_it_tries_again_what_passes(agent: Agent, script: Script) -> None:
+def test_the_sdk_retries_transient_failures(agent: Agent, script: Script) -> None:
     def twice(seen: ReceivedRequest) -> Response:
         if int(seen.headers["x-stainless-retry-count"]) == 0:
             return Response(status=503, body=b"{}", headers={"Retry-After-Ms": "1"})
@@ -116,7 +116,7 @@ def test_it_tries_again_what_passes(agent: Agent, script: Script) -> None:
     assert (len(script.seen("twice")), agent.turns()) == (3, 1)
 
 
-def test_errors_are_its_own(agent: Agent, sessions: SessionsProcess, script: Script) -> None:
+def test_errors_become_the_exceptions_of_the_sdk(agent: Agent, sessions: SessionsProcess, script: Script) -> None:
     for status, kind in [
         (400, openai.BadRequestError),
         (404, openai.NotFoundError),
@@ -158,7 +158,7 @@ def test_a_busy_session_is_a_conflict(agent: Agent, script: Script) -> None:
         assert first.result() == "answer 1 to slow"
 
 
-def test_a_client_that_gives_up_can_ask_again(agent: Agent, script: Script) -> None:
+def test_a_client_that_times_out_can_send_again(agent: Agent, script: Script) -> None:
     answered = threading.Event()
     script.says["patience"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
     with pytest.raises(openai.APITimeoutError):

@@ -35,7 +35,7 @@ WAYS: dict[str, Callable[[Any], bytes]] = {"compact": compact, "spaced": spaced,
 @pytest.mark.parametrize("form", ["object", "npy", "lists"])
 @pytest.mark.parametrize("text", ["short", LONG], ids=["short", "long"])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_client_gets_the_engines_bytes_but_for_the_routed_experts(
+def test_the_client_gets_the_engines_bytes_without_the_routed_experts(
     agent: Agent, script: Script, form: str, text: str, way: str
 ) -> None:
     def says(seen: ReceivedRequest, cut: bool = False) -> Response:
@@ -58,7 +58,7 @@ def test_the_client_gets_the_engines_bytes_but_for_the_routed_experts(
     np.testing.assert_array_equal(out[:-1], rows_of(columns.input_ids.tolist()))
 
 
-def test_framing_is_ours_and_everything_else_the_engines(agent: Agent, script: Script) -> None:
+def test_hop_by_hop_headers_of_the_engine_are_stripped(agent: Agent, script: Script) -> None:
     def says(seen: ReceivedRequest) -> Response:
         headers = {"Server": "vllm", "Date": "Thu, 01 Jan 1970 00:00:00 GMT", "X-Request-Id": "42", "Vary": "Origin"}
         headers |= {"Content-Type": "application/json; charset=utf-8", "Content-Encoding": "gzip", "X-Hop": "1"}
@@ -78,7 +78,7 @@ def test_framing_is_ours_and_everything_else_the_engines(agent: Agent, script: S
     assert agent.turns() == 1
 
 
-def test_the_engine_hears_the_client_but_not_our_secret(agent: Agent, script: Script) -> None:
+def test_the_engine_gets_the_clients_headers_without_the_secret(agent: Agent, script: Script) -> None:
     body = gzip.compress(json.dumps({"messages": [user("headers")]}).encode())
     headers = {"X_Trace": "7", "Accept": "text/plain", "Accept_Encoding": "gzip, br, zstd", "Content_Encoding": "gzip"}
     assert agent.ask("POST", "/v1/chat/completions", body, **headers, Connection="X-Hop", X_Hop="1").status == 200
@@ -92,7 +92,7 @@ def test_the_engine_hears_the_client_but_not_our_secret(agent: Agent, script: Sc
     assert int(heard["content-length"]) == len(json.dumps(seen.body, separators=(",", ":")))
 
 
-def test_another_key_is_the_engines_business(agent: Agent, script: Script) -> None:
+def test_another_key_is_forwarded_to_the_engine(agent: Agent, script: Script) -> None:
     agent.ask("POST", "/v1/chat/completions", {"messages": [user("key")]}, Authorization="Bearer sk-other")
     assert script.seen("key")[-1].headers["Authorization"] == "Bearer sk-other"
 
@@ -122,7 +122,7 @@ def test_other_hosts_need_the_secret(guarded: SessionsProcess, script: Script) -
     assert agent.secret not in guarded.text
 
 
-def test_listed_paths_are_passed_as_they_are(guarded: SessionsProcess, script: Script) -> None:
+def test_allowed_paths_are_proxied_unchanged(guarded: SessionsProcess, script: Script) -> None:
     agent = guarded.agent()
     got = agent.ask("POST", "/v1/embeddings?a=%2F&b", {"input": "x"}, X_Own="1")
     assert got.json == {"path": "/v1/embeddings", "method": "POST"}
@@ -140,7 +140,7 @@ def events(got: Got) -> list[Any]:
     return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
 
 
-def test_a_stream_is_one_chunk_and_the_end(agent: Agent, script: Script) -> None:
+def test_a_stream_is_one_chunk_and_done(agent: Agent, script: Script) -> None:
     (chunk,) = events(agent.chat("streamed", stream=True, stream_options={"include_usage": True}))
     asked = script.seen("streamed")[-1]
     assert not {"stream", "stream_options"} & asked.body.keys()
@@ -169,7 +169,7 @@ def test_streamed_tool_calls_carry_an_index(agent: Agent, script: Script) -> Non
     assert sealed["sample_lengths"] == [len(prompt_ids(told)) + len(spoken_ids({"content": "answer 3 to 2"}))]
 
 
-def test_answers_of_many_megabytes(agent: Agent, script: Script) -> None:
+def test_large_responses_are_read_in_a_thread_and_not_kept(agent: Agent, script: Script) -> None:
     """Read in a thread, and not kept."""
 
     def says(seen: ReceivedRequest) -> Response:

@@ -27,9 +27,7 @@ def in_flight(agent: Agent, script: Script, text: str) -> Iterator[tuple[Future[
             answered.set()
 
 
-def test_a_second_chat_is_refused_at_once_and_the_engine_never_hears_of_it(
-    agent: Agent, sessions: SessionsProcess, script: Script
-) -> None:
+def test_a_second_chat_is_refused_at_once_and_not_sent(agent: Agent, sessions: SessionsProcess, script: Script) -> None:
     with in_flight(agent, script, "first") as (chat, answered):
         got = agent.chat("second")
         assert (got.status, got.error) == (409, BUSY)
@@ -46,7 +44,7 @@ def test_a_second_chat_is_refused_at_once_and_the_engine_never_hears_of_it(
     agent.assert_goes_on()
 
 
-def test_deleted_during_a_chat_the_client_gets_its_answer_and_nothing_is_recorded(
+def test_a_chat_in_a_deleted_session_is_answered_but_not_recorded(
     agent: Agent, sessions: SessionsProcess, script: Script
 ) -> None:
     before = sessions.status()["chats"]["recorded"]
@@ -67,7 +65,7 @@ def together(*calls: Callable[[], Got]) -> list[Got]:
         return [call.result() for call in [pool.submit(call) for call in calls]]
 
 
-def test_many_deletes_are_one(sessions: SessionsProcess) -> None:
+def test_one_of_many_deletes_succeeds(sessions: SessionsProcess) -> None:
     for _ in range(5):
         agent = sessions.agent()
         agent.talk("hello")
@@ -75,14 +73,14 @@ def test_many_deletes_are_one(sessions: SessionsProcess) -> None:
         assert sorted(statuses) == [204] + [404] * 7
 
 
-def test_many_chats_at_once_are_one_or_follow_one_another(agent: Agent, script: Script) -> None:
+def test_concurrent_chats_are_serialized_or_refused(agent: Agent, script: Script) -> None:
     got = together(*[lambda number=number: agent.chat(f"at once {number}") for number in range(8)])
     statuses = [each.status for each in got]
     assert set(statuses) <= {200, 409}
     assert agent.turns() == statuses.count(200) == sum(len(script.seen(f"at once {number}")) for number in range(8))
 
 
-def test_a_chat_or_a_seal_beside_a_delete_is_whole_or_not_at_all(sessions: SessionsProcess) -> None:
+def test_a_chat_or_seal_beside_a_delete_is_complete_or_refused(sessions: SessionsProcess) -> None:
     for _ in range(10):
         agent = sessions.agent()
         agent.talk("hello")
@@ -99,7 +97,7 @@ def test_a_chat_or_a_seal_beside_a_delete_is_whole_or_not_at_all(sessions: Sessi
             assert not list(sessions.store.rglob(agent.id))
 
 
-def test_many_short_lives(sessions: SessionsProcess) -> None:
+def test_many_sessions_can_be_created_and_deleted_concurrently(sessions: SessionsProcess) -> None:
     def live(number: int) -> list[int]:
         agent = sessions.agent()
         first, second = agent.chat(f"life {number}"), agent.chat(f"and {number}")
@@ -111,7 +109,7 @@ def test_many_short_lives(sessions: SessionsProcess) -> None:
     assert sessions.status()["sessions"]["open"] == before
 
 
-def test_nobody_waits_for_a_slow_chat(sessions: SessionsProcess, script: Script) -> None:
+def test_a_slow_chat_delays_no_other_session(sessions: SessionsProcess, script: Script) -> None:
     with in_flight(sessions.agent(), script, "very slow"):
         others = [sessions.agent() for _ in range(4)]
         chats = together(*[lambda agent=agent: agent.chat("quick") for agent in others])

@@ -11,7 +11,7 @@ from penstock.store import Store
 from services.sessions.session_directory import SessionDirectory, owner_of
 
 
-def test_the_death_of_a_server_touches_its_own_sessions_only(script: Script, tmp_path: Path) -> None:
+def test_a_killed_server_affects_only_its_own_sessions(script: Script, tmp_path: Path) -> None:
     backend = script.server.url
     with running(tmp_path, backend) as one, running(tmp_path, backend) as other:
         mine, others = one.agent(), other.agent()
@@ -30,7 +30,7 @@ def test_the_death_of_a_server_touches_its_own_sessions_only(script: Script, tmp
             assert first["columns"]["key"] != second["columns"]["key"]
 
 
-def test_two_servers_never_share_their_sessions(tmp_path: Path) -> None:
+def test_two_servers_cannot_share_a_directory(tmp_path: Path) -> None:
     SessionDirectory(Store(tmp_path), "ab" * 16).lock()
     arguments = ["--port", "0", "--store", f"file://{tmp_path}", "--instance-id", "ab" * 16]
     result = CliRunner().invoke(app, ["sessions", *arguments])
@@ -38,12 +38,12 @@ def test_two_servers_never_share_their_sessions(tmp_path: Path) -> None:
     assert "another session server uses" in str(result.exception)
 
 
-def test_a_server_is_found_by_its_name_or_where_it_listens() -> None:
+def test_the_directory_is_named_by_instance_id_or_host_and_port() -> None:
     assert owner_of("cd" * 16, 80) == "cd" * 16
     assert owner_of(None, 8100).endswith("-8100")
 
 
-def test_what_was_half_written_goes_and_what_cannot_be_read_is_gone(script: Script, tmp_path: Path) -> None:
+def test_a_restart_removes_unfinished_files_and_expires_unreadable_sessions(script: Script, tmp_path: Path) -> None:
     instance = ["--instance-id", "ef" * 16]
     with running(tmp_path, script.server.url, *instance) as process:
         sealed, broken, whole = (process.agent() for _ in range(3))
@@ -69,7 +69,7 @@ def test_what_was_half_written_goes_and_what_cannot_be_read_is_gone(script: Scri
         whole.assert_goes_on()
 
 
-def test_a_secret_outlives_its_server_and_lies_nowhere(script: Script, tmp_path: Path) -> None:
+def test_a_secret_survives_a_restart_and_is_never_stored(script: Script, tmp_path: Path) -> None:
     arguments = ["--instance-id", "ef" * 16, "--require-secret"]
     with running(tmp_path, script.server.url, *arguments) as process:
         agent, deleted = process.agent(sampling={"temperature": 0.25}), process.agent()

@@ -37,7 +37,7 @@ def test_a_session_has_a_url_of_its_own(sessions: SessionsProcess) -> None:
     assert (shown["metadata"]["rollout"], shown["metadata"]["attempt"]) == ("r1", 3)
 
 
-def test_a_chat_is_recorded_as_it_was(agent: Agent, script: Script) -> None:
+def test_a_record_holds_the_request_and_the_response(agent: Agent, script: Script) -> None:
     got = agent.talk("hello")
     assert got.said == "answer 1 to hello"
     shown = agent.ask("GET").json
@@ -49,7 +49,7 @@ def test_a_chat_is_recorded_as_it_was(agent: Agent, script: Script) -> None:
     assert shown["metadata"]["accumulated_token_ids"] == prompt_ids(agent.messages)[:-1]
 
 
-def test_the_rest_of_what_is_asked_reaches_the_engine(sessions: SessionsProcess, script: Script) -> None:
+def test_other_fields_and_defaults_reach_the_engine(sessions: SessionsProcess, script: Script) -> None:
     agent = sessions.agent(sampling={"temperature": 0.7, "top_p": 0.9, "max_tokens": 7})
     tools = [{"type": "function", "function": {"name": "add"}}]
     agent.chat("forced", logprobs=False, return_token_ids=False, top_p=1, tools=tools, stream_options={})
@@ -62,7 +62,7 @@ def test_the_rest_of_what_is_asked_reaches_the_engine(sessions: SessionsProcess,
     assert script.seen("named")[-1].body["model"] == "adapter-1"
 
 
-def test_sealing_gives_the_rollouts_files(sessions: SessionsProcess) -> None:
+def test_sealing_returns_the_files_of_the_rollout(sessions: SessionsProcess) -> None:
     agent = sessions.agent(rollout="r7", attempt=2, sampling={"temperature": 0.5}, policy_version=4)
     agent.talk("one")
     agent.talk("two")
@@ -81,20 +81,20 @@ def test_sealing_gives_the_rollouts_files(sessions: SessionsProcess) -> None:
     assert Store(sessions.store).open(BlobRef(**sealed.json["columns"])).size, "sealed files outlive their session"
 
 
-def test_a_rollout_that_ended_badly_is_sealed_without_loss(agent: Agent, sessions: SessionsProcess) -> None:
+def test_a_failed_rollout_is_sealed_with_its_loss_masked(agent: Agent, sessions: SessionsProcess) -> None:
     agent.talk("one")
     sealed = agent.ask("POST", "/seal", {"error": "out of time"}).json
     columns = read_columns(Store(sessions.store), BlobRef(**sealed["columns"]))
     assert (columns.error, columns.loss_mask.any()) == ("out of time", False)
 
 
-def test_nothing_to_train_on_is_said_with_the_reason(agent: Agent) -> None:
+def test_sealing_a_session_without_turns_is_refused(agent: Agent) -> None:
     got = agent.ask("POST", "/seal")
     assert (got.status, got.error) == (422, f"session {agent.id} recorded no turn: there is nothing to train on")
     agent.assert_goes_on()
 
 
-def test_deleting_leaves_nothing(agent: Agent, sessions: SessionsProcess) -> None:
+def test_deleting_removes_the_session_and_its_files(agent: Agent, sessions: SessionsProcess) -> None:
     agent.talk("hello")
     files = next(sessions.store.rglob(agent.id))
     got = agent.ask("DELETE")
@@ -119,14 +119,14 @@ def test_other_paths_are_not_found(sessions: SessionsProcess, path: str) -> None
     ["/v1/completions", "/update_weights", "/flush_cache", "/sleep", "/v1/chat", "/v1/chat/completions/",
      "/v1/models/../../flush_cache", "/v1/models%2f..%2fsleep", "//v1/models", "/v1/models/x", "/generate", "/health"],
 )  # fmt: skip
-def test_an_agent_reaches_nothing_else_of_the_engine(agent: Agent, script: Script, path: str) -> None:
+def test_an_agent_reaches_no_other_path_of_the_engine(agent: Agent, script: Script, path: str) -> None:
     before = len(script.server.seen)
     for method in ("GET", "POST", "PUT", "DELETE"):
         assert agent.ask(method, path, b"").status == 404
     assert len(script.server.seen) == before
 
 
-def test_models_are_the_engines(agent: Agent) -> None:
+def test_models_are_read_from_the_engine(agent: Agent) -> None:
     assert agent.ask("GET", "/v1/models?x=1").json == {"path": "/v1/models", "method": "GET"}
     assert agent.ask("POST", "/v1/models", {}).status == 404
 
@@ -146,13 +146,13 @@ def test_models_are_the_engines(agent: Agent) -> None:
         (b"\xff", "cannot be read"),
     ],
 )
-def test_a_session_that_makes_no_sense_is_refused(sessions: SessionsProcess, body: object, why: str) -> None:
+def test_an_invalid_session_request_is_refused(sessions: SessionsProcess, body: object, why: str) -> None:
     got = sessions.ask("POST", "/sessions", body)
     assert got.status == 400
     assert why in got.error
 
 
-def test_nothing_leads_out_of_the_store(sessions: SessionsProcess) -> None:
+def test_a_rollout_name_cannot_escape_the_store(sessions: SessionsProcess) -> None:
     agent = sessions.agent(rollout="../../../outside")
     agent.talk("hello")
     assert agent.ask("POST", "/seal").status == 200
@@ -175,7 +175,7 @@ def test_bodies_and_heads_are_limited(agent: Agent, sessions: SessionsProcess, s
     agent.assert_goes_on()
 
 
-def test_a_chunked_body_is_limited_as_it_comes(agent: Agent, sessions: SessionsProcess) -> None:
+def test_a_chunked_body_is_limited_while_it_is_received(agent: Agent, sessions: SessionsProcess) -> None:
     with socket.create_connection(sessions.address) as client:
         client.sendall(f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
         piece = b"%x\r\n%b\r\n" % (1 << 20, b" " * (1 << 20))
@@ -185,13 +185,13 @@ def test_a_chunked_body_is_limited_as_it_comes(agent: Agent, sessions: SessionsP
     agent.assert_goes_on()
 
 
-def test_what_is_no_http_is_told_so(sessions: SessionsProcess) -> None:
+def test_malformed_http_gets_400(sessions: SessionsProcess) -> None:
     with socket.create_connection(sessions.address) as client:
         client.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n")
         assert b" 400 " in client.recv(1000)
 
 
-def test_a_client_may_wait_for_leave_to_send(agent: Agent, sessions: SessionsProcess) -> None:
+def test_expect_100_continue_is_supported(agent: Agent, sessions: SessionsProcess) -> None:
     body = json.dumps({"messages": [user("hello")]}).encode()
     with socket.create_connection(sessions.address) as client:
         head = f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nExpect: 100-continue\r\n"
@@ -208,7 +208,7 @@ def test_it_listens_on_this_machine_only(sessions: SessionsProcess) -> None:
     assert (host, listening) == ("127.0.0.1", [f"0100007F:{port:04X}"])
 
 
-def test_what_is_used_and_what_may_be_is_shown(agent: Agent, sessions: SessionsProcess) -> None:
+def test_the_status_shows_usage_and_limits(agent: Agent, sessions: SessionsProcess) -> None:
     before = sessions.status()
     agent.talk("hello")
     status = sessions.status()
@@ -232,7 +232,7 @@ def test_what_is_used_and_what_may_be_is_shown(agent: Agent, sessions: SessionsP
         (["--engine-urls", "engine:8000"], "http://host:port"),
     ],
 )
-def test_a_wrong_setting_is_told(tmp_path: Path, arguments: list[str], why: str) -> None:
+def test_a_wrong_setting_is_refused_with_its_name(tmp_path: Path, arguments: list[str], why: str) -> None:
     defaults = ["--port", "0", "--engine-urls", "http://127.0.0.1:1", "--store", f"file://{tmp_path}"]
     result = CliRunner().invoke(app, ["sessions", *defaults, *arguments])
     assert isinstance(result.exception, ConfigError)

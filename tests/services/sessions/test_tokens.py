@@ -36,7 +36,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionsProcess
             yield process
 
 
-def test_history_is_the_stored_tokens(tokens: SessionsProcess) -> None:
+def test_recorded_tokens_are_sent_as_history(tokens: SessionsProcess) -> None:
     agent = tokens.agent()
     for number, text in enumerate(["What is 3 + 4?", "And what is 10 - 2?", "Thanks."]):
         before = agent.ask("GET").json["metadata"]["accumulated_token_ids"]
@@ -55,7 +55,7 @@ def test_history_is_the_stored_tokens(tokens: SessionsProcess) -> None:
     np.testing.assert_array_equal(out[:-1], ExpertTable(SHAPE).rows(columns.input_ids))
 
 
-def test_going_back_begins_with_the_tokens_that_are_shared(tokens: SessionsProcess) -> None:
+def test_going_back_reuses_the_shared_tokens(tokens: SessionsProcess) -> None:
     agent = tokens.agent()
     agent.talk("one")
     shared = agent.ask("GET").json["metadata"]["accumulated_token_ids"]
@@ -66,7 +66,7 @@ def test_going_back_begins_with_the_tokens_that_are_shared(tokens: SessionsProce
     assert len(agent.ask("POST", "/seal").json["sample_lengths"]) == 2
 
 
-def test_what_cannot_be_tokenized_is_refused(tokens: SessionsProcess) -> None:
+def test_messages_that_cannot_be_tokenized_are_refused(tokens: SessionsProcess) -> None:
     agent = tokens.agent()
     got = agent.chat([{"role": "robot", "content": "x"}])
     assert (got.status, "role 'robot'" in got.error) == (400, True)
@@ -84,7 +84,7 @@ def test_a_renderer_that_cannot_be_used_is_refused(tmp_path: Path, renderer: str
     assert why in str(result.exception)
 
 
-def test_a_tokenizer_s_directory_gives_the_tokens_and_history_stays(script: Script, tmp_path: Path) -> None:
+def test_a_tokenizer_directory_renders_appended_messages_only(script: Script, tmp_path: Path) -> None:
     directory = tokenizer_dir(tmp_path / "tokenizer")
     settings = {"engine__dialect": "sglang", "engine__hidden_layers": "2"}
     script.dialect = "sglang"
