@@ -62,7 +62,7 @@ def test_a_worker_id_survives_formatting(id: WorkerId) -> None:
 
 @given(st.text())
 @pytest.mark.parametrize("kind", [RolloutId, TaskId, LeaseId, LeaseValue])
-def test_any_other_text_matches_nothing_or_is_the_id_it_says(kind: Any, text: str) -> None:
+def test_a_matched_id_formats_back_to_the_same_text(kind: Any, text: str) -> None:
     found = kind.match(text)
     assert found is None or str(found) == text
 

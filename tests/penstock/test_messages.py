@@ -64,6 +64,6 @@ def test_the_longest_reply_of_a_rollout_stays_below_the_limit() -> None:
         {"reward": float("nan")},
     ],
 )
-def test_what_could_grow_is_bounded(wrong: dict[str, object]) -> None:
+def test_results_beyond_their_limits_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         RolloutResult.model_validate({"reward": 0.0, **wrong})

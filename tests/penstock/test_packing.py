@@ -45,9 +45,7 @@ def test_every_sample_is_placed_once_within_seq_len_and_ranks_have_as_many_micro
 
 
 @given(lengths_strategy, st.integers(1, 5), st.sampled_from([0.0, 0.01]))
-def test_no_rank_carries_more_than_one_sample_above_the_lightest(
-    lengths: list[int], data_ranks: int, attention_cost: float
-) -> None:
+def test_ranks_differ_by_at_most_one_sample_in_load(lengths: list[int], data_ranks: int, attention_cost: float) -> None:
     packing = packed(lengths, rules(data_ranks=data_ranks, attention_cost=attention_cost))
     costs = [n + attention_cost * n**2 for n in packing.lengths]
     loads = [sum(costs[sample] for batch in rank for sample in batch) for rank in packing.ranks]
@@ -71,7 +69,7 @@ def test_no_samples_give_no_micro_batches() -> None:
 
 
 @pytest.mark.parametrize(("oversize", "kept"), [("cut", 32), ("mask", 32), ("drop", 0)])
-def test_a_sample_longer_than_seq_len_is_treated_by_policy_and_marked(oversize: Oversize, kept: int) -> None:
+def test_a_sample_longer_than_seq_len_follows_the_oversize_rule(oversize: Oversize, kept: int) -> None:
     packing = packed([40, 32], rules(oversize=oversize))
     assert packing.lengths.tolist() == [kept, 32]
     assert packing.oversized.tolist() == [True, False]
@@ -102,7 +100,7 @@ def test_padding_is_a_segment_with_its_own_positions() -> None:
         ({"token_cost": 0.0}, "one of them above 0"),
     ],
 )
-def test_rules_that_cannot_hold_are_refused(wrong: dict[str, float], reason: str) -> None:
+def test_contradictory_packing_rules_are_refused(wrong: dict[str, float], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         PackingRules(**{"data_ranks": 1, "seq_len": SEQ_LEN, **wrong})  # pyright: ignore[reportArgumentType]
 
@@ -111,9 +109,7 @@ def test_rules_that_cannot_hold_are_refused(wrong: dict[str, float], reason: str
     ("text", "weight", "denominator"),
     [("token", 1.0, 100), ("sample", 1 / 20, 7), ("rollout", 1 / 50, 3), ("constant:4", 1 / 4, 3)],
 )
-def test_normalise_says_what_a_token_weighs_and_what_the_sum_is_divided_by(
-    text: str, weight: float, denominator: int
-) -> None:
+def test_normalise_gives_token_weights_and_the_denominator(text: str, weight: float, denominator: int) -> None:
     normalise = Normalise.parse(text)
     assert normalise.weight(loss_tokens=20, rollout_loss_tokens=50) == weight
     assert normalise.denominator(loss_tokens=100, samples=7, rollouts=3) == denominator

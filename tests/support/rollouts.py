@@ -1,4 +1,4 @@
-"""Rollouts made up for tests: their files in a store, and what is in them as plain lists."""
+"""Random rollouts for tests: their files in a store, and their content as arrays."""
 
 import json
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class MadeRollout:
     rows: list[np.ndarray[Any, Any]]
     """routed experts of each sample, of all its tokens"""
     valid: list[np.ndarray[Any, Any]]
-    """which of them were sent"""
+    """which rows the engine sent"""
 
 
 @dataclass(kw_only=True)
@@ -52,7 +52,7 @@ class RolloutMaker:
     ) -> MadeRollout:
         columns = self._columns(rollout, samples)
         lengths = np.diff(columns.sample_offsets).tolist()
-        rows, valid = self._routes(lengths)
+        rows, valid = self._expert_rows(lengths)
         planned = BatchRollout(
             rollout=rollout,
             group=group,
@@ -105,8 +105,8 @@ class RolloutMaker:
             conversation=np.frombuffer(json.dumps([{"content": rollout}], indent=1).encode(), np.uint8),
         )
 
-    def _routes(self, lengths: list[int]) -> tuple[list[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]:
-        """The last token was never fed forward, and now and then an engine forgets one."""
+    def _expert_rows(self, lengths: list[int]) -> tuple[list[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]:
+        """Rows of every token, and which were sent: all but the last, which is never fed forward, and 5 % at random."""
         high = 1000 if self.experts == "uint16" else 256
         shapes = [(length, self.layers, self.topk) for length in lengths]
         rows = [self.rng.integers(1, high, shape).astype(self.experts or "uint8") for shape in shapes]

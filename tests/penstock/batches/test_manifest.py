@@ -40,7 +40,7 @@ def test_a_sealed_step_is_read_back_with_its_totals(store: Store, plan: BatchPla
     assert totals.loss_tokens == totals.denominator == sum(rank.loss_tokens for rank in sealed.ranks) > 0
 
 
-def test_the_manifest_says_what_was_delivered(store: Store, plan: BatchPlan) -> None:
+def test_a_manifest_lists_rollouts_files_and_versions(store: Store, plan: BatchPlan) -> None:
     seal_manifest(store, plan, encode_all(store, plan))
     content = json.loads(manifest_path(store, 42).read_text())
     first = content["plan"]["rollouts"][0]
@@ -62,7 +62,7 @@ def test_a_sealed_step_is_never_replaced(store: Store, plan: BatchPlan) -> None:
     assert not [path for path in manifest_path(store, 42).parent.iterdir() if path.name.startswith(".")]
 
 
-def test_ranks_must_be_all_there_and_of_this_plan(store: Store, plan: BatchPlan) -> None:
+def test_sealing_needs_every_rank_encoded_from_this_plan(store: Store, plan: BatchPlan) -> None:
     ranks = encode_all(store, plan)
     with pytest.raises(StageError, match=r"needs files of ranks 0 to 1, not of \[0\]"):
         seal_manifest(store, plan, ranks[:1])
@@ -73,7 +73,7 @@ def test_ranks_must_be_all_there_and_of_this_plan(store: Store, plan: BatchPlan)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b'{"format":"other"}', b"null", b'{"plan":' * 100_000])
-def test_a_foreign_manifest_is_refused_with_its_path(store: Store, content: bytes) -> None:
+def test_a_malformed_manifest_is_refused_with_its_path(store: Store, content: bytes) -> None:
     path = manifest_path(store, 42)
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
@@ -96,13 +96,13 @@ def test_a_manifest_of_another_step_is_refused(store: Store, plan: BatchPlan) ->
         read_manifest(store, 43)
 
 
-def test_a_store_that_takes_nothing_is_reported(store: Store, plan: BatchPlan) -> None:
+def test_encoding_into_an_unwritable_store_raises_blob_unwritten(store: Store, plan: BatchPlan) -> None:
     store.root.joinpath("batches").write_bytes(b"in the way")
     with pytest.raises(BlobUnwritten, match="cannot write"):
         encode_all(store, plan)
 
 
-def test_a_file_that_cannot_grow_leaves_nothing_behind(store: Store, plan: BatchPlan) -> None:
+def test_a_rank_file_that_cannot_grow_is_removed(store: Store, plan: BatchPlan) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
@@ -113,7 +113,7 @@ def test_a_file_that_cannot_grow_leaves_nothing_behind(store: Store, plan: Batch
     assert not [path for path in store.root.joinpath("batches").rglob("*") if path.is_file()]
 
 
-def test_a_plan_is_the_same_however_its_numbers_were_written(plan: BatchPlan) -> None:
+def test_integer_and_float_values_give_the_same_plan_digest(plan: BatchPlan) -> None:
     whole = [replace(each, reward=1.0, advantage=0.0) for each in plan.rollouts]
     same = [replace(each, reward=1, advantage=0) for each in plan.rollouts]
     rules = replace(plan.rules, token_cost=2)
@@ -123,12 +123,12 @@ def test_a_plan_is_the_same_however_its_numbers_were_written(plan: BatchPlan) ->
 
 
 @pytest.mark.parametrize("name", ["reward", "advantage"])
-def test_a_number_that_poisons_a_batch_is_refused_with_its_rollout(plan: BatchPlan, name: str) -> None:
+def test_a_reward_or_advantage_that_is_not_finite_is_refused(plan: BatchPlan, name: str) -> None:
     with pytest.raises(StageError, match=f"rollout x1 has {name} nan"):
         replace(plan.rollouts[0], **{name: float("nan")})
 
 
-def test_plan_and_answer_cross_processes_as_json(store: Store, plan: BatchPlan) -> None:
+def test_a_plan_and_an_encoded_rank_survive_json(store: Store, plan: BatchPlan) -> None:
     for kind, value in [(BatchPlan, plan), (EncodedRank, encode_all(store, plan)[0])]:
         adapter = TypeAdapter(kind)
         assert adapter.validate_json(adapter.dump_json(value)) == value

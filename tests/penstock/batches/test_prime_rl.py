@@ -84,7 +84,7 @@ def vector_experts(routed: dict[str, Any] | None) -> prime_rl.ExpertRows | None:
     return prime_rl.ExpertRows(shape=tuple(routed["shape"]), dtype=rows.dtype, rows=iter(np.array_split(rows, 3)))
 
 
-def test_micro_batches_are_written_as_prime_rl_wrote_them() -> None:
+def test_micro_batches_have_the_bytes_of_prime_rls_encoder() -> None:
     batches = json.loads((VECTORS / "prime_rl_rank_0.json").read_text())
     written = array_header(len(batches))
     for batch in batches:
@@ -101,7 +101,7 @@ def test_micro_batches_are_written_as_prime_rl_wrote_them() -> None:
     assert written == (VECTORS / "prime_rl_rank_0.bin").read_bytes()
 
 
-def test_samples_are_written_as_prime_rl_wrote_them() -> None:
+def test_samples_have_the_bytes_of_prime_rls_encoder() -> None:
     batch = json.loads((VECTORS / "prime_rl_batch.json").read_text())
     written = array_header(3) + array_header(len(batch["examples"]))
     for example in batch["examples"]:
@@ -130,7 +130,7 @@ def test_samples_are_written_as_prime_rl_wrote_them() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 255, 256, 65_535, 65_536])
-def test_headers_are_those_of_whole_values(length: int) -> None:
+def test_headers_equal_those_of_values_encoded_at_once(length: int) -> None:
     assert array_header(length) + bytes(length) == msgspec.msgpack.encode([0] * length)
     assert binary_header(length) + bytes(length) == msgspec.msgpack.encode(bytes(length))
 
@@ -161,7 +161,7 @@ def decoded(store: Store, ref: BlobRef, kind: Any) -> Any:
 
 
 @pytest.mark.parametrize("experts", ["uint8", "uint16", None])
-def test_a_rank_carries_what_the_native_batch_carries(store: Store, experts: str | None) -> None:
+def test_a_prime_rl_rank_holds_the_same_values_as_the_native_batch(store: Store, experts: str | None) -> None:
     made = made_rollouts(store, experts=experts)
     native = plan_of(made, data_ranks=2, pad_id=1)
     seal(store, native)
@@ -227,7 +227,7 @@ def test_any_order_of_arrival_gives_the_same_file(store: Store, form: Format) ->
     ("form", "names"),
     [("prime-rl", ["rank_0.bin", "rank_1.bin"]), ("prime-rl-2026-05", ["train_rollouts.bin"])],
 )
-def test_a_sealed_step_appears_where_prime_rl_looks(
+def test_a_sealed_step_is_published_in_prime_rls_directory(
     store: Store, tmp_path: Path, form: Format, names: list[str]
 ) -> None:
     plan = plan_of(made_rollouts(store), step=3, data_ranks=2, format=form)
@@ -240,7 +240,7 @@ def test_a_sealed_step_appears_where_prime_rl_looks(
         assert (directory / name).read_bytes() == store.open(rank.file).tobytes()
 
 
-def test_our_own_reader_does_not_read_them(store: Store) -> None:
+def test_the_batch_reader_refuses_prime_rl_files(store: Store) -> None:
     seal(store, plan_of(made_rollouts(store), format="prime-rl"))
     with pytest.raises(BatchError, match='this run writes format = "prime-rl"'):
         next(BatchReader(store.root.parent, data_rank=0, data_ranks=1))
@@ -255,7 +255,7 @@ def test_a_damaged_file_is_not_published(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["native", "prime-rl", "prime-rl-2026-05"])
-def test_one_line_a_rollout_with_its_advantage(store: Store, form: Format) -> None:
+def test_rollouts_jsonl_has_one_line_per_rollout_with_its_advantage(store: Store, form: Format) -> None:
     made = made_rollouts(store)
     rank, *others = encode_all(store, plan_of(made, data_ranks=2, format=form))
     assert rank.rollouts_jsonl is not None

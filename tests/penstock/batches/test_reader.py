@@ -83,7 +83,7 @@ def test_a_trainer_that_resumes_20_steps_back_gets_the_same_batches(store: Store
     assert {batch.step: fingerprint(batch) for batch in again} == {step: first[step] for step in range(5, 25)}
 
     seal_step(store, 25, data_ranks=2)
-    assert next(resumed).step == 25, "then the run goes on"
+    assert next(resumed).step == 25, "then the run continues"
 
 
 def test_a_reader_waits_for_the_next_step(store: Store) -> None:
@@ -107,7 +107,7 @@ def test_a_stalled_reader_shows_the_status_of_the_orchestrator(store: Store) -> 
     ):
         next(reader)
     seal_step(store, 0)
-    assert next(reader).step == 0, "nothing is skipped by a time-out"
+    assert next(reader).step == 0, "a time-out skips no step"
 
 
 def test_a_run_that_ended_ends_the_loop_after_its_last_step(store: Store) -> None:
@@ -120,7 +120,7 @@ def test_a_run_that_ended_ends_the_loop_after_its_last_step(store: Store) -> Non
     assert [batch.step for batch in reader] == [0]
     write_status(run_dir, RunStatus(why="resumed"))
     seal_step(store, 1)
-    assert next(reader).step == 1, "a run that is taken up again goes on"
+    assert next(reader).step == 1, "a resumed run continues"
 
 
 def test_a_step_is_acked_when_every_rank_acked_it(store: Store) -> None:

@@ -38,7 +38,7 @@ def micro_batches(store: Store, *, data_ranks: int = 2) -> list[MicroBatch]:
     [(-1, {"uint8": "int16", "uint16": "int32"}), (0, {}), ("dummy", {})],
 )
 @pytest.mark.parametrize("experts", ["uint8", "uint16"])
-def test_rows_stand_at_their_tokens_and_gaps_are_filled_as_asked(
+def test_rows_are_at_their_tokens_and_gaps_hold_the_missing_value(
     store: Store, experts: str, missing: Missing, dtypes: dict[str, str]
 ) -> None:
     made = sealed(store, experts=experts)
@@ -77,7 +77,7 @@ def test_a_rank_without_samples_gets_rows_of_the_same_shape(store: Store) -> Non
     assert not filler.routed_valid().any()
 
 
-def test_a_rollout_whose_experts_were_dropped_is_filled(store: Store) -> None:
+def test_a_rollout_without_experts_holds_the_missing_value(store: Store) -> None:
     turn = MadeTurn(context=2, completion=2)
     made = [
         RolloutMaker(store=store, experts="uint8").make("a", [[turn]]),
@@ -89,13 +89,13 @@ def test_a_rollout_whose_experts_were_dropped_is_filled(store: Store) -> None:
     assert batch.routed_valid()[4:].tolist() == [0] * 4
 
 
-def test_a_batch_without_any_says_so(store: Store) -> None:
+def test_routed_experts_of_a_batch_without_any_are_refused(store: Store) -> None:
     sealed(store, experts=None)
     with pytest.raises(BatchError, match="no rollout of step 0 has routed experts"):
         micro_batches(store)[0].routed_experts()
 
 
-def test_rollouts_of_different_models_do_not_mix(store: Store) -> None:
+def test_experts_of_different_shapes_in_one_batch_are_refused(store: Store) -> None:
     turn = MadeTurn(context=2, completion=2)
     made = [
         RolloutMaker(store=store, experts="uint8", layers=layers).make(name, [[turn]])

@@ -1,4 +1,4 @@
-"""Trainers as processes of their own, in a bare environment, while this process seals."""
+"""Trainers in processes of their own, with numpy and xxhash only, while this process seals."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ def seal_step(run_dir: Path, step: int) -> None:
 
 
 def lines(process: "subprocess.Popen[str]") -> list[dict[str, Any]]:
-    """All that it printed, once it has ended well."""
+    """Its output as JSON, after it has exited with 0."""
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     return [json.loads(line) for line in output.splitlines()]

@@ -73,7 +73,7 @@ def bounds(batch: MicroBatch) -> list[tuple[int, int]]:
 
 
 def expected_tokens(made: MadeRollout, sample: int, plan: BatchPlan) -> dict[str, list[float]]:
-    """Token by token, from the turns: slow and obvious. Loss weights are left to their own test."""
+    """The expected columns, token by token from the turns. Loss weights have a test of their own."""
     columns, where = made.columns, made.columns.sample(sample)
     length = min(where.stop - where.start, plan.rules.seq_len)
     masked = made.planned.masked or (plan.rules.oversize == "mask" and where.stop - where.start > length)
@@ -102,7 +102,7 @@ def expected_tokens(made: MadeRollout, sample: int, plan: BatchPlan) -> dict[str
 
 @files_written
 @given(rollout_lists, rules_strategy)
-def test_a_batch_read_back_is_what_went_in(rollouts: list[Any], rules: PackingRules) -> None:
+def test_a_batch_read_back_equals_its_rollouts(rollouts: list[Any], rules: PackingRules) -> None:
     with new_store() as store:
         made = made_rollouts(store, rollouts)
         plan = plan_of(made, rules=rules, extras=("ref_logprobs",))
@@ -163,7 +163,7 @@ def test_any_order_of_arrival_gives_the_same_bytes(rollouts: list[Any], rules: P
 
 
 def mean_loss(made: list[MadeRollout], normalise: str, loss: dict[int, float]) -> float:
-    """What `normalise` promises, written down plainly. A masked rollout counts with a loss of 0."""
+    """The mean that `normalise` names. A masked rollout counts with a loss of 0."""
     sums: list[list[float]] = []
     counts: list[list[int]] = []
     for each in made:
@@ -208,7 +208,7 @@ def test_the_weighted_loss_depends_on_neither_ranks_nor_packing_nor_order(rollou
             assert total / manifest.totals.denominator == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def test_per_sample_columns_say_where_each_sample_comes_from(tmp_path: Path) -> None:
+def test_per_sample_columns_identify_the_rollout_of_each_sample(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     maker = RolloutMaker(store=store)
     two = maker.make(
@@ -270,14 +270,14 @@ def test_a_rank_file_opens_with_the_official_reader(tmp_path: Path) -> None:
         np.testing.assert_array_equal(arrays[name], getattr(batch, name))
 
 
-def test_a_step_of_nothing_is_sealed_and_read(tmp_path: Path) -> None:
+def test_a_step_without_rollouts_is_sealed_and_read(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     plan = plan_of([], data_ranks=3)
     assert seal(store, plan).totals.denominator == 1
     assert read_ranks(store, plan) == [[], [], []]
 
 
-def test_more_ranks_than_samples(tmp_path: Path) -> None:
+def test_ranks_without_samples_get_padding_only(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     plan = plan_of([RolloutMaker(store=store).make("a", [[MadeTurn(context=2, completion=2)]])], data_ranks=4)
     seal(store, plan)
@@ -287,7 +287,7 @@ def test_more_ranks_than_samples(tmp_path: Path) -> None:
     assert not any(batch.loss_weights.any() for [batch] in ranks[1:])
 
 
-def test_what_disagrees_with_the_plan_is_refused(tmp_path: Path) -> None:
+def test_rollout_files_that_contradict_the_plan_are_refused(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     made = RolloutMaker(store=store, extras=["weights"]).make("a", [[MadeTurn(context=2, completion=2)]])
     longer = dataclasses.replace(made.planned, sample_lengths=(5,))
@@ -307,7 +307,7 @@ def test_what_disagrees_with_the_plan_is_refused(tmp_path: Path) -> None:
         plan_of([made, made])
 
 
-def test_tensors_are_made_where_torch_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_returns_tensors_if_torch_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path / "store")
     made = RolloutMaker(store=store, extras=["weights"]).make("a", [[MadeTurn(context=2, completion=2)]])
     plan = plan_of([made], extras=("weights",))

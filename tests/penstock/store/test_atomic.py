@@ -8,7 +8,7 @@ from penstock.errors import BlobUnwritten
 from penstock.store import atomic
 
 
-def test_a_file_is_replaced_whole_and_can_be_read_by_others(tmp_path: Path) -> None:
+def test_a_file_is_replaced_with_the_permissions_of_the_umask(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     before = os.umask(0o022)
     try:

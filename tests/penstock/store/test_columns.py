@@ -65,14 +65,14 @@ def assert_same(left: Any, right: Any) -> None:
             assert a == b
 
 
-def test_columns_come_back(store: Store) -> None:
+def test_columns_survive_writing_and_reading(store: Store) -> None:
     columns = some_columns()
     ref = write_columns(store, "columns", columns)
     assert_same(read_columns(store, ref), columns)
     assert read_columns(store, ref).sample(1) == slice(5, 6)
 
 
-def test_columns_of_nothing_come_back(store: Store) -> None:
+def test_empty_columns_survive_writing_and_reading(store: Store) -> None:
     none, turns = np.empty(0, np.int32), some_columns().turns
     empty = dataclasses.replace(
         turns, **{f.name: getattr(turns, f.name)[:0] for f in dataclasses.fields(turns) if f.name != "words"}
@@ -117,6 +117,6 @@ def test_every_array_read_is_aligned(store: Store) -> None:
         {"truncated": np.zeros(3, np.uint8)},
     ],
 )
-def test_columns_that_disagree_are_not_made(changes: dict[str, Any]) -> None:
+def test_inconsistent_columns_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(StageError):
         some_columns(**changes)

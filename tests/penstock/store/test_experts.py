@@ -33,7 +33,7 @@ def some_experts(store: Store, dtype: Any = np.uint8, layers: int = 3, topk: int
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_rows_are_read_by_position_whatever_came_between(store: Store, dtype: Any) -> None:
+def test_rows_are_read_by_position_when_samples_are_interleaved(store: Store, dtype: Any) -> None:
     experts, rows = some_experts(store, dtype)
     out = np.empty((6, 3, 2), np.int32)
     experts.read(0, 0, 6, out)
@@ -47,7 +47,7 @@ def test_rows_are_read_by_position_whatever_came_between(store: Store, dtype: An
 
 
 @pytest.mark.parametrize("missing", [-1, 0, "dummy"])
-def test_any_range_is_a_slice_of_the_whole(store: Store, missing: Any) -> None:
+def test_a_range_of_positions_is_a_slice_of_all_of_them(store: Store, missing: Any) -> None:
     experts, _ = some_experts(store)
     for sample, length in ((0, 6), (1, 4), (2, 3)):
         whole = np.empty((length, 3, 2), np.int16)
@@ -67,7 +67,7 @@ def test_a_reader_takes_the_layers_it_needs(store: Store, layers: Any) -> None:
     np.testing.assert_array_equal(out, rows[5:7, layers])
 
 
-def test_a_dummy_route_names_distinct_experts(store: Store) -> None:
+def test_dummy_rows_name_distinct_experts(store: Store) -> None:
     experts, _ = some_experts(store)
     out = np.empty((1, 3, 2), np.int16)
     experts.read(0, 5, 6, out, missing="dummy")
@@ -93,7 +93,7 @@ def test_the_official_reader_opens_experts(store: Store, dtype: Any) -> None:
     assert (store.root / "experts").read_bytes()[HEAD:].startswith(rows.tobytes())
 
 
-def test_a_part_without_all_its_rows_is_not_sealed(store: Store) -> None:
+def test_an_experts_part_with_missing_rows_is_not_sealed(store: Store) -> None:
     part = store.part("experts", reserve_head=True)
     with pytest.raises(StageError, match="0 bytes for 2 rows"):
         seal_experts(

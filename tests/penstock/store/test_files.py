@@ -24,7 +24,7 @@ def visible(store: Store) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [0, 1, HEAD - 1, HEAD, HEAD + 1, 3 * HEAD])
-def test_a_blob_comes_back_however_it_was_cut_into_pieces(store: Store, size: int) -> None:
+def test_a_blob_is_the_same_for_any_cut_into_pieces(store: Store, size: int) -> None:
     content = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     ref = store.put(KEY, [content.tobytes()])
     pieces = store.put("pieces", np.array_split(content, 7))
@@ -59,7 +59,7 @@ def test_a_key_that_is_not_plain_names_is_refused(store: Store, key: str) -> Non
         store.delete(key)
 
 
-def test_a_symbolic_link_never_leads_out(store: Store, tmp_path: Path) -> None:
+def test_keys_through_symbolic_links_are_refused(store: Store, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret").write_bytes(b"secret")
@@ -76,7 +76,7 @@ def test_a_symbolic_link_never_leads_out(store: Store, tmp_path: Path) -> None:
     assert (outside / "secret").read_bytes() == b"secret"
 
 
-def test_what_is_missing_or_damaged_says_so_with_its_key(store: Store) -> None:
+def test_missing_and_damaged_blobs_are_named_by_their_key(store: Store) -> None:
     ref = store.put(KEY, [bytes(range(256)) * 40])
     path = store.root / KEY
     whole = path.read_bytes()
@@ -127,7 +127,7 @@ def test_two_writers_of_one_key_never_mix(store: Store) -> None:
     assert store.open(good[0]).tobytes() == found
 
 
-def test_pieces_that_fail_leave_nothing(store: Store) -> None:
+def test_an_error_between_pieces_leaves_no_file(store: Store) -> None:
     def pieces():
         yield b"x" * 10_000
         raise KeyboardInterrupt
@@ -161,7 +161,7 @@ assert store.open(ref)[4096:].tobytes() == b"k" * 50_000 + b"end"
 """
 
 
-def test_a_full_disk_leaves_nothing_half_visible(store: Store) -> None:
+def test_a_full_disk_leaves_no_partial_blob(store: Store) -> None:
     """The kernel refuses bytes past a limit as it does on a full disk: after writing those that still fit."""
     run = subprocess.run([sys.executable, "-c", FULL_DISK, store.root.as_uri()], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -172,13 +172,13 @@ def test_a_full_disk_leaves_nothing_half_visible(store: Store) -> None:
     assert visible(store) == ["grows"]
 
 
-def test_a_store_that_cannot_be_made_is_told_by_path(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_created_is_named_by_its_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(BlobUnwritten, match=f"cannot write {tmp_path}/file/"):
         Store(tmp_path / "file").put("a", [b"x"])
 
 
-def test_the_sweep_removes_what_nobody_names_and_parts(store: Store) -> None:
+def test_a_sweep_removes_unnamed_blobs_and_parts(store: Store) -> None:
     kept = store.put("rollouts/r1/1.aa/columns", [b"1"])
     store.put("rollouts/r1/1.aa/experts", [b"2"])
     store.put("rollouts/r1/2.bb/columns", [b"3"])
@@ -196,7 +196,7 @@ def test_the_sweep_removes_what_nobody_names_and_parts(store: Store) -> None:
     assert store.sweep("rollouts/never", named=[]) == []
 
 
-def test_delete_says_whether_there_was_something(store: Store) -> None:
+def test_delete_returns_whether_the_blob_existed(store: Store) -> None:
     ref = store.put(KEY, [b"x"])
     store.sync([ref.key])
     assert store.delete(KEY)

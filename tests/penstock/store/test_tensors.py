@@ -16,7 +16,7 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
 
 
-def test_a_foreign_blob_is_neither_columns_nor_experts(store: Store) -> None:
+def test_other_blobs_are_refused_as_columns_and_experts(store: Store) -> None:
     refs = [
         store.put("text", [b"hello"]),
         store.put("zeros", [bytes(10_000)]),
@@ -46,7 +46,7 @@ def test_a_foreign_blob_is_neither_columns_nor_experts(store: Store) -> None:
         '"a":7',
     ],
 )
-def test_a_header_that_lies_is_refused(store: Store, entry: str) -> None:
+def test_a_header_that_contradicts_its_file_is_refused(store: Store, entry: str) -> None:
     text = f"{{{entry}}}".encode()
     ref = store.put("lies", [len(text).to_bytes(8, "little"), text, b"1234"])
     with pytest.raises(BlobCorrupt, match="lies"):
