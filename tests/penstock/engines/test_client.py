@@ -45,7 +45,7 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-def words(body: bytes) -> bytes:
+def content_of(body: bytes) -> bytes:
     return orjson.dumps(orjson.loads(body)["choices"][0]["message"]["content"])
 
 
@@ -66,9 +66,9 @@ def test_a_failed_request_is_retried(fault: Response) -> None:
     async def main() -> None:
         with serving(failing(2, fault)) as server:
             async with client_of(server.url) as client:
-                found = await client.send(REQUEST, read_turn)
-                assert bytes(found.value.completion_ids.tolist()) == b"hello"
-                assert found.failures == 2
+                response = await client.send(REQUEST, read_turn)
+                assert bytes(response.value.completion_ids.tolist()) == b"hello"
+                assert response.failures == 2
                 assert [seen.retry for seen in server.seen] == [0, 1, 2]
 
     run(main)
@@ -91,7 +91,7 @@ def test_a_silent_engine_is_a_failure() -> None:
     async def main() -> None:
         with serving(failing(1, Response(hangs=True))) as server:
             async with client_of(server.url, silence_s=0.2, retries=100) as client:
-                assert (await client.send(REQUEST, words)).failures >= 1
+                assert (await client.send(REQUEST, content_of)).failures >= 1
                 await wait_until_async(lambda: not server.answering)
 
     run(main)
@@ -102,7 +102,7 @@ def test_an_engine_without_a_listener_is_unreachable() -> None:
         urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
         async with client_of(*urls, retries=0) as client:
             with pytest.raises(EngineUnreachable, match=r"0\.1 s.*is it running, and is engine\.urls right"):
-                await client.send(REQUEST, words)
+                await client.send(REQUEST, content_of)
             assert client.replicas.all_avoided
 
     run(main)
@@ -118,7 +118,7 @@ def test_connections_that_are_not_accepted_time_out() -> None:
             url = f"http://127.0.0.1:{full.getsockname()[1]}"
             async with client_of(url, connect_timeout_s=0.05) as client:
                 with pytest.raises(EngineUnreachable, match="Timeout"):
-                    await client.send(REQUEST, words)
+                    await client.send(REQUEST, content_of)
 
     run(main)
 
@@ -128,10 +128,10 @@ def test_an_engine_that_restarts_in_time_costs_no_failure() -> None:
         with serving(hello) as server:
             server.stop()
             async with client_of(server.url, unreachable_s=30, retries=0) as client:
-                asking = asyncio.create_task(client.send(REQUEST, words))
+                sending = asyncio.create_task(client.send(REQUEST, content_of))
                 await wait_until_async(lambda: client.replicas.all_avoided)
                 server.start()
-                assert (await asking).failures == 0
+                assert (await sending).failures == 0
 
     run(main)
 
@@ -140,12 +140,12 @@ def test_an_engine_killed_during_a_response_is_waited_for() -> None:
     async def main() -> None:
         with serving(failing(1, Response(hangs=True))) as server:
             async with client_of(server.url, unreachable_s=30, retries=1) as client:
-                asking = asyncio.create_task(client.send(REQUEST, words))
+                sending = asyncio.create_task(client.send(REQUEST, content_of))
                 await wait_until_async(lambda: server.answering)
                 server.stop()
                 await wait_until_async(lambda: client.replicas.all_avoided)
                 server.start()
-                assert (await asking).failures == 1
+                assert (await sending).failures == 1
 
     run(main)
 
@@ -155,17 +155,17 @@ def test_another_replica_is_used_if_one_is_unreachable_or_fails() -> None:
         with serving(hello) as good, serving(lambda _: FAULTS["a 500"]) as bad:
             away = f"http://127.0.0.1:{free_port()}"
             async with client_of(away, bad.url, good.url) as client:
-                first = await client.send(REQUEST, words)
+                first = await client.send(REQUEST, content_of)
                 assert first.replica.url == good.url
                 for _ in range(5):
-                    assert (await client.send(REQUEST, words, home=first.replica)).replica is first.replica
+                    assert (await client.send(REQUEST, content_of, home=first.replica)).replica is first.replica
                 assert len(bad.seen) == 1
 
     run(main)
 
 
 @pytest.mark.parametrize(
-    ("says", "failure", "said"),
+    ("refusal", "failure", "message"),
     [
         (Response(status=404, body=b"no such model"), InfrastructureFailure, "404: no such model.*engine.model"),
         (Response(status=307), InfrastructureFailure, "307"),
@@ -175,12 +175,12 @@ def test_another_replica_is_used_if_one_is_unreachable_or_fails() -> None:
          PolicyFailure, "context limit"),
     ],
 )  # fmt: skip
-def test_a_refused_request_is_not_retried(says: Response, failure: type[Exception], said: str) -> None:
+def test_a_refused_request_is_not_retried(refusal: Response, failure: type[Exception], message: str) -> None:
     async def main() -> None:
-        with serving(lambda _: says) as server:
+        with serving(lambda _: refusal) as server:
             async with client_of(server.url) as client:
-                with pytest.raises(failure, match=said):
-                    await client.send(REQUEST, words)
+                with pytest.raises(failure, match=message):
+                    await client.send(REQUEST, content_of)
                 assert len(server.seen) == 1
 
     run(main)
@@ -194,10 +194,10 @@ def test_versions_are_read_when_sending_and_when_receiving() -> None:
 
                 def read_late(body: bytes) -> bytes:
                     client.replicas.announce(5)
-                    return words(body)
+                    return content_of(body)
 
-                found = await client.send(REQUEST, read_late)
-                assert (found.version_sent, found.version_received) == (4, 5)
+                response = await client.send(REQUEST, read_late)
+                assert (response.version_sent, response.version_received) == (4, 5)
 
     run(main)
 
@@ -208,8 +208,8 @@ def test_large_bodies_are_read_off_the_loop_and_small_ones_on_it() -> None:
         for on_loop, size in sizes.items():
             with serving(lambda seen, size=size: Response(body=answer(seen, "hello", padding="x" * size))) as server:
                 async with client_of(server.url) as client:
-                    found = await client.send(REQUEST, lambda _: threading.current_thread())
-                    assert (found.value is threading.current_thread()) == on_loop
+                    response = await client.send(REQUEST, lambda _: threading.current_thread())
+                    assert (response.value is threading.current_thread()) == on_loop
 
     run(main)
 
@@ -218,9 +218,11 @@ def test_large_bodies_are_read_off_the_loop_and_small_ones_on_it() -> None:
 def test_bodies_over_the_byte_budget_wait_unread(chunked: bool) -> None:
     """Four of twelve bodies fit, with room for their copies. They are held until the other eight responses wait; of
     those, only what fits into socket buffers has left the server."""
-    size, fit, asked = 16 * MEGABYTE, 4, 12
-    beside = min(fit, cores()) * size + asked * transport.BUFFERED_BYTES + int(transport.FRAGMENTATION * fit * size)
-    limit = fit * size + beside
+    size, fit, requests = 16 * MEGABYTE, 4, 12
+    overhead = (
+        min(fit, cores()) * size + requests * transport.BUFFERED_BYTES + int(transport.FRAGMENTATION * fit * size)
+    )
+    limit = fit * size + overhead
     body, release = b"x" * size, threading.Event()
 
     def read(received: bytes) -> int:
@@ -229,14 +231,14 @@ def test_bodies_over_the_byte_budget_wait_unread(chunked: bool) -> None:
 
     async def main(server: Server) -> None:
         async with client_of(server.url, received_bytes=limit) as client:
-            asking = [asyncio.create_task(client.send(REQUEST, read)) for _ in range(asked)]
+            sending = [asyncio.create_task(client.send(REQUEST, read)) for _ in range(requests)]
             if not chunked:
-                await wait_until_async(lambda: client.budget.waiting == asked - fit, timeout_s=30)
+                await wait_until_async(lambda: client.budget.waiting == requests - fit, timeout_s=30)
                 assert client.budget.used == fit * size
-                await wait_until_async(lambda: server.answering == asked - fit)
-                assert server.unread_bytes < (asked - fit) * size / 2
+                await wait_until_async(lambda: server.answering == requests - fit)
+                assert server.unread_bytes < (requests - fit) * size / 2
             release.set()
-            assert [found.value for found in await asyncio.gather(*asking)] == [size] * asked
+            assert [response.value for response in await asyncio.gather(*sending)] == [size] * requests
             assert client.budget.most_used <= (limit + size if chunked else fit * size)
 
     with serving(lambda _: Response(body=body, chunked=chunked)) as server:
@@ -249,7 +251,7 @@ def test_a_response_larger_than_the_budget_is_refused() -> None:
             with serving(lambda _, chunked=chunked: Response(body=bytes(MEGABYTE), chunked=chunked)) as server:
                 async with client_of(server.url, received_bytes=MEGABYTE // 2) as client:
                     with pytest.raises(InfrastructureFailure, match=r"raise engine\.received_bytes"):
-                        await client.send(REQUEST, words)
+                        await client.send(REQUEST, content_of)
 
     run(main)
 
@@ -275,7 +277,7 @@ def test_connections_are_bounded_and_reused() -> None:
     async def main() -> None:
         with serving(hello) as server:
             async with client_of(server.url, connections=3) as client:
-                await asyncio.gather(*(client.send(REQUEST, words) for _ in range(20)))
+                await asyncio.gather(*(client.send(REQUEST, content_of) for _ in range(20)))
             assert server.most_answering <= 3
             assert len({seen.headers["peer"] for seen in server.seen}) <= 3
 
@@ -288,7 +290,7 @@ def test_a_large_request_arrives_complete() -> None:
         request = Request(path=Endpoint.CHAT, body=orjson.dumps({"messages": [user(text)]}), headers={})
         with serving(failing(1, FAULTS["a 500"])) as server:
             async with client_of(server.url) as client:
-                await client.send(request, words)
+                await client.send(request, content_of)
             assert [seen.messages[0]["content"] == text for seen in server.seen] == [True, True]
 
     run(main)
@@ -298,7 +300,7 @@ def test_the_api_key_is_sent_as_a_bearer_token() -> None:
     async def main() -> None:
         with serving(hello) as server:
             async with client_of(server.url, api_key="hush") as client:
-                await client.send(REQUEST, words)
+                await client.send(REQUEST, content_of)
             assert server.seen[0].headers["Authorization"] == "Bearer hush"
 
     run(main)

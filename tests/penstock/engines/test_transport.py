@@ -128,7 +128,7 @@ def test_room_for_the_buffers_of_waiting_bodies_is_left_free() -> None:
             await settle()
             assert not any(task.done() for task in waiting)
             waiting[0].cancel()
-            await waiting[1]  # 60 + 30, and 5 for the one behind it
+            await waiting[1]  # 60 + 30, and 5 for the one after it
             await settle()
             assert not waiting[2].done()
             waiting[2].cancel()

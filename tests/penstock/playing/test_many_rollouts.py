@@ -76,13 +76,13 @@ def halving(seen: ReceivedRequest) -> Response:
     if fault := fault_of(seen):
         return fault
     ranges = {"A": (1, 10), "B": (1, 10)}
-    asked = [call for message in seen.messages for call in message.get("tool_calls") or []]
-    told = [message["content"] for message in seen.messages if message["role"] == "tool"]
-    for call, words in zip(asked, told, strict=True):
+    guesses = [call for message in seen.messages for call in message.get("tool_calls") or []]
+    results = [message["content"] for message in seen.messages if message["role"] == "tool"]
+    for call, result in zip(guesses, results, strict=True):
         arguments = orjson.loads(call["function"]["arguments"])
         (low, high), number = ranges[arguments["box"]], arguments["number"]
         after = {"too low": (number + 1, high), "too high": (low, number - 1), "correct": (1, 0)}
-        ranges[arguments["box"]] = after[words]
+        ranges[arguments["box"]] = after[result]
     left = {box: (low + high) // 2 for box, (low, high) in ranges.items() if low <= high}
     calls = [tool_call("guess", {"box": box, "number": number}, id=box) for box, number in left.items()]
     return Response(body=answer(seen, calling(*calls) if calls else "DONE", routed=True))

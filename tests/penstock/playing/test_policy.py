@@ -50,7 +50,7 @@ class Bytes:
 
 
 @contextlib.asynccontextmanager
-async def talking(
+async def recorded_policy(
     root: Path, *urls: str, settings: Policy | None = None, renderer: Any = None, **engine: Any
 ) -> AsyncIterator[tuple[RecordedPolicy, Session]]:
     settings, config = settings or Policy(), quick_engine(*urls, **engine)
@@ -69,12 +69,12 @@ async def talking(
         assert_idle(client)
 
 
-def said(seen: ReceivedRequest) -> str:
+def numbered_answer(seen: ReceivedRequest) -> str:
     return f"answer {len(seen.messages)}"
 
 
-def saying(
-    text: Callable[[ReceivedRequest], str | Message] = said, **how: Any
+def responding(
+    text: Callable[[ReceivedRequest], str | Message] = numbered_answer, **how: Any
 ) -> Callable[[ReceivedRequest], Response]:
     return lambda seen: Response(body=answer(seen, text(seen), **how))
 
@@ -93,8 +93,8 @@ async def sealed(root: Path, session: Session) -> Columns:
 
 def test_a_conversation_is_one_sample_of_the_tokens_of_the_engine(tmp_path: Path) -> None:
     async def main() -> None:
-        with serving(saying()) as server:
-            async with talking(tmp_path, server.url) as (policy, session):
+        with serving(responding()) as server:
+            async with recorded_policy(tmp_path, server.url) as (policy, session):
                 messages = await conversation(policy, 3)
                 columns = await sealed(tmp_path, session)
         assert [message["content"] for message in messages[1::2]] == ["answer 1", "answer 3", "answer 5"]
@@ -102,10 +102,10 @@ def test_a_conversation_is_one_sample_of_the_tokens_of_the_engine(tmp_path: Path
         assert bytes(columns.input_ids[columns.loss_mask == 1].tolist()) == b"answer 1answer 3answer 5"
         assert orjson.loads(columns.conversation.tobytes())[0] == messages
         assert [seen.messages for seen in server.seen] == [messages[:1], messages[:3], messages[:5]]
-        asked = server.seen[0].body
-        assert (asked["logprobs"], asked["return_token_ids"], asked["temperature"]) == (True, True, 1.0)
+        sent = server.seen[0].body
+        assert (sent["logprobs"], sent["return_token_ids"], sent["temperature"]) == (True, True, 1.0)
         assert server.seen[0].headers["X-Session-ID"] == "r1.1"
-        assert "seed" not in asked
+        assert "seed" not in sent
 
     run(main)
 
@@ -117,8 +117,8 @@ def test_tool_calls_are_passed_on_and_recorded(tmp_path: Path) -> None:
         return calling(tool_call("add", {"a": 1}, id="c1"), tool_call("add", "not json", id="c2"))
 
     async def main() -> None:
-        with serving(saying(text)) as server:
-            async with talking(tmp_path, server.url) as (policy, session):
+        with serving(responding(text)) as server:
+            async with recorded_policy(tmp_path, server.url) as (policy, session):
                 first = await policy.chat([user("add")], tools=[{"type": "function", "function": {"name": "add"}}])
                 assert [(call.id, call.name) for call in first.tool_calls] == [("c1", "add"), ("c2", "add")]
                 assert first.content == ""
@@ -144,7 +144,7 @@ def test_a_malformed_tool_call_is_an_infrastructure_failure(tmp_path: Path, call
             return Response(body=compact(reply))
 
         with serving(respond) as server:
-            async with talking(tmp_path, server.url, retries=1) as (policy, session):
+            async with recorded_policy(tmp_path, server.url, retries=1) as (policy, session):
                 with pytest.raises(InfrastructureFailure, match="tool call"):
                     await policy.chat([user("hello")])
                 assert (session.turns, len(server.seen)) == (0, 2)
@@ -157,8 +157,8 @@ def test_agents_and_their_sampling_are_recorded(tmp_path: Path, caplog: pytest.L
     settings = Policy(sampling=Sampling(temperature=0.8, top_p=1.0, max_tokens=50, more={"min_tokens": 1}))
 
     async def main() -> None:
-        with serving(saying()) as server:
-            async with talking(tmp_path, server.url, settings=settings) as (policy, session):
+        with serving(responding()) as server:
+            async with recorded_policy(tmp_path, server.url, settings=settings) as (policy, session):
                 await policy.chat([user("one")], agent="solver")
                 await policy.chat([user("two")], agent="judge", train=False, temperature=0.0, max_tokens=None)
                 await policy.chat([user("three")], agent="solver", top_p=0.9, top_k=20)
@@ -180,8 +180,8 @@ def test_agents_and_their_sampling_are_recorded(tmp_path: Path, caplog: pytest.L
 
 def test_reserved_sampling_fields_are_refused(tmp_path: Path) -> None:
     async def main() -> None:
-        with serving(saying()) as server:
-            async with talking(tmp_path, server.url) as (policy, _):
+        with serving(responding()) as server:
+            async with recorded_policy(tmp_path, server.url) as (policy, _):
                 with pytest.raises(BadRequest, match="logprobs, n: Penstock sets these fields"):
                     await policy.chat([user("hello")], n=2, logprobs=False)
                 with pytest.raises(BadRequest, match="not JSON-serializable"):
@@ -193,9 +193,9 @@ def test_reserved_sampling_fields_are_refused(tmp_path: Path) -> None:
 
 def test_seeds_differ_by_turn_and_repeat_in_the_next_attempt(tmp_path: Path) -> None:
     async def main() -> None:
-        with serving(saying()) as server:
+        with serving(responding()) as server:
             for attempt in ("first", "second"):
-                async with talking(tmp_path / attempt, server.url, settings=Policy(seeded=True)) as (policy, _):
+                async with recorded_policy(tmp_path / attempt, server.url, settings=Policy(seeded=True)) as (policy, _):
                     await conversation(policy, 3)
             seeds = [seen.body["seed"] for seen in server.seen]
             assert seeds[:3] == seeds[3:]
@@ -206,8 +206,8 @@ def test_seeds_differ_by_turn_and_repeat_in_the_next_attempt(tmp_path: Path) -> 
 
 def test_turns_are_limited(tmp_path: Path) -> None:
     async def main() -> None:
-        with serving(saying()) as server:
-            async with talking(tmp_path, server.url, settings=Policy(max_turns=2)) as (policy, session):
+        with serving(responding()) as server:
+            async with recorded_policy(tmp_path, server.url, settings=Policy(max_turns=2)) as (policy, session):
                 with pytest.raises(PolicyFailure, match="turn limit: the rollout has used its 2 turns"):
                     await conversation(policy, 3)
                 assert session.turns == 2
@@ -219,9 +219,11 @@ def test_turns_are_limited(tmp_path: Path) -> None:
 def test_a_completion_beyond_the_context_is_cut_and_ends_the_conversation(tmp_path: Path, dialect: str) -> None:
     async def main() -> None:
         settings, renderer = Policy(max_seq_len=40), Bytes() if dialect == "generate" else None
-        with serving(saying(lambda _: "x" * 50, dialect=dialect)) as server:
-            async with talking(tmp_path, server.url, settings=settings, renderer=renderer, dialect=dialect) as talked:
-                policy, session = talked
+        with serving(responding(lambda _: "x" * 50, dialect=dialect)) as server:
+            async with recorded_policy(
+                tmp_path, server.url, settings=settings, renderer=renderer, dialect=dialect
+            ) as opened:
+                policy, session = opened
                 reply = await policy.chat([user("hello")])
                 assert reply.truncated
                 with pytest.raises(
@@ -237,8 +239,8 @@ def test_a_completion_beyond_the_context_is_cut_and_ends_the_conversation(tmp_pa
 
 def test_a_prompt_beyond_the_context_is_recorded_as_a_failure(tmp_path: Path) -> None:
     async def main() -> None:
-        with serving(saying()) as server:
-            async with talking(tmp_path, server.url, settings=Policy(max_seq_len=20)) as (policy, session):
+        with serving(responding()) as server:
+            async with recorded_policy(tmp_path, server.url, settings=Policy(max_seq_len=20)) as (policy, session):
                 with pytest.raises(PolicyFailure, match="context limit: the prompt has more than 20 tokens"):
                     await policy.chat([user("h" * 100)])
                 columns = await sealed(tmp_path, session)
@@ -249,8 +251,8 @@ def test_a_prompt_beyond_the_context_is_recorded_as_a_failure(tmp_path: Path) ->
 
 def test_one_chat_at_a_time(tmp_path: Path) -> None:
     async def main() -> None:
-        with serving(saying()) as server:
-            async with talking(tmp_path, server.url) as (policy, session):
+        with serving(responding()) as server:
+            async with recorded_policy(tmp_path, server.url) as (policy, session):
                 found = await asyncio.gather(
                     policy.chat([user("one")]), policy.chat([user("two")]), return_exceptions=True
                 )
@@ -262,7 +264,7 @@ def test_one_chat_at_a_time(tmp_path: Path) -> None:
 
 def test_a_rollout_stays_on_its_replica_and_records_its_version(tmp_path: Path) -> None:
     async def main() -> None:
-        with serving(saying()) as one, serving(saying()) as other:
+        with serving(responding()) as one, serving(responding()) as other:
             async with EngineClient.open(quick_engine(one.url, other.url)) as client:
                 client.replicas.announce(3, url=one.url)
                 client.replicas.announce(4, url=other.url)
@@ -285,8 +287,8 @@ def test_every_dialect_records_the_same_tokens_and_rows(tmp_path: Path, dialect:
     async def main() -> None:
         renderer = Bytes() if dialect == "generate" else None
         engine = {"dialect": dialect, "routed_experts": True, "hidden_layers": LAYERS, "moe_experts": 256}
-        with serving(saying(text, dialect=dialect, routed=True)) as server:
-            async with talking(tmp_path, server.url, renderer=renderer, **engine) as (policy, session):
+        with serving(responding(text, dialect=dialect, routed=True)) as server:
+            async with recorded_policy(tmp_path, server.url, renderer=renderer, **engine) as (policy, session):
                 messages = await conversation(policy, 3)
                 result = await session.seal()
         ids = [token for message in messages for token in spoken_ids(message)]
@@ -298,12 +300,12 @@ def test_every_dialect_records_the_same_tokens_and_rows(tmp_path: Path, dialect:
         np.testing.assert_array_equal(out[:-1], rows_of(columns.input_ids.tolist()))
         assert len(result.sample_lengths) == 1
         assert (result.version_first, result.version_last) == ((7, 7) if dialect == "sglang" else (0, 0))
-        assert_asked(dialect, server.seen[-1].body, columns.input_ids.size)
+        assert_request(dialect, server.seen[-1].body, columns.input_ids.size)
 
     run(main)
 
 
-def assert_asked(dialect: str, body: Message, tokens: int) -> None:
+def assert_request(dialect: str, body: Message, tokens: int) -> None:
     match dialect:
         case "vllm":
             assert body["return_token_ids"]
@@ -335,7 +337,7 @@ def test_rows_of_another_shape_are_an_infrastructure_failure(tmp_path: Path) -> 
 
     async def main() -> None:
         with serving(respond) as server:
-            async with talking(tmp_path, server.url, retries=1) as (policy, session):
+            async with recorded_policy(tmp_path, server.url, retries=1) as (policy, session):
                 with pytest.raises(InfrastructureFailure, match="layers"):
                     await conversation(policy, 2)
                 assert session.turns == 1

@@ -24,23 +24,23 @@ from penstock.renderers import PooledRenderer, RendererKey, RendererPools, bytes
 from penstock.store import Store
 from penstock.store.columns import read_columns
 
-Speak = Callable[[str], list[int]]
+Tokenize = Callable[[str], list[int]]
 
 
-def speaking(directory: Path) -> Speak:
+def tokenize_with(directory: Path) -> Tokenize:
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.no_truncation()
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def saying(speak: Speak, text: str, *, routed: bool = False) -> Callable[[ReceivedRequest], Response]:
+def responding(tokenize: Tokenize, text: str, *, routed: bool = False) -> Callable[[ReceivedRequest], Response]:
     """Token-in/token-out responses."""
 
     def respond(seen: ReceivedRequest) -> Response:
-        prompt, completion = seen.body["token_ids"], speak(text)
+        prompt, completion = seen.body["token_ids"], tokenize(text)
         start = seen.body["sampling_params"].get("routed_experts_prompt_start", 0)
         rows = rows_of([*prompt, *completion])[start:] if routed else None
-        said = ResponseSpec(
+        spec = ResponseSpec(
             prompt=prompt,
             completion=completion,
             logprobs=[-0.5] * len(completion),
@@ -49,13 +49,13 @@ def saying(speak: Speak, text: str, *, routed: bool = False) -> Callable[[Receiv
             form="object",
             start=start,
         )
-        return Response(body=compact(said.as_dict()))
+        return Response(body=compact(spec.as_dict()))
 
     return respond
 
 
 @contextlib.asynccontextmanager
-async def talking(
+async def recorded_policy(
     root: Path, url: str, settings: Policy, **engine: Any
 ) -> AsyncIterator[tuple[RecordedPolicy, Session]]:
     config = quick_engine(url, dialect="generate", **engine)
@@ -75,15 +75,18 @@ async def conversation(policy: RecordedPolicy, turns: int) -> list[dict[str, Any
     return messages
 
 
-@pytest.mark.parametrize("said", ["It is 42.<|im_end|>", "<think>\nhm\n</think>\n\n42<|im_end|>", "cut off"])
-def test_a_conversation_rendered_by_a_tokenizer_is_one_sample(tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize("completion", ["It is 42.<|im_end|>", "<think>\nhm\n</think>\n\n42<|im_end|>", "cut off"])
+def test_a_conversation_rendered_by_a_tokenizer_is_one_sample(tmp_path: Path, completion: str) -> None:
     """Also if the template drops the reasoning of earlier turns: the sampled tokens are trained on."""
     directory = tokenizer_dir(tmp_path / "tokenizer")
 
     async def main() -> None:
-        with serving(saying(speaking(directory), said)) as server:
+        with serving(responding(tokenize_with(directory), completion)) as server:
             settings = Policy.model_validate({"renderer": str(directory)})
-            async with talking(tmp_path / "store", server.url, settings, model="adapter-3") as (policy, session):
+            async with recorded_policy(tmp_path / "store", server.url, settings, model="adapter-3") as (
+                policy,
+                session,
+            ):
                 messages = await conversation(policy, 3)
                 sealed = await session.seal()
         assert len(sealed.sample_lengths) == 1
@@ -91,10 +94,10 @@ def test_a_conversation_rendered_by_a_tokenizer_is_one_sample(tmp_path: Path, sa
         text = Tokenizer.from_file(str(directory / "tokenizer.json")).decode(
             columns.input_ids.tolist(), skip_special_tokens=False
         )
-        asked = [f"<|im_start|>user\nquestion {number}<|im_end|>\n<|im_start|>assistant\n" for number in range(3)]
-        between = "\n" if said.endswith("<|im_end|>") else "<|im_end|>\n"
-        assert text == between.join(question + said for question in asked)
-        assert int(columns.loss_mask.sum()) == 3 * len(speaking(directory)(said))
+        prompts = [f"<|im_start|>user\nquestion {number}<|im_end|>\n<|im_start|>assistant\n" for number in range(3)]
+        between = "\n" if completion.endswith("<|im_end|>") else "<|im_end|>\n"
+        assert text == between.join(question + completion for question in prompts)
+        assert int(columns.loss_mask.sum()) == 3 * len(tokenize_with(directory)(completion))
         assert {seen.body["model"] for seen in server.seen} == {"adapter-3"}
         assert "42" in messages[1]["content"] or messages[1]["content"] == "cut off"
 
@@ -102,13 +105,13 @@ def test_a_conversation_rendered_by_a_tokenizer_is_one_sample(tmp_path: Path, sa
 
 
 def test_the_bytes_renderer_needs_no_directory(tmp_path: Path) -> None:
-    def speak(text: str) -> list[int]:
+    def tokenize(text: str) -> list[int]:
         return bytes_chatml.encode_completion({"content": text}).tolist()
 
     async def main() -> None:
-        with serving(saying(speak, "grüß dich")) as server:
+        with serving(responding(tokenize, "grüß dich")) as server:
             settings = Policy.model_validate({"renderer": "bytes-chatml"})
-            async with talking(tmp_path, server.url, settings) as (policy, session):
+            async with recorded_policy(tmp_path, server.url, settings) as (policy, session):
                 messages = await conversation(policy, 3)
                 ids = session.token_ids()
                 with pytest.raises(BadRequest, match=r"set policy\.renderer\.chat_template_kwargs instead"):
@@ -124,16 +127,16 @@ def test_a_template_that_rewrites_history_starts_a_sample_with_all_rows(tmp_path
     directory = tokenizer_dir(tmp_path / "tokenizer", template=template)
 
     async def main() -> None:
-        with serving(saying(speaking(directory), "said", routed=True)) as server:
+        with serving(responding(tokenize_with(directory), "said", routed=True)) as server:
             settings = Policy.model_validate({"renderer": str(directory)})
             routed = {"routed_experts": True, "moe_experts": 256}
-            async with talking(tmp_path / "store", server.url, settings, **routed) as (policy, session):
+            async with recorded_policy(tmp_path / "store", server.url, settings, **routed) as (policy, session):
                 await conversation(policy, 3)
                 sealed = await session.seal()
         assert len(sealed.sample_lengths) == 3
         assert [seen.body["sampling_params"]["routed_experts_prompt_start"] for seen in server.seen] == [0, 0, 0]
         assert np.sum(sealed.sample_lengths) == sum(
-            len(seen.body["token_ids"]) + len(speaking(directory)("said")) for seen in server.seen
+            len(seen.body["token_ids"]) + len(tokenize_with(directory)("said")) for seen in server.seen
         )
 
     run(main)

@@ -50,14 +50,20 @@ def hello(seen: ReceivedRequest) -> Response:
 
 
 def failing(
-    root: Path, rollout: Callable[[Any], Any], error: type[Exception], said: str, *, respond: Any = hello, **more: Any
+    root: Path,
+    rollout: Callable[[Any], Any],
+    error: type[Exception],
+    message: str,
+    *,
+    respond: Any = hello,
+    **more: Any,
 ) -> None:
     """The rollout raises and leaves no files."""
 
     async def main() -> None:
         with serving(respond) as server:
             async with stage_of(root, server.url, **more) as stage:
-                with pytest.raises(error, match=said):
+                with pytest.raises(error, match=message):
                     await play(stage, loaded(Talks(rollout)), 0, attempt_of())
         assert files(root) == []
 
@@ -200,8 +206,8 @@ def test_engine_failures_are_raised_and_leave_no_files(tmp_path: Path) -> None:
     def fails_later(seen: ReceivedRequest) -> Response:
         return hello(seen) if len(seen.messages) == 1 else Response(status=500, body=b"out of memory")
 
-    said = "failed 2 times .* 500: out of memory"
-    failing(tmp_path, two_turns, InfrastructureFailure, said, respond=fails_later, retries=1)
+    message = "failed 2 times .* 500: out of memory"
+    failing(tmp_path, two_turns, InfrastructureFailure, message, respond=fails_later, retries=1)
 
     async def main() -> None:
         async with stage_of(tmp_path, "http://127.0.0.1:9") as stage:
@@ -231,7 +237,7 @@ def test_a_malformed_message_is_an_error_of_the_environment(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("score", "said"),
+    ("score", "message"),
     [
         (float("nan"), "the reward is nan"),
         (None, "the reward is None"),
@@ -240,12 +246,12 @@ def test_a_malformed_message_is_an_error_of_the_environment(tmp_path: Path) -> N
         (Score(reward=1.0, columns={"value": np.zeros(3, np.float32)}), "column extra.value"),
     ],
 )
-def test_an_invalid_score_fails_the_rollout(tmp_path: Path, score: Any, said: str) -> None:
+def test_an_invalid_score_fails_the_rollout(tmp_path: Path, score: Any, message: str) -> None:
     async def scores(policy: Any) -> Any:
         await one_turn(policy)
         return score
 
-    failing(tmp_path, scores, StageError, said)
+    failing(tmp_path, scores, StageError, message)
 
 
 def test_columns_of_the_environment_are_stored(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def said(content: Any, **more: Any) -> dict[str, Any]:
+def assistant(content: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
@@ -21,123 +21,125 @@ def conversation(mode: Mode = Mode.LINEAR, roles: str = "user tool") -> Conversa
     return Conversation(mode=mode, append_roles=frozenset(roles.split()))
 
 
-def talk(talked: Conversation, *turns: tuple[list[dict[str, Any]], dict[str, Any]]) -> Conversation:
+def record(recorded: Conversation, *turns: tuple[list[dict[str, Any]], dict[str, Any]]) -> Conversation:
     for messages, answer in turns:
-        talked.commit(talked.checkpoint_after(talked.prepare(messages), answer))
-    return talked
+        recorded.commit(recorded.checkpoint_after(recorded.prepare(messages), answer))
+    return recorded
 
 
-FIRST = ([SYSTEM, user("1")], said("one"))
-SECOND = ([*FIRST[0], FIRST[1], user("2")], said("two"))
-THIRD = ([*SECOND[0], SECOND[1], user("3")], said("three"))
+FIRST = ([SYSTEM, user("1")], assistant("one"))
+SECOND = ([*FIRST[0], FIRST[1], user("2")], assistant("two"))
+THIRD = ([*SECOND[0], SECOND[1], user("3")], assistant("three"))
 
 
 def test_a_request_continues_from_the_last_answer() -> None:
-    talked = talk(conversation(), FIRST)
-    request = talked.prepare(SECOND[0])
+    recorded = record(conversation(), FIRST)
+    request = recorded.prepare(SECOND[0])
     assert request.parent.turn == 0
     assert request.appended == [user("2")]
-    assert talk(talked, SECOND, THIRD).path_to() == [0, 1, 2]
+    assert record(recorded, SECOND, THIRD).path_to() == [0, 1, 2]
 
 
 def test_none_empty_text_and_empty_list_are_equal() -> None:
-    answers = [said(None), said(""), said([]), {"role": "assistant"}]
+    answers = [assistant(None), assistant(""), assistant([]), {"role": "assistant"}]
     extras = [{}, {"tool_calls": None}, {"tool_calls": []}, {"reasoning_content": ""}, {"name": "ignored", "id": 7}]
-    talked = talk(conversation(), ([user("1")], said(None, tool_calls=[])))
+    recorded = record(conversation(), ([user("1")], assistant(None, tool_calls=[])))
     for answer in answers:
         for extra in extras:
-            assert talked.prepare([user("1"), {**answer, **extra}, user("2")]).parent.turn == 0
+            assert recorded.prepare([user("1"), {**answer, **extra}, user("2")]).parent.turn == 0
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        said("One"),
-        said("one", reasoning_content="hm"),
-        said("one", tool_calls=[{"id": "1"}]),
+        assistant("One"),
+        assistant("one", reasoning_content="hm"),
+        assistant("one", tool_calls=[{"id": "1"}]),
         {"role": "user", "content": "one"},
-        said([{"type": "text", "text": "one"}]),
+        assistant([{"type": "text", "text": "one"}]),
     ],
 )
 def test_a_changed_message_diverges(changed: dict[str, Any]) -> None:
-    talked = talk(conversation(), FIRST, SECOND)
+    recorded = record(conversation(), FIRST, SECOND)
     with pytest.raises(BadRequest, match="diverge"):
-        talked.prepare([*FIRST[0], changed, user("2"), SECOND[1], user("3")])
+        recorded.prepare([*FIRST[0], changed, user("2"), SECOND[1], user("3")])
 
 
 def test_the_order_of_keys_in_tool_calls_does_not_matter() -> None:
-    talked = talk(conversation(), ([user("1")], said(None, tool_calls=[{"id": "a", "function": {"name": "f"}}])))
-    echo = said(None, tool_calls=[{"function": {"name": "f"}, "id": "a"}])
-    assert talked.prepare([user("1"), echo, {"role": "tool", "content": "4"}]).parent.turn == 0
+    recorded = record(
+        conversation(), ([user("1")], assistant(None, tool_calls=[{"id": "a", "function": {"name": "f"}}]))
+    )
+    echo = assistant(None, tool_calls=[{"function": {"name": "f"}, "id": "a"}])
+    assert recorded.prepare([user("1"), echo, {"role": "tool", "content": "4"}]).parent.turn == 0
 
 
 def test_going_back_discards_one_answer() -> None:
-    talked = talk(conversation(), FIRST, SECOND)
-    again = talked.prepare([*FIRST[0], FIRST[1], user("another 2")])
+    recorded = record(conversation(), FIRST, SECOND)
+    again = recorded.prepare([*FIRST[0], FIRST[1], user("another 2")])
     assert again.parent.turn == 0
     assert again.appended == [user("another 2")]
-    talked.commit(talked.checkpoint_after(again, said("two'")))
-    assert talked.path_to() == [0, 2]
-    assert talked.path_to(1) == [0, 1]
+    recorded.commit(recorded.checkpoint_after(again, assistant("two'")))
+    assert recorded.path_to() == [0, 2]
+    assert recorded.path_to(1) == [0, 1]
 
 
 def test_going_back_over_two_answers_is_refused_and_changes_nothing() -> None:
-    talked = talk(conversation(), FIRST, SECOND, THIRD)
+    recorded = record(conversation(), FIRST, SECOND, THIRD)
     with pytest.raises(BadRequest, match="at most one generated message"):
-        talked.prepare([*FIRST[0], FIRST[1], user("another 2")])
-    assert talked.path_to() == [0, 1, 2]
-    assert talked.prepare([*THIRD[0], THIRD[1], user("4")]).parent.turn == 2
+        recorded.prepare([*FIRST[0], FIRST[1], user("another 2")])
+    assert recorded.path_to() == [0, 1, 2]
+    assert recorded.prepare([*THIRD[0], THIRD[1], user("4")]).parent.turn == 2
 
 
 def test_after_going_back_the_limit_counts_along_the_new_path() -> None:
-    talked = talk(conversation(), FIRST, SECOND, ([*FIRST[0], FIRST[1], user("2'")], said("two'")))
-    assert talked.prepare([*FIRST[0], FIRST[1], user("2''")]).parent.turn == 0
+    recorded = record(conversation(), FIRST, SECOND, ([*FIRST[0], FIRST[1], user("2'")], assistant("two'")))
+    assert recorded.prepare([*FIRST[0], FIRST[1], user("2''")]).parent.turn == 0
     with pytest.raises(BadRequest, match="only tool, user may be appended"):
-        talked.prepare(
+        recorded.prepare(
             [*SECOND[0], SECOND[1], user("3")]
         )  # the discarded answer is not part of the conversation any more
 
 
 def test_the_first_request_may_be_repeated() -> None:
-    talked = talk(conversation(), FIRST)
-    again = talked.prepare(FIRST[0])
+    recorded = record(conversation(), FIRST)
+    again = recorded.prepare(FIRST[0])
     assert again.parent.turn == -1
     assert again.appended == FIRST[0]
-    talked.commit(talked.checkpoint_after(again, said("uno")))
-    assert talked.path_to() == [1]
-    assert talked.prepare([*FIRST[0], said("uno"), user("2")]).parent.turn == 1
+    recorded.commit(recorded.checkpoint_after(again, assistant("uno")))
+    assert recorded.path_to() == [1]
+    assert recorded.prepare([*FIRST[0], assistant("uno"), user("2")]).parent.turn == 1
 
 
 def test_another_first_request_is_refused() -> None:
-    talked = talk(conversation(), FIRST)
+    recorded = record(conversation(), FIRST)
     with pytest.raises(BadRequest, match="diverge"):
-        talked.prepare([SYSTEM, user("something else")])
+        recorded.prepare([SYSTEM, user("something else")])
     with pytest.raises(BadRequest, match="diverge"):
-        talked.prepare([SYSTEM])
+        recorded.prepare([SYSTEM])
 
 
 @pytest.mark.parametrize("role", ["system", "assistant", "developer"])
 def test_only_allowed_roles_may_be_appended(role: str) -> None:
-    talked = talk(conversation(), FIRST)
+    recorded = record(conversation(), FIRST)
     with pytest.raises(BadRequest, match=rf"messages\[4\] has role '{role}': only tool, user may be appended"):
-        talked.prepare([*SECOND[0], {"role": role, "content": "x"}])
-    assert talk(conversation(roles=role), FIRST).prepare([*FIRST[0], FIRST[1], {"role": role}]).parent.turn == 0
+        recorded.prepare([*SECOND[0], {"role": role, "content": "x"}])
+    assert record(conversation(roles=role), FIRST).prepare([*FIRST[0], FIRST[1], {"role": role}]).parent.turn == 0
 
 
 def test_a_request_that_appends_nothing_is_refused() -> None:
-    talked = talk(conversation(), FIRST, SECOND)
+    recorded = record(conversation(), FIRST, SECOND)
     for messages in ([*SECOND[0], SECOND[1]], [*FIRST[0], FIRST[1]]):
         with pytest.raises(BadRequest, match="nothing to complete"):
-            talked.prepare(messages)
+            recorded.prepare(messages)
 
 
 def test_open_mode_accepts_any_conversation() -> None:
-    talked = talk(conversation(Mode.OPEN), FIRST, SECOND, THIRD)
-    assert talked.prepare([user("a sub-agent")]).parent.turn == -1
-    back = talked.prepare([*FIRST[0], FIRST[1], said("an answer of the caller"), user("?")])
+    recorded = record(conversation(Mode.OPEN), FIRST, SECOND, THIRD)
+    assert recorded.prepare([user("a sub-agent")]).parent.turn == -1
+    back = recorded.prepare([*FIRST[0], FIRST[1], assistant("an answer of the caller"), user("?")])
     assert back.parent.turn == 0
     assert len(back.appended) == 2
-    assert talked.prepare([*THIRD[0], THIRD[1], user("4")]).parent.turn == 2
+    assert recorded.prepare([*THIRD[0], THIRD[1], user("4")]).parent.turn == 2
 
 
 @pytest.mark.parametrize(

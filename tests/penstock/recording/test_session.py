@@ -435,12 +435,12 @@ def test_sealing_twice_returns_the_same_result(store: Store) -> None:
 
 def test_an_idle_session_costs_its_columns(store: Store) -> None:
     async def main() -> None:
-        said = [letter * 600 for letter in "abcdefghij"]
-        await talk(await started(store, key="imports"), said)
+        texts = [letter * 600 for letter in "abcdefghij"]
+        await talk(await started(store, key="imports"), texts)
         gc.collect()
         tracemalloc.start()
         session = await started(store)
-        await talk(session, said)
+        await talk(session, texts)
         gc.collect()
         used, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 TESTS = Path(__file__).parents[2]
 KEY = "rollouts/r1/1.aa"
-SAID = [f"number {number}" for number in range(6)]
+TEXTS = [f"number {number}" for number in range(6)]
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -38,7 +38,7 @@ def undisturbed(tmp_path: Path) -> Any:
 
     async def main() -> Any:
         session = await started(Store(tmp_path / "undisturbed"), mode=Mode.LINEAR)
-        await talk(session, SAID)
+        await talk(session, TEXTS)
         return await session.seal()
 
     return run(main())
@@ -54,7 +54,7 @@ def rows_of_session(store: Store) -> Path:
 
 async def recorded(store: Store, turns: int) -> Session:
     session = await started(store, mode=Mode.LINEAR)
-    await talk(session, SAID[:turns])
+    await talk(session, TEXTS[:turns])
     return session
 
 
@@ -81,7 +81,7 @@ asyncio.run(main())
 @pytest.mark.parametrize("killed_after", [0, 1, 3, 6])
 def test_all_turns_of_a_killed_process_are_recovered(store: Store, undisturbed: Any, killed_after: int) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
-    command = [sys.executable, "-c", RECORDER, str(store.root), *SAID]
+    command = [sys.executable, "-c", RECORDER, str(store.root), *TEXTS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as recorder:
         assert recorder.stdout
         for line in recorder.stdout if killed_after else []:
@@ -93,10 +93,10 @@ def test_all_turns_of_a_killed_process_are_recovered(store: Store, undisturbed: 
 
     async def main() -> None:
         session = await Session.recover(store, KEY)
-        assert killed_after <= session.turns <= len(SAID)
-        messages = spoken(SAID[: session.turns])
+        assert killed_after <= session.turns <= len(TEXTS)
+        messages = spoken(TEXTS[: session.turns])
         assert session.token_ids().tolist() == (prompt_ids(messages)[:-1] if messages else [])
-        await talk(session, SAID[session.turns :], after=messages)
+        await talk(session, TEXTS[session.turns :], after=messages)
         assert await session.seal() == undisturbed
 
     run(main())
@@ -106,7 +106,7 @@ def test_a_cut_off_frame_is_discarded(store: Store, undisturbed: Any) -> None:
     async def two_turns() -> int:
         session = await recorded(store, 1)
         whole = log_of(store).stat().st_size
-        await talk(session, SAID[1:2], after=spoken(SAID[:1]))
+        await talk(session, TEXTS[1:2], after=spoken(TEXTS[:1]))
         return whole
 
     first = run(two_turns())
@@ -129,7 +129,7 @@ def test_a_cut_off_frame_is_discarded(store: Store, undisturbed: Any) -> None:
             log_of(store).write_bytes(torn)
             assert (await Session.recover(store, KEY)).turns == 1
         session = await Session.recover(store, KEY)
-        await talk(session, SAID[1:], after=spoken(SAID[:1]))
+        await talk(session, TEXTS[1:], after=spoken(TEXTS[:1]))
         assert await session.seal() == undisturbed
 
     run(damaged_and_continued())
@@ -179,7 +179,7 @@ def test_a_session_killed_while_sealing_can_be_sealed_again(store: Store, undist
     """The last two steps of sealing: the experts file is renamed, the log is removed."""
 
     async def sealed_except_for_the_last_step() -> None:
-        session = await recorded(store, len(SAID))
+        session = await recorded(store, len(TEXTS))
         shutil.copy(log_of(store), tmp_path / "log")
         await session.seal()
         shutil.copy(tmp_path / "log", log_of(store))
@@ -188,7 +188,7 @@ def test_a_session_killed_while_sealing_can_be_sealed_again(store: Store, undist
 
     async def main() -> None:
         session = await Session.recover(store, KEY)
-        assert session.turns == len(SAID)
+        assert session.turns == len(TEXTS)
         assert await session.seal() == undisturbed
         assert unsealed(store, "rollouts") == []
         with pytest.raises(BlobMissing, match="or the session was sealed or closed"):
@@ -199,7 +199,7 @@ def test_a_session_killed_while_sealing_can_be_sealed_again(store: Store, undist
 
 def test_a_recovered_conversation_can_be_continued_and_reverted(store: Store) -> None:
     run(recorded(store, 3))
-    messages = spoken(SAID[:3])
+    messages = spoken(TEXTS[:3])
 
     async def main() -> None:
         session = await Session.recover(store, KEY)
