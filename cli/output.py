@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 CONFIG_HELP = "Default: the file in PENSTOCK_CONFIG, or default settings."
-Watch = Callable[[dict[str, Any]], None]
+StatusCallback = Callable[[dict[str, Any]], None]
 """called with each status of a run"""
 
 LABEL_WIDTH = 10
@@ -27,7 +27,7 @@ def on_terminal() -> bool:
 
 
 @contextmanager
-def showing_run(*, as_json: bool, more_facts: Callable[[], Iterable[Fact]] = tuple) -> Iterator[Watch]:
+def showing_run(*, as_json: bool, more_facts: Callable[[], Iterable[Fact]] = tuple) -> Iterator[StatusCallback]:
     """Show a run while it is driven: a live view on a terminal, log lines elsewhere and with `--json`."""
     if on_terminal() and not as_json:
         from cli.live import LiveView

@@ -42,8 +42,8 @@ def run(
     from orchestrator import start  # after the settings, so that a wrong one is reported before Celery is imported
     from orchestrator.ledger.audit import audit
 
-    with showing_run(as_json=as_json) as watch:
-        status = start.run(settings, watch=watch)
+    with showing_run(as_json=as_json) as on_status:
+        status = start.run(settings, on_status=on_status)
     with checksum_progress() as progress:
         result = audit(settings.run_dir, progress)
     if as_json:

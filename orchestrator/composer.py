@@ -1,4 +1,4 @@
-"""Admitted groups become steps, one open step at a time; groups are never split, and nothing stale is taken."""
+"""Composes admitted groups into steps, one open step at a time. Groups are not split; stale rollouts are dropped."""
 
 import logging
 import math
@@ -8,7 +8,7 @@ import numpy as np
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord, GroupRecord, RolloutRecord
-from orchestrator.quotas import quotas, weight
+from orchestrator.quotas import quantity, quotas
 from orchestrator.staleness import Staleness
 from orchestrator.trainer import Trainer
 from penstock.advantages import ESTIMATORS, BatchValues, batch_phase, resolve
@@ -26,16 +26,16 @@ class Composer:
         self._ledger = ledger
         self._trainer = trainer
         self._staleness = Staleness(config, ledger)
-        self._judged: tuple[int, set[str]] = (0, set())
-        """a policy version, and the admitted groups whose rollouts were held against it"""
+        self._checked: tuple[int, set[str]] = (0, set())
+        """a policy version, and the admitted groups that were checked for staleness against it"""
 
     def compose(self) -> BatchRecord | None:
-        """Form the next step if there is enough; its encoding jobs are created in the same transaction."""
+        """Compose the next step if enough is admitted, and add its encoding jobs, in one transaction."""
         step = self._ledger.number("steps_delivered")
         if self._ledger.batches or step >= self._config.steps or not self._trainer.may_seal(step):
             return None
         self._drop_stale()
-        groups = self._take(step)
+        groups = self._select(step)
         if groups is None:
             return None
         batch = self._ledger.compose(step, groups, self._final_advantages(groups, RolloutState.ADMITTED))
@@ -66,7 +66,7 @@ class Composer:
         return dict(zip(advantages, batch_phase(values, recipe).tolist(), strict=True))
 
     def encoded(self) -> tuple[BatchRecord, list[EncodedRank]] | None:
-        """The open step whose every rank is in its file."""
+        """The open step if all its ranks are encoded. A step that cannot be encoded or became stale is formed again."""
         for batch in self._ledger.batches.values():
             jobs = [self._ledger.jobs[batch.job_id(rank)] for rank in range(self._files)]
             results = [job.result for job in jobs if job.result is not None]
@@ -80,11 +80,11 @@ class Composer:
                 return None
             ranks = [result.rank for result in results if result.rank]
             if len(ranks) == len(jobs):
-                return (batch, ranks) if self.still_fresh(batch) else None
+                return (batch, ranks) if self._still_fresh(batch) else None
         return None
 
-    def still_fresh(self, batch: BatchRecord) -> bool:
-        """Judged once more at sealing: time in queues counts. A step with something stale in it is formed again."""
+    def _still_fresh(self, batch: BatchRecord) -> bool:
+        """Checked again before sealing: rollouts may have become stale while the step was encoded."""
         if not any(self._staleness.drops_rollout(rollout) for rollout in batch.rollouts()):
             return True
         logger.warning("action=step_formed_again step=%d a rollout became stale while it was encoded", batch.step)
@@ -93,22 +93,22 @@ class Composer:
 
     @property
     def _files(self) -> int:
-        """One encoding job a data rank, where the format knows ranks."""
+        """One encoding job per data rank; the format prime-rl-2026-05 has one file for all ranks."""
         return 1 if self._config.batch.format == "prime-rl-2026-05" else self._config.batch.data_ranks
 
     def _form_again(self, batch: BatchRecord, error: str | None) -> None:
-        failed = self._ledger.count("failed_formations")
+        failed = self._ledger.increment("failed_formations")
         if failed >= self._config.recovery.max_formations:
             raise RunError(
                 f"step {batch.step} could not be encoded in {failed} formations, the last error: {error}. "
-                "Nothing is lost: mend the cause and start the run again"
+                "Fix the cause and start the run again; nothing is lost"
             )
         logger.warning("action=step_formed_again step=%d formation=%d error=%s", batch.step, batch.formation, error)
         self._ledger.event(f"step {batch.step}", "formed_again", error or "")
         self._ledger.dissolve(batch)
 
     def _form_without(self, batch: BatchRecord, unreadable: set[str]) -> None:
-        """Blobs were damaged or deleted after they had been checked: the step goes on without their rollouts."""
+        """Form the step without rollouts whose blobs were damaged or deleted after they had been checked."""
         logger.error("action=step_formed_again step=%d unreadable=%s", batch.step, ",".join(sorted(unreadable)))
         self._ledger.event(f"step {batch.step}", "formed_again", f"{len(unreadable)} rollouts cannot be read")
         groups = list(batch.groups)
@@ -117,33 +117,33 @@ class Composer:
             self._drop_from(group, "blob_corrupt", lambda rollout: rollout.id in unreadable)
 
     def _drop_stale(self) -> None:
-        """This is looked at on every wake-up: what was fresh stays so until there is a new version."""
-        version, judged = self._ledger.number("policy_version"), self._judged[1]
-        if version != self._judged[0]:
-            judged = set[str]()
+        """Called on every wake-up: a group is checked once per policy version."""
+        version, checked = self._ledger.number("policy_version"), self._checked[1]
+        if version != self._checked[0]:
+            checked = set[str]()
         admitted = [group for group in self._ledger.groups.values() if group.state is GroupState.ADMITTED]
         for group in admitted:
-            if group.id not in judged:
+            if group.id not in checked:
                 self._drop_from(group, "stale", self._staleness.drops_rollout)
-        self._judged = version, {group.id for group in admitted}
+        self._checked = version, {group.id for group in admitted}
 
-    def _drop_from(self, group: GroupRecord, reason: str, unfit: Callable[[RolloutRecord], bool]) -> None:
-        for rollout in filter(unfit, group.of(RolloutState.ADMITTED)):
+    def _drop_from(self, group: GroupRecord, reason: str, drops: Callable[[RolloutRecord], bool]) -> None:
+        for rollout in filter(drops, group.of(RolloutState.ADMITTED)):
             self._ledger.drop(rollout, reason)
         if not group.of(RolloutState.ADMITTED):
             self._ledger.enter(group, GroupState.CLOSED)
 
-    def _take(self, step: int) -> list[GroupRecord] | None:
-        """Every environment's part, or nothing yet."""
+    def _select(self, step: int) -> list[GroupRecord] | None:
+        """The step's groups, or None if an environment does not have enough yet."""
         taken: list[GroupRecord] = []
         for name, quota in quotas(self._config, step).items():
-            part = self._take_from(name, quota)
+            part = self._select_from(name, quota)
             if part is None:
                 return None
             taken += part
         return sorted(taken, key=lambda group: group.ordinal)
 
-    def _take_from(self, environment: str, quota: int) -> list[GroupRecord] | None:
+    def _select_from(self, environment: str, quota: int) -> list[GroupRecord] | None:
         open_groups = (
             group
             for group in self._ledger.groups.values()
@@ -153,18 +153,18 @@ class Composer:
         taken: list[GroupRecord] = []
         held, awaited = 0, False
         for place, group in enumerate(open_groups):
-            # Partial groups may leave a window short that nothing more can come into: only then it is passed.
+            # Look beyond the window only when no group in it is still coming: partial groups may leave it short.
             if held >= quota or (place >= window and awaited):
                 break
             if group.state is GroupState.ADMITTED:
                 taken.append(group)
-                held += weight(self._config, group)
+                held += quantity(self._config, group)
             else:
                 awaited = True
         return taken if held >= quota else None
 
     def _window(self, quota: int) -> float:
-        """How many open groups, in planned order, a step may choose from."""
+        """The number of open groups, in planned order, that a step may choose from."""
         if self._config.batch.order == "completion" or self._config.batch.unit == "tokens":
             return math.inf
         groups = quota if self._config.batch.unit == "groups" else -(-quota // self._config.rollouts.group_size)

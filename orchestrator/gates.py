@@ -1,6 +1,6 @@
-"""Whether jobs may be submitted: closed while what they need is away, then one of them tries before the rest follow.
+"""Gates before submission: closed while the engine or the store is unavailable, probed with one job at a time.
 
-Rollouts need the engine and a store that takes their files, encoding the store.
+Rollouts need the engine and a writable store, encoding needs a writable store.
 """
 
 import time
@@ -9,11 +9,9 @@ from penstock.ledger.states import JobKind
 from penstock.messages import Outcome
 
 RETRY_FIRST_S, RETRY_MOST_S = 1.0, 30.0
-
-
 CAUSES = {
     Outcome.UNREACHABLE: "the engine cannot be reached",
-    Outcome.UNWRITTEN: "a worker cannot write to the store: make room or mend its disk",
+    Outcome.UNWRITTEN: "a worker cannot write to the store: free space or repair the disk",
 }
 
 
@@ -22,37 +20,37 @@ class Gate:
         self.trouble: str | None = None
         self._pause_s = RETRY_FIRST_S
         self._next_try_at = 0.0
-        self._scout: tuple[str, int] | None = None
-        """the job and attempt that is out to see whether it is back"""
+        self._probe: tuple[str, int] | None = None
+        """job and attempt that was submitted to test whether it is available again"""
 
     @property
     def open(self) -> bool:
         return self.trouble is None
 
-    def missed(self, cause: Outcome, job: str, attempt: int, error: str) -> None:
-        """Only a scout's report lengthens the pause: the others left before it was known."""
+    def close(self, cause: Outcome, job: str, attempt: int, error: str) -> None:
+        """Only the reply of a probe lengthens the pause: other jobs were submitted before the gate closed."""
         if self.trouble is None:
             self._pause_s = RETRY_FIRST_S
-        elif self._scout == (job, attempt):
+        elif self._probe == (job, attempt):
             self._pause_s = min(2 * self._pause_s, RETRY_MOST_S)
         else:
             return
-        self._scout = None
+        self._probe = None
         self._next_try_at = time.monotonic() + self._pause_s
         self.trouble = f"{CAUSES[cause]} ({error}); next try every {self._pause_s:.0f} s, nothing is lost"
 
-    def reached(self) -> None:
-        self.trouble = self._scout = None
+    def reopen(self) -> None:
+        self.trouble = self._probe = None
 
-    def scout_lost(self, job: str) -> None:
-        if self._scout and self._scout[0] == job:
-            self._scout = None
+    def probe_lost(self, job: str) -> None:
+        if self._probe and self._probe[0] == job:
+            self._probe = None
 
-    def may_send_scout(self) -> bool:
-        return self._scout is None and time.monotonic() >= self._next_try_at
+    def may_send_probe(self) -> bool:
+        return self._probe is None and time.monotonic() >= self._next_try_at
 
-    def sent_scout(self, job: str, attempt: int) -> None:
-        self._scout = (job, attempt)
+    def probe_sent(self, job: str, attempt: int) -> None:
+        self._probe = (job, attempt)
 
 
 class Gates:
@@ -67,6 +65,6 @@ class Gates:
     def troubles(self) -> list[str]:
         return [gate.trouble for gate in (self.rollouts, self.encoding) if gate.trouble]
 
-    def scout_lost(self, kind: JobKind, job: str) -> None:
+    def probe_lost(self, kind: JobKind, job: str) -> None:
         if gate := self.of(kind):
-            gate.scout_lost(job)
+            gate.probe_lost(job)

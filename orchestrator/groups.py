@@ -1,6 +1,6 @@
-"""What follows from a reply: a rollout settles; its group is scored, filtered, estimated; a step is encoded.
+"""Applies replies: a rollout settles; its group is scored, filtered, estimated and admitted; a rank is encoded.
 
-Every method is one ledger transaction: what a reply changes and the jobs that follow from it are committed together.
+Every method is one ledger transaction: the effects of a reply and the jobs that follow are committed together.
 """
 
 import logging
@@ -24,7 +24,7 @@ from penstock.messages import (
     SurveyResult,
 )
 
-logger = logging.getLogger("penstock.stages")
+logger = logging.getLogger("penstock.groups")
 
 
 class Groups:
@@ -33,7 +33,7 @@ class Groups:
         self._ledger = ledger
         self._gates = gates
         self.cancelled: list[JobRecord] = []
-        """submitted, and nobody needs them any more: to be revoked, which saves work and nothing else"""
+        """submitted jobs that are no longer needed: revoking them saves work"""
 
     def apply(self, reply: Reply) -> None:
         """The first good reply of any attempt settles its job; a failure counts only from the newest attempt."""
@@ -43,52 +43,52 @@ class Groups:
             return
         gate = self._gates.of(job.kind)
         if gate and reply.outcome in (Outcome.DONE, Outcome.FAILED):
-            gate.reached()
+            gate.reopen()
         newest = job.state is JobState.SUBMITTED and reply.attempt == job.attempt
         error = reply.error or "the reply does not answer the job"
         match reply.outcome:
             case Outcome.DONE if reply.result is not None and self._fits(job, reply.result):
-                self._ledger.spent(job.kind, reply.duration_s)
+                self._ledger.add_duration(job.kind, reply.duration_s)
                 self._settle(job, reply.result)
             case Outcome.RELEASED if newest:
-                self._gates.scout_lost(job.kind, job.id)
+                self._gates.probe_lost(job.kind, job.id)
                 self._ledger.event(job.id, "released", f"attempt {reply.attempt} by {reply.worker}")
-                self._ledger.wait(job)
+                self._ledger.retry(job)
             case Outcome.UNREACHABLE | Outcome.UNWRITTEN if newest and gate:
-                gate.missed(reply.outcome, job.id, reply.attempt, error)
-                self._ledger.wait(job, error=error)
+                gate.close(reply.outcome, job.id, reply.attempt, error)
+                self._ledger.retry(job, error=error)
             case _ if newest:
-                self.failed(job, error)
+                self.job_failed(job, error)
             case _:
                 pass
 
-    def failed(self, job: JobRecord, error: str) -> None:
+    def job_failed(self, job: JobRecord, error: str) -> None:
         self._ledger.event(job.id, "failed", f"attempt {job.attempt}: {error}")
-        self._ledger.wait(job, error=error, failures=1)
+        self._ledger.retry(job, error=error, failures=1)
         if job.failures >= self._config.recovery.max_failures:
-            self._die(job, f"{job.failures} failures, the last: {error}")
+            self._kill(job, f"{job.failures} failures, the last: {error}")
 
-    def lost(self, job: JobRecord, why: str) -> None:
-        self._gates.scout_lost(job.kind, job.id)
+    def job_lost(self, job: JobRecord, why: str) -> None:
+        self._gates.probe_lost(job.kind, job.id)
         self._ledger.event(job.id, "lost", f"attempt {job.attempt}: {why}")
-        self._ledger.wait(job, error=why, losses=1)
+        self._ledger.retry(job, error=why, losses=1)
         if job.losses >= self._config.recovery.max_losses:
-            self._die(job, f"lost {job.losses} times, the last: {why}")
+            self._kill(job, f"lost {job.losses} times, the last: {why}")
 
-    def give_up_waiting(self, group: GroupRecord) -> None:
-        """The group goes on without the rollouts that are still out."""
+    def stop_waiting(self, group: GroupRecord) -> None:
+        """Continue the group without its unfinished rollouts."""
         self._cancel(group.of(*UNGENERATED), "group_timeout")
         self._collect(group)
 
-    def outdated(self, job: JobRecord) -> None:
-        """A rollout that still runs was begun with weights that are too old to train on."""
+    def cancel_stale(self, job: JobRecord) -> None:
+        """Drop a running rollout whose weights have become too old to train on."""
         self._cancel([self._ledger.rollout(job)], "stale")
         self._collect(self._ledger.groups[job.subject])
 
     def _cancel(self, rollouts: list[RolloutRecord], reason: str) -> None:
         for rollout in rollouts:
             job = self._ledger.jobs[rollout.id]
-            self._gates.scout_lost(job.kind, job.id)
+            self._gates.probe_lost(job.kind, job.id)
             if job.state is JobState.SUBMITTED:
                 self.cancelled.append(job)
             self._ledger.end(job, JobState.CANCELLED)
@@ -96,22 +96,22 @@ class Groups:
 
     def _fence(self, reply: Reply) -> None:
         if reply.outcome is Outcome.DONE:
-            self._ledger.count("fenced")
+            self._ledger.increment("fenced")
         if isinstance(reply.result, RolloutResult) and self._is_other_execution(reply.job, reply.result):
-            self._ledger.unwanted += reply.result.keys
+            self._ledger.unwanted_blobs += reply.result.keys
 
     def _is_other_execution(self, rollout: str, result: RolloutResult) -> bool:
-        """Whether the files of `result` are surely not those that settled `rollout`: the same reply may come twice.
+        """Whether the files of `result` are not those that settled `rollout`: the same reply may arrive twice.
 
-        Of a closed group that is no longer known, and its files may be in a batch.
+        False for a closed group: its results are no longer in memory, and the files may be in a batch.
         """
         id = ids.RolloutId.match(rollout)
         group = self._ledger.groups.get(id.group) if id else None
-        kept = [own.result for own in group.rollouts if own.id == rollout and own.result] if group else [result]
-        return not any(own.columns == result.columns and own.experts == result.experts for own in kept)
+        settled = [each.result for each in group.rollouts if each.id == rollout and each.result] if group else [result]
+        return not any(each.columns == result.columns and each.experts == result.experts for each in settled)
 
     def _fits(self, job: JobRecord, result: AnyResult) -> bool:
-        """Whether `result` answers `job`: a worker of another version, or a custom stage, may be wrong."""
+        """Whether `result` answers `job`: a worker of another version or a custom stage may send something else."""
         if result.answers != job.kind:
             return False
         if isinstance(result, EncodeResult):
@@ -149,16 +149,16 @@ class Groups:
             case _:
                 raise AssertionError(f"{result.answers} does not answer a group's job")
 
-    def _die(self, job: JobRecord, why: str) -> None:
+    def _kill(self, job: JobRecord, why: str) -> None:
         logger.error("action=dead job=%s %s", job.id, why)
         self._ledger.event(job.id, "dead", why)
         if job.kind is JobKind.SURVEY:
             self._ledger.end(job, JobState.DEAD)
-            raise RunError(f"the environment {job.subject!r} cannot be used: {why}. Mend it, then start the run again")
+            raise RunError(f"the environment {job.subject!r} cannot be used: {why}. Fix it, then start the run again")
         group = self._ledger.groups.get(job.subject)
         if job.kind is JobKind.ROLLOUT:
             self._ledger.kill(self._ledger.rollout(job), why)
-        self._ledger.end(job, JobState.DEAD)  # of a dead encoding job, the composer forms the step again
+        self._ledger.end(job, JobState.DEAD)  # the composer forms the step of a dead encoding job again
         if group is None:
             return
         if job.kind is JobKind.ROLLOUT:
@@ -171,13 +171,13 @@ class Groups:
     def _collect(self, group: GroupRecord) -> None:
         if group.state is not GroupState.COLLECTING:
             return
-        out = group.of(*UNGENERATED)
-        possible = len(out) + len(group.of(RolloutState.GENERATED))
+        unfinished = group.of(*UNGENERATED)
+        possible = len(unfinished) + len(group.of(RolloutState.GENERATED))
         partial = possible < len(group.rollouts) and self._config.rollouts.partial_groups == "drop"
         if partial or possible < self._config.rollouts.smallest_group:
-            self._cancel(out, "cancelled")
+            self._cancel(unfinished, "cancelled")
             self._close(group, "group_too_small")
-        elif out:
+        elif unfinished:
             return
         elif self._ledger.meta.get(f"scores_groups:{group.environment}"):
             self._ledger.enter(group, GroupState.SCORING)
@@ -196,7 +196,7 @@ class Groups:
 
     def _filtered(self, group: GroupRecord, result: FilterResult) -> None:
         for name, rollouts in result.matched.items():
-            self._ledger.count(f"matched:{name}", rollouts)
+            self._ledger.increment(f"matched:{name}", rollouts)
         for rollout in group.of(RolloutState.GENERATED):
             if rollout.id in result.dropped:
                 self._ledger.drop(rollout, result.dropped[rollout.id])
@@ -217,18 +217,18 @@ class Groups:
             self._admit(rollout, result.advantages[rollout.id])
         self._ledger.enter(group, GroupState.ADMITTED)
         self._ledger.set("dropped_in_a_row", 0)
-        self._ledger.count("groups_admitted")
+        self._ledger.increment("groups_admitted")
 
     def _admit(self, rollout: RolloutRecord, advantage: float) -> None:
         assert rollout.result is not None
         rollout.advantage = advantage
         self._ledger.move(rollout, RolloutState.ADMITTED)
-        self._ledger.count("tokens_admitted", rollout.result.completion_tokens)
+        self._ledger.increment("tokens_admitted", rollout.result.completion_tokens)
 
     def _close(self, group: GroupRecord, reason: str) -> None:
-        """Nothing of it will be trained on: what is left of it is dropped, and the planner replaces it."""
+        """Drop the rest of the group; the planner replaces it."""
         for rollout in group.of(RolloutState.GENERATED):
             self._ledger.drop(rollout, reason)
         self._ledger.event(group.id, "dropped", reason)
-        self._ledger.count("dropped_in_a_row")
+        self._ledger.increment("dropped_in_a_row")
         self._ledger.enter(group, GroupState.CLOSED)

@@ -1,4 +1,4 @@
-"""The plans that submitted jobs read from the store: written before a submission, removed when they have been read."""
+"""Job inputs: the plan files that jobs read from the store. Written before submission, deleted when not needed."""
 
 import logging
 from pathlib import Path
@@ -15,9 +15,9 @@ from penstock.store import BlobRef
 
 logger = logging.getLogger("penstock.inputs")
 
-READ_IN = frozenset({GroupState.SCORING, GroupState.FILTERING, GroupState.ESTIMATING})
-NEEDED_BY = frozenset({JobKind.SCORE, JobKind.FILTER, JobKind.ADVANTAGE, JobKind.ENCODE})
-NO_BLOB = BlobRef(key="none", size=0, checksum="")  # of rollouts that made nothing: the no-op environment's
+READ_IN_STATES = frozenset({GroupState.SCORING, GroupState.FILTERING, GroupState.ESTIMATING})
+READING_KINDS = frozenset({JobKind.SCORE, JobKind.FILTER, JobKind.ADVANTAGE, JobKind.ENCODE})
+NO_BLOB = BlobRef(key="none", size=0, checksum="")  # of rollouts without files: those of the no-op environment
 
 
 class JobInputs:
@@ -27,8 +27,9 @@ class JobInputs:
         self._ledger = ledger
         self._store = config.store_dir
         self._written: dict[str, GroupInputs | BatchPlan | None] = dict.fromkeys(job_inputs.keys(self._store, run))
-        """what there is; None where an earlier orchestrator wrote it"""
+        """files in the store; None for those of an earlier orchestrator"""
         self.trouble: str | None = None
+        """why the files cannot be written at present"""
 
     def key(self, job: JobRecord) -> str:
         if job.kind is JobKind.ENCODE:
@@ -37,14 +38,14 @@ class JobInputs:
         return job_inputs.group_key(self._run, job.subject)
 
     async def ensure(self, jobs: list[JobRecord]) -> bool:
-        """Write what `jobs` will read. False when the store does not take it: the jobs wait and are tried again.
+        """Write the files that `jobs` read. False when the store cannot be written: the jobs wait.
 
-        What a group's last job read serves its next one too, unless that fails: then the file may be what it lacked.
+        An unchanged file is not written again, except for a job that is retried: it may have failed for lack of it.
         """
-        readers = [(self.key(job), job) for job in jobs if job.kind in NEEDED_BY]
-        tried = {key for key, job in readers if job.attempt}
+        readers = [(self.key(job), job) for job in jobs if job.kind in READING_KINDS]
+        retried = {key for key, job in readers if job.attempt}
         planned = {key: self._plan(job) for key, job in dict(readers).items()}
-        wanted = {key: plan for key, plan in planned.items() if key in tried or self._written.get(key) != plan}
+        wanted = {key: plan for key, plan in planned.items() if key in retried or self._written.get(key) != plan}
         if not wanted:
             return True
         stale = self._written.keys() - self._needed() - planned.keys()
@@ -55,7 +56,7 @@ class JobInputs:
                 logger.error("action=store_waits path=%s error=%s", self._store, error.strerror)
             self.trouble = (
                 f"the store {self._store} cannot be written ({error.strerror}): "
-                "make room or mend its disk; jobs wait, nothing is lost"
+                "free space or repair the disk; jobs wait and nothing is lost"
             )
             return False
         for key in stale:
@@ -65,7 +66,7 @@ class JobInputs:
         return True
 
     def _needed(self) -> set[str]:
-        groups = (group for group in self._ledger.groups.values() if group.state in READ_IN)
+        groups = (group for group in self._ledger.groups.values() if group.state in READ_IN_STATES)
         steps = self._ledger.batches.values()
         return {job_inputs.group_key(self._run, group.id) for group in groups} | {
             job_inputs.step_key(self._run, batch.step, batch.formation) for batch in steps
@@ -85,7 +86,7 @@ def _write_and_delete(store: Path, wanted: dict[str, GroupInputs | BatchPlan], s
 
 
 def group_inputs(group: GroupRecord, policy_version: int) -> GroupInputs:
-    """All that were generated: a dropped rollout's reward still counts in the baseline."""
+    """All generated rollouts: the reward of a dropped one still counts in the baseline."""
     finished = [(rollout.id, rollout.result) for rollout in group.rollouts if rollout.state is not RolloutState.DEAD]
     return GroupInputs(
         group=group.id,
@@ -120,7 +121,7 @@ def _batch_rollouts(batch: BatchRecord) -> tuple[BatchRollout, ...]:
 
 def _batch_rollout(rollout: RolloutRecord, environment: str, advantage: float) -> BatchRollout:
     result = rollout.result
-    assert result is not None, "only what was generated is batched"
+    assert result is not None, "only generated rollouts are batched"
     return BatchRollout(
         rollout=rollout.id,
         group=rollout.group,

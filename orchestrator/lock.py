@@ -1,4 +1,4 @@
-"""One orchestrator a run, one run a Redis database: a lock file, and a lock in Redis that holds an epoch."""
+"""One orchestrator per run, one run per Redis database: a lock file, and a lock in Redis that holds an epoch."""
 
 import asyncio
 import fcntl
@@ -12,14 +12,15 @@ from typing import IO, Any
 import orjson
 
 from orchestrator.broker import Broker
-from orchestrator.run_dir import usable
+from orchestrator.run_dir import explained
 from penstock import redis_keys
 from penstock.errors import RunLocked
 
 logger = logging.getLogger("penstock.lock")
 
 TTL_S = 10
-KEEP_S = 2.0
+RENEW_S = 2.0
+# Takes or renews the lock if it is free, ours, or held by ARGV[3]; returns the holder.
 HOLD = """
 local held = redis.call('GET', KEYS[1])
 if held and held ~= ARGV[1] and held ~= ARGV[3] then return held end
@@ -33,46 +34,46 @@ class RunLock:
     def __init__(self, run_dir: Path, broker: Broker, *, run: str, epoch: int) -> None:
         self._broker = broker
         self._run = run
-        self._mine = orjson.dumps(
+        self._value = orjson.dumps(
             {"run": run, "epoch": epoch, "host": socket.gethostname(), "pid": os.getpid(), "run_dir": str(run_dir)}
         )
 
     async def acquire(self) -> None:
-        """Waits for a dead holder's lock to lapse; a living holder renews it and is named."""
+        """Waits until the lock of a dead holder expires; raises RunLocked if the holder renews it."""
         last_ttl_ms = None
-        while (holder := await self._hold()) != self._mine:
-            if self._left_behind(holder):
+        while (holder := await self._hold()) != self._value:
+            if self._is_own_leftover(holder):
                 await self._hold(instead_of=holder)
                 continue
-            ttl_ms = await self._broker.ask(lambda client: client.pttl(redis_keys.LOCK))
+            ttl_ms = await self._broker.call(lambda client: client.pttl(redis_keys.LOCK))
             if last_ttl_ms is not None and ttl_ms > last_ttl_ms:
                 raise RunLocked(f"this Redis database is in use: {describe(holder)}. One run per database: "
                                 "put another number at the end of the Redis URL, or stop that run")  # fmt: skip
             last_ttl_ms = ttl_ms
-            logger.info("action=lock_awaited lapses_in_s=%.1f holder=%s", ttl_ms / 1000, describe(holder))
+            logger.info("action=lock_awaited expires_in_s=%.1f holder=%s", ttl_ms / 1000, describe(holder))
             await asyncio.sleep(1)
 
     async def keep(self) -> None:
-        """Renews for ever; creates the lock again after a flush; raises when somebody else holds it."""
+        """Renews the lock for ever, also after a flush of Redis; raises RunLocked when another process holds it."""
         while True:
-            await asyncio.sleep(KEEP_S)
+            await asyncio.sleep(RENEW_S)
             await self.check()
 
     async def check(self) -> None:
         holder = await self._hold()
-        if holder != self._mine:
+        if holder != self._value:
             raise RunLocked(f"another orchestrator has taken over: {describe(holder)}; this one stops writing")
 
     async def release(self) -> None:
-        await self._broker.ask(lambda client: client.eval(RELEASE, 1, redis_keys.LOCK, self._mine))
+        await self._broker.call(lambda client: client.eval(RELEASE, 1, redis_keys.LOCK, self._value))
 
     async def _hold(self, instead_of: bytes = b"") -> bytes:
-        return await self._broker.ask(
-            lambda client: client.eval(HOLD, 1, redis_keys.LOCK, self._mine, TTL_S, instead_of)  # pyright: ignore[reportReturnType]
+        return await self._broker.call(
+            lambda client: client.eval(HOLD, 1, redis_keys.LOCK, self._value, TTL_S, instead_of)  # pyright: ignore[reportReturnType]
         )
 
-    def _left_behind(self, holder: bytes) -> bool:
-        """A former self: this host's lock file is ours, so whoever wrote that is dead."""
+    def _is_own_leftover(self, holder: bytes) -> bool:
+        """A lock of this run from this host: this process holds the lock file, so the holder is dead."""
         held: dict[str, Any] = orjson.loads(holder)
         return held["run"] == self._run and held["host"] == socket.gethostname()
 
@@ -83,8 +84,8 @@ def describe(holder: bytes) -> str:
 
 
 def lock_directory(run_dir: Path) -> IO[str]:
-    """Held until the file is closed or the process ends, however it ends."""
-    with usable(run_dir):
+    """Lock the run directory until the file is closed or the process ends."""
+    with explained(run_dir):
         file = (run_dir / "lock").open("a+")
     deadline = time.monotonic() + 1
     while True:
@@ -96,11 +97,9 @@ def lock_directory(run_dir: Path) -> IO[str]:
                 file.seek(0)
                 holder = file.read().strip() or "another process"
                 file.close()
-                raise RunLocked(
-                    f"{run_dir} is being driven by {holder}: stop it first, or use another run_dir"
-                ) from None
+                raise RunLocked(f"{run_dir} is in use by {holder}: stop it first, or use another run_dir") from None
             time.sleep(0.05)
-    with usable(run_dir):
+    with explained(run_dir):
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()

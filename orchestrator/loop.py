@@ -1,25 +1,22 @@
-"""The orchestrator: a few duties on one event loop, which share the ledger and nothing else.
+"""The orchestrator: duties on one event loop that share the ledger. In the order of a rollout through the run:
 
-    drive          plan groups, form steps, submit what waits, seal what is encoded
-    read_replies   apply what the workers answered, commit, trim the stream
-    reconcile      find what was lost and have it submitted again
-    report         say what is happening, every second
-    metrics        write down what every delivered step was like
-    lags           know how late the other processes' loops run
-    heed_trainer   take in acknowledgements and policy versions, let go of blobs
-    sweep          remove files that nobody names
-    lock.keep      stay the only one
+    drive           plan groups, compose steps, submit waiting jobs, seal encoded steps
+    read_replies    apply the workers' replies to their groups, commit, trim the stream
+    reconcile       find lost jobs and have them submitted again
+    follow_trainer  read acknowledgements and policy versions, release blobs
+    sweep           delete files that the ledger does not name
 
-`drive` sleeps until a reply, a loss or half a second wakes it. A duty that raises ends them all.
+and beside them: renew the run's lock (`lock.keep`), report (`reporter`, `metrics`), measure event loop lag (`lag`, and
+`lags` of other processes). `drive` sleeps until a reply, a loss, the trainer or half a second wakes it. A duty that
+raises ends them all. Components do not know the Orchestrator: it wires them.
 """
 
 import asyncio
 import logging
 
-from orchestrator import crash_points, release, sealing
+from orchestrator import crash_points, release
 from orchestrator.broker import Broker
 from orchestrator.composer import Composer
-from orchestrator.ending import Ending, Phase, Stopping
 from orchestrator.gates import Gates
 from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
@@ -27,12 +24,15 @@ from orchestrator.ledger.records import BatchRecord
 from orchestrator.lock import RunLock
 from orchestrator.planner import Planner
 from orchestrator.reconciler import Reconciler
-from orchestrator.release import Release
+from orchestrator.release import Releaser, Sweeper
 from orchestrator.reply_stream import AT_ONCE, ReplyStream
-from orchestrator.reporting.lags import Lags
-from orchestrator.reporting.metrics import Metrics
-from orchestrator.reporting.reporter import Reporter, Watch
-from orchestrator.slices import spaced
+from orchestrator.reporting.endpoint import Endpoint
+from orchestrator.reporting.metrics import LagPoller, Metrics
+from orchestrator.reporting.prometheus import RunCollector
+from orchestrator.reporting.reporter import Reporter, Sources, StatusCallback
+from orchestrator.sealing import Sealer
+from orchestrator.shutdown import Phase, Shutdown, StopRequests
+from orchestrator.slices import in_slices
 from orchestrator.submission import Submitter
 from orchestrator.trainer import Trainer
 from penstock import redis_keys
@@ -44,9 +44,10 @@ from penstock.store import Store
 logger = logging.getLogger("penstock.orchestrator")
 
 WAKE_S = 0.5
-GATHER_S = 0.01  # six replies at a time, as they came, cost a third more CPU: each time is three questions and a commit
-TRAINER_S = 0.25  # how soon a trainer's word is heard
-CATCH_UP_S = 5.0  # replies that take longer than this to apply: the losses are looked for in the next round
+GATHER_S = 0.01  # gathers replies for one commit: handling six at a time as they arrive costs a third more CPU
+TRAINER_POLL_S = 0.25
+CATCH_UP_S = 5.0  # when applying the replies takes longer than this, losses are judged in the next round
+PROCESS = "orchestrator"  # its name among the processes that publish their lag
 
 
 class Orchestrator:
@@ -59,9 +60,9 @@ class Orchestrator:
         broker: Broker,
         lock: RunLock,
         lag: LoopLag,
-        stopping: Stopping,
-        watch: Watch,
-        url: str | None = None,
+        stop: StopRequests,
+        on_status: StatusCallback,
+        http_url: str | None = None,
     ) -> None:
         self.config = config
         self.run_id = run
@@ -69,51 +70,72 @@ class Orchestrator:
         self.broker = broker
         self.lock = lock
         self.lag = lag
-        self.stopping = stopping
-        self.url = url
-        """where others may ask: the HTTP endpoint's"""
-        self.gates = Gates()
+        self.stop = stop
         self.store = Store(config.store_dir)
-        self.stages = Groups(config, ledger, self.gates)
-        self.trainer = Trainer(config, ledger)
-        self.planner = Planner(config, ledger, self.trainer)
-        self.composer = Composer(config, ledger, self.trainer)
-        self.release = Release(config, ledger, self.trainer)
-        self.sweeper = release.Sweep(config, run, ledger)
-        self.sealer = sealing.Sealer(config)
-        self.submitter = Submitter(config, run, ledger, broker, self.gates)
-        self.replies = ReplyStream(run, broker, ledger)
-        self.reconciler = Reconciler(config, run, ledger, broker, self.stages)
-        self.ending = Ending(config, run, ledger, broker, self.replies)
-        self.lags = Lags(broker)
-        self.metrics = Metrics(config, ledger, lag, self.lags)
-        self.reporter = Reporter(self, watch)
         self.changed = asyncio.Event()
 
+        self.trainer = Trainer(config, ledger)
+        self.planner = Planner(config, ledger, self.trainer)
+        self.gates = Gates()
+        self.submitter = Submitter(config, run, ledger, broker, self.gates)
+        self.replies = ReplyStream(run, broker, ledger)
+        self.groups = Groups(config, ledger, self.gates)
+        self.composer = Composer(config, ledger, self.trainer)
+        self.sealer = Sealer(config)
+        self.reconciler = Reconciler(config, run, ledger, broker, self.groups)
+        self.releaser = Releaser(config, ledger, self.trainer)
+        self.sweeper = Sweeper(config, run, ledger)
+        self.shutdown = Shutdown(config, run, ledger, broker, self.replies)
+        self.lags = LagPoller(broker, own=PROCESS)
+        self.metrics = Metrics(config, ledger, lag, self.lags)
+        self.reporter = Reporter(self._sources(http_url), on_status)
+
+    def _sources(self, http_url: str | None) -> Sources:
+        return Sources(
+            config=self.config, run=self.run_id, http_url=http_url, ledger=self.ledger, broker=self.broker,
+            lag=self.lag, lags=self.lags,
+            phase=lambda: "done" if self.done else self.stop.phase,
+            snapshot=lambda: self.reconciler.latest,
+            troubles=lambda: [
+                self.broker.trouble, self.ledger.trouble, *self.gates.troubles, self.submitter.inputs.trouble,
+                self.sealer.trouble, self.planner.trouble, *self.trainer.troubles, self.metrics.trouble,
+            ],
+        )  # fmt: skip
+
+    def endpoint(self) -> Endpoint:
+        """For HTTP."""
+        status = self.reporter.latest_status
+        collector = RunCollector(
+            steps=self.config.steps, status=status, ledger=self.ledger, metrics=self.metrics, lag=self.lag,
+            lags=self.lags,
+        )  # fmt: skip
+        return Endpoint(status, collector)
+
     async def run(self) -> None:
-        """Until the last step is delivered, or somebody stops it; what is open then waits in the ledger."""
-        self.deliver_what_is_sealed()
+        """Until the last step is delivered or a stop is requested; open work then waits in the ledger."""
+        self.deliver_sealed_steps()
         self.composer.resume()
-        duties = [self.lag.run, self.lags.run, self.lock.keep, self.reporter.run, self.metrics.run, self.read_replies,
-                  self.reconcile, self.heed_trainer, self.sweep]  # fmt: skip
+        duties = [self.read_replies, self.reconcile, self.follow_trainer, self.sweep, self.lock.keep,
+                  self.reporter.run, self.metrics.run, self.lag.run, self.lags.run]  # fmt: skip
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(duty()) for duty in duties]
-            await self.stopping.unless_stopped(self.drive_to_rest())
+            await self.stop.run_unless_stopped(self.drive_and_shut_down())
             for task in tasks:
                 task.cancel()
         await self.metrics.write()
         await self.reporter.write()
-        await self.trainer.tell("the run is complete" if self.done else "the orchestrator was stopped", ended=self.done)
+        why = "the run is complete" if self.done else "the orchestrator was stopped"
+        await self.trainer.write_status(why, ended=self.done)
 
-    async def drive_to_rest(self) -> None:
+    async def drive_and_shut_down(self) -> None:
         await self.drive()
         if self.done:
-            await self.ending.finish()
-            await self.trainer.look()
-            await self.release.run_once()
+            await self.shutdown.finish()
+            await self.trainer.read()
+            await self.releaser.run_once()
             await self.sweeper.run_once()
         else:
-            await self.ending.drain()
+            await self.shutdown.drain()
 
     @property
     def done(self) -> bool:
@@ -121,7 +143,7 @@ class Orchestrator:
 
     async def drive(self) -> None:
         self.planner.survey()
-        while self.stopping.phase is Phase.RUNNING and not self.done:
+        while self.stop.phase is Phase.RUNNING and not self.done:
             more_to_plan = self.planner.plan()
             crash_points.passed("planned")
             if self.composer.compose():
@@ -155,8 +177,8 @@ class Orchestrator:
         logger.info("action=delivered step=%d rollouts=%d", batch.step, rollouts)
         return True
 
-    def deliver_what_is_sealed(self) -> None:
-        """The manifest on the disk is the truth: a crash may have kept the ledger from saying so."""
+    def deliver_sealed_steps(self) -> None:
+        """A manifest on disk decides: a crash may have come before the ledger recorded the delivery."""
         for batch in list(self.ledger.batches.values()):
             if manifest := read_manifest(self.store, batch.step):
                 self.sealer.publish(manifest)
@@ -172,9 +194,9 @@ class Orchestrator:
             if not entries:
                 continue
             crash_points.passed("replies_read")
-            async for some in spaced(entries):
-                for reply in filter(None, map(self.replies.take, some)):
-                    self.stages.apply(reply)
+            async for some in in_slices(entries):
+                for reply in filter(None, map(self.replies.accept, some)):
+                    self.groups.apply(reply)
             self.changed.set()
             await self.ledger.committed()
             crash_points.passed("replies_committed")
@@ -182,36 +204,20 @@ class Orchestrator:
             if len(entries) < AT_ONCE:
                 await asyncio.sleep(GATHER_S)
 
-    async def heed_trainer(self) -> None:
-        while True:
-            before = self.trainer.state
-            await self.trainer.look()
-            await self.ledger.committed()
-            await self.release.run_once()
-            await self.trainer.tell("; ".join(self.reporter.waiting_for()) or "rollouts are being generated")
-            if self.trainer.state != before:
-                self.changed.set()
-            await asyncio.sleep(TRAINER_S)
-
-    async def sweep(self) -> None:
-        while True:
-            await self.sweeper.run_once()
-            await asyncio.sleep(release.EVERY_S)
-
     async def reconcile(self) -> None:
         while True:
             await asyncio.sleep(self.reconciler.poll_s)
-            seen = await self.reconciler.look()
+            snapshot = await self.reconciler.poll()
             if not await self.caught_up_with(await self.replies.newest()):
                 continue
-            findings = self.reconciler.judge(seen)
+            findings = self.reconciler.judge(snapshot)
             self.changed.set()
             await self.ledger.committed()
             if expired := findings.expired_leases:
-                await self.broker.ask(lambda client, expired=expired: client.hdel(redis_keys.LEASES, *expired))
-            cancelled, self.stages.cancelled = self.stages.cancelled, []
+                await self.broker.call(lambda client, expired=expired: client.hdel(redis_keys.LEASES, *expired))
+            cancelled, self.groups.cancelled = self.groups.cancelled, []
             if revoke := findings.revoke + [job.task_id(self.run_id) for job in cancelled]:
-                await self.ending.revoke(revoke)
+                await self.shutdown.revoke(revoke)
 
     async def caught_up_with(self, reply_id: str) -> bool:
         try:
@@ -221,3 +227,19 @@ class Orchestrator:
         except TimeoutError:
             return False
         return True
+
+    async def follow_trainer(self) -> None:
+        while True:
+            before = self.trainer.state
+            await self.trainer.read()
+            await self.ledger.committed()
+            await self.releaser.run_once()
+            await self.trainer.write_status("; ".join(self.reporter.waiting_for()) or "rollouts are being generated")
+            if self.trainer.state != before:
+                self.changed.set()
+            await asyncio.sleep(TRAINER_POLL_S)
+
+    async def sweep(self) -> None:
+        while True:
+            await self.sweeper.run_once()
+            await asyncio.sleep(release.SWEEP_EVERY_S)

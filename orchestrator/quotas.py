@@ -1,4 +1,4 @@
-"""What a step is made of: its size, shared out among the environments in whole numbers; what a group adds to it."""
+"""Quotas: the size of a step divided among the environments, and what a group adds to it."""
 
 from collections.abc import Mapping
 
@@ -8,12 +8,12 @@ from penstock.ledger.states import RolloutState
 
 
 def quotas(config: RunConfig, step: int) -> dict[str, int]:
-    """environment -> its part of the step's `batch.size`. Remainders go round, so that no environment is favoured."""
+    """environment -> its part of `batch.size`. Remainders rotate with the step, so that no environment is favoured."""
     return apportion(config.batch.size, {name: env.weight for name, env in config.environments.items()}, turn=step)
 
 
 def apportion(size: int, weights: Mapping[str, float], *, turn: int = 0) -> dict[str, int]:
-    """By largest remainder; equal remainders are served in an order that moves on with `turn`."""
+    """Whole numbers by largest remainder; the order of equal remainders rotates with `turn`."""
     total = sum(weights.values())
     exact = {name: size * weight / total for name, weight in weights.items()}
     shares = {name: int(share) for name, share in exact.items()}
@@ -25,8 +25,8 @@ def apportion(size: int, weights: Mapping[str, float], *, turn: int = 0) -> dict
     return shares
 
 
-def weight(config: RunConfig, group: GroupRecord) -> int:
-    """What an admitted group adds to a step, in the batch's unit."""
+def quantity(config: RunConfig, group: GroupRecord) -> int:
+    """What an admitted group adds to a step, in `batch.unit`."""
     admitted = group.of(RolloutState.ADMITTED)
     match config.batch.unit:
         case "groups":

@@ -1,7 +1,7 @@
-"""Finds what was lost: once a second, the ledger's submitted jobs against the leases and the queues.
+"""Finds lost jobs: once a second, compares the ledger's submitted jobs with the leases and queues in Redis.
 
-Only polls that were really made count, and only by this process's clock: a paused orchestrator, a flushed Redis or
-another host's clock condemns nobody.
+Time is counted over polls that were made, by this process's clock: a pause of the orchestrator, a flush of Redis or the
+clock of another host does not make a job lost.
 """
 
 import logging
@@ -26,32 +26,34 @@ from tasks import envelope
 logger = logging.getLogger("penstock.reconciler")
 
 POLL_MOST_S = 1.0
-POLLS_A_LEASE = 5
+POLLS_PER_LEASE = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What Redis said at one moment."""
+    """Leases and queues in Redis at one moment."""
 
     leases: dict[str, str]
     depths: dict[Queue, int]
     oldest: dict[Queue, int | None]
-    """sequence of the oldest queued message; None when it is not one of ours"""
+    """sequence of the oldest queued message; None if it is not one of ours"""
 
 
 @dataclass(kw_only=True)
-class Watch:
+class ObservedAttempt:
     """What the polls have shown of one submitted attempt."""
 
     attempt: int
     running_s: float = 0.0
     missing_s: float = 0.0
     version: int | None = None
-    """the policy's when it was first seen running: its first token is of this one, or older"""
+    """policy version when it was first seen running: its first token is of this version or an older one"""
 
 
 @dataclass(kw_only=True)
 class Beat:
+    """The value of a lease, and for how long it has not changed."""
+
     value: str
     silent_s: float = 0.0
 
@@ -64,22 +66,23 @@ class Findings:
 
 
 class Reconciler:
-    def __init__(self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, stages: Groups) -> None:
+    def __init__(self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, groups: Groups) -> None:
         self._config = config
         self._run = run
         self._ledger = ledger
         self._broker = broker
         self._staleness = Staleness(config, ledger)
-        self._stages = stages
-        self.poll_s = min(POLL_MOST_S, config.recovery.lease_s / POLLS_A_LEASE)
+        self._groups = groups
+        self.poll_s = min(POLL_MOST_S, config.recovery.lease_s / POLLS_PER_LEASE)
         self._beats: dict[str, Beat] = {}
-        self._watched: dict[str, Watch] = {}
+        self._observed: dict[str, ObservedAttempt] = {}
         self._ages_s: dict[str, float] = {}
         self._polled_at: float | None = None
         self.latest = Snapshot(leases={}, depths={}, oldest={})
+        """the last one that was judged"""
 
-    async def look(self) -> Snapshot:
-        async def ask(client: Any) -> list[Any]:
+    async def poll(self) -> Snapshot:
+        async def read(client: Any) -> list[Any]:
             async with client.pipeline(transaction=True) as pipe:
                 pipe.hgetall(redis_keys.LEASES)
                 for queue in Queue:
@@ -87,7 +90,7 @@ class Reconciler:
                     pipe.lindex(queue, -1)
                 return await pipe.execute()
 
-        leases, *queues = await self._broker.ask(ask)
+        leases, *queues = await self._broker.call(read)
         return Snapshot(
             leases={field.decode(): value.decode() for field, value in leases.items()},
             depths=dict(zip(Queue, queues[::2], strict=True)),
@@ -95,41 +98,41 @@ class Reconciler:
                     for queue, message in zip(Queue, queues[1::2], strict=True)},
         )  # fmt: skip
 
-    def judge(self, seen: Snapshot) -> Findings:
-        """To be called when every reply that was in the stream at the time of `seen` has been applied."""
-        self.latest = seen
+    def judge(self, snapshot: Snapshot) -> Findings:
+        """Call when every reply that was in the stream at the time of `snapshot` has been applied."""
+        self.latest = snapshot
         now = time.monotonic()
-        # However long ago the last poll was, this one adds no more than two polls' worth to anybody's silence.
+        # After a pause, this poll counts as two poll intervals at most.
         passed_s = min(now - self._polled_at, 2 * self.poll_s) if self._polled_at is not None else 0.0
         self._polled_at = now
         findings = Findings()
-        alive = self._alive(seen, passed_s, findings)
-        queued_from = {queue: _queued_from(seen, queue) for queue in Queue}
+        alive = self._alive(snapshot, passed_s, findings)
+        queued_from = {queue: _queued_from(snapshot, queue) for queue in Queue}
         submitted = [job for job in self._ledger.jobs.values() if job.state is JobState.SUBMITTED]
         for job in submitted:
             beating, queued = alive.get((job.id, job.attempt)), job.sequence >= queued_from[job.kind.queue]
-            # Most have been in their queue ever since: there is nothing to watch. Some went with the one before them.
-            if job.state is JobState.SUBMITTED and (beating is not None or not queued or job.id in self._watched):
+            # Most jobs are still queued and need no observation. Judging one job may have cancelled a later one.
+            if job.state is JobState.SUBMITTED and (beating is not None or not queued or job.id in self._observed):
                 self._judge_job(job, queued, passed_s, beating, findings)
-        self._watched = {job.id: self._watched[job.id] for job in submitted if job.id in self._watched}
+        self._observed = {job.id: self._observed[job.id] for job in submitted if job.id in self._observed}
         self._judge_groups(passed_s)
         return findings
 
     def _judge_groups(self, passed_s: float) -> None:
-        """A group that has been collecting for too long goes on without the rollouts that are still out."""
+        """A group that has been collecting for `group_timeout_s` continues without its unfinished rollouts."""
         if self._config.rollouts.partial_groups == "wait":
             return
         collecting = [g for g in self._ledger.groups.values() if g.state is GroupState.COLLECTING]
         self._ages_s = {group.id: self._ages_s.get(group.id, 0.0) + passed_s for group in collecting}
         for group in collecting:
             if self._ages_s[group.id] > self._config.rollouts.group_timeout_s:
-                self._stages.give_up_waiting(group)
+                self._groups.stop_waiting(group)
 
-    def _alive(self, seen: Snapshot, passed_s: float, findings: Findings) -> dict[tuple[str, int], bool]:
-        """(job, attempt) -> whether one of its leases beats; nothing for those that have none."""
+    def _alive(self, snapshot: Snapshot, passed_s: float, findings: Findings) -> dict[tuple[str, int], bool]:
+        """(job, attempt) -> whether one of its leases beats; no entry without a lease."""
         beats: dict[str, Beat] = {}
         alive: dict[tuple[str, int], bool] = defaultdict(bool)
-        for lease, value in seen.leases.items():
+        for lease, value in snapshot.leases.items():
             before = self._beats.get(lease)
             silent_s = before.silent_s + passed_s if before and before.value == value else 0.0
             beats[lease] = Beat(value=value, silent_s=silent_s)
@@ -143,41 +146,43 @@ class Reconciler:
         return alive
 
     def _judge_job(self, job: JobRecord, queued: bool, passed_s: float, alive: bool | None, findings: Findings) -> None:
-        watch = self._watched.get(job.id)
-        if watch is None or watch.attempt != job.attempt:
-            watch = self._watched[job.id] = Watch(attempt=job.attempt)
+        observed = self._observed.get(job.id)
+        if observed is None or observed.attempt != job.attempt:
+            observed = self._observed[job.id] = ObservedAttempt(attempt=job.attempt)
         if alive:
-            watch.missing_s = 0.0
-            watch.running_s += passed_s
-            self._running(job)
-            if watch.version is None:
-                watch.version = self._ledger.number("policy_version")
-            if job.kind is JobKind.ROLLOUT and self._staleness.drops(watch.version):
-                self._stages.outdated(job)
-            elif watch.running_s > self._timeout_s(job) + GRACE_S + self._config.recovery.lease_s:
+            observed.missing_s = 0.0
+            observed.running_s += passed_s
+            self._mark_running(job)
+            if observed.version is None:
+                observed.version = self._ledger.number("policy_version")
+            if job.kind is JobKind.ROLLOUT and self._staleness.drops(observed.version):
+                self._groups.cancel_stale(job)
+            elif observed.running_s > self._timeout_s(job) + GRACE_S + self._config.recovery.lease_s:
                 findings.revoke.append(job.task_id(self._run))
-                self._stages.lost(job, f"still running {watch.running_s:.0f} s after its start, over its time-out")
+                self._groups.job_lost(
+                    job, f"still running {observed.running_s:.0f} s after its start, over its time-out"
+                )
         elif alive is False:
-            self._stages.lost(job, "the worker's lease expired")
+            self._groups.job_lost(job, "the worker's lease expired")
         elif queued:
-            watch.missing_s = 0.0
+            observed.missing_s = 0.0
         else:
-            watch.missing_s += passed_s
-            if watch.missing_s > self._config.recovery.lease_s:
-                self._stages.lost(job, "neither queued, nor running, nor answered")
+            observed.missing_s += passed_s
+            if observed.missing_s > self._config.recovery.lease_s:
+                self._groups.job_lost(job, "not queued, not running, and no reply")
 
     def _timeout_s(self, job: JobRecord) -> float:
         if job.kind is JobKind.ROLLOUT:
             return self._config.rollouts.timeout_s
         return self._config.recovery.stage_timeout_s
 
-    def _running(self, job: JobRecord) -> None:
+    def _mark_running(self, job: JobRecord) -> None:
         if job.kind is JobKind.ROLLOUT and (rollout := self._ledger.rollout(job)).state is RolloutState.SUBMITTED:
             self._ledger.move(rollout, RolloutState.RUNNING)
 
 
-def _queued_from(seen: Snapshot, queue: Queue) -> float:
-    """A job that was submitted with this sequence, or later, may still be in `queue`."""
-    if not seen.depths[queue]:
+def _queued_from(snapshot: Snapshot, queue: Queue) -> float:
+    """A job submitted with this sequence or a later one may still be in `queue`."""
+    if not snapshot.depths[queue]:
         return math.inf
-    return seen.oldest[queue] or 0
+    return snapshot.oldest[queue] or 0

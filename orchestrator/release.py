@@ -1,4 +1,4 @@
-"""Blobs that nobody will read again go: of dropped and fenced rollouts at once, of steps when they are trained on."""
+"""Deletes blobs that will not be read again: `Releaser` what the ledger gives up, `Sweeper` what it never named."""
 
 import asyncio
 import logging
@@ -19,35 +19,41 @@ from penstock.store import BlobRef, Store
 
 logger = logging.getLogger("penstock.release")
 
+SWEEP_EVERY_S = 300.0  # unnamed files are rare and can wait
+SWEPT_AT_ONCE = 64  # directories: about 10 ms of a thread that shares the GIL with the loop
+SWEPT_STEPS = 16  # the newest ones; the file of an encoder that is later than that stays until its step is released
 
-class Release:
+
+class Releaser:
+    """Blobs of dropped and fenced rollouts go at once, blobs of a step when it is trained on."""
+
     def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer) -> None:
         self._store = Store(config.store_dir)
         self._on = config.trainer.release_on
         self._keep_steps = config.trainer.keep_steps
         self._ledger = ledger
         self._trainer = trainer
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def run_once(self) -> None:
-        """To be called when everything so far is committed: a blob goes only after the ledger has let go of it."""
-        async with self._one_at_a_time:
-            unwanted, self._ledger.unwanted = self._ledger.unwanted, []
+        """Call after a commit: a blob is deleted only when the ledger no longer names it."""
+        async with self._lock:
+            unwanted, self._ledger.unwanted_blobs = self._ledger.unwanted_blobs, []
             if unwanted:
                 await in_io_thread(delete, self._store, unwanted)
             state = self._trainer.state
-            # A trainer that resumes reads again what it has not acknowledged, whatever it has checkpointed.
+            # A trainer that resumes reads every step again that it has not acknowledged, even if checkpointed.
             until = min(state.checkpointed, state.acked) if self._on == "checkpointed" else state.acked
             for counter, behind in (("experts_released", 0), ("columns_released", self._keep_steps)):
                 for step in range(self._ledger.number(counter), until - behind + 1):
                     await self._release(step, counter)
 
     async def _release(self, step: int, counter: str) -> None:
-        """Whoever is stopped in the middle leaves files that the sweep finds, never a ledger that misses some."""
+        """The ledger first: after a kill, the sweep finds the files that are left."""
         experts = counter == "experts_released"
         manifest = await in_io_thread(read_manifest, self._store, step)
         if manifest is not None:
-            self._ledger.count("delivered_bytes", -sum(ref.size for ref in _blobs(manifest, experts=experts)))
+            self._ledger.increment("delivered_bytes", -sum(ref.size for ref in _blobs(manifest, experts=experts)))
         self._ledger.set(counter, step + 1)
         await self._ledger.committed()
         if manifest is not None:
@@ -55,7 +61,7 @@ class Release:
 
 
 def release_step(store: Store, manifest: Manifest, *, experts: bool) -> None:
-    """Its routed experts; or all else, of which the manifest and what people read stay."""
+    """Delete its routed experts, or everything else except the manifest and rollouts.jsonl."""
     delete(store, [ref.key for ref in _blobs(manifest, experts=experts) if ref.size])
     if not experts:
         store.sweep(step_directory(manifest.plan.step), named=_kept(manifest))
@@ -79,49 +85,46 @@ def delete(store: Store, keys: list[str]) -> None:
             logger.warning("action=blob_not_deleted key=%s error=%s", key, error)
 
 
-EVERY_S = 300.0  # what is swept was written in vain: rare, and no hurry
-AT_ONCE = 64  # directories: some 10 ms of a thread that shares the loop's lock
-STEPS = 16  # the newest ones: an encoder that comes later than that leaves its file until the step is released
+class Sweeper:
+    """Deletes files of settled rollouts and delivered steps that neither ledger nor manifest names."""
 
-
-class Sweep:
     def __init__(self, config: RunConfig, run: str, ledger: Ledger) -> None:
         self._ledger_path = config.ledger_path
         self._store = Store(config.store_dir)
         self._run = run
         self._rollouts = ids.run_directory(run)
         self._ledger = ledger
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def run_once(self) -> int:
-        """Returns the number of removed files."""
-        async with self._one_at_a_time:
+        """The number of deleted files."""
+        async with self._lock:
             return await self._run_once()
 
     async def _run_once(self) -> int:
-        # First what is there, then what is named: whatever is begun in between is in neither.
+        # List the directories before the names are read: a rollout that begins in between is in neither.
         rollouts = await in_io_thread(_names, self._store.path(self._rollouts))
         await self._ledger.committed()
         groups = self._ledger.groups.values()
         spared = {rollout.id for group in groups for rollout in group.of(*UNGENERATED)}
         named = {key for group in groups for rollout in group.rollouts if rollout.result for key in rollout.result.keys}
         unreleased, delivered = (self._ledger.number(name) for name in ("columns_released", "steps_delivered"))
-        steps = range(max(unreleased, delivered - STEPS), delivered)
+        steps = range(max(unreleased, delivered - SWEPT_STEPS), delivered)
         experts_unreleased = self._ledger.number("experts_released")
-        found, of_unknown_files = await in_io_thread(self._delivered, unreleased, experts_unreleased, steps)
-        spared |= of_unknown_files
-        named |= found
+        of_delivered, unknown = await in_io_thread(self._delivered, unreleased, experts_unreleased, steps)
+        spared |= unknown
+        named |= of_delivered
         directories = [ids.rollout_directory(self._run, name) for name in rollouts if name not in spared]
         directories += [step_directory(step) for step in steps]
         removed = 0
-        for first in range(0, len(directories), AT_ONCE):
-            removed += await in_io_thread(self._sweep, directories[first : first + AT_ONCE], named)
+        for first in range(0, len(directories), SWEPT_AT_ONCE):
+            removed += await in_io_thread(self._sweep, directories[first : first + SWEPT_AT_ONCE], named)
         if removed:
             logger.info("action=swept files=%d", removed)
         return removed
 
     def _delivered(self, unreleased: int, experts_unreleased: int, steps: range) -> tuple[set[str], set[str]]:
-        """Files of delivered steps; delivered rollouts whose files a rebuilt ledger does not know."""
+        """Files of delivered steps, and delivered rollouts whose files a rebuilt ledger does not know."""
         with schema.reading(self._ledger_path) as connection:
             rows = queries.delivered_files(connection, columns_from=unreleased, experts_from=experts_unreleased)
         named = {key for _, *keys in rows for key in keys if key}
@@ -138,6 +141,6 @@ class Sweep:
 
 def _names(directory: Path) -> list[str]:
     try:
-        return os.listdir(directory)  # noqa: PTH208  names are all that is wanted, of perhaps 100,000
+        return os.listdir(directory)  # noqa: PTH208  names only, of up to 100,000
     except FileNotFoundError:
         return []

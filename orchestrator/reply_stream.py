@@ -1,4 +1,4 @@
-"""The run's stream of replies: read from a position that the ledger keeps, trimmed behind it."""
+"""The stream of the workers' replies: read from the position in the ledger, trimmed behind it."""
 
 import logging
 from typing import Any
@@ -17,7 +17,7 @@ AT_ONCE = 100  # for one commit
 START = "0-0"
 
 Entry = tuple[bytes, dict[bytes, bytes]]
-"""an id and its fields"""
+"""(id, fields)"""
 
 
 class ReplyStream:
@@ -27,43 +27,42 @@ class ReplyStream:
         self._broker = broker
         self._ledger = ledger
         self._outages_seen = -1
-        self._begun_anew = False
-        """since the last entries were read: their ids are another stream's"""
+        self._restarted = False
+        """the stream was reset after the last entries were read: their ids are of the old one"""
 
     @property
     def position(self) -> str:
         return str(self._ledger.meta.get("position", START))
 
     async def read(self) -> list[Entry]:
-        """The next entries, or none after a second. The caller takes and applies each; once that is committed, `trim`
-        may follow."""
+        """The next entries, or none after a second. The caller accepts and applies each, commits, then calls `trim`."""
         if self._outages_seen != self._broker.outages:
             self._outages_seen = self._broker.outages
             await self.newest()
-        self._begun_anew = False
-        answer: Any = await self._broker.ask(
+        self._restarted = False
+        streams_read: Any = await self._broker.call(
             lambda client: client.xread({self._stream: self.position}, count=AT_ONCE, block=BLOCK_MS)
         )
-        return _entries(answer)
+        return _entries(streams_read)
 
-    def take(self, entry: Entry) -> Reply | None:
-        """The reply in it, if it is one of this run's. The position moves on with what the caller makes of it."""
+    def accept(self, entry: Entry) -> Reply | None:
+        """The entry's reply, if it is of this run. The position advances in the transaction that applies it."""
         id, fields = entry
-        if not self._begun_anew:
+        if not self._restarted:
             self._ledger.set("position", id.decode())
         return self._parse(id, fields)
 
     async def newest(self) -> str:
         """The id of the newest reply that was ever in the stream.
 
-        A stream that is gone, or has not reached our position, is another stream: it is read from its start.
+        A stream that is missing or ends before our position is a new one (Redis was flushed): read from its start.
         """
-        position = self.position  # as it is before the question: replies may be read until the answer comes
-        newest = await self._broker.ask(self._last_id)
+        position = self.position  # before the command: replies may be read until its result arrives
+        newest = await self._broker.call(self._last_id)
         if _order(newest) < _order(position):
             logger.warning("action=replies_from_start stream=%s position=%s", self._stream, position)
             self._ledger.set("position", START)
-            self._begun_anew = True
+            self._restarted = True
         return newest
 
     async def _last_id(self, client: Any) -> str:
@@ -75,10 +74,10 @@ class ReplyStream:
         return _order(self.position) < _order(id)
 
     async def trim(self) -> None:
-        await self._broker.ask(lambda client: client.xtrim(self._stream, minid=self.position, approximate=True))
+        await self._broker.call(lambda client: client.xtrim(self._stream, minid=self.position, approximate=True))
 
     async def delete(self) -> None:
-        await self._broker.ask(lambda client: client.delete(self._stream))
+        await self._broker.call(lambda client: client.delete(self._stream))
         self._ledger.set("position", START)
 
     def _parse(self, id: bytes, fields: dict[bytes, bytes]) -> Reply | None:
@@ -91,11 +90,11 @@ class ReplyStream:
         return reply if reply.run == self._run else None
 
 
-def _entries(answer: Any) -> list[Entry]:
-    """XREAD's answer is a list of streams in RESP2 and a mapping in RESP3."""
-    if not answer:
+def _entries(streams_read: Any) -> list[Entry]:
+    """XREAD returns a list of streams in RESP2 and a mapping in RESP3."""
+    if not streams_read:
         return []
-    streams = list(answer.values()) if isinstance(answer, dict) else [entries for _, entries in answer]
+    streams = list(streams_read.values()) if isinstance(streams_read, dict) else [found for _, found in streams_read]
     entries = streams[0]
     return entries[0] if entries and isinstance(entries[0], list) else entries
 

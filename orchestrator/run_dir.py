@@ -1,4 +1,4 @@
-"""A run's directory: who it is (`run.json`), what it is doing (`status.json`), what it made (`batches/`)."""
+"""A run's directory: `run.json` identifies the run and says where its ledger and store are."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,52 +13,55 @@ from penstock.config.redis_address import address
 from penstock.errors import RunError, RunMismatch
 from penstock.store import atomic
 
-# What a run is made of: a directory that was begun with other values cannot be gone on with.
+# A run directory can be resumed only with the values of these settings that it was started with.
 IDENTITY = ("seed", "environments", "rollouts.group_size", "batch.unit", "batch.size", "batch.data_ranks")
 
 
-def make(config: RunConfig) -> None:
-    """The directories that the settings name; called before anything is written into them."""
+def create_directories(config: RunConfig) -> None:
+    """Create the directories that the settings name."""
     for setting, directory in (
         ("run_dir", config.run_dir),
         ("ledger_dir", config.ledger_path.parent),
         ("store", config.store_dir),
     ):
-        with usable(directory, setting):
+        with explained(directory, setting):
             directory.mkdir(parents=True, exist_ok=True)
 
 
-def enter(config: RunConfig) -> str:
-    """The id of the run that the directory holds, or of the one that begins now. Called under the directory's lock."""
-    with usable(config.run_dir):
-        kept = read(config.run_dir) if (config.run_dir / "run.json").exists() else {}
+def begin_or_resume(config: RunConfig) -> str:
+    """The id of the run in `run_dir`, or of a new one. Call under the directory's lock.
+
+    Refuses other settings than the run was started with; removes files that a killed orchestrator left incomplete.
+    """
+    with explained(config.run_dir):
+        stored = read(config.run_dir) if (config.run_dir / "run.json").exists() else {}
         content: dict[str, Any] = {
-            "run": kept.get("run") or ids.new_run(),
+            "run": stored.get("run") or ids.new_run(),
             "identity": {key: _value(config, key) for key in IDENTITY},
             "redis": address(config.redis_url),
             "ledger": _relative(config.ledger_path, config.run_dir),
             "store": _relative(config.store_dir, config.run_dir),
         }
-        if kept:
-            _refuse_another_configuration(config.run_dir, kept["identity"], content["identity"])
-            _refuse_a_second_ledger(config, config.run_dir / kept["ledger"])
-        if content != kept:
+        if stored:
+            _refuse_other_settings(config.run_dir, stored["identity"], content["identity"])
+            _refuse_second_ledger(config, config.run_dir / stored["ledger"])
+        if content != stored:
             write_json(config.run_dir / "run.json", content, durable=True)
         _claim_store(config.store_dir, content["run"])
         for directory in (config.run_dir, *config.store_dir.glob("batches/*")):
             atomic.sweep(directory)
-        atomic.sweep(config.run_dir / "trainer", "run.json")  # the others there are the trainer's
+        atomic.sweep(config.run_dir / "trainer", "run.json")  # the other files there are the trainer's
         job_inputs.sweep(config.store_dir, content["run"])
     return content["run"]
 
 
 def read(run_dir: Path) -> dict[str, Any]:
-    """`run.json`. The paths in it are relative to `run_dir` where they lie below it: a run may be moved."""
+    """The content of `run.json`. Paths below `run_dir` are relative to it, so that a run may be moved."""
     path = run_dir / "run.json"
     try:
         content: Any = orjson.loads(path.read_bytes())
         if not {"run", "identity", "redis", "ledger", "store"} <= dict(content).keys():
-            raise ValueError("something is missing from it")
+            raise ValueError("keys are missing")
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(f"{run_dir} is not a run directory: there is no {path.name}") from None
     except OSError as error:
@@ -77,12 +80,12 @@ def store_path(run_dir: Path) -> Path:
 
 
 @contextmanager
-def usable(directory: Path, setting: str = "run_dir") -> Iterator[None]:
+def explained(directory: Path, setting: str = "run_dir") -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise RunError(
-            f"the directory {directory} cannot be used ({error.strerror}): mend that, or set {setting} to another one"
+            f"the directory {directory} cannot be used ({error.strerror}): fix it, or set {setting} to another one"
         ) from error
 
 
@@ -91,27 +94,29 @@ def write_json(path: Path, content: dict[str, Any], *, durable: bool = False) ->
 
 
 def _claim_store(store: Path, run: str) -> None:
-    """A store is one run's: steps of two runs would have the same names."""
+    """A store belongs to one run: the steps of two runs would have the same names."""
     owner = store / "run"
     if not owner.exists():
         atomic.write(owner, run.encode(), durable=True)
     if owner.read_text() != run:
-        raise RunMismatch(f"the store {store} belongs to run {owner.read_text()}: give this run a store of its own")
+        raise RunMismatch(f"the store {store} belongs to run {owner.read_text()}: set store to another directory")
 
 
-def _refuse_another_configuration(run_dir: Path, kept: dict[str, Any], now: dict[str, Any]) -> None:
-    different = [f"{key} was {kept.get(key)!r}, now {value!r}" for key, value in now.items() if kept.get(key) != value]
+def _refuse_other_settings(run_dir: Path, stored: dict[str, Any], given: dict[str, Any]) -> None:
+    different = [
+        f"{key} was {stored.get(key)!r}, now {value!r}" for key, value in given.items() if stored.get(key) != value
+    ]
     if different:
         raise RunMismatch(
-            f"{run_dir} holds a run of another configuration ({'; '.join(different)}): "
-            "use another run_dir, or the settings it was begun with"
+            f"{run_dir} holds a run with other settings ({'; '.join(different)}): "
+            "use another run_dir, or the settings it was started with"
         )
 
 
-def _refuse_a_second_ledger(config: RunConfig, kept: Path) -> None:
-    if kept.exists() and not config.ledger_path.exists():
+def _refuse_second_ledger(config: RunConfig, stored: Path) -> None:
+    if stored.exists() and not config.ledger_path.exists():
         raise RunMismatch(
-            f"the ledger of the run in {config.run_dir} is {kept}, and there is none at {config.ledger_path}: "
+            f"the ledger of the run in {config.run_dir} is {stored}, and there is none at {config.ledger_path}: "
             "move it there, or set ledger_dir back"
         )
 

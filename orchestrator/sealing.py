@@ -1,4 +1,4 @@
-"""Seals steps as soon as the disk takes their manifests. From then on a step is delivered, whatever the ledger says."""
+"""Writes the manifests of encoded steps. A step with a manifest is delivered, whatever the ledger says."""
 
 import logging
 
@@ -19,9 +19,10 @@ class Sealer:
         self._config = config
         self._store = Store(config.store_dir)
         self.trouble: str | None = None
+        """why a step cannot be sealed at present"""
 
     async def seal(self, batch: BatchRecord, ranks: list[EncodedRank]) -> bool:
-        """False when the disk does not take it: the step waits and is tried again."""
+        """False when the manifest cannot be written: the step waits and is tried again."""
         plan = batch_plan(self._config, batch)
         try:
             await in_io_thread(self._seal, plan, ranks)
@@ -30,7 +31,7 @@ class Sealer:
                 logger.error("action=sealing_waits step=%d error=%s", batch.step, error)
             self.trouble = (
                 f"the manifest of step {batch.step} cannot be written ({error}): "
-                f"make room or mend the disk of {self._store.root}; nothing is lost"
+                f"free space or repair the disk of {self._store.root}; nothing is lost"
             )
             return False
         self.trouble = None
@@ -40,6 +41,6 @@ class Sealer:
         self.publish(seal_manifest(self._store, plan, ranks))
 
     def publish(self, manifest: Manifest) -> None:
-        """Of a format of prime-rl's: where its trainer looks. Once more, after a crash, changes nothing."""
+        """For a format of prime-rl: put the files where its trainer expects them. Idempotent."""
         if manifest.plan.format != "native":
             publish_prime_rl(self._store, manifest, self._config.batch.output_dir or self._config.run_dir)

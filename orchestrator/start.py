@@ -1,4 +1,4 @@
-"""From a configuration to a running orchestrator, and from any end of it back to an exit that says why."""
+"""Starts an orchestrator from a configuration, and ends it with an exit that says why."""
 
 import asyncio
 import contextlib
@@ -10,13 +10,13 @@ from typing import Any
 
 from orchestrator import crash_points, run_dir
 from orchestrator.broker import Broker
-from orchestrator.ending import Stopping
 from orchestrator.ledger import rebuild
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.lock import RunLock, lock_directory
-from orchestrator.loop import Orchestrator
+from orchestrator.loop import PROCESS, Orchestrator
 from orchestrator.reporting import endpoint
-from orchestrator.reporting.reporter import Watch, nobody
+from orchestrator.reporting.reporter import StatusCallback, ignore_status
+from orchestrator.shutdown import StopRequests
 from penstock.config import RunConfig, test_hooks
 from penstock.errors import ConfigError, PenstockError, RunLocked
 from penstock.ledger import schema
@@ -30,41 +30,49 @@ LEAVE_S = 3.0
 IO_CONCURRENCY = 8  # plans, manifests and the status file: a handful of small files at once
 
 
-def run(config: RunConfig, *, watch: Watch = nobody) -> dict[str, Any]:
-    """Drive the run to its end, or to where somebody stops it; returns its last status."""
+def run(config: RunConfig, *, on_status: StatusCallback = ignore_status) -> dict[str, Any]:
+    """Drive the run until it is done or stopped; returns its last status."""
     crash_points.arm(test_hooks.crash_at(config))
     if not config.environments:
         raise ConfigError('no environment to play: configure [environments.NAME] with use = "..."')
-    # The imports made 90,000 objects that stay: a full collection looked at each, for 55 ms of the loop.
+    # The imports made 90,000 permanent objects: a full collection that visits them holds the loop for 55 ms.
     gc.freeze()
     schema.refuse_network_file_system(config.ledger_path.parent)
-    run_dir.make(config)
+    run_dir.create_directories(config)
     with (
         lock_directory(config.run_dir),
-        endpoint.listening(config.http) as listener,  # a port that is taken is told before anything begins
+        endpoint.listening(config.http) as listener,  # before the run starts: an error may be a port in use
         asyncio.Runner(loop_factory=event_loop_factory(concurrency=IO_CONCURRENCY)) as runner,
     ):
-        return runner.run(_run(config, run_dir.enter(config), watch, listener))
+        return runner.run(_run(config, run_dir.begin_or_resume(config), on_status, listener))
 
 
-async def _run(config: RunConfig, run: str, watch: Watch, listener: socket.socket | None) -> dict[str, Any]:
+async def _run(
+    config: RunConfig, run: str, on_status: StatusCallback, listener: socket.socket | None
+) -> dict[str, Any]:
     stacks.show_on_signal(asyncio.get_running_loop())
     broker = Broker(config.redis_url)
-    await broker.start(patience_s=config.recovery.redis_patience_s)
-    rebuild.if_lost(config)
+    await broker.connect(patience_s=config.recovery.redis_patience_s)
+    rebuild.rebuild_if_lost(config)
     ledger = Ledger(config.ledger_path)
     try:
-        lock = RunLock(config.run_dir.resolve(), broker, run=run, epoch=ledger.count("epoch"))
+        lock = RunLock(config.run_dir.resolve(), broker, run=run, epoch=ledger.increment("epoch"))
         await lock.acquire()
-        stopping = Stopping()
-        stopping.listen()  # until here there is nothing to finish: Ctrl-C just ends the process
+        stop = StopRequests()
+        stop.listen()  # before this there is nothing to finish, and Ctrl-C ends the process
         try:
-            lag, url = config.lag.watch("orchestrator", redis_publisher(broker.client)), endpoint.url(listener)
             orchestrator = Orchestrator(
-                config, run=run, ledger=ledger, broker=broker, lock=lock, lag=lag, stopping=stopping, watch=watch,
-                url=url,
-            )  # fmt: skip
-            async with endpoint.serving(listener, orchestrator):
+                config,
+                run=run,
+                ledger=ledger,
+                broker=broker,
+                lock=lock,
+                lag=config.lag.watch(PROCESS, redis_publisher(broker.client)),
+                stop=stop,
+                on_status=on_status,
+                http_url=endpoint.url(listener),
+            )
+            async with endpoint.serving(listener, orchestrator.endpoint()):
                 await _drive(orchestrator)
             return orchestrator.reporter.status()
         finally:
@@ -76,7 +84,7 @@ async def _run(config: RunConfig, run: str, watch: Watch, listener: socket.socke
 
 
 async def _drive(orchestrator: Orchestrator) -> None:
-    """An error that ends the run is the last thing in its status, unless the run is somebody else's by now."""
+    """Write the error that ends the run into its last status, unless another orchestrator holds the run by now."""
     try:
         await orchestrator.run()
     except BaseExceptionGroup as group:
@@ -86,14 +94,14 @@ async def _drive(orchestrator: Orchestrator) -> None:
         raise error from group
 
 
-async def _within(seconds: float, parting: Awaitable[None]) -> None:
-    """A disk or a Redis that is away must not keep the process: both are safe to leave as they are."""
+async def _within(seconds: float, work: Awaitable[None]) -> None:
+    """Give up after `seconds`: a full disk or an absent Redis does not keep the process, and loses nothing."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await parting
+            await work
 
 
 def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error that ended the duties: ours before foreign ones."""
-    found = [_cause(error) if isinstance(error, BaseExceptionGroup) else error for error in group.exceptions]
-    return next((error for error in found if isinstance(error, PenstockError)), found[0])
+    """The one error that ended the duties: a PenstockError if there is one."""
+    errors = [_cause(error) if isinstance(error, BaseExceptionGroup) else error for error in group.exceptions]
+    return next((error for error in errors if isinstance(error, PenstockError)), errors[0])

@@ -1,4 +1,4 @@
-"""Waiting jobs become messages: plan file, ledger, queue, in this order. The only place that publishes."""
+"""Submits waiting jobs: first their input files, then the ledger, then the queue. The only module that publishes."""
 
 from collections import defaultdict
 from typing import Any
@@ -9,7 +9,7 @@ from orchestrator.gates import Gate, Gates
 from orchestrator.inputs import JobInputs
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import JobRecord
-from orchestrator.slices import spaced
+from orchestrator.slices import in_slices
 from penstock.config import RunConfig
 from penstock.ids import EncodeJobId
 from penstock.ledger.states import JobKind, JobState
@@ -26,7 +26,7 @@ from penstock.messages import (
 from tasks import envelope
 
 STAGES = frozenset(JobKind) - {JobKind.ENCODE, JobKind.ROLLOUT}
-AT_ONCE = 32  # one commit and one command
+AT_ONCE = 32  # jobs for one commit and one Redis command
 
 
 class Submitter:
@@ -36,10 +36,10 @@ class Submitter:
         self._ledger = ledger
         self._broker = broker
         self._gates = gates
-        self.plan_files = JobInputs(config, run, ledger)
+        self.inputs = JobInputs(config, run, ledger)
 
     async def submit(self, jobs: list[JobRecord]) -> None:
-        """Stages before rollouts: finished work moves on before more is begun."""
+        """Stages before rollouts: groups are finished before new rollouts begin."""
         for kinds in (STAGES, {JobKind.ENCODE}, {JobKind.ROLLOUT}):
             await self._submit_kinds([job for job in jobs if job.kind in kinds])
 
@@ -47,25 +47,25 @@ class Submitter:
         gate = self._gates.of(jobs[0].kind) if jobs else None
         for first in range(0, len(jobs), AT_ONCE):
             if gate and not gate.open:
-                await self._submit_scout(gate, jobs[first:])
+                await self._submit_probe(gate, jobs[first:])
                 break
             await self._submit_some(jobs[first : first + AT_ONCE])
 
-    async def _submit_scout(self, gate: Gate, jobs: list[JobRecord]) -> None:
+    async def _submit_probe(self, gate: Gate, jobs: list[JobRecord]) -> None:
         for job in jobs:
-            if job.state is JobState.WAITING and gate.may_send_scout():
-                gate.sent_scout(job.id, job.attempt + 1)
+            if job.state is JobState.WAITING and gate.may_send_probe():
+                gate.probe_sent(job.id, job.attempt + 1)
                 if not await self._submit_some([job]):
-                    gate.scout_lost(job.id)
+                    gate.probe_lost(job.id)
                     break
 
     async def _submit_some(self, jobs: list[JobRecord]) -> bool:
-        """Whether any was submitted. Whoever waited for a turn here may have been settled by a late reply."""
+        """Whether any was submitted. A late reply may settle a job while it waits here."""
         jobs = [job for job in jobs if job.state is JobState.WAITING]
-        if not await self.plan_files.ensure(jobs):
+        if not await self.inputs.ensure(jobs):
             return False
         messages = defaultdict[Queue, list[bytes]](list)
-        async for some in spaced(jobs):
+        async for some in in_slices(jobs):
             for job in some:
                 if job.state is JobState.WAITING:
                     self._ledger.submit(job)
@@ -73,7 +73,7 @@ class Submitter:
         await self._ledger.committed()
         crash_points.passed("submitted")
         for queue, encoded in messages.items():
-            await self._broker.ask(lambda client, queue=queue, encoded=encoded: client.lpush(queue, *encoded))
+            await self._broker.call(lambda client, queue=queue, encoded=encoded: client.lpush(queue, *encoded))
         crash_points.passed("published")
         return bool(messages)
 
@@ -88,14 +88,14 @@ class Submitter:
                 return RolloutJob(**common, seed=self._config.seed, policy_version=version)
             case JobKind.SCORE:
                 environment = self._ledger.groups[job.subject].environment
-                return ScoreJob(**common, environment=environment, plan=self.plan_files.key(job))
+                return ScoreJob(**common, environment=environment, plan=self.inputs.key(job))
             case JobKind.FILTER:
-                return FilterJob(**common, plan=self.plan_files.key(job))
+                return FilterJob(**common, plan=self.inputs.key(job))
             case JobKind.ADVANTAGE:
-                return AdvantageJob(**common, plan=self.plan_files.key(job))
+                return AdvantageJob(**common, plan=self.inputs.key(job))
             case JobKind.ENCODE:
                 step, data_rank = int(job.subject), EncodeJobId.parse(job.id).data_rank
-                return EncodeJob(**common, plan=self.plan_files.key(job), step=step, data_rank=data_rank)
+                return EncodeJob(**common, plan=self.inputs.key(job), step=step, data_rank=data_rank)
 
     def _common(self, job: JobRecord) -> dict[str, Any]:
         rollout = job.kind is JobKind.ROLLOUT

@@ -1,9 +1,8 @@
-"""What the trainer says, and how far ahead of it the run may be. Only files under `trainer/` are read."""
+"""The trainer's acknowledgements and policy versions, and how far the run may be ahead of it: files in `trainer/`."""
 
 import logging
 import math
 import time
-from dataclasses import replace
 
 from orchestrator.ledger.ledger import Ledger
 from penstock.batches import RunStatus, TrainerState, read_trainer, write_status
@@ -13,8 +12,8 @@ from penstock.runtime.offload import in_io_thread
 
 logger = logging.getLogger("penstock.trainer")
 
-AWAITED_S = 5.0  # shorter than this a run waits for its trainer at every step
-HORIZON_STEPS = 64  # without a trainer to wait for: far enough to fill any limit on rollouts in flight
+AWAITED_S = 5.0  # a run waits less than this for its trainer at every step: not worth reporting
+HORIZON_STEPS = 64  # with max_steps_ahead = "unlimited": enough to fill any limit on rollouts in flight
 
 
 class Trainer:
@@ -23,23 +22,24 @@ class Trainer:
         self._ahead = math.inf if config.trainer.max_steps_ahead == "unlimited" else config.trainer.max_steps_ahead
         self._ledger = ledger
         self.state = TrainerState()
-        self._told: RunStatus | None = None
+        self._written: RunStatus | None = None
         self._awaited_since: float | None = None
-        """since when nothing may be sealed before the trainer has gone on"""
-        self.unreadable: str | None = None
-        self.trouble: str | None = None
-        """why a waiting trainer is not told what the run is doing"""
+        """since when sealing waits for an acknowledgement"""
+        self._unreadable: str | None = None
+        """why the trainer's files cannot be read"""
+        self._unwritable: str | None = None
+        """why a waiting trainer does not see what the run is doing"""
 
-    async def look(self) -> None:
-        """Take in acknowledgements and a new policy version."""
+    async def read(self) -> None:
+        """Apply new acknowledgements and a new policy version."""
         try:
             state = await in_io_thread(read_trainer, self._run_dir)
         except BatchError as error:
-            if self.unreadable is None:
+            if self._unreadable is None:
                 logger.error("action=trainer_unreadable %s", error)
-            self.unreadable = f"what the trainer says cannot be read: {error}"
+            self._unreadable = f"the trainer's progress cannot be read: {error}"
             return
-        self.unreadable = None
+        self._unreadable = None
         if state.policy and state.policy.version > self._ledger.number("policy_version"):
             self._ledger.set("policy_version", state.policy.version)
         if state.acked > self.state.acked:
@@ -52,38 +52,38 @@ class Trainer:
 
     @property
     def troubles(self) -> list[str]:
-        return [cause for cause in (self.trouble, self.unreadable, self.awaited) if cause]
+        return [cause for cause in (self._unwritable, self._unreadable, self._awaited) if cause]
 
     @property
-    def awaited(self) -> str | None:
-        """That the run waits for the trainer, once it has for a while: it is slow, or nobody started it."""
+    def _awaited(self) -> str | None:
+        """Reported after AWAITED_S: the trainer is slow, or was not started."""
         if self._awaited_since is None or time.monotonic() - self._awaited_since < AWAITED_S:
             return None
         step = self._ledger.number("steps_delivered") - 1
         return (
-            f"step {step} is sealed, and the trainer has not acknowledged step {self.state.acked + 1}: start one that "
-            f"reads {self._run_dir} (examples/toy_trainer.py), or raise trainer.max_steps_ahead "
-            '("unlimited" where nobody acknowledges)'
+            f"step {step} is sealed, and the trainer has not acknowledged step {self.state.acked + 1}: start a trainer "
+            f"that reads {self._run_dir} (examples/toy_trainer.py), or raise trainer.max_steps_ahead "
+            '("unlimited" if the trainer does not acknowledge)'
         )
 
     def may_seal(self, step: int) -> bool:
-        """At most `max_steps_ahead` sealed steps wait behind the one that is being trained on."""
+        """At most `max_steps_ahead` sealed steps wait behind the one in training."""
         return step <= self.state.acked + 1 + self._ahead
 
     def plannable_steps(self, first: int) -> int:
-        """Rollouts may be begun for steps before this one: one beyond what may be sealed, so that nothing idles."""
+        """Rollouts may begin for steps before this one: one beyond the sealable ones, so that the engine is busy."""
         return int(min(first + HORIZON_STEPS, max(first, self.state.acked + 1 + self._ahead + 2)))
 
-    async def tell(self, why: str, *, ended: bool = False) -> None:
-        """What a waiting trainer is told when its patience ends."""
+    async def write_status(self, why: str, *, ended: bool = False) -> None:
+        """`why` is what a waiting trainer raises when its timeout ends."""
         status = RunStatus(why=why, ended=ended, last_step=self._ledger.number("steps_delivered") - 1)
-        if status == self._told:
+        if status == self._written:
             return
         try:
             await in_io_thread(write_status, self._run_dir, status)
         except BlobUnwritten as error:
-            if self.trouble is None:
-                logger.error("action=trainer_not_told error=%s", error)
-            self.trouble = f"a waiting trainer cannot be told so: {error}"
+            if self._unwritable is None:
+                logger.error("action=trainer_status_unwritten error=%s", error)
+            self._unwritable = f"the status for the trainer cannot be written: {error}"
             return
-        self._told, self.trouble = replace(status), None
+        self._written, self._unwritable = status, None

@@ -1,8 +1,8 @@
-"""The run's truth: what is open, in memory; everything, in SQLite.
+"""The ledger of a run: open records in memory, all records in SQLite.
 
-Every method is synchronous and leaves the records consistent. What is changed between two awaits of the caller becomes
-one transaction; `committed()` returns when all changes so far are on the disk. Nothing that depends on a change may
-leave the process before that.
+Every method is synchronous and leaves the records consistent. Changes between two awaits of the caller are one
+transaction; `committed()` returns when all changes so far are on disk. Nothing that depends on a change may leave the
+process before that.
 """
 
 import asyncio
@@ -23,26 +23,26 @@ from penstock.messages import EncodeResult, RolloutResult, shortened
 
 class Ledger:
     def __init__(self, path: Path) -> None:
-        kept = restore.read(path)
+        restored = restore.read(path)
         self._writer = Writer(path)
-        self.groups: dict[str, GroupRecord] = kept.groups
-        """the open ones, in the order of planning"""
-        self.jobs: dict[str, JobRecord] = kept.jobs
-        """those that are neither settled nor dead, and the encoding jobs of open batches"""
-        self.batches: dict[int, BatchRecord] = kept.batches
-        """those that are not delivered"""
-        self.meta: dict[str, Value] = kept.meta
+        self.groups: dict[str, GroupRecord] = restored.groups
+        """open groups, in the order of planning"""
+        self.jobs: dict[str, JobRecord] = restored.jobs
+        """jobs that are neither settled nor dead, and the encoding jobs of open batches"""
+        self.batches: dict[int, BatchRecord] = restored.batches
+        """batches that are not delivered"""
+        self.meta: dict[str, Value] = restored.meta
         self.waiting: dict[str, JobRecord] = {id: job for id, job in self.jobs.items() if job.state is JobState.WAITING}
         """jobs to be submitted"""
-        self.states: Counter[RolloutState] = kept.states
-        self.reasons: Counter[str] = kept.reasons
+        self.states: Counter[RolloutState] = restored.states
+        self.reasons: Counter[str] = restored.reasons
         """filtered rollouts by reason"""
-        self.untrained: dict[int, int] = kept.untrained
+        self.untrained: dict[int, int] = restored.untrained
         """delivered step -> its rollouts"""
         self._delivered: list[Row] = []
         self._trained: list[Row] = []
-        self.unwanted: list[str] = []
-        """keys of blobs to delete, once what made them unwanted is committed"""
+        self.unwanted_blobs: list[str] = []
+        """keys of blobs to delete after the next commit"""
         self._changed: dict[int, tuple[str, RolloutRecord | GroupRecord | JobRecord | BatchRecord]] = {}
         self._changed_meta: set[str] = set()
         self._events: list[Row] = []
@@ -57,7 +57,7 @@ class Ledger:
         assert isinstance(value, int)
         return value
 
-    def count(self, key: str, by: int = 1) -> int:
+    def increment(self, key: str, by: int = 1) -> int:
         self.set(key, self.number(key) + by)
         return self.number(key)
 
@@ -65,9 +65,9 @@ class Ledger:
         self.meta[key] = value
         self._changed_meta.add(key)
 
-    def spent(self, kind: JobKind, seconds: float) -> None:
-        """An execution that settled a job took this long; the longest one is remembered until the next step."""
-        self.count(f"settled:{kind}")
+    def add_duration(self, kind: JobKind, seconds: float) -> None:
+        """Duration of an execution that settled a job; the longest one is kept until the next step is delivered."""
+        self.increment(f"settled:{kind}")
         self.set(f"seconds:{kind}", self.seconds(f"seconds:{kind}") + seconds)
         self.set(f"longest:{kind}", max(self.seconds(f"longest:{kind}"), seconds))
 
@@ -80,10 +80,10 @@ class Ledger:
     # groups and rollouts
 
     def plan(self, *, environment: str, example: int, size: int) -> GroupRecord:
-        ordinal = self.count("groups_planned")
+        ordinal = self.increment("groups_planned")
         group = GroupRecord(id=str(GroupId(ordinal)), ordinal=ordinal, environment=environment, example=example)
         group.rollouts = [RolloutRecord(group=group.id, index=index) for index in range(size)]
-        self.count("rollouts_planned", size)
+        self.increment("rollouts_planned", size)
         self.states[RolloutState.PLANNED] += size
         self.groups[group.id] = group
         self._touch("groups", group)
@@ -109,10 +109,10 @@ class Ledger:
 
     def generated(self, rollout: RolloutRecord, result: RolloutResult) -> None:
         rollout.result = result
-        self.count("rollouts_generated")
-        self.count("tokens_generated", result.completion_tokens)
+        self.increment("rollouts_generated")
+        self.increment("tokens_generated", result.completion_tokens)
         self.move(rollout, RolloutState.GENERATED)
-        self.count("open_bytes", result.stored_bytes)
+        self.increment("open_bytes", result.stored_bytes)
 
     def score(self, rollout: RolloutRecord, reward: float) -> None:
         assert rollout.result is not None
@@ -120,7 +120,7 @@ class Ledger:
         self._touch("rollouts", rollout)
 
     def mask(self, rollout: RolloutRecord) -> None:
-        """It will be delivered with loss mask 0."""
+        """Deliver it with loss mask 0."""
         rollout.masked = True
         self._touch("rollouts", rollout)
 
@@ -133,20 +133,20 @@ class Ledger:
         self._release(rollout)
 
     def _release(self, rollout: RolloutRecord) -> None:
-        """Nobody will read its blobs any more."""
+        """Its blobs will not be read again."""
         if rollout.result:
-            self.unwanted += rollout.result.keys
-            self.count("open_bytes", -rollout.result.stored_bytes)
+            self.unwanted_blobs += rollout.result.keys
+            self.increment("open_bytes", -rollout.result.stored_bytes)
 
     def enter(self, group: GroupRecord, state: GroupState) -> None:
         group.state = state
         self._touch("groups", group)
         if state is GroupState.FILTERING:
-            self.count(f"solved_{group.solved}:{group.environment}")  # here, because a filter may drop the extremes
+            self.increment(f"solved_{group.solved}:{group.environment}")  # before a filter drops the extremes
         if state is GroupState.CLOSED:
             self.groups.pop(group.id)
             if not group.of(RolloutState.DELIVERED):
-                self.count("groups_dropped")
+                self.increment("groups_dropped")
 
     # jobs
 
@@ -156,17 +156,17 @@ class Ledger:
         return job
 
     def submit(self, job: JobRecord) -> None:
-        """The next attempt: to be committed before its message is published."""
+        """Begin the next attempt. Commit before its message is published."""
         job.attempt += 1
-        job.sequence = self.count("sequence")
+        job.sequence = self.increment("sequence")
         job.state = JobState.SUBMITTED
         self.waiting.pop(job.id)
         self._touch("jobs", job)
         if job.kind is JobKind.ROLLOUT and (rollout := self.rollout(job)).state is not RolloutState.SUBMITTED:
             self.move(rollout, RolloutState.SUBMITTED)
 
-    def wait(self, job: JobRecord, *, error: str | None = None, failures: int = 0, losses: int = 0) -> None:
-        """The attempt came to nothing: `job` is to be submitted again."""
+    def retry(self, job: JobRecord, *, error: str | None = None, failures: int = 0, losses: int = 0) -> None:
+        """The attempt gave no result: `job` waits to be submitted again."""
         job.state = JobState.WAITING
         self.waiting[job.id] = job
         job.failures += failures
@@ -187,7 +187,7 @@ class Ledger:
         self, step: int, groups: list[GroupRecord], advantages: Mapping[str, float] | None = None
     ) -> BatchRecord:
         """`advantages` are the final ones, by rollout; without them, what the groups' advantage jobs answered."""
-        batch = self.batches[step] = BatchRecord(step=step, formation=self.count("formation"), groups=groups)
+        batch = self.batches[step] = BatchRecord(step=step, formation=self.increment("formation"), groups=groups)
         self._touch("batches", batch)
         admitted = [rollout for group in groups for rollout in group.of(RolloutState.ADMITTED)]
         self.set_advantages(batch, advantages or {rollout.id: rollout.advantage or 0.0 for rollout in admitted})
@@ -207,7 +207,7 @@ class Ledger:
         self.set(ADVANTAGES, orjson.dumps({str(step): b.advantages for step, b in self.batches.items()}).decode())
 
     def dissolve(self, batch: BatchRecord) -> None:
-        """Back to admitted: the step will be formed again."""
+        """Return its rollouts to admitted: the step will be formed again."""
         for group in batch.groups:
             for rollout in group.of(RolloutState.BATCHED):
                 rollout.step = None
@@ -221,9 +221,9 @@ class Ledger:
         rollouts = list(batch.rollouts())
         self.untrained[batch.step] = len(rollouts)
         size = sum(rollout.result.stored_bytes for rollout in rollouts if rollout.result)
-        self.count("open_bytes", -size)
-        self.count("delivered_bytes", size)
-        # Nothing of them changes but their state: one statement a group, not a row each.
+        self.increment("open_bytes", -size)
+        self.increment("delivered_bytes", size)
+        # Only their state changes: one statement per group instead of one row per rollout.
         self.states[RolloutState.BATCHED] -= len(rollouts)
         self.states[RolloutState.DELIVERED] += len(rollouts)
         for rollout in rollouts:
@@ -239,7 +239,7 @@ class Ledger:
         self._forget(batch)
 
     def train(self, acked: int) -> None:
-        """The trainer has trained on every step up to `acked`."""
+        """Mark every step up to `acked` as trained."""
         for step in [step for step in self.untrained if step <= acked]:
             rollouts = self.untrained.pop(step)
             self.states[RolloutState.DELIVERED] -= rollouts
@@ -256,24 +256,26 @@ class Ledger:
 
     @staticmethod
     def _encodes(job: JobRecord, batch: BatchRecord) -> bool:
-        """An environment may be named like a step."""
+        """The kind is checked too: an environment may be named like a step."""
         return job.kind is JobKind.ENCODE and job.subject == str(batch.step)
 
     # committing
 
     @property
     def trouble(self) -> str | None:
+        """Why commits fail at present."""
         return self._writer.trouble
 
     def _touch(self, table: str, record: RolloutRecord | GroupRecord | JobRecord | BatchRecord) -> None:
         self._changed[id(record)] = (table, record)
 
     async def committed(self) -> None:
-        self._hand_over()
+        """Return when every change so far is on disk."""
+        self._queue_changes()
         if self._last_commit is not None:
             await asyncio.shield(self._last_commit)
 
-    def _hand_over(self) -> None:
+    def _queue_changes(self) -> None:
         changes: dict[str, list[Row]] = {}
         for table, record in self._changed.values():
             changes.setdefault(table, []).append(record.row())

@@ -1,7 +1,4 @@
-"""A ledger that was lost with its disk, made anew from the manifests: what is sealed is delivered.
-
-What was open is planned again, under new names.
-"""
+"""Rebuilds a lost ledger from the manifests: sealed steps are delivered, open work is planned again under new ids."""
 
 import logging
 import sqlite3
@@ -17,11 +14,11 @@ from penstock.store import Store, atomic
 
 logger = logging.getLogger("penstock.ledger")
 
-UNKNOWN = -1  # a manifest does not name the example
+UNKNOWN = -1  # manifests do not name examples
 
 
-def if_lost(config: RunConfig) -> None:
-    """Only where there is no ledger and there are manifests."""
+def rebuild_if_lost(config: RunConfig) -> None:
+    """Rebuild when there is no ledger but there are manifests."""
     if config.ledger_path.exists():
         return
     manifests = read_manifests(Store(config.store_dir))
@@ -31,7 +28,7 @@ def if_lost(config: RunConfig) -> None:
     replacing = atomic.replacing(config.ledger_path, suffix="rebuilding")
     with replacing as temporary, closing(open_for_writing(temporary)) as connection:
         _fill(connection, manifests, config.rollouts.group_size)
-        connection.execute("PRAGMA journal_mode = DELETE")  # one file, so that the renaming is all or nothing
+        connection.execute("PRAGMA journal_mode = DELETE")  # a single file, so that the rename is atomic
 
 
 def _fill(connection: sqlite3.Connection, manifests: dict[int, Manifest], group_size: int) -> None:
@@ -50,7 +47,7 @@ def _fill(connection: sqlite3.Connection, manifests: dict[int, Manifest], group_
             connection.executemany(STATEMENTS["rollouts"], rows)
             planned += len(rows)
             last_ordinal = max(last_ordinal, ordinal)
-    # Ordinals of groups that were open are not known: leave room, so that no name is used twice.
+    # The ordinals of open groups are unknown: leave room, so that no id is used twice.
     plans = [manifest.plan for manifest in manifests.values()]
     blobs = [blob for plan in plans for rollout in plan.rollouts for blob in (rollout.columns, rollout.experts) if blob]
     counters = {
@@ -63,7 +60,7 @@ def _fill(connection: sqlite3.Connection, manifests: dict[int, Manifest], group_
 
 
 def _rollouts(group: str, size: int, step: int, sealed: dict[str, BatchRollout]) -> list[Row]:
-    """Those that the manifest names were delivered; the others of the group were not wanted then either."""
+    """Rows of a group: delivered if the manifest names the rollout, else filtered."""
     rollouts = [
         RolloutRecord(group=group, index=index, step=step, state=RolloutState.DELIVERED) for index in range(size)
     ]

@@ -1,4 +1,4 @@
-"""What the ledger keeps: groups with their rollouts, jobs, batches. Each knows its row; the ledger changes them."""
+"""The ledger's records: groups with their rollouts, jobs, batches. Each returns its row; only `Ledger` changes them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class RolloutRecord:
 class GroupRecord:
     id: str
     ordinal: int
-    """its place in the order of planning"""
+    """position in the order of planning"""
     environment: str
     example: int
     state: GroupState = GroupState.COLLECTING
@@ -53,7 +53,7 @@ class GroupRecord:
 
     @property
     def solved(self) -> Literal["all", "none", "mixed"]:
-        """By the rewards of its finished rollouts: 1 or more is solved, 0 or less is not, anything else is mixed."""
+        """By the rewards of finished rollouts: all at 1 or more, none above 0, or mixed."""
         rewards = [rollout.result.reward for rollout in self.rollouts if rollout.result]
         if min(rewards, default=0.0) >= SOLVED:
             return "all"
@@ -68,19 +68,19 @@ class JobRecord:
     id: str
     kind: JobKind
     subject: str
-    """the group, the step or the environment that it serves"""
+    """id of the group, number of the step or name of the environment it works on"""
     attempt: int = 0
-    """how often it was submitted"""
+    """number of submissions"""
     sequence: int = 0
     state: JobState = JobState.WAITING
     failures: int = 0
     losses: int = 0
     error: str | None = None
     result: EncodeResult | None = None
-    """kept for encoding jobs only: sealing needs every rank's"""
+    """encoding jobs only: sealing needs the result of every rank"""
 
     def task_id(self, run: str) -> str:
-        """Of its newest attempt, as Celery knows it."""
+        """Celery's id of the newest attempt."""
         return str(TaskId(run, self.id, self.attempt))
 
     def row(self) -> Row:

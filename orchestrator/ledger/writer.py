@@ -1,7 +1,7 @@
-"""The one thread that writes the ledger: it takes whatever has gathered and commits it as one transaction.
+"""The writer thread of the ledger: it commits all queued changes as one transaction.
 
-A commit that fails (disk full, I/O error) is tried again until it succeeds: the orchestrator waits for its commits, so
-nothing goes on that is not written, and nothing is lost.
+A commit that fails (disk full, I/O error) is retried until it succeeds. The orchestrator waits for its commits, so
+nothing proceeds that is not written.
 """
 
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger("penstock.ledger")
 
 Changes = dict[str, list[Row]]
 RETRY_S = 1.0
-EVENTS_KEPT = 100_000  # some 20 MB; older ones go
+EVENTS_KEPT = 100_000  # about 20 MB; older ones are deleted
 PRUNE_EVERY = 1_000
 
 
@@ -26,7 +26,7 @@ class Writer:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.trouble: str | None = None
-        """why nothing is being committed just now"""
+        """why commits fail at present"""
         self.commits = 0
         self._connection = open_for_writing(path)
         self._queue: queue.SimpleQueue[tuple[Changes, Callable[[], object]] | None] = queue.SimpleQueue()
@@ -35,11 +35,11 @@ class Writer:
         self._thread.start()
 
     def put(self, changes: Changes, committed: Callable[[], object]) -> None:
-        """`committed` is called on the writer's thread once the changes are on the disk."""
+        """`committed` is called on the writer thread when the changes are on disk."""
         self._queue.put((changes, committed))
 
     def close(self, *, timeout_s: float = 10.0) -> None:
-        """Commits what is queued; gives up after `timeout_s` where the disk does not let it."""
+        """Commit what is queued; give up after `timeout_s` if commits fail."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         self._abandon.set()
@@ -64,7 +64,7 @@ class Writer:
             try:
                 self._commit(gathered)
             except sqlite3.Error as error:
-                self._complain(error)
+                self._report(error)
                 self._abandon.wait(RETRY_S)
             else:
                 if self.trouble:
@@ -89,9 +89,9 @@ class Writer:
             raise
         self.commits += 1
 
-    def _complain(self, error: sqlite3.Error) -> None:
+    def _report(self, error: sqlite3.Error) -> None:
         if self.trouble is None:
             logger.error(
-                "action=ledger_waits path=%s error=%s; the run waits until it can be written", self.path, error
+                "action=ledger_waits path=%s error=%s; the run waits until the ledger can be written", self.path, error
             )
         self.trouble = f"the ledger {self.path} cannot be written ({error}): free space on its disk; nothing is lost"

@@ -1,1 +1,1 @@
-"""What a run says about itself: status, metrics, Prometheus, the HTTP endpoint."""
+"""What a run reports about itself: status, metrics, Prometheus, the HTTP endpoint. Handed what it reads."""

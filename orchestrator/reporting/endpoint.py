@@ -1,34 +1,32 @@
-"""The orchestrator's HTTP endpoint: `/metrics`, `/status`, `/health`. Only shows; on the loop, from what is at hand."""
+"""The orchestrator's HTTP endpoint: `/metrics`, `/status`, `/health`. Read-only; answers from memory, on the loop."""
 
 import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
+from typing import Any
 
 import orjson
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.registry import Collector
 
-from orchestrator.reporting.prometheus import RunCollector
 from penstock.config import Http
 from penstock.errors import ConfigError
 
-if TYPE_CHECKING:
-    from orchestrator.loop import Orchestrator
-
 logger = logging.getLogger("penstock.http")
 
-STOP_S = 1.0  # for answers that are under way when the run ends
+STOP_S = 1.0  # for requests in progress when the run ends
 
 
 class Endpoint:
-    def __init__(self, orchestrator: "Orchestrator") -> None:
-        self._reporter = orchestrator.reporter
+    def __init__(self, status: Callable[[], dict[str, Any]], collector: Collector) -> None:
+        """`status` returns the latest one, `collector` the series of `/metrics`."""
+        self._latest_status = status
         self._registry = CollectorRegistry()
-        self._registry.register(RunCollector(orchestrator))
+        self._registry.register(collector)
         ProcessCollector(registry=self._registry)
 
     def app(self) -> web.Application:
@@ -42,11 +40,11 @@ class Endpoint:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _status(self, _: web.Request) -> web.Response:
-        """What status.json says, also while its disk is full."""
-        return _json(self._reporter.latest or self._reporter.status())
+        """The content of status.json, also while that cannot be written."""
+        return _json(self._latest_status())
 
     async def _health(self, _: web.Request) -> web.Response:
-        """Whoever gets this answer knows that the loop runs: what the run waits for is no reason to restart it."""
+        """An answer means that the loop runs. A run that waits for something is healthy: a restart would not help."""
         return _json({"status": "ok"})
 
 
@@ -63,19 +61,19 @@ def listening(settings: Http) -> Iterator[socket.socket | None]:
     try:
         listener = socket.create_server((settings.host, settings.port), family=family)
     except OSError as error:
-        why = (
-            os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        )  # a name's errors are below 0
+        # Errors of name resolution have negative numbers, which `os.strerror` does not know.
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise ConfigError(
             f"cannot listen on {settings.host}, port {settings.port}: {why}. "
-            'Set http.port to another one, to 0 (any that is free) or to "off"; http.host is an address of this machine'
+            'Set http.port to another port, to 0 (any free one) or to "off"; '
+            "http.host must be an address of this machine"
         ) from error
     with listener:
         yield listener
 
 
 def url(listener: socket.socket | None) -> str | None:
-    """Under which others find it: an address that means "all of this machine's" is no place to go to."""
+    """For clients on other machines: an unspecified address (0.0.0.0, ::) is replaced by the host name."""
     if listener is None:
         return None
     host, port = listener.getsockname()[:2]
@@ -85,11 +83,11 @@ def url(listener: socket.socket | None) -> str | None:
 
 
 @contextlib.asynccontextmanager
-async def serving(listener: socket.socket | None, orchestrator: "Orchestrator") -> AsyncIterator[None]:
+async def serving(listener: socket.socket | None, endpoint: Endpoint) -> AsyncIterator[None]:
     if listener is None:
         yield
         return
-    runner = web.AppRunner(Endpoint(orchestrator).app(), access_log=None, shutdown_timeout=STOP_S)
+    runner = web.AppRunner(endpoint.app(), access_log=None, shutdown_timeout=STOP_S)
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()

@@ -1,45 +1,70 @@
-"""What every step was like: measured as it is delivered, kept in the ledger with it, written to metrics.jsonl.
+"""Metrics of every delivered step: measured as it is delivered, kept in the ledger with it, written to metrics.jsonl.
 
-A step and its line are one transaction, so a line is never lost and never counted twice; the file follows as soon as
-its disk takes it, from a thread, and holds up nothing.
+A step and its line are one transaction, so a line is neither lost nor counted twice. The file is written from a thread
+and delays nothing; while its disk is full, the lines wait in the ledger.
 """
 
 import asyncio
 import logging
+import os
+import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
 
 import orjson
 
+from orchestrator.broker import Broker
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord
 from orchestrator.reporting import step_metrics
-from orchestrator.reporting.lags import Lags
-from orchestrator.reporting.metrics_file import NAME, MetricsFile, dumps
+from penstock.batches import read_manifest
 from penstock.config import RunConfig
+from penstock.errors import BlobError
 from penstock.ledger.states import JobKind, RolloutState
-from penstock.runtime.loop_lag import LoopLag
+from penstock.runtime.loop_lag import LagSummary, LoopLag, read_summaries_async
 from penstock.runtime.offload import in_io_thread
 from penstock.store import Store
 
 logger = logging.getLogger("penstock.metrics")
 
+FILE_NAME = "metrics.jsonl"
+TAIL_BYTES = 1 << 20  # holds hundreds of lines; one of a hundred environments takes 50 kB
 RETRY_S = 1.0
+LAG_POLL_S = 2.0
 UNWRITTEN, COUNTED = "metrics_unwritten", "metrics_counted"
-"""in the ledger: lines that the file may not have yet, and what had been counted up to the last step"""
+"""keys in the ledger: lines that the file may not have yet, and the counters at the last step"""
 COUNTERS = ("solved_", "matched:", "settled:", "seconds:")
+"""prefixes of the ledger's keys that are counters"""
+
+
+class LagPoller:
+    """The event loop lag of the run's other processes, which they publish in Redis."""
+
+    def __init__(self, broker: Broker, own: str) -> None:
+        self._broker = broker
+        self._own = own
+        self.others: list[LagSummary] = []
+        """the last window of every process but this one"""
+
+    async def run(self) -> None:
+        while True:
+            summaries = await self._broker.call(read_summaries_async)
+            self.others = [lag for lag in summaries if lag.process != self._own]
+            await asyncio.sleep(LAG_POLL_S)
 
 
 class Metrics:
-    def __init__(self, config: RunConfig, ledger: Ledger, lag: LoopLag, lags: Lags) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, lag: LoopLag, lags: LagPoller) -> None:
         self._ledger = ledger
         self._data_ranks = config.batch.data_ranks
         self._lag = lag
         self._lags = lags
-        self._file = MetricsFile(config.run_dir / NAME, Store(config.store_dir))
+        self._file = MetricsFile(config.run_dir / FILE_NAME, Store(config.store_dir))
         self._unwritten: dict[int, str] = {}
         self.last: Mapping[str, float] = {}
-        """of the last step"""
+        """of the last delivered step"""
         for line in str(ledger.meta.get(UNWRITTEN) or "").splitlines():
             self.last = orjson.loads(line)
             self._unwritten[int(self.last["step"])] = line
@@ -47,13 +72,14 @@ class Metrics:
         self._changed = asyncio.Event()
         self._changed.set()
         self.trouble: str | None = None
-        """why metrics.jsonl falls behind"""
+        """why metrics.jsonl is behind"""
 
     def composed(self) -> None:
+        """Call when a step has been composed."""
         self._composed_at = time.monotonic()
 
     def measure(self, batch: BatchRecord) -> None:
-        """To be called in the transaction that delivers `batch`, before it is delivered."""
+        """Call in the transaction that delivers `batch`, before it is delivered."""
         counted = orjson.loads(str(self._ledger.meta.get(COUNTED) or "{}"))
         totals = counters(self._ledger) | {"delivered": _delivered(self._ledger) + sum(1 for _ in batch.rollouts())}
         since = {key: value - counted.get(key, 0) for key, value in totals.items()}
@@ -92,22 +118,61 @@ class Metrics:
                 self._changed.set()
 
     async def write(self) -> bool:
-        """False when the disk does not take it: the lines wait, the run goes on."""
+        """False when the file cannot be written: the lines wait, the run continues."""
         lines, delivered = dict(self._unwritten), self._ledger.number("steps_delivered")
         try:
             await in_io_thread(self._file.complete, lines, delivered=delivered)
         except OSError as error:
             if self.trouble is None:
                 logger.error("action=metrics_wait path=%s error=%s", self._file.path, error.strerror)
-            self.trouble = f"{self._file.path} cannot be written ({error.strerror}): make room or mend its disk"
+            self.trouble = f"{self._file.path} cannot be written ({error.strerror}): free space or repair the disk"
             return False
         self._unwritten = {step: line for step, line in self._unwritten.items() if step >= delivered}
         self.trouble = None
         return True
 
 
+class MetricsFile:
+    """metrics.jsonl: one line per delivered step, in order, appended to and never rewritten.
+
+    Which lines are missing is read from the file itself, so writing is idempotent: after a kill, or while an earlier
+    attempt still runs in its thread.
+    """
+
+    def __init__(self, path: Path, store: Store) -> None:
+        self.path = path
+        self._store = store
+        self._writing = threading.Lock()
+
+    def complete(self, lines: Mapping[int, str], *, delivered: int) -> None:
+        """Cut off a partial last line and append the missing lines of all steps before `delivered`. Blocks."""
+        with self._writing, os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+            last, end = _last_line(file)
+            missing = [lines.get(step) or self._from_manifest(step) for step in range(last + 1, delivered)]
+            file.truncate(end)
+            if missing:
+                file.seek(end)
+                file.write("".join(f"{line}\n" for line in missing).encode())
+                file.flush()
+                os.fsync(file.fileno())  # the ledger drops these lines with the next step
+
+    def _from_manifest(self, step: int) -> str:
+        """The line of a step whose ledger was lost: the manifest still has rewards and sizes."""
+        try:
+            manifest = read_manifest(self._store, step)
+        except (BlobError, OSError):
+            manifest = None
+        return dumps(step_metrics.of_manifest(manifest) if manifest else {"step": step})
+
+
+def dumps(values: Mapping[str, float]) -> str:
+    """Six significant digits; integers stay integers."""
+    rounded = {key: float(f"{value:.6g}") if type(value) is float else value for key, value in values.items()}
+    return orjson.dumps(rounded).decode()
+
+
 def counters(ledger: Ledger) -> dict[str, float]:
-    """What the run has counted since it began."""
+    """Totals since the run began."""
     counts = {
         "planned": ledger.number("rollouts_planned"),
         "generated": ledger.number("rollouts_generated"),
@@ -123,3 +188,26 @@ def counters(ledger: Ledger) -> dict[str, float]:
 
 def _delivered(ledger: Ledger) -> int:
     return ledger.states[RolloutState.DELIVERED] + ledger.states[RolloutState.TRAINED]
+
+
+def _last_line(file: IO[bytes]) -> tuple[int, int]:
+    """Step of the last complete line (-1 without one), and the offset of its end."""
+    size = file.seek(0, os.SEEK_END)
+    start = max(0, size - TAIL_BYTES)
+    file.seek(start)
+    tail = file.read()
+    end = tail.rfind(b"\n") + 1
+    while end > 0:
+        begin = tail.rfind(b"\n", 0, end - 1) + 1
+        if (step := _step(tail[begin : end - 1])) is not None:
+            return step, start + end
+        end = begin
+    return -1, start
+
+
+def _step(line: bytes) -> int | None:
+    try:
+        values: Any = orjson.loads(line)
+        return int(values["step"])
+    except (ValueError, TypeError, KeyError):
+        return None

@@ -1,4 +1,4 @@
-"""What the run is doing and what it waits for: `status.json` every second, a line in the log every ten."""
+"""What the run is doing and what it waits for: `status.json` every second, a log line every ten."""
 
 import asyncio
 import logging
@@ -7,137 +7,158 @@ import os
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from orchestrator import run_dir
+from orchestrator.broker import Broker
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.reconciler import Snapshot
+from orchestrator.reporting.metrics import LagPoller
+from penstock.config import RunConfig
 from penstock.ids import LeaseId, LeaseValue
 from penstock.ledger.queries import balance
 from penstock.ledger.states import JobState, RolloutState
 from penstock.messages import Queue
+from penstock.runtime.loop_lag import LoopLag
 from penstock.runtime.offload import in_io_thread
-
-if TYPE_CHECKING:
-    from orchestrator.loop import Orchestrator
 
 logger = logging.getLogger("penstock.orchestrator")
 
 EVERY_S = 1.0
 RATE_OVER = 11  # statuses: ten seconds
 LINE_EVERY_S = 10.0
-UNATTENDED_S = 5.0  # a queue that nobody takes from for this long has no worker
+UNATTENDED_S = 5.0  # a queue from which nothing is taken for this long has no worker
+COMPUTE_WORKER = "celery -A workers.compute worker -Q filtering,advantages,encoding -c 4"
 START_WORKERS = {
     Queue.ROLLOUTS: "celery -A workers.rollouts worker -Q rollouts -c 256",
-    Queue.FILTERING: "celery -A workers.compute worker -Q filtering,advantages,encoding -c 4",
-    Queue.ADVANTAGES: "celery -A workers.compute worker -Q filtering,advantages,encoding -c 4",
-    Queue.ENCODING: "celery -A workers.compute worker -Q filtering,advantages,encoding -c 4",
+    Queue.FILTERING: COMPUTE_WORKER,
+    Queue.ADVANTAGES: COMPUTE_WORKER,
+    Queue.ENCODING: COMPUTE_WORKER,
 }
 
+StatusCallback = Callable[[dict[str, Any]], None]
+"""called with every status, on the event loop: it must return at once"""
 
-Watch = Callable[[dict[str, Any]], None]
-"""is shown every status, on the loop: it must return at once"""
 
-
-def nobody(status: dict[str, Any]) -> None:
+def ignore_status(status: dict[str, Any]) -> None:
     pass
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """What a status is read from."""
+
+    config: RunConfig
+    run: str
+    http_url: str | None
+    """of the HTTP endpoint"""
+    ledger: Ledger
+    broker: Broker
+    lag: LoopLag
+    """of this process"""
+    lags: LagPoller
+    phase: Callable[[], str]
+    """`done`, or the phase of shutting down"""
+    snapshot: Callable[[], Snapshot]
+    """Redis at the last poll"""
+    troubles: Callable[[], Iterable[str | None]]
+    """of every component that may hold up the run"""
+
+
 class Reporter:
-    def __init__(self, orchestrator: "Orchestrator", watch: Watch = nobody) -> None:
-        self._orchestrator = orchestrator
-        self._watch = watch
+    def __init__(self, sources: Sources, on_status: StatusCallback = ignore_status) -> None:
+        self._sources = sources
+        self._ledger = sources.ledger
+        self._on_status = on_status
+        self._path = sources.config.run_dir / "status.json"
         self._started = time.monotonic()
         self.trouble: str | None = None
-        """why others cannot see what the run is doing"""
-        self.latest: dict[str, Any] = {}
-        """the last status"""
+        """why status.json is behind"""
+        self._latest: dict[str, Any] = {}
         self._generated: deque[tuple[float, int, int]] = deque(maxlen=RATE_OVER)
-        """when, rollouts, tokens"""
+        """(time, rollouts, tokens)"""
         self._moved_at: dict[Queue, float] = {}
         self._oldest: dict[Queue, int | None] = {}
 
     async def run(self) -> None:
-        said_at = time.monotonic()
+        logged_at = time.monotonic()
         while True:
             self._watch_queues()
-            count = self._orchestrator.ledger.number
-            self._generated.append((time.monotonic(), count("rollouts_generated"), count("tokens_generated")))
+            number = self._ledger.number
+            self._generated.append((time.monotonic(), number("rollouts_generated"), number("tokens_generated")))
             await self.write()
-            if time.monotonic() - said_at > LINE_EVERY_S:
-                said_at = time.monotonic()
-                self._say()
+            if time.monotonic() - logged_at > LINE_EVERY_S:
+                logged_at = time.monotonic()
+                self._log_progress()
             await asyncio.sleep(EVERY_S)
 
     async def write(self, *, stopped_by: str | None = None) -> None:
-        path = self._orchestrator.config.run_dir / "status.json"
-        status = self.status(stopped_by=stopped_by)
-        self.latest = status
-        self._watch(status)
+        self._latest = self.status(stopped_by=stopped_by)
+        self._on_status(self._latest)
         try:
-            await in_io_thread(run_dir.write_json, path, status)
+            await in_io_thread(run_dir.write_json, self._path, self._latest)
         except OSError as error:
             if self.trouble is None:
-                logger.error("action=status_unwritten path=%s error=%s", path, error.strerror)
-            self.trouble = f"{path} cannot be written ({error.strerror}): make room or mend its disk"
+                logger.error("action=status_unwritten path=%s error=%s", self._path, error.strerror)
+            self.trouble = f"{self._path} cannot be written ({error.strerror}): free space or repair the disk"
         else:
             self.trouble = None
 
+    def latest_status(self) -> dict[str, Any]:
+        """The content of status.json, also while that cannot be written."""
+        return self._latest or self.status()
+
     def status(self, *, stopped_by: str | None = None) -> dict[str, Any]:
-        own, ledger = self._orchestrator, self._orchestrator.ledger
-        workers = Counter(
-            value.worker for value in map(LeaseValue.match, own.reconciler.latest.leases.values()) if value
-        )
+        sources, ledger, seen = self._sources, self._ledger, self._sources.snapshot()
+        workers = Counter(value.worker for value in map(LeaseValue.match, seen.leases.values()) if value)
+        planned, fenced = ledger.number("rollouts_planned"), ledger.number("fenced")
         return {
-            "run": own.run_id,
-            "phase": "done" if own.done else own.stopping.phase,
+            "run": sources.run,
+            "phase": sources.phase(),
             "stopped_by": stopped_by,
             "process": {"host": socket.gethostname(), "pid": os.getpid()},
             "at": time.time(),
-            "http": own.url,
+            "http": sources.http_url,
             "running_s": round(time.monotonic() - self._started, 1),
             "step": ledger.number("steps_delivered"),
-            "steps": own.config.steps,
+            "steps": sources.config.steps,
             "policy_version": ledger.number("policy_version"),
-            "rollouts": balance(
-                ledger.number("rollouts_planned"), ledger.states, ledger.reasons, ledger.number("fenced")
-            ),
+            "rollouts": balance(planned, ledger.states, ledger.reasons, fenced),
             "states": {state.value: ledger.states[state] for state in RolloutState if ledger.states[state]},
-            **self._speed(),
-            **self._jobs(),
-            "queued": {queue.value: own.reconciler.latest.depths.get(queue, 0) for queue in Queue},
+            **self._rates(),
+            **self._open_jobs(),
+            "queued": {queue.value: seen.depths.get(queue, 0) for queue in Queue},
             "running_by_worker": dict(workers),
             "stored_bytes": ledger.number("open_bytes") + ledger.number("delivered_bytes"),
             "waiting_for": self.waiting_for(),
-            "event_loop_lag": own.lag.summary().as_dict(),
-            "other_loops": {lag.process: lag.as_dict() for lag in own.lags.others},
+            "event_loop_lag": sources.lag.summary().as_dict(),
+            "other_loops": {lag.process: lag.as_dict() for lag in sources.lags.others},
         }
 
     def waiting_for(self) -> list[str]:
-        """Every reason why the run is not moving as it could, in the user's words."""
-        own = self._orchestrator
-        plans = own.submitter.plan_files
-        causes = [own.broker.trouble, own.ledger.trouble, *own.gates.troubles, plans.trouble, own.sealer.trouble,
-                  own.planner.trouble, *own.trainer.troubles, own.metrics.trouble, self.trouble]  # fmt: skip
+        """Every reason why the run does not move as fast as it could, each with what to do."""
         now = time.monotonic()
         unattended = [
-            f"nobody takes jobs from the queue {queue}: start a worker: {START_WORKERS[queue]}"
+            f"no worker takes jobs from the queue {queue}: start one: {START_WORKERS[queue]}"
             for queue, moved_at in self._moved_at.items()
-            if now - moved_at > UNATTENDED_S and own.broker.trouble is None
+            if now - moved_at > UNATTENDED_S and self._sources.broker.trouble is None
         ]
-        return [cause for cause in [*causes, *unattended] if cause]
+        return [cause for cause in [*self._sources.troubles(), self.trouble, *unattended] if cause]
 
-    def _speed(self) -> dict[str, float]:
-        """Generated, over the last few seconds: deliveries come a step at a time."""
+    def _rates(self) -> dict[str, float]:
+        """Of generated rollouts over the last ten seconds: deliveries come a step at a time."""
         if len(self._generated) < 2:
             return {"rollouts_per_s": 0.0, "tokens_per_s": 0.0}
         (began, *first), (ended, *last) = self._generated[0], self._generated[-1]
         rollouts, tokens = (round((now - then) / (ended - began), 1) for then, now in zip(first, last, strict=True))
         return {"rollouts_per_s": rollouts, "tokens_per_s": tokens}
 
-    def _jobs(self) -> dict[str, dict[str, int]]:
+    def _open_jobs(self) -> dict[str, dict[str, int]]:
         jobs = Counter[tuple[Queue, JobState]]()
-        held = map(operator.attrgetter("kind", "state"), self._orchestrator.ledger.jobs.values())
-        for (kind, state), number in Counter(held).items():
+        kinds_and_states = map(operator.attrgetter("kind", "state"), self._ledger.jobs.values())
+        for (kind, state), number in Counter(kinds_and_states).items():
             jobs[kind.queue, state] += number
         return {
             f"{state}_jobs": {queue.value: jobs[queue, state] for queue in Queue}
@@ -145,20 +166,16 @@ class Reporter:
         }
 
     def _watch_queues(self) -> None:
-        """A queue moves when its oldest message changes, or is empty."""
-        seen, busy = self._orchestrator.reconciler.latest, set(self._busy_queues())
+        """A queue moves when its oldest message changes, when it is empty, or when one of its jobs holds a lease."""
+        seen = self._sources.snapshot()
+        running = (self._ledger.jobs.get(id.job) for id in map(LeaseId.match, seen.leases) if id)
+        busy = {job.kind.queue for job in running if job is not None}
         for queue, depth in seen.depths.items():
             if depth == 0 or queue in busy or seen.oldest[queue] != self._oldest.get(queue):
                 self._moved_at[queue] = time.monotonic()
             self._oldest[queue] = seen.oldest[queue]
 
-    def _busy_queues(self) -> list[Queue]:
-        """Queues of which some job holds a lease: their workers are there, and full."""
-        own = self._orchestrator
-        jobs = (own.ledger.jobs.get(id.job) for id in map(LeaseId.match, own.reconciler.latest.leases) if id)
-        return [job.kind.queue for job in jobs if job is not None]
-
-    def _say(self) -> None:
+    def _log_progress(self) -> None:
         status = self.status()
         rollouts = status["rollouts"]
         logger.info(

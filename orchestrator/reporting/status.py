@@ -1,4 +1,4 @@
-"""What a run is doing, seen from outside: its last status, its ledger, its Redis. Only reads; each may be missing."""
+"""A run's status, read from outside: its last status.json, its ledger, its Redis. Read-only; each may be missing."""
 
 import fcntl
 import shutil
@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from orchestrator import run_dir
-from orchestrator.broker import unusable
+from orchestrator.broker import explain
 from penstock import redis_keys
 from penstock.config.redis_address import address
 from penstock.errors import LedgerError
@@ -25,77 +25,77 @@ from penstock.ledger import queries, schema
 from penstock.messages import Queue
 from penstock.runtime import loop_lag
 
-SILENT_S = 10.0  # ten statuses that did not come
+SILENT_S = 10.0  # ten statuses are missing
 REDIS_TIMEOUT_S = 2.0
 FULL_BYTES = 1 << 20
-SAID = ("phase", "stopped_by", "process", "running_s", "step", "steps", "rollouts", "states", "rollouts_per_s",
-        "tokens_per_s", "http")  # fmt: skip
+FROM_LAST_STATUS = ("phase", "stopped_by", "process", "running_s", "step", "steps", "rollouts", "states",
+                    "rollouts_per_s", "tokens_per_s", "http")  # fmt: skip
 
 
 class State(StrEnum):
     STARTING = "starting"
     RUNNING = "running"
     SILENT = "silent"
-    """its process is there and says nothing"""
+    """its process exists but writes no status"""
     STOPPED = "stopped"
     DONE = "done"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What Redis shows of the run."""
+class RedisView:
+    """What Redis holds of the run."""
 
     error: str | None = None
     held: bool = False
     """an orchestrator of this run holds the lock"""
     queued: dict[str, Any] | None = None
     workers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    """worker -> the jobs that it runs"""
+    """worker -> the jobs it runs"""
     event_loop_lag: dict[str, Any] = field(default_factory=dict[str, Any])
     """process -> its last summary"""
 
 
 def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
-    """`redis_url` goes before the address in run.json, which has no password."""
-    about = run_dir.read(directory)
-    url: str = redis_url or about["redis"]
-    seen = _look_into_redis(url, about["run"])
+    """`redis_url` overrides the address in run.json, which has no password."""
+    identity = run_dir.read(directory)
+    url: str = redis_url or identity["redis"]
+    in_redis = _read_redis(url, identity["run"])
     last = _last_status(directory)
     age_s = round(max(0.0, time.time() - last["at"]), 1) if last else None
-    state = _state(directory, last, age_s, seen)
-    counts, ledger_error = _look_into_ledger(directory / about["ledger"])
+    state = _state(directory, last, age_s, in_redis)
+    counts, ledger_error = _read_ledger(directory / identity["ledger"])
     found = {
-        "run": about["run"],
+        "run": identity["run"],
         "run_dir": str(directory.resolve()),
         "state": state,
         "status_age_s": age_s,
-        **{key: last.get(key) for key in SAID},
+        **{key: last.get(key) for key in FROM_LAST_STATUS},
         **counts,
-        "queued": seen.queued,
-        "workers": seen.workers,
-        "event_loop_lag": seen.event_loop_lag,
-        "redis": {"address": address(url), "error": seen.error},
-        "ledger": {"path": str(directory / about["ledger"]), "error": ledger_error},
+        "queued": in_redis.queued,
+        "workers": in_redis.workers,
+        "event_loop_lag": in_redis.event_loop_lag,
+        "redis": {"address": address(url), "error": in_redis.error},
+        "ledger": {"path": str(directory / identity["ledger"]), "error": ledger_error},
     }
     if state is State.RUNNING:
-        lags = seen.event_loop_lag | {"orchestrator": last["event_loop_lag"]}
+        lags = in_redis.event_loop_lag | {"orchestrator": last["event_loop_lag"]}
         return found | {"event_loop_lag": lags, "waiting_for": last["waiting_for"]}
-    disks = [directory, directory / about["ledger"], directory / about["store"]]
-    full = [f"the disk of {path} is full: make room" for path in disks if _full(path)]
-    gone = {"rollouts_per_s": 0.0, "tokens_per_s": 0.0, "http": None}
-    return found | gone | {"waiting_for": [*_troubles(found), *full]}
+    disks = [directory, directory / identity["ledger"], directory / identity["store"]]
+    full = [f"the disk of {path} is full: free space" for path in disks if _full(path)]
+    idle = {"rollouts_per_s": 0.0, "tokens_per_s": 0.0, "http": None}
+    return found | idle | {"waiting_for": [*_troubles(found), *full]}
 
 
 def _troubles(found: dict[str, Any]) -> list[str]:
-    """Why a run that cannot say so itself does not go on."""
+    """Why a run that does not report itself makes no progress."""
     match found["state"]:
         case State.DONE:
             return []
         case State.SILENT:
-            why = "it is paused, it hangs (kill -USR1 PID shows where), or its disk is full"
-            troubles = [f"the orchestrator has said nothing for {found['status_age_s']:.0f} s: {why}"]
+            why = "it is paused, it hangs (kill -USR1 PID logs its stacks), or its disk is full"
+            troubles = [f"the orchestrator has written no status for {found['status_age_s']:.0f} s: {why}"]
         case State.STOPPED:
-            ended = {"running": "its process has died", None: "it has not come to work yet"}
+            ended = {"running": "its process has died", None: "it has not started working yet"}
             why = found["stopped_by"] or ended.get(found["phase"], "it was stopped")
             troubles = [f"the orchestrator is not running ({why}): `penstock run` resumes the run, nothing is lost"]
         case _:
@@ -103,9 +103,9 @@ def _troubles(found: dict[str, Any]) -> list[str]:
     return [*troubles, found["redis"]["error"]] if found["redis"]["error"] else troubles
 
 
-def _state(directory: Path, last: dict[str, Any], age_s: float | None, seen: Seen) -> State:
+def _state(directory: Path, last: dict[str, Any], age_s: float | None, in_redis: RedisView) -> State:
     elsewhere = bool(last) and last["process"]["host"] != socket.gethostname()
-    if _locked(directory / "lock") or (elsewhere and seen.held):
+    if _locked(directory / "lock") or (elsewhere and in_redis.held):
         if age_s is None:
             return State.STARTING
         return State.SILENT if age_s > SILENT_S else State.RUNNING
@@ -130,8 +130,8 @@ def _last_status(directory: Path) -> dict[str, Any]:
         return {}
 
 
-def _look_into_ledger(path: Path) -> tuple[dict[str, Any], str | None]:
-    """The truth, where it can be read: it may lie on another host's disk."""
+def _read_ledger(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The ledger's counts, or why it cannot be read: it may be on another host."""
     try:
         with schema.reading(path) as connection:
             return queries.progress(connection), None
@@ -139,23 +139,23 @@ def _look_into_ledger(path: Path) -> tuple[dict[str, Any], str | None]:
         return {}, str(error)
 
 
-def _look_into_redis(url: str, run: str) -> Seen:
+def _read_redis(url: str, run: str) -> RedisView:
     timeouts = {"socket_timeout": REDIS_TIMEOUT_S, "socket_connect_timeout": REDIS_TIMEOUT_S}
     with redis.Redis.from_url(url, retry=Retry(NoBackoff(), retries=0), **timeouts) as client:
         try:
             lock: Any = client.get(redis_keys.LOCK)
             holder: dict[str, Any] = orjson.loads(lock) if lock else {}
             if holder.get("run", run) != run:
-                return Seen(error=f"Redis at {address(url)} serves another run: the one in {holder['run_dir']}")
+                return RedisView(error=f"Redis at {address(url)} serves another run: the one in {holder['run_dir']}")
             leases: Any = client.hgetall(redis_keys.LEASES)
-            return Seen(
+            return RedisView(
                 held=bool(holder),
                 queued={queue.value: client.llen(queue) for queue in Queue},
                 workers=_workers(leases, run),
                 event_loop_lag={lag.process: lag.as_dict() for lag in loop_lag.read_summaries(client)},
             )
         except (redis.RedisError, OSError) as error:
-            return Seen(error=unusable(url, error))
+            return RedisView(error=explain(url, error))
 
 
 def _workers(leases: dict[bytes, bytes], run: str) -> dict[str, list[str]]:

@@ -1,5 +1,6 @@
-"""What one step's line in metrics.jsonl says: flat keys, computed from records and counters. Pure; a key whose value
-nobody knows is left out. `docs/metrics.md` lists them all.
+"""The values of one step's line in metrics.jsonl: flat keys, computed from records and counters. Pure functions.
+
+A key whose value is unknown is left out. `docs/metrics.md` lists all keys.
 """
 
 import math
@@ -14,15 +15,15 @@ from penstock.runtime.loop_lag import LagSummary
 
 Values = dict[str, float]
 Counts = Mapping[str, float]
-"""counter -> its value: of the whole run, or what it grew by since the last step"""
+"""counter -> its total, or its increase since the last step"""
 
-NAMES_MOST = 64  # of an environment's own metrics, the most frequent ones: a name per example must not flood the file
+NAMES_MOST = 64  # the most frequent of the environments' own metrics: one name per example would flood the file
 STAGES = (JobKind.ROLLOUT, JobKind.SCORE, JobKind.FILTER, JobKind.ADVANTAGE, JobKind.ENCODE)
 LAG_S = ("min", "mean", "median", "p90", "p99", "max")
 
 
 def of_rollouts(groups: Sequence[GroupRecord], *, policy_version: int) -> Values:
-    """Of what the step is made of."""
+    """Of the step's rollouts."""
     played = [(group.environment, rollout) for group in groups for rollout in group.of(RolloutState.BATCHED)]
     results = [rollout.result for _, rollout in played if rollout.result]
     staleness = [policy_version - result.version_first for result in results]
@@ -41,7 +42,7 @@ def of_rollouts(groups: Sequence[GroupRecord], *, policy_version: int) -> Values
 
 
 def of_ranks(ranks: Iterable[EncodedRank]) -> Values:
-    """Of what the step's files hold."""
+    """Of the step's encoded files."""
     ranks = list(ranks)
     return {
         "tokens": sum(rank.tokens for rank in ranks),
@@ -52,7 +53,7 @@ def of_ranks(ranks: Iterable[EncodedRank]) -> Values:
 
 
 def of_manifest(manifest: Manifest) -> Values:
-    """What is left of a step whose line was lost together with the ledger."""
+    """For a step whose line was lost with the ledger: what its manifest still has."""
     rollouts, totals = manifest.plan.rollouts, manifest.totals
     return {
         "step": manifest.plan.step,
@@ -80,7 +81,7 @@ def of_totals(totals: Counts) -> Values:
 
 
 def of_window(since: Counts, *, groups: int, longest_s: Mapping[JobKind, float], step_s: float) -> Values:
-    """Of everything that happened since the last step, whether it became part of this one or not."""
+    """Of everything since the last step, whether or not it is part of this one."""
     filtered = _under(since, "filtered:")
     decided = since["delivered"] + sum(filtered.values()) + since["dead"]
     dropped = since["groups_dropped"]
@@ -101,7 +102,7 @@ def of_window(since: Counts, *, groups: int, longest_s: Mapping[JobKind, float],
 
 
 def of_lag(own: LagSummary, workers: Sequence[LagSummary]) -> Values:
-    """The orchestrator's own since the last step; of the others, the worst of their last windows."""
+    """The orchestrator's lag since the last step, and the worst of the other processes' last windows."""
     values: Values = {f"event_loop_lag/{name}": getattr(own, f"{name}_s") for name in LAG_S}
     values |= {f"event_loop_lag/{name}": getattr(own, name) for name in ("blocked_s", "window_s", "cpu_share")}
     if not workers:
@@ -143,8 +144,8 @@ def _rewards(rewards: Sequence[tuple[str, float]]) -> Values:
 
 
 def _named(played: Iterable[tuple[str, RolloutRecord]]) -> Values:
-    """Means of what environments measure themselves, over the rollouts that have it."""
-    # By the names they have, nearly always the same ones: adding up columns is five times faster than one by one.
+    """Means of the environments' own rewards and metrics, over the rollouts that have them."""
+    # Rollouts nearly always have the same names: summing columns is five times faster than single values.
     tables: dict[tuple[str, ...], list[Iterable[float]]] = defaultdict(list)
     for environment, rollout in played:
         if (result := rollout.result) and (result.rewards or result.metrics):
@@ -159,7 +160,7 @@ def _named(played: Iterable[tuple[str, RolloutRecord]]) -> Values:
 
 
 def _solved(since: Counts) -> Values:
-    """Shares of the groups that were completed; filters may have dropped the extremes since."""
+    """Shares of the completed groups, before filters."""
     by_suffix: dict[str, Counter[str]] = defaultdict(Counter)
     for name, number in _under(since, "solved_").items():
         solved, _, environment = name.partition(":")

@@ -1,4 +1,4 @@
-"""The ledger's tables, opening them, and where they may lie."""
+"""The ledger's tables, how a ledger is opened, and on which file systems it may be."""
 
 import re
 import sqlite3
@@ -34,7 +34,7 @@ CREATE INDEX IF NOT EXISTS delivered_rollouts ON rollouts (step) WHERE state = '
 CREATE INDEX IF NOT EXISTS open_groups ON groups (ordinal) WHERE state != 'closed';
 CREATE INDEX IF NOT EXISTS open_jobs ON jobs (sequence) WHERE state IN ('waiting', 'submitted');
 """
-# FULL: a commit is on the disk before what depends on it leaves the process.
+# FULL: a commit is on disk before anything that depends on it leaves the process.
 WRITABLE = f"""
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = FULL;
@@ -60,12 +60,12 @@ NETWORK_FILE_SYSTEMS = frozenset(
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
-    """For the writer thread alone."""
+    """Create missing tables. For the writer thread only."""
     return _open(path, str(path), prepare=WRITABLE)
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
-    """Leaves no file behind: a ledger without a write-ahead log is closed, and is read as the file that it is."""
+    """Creates no file: a ledger without a write-ahead log is closed, so it is opened as immutable."""
     if not path.exists():
         raise LedgerError(f"there is no ledger at {path}: is this a run directory?")
     mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
@@ -86,7 +86,7 @@ def _open(path: Path, name: str, *, prepare: str = "") -> sqlite3.Connection:
         if version not in (0, SCHEMA_VERSION):
             raise LedgerError(
                 f"the ledger {path} was written by another version of Penstock (schema {version}, not "
-                f"{SCHEMA_VERSION}): use the version that began the run, or another run_dir"
+                f"{SCHEMA_VERSION}): use the version that started the run, or another run_dir"
             )
         connection.executescript(prepare)
         on_error.pop_all()
@@ -95,13 +95,13 @@ def _open(path: Path, name: str, *, prepare: str = "") -> sqlite3.Connection:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """What SQLite says of the ledger at `path`, in words that say what to do."""
+    """Turn errors of SQLite into a LedgerError that says what to check."""
     try:
         yield
     except sqlite3.Error as error:
         raise LedgerError(
-            f"the ledger {path} cannot be used ({error}): is its disk full, is it a ledger, may it be read and "
-            "written? Mend that, or restore the file; nothing was changed"
+            f"the ledger {path} cannot be used ({error}): check that the file is a ledger, that its permissions allow "
+            "reading and writing and that its disk is not full, or restore it; nothing was changed"
         ) from error
 
 
@@ -113,14 +113,14 @@ def refuse_network_file_system(directory: Path, mounts: str | None = None) -> No
     kind = file_system(directory, mounts)
     if kind in NETWORK_FILE_SYSTEMS:
         raise LedgerError(
-            f"the ledger cannot lie on a network file system: {directory} is {kind}. "
+            f"the ledger cannot be on a network file system: {directory} is {kind}. "
             'Set ledger_dir to a directory on a local disk, e.g. ledger_dir = "/var/lib/penstock"; '
             "batches and blobs may stay where they are."
         )
 
 
 def file_system(directory: Path, mounts: str) -> str | None:
-    """The type of the mount that holds `directory`: the longest mount point that is one of its parents."""
+    """Type of the mount that holds `directory`: of its parents, the longest mount point, the last one mounted there."""
     held_by: tuple[int, str | None] = (-1, None)
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")

@@ -1,4 +1,4 @@
-"""The states of rollouts, groups, jobs and batches, and which change into which. Anything else is a bug and raises."""
+"""The states of rollouts, groups, jobs and batches, and the transitions of a rollout. An illegal one raises."""
 
 from enum import StrEnum
 
@@ -27,11 +27,11 @@ class GroupState(StrEnum):
     ADMITTED = "admitted"
     BATCHED = "batched"
     CLOSED = "closed"
-    """delivered, or nothing is left of it"""
+    """delivered or dropped"""
 
 
 class JobKind(StrEnum):
-    """Named as the results that answer them (`messages.py`)."""
+    """Named like the results that answer them (`messages.py`)."""
 
     SURVEY = "survey"
     ROLLOUT = "rollout"
@@ -63,7 +63,7 @@ class JobState(StrEnum):
     DEAD = "dead"
     """its attempts are used up"""
     CANCELLED = "cancelled"
-    """nobody needs it any more"""
+    """no longer needed"""
 
 
 class BatchState(StrEnum):
@@ -75,7 +75,7 @@ class BatchState(StrEnum):
 _R = RolloutState
 TRANSITIONS: dict[RolloutState, frozenset[RolloutState]] = {
     _R.PLANNED: frozenset({_R.SUBMITTED, _R.FILTERED}),
-    # A reply may come before the lease was ever seen: submitted -> generated.
+    # submitted -> generated: a reply may arrive before a poll has seen the lease.
     _R.SUBMITTED: frozenset({_R.RUNNING, _R.GENERATED, _R.FILTERED, _R.DEAD}),
     _R.RUNNING: frozenset({_R.SUBMITTED, _R.GENERATED, _R.FILTERED, _R.DEAD}),
     _R.GENERATED: frozenset({_R.FILTERED, _R.ADMITTED, _R.DEAD}),

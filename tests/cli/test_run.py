@@ -46,8 +46,8 @@ def environment(server: EmbeddedRedis, tmp_path: Path) -> dict[str, str]:
 def surveyed(environment: dict[str, str]) -> None:
     """The ledger knows the size of the environment, without which nothing is planned."""
     settings = config.load(None, environ=environment)
-    run_dir.make(settings)
-    run_dir.enter(settings)
+    run_dir.create_directories(settings)
+    run_dir.begin_or_resume(settings)
 
     async def write() -> None:
         ledger = Ledger(settings.ledger_path)

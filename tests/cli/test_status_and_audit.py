@@ -33,8 +33,8 @@ def run(server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A run with eight planned rollouts and no orchestrator."""
     monkeypatch.delenv("PENSTOCK_REDIS_URL", raising=False)
     config = RunConfig(run_dir=tmp_path / "run", redis_url=server.url)
-    run_dir.make(config)
-    run_dir.enter(config)
+    run_dir.create_directories(config)
+    run_dir.begin_or_resume(config)
 
     async def plan() -> None:
         ledger = Ledger(config.ledger_path)
@@ -55,7 +55,9 @@ def output_of(*arguments: str, exit_code: int = 0) -> str:
 def test_status_prints_plain_lines(run: Path, server: EmbeddedRedis) -> None:
     id = run_dir.read(run)["run"]
     *lines, waits_for = output_of("status", str(run)).splitlines()
-    assert waits_for.startswith("waits for  the orchestrator is not running (it has not come to work yet): `penstock")
+    assert waits_for.startswith(
+        "waits for  the orchestrator is not running (it has not started working yet): `penstock"
+    )
     assert lines == [
         f"run        {id} in {run}",
         "state      stopped",

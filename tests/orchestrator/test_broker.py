@@ -11,8 +11,8 @@ from penstock.errors import ConfigError
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 PASSWORD = "hunter2/#?"
-NOBODY = "127.0.0.1:1/0"
-LONG_S = 3600  # longer than any test may take
+CLOSED_PORT = "127.0.0.1:1/0"
+LONG_S = 3600  # longer than the time limit of a test
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]
 async def connected(url: str, patience_s: float = 0.2) -> Broker:
     broker = Broker(url)
     try:
-        await broker.start(patience_s=patience_s)
+        await broker.connect(patience_s=patience_s)
     finally:
         await broker.close()
     return broker
@@ -37,7 +37,7 @@ def refusal(started: Coroutine[Any, Any, Broker]) -> str:
     return str(refused.value)
 
 
-def test_the_right_password_opens_the_door(guarded: EmbeddedRedis) -> None:
+def test_the_right_password_is_accepted(guarded: EmbeddedRedis) -> None:
     assert asyncio.run(connected(guarded.url)).trouble is None
 
 
@@ -45,41 +45,41 @@ def test_a_wrong_or_missing_password_is_refused_at_once(guarded: EmbeddedRedis) 
     address = f"127.0.0.1:{guarded.port}/0"
     wrong = refusal(connected(f"redis://:hunter2@{address}", patience_s=LONG_S))
     missing = refusal(connected(f"redis://{address}", patience_s=LONG_S))
-    assert wrong.startswith(f"Redis at redis://{address} refuses the password: put the right one into the environment")
-    assert missing.startswith(f"Redis at redis://{address} asks for a password: put")
+    assert wrong.startswith(f"Redis at redis://{address} refuses the password: set it in the environment")
+    assert missing.startswith(f"Redis at redis://{address} requires a password: set")
 
 
-def test_a_database_that_is_not_there_is_refused_at_once(guarded: EmbeddedRedis) -> None:
+def test_a_missing_database_is_refused_at_once(guarded: EmbeddedRedis) -> None:
     message = refusal(connected(guarded.url.removesuffix("/0") + "/9999", patience_s=LONG_S))
     assert "/9999 cannot be used (DB index is out of range)" in message
 
 
-def test_nobody_there_is_said_after_some_patience() -> None:
-    message = refusal(connected(f"redis://{NOBODY}"))
-    assert f"{NOBODY} cannot be used" in message
+def test_a_closed_port_is_refused_after_the_patience() -> None:
+    message = refusal(connected(f"redis://{CLOSED_PORT}"))
+    assert f"{CLOSED_PORT} cannot be used" in message
     assert "start it, or set redis_url (PENSTOCK_REDIS_URL) to the right one" in message
 
 
-def test_somebody_there_who_says_nothing_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.broker.ANSWER_S", 0.1)
+def test_a_server_that_does_not_answer_is_reported_as_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.broker.RESPONSE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}/0"
-        assert f"{address} cannot be used (it takes too long): start it" in refusal(connected(f"redis://{address}"))
+        assert f"{address} cannot be used (timed out): start it" in refusal(connected(f"redis://{address}"))
 
 
-def test_a_question_is_asked_until_redis_is_back(guarded: EmbeddedRedis) -> None:
-    async def ask_across_a_crash() -> None:
+def test_a_command_is_retried_until_redis_is_back(guarded: EmbeddedRedis) -> None:
+    async def call_across_a_crash() -> None:
         broker = Broker(guarded.url)
-        await broker.ask(lambda client: client.ping())
+        await broker.call(lambda client: client.ping())
         guarded.kill()
-        question = asyncio.create_task(broker.ask(lambda client: client.ping()))
+        call = asyncio.create_task(broker.call(lambda client: client.ping()))
         trouble = await wait_until_async(lambda: broker.trouble)
         assert "does not answer" in trouble
         assert "hunter2" not in trouble
         guarded.restart()
-        assert await question
+        assert await call
         assert broker.trouble is None
         assert broker.outages == 1
         await broker.close()
 
-    asyncio.run(ask_across_a_crash())
+    asyncio.run(call_across_a_crash())

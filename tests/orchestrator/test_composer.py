@@ -47,7 +47,7 @@ def end(ledger: Ledger, batch: BatchRecord, data_rank: int, state: JobState) -> 
     ledger.end(job, state, result=EncodeResult(rank=rank) if state is JobState.SETTLED else None)
 
 
-def test_a_step_is_formed_when_there_is_enough(ledger: Ledger) -> None:
+def test_a_step_is_composed_when_enough_groups_are_admitted(ledger: Ledger) -> None:
     composer = composing(ledger, batch={"data_ranks": 2})
     admitted(ledger)
     generated(ledger)
@@ -84,7 +84,7 @@ def test_a_batch_of_rollouts_takes_whole_groups(ledger: Ledger) -> None:
     assert composed(composer).groups == [first, second]
 
 
-def test_a_step_is_encoded_when_every_rank_has_answered(ledger: Ledger) -> None:
+def test_a_step_is_encoded_when_every_rank_has_a_result(ledger: Ledger) -> None:
     composer = composing(ledger, batch={"data_ranks": 2})
     for _ in range(2):
         admitted(ledger)
@@ -116,7 +116,7 @@ def test_a_step_is_formed_again_without_the_rollouts_that_cannot_be_read(ledger:
     assert ledger.number("failed_formations") == 0
 
 
-def test_a_step_that_cannot_be_encoded_is_formed_again_and_in_the_end_stops_the_run(ledger: Ledger) -> None:
+def test_a_step_that_cannot_be_encoded_is_formed_again_and_finally_stops_the_run(ledger: Ledger) -> None:
     composer = composing(ledger, recovery={"max_formations": 2})
     groups = [admitted(ledger), admitted(ledger)]
     end(ledger, composed(composer), 0, JobState.DEAD)
@@ -127,7 +127,7 @@ def test_a_step_that_cannot_be_encoded_is_formed_again_and_in_the_end_stops_the_
     again = composed(composer)
     assert (again.step, again.formation) == (0, 2)
     end(ledger, again, 0, JobState.DEAD)
-    with pytest.raises(RunError, match=r"step 0 could not be encoded in 2 formations.*Nothing is lost"):
+    with pytest.raises(RunError, match=r"step 0 could not be encoded in 2 formations.*nothing is lost"):
         composer.encoded()
 
 
@@ -139,10 +139,10 @@ def test_a_step_too_far_ahead_of_the_trainer_waits_until_it_acknowledges(ledger:
         admitted(ledger)
     for _ in range(2):
         ledger.deliver(composed(composer))
-    asyncio.run(trainer.look())
+    asyncio.run(trainer.read())
     assert composer.compose() is None
     write_progress(tmp_path, RankProgress(data_rank=0, data_ranks=1, epoch=1, resume_step=0, acked=0))
-    asyncio.run(trainer.look())
+    asyncio.run(trainer.read())
     assert composed(composer).step == 2
     assert ledger.states[RolloutState.TRAINED] == 8
 
@@ -209,7 +209,7 @@ def test_stale_rollouts_are_dropped_before_a_step_is_formed(ledger: Ledger) -> N
     assert ledger.states[RolloutState.BATCHED] == 7
 
 
-def test_a_group_is_judged_when_it_is_admitted_and_again_by_every_version(ledger: Ledger) -> None:
+def test_a_group_is_checked_for_staleness_when_admitted_and_at_every_version(ledger: Ledger) -> None:
     composer = composing(ledger, filters={"stale": {"max_off_policy_steps": 2}})
     ledger.set("policy_version", 3)
     fresh = sampled_by(admitted(ledger), 1)
@@ -222,7 +222,7 @@ def test_a_group_is_judged_when_it_is_admitted_and_again_by_every_version(ledger
     assert fresh.state is GroupState.CLOSED
 
 
-def test_a_step_in_which_something_became_stale_is_not_sealed_but_formed_again(ledger: Ledger) -> None:
+def test_a_step_with_a_rollout_that_became_stale_is_formed_again(ledger: Ledger) -> None:
     composer = composing(ledger, filters={"stale": {"max_off_policy_steps": 2}})
     old, new, next_one = (sampled_by(admitted(ledger), version) for version in (0, 1, 1))
     batch = composed(composer)
@@ -247,14 +247,14 @@ def test_a_step_does_not_run_ahead_of_the_groups_that_were_planned_first(ledger:
     assert [group.ordinal for group in batch.groups] == [4, 5]
 
 
-def test_in_order_of_completion_nobody_is_waited_for(ledger: Ledger) -> None:
+def test_in_order_of_completion_no_group_is_waited_for(ledger: Ledger) -> None:
     for _ in range(9):
         planned(ledger)
     groups = [admitted(ledger), admitted(ledger)]
     assert composed(composing(ledger, batch={"order": "completion"})).groups == groups
 
 
-def test_a_window_of_partial_groups_is_passed_when_nothing_more_can_come_into_it(ledger: Ledger) -> None:
+def test_groups_beyond_a_window_of_partial_groups_are_used_when_none_in_it_is_pending(ledger: Ledger) -> None:
     composer = composing(ledger, batch={"unit": "rollouts", "size": 8, "window": 1})
     groups = [admitted(ledger) for _ in range(3)]
     ledger.drop(groups[0].rollouts[0], "stale")

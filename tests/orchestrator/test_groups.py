@@ -1,4 +1,4 @@
-"""What follows from a reply."""
+"""How replies change groups, rollouts and jobs."""
 
 import asyncio
 from pathlib import Path
@@ -24,14 +24,14 @@ class Scene:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.gates = Gates()
-        self.stages = Groups(configured(recovery={"max_failures": 3}), ledger, self.gates)
+        self.groups = Groups(configured(recovery={"max_failures": 3}), ledger, self.gates)
         self.group: GroupRecord = submitted(ledger)
         self.rollout = self.group.rollouts[0]
         self.job: JobRecord = ledger.jobs[self.rollout.id]
 
     def reply(self, job: str, outcome: Outcome = DONE, *, result: Any = None, attempt: int = 1) -> None:
         error = None if outcome is DONE else "it broke"
-        self.stages.apply(Reply(run="run", job=job, attempt=attempt, execution="x", worker="w", outcome=outcome,
+        self.groups.apply(Reply(run="run", job=job, attempt=attempt, execution="x", worker="w", outcome=outcome,
                                 result=result, error=error))  # fmt: skip
 
     def finish_rollouts(self) -> None:
@@ -65,7 +65,7 @@ def test_a_group_goes_through_filtering_and_advantages(scene: Scene) -> None:
     assert scene.ledger.jobs == {}
 
 
-def test_what_a_filter_masks_is_admitted_and_stays_masked(scene: Scene) -> None:
+def test_a_masked_rollout_is_admitted_and_stays_masked(scene: Scene) -> None:
     scene.finish_rollouts()
     scene.reply(scene.submit_stage("filter"), result=FilterResult(masked=(scene.rollout.id,)))
     advantages = {rollout.id: 0.5 for rollout in scene.group.rollouts}
@@ -74,7 +74,7 @@ def test_what_a_filter_masks_is_admitted_and_stays_masked(scene: Scene) -> None:
     assert [rollout.masked for rollout in scene.group.rollouts] == [True, False, False, False]
 
 
-def test_what_a_filter_masks_is_in_the_next_commit(scene: Scene, tmp_path: Path) -> None:
+def test_masking_is_in_the_next_commit(scene: Scene, tmp_path: Path) -> None:
     async def commit_twice() -> None:
         scene.finish_rollouts()
         filtering = scene.submit_stage("filter")
@@ -87,7 +87,7 @@ def test_what_a_filter_masks_is_in_the_next_commit(scene: Scene, tmp_path: Path)
     assert [rollout.masked for rollout in kept.rollouts] == [True, False, False, False]
 
 
-def test_an_environment_that_scores_groups_is_asked_for_their_rewards(scene: Scene) -> None:
+def test_an_environment_that_scores_groups_gets_a_score_job(scene: Scene) -> None:
     scene.ledger.set("scores_groups:noop", 1)
     scene.finish_rollouts()
     assert scene.group.state is GroupState.SCORING
@@ -101,27 +101,27 @@ def test_an_environment_that_scores_groups_is_asked_for_their_rewards(scene: Sce
     assert scene.group.state is GroupState.FILTERING
 
 
-def test_a_survey_says_how_large_an_environment_is(scene: Scene) -> None:
+def test_a_survey_stores_the_number_of_examples(scene: Scene) -> None:
     scene.ledger.submit(scene.ledger.add_job("e1-noop", JobKind.SURVEY, "noop"))
     scene.reply("e1-noop", result=SurveyResult(examples=7, scores_groups=True))
     assert (scene.ledger.number("examples:noop"), scene.ledger.number("scores_groups:noop")) == (7, 1)
     assert "e1-noop" not in scene.ledger.jobs
 
 
-def test_an_environment_that_cannot_be_surveyed_ends_the_run_and_is_asked_anew_by_the_next(scene: Scene) -> None:
+def test_a_failed_survey_ends_the_run_and_the_next_start_surveys_again(scene: Scene) -> None:
     job = scene.ledger.add_job("e1-noop", JobKind.SURVEY, "noop")
     for attempt in (1, 2):
         scene.ledger.submit(job)
         scene.reply(job.id, FAILED, attempt=attempt)
     scene.ledger.submit(job)
-    with pytest.raises(RunError, match=r"'noop' cannot be used: 3 failures, the last: it broke. Mend it"):
+    with pytest.raises(RunError, match=r"'noop' cannot be used: 3 failures, the last: it broke. Fix it"):
         scene.reply(job.id, FAILED, attempt=3)
     assert job.state is JobState.DEAD
     assert job.id not in scene.ledger.jobs
 
 
 def test_the_first_good_reply_settles_and_later_ones_are_fenced(scene: Scene) -> None:
-    scene.ledger.wait(scene.job)
+    scene.ledger.retry(scene.job)
     scene.ledger.submit(scene.job)
     scene.reply(scene.job.id, result=RolloutResult(reward=1.0), attempt=1)
     assert scene.rollout.state is RolloutState.GENERATED
@@ -138,37 +138,37 @@ def with_files(execution: str) -> RolloutResult:
     return RolloutResult(reward=1.0, columns=columns, experts=experts)
 
 
-def test_the_files_of_a_fenced_execution_go(scene: Scene) -> None:
+def test_the_files_of_a_fenced_execution_are_deleted(scene: Scene) -> None:
     scene.reply(scene.job.id, result=with_files("first"))
     scene.reply(scene.job.id, result=with_files("second"), attempt=2)
-    assert scene.ledger.unwanted == ["second/columns", "second/experts"]
+    assert scene.ledger.unwanted_blobs == ["second/columns", "second/experts"]
 
 
-def test_a_reply_that_comes_twice_does_not_take_its_own_files_away(scene: Scene) -> None:
+def test_a_repeated_reply_does_not_delete_its_own_files(scene: Scene) -> None:
     """A worker writes its reply again when Redis has not confirmed it in time, though it may have arrived."""
     for _ in range(2):
         scene.reply(scene.job.id, result=with_files("first"))
     assert scene.ledger.number("fenced") == 1
-    assert scene.ledger.unwanted == []
+    assert scene.ledger.unwanted_blobs == []
 
 
-def test_a_reply_that_comes_again_after_its_group_was_closed_takes_nothing_away(scene: Scene) -> None:
+def test_a_repeated_reply_of_a_closed_group_deletes_nothing(scene: Scene) -> None:
     """As when the stream is read from its start: the files may be in a batch by then."""
     scene.reply(scene.job.id, result=with_files("first"))
     scene.ledger.enter(scene.group, GroupState.CLOSED)
     scene.reply(scene.job.id, result=with_files("first"))
-    assert scene.ledger.unwanted == []
+    assert scene.ledger.unwanted_blobs == []
 
 
 def test_a_good_reply_counts_while_the_job_waits_to_be_submitted_again(scene: Scene) -> None:
-    scene.stages.lost(scene.job, "the worker's lease expired")
+    scene.groups.job_lost(scene.job, "the worker's lease expired")
     scene.reply(scene.job.id, result=RolloutResult(reward=1.0))
     assert scene.rollout.state is RolloutState.GENERATED
     assert scene.job.id not in scene.ledger.waiting
 
 
 def test_a_failure_counts_only_from_the_newest_attempt(scene: Scene) -> None:
-    scene.ledger.wait(scene.job)
+    scene.ledger.retry(scene.job)
     scene.ledger.submit(scene.job)
     scene.reply(scene.job.id, FAILED, attempt=1)
     assert (scene.job.state, scene.job.failures) == (JobState.SUBMITTED, 0)
@@ -176,7 +176,7 @@ def test_a_failure_counts_only_from_the_newest_attempt(scene: Scene) -> None:
     assert (scene.job.state, scene.job.failures) == (JobState.WAITING, 1)
 
 
-def test_failures_that_use_up_the_attempts_are_dead_with_the_last_error(scene: Scene) -> None:
+def test_a_rollout_is_dead_with_its_last_error_after_max_failures(scene: Scene) -> None:
     for attempt in (1, 2, 3):
         scene.reply(scene.job.id, FAILED, attempt=attempt)
         if attempt < 3:
@@ -188,7 +188,7 @@ def test_failures_that_use_up_the_attempts_are_dead_with_the_last_error(scene: S
     assert scene.group.state is GroupState.FILTERING, "three of four are enough"
 
 
-def test_a_group_of_which_too_little_is_left_is_dropped(scene: Scene) -> None:
+def test_a_group_with_too_few_rollouts_left_is_dropped(scene: Scene) -> None:
     for rollout in scene.group.rollouts[:3]:
         for attempt in (1, 2, 3):
             scene.reply(rollout.id, FAILED, attempt=attempt)
@@ -196,14 +196,14 @@ def test_a_group_of_which_too_little_is_left_is_dropped(scene: Scene) -> None:
                 scene.ledger.submit(scene.ledger.jobs[rollout.id])
     assert scene.states() == [RolloutState.DEAD] * 3 + [RolloutState.FILTERED]
     assert scene.ledger.reasons == {"cancelled": 1}
-    assert [job.task_id("run") for job in scene.stages.cancelled] == [f"run.{scene.group.rollouts[3].id}.1"]
+    assert [job.task_id("run") for job in scene.groups.cancelled] == [f"run.{scene.group.rollouts[3].id}.1"]
     assert scene.group.state is GroupState.CLOSED
     assert scene.ledger.number("dropped_in_a_row") == 1
     scene.reply(scene.group.rollouts[3].id, result=RolloutResult(reward=1.0))
     assert scene.ledger.number("fenced") == 1
 
 
-def test_what_the_policy_did_wrong_is_a_result(scene: Scene) -> None:
+def test_an_error_of_the_policy_is_a_result(scene: Scene) -> None:
     scene.reply(scene.job.id, result=RolloutResult(reward=0.0, policy_error="timeout"))
     assert scene.rollout.state is RolloutState.GENERATED
 
@@ -221,11 +221,14 @@ def test_an_unreachable_engine_closes_the_gate_and_nothing_is_counted(scene: Sce
     assert scene.gates.rollouts.open
 
 
-def test_a_store_that_takes_nothing_is_waited_for_like_an_engine(scene: Scene) -> None:
+def test_an_unwritable_store_closes_the_gate_like_an_engine(scene: Scene) -> None:
     scene.reply(scene.job.id, Outcome.UNWRITTEN)
     assert (scene.job.state, scene.job.failures) == (JobState.WAITING, 0)
     assert scene.gates.troubles == [
-        "a worker cannot write to the store: make room or mend its disk (it broke); next try every 1 s, nothing is lost"
+        (
+            "a worker cannot write to the store: free space or repair the disk (it broke); "
+            "next try every 1 s, nothing is lost"
+        )
     ]
     encoding = scene.ledger.add_job("s000000f1r0", JobKind.ENCODE, "0")
     scene.ledger.submit(encoding)
@@ -254,7 +257,7 @@ def test_a_group_without_variance_is_dropped_for_that_reason(scene: Scene) -> No
     assert scene.ledger.reasons == {"zero_variance": 4}
 
 
-def test_a_stage_that_dies_takes_its_group_with_it(scene: Scene) -> None:
+def test_a_dead_stage_job_closes_its_group(scene: Scene) -> None:
     scene.finish_rollouts()
     job = scene.submit_stage("filter")
     for attempt in (1, 2, 3):
@@ -265,7 +268,7 @@ def test_a_stage_that_dies_takes_its_group_with_it(scene: Scene) -> None:
     assert scene.group.state is GroupState.CLOSED
 
 
-def test_a_reply_to_a_job_that_nobody_knows_changes_nothing(scene: Scene) -> None:
+def test_a_reply_to_an_unknown_job_changes_nothing(scene: Scene) -> None:
     before = dict(scene.ledger.states)
     for outcome in Outcome:
         scene.reply("g0000099-0", outcome, result=RolloutResult(reward=1.0) if outcome is DONE else None)

@@ -1,4 +1,4 @@
-"""Plans are in the store before whoever reads them is submitted, and are not written for nothing."""
+"""Job inputs are in the store before their jobs are submitted, and are written only when needed."""
 
 import asyncio
 from pathlib import Path
@@ -29,7 +29,7 @@ class Scene:
         assert asyncio.run(self.files.ensure([job]))
 
 
-def test_what_a_group_s_last_job_read_serves_its_next_one(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_group_s_next_job_reads_the_same_file(ledger: Ledger, tmp_path: Path) -> None:
     scene = Scene(ledger, tmp_path)
     scene.ensure(scene.job(JobKind.FILTER))
     scene.file.write_text("as it was")
@@ -46,12 +46,12 @@ def test_a_plan_that_has_changed_is_written_again(ledger: Ledger, tmp_path: Path
     assert scene.file.read_text() != before
 
 
-def test_whoever_tries_again_finds_its_plan_even_if_the_file_was_lost(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_retried_job_gets_its_file_written_again(ledger: Ledger, tmp_path: Path) -> None:
     scene = Scene(ledger, tmp_path)
     job = scene.job(JobKind.FILTER)
     scene.ensure(job)
     ledger.submit(job)
-    ledger.wait(job, failures=1)
+    ledger.retry(job, failures=1)
     scene.file.unlink()
     scene.ensure(job)
     assert (

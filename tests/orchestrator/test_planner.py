@@ -24,7 +24,7 @@ def plan_all(planner: Planner) -> None:
         pass
 
 
-def test_as_many_groups_are_begun_as_the_steps_need(ledger: Ledger) -> None:
+def test_as_many_groups_begin_as_the_steps_need(ledger: Ledger) -> None:
     planner = planning(ledger)
     plan_all(planner)
     assert len(ledger.groups) == 6
@@ -73,7 +73,7 @@ def test_groups_of_an_open_step_are_not_counted_twice(ledger: Ledger) -> None:
     assert ledger.number("groups_planned") == 6
 
 
-def test_a_batch_of_rollouts_asks_for_what_partial_groups_fall_short_of(ledger: Ledger) -> None:
+def test_a_batch_of_rollouts_replaces_what_partial_groups_lack(ledger: Ledger) -> None:
     planner = planning(ledger, steps=1, batch={"unit": "rollouts", "size": 8})
     admitted(ledger)
     partial = admitted(ledger)
@@ -100,7 +100,7 @@ def test_a_batch_of_tokens_is_planned_by_how_long_groups_have_been(ledger: Ledge
     assert len(ledger.groups) == 5
 
 
-def test_a_step_larger_than_what_may_be_in_flight_is_filled_in_the_end(ledger: Ledger) -> None:
+def test_a_step_larger_than_max_in_flight_is_filled(ledger: Ledger) -> None:
     """Groups that wait for their step are not in flight."""
     planner = planning(ledger, steps=1, batch={"size": 9}, rollouts={"max_in_flight": 4})
     for _ in range(8):
@@ -114,7 +114,7 @@ def test_oversampling_begins_more_than_the_steps_need(ledger: Ledger) -> None:
     assert len(ledger.groups) == 9
 
 
-def test_examples_are_played_in_order_over_and_over(ledger: Ledger) -> None:
+def test_examples_are_played_in_order_and_start_over(ledger: Ledger) -> None:
     plan_all(planning(ledger, examples=4))
     assert [group.example for group in ledger.groups.values()] == [0, 1, 2, 3, 0, 1]
 
@@ -124,7 +124,7 @@ def test_groups_are_begun_one_step_beyond_those_that_may_be_sealed(ledger: Ledge
     assert len(ledger.groups) == 2 * 3
 
 
-def test_nothing_is_begun_of_an_environment_whose_size_is_not_known(ledger: Ledger) -> None:
+def test_no_group_begins_before_its_environment_is_surveyed(ledger: Ledger) -> None:
     environments = {"maths": {"use": "noop", "weight": 3}, "games": {"use": "noop"}}
     planner = planning(ledger, batch={"size": 4}, environments=environments)
     planner.survey()
@@ -137,7 +137,7 @@ def test_nothing_is_begun_of_an_environment_whose_size_is_not_known(ledger: Ledg
     assert [group.environment for group in ledger.groups.values()] == ["maths"] * 9
 
 
-def test_a_run_that_drops_everything_stops_and_says_what_to_look_at(ledger: Ledger) -> None:
+def test_a_run_that_drops_everything_stops_with_what_to_check(ledger: Ledger) -> None:
     planner = planning(ledger, batch={"max_empty_batches": 5})
     ledger.set("dropped_in_a_row", 9)
     planner.plan()
@@ -157,7 +157,7 @@ def stored(ledger: Ledger, size: int) -> None:
     ledger.enter(group, GroupState.ADMITTED)
 
 
-def test_a_full_store_begins_nothing_until_the_trainer_lets_go_of_a_step(ledger: Ledger) -> None:
+def test_a_full_store_stops_planning_until_a_step_is_released(ledger: Ledger) -> None:
     planner = planning(ledger, max_store_gb=1.0)
     stored(ledger, 10**9 // 8)
     stored(ledger, 10**9 // 8)
@@ -165,10 +165,9 @@ def test_a_full_store_begins_nothing_until_the_trainer_lets_go_of_a_step(ledger:
     plan_all(planner)
     assert ledger.groups == {}
     assert planner.trouble == (
-        "the store holds 1.0 GB, and may hold 1 (max_store_gb): nothing is begun until the trainer has "
-        "checkpointed step 0"
+        "the store holds 1.0 GB of 1 (max_store_gb): no rollout begins until the trainer has checkpointed step 0"
     )
-    ledger.count("delivered_bytes", -(10**9))
+    ledger.increment("delivered_bytes", -(10**9))
     assert planner.trouble is None
     plan_all(planner)
     assert len(ledger.groups) == 4
@@ -182,9 +181,9 @@ def test_a_store_too_small_for_a_step_still_gets_that_step(ledger: Ledger) -> No
     assert planner.trouble is None
 
 
-def test_what_is_dropped_is_no_longer_held(ledger: Ledger) -> None:
+def test_dropped_rollouts_do_not_count_as_stored(ledger: Ledger) -> None:
     stored(ledger, 100)
     (group,) = ledger.groups.values()
     ledger.drop(group.rollouts[0], "stale")
     assert ledger.number("open_bytes") == 300
-    assert ledger.unwanted == [f"rollouts/{group.id}-0"]
+    assert ledger.unwanted_blobs == [f"rollouts/{group.id}-0"]

@@ -8,7 +8,7 @@ WEIGHTS = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.01, 100), min
 
 
 @given(SIZES, WEIGHTS, st.integers(0, 100))
-def test_the_shares_are_the_size_and_each_is_within_one_of_its_weight(
+def test_quotas_add_up_to_the_size_and_each_is_within_one_of_its_weight(
     size: int, weights: dict[str, float], turn: int
 ) -> None:
     shares = apportion(size, weights, turn=turn)
@@ -18,17 +18,15 @@ def test_the_shares_are_the_size_and_each_is_within_one_of_its_weight(
 
 
 @given(SIZES, st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 9), min_size=1), st.integers(0, 100))
-def test_the_shares_do_not_depend_on_the_order_in_which_environments_are_named(
-    size: int, weights: dict[str, float], turn: int
-) -> None:
+def test_quotas_do_not_depend_on_the_order_of_environments(size: int, weights: dict[str, float], turn: int) -> None:
     backwards = dict(reversed(list(weights.items())))
     assert apportion(size, weights, turn=turn) == apportion(size, backwards, turn=turn)
 
 
-def test_a_whole_share_is_exact() -> None:
+def test_a_whole_quota_is_exact() -> None:
     assert apportion(16, {"maths": 3, "games": 1}) == {"maths": 12, "games": 4}
 
 
-def test_what_is_left_over_goes_round() -> None:
+def test_remainders_rotate() -> None:
     shares = [apportion(1, {"a": 1, "b": 1, "c": 1}, turn=turn) for turn in range(3)]
     assert [max(share, key=lambda name: share[name]) for share in shares] == ["a", "b", "c"]

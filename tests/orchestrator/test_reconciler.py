@@ -1,4 +1,4 @@
-"""Who is taken for lost, and who is not: a clock of the test's, a real ledger, and what Redis said written out."""
+"""Which jobs are lost: with a test clock, a real ledger, and snapshots of Redis written by hand."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ class Scene:
         self.rollout = group.rollouts[0]
         for other in group.rollouts[1:]:
             ledger.end(ledger.jobs[other.id], JobState.CANCELLED)
-        self.reconciler = Reconciler(config, RUN, ledger, Broker("redis://nobody/0"), Groups(config, ledger, Gates()))
+        self.reconciler = Reconciler(config, RUN, ledger, Broker("redis://unused/0"), Groups(config, ledger, Gates()))
         self.poll_s = self.reconciler.poll_s
 
     def see(self, *, lease: str | None = None, depth: int = 0, oldest: int | None = None) -> Findings:
@@ -40,7 +40,7 @@ class Scene:
         return self.reconciler.judge(seen)
 
     def pass_time(self, seconds: float, *, lease: str | None = None, depth: int = 0, oldest: int | None = None) -> None:
-        """Polls all the way, which all see the same."""
+        """Poll all the time, with the same result."""
         for _ in range(round(seconds / self.poll_s)):
             self.clock.advance(self.poll_s)
             self.see(lease=lease, depth=depth, oldest=oldest)
@@ -62,7 +62,7 @@ def test_a_lease_that_beats_is_left_alone(scene: Scene) -> None:
     assert scene.rollout.state is RolloutState.RUNNING
 
 
-def test_a_lease_that_stands_still_expires_and_the_job_is_submitted_again(scene: Scene) -> None:
+def test_a_lease_without_beats_expires_and_its_job_is_submitted_again(scene: Scene) -> None:
     scene.see(lease="worker:1")
     scene.pass_time(LEASE_S - 1, lease="worker:1")
     assert scene.lost == 0
@@ -74,15 +74,15 @@ def test_a_lease_that_stands_still_expires_and_the_job_is_submitted_again(scene:
     assert scene.job.id in scene.ledger.waiting
 
 
-def test_a_beat_at_the_last_moment_saves_a_lease(scene: Scene) -> None:
+def test_a_beat_just_before_expiry_keeps_a_lease(scene: Scene) -> None:
     scene.see(lease="worker:1")
     scene.pass_time(LEASE_S - 1, lease="worker:1")
     scene.pass_time(LEASE_S - 1, lease="worker:2")
     assert scene.lost == 0
 
 
-def test_a_paused_orchestrator_condemns_nobody(scene: Scene) -> None:
-    """However long it slept: what it did not see, it does not hold against anybody."""
+def test_a_pause_of_the_orchestrator_makes_no_job_lost(scene: Scene) -> None:
+    """Only time over polls that were made counts."""
     scene.see(lease="worker:1")
     for _ in range(4):
         scene.clock.advance(3600)
@@ -92,7 +92,7 @@ def test_a_paused_orchestrator_condemns_nobody(scene: Scene) -> None:
     assert scene.lost == 1
 
 
-def test_a_flushed_redis_condemns_nobody_at_once(scene: Scene) -> None:
+def test_a_flush_of_redis_makes_no_job_lost_at_once(scene: Scene) -> None:
     scene.pass_time(5, lease="worker:1")
     scene.pass_time(LEASE_S - 1)
     assert scene.lost == 0
@@ -101,7 +101,7 @@ def test_a_flushed_redis_condemns_nobody_at_once(scene: Scene) -> None:
     assert scene.lost == 0
 
 
-def test_a_job_that_is_nowhere_is_lost(scene: Scene) -> None:
+def test_a_job_without_lease_and_message_is_lost(scene: Scene) -> None:
     scene.see()
     scene.pass_time(LEASE_S)
     assert scene.lost == 0
@@ -115,7 +115,7 @@ def test_a_job_that_may_still_be_queued_is_not_lost(scene: Scene) -> None:
     assert scene.lost == 0
 
 
-def test_a_queue_whose_oldest_message_is_not_ours_tells_nothing(scene: Scene) -> None:
+def test_a_foreign_oldest_message_makes_no_job_lost(scene: Scene) -> None:
     scene.pass_time(5 * LEASE_S, depth=3, oldest=None)
     assert scene.lost == 0
 
@@ -132,7 +132,7 @@ def test_time_in_the_queue_is_not_time_missing(scene: Scene) -> None:
     assert scene.lost == 0
 
 
-def test_the_next_attempt_is_watched_from_its_own_start(scene: Scene) -> None:
+def test_the_next_attempt_is_observed_from_its_own_start(scene: Scene) -> None:
     scene.see(lease="worker:1")
     scene.pass_time(LEASE_S, lease="worker:1")
     assert scene.lost == 1
@@ -164,7 +164,7 @@ def test_a_stale_lease_of_another_run_is_cleared_and_touches_no_job(scene: Scene
     assert scene.lost == 0
 
 
-def test_a_rollout_that_runs_over_its_time_is_given_up_and_revoked(scene: Scene) -> None:
+def test_a_rollout_over_its_time_out_is_lost_and_revoked(scene: Scene) -> None:
     revoked: list[str] = []
     for beat in range(round(100 + GRACE_S + LEASE_S) + 5):
         scene.clock.advance(1)
@@ -193,7 +193,7 @@ NOTHING_SEEN = Snapshot(leases={}, depths=dict.fromkeys(Queue, 1), oldest=dict.f
 
 def timing_groups(ledger: Ledger, gates: Gates, **rollouts: Any) -> Reconciler:
     config = configured(rollouts={"group_timeout_s": 30} | rollouts)
-    return Reconciler(config, RUN, ledger, Broker("redis://nobody/0"), Groups(config, ledger, gates))
+    return Reconciler(config, RUN, ledger, Broker("redis://unused/0"), Groups(config, ledger, gates))
 
 
 def poll(reconciler: Reconciler, clock: Clock, times: int) -> None:
@@ -211,11 +211,11 @@ def one_still_out(ledger: Ledger) -> GroupRecord:
     return group
 
 
-def test_a_group_over_its_time_goes_on_with_the_rollouts_that_are_there(ledger: Ledger, clock: Clock) -> None:
+def test_a_group_over_its_time_out_continues_with_its_finished_rollouts(ledger: Ledger, clock: Clock) -> None:
     group = one_still_out(ledger)
     late = group.rollouts[3]
     gates = Gates()
-    gates.rollouts.sent_scout(late.id, 1)
+    gates.rollouts.probe_sent(late.id, 1)
     reconciler = timing_groups(ledger, gates)
     poll(reconciler, clock, 31)
     assert group.state is GroupState.COLLECTING
@@ -226,23 +226,23 @@ def test_a_group_over_its_time_goes_on_with_the_rollouts_that_are_there(ledger: 
     assert late.id not in ledger.jobs
     assert group.state is GroupState.FILTERING
     assert len(group.of(RolloutState.GENERATED)) == 3
-    assert gates.rollouts.may_send_scout()
+    assert gates.rollouts.may_send_probe()
 
 
-def test_a_group_over_its_time_is_dropped_where_partial_groups_are(ledger: Ledger, clock: Clock) -> None:
+def test_a_group_over_its_time_out_is_dropped_with_partial_groups_drop(ledger: Ledger, clock: Clock) -> None:
     group = one_still_out(ledger)
     poll(timing_groups(ledger, Gates(), partial_groups="drop"), clock, 32)
     assert group.state is GroupState.CLOSED
     assert ledger.reasons == {"group_timeout": 1, "group_too_small": 3}
 
 
-def test_a_group_is_waited_for_where_partial_groups_wait(ledger: Ledger, clock: Clock) -> None:
+def test_a_group_has_no_time_out_with_partial_groups_wait(ledger: Ledger, clock: Clock) -> None:
     group = one_still_out(ledger)
     poll(timing_groups(ledger, Gates(), partial_groups="wait"), clock, 100)
     assert group.state is GroupState.COLLECTING
 
 
-def test_a_rollout_that_runs_with_weights_too_old_is_cancelled(scene: Scene) -> None:
+def test_a_running_rollout_that_became_stale_is_cancelled(scene: Scene) -> None:
     """Its version is the one of the first sight of its lease; time in the queue does not count."""
     scene.ledger.set("policy_version", 5)
     scene.see(lease="worker:1")

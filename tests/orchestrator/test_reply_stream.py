@@ -21,25 +21,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
 
 
 class HeldBroker(Broker):
-    """Keeps the answers to some questions back until it is let go."""
+    """Holds back the results of commands while `holds` is set, until `let_go`."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self.let_go = asyncio.Event()
-        self.answered = asyncio.Event()
+        self.called = asyncio.Event()
         self.holds = False
 
-    async def ask(self, question: Callable[[Any], Awaitable[Any]]) -> Any:
+    async def call(self, command: Callable[[Any], Awaitable[Any]]) -> Any:
         held = self.holds
-        answer = await super().ask(question)
+        result = await super().call(command)
         if held:
-            self.answered.set()
+            self.called.set()
             await self.let_go.wait()
-        return answer
+        return result
 
 
 class Scene:
-    """A run's stream of replies, with a ledger and a line to Redis."""
+    """A run's stream of replies, with a ledger and a connection to Redis."""
 
     def __init__(self, server: EmbeddedRedis, directory: Path) -> None:
         self.broker = HeldBroker(server.url)
@@ -54,7 +54,7 @@ class Scene:
 
     async def read(self) -> list[str]:
         entries = await self.replies.read()
-        return [reply.job for reply in map(self.replies.take, entries) if reply]
+        return [reply.job for reply in map(self.replies.accept, entries) if reply]
 
 
 def play(server: EmbeddedRedis, directory: Path, scene: Callable[[Scene], Coroutine[Any, Any, None]]) -> None:
@@ -75,7 +75,7 @@ def play(server: EmbeddedRedis, directory: Path, scene: Callable[[Scene], Corout
     asyncio.run(run())
 
 
-def test_replies_come_once_and_in_order(server: EmbeddedRedis, tmp_path: Path) -> None:
+def test_replies_are_read_once_and_in_order(server: EmbeddedRedis, tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
         await it.answer("a")
         await it.answer("b")
@@ -88,19 +88,19 @@ def test_replies_come_once_and_in_order(server: EmbeddedRedis, tmp_path: Path) -
     play(server, tmp_path, scene)
 
 
-def test_what_is_read_and_not_taken_is_read_again(server: EmbeddedRedis, tmp_path: Path) -> None:
+def test_an_entry_that_was_not_accepted_is_read_again(server: EmbeddedRedis, tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
         await it.answer("a")
         await it.answer("b")
         entries = await it.replies.read()
         assert len(entries) == 2
-        it.replies.take(entries[0])
+        it.replies.accept(entries[0])
         assert await it.read() == ["b"]
 
     play(server, tmp_path, scene)
 
 
-def test_a_stream_that_is_gone_is_read_from_its_start(server: EmbeddedRedis, tmp_path: Path) -> None:
+def test_a_missing_stream_is_read_from_its_start(server: EmbeddedRedis, tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
         await it.answer("a")
         assert await it.read() == ["a"]
@@ -113,27 +113,25 @@ def test_a_stream_that_is_gone_is_read_from_its_start(server: EmbeddedRedis, tmp
     play(server, tmp_path, scene)
 
 
-def test_a_reply_read_while_the_stream_is_looked_at_does_not_make_it_another_one(
-    server: EmbeddedRedis, tmp_path: Path
-) -> None:
+def test_a_reply_that_arrives_during_newest_does_not_reset_the_stream(server: EmbeddedRedis, tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
         await it.answer("a")
         assert await it.read() == ["a"]
         it.broker.holds = True
-        looking = asyncio.create_task(it.replies.newest())
-        await it.broker.answered.wait()
+        asking = asyncio.create_task(it.replies.newest())
+        await it.broker.called.wait()
         it.broker.holds = False
         await it.answer("b")
         assert await it.read() == ["b"]
         it.broker.let_go.set()
-        seen = await looking
+        seen = await asking
         assert not it.replies.behind(seen)
         assert it.replies.position != START
 
     play(server, tmp_path, scene)
 
 
-def test_what_is_no_reply_and_what_is_another_run_s_is_passed_over(server: EmbeddedRedis, tmp_path: Path) -> None:
+def test_unreadable_replies_and_those_of_other_runs_are_skipped(server: EmbeddedRedis, tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
         await it.broker.client.xadd(it.stream, {"reply": "no json"})
         await it.broker.client.xadd(it.stream, {"something": "else"})
@@ -145,7 +143,7 @@ def test_what_is_no_reply_and_what_is_another_run_s_is_passed_over(server: Embed
     play(server, tmp_path, scene)
 
 
-def test_a_deleted_stream_is_begun_anew(server: EmbeddedRedis, tmp_path: Path) -> None:
+def test_deleting_the_stream_resets_the_position(server: EmbeddedRedis, tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
         await it.answer("a")
         await it.read()

@@ -10,9 +10,9 @@ from penstock.errors import RunError, RunLocked, RunMismatch
 from penstock.ledger.schema import open_for_writing
 
 
-def entered(config: RunConfig) -> str:
-    run_dir.make(config)
-    return run_dir.enter(config)
+def opened(config: RunConfig) -> str:
+    run_dir.create_directories(config)
+    return run_dir.begin_or_resume(config)
 
 
 def configured(tmp_path: Path, **settings: Any) -> RunConfig:
@@ -21,10 +21,10 @@ def configured(tmp_path: Path, **settings: Any) -> RunConfig:
     )
 
 
-def test_a_run_keeps_its_id_and_says_where_things_are(tmp_path: Path) -> None:
+def test_run_json_keeps_the_id_and_names_ledger_and_store(tmp_path: Path) -> None:
     config = configured(tmp_path, redis_url="redis://ada:secret@redis.example:6379/3")
-    run = entered(config)
-    assert entered(config) == run
+    run = opened(config)
+    assert opened(config) == run
     assert run_dir.read(config.run_dir) == {
         "run": run,
         "identity": {
@@ -41,9 +41,9 @@ def test_a_run_keeps_its_id_and_says_where_things_are(tmp_path: Path) -> None:
     }
 
 
-def test_what_may_change_between_two_starts_is_brought_up_to_date(tmp_path: Path) -> None:
-    entered(configured(tmp_path))
-    entered(configured(tmp_path, redis_url="redis://elsewhere:1/0", store=f"file://{tmp_path}/store", steps=99))
+def test_settings_that_may_change_between_starts_are_updated(tmp_path: Path) -> None:
+    opened(configured(tmp_path))
+    opened(configured(tmp_path, redis_url="redis://elsewhere:1/0", store=f"file://{tmp_path}/store", steps=99))
     kept = run_dir.read(tmp_path / "run")
     assert kept["redis"] == "redis://elsewhere:1/0"
     assert kept["store"] == f"{tmp_path}/store"
@@ -51,74 +51,74 @@ def test_what_may_change_between_two_starts_is_brought_up_to_date(tmp_path: Path
 
 def test_a_run_may_be_moved(tmp_path: Path) -> None:
     config = configured(tmp_path)
-    run = entered(config)
+    run = opened(config)
     open_for_writing(config.ledger_path).close()
     config.run_dir.rename(tmp_path / "moved")
     assert run_dir.ledger_path(tmp_path / "moved").exists()
-    assert entered(configured(tmp_path, run_dir=tmp_path / "moved")) == run
+    assert opened(configured(tmp_path, run_dir=tmp_path / "moved")) == run
 
 
-def test_a_run_of_another_configuration_is_refused_by_what_differs(tmp_path: Path) -> None:
-    entered(configured(tmp_path))
+def test_a_run_with_other_settings_is_refused_with_the_differences(tmp_path: Path) -> None:
+    opened(configured(tmp_path))
     with pytest.raises(RunMismatch, match=r"seed was 0, now 1; batch.size was 16, now 32\): use another run_dir"):
-        entered(configured(tmp_path, seed=1, batch={"size": 32}))
-    entered(configured(tmp_path))
+        opened(configured(tmp_path, seed=1, batch={"size": 32}))
+    opened(configured(tmp_path))
 
 
-def test_a_ledger_that_is_elsewhere_is_not_begun_anew(tmp_path: Path) -> None:
+def test_a_second_ledger_is_refused(tmp_path: Path) -> None:
     config = configured(tmp_path)
-    entered(config)
+    opened(config)
     open_for_writing(config.ledger_path).close()
     moved = configured(tmp_path, ledger_dir=tmp_path / "fast")
     with pytest.raises(RunMismatch, match="move it there, or set ledger_dir back"):
-        entered(moved)
+        opened(moved)
     config.ledger_path.rename(moved.ledger_path)
-    entered(moved)
+    opened(moved)
     assert run_dir.ledger_path(config.run_dir) == moved.ledger_path
 
 
-def test_a_store_is_one_run_s_alone(tmp_path: Path) -> None:
+def test_a_store_belongs_to_one_run(tmp_path: Path) -> None:
     store = f"file://{tmp_path}/store"
     first = configured(tmp_path, store=store)
-    run = entered(first)
-    with pytest.raises(RunMismatch, match=rf"store {tmp_path}/store belongs to run {run}: give this run a store of"):
-        entered(configured(tmp_path, run_dir=tmp_path / "second", store=store))
-    assert entered(first) == run
+    run = opened(first)
+    with pytest.raises(RunMismatch, match=rf"store {tmp_path}/store belongs to run {run}: set store to another"):
+        opened(configured(tmp_path, run_dir=tmp_path / "second", store=store))
+    assert opened(first) == run
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"run": "x"}', "null", '"run"'])
-def test_a_damaged_run_json_is_named_and_kept(tmp_path: Path, text: str) -> None:
+def test_a_damaged_run_json_is_refused_and_kept(tmp_path: Path, text: str) -> None:
     config = configured(tmp_path)
-    run_dir.make(config)
+    run_dir.create_directories(config)
     path = config.run_dir / "run.json"
     path.write_text(text)
     with pytest.raises(RunError, match=rf"{path} is damaged .*: restore it, or use another run_dir"):
-        entered(config)
+        opened(config)
     assert path.read_text() == text
 
 
 @pytest.mark.parametrize("setting", ["run_dir", "ledger_dir", "store"])
-def test_a_directory_that_cannot_be_made_is_named_with_its_setting(tmp_path: Path, setting: str) -> None:
+def test_a_directory_that_cannot_be_created_is_refused_with_its_setting(tmp_path: Path, setting: str) -> None:
     file = tmp_path / "file"
     file.write_text("")
     value = f"file://{file}/inside" if setting == "store" else str(file / "inside")
     with pytest.raises(RunError, match=rf"{file}/inside cannot be used \(Not a directory\): .* set {setting} to"):
-        entered(configured(tmp_path, **{setting: value}))
+        opened(configured(tmp_path, **{setting: value}))
 
 
-def test_a_directory_without_a_run_is_no_run_directory(tmp_path: Path) -> None:
+def test_a_directory_without_run_json_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(RunError, match="is not a run directory"):
             run_dir.read(path)
 
 
 def test_the_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
-    with lock_directory(tmp_path), pytest.raises(RunLocked, match=r"is being driven by process \d+ on .*: stop it"):
+    with lock_directory(tmp_path), pytest.raises(RunLocked, match=r"is in use by process \d+ on .*: stop it"):
         lock_directory(tmp_path)
     lock_directory(tmp_path).close()
 
 
-def test_a_lock_that_cannot_be_made_is_the_directory_s_fault(tmp_path: Path) -> None:
+def test_a_lock_file_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
     with pytest.raises(RunError, match="cannot be used"):
         lock_directory(tmp_path)

@@ -28,7 +28,7 @@ def store(config: RunConfig) -> Store:
     return Store(config.store_dir)
 
 
-def test_a_manifest_says_what_a_step_is_made_of(ledger: Ledger, config: RunConfig, store: Store) -> None:
+def test_a_manifest_names_the_rollouts_and_ranks_of_its_step(ledger: Ledger, config: RunConfig, store: Store) -> None:
     group = admitted(ledger)
     group.rollouts[2].masked = True
     batch = ledger.compose(0, [group])
@@ -116,7 +116,7 @@ def test_a_manifest_is_never_replaced(ledger: Ledger, config: RunConfig, store: 
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_disk_that_takes_nothing_is_waited_for(
+def test_an_unwritable_disk_is_waited_for(
     ledger: Ledger, config: RunConfig, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     sealer = Sealer(config)
@@ -129,7 +129,7 @@ def test_a_disk_that_takes_nothing_is_waited_for(
         assert not asyncio.run(sealer.seal(batch, ranks))
     assert sealer.trouble is not None
     assert sealer.trouble.startswith("the manifest of step 0 cannot be written (")
-    assert sealer.trouble.endswith(f"make room or mend the disk of {store.root}; nothing is lost")
+    assert sealer.trouble.endswith(f"free space or repair the disk of {store.root}; nothing is lost")
     assert caplog.text.count("action=sealing_waits") == 1
     blocked.unlink()
     assert asyncio.run(sealer.seal(batch, ranks))

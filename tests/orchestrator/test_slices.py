@@ -1,9 +1,9 @@
 import asyncio
 
-from orchestrator.slices import AT_ONCE, spaced
+from orchestrator.slices import AT_ONCE, in_slices
 
 
-def test_others_have_their_turn_between_two_slices() -> None:
+def test_other_tasks_run_between_two_slices() -> None:
     async def main() -> None:
         turns = 0
 
@@ -14,7 +14,7 @@ def test_others_have_their_turn_between_two_slices() -> None:
                 await asyncio.sleep(0)
 
         waiting = asyncio.create_task(other())
-        seen: list[tuple[list[int], int]] = [(list(some), turns) async for some in spaced(range(2 * AT_ONCE + 1))]
+        seen: list[tuple[list[int], int]] = [(list(some), turns) async for some in in_slices(range(2 * AT_ONCE + 1))]
         waiting.cancel()
         assert [len(some) for some, _ in seen] == [AT_ONCE, AT_ONCE, 1]
         assert [item for some, _ in seen for item in some] == list(range(2 * AT_ONCE + 1))

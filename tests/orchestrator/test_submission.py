@@ -1,4 +1,4 @@
-"""What happens to a job between the moment it is to be submitted and the moment its message is out."""
+"""Jobs between waiting and published."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -20,14 +20,14 @@ from penstock.runtime.embedded_redis import EmbeddedRedis
 
 
 class InterruptedBroker(Broker):
-    """Something else happens while the first question is on its way."""
+    """Calls `meanwhile` during the first command."""
 
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
 
-    async def ask(self, question: Callable[[Any], Awaitable[Any]]) -> Any:
+    async def call(self, command: Callable[[Any], Awaitable[Any]]) -> Any:
         meanwhile, self.meanwhile = self.meanwhile, lambda: None
         meanwhile()
-        return await super().ask(question)
+        return await super().call(command)
 
 
 def play(directory: Path, scene: Callable[[SimpleNamespace], Coroutine[Any, Any, None]]) -> None:
@@ -35,9 +35,9 @@ def play(directory: Path, scene: Callable[[SimpleNamespace], Coroutine[Any, Any,
         config, ledger, gates = configured(run_dir=directory), Ledger(directory / "ledger.sqlite"), Gates()
         broker = InterruptedBroker(server.url)
         submitter = Submitter(config, "run", ledger, broker, gates)
-        stages = Groups(config, ledger, gates)
+        groups = Groups(config, ledger, gates)
         try:
-            await scene(SimpleNamespace(ledger=ledger, gates=gates, broker=broker, submitter=submitter, stages=stages))
+            await scene(SimpleNamespace(ledger=ledger, gates=gates, broker=broker, submitter=submitter, groups=groups))
         finally:
             ledger.close()
             await broker.close()
@@ -46,19 +46,19 @@ def play(directory: Path, scene: Callable[[SimpleNamespace], Coroutine[Any, Any,
         asyncio.run(run(server))
 
 
-def test_a_job_that_is_settled_while_it_waits_for_its_turn_is_not_submitted(tmp_path: Path) -> None:
+def test_a_job_that_is_settled_before_its_slice_is_not_submitted(tmp_path: Path) -> None:
     async def scene(it: SimpleNamespace) -> None:
         groups = [generated(it.ledger) for _ in range(AT_ONCE + 1)]
         jobs = [it.ledger.add_job(f"{group.id}-filter", JobKind.FILTER, group.id) for group in groups]
         for group, job in zip(groups, jobs, strict=True):
             it.ledger.enter(group, GroupState.FILTERING)
             it.ledger.submit(job)
-            it.ledger.wait(job, losses=1)
+            it.ledger.retry(job, losses=1)
         last = groups[-1]
 
         def a_late_reply_closes_the_last_group() -> None:
             result = FilterResult(dropped={rollout.id: "short" for rollout in last.rollouts})
-            it.stages.apply(
+            it.groups.apply(
                 Reply(
                     run="run",
                     job=jobs[-1].id,
@@ -79,23 +79,23 @@ def test_a_job_that_is_settled_while_it_waits_for_its_turn_is_not_submitted(tmp_
     play(tmp_path, scene)
 
 
-def test_a_scout_whose_plan_cannot_be_written_goes_when_it_can(tmp_path: Path, clock: Clock) -> None:
+def test_a_probe_whose_input_cannot_be_written_is_submitted_later(tmp_path: Path, clock: Clock) -> None:
     async def scene(it: SimpleNamespace) -> None:
         batch = it.ledger.compose(0, [admitted(it.ledger), admitted(it.ledger)])
         job = it.ledger.add_job(batch.job_id(0), JobKind.ENCODE, "0")
         it.ledger.submit(job)
-        it.ledger.wait(job)
-        it.gates.encoding.missed(Outcome.UNWRITTEN, job.id, 1, "full")
+        it.ledger.retry(job)
+        it.gates.encoding.close(Outcome.UNWRITTEN, job.id, 1, "full")
         clock.now += 60
         in_the_way = tmp_path / "store" / "plans"
         in_the_way.parent.mkdir(exist_ok=True)
         in_the_way.write_text("a file where the plans' folder should be")
         await it.submitter.submit([job])
         assert job.state is JobState.WAITING
-        assert it.submitter.plan_files.trouble
+        assert it.submitter.inputs.trouble
         in_the_way.unlink()
         await it.submitter.submit([job])
         assert job.state is JobState.SUBMITTED
-        assert it.submitter.plan_files.trouble is None
+        assert it.submitter.inputs.trouble is None
 
     play(tmp_path, scene)

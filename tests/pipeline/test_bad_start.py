@@ -38,7 +38,7 @@ def test_an_environment_that_raises_stops_the_run_until_it_is_fixed(pipeline: Pi
     said = refused(cluster.orchestrator())
     assert "the environment 'sums' cannot be used: 3 failures, the last: " in said
     assert "use = 'chess:Chess' cannot be imported: OSError: the openings are missing" in said
-    assert said.endswith("Mend it, then start the run again")
+    assert said.endswith("Fix it, then start the run again")
     worker.end()
     module.write_text("from penstock.environments.builtin.arithmetic import Arithmetic as Chess\n")
     cluster.rollout_worker(PYTHONPATH=path)
@@ -84,7 +84,9 @@ def test_the_run_waits_for_a_full_store_and_no_rollout_dies(pipeline: Pipeline, 
             (disk.inside / "store" / "rollouts").mkdir()
             with disk.full(run.pid, "store/rollouts"):
                 cluster.rollout_worker()
-                waits_for(pipeline, "a worker cannot write to the store: make room or mend its disk (BlobUnwritten: ")
+                waits_for(
+                    pipeline, "a worker cannot write to the store: free space or repair the disk (BlobUnwritten: "
+                )
             cluster.compute_worker()
             assert run.wait(60) == 0, run.text[-2000:]
         finally:

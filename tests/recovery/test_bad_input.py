@@ -72,7 +72,7 @@ def test_a_wrong_or_missing_redis_password_stops_the_run(cluster: Cluster) -> No
         assert f"Redis at redis://{address} refuses the password: put the right one into the" in refused(wrong)
         cluster.new_run("missing-password")
         missing = cluster.orchestrator(PENSTOCK_REDIS_URL=f"redis://{address}")
-        assert f"Redis at redis://{address} asks for a password: put the right one into the" in refused(missing)
+        assert f"Redis at redis://{address} requires a password: set it in the" in refused(missing)
 
 
 def test_a_second_orchestrator_on_the_same_run_or_redis_is_refused(cluster: Cluster) -> None:
@@ -81,7 +81,7 @@ def test_a_second_orchestrator_on_the_same_run_or_redis_is_refused(cluster: Clus
     cluster.new_run("another")
     same_redis = cluster.orchestrator()
     assert refused(same_run).endswith("stop it first, or use another run_dir")
-    assert f"{cluster.directory}/driven is being driven by process {run.pid} on " in same_run.text
+    assert f"{cluster.directory}/driven is in use by process {run.pid} on " in same_run.text
     message = refused(same_redis)
     assert message.startswith("penstock: this Redis database is in use: run ")
     assert f"in {cluster.directory}/driven, process {run.pid} on " in message
@@ -106,7 +106,7 @@ def test_a_run_directory_with_other_settings_or_damage_is_refused(cluster: Clust
         break_it(cluster.run_dir)
         started[name] = cluster.orchestrator(PENSTOCK_SEED="1" if name == "seed" else "0")
     said = {name: refused(process) for name, process in started.items()}
-    assert "holds a run of another configuration (seed was 0, now 1): use another run_dir, or the" in said["seed"]
+    assert "holds a run with other settings (seed was 0, now 1): use another run_dir, or the" in said["seed"]
     assert "broken-run.json/run.json is damaged" in said["run.json"]
     assert "was written by another version of Penstock (schema 7, not 1): use the version that" in said["version"]
     assert "cannot be used (file is not a database)" in said["ledger"]
@@ -130,7 +130,7 @@ def test_an_unusable_run_directory_is_refused(cluster: Cluster) -> None:
     for place, process in started.items():
         message = refused(process)
         assert message.startswith(f"penstock: the directory {place} cannot be used (")
-        assert message.endswith("mend that, or set run_dir to another one")
+        assert message.endswith("fix it, or set run_dir to another one")
 
 
 def test_a_ledger_on_a_network_file_system_is_refused(cluster: Cluster) -> None:
@@ -148,5 +148,5 @@ def test_a_ledger_on_a_network_file_system_is_refused(cluster: Cluster) -> None:
         with pytest.raises(LedgerError) as refusal:
             schema.refuse_network_file_system(cluster.run_dir, mounts.read_text())
         message = str(refusal.value)
-    assert f"the ledger cannot lie on a network file system: {cluster.run_dir} is nfs4. Set ledger_dir to" in message
+    assert f"the ledger cannot be on a network file system: {cluster.run_dir} is nfs4. Set ledger_dir to" in message
     assert not cluster.run_dir.exists()

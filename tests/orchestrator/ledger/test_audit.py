@@ -28,8 +28,8 @@ from penstock.store import Store
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     config = RunConfig(run_dir=tmp_path / "run")
-    run_dir.make(config)
-    run_dir.enter(config)
+    run_dir.create_directories(config)
+    run_dir.begin_or_resume(config)
     return config
 
 
@@ -74,7 +74,7 @@ def sealed(config: RunConfig) -> Callable[[Ledger], None]:
 
 
 def test_a_run_that_has_planned_nothing_adds_up(config: RunConfig) -> None:
-    written(config, lambda ledger: ledger.count("epoch"))
+    written(config, lambda ledger: ledger.increment("epoch"))
     assert audit(config.run_dir) == {
         "planned": 0, "delivered": 0, "filtered": {}, "in_flight": 0, "dead": 0, "fenced": 0,
         "balanced": True, "problems": [], "steps": 0, "dead_jobs": [],
@@ -84,7 +84,7 @@ def test_a_run_that_has_planned_nothing_adds_up(config: RunConfig) -> None:
 def test_every_rollout_is_counted_once(config: RunConfig) -> None:
     written(config, sealed(config))
     written(config, lambda ledger: ledger.plan(environment="noop", example=1, size=3))
-    written(config, lambda ledger: ledger.count("fenced", 5))
+    written(config, lambda ledger: ledger.increment("fenced", 5))
     found = audit(config.run_dir)
     assert found["planned"] == 7
     assert (found["delivered"], found["in_flight"], found["dead"]) == (2, 3, 1)
@@ -115,7 +115,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("statement", DAMAGE)
-def test_what_does_not_add_up_is_named(config: RunConfig, statement: str) -> None:
+def test_every_inconsistency_is_reported(config: RunConfig, statement: str) -> None:
     written(config, sealed(config))
     with closing(sqlite3.connect(config.ledger_path, isolation_level=None)) as connection:
         connection.execute(statement)
@@ -124,7 +124,7 @@ def test_what_does_not_add_up_is_named(config: RunConfig, statement: str) -> Non
     assert DAMAGE[statement] in "\n".join(found["problems"])
 
 
-def test_a_rollout_in_two_steps_is_named(config: RunConfig) -> None:
+def test_a_rollout_in_two_steps_is_reported(config: RunConfig) -> None:
     written(config, sealed(config))
     store = Store(config.store_dir)
     again = replace(read_manifests(store)[0].plan, step=1)
@@ -135,22 +135,22 @@ def test_a_rollout_in_two_steps_is_named(config: RunConfig) -> None:
     assert "rollout g0000001-2 is in step 0 and in step 1" in found["problems"]
 
 
-def test_a_damaged_manifest_is_named(config: RunConfig) -> None:
+def test_a_damaged_manifest_is_refused(config: RunConfig) -> None:
     written(config, sealed(config))
     manifest_path(Store(config.store_dir), 0).write_text("{")
     with pytest.raises(BlobCorrupt, match=r"step_000000/manifest.json is not a manifest: .*; restore it"):
         audit(config.run_dir)
 
 
-def test_why_jobs_died_is_told_the_most_frequent_cause_first(config: RunConfig) -> None:
+def test_causes_of_dead_jobs_are_listed_by_frequency(config: RunConfig) -> None:
     def die(ledger: Ledger) -> None:
-        stages = Groups(config, ledger, Gates())
+        groups = Groups(config, ledger, Gates())
         for example in range(3):
             ledger.plan(environment="noop", example=example, size=1)
         for job, error in zip(list(ledger.jobs.values()), ["no", "disk", "no"], strict=True):
             for _ in range(config.recovery.max_failures):
                 ledger.submit(job)
-                stages.failed(job, error)
+                groups.job_failed(job, error)
 
     written(config, die)
     found: dict[str, Any] = audit(config.run_dir)

@@ -1,4 +1,4 @@
-"""A ledger that is opened again holds what it held: everything that is open, and the counts of the rest."""
+"""A reopened ledger holds all open records and the counts of the closed ones."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from typing import Any
 
 from support.ledgers import admitted, configured, encoded, generated, planned, submitted
 
+from orchestrator import run_dir
 from orchestrator.composer import Composer
 from orchestrator.inputs import batch_plan
 from orchestrator.ledger import rebuild, restore
 from orchestrator.ledger.audit import audit
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.run_dir import enter, make
 from orchestrator.trainer import Trainer
 from penstock.batches import seal_manifest
 from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
@@ -21,7 +21,7 @@ from penstock.store import Store
 
 
 def written(path: Path, write: Callable[[Ledger], object]) -> Ledger:
-    """What `write` did, committed; the ledger is closed, its memory is there to compare."""
+    """The closed ledger after `write` was committed, for comparison."""
 
     async def run() -> Ledger:
         ledger = Ledger(path)
@@ -50,10 +50,10 @@ def contents(ledger: Ledger | restore.Restored) -> dict[str, Any]:
     }
 
 
-def test_everything_that_is_open_comes_back(tmp_path: Path) -> None:
+def test_open_records_are_restored(tmp_path: Path) -> None:
     def write(ledger: Ledger) -> None:
         planned(ledger)
-        ledger.wait(ledger.jobs[submitted(ledger).rollouts[0].id], error="it broke", failures=1)
+        ledger.retry(ledger.jobs[submitted(ledger).rollouts[0].id], error="it broke", failures=1)
         ledger.enter(generated(ledger), GroupState.FILTERING)
         admitted(ledger).rollouts[1].masked = True
         ledger.set("position", "17-3")
@@ -70,7 +70,7 @@ def test_everything_that_is_open_comes_back(tmp_path: Path) -> None:
     assert {job.state for job in after.jobs.values()} == {JobState.WAITING, JobState.SUBMITTED, JobState.SETTLED}
 
 
-def test_what_is_closed_stays_in_the_counts_and_out_of_memory(tmp_path: Path) -> None:
+def test_closed_records_are_counted_but_not_restored(tmp_path: Path) -> None:
     def write(ledger: Ledger) -> None:
         batch = ledger.compose(0, [admitted(ledger)])
         ledger.deliver(batch)
@@ -88,7 +88,7 @@ def test_what_is_closed_stays_in_the_counts_and_out_of_memory(tmp_path: Path) ->
     assert after.untrained == {0: 4}
 
 
-def test_what_the_trainer_has_had_stays_trained(tmp_path: Path) -> None:
+def test_trained_steps_stay_trained(tmp_path: Path) -> None:
     def write(ledger: Ledger) -> None:
         for step in range(2):
             ledger.deliver(ledger.compose(step, [admitted(ledger)]))
@@ -109,7 +109,7 @@ def test_a_survey_of_an_environment_named_like_a_step_outlives_that_step(tmp_pat
     assert list(restore.read(tmp_path / "ledger.sqlite").jobs) == ["e1-0"]
 
 
-def test_encoding_jobs_of_an_earlier_formation_do_not_come_back(tmp_path: Path) -> None:
+def test_encoding_jobs_of_an_earlier_formation_are_not_restored(tmp_path: Path) -> None:
     def write(ledger: Ledger) -> None:
         admitted(ledger)
         config = configured(batch={"size": 1})
@@ -123,17 +123,17 @@ def test_encoding_jobs_of_an_earlier_formation_do_not_come_back(tmp_path: Path) 
     assert list(restore.read(tmp_path / "ledger.sqlite").jobs) == ["s000000f2r0"]
 
 
-def test_there_is_nothing_to_restore_at_first(tmp_path: Path) -> None:
+def test_a_new_ledger_restores_nothing(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     assert restore.read(path) == restore.Restored()
     path.touch()
     assert restore.read(path) == restore.Restored(), "the first start died before it had made its tables"
 
 
-def test_a_ledger_that_is_gone_is_made_anew_from_the_manifests(tmp_path: Path) -> None:
+def test_a_lost_ledger_is_rebuilt_from_the_manifests(tmp_path: Path) -> None:
     config = configured(run_dir=tmp_path / "run")
-    make(config)
-    enter(config)
+    run_dir.create_directories(config)
+    run_dir.begin_or_resume(config)
 
     def deliver(ledger: Ledger) -> None:
         group = admitted(ledger)
@@ -146,12 +146,12 @@ def test_a_ledger_that_is_gone_is_made_anew_from_the_manifests(tmp_path: Path) -
 
     written(config.ledger_path, deliver)
     config.ledger_path.unlink()
-    rebuild.if_lost(config)
+    rebuild.rebuild_if_lost(config)
     found = audit(config.run_dir)
     assert found["balanced"], found["problems"]
     assert (found["planned"], found["delivered"], found["filtered"]) == (4, 3, {"ledger_lost": 1})
     kept = restore.read(config.ledger_path)
     assert kept.meta["steps_delivered"] == 1
     before = config.ledger_path.read_bytes()
-    rebuild.if_lost(config)
+    rebuild.rebuild_if_lost(config)
     assert config.ledger_path.read_bytes() == before, "a ledger that is there is left alone"

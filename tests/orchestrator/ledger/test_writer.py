@@ -38,7 +38,7 @@ def kept(path: Path, query: str = "SELECT key, value FROM meta ORDER BY key") ->
         return connection.execute(query).fetchall()
 
 
-def test_what_is_committed_is_on_the_disk_when_it_is_said(writer: Writer, path: Path) -> None:
+def test_changes_are_on_disk_when_committed_is_called(writer: Writer, path: Path) -> None:
     seen: list[list[tuple[object, ...]]] = []
     done = threading.Event()
     writer.put(meta("a", 1), lambda: seen.append(kept(path)))
@@ -65,7 +65,7 @@ def test_closing_commits_what_is_queued(path: Path) -> None:
     assert len(kept(path)) == 100
 
 
-def test_old_events_go(writer: Writer, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_events_are_deleted(writer: Writer, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EVENTS_KEPT", 10)
     monkeypatch.setattr(module, "PRUNE_EVERY", 1)
     writer.put(events(50), lambda: None)
@@ -73,9 +73,7 @@ def test_old_events_go(writer: Writer, path: Path, monkeypatch: pytest.MonkeyPat
     assert kept(path, "SELECT min(id), count(*) FROM events") == [(41, 10)]
 
 
-def test_a_disk_that_takes_nothing_is_waited_for_and_nothing_is_lost(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_waited_for_and_nothing_is_lost(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     writer = Writer(path)
     writer.put(events(1000), lambda: None)
@@ -95,7 +93,7 @@ def test_a_disk_that_takes_nothing_is_waited_for_and_nothing_is_lost(
     assert kept(path, "SELECT count(*) FROM events") == [(2000,)]
 
 
-def test_a_writer_that_cannot_write_can_be_closed_all_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_cannot_commit_can_be_closed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     writer = Writer(path)
     writer.put(events(1000), lambda: None)
@@ -109,7 +107,7 @@ def test_a_writer_that_cannot_write_can_be_closed_all_the_same(path: Path, monke
     assert kept(path) == []
 
 
-def test_a_ledger_that_somebody_else_holds_is_waited_for(writer: Writer, path: Path) -> None:
+def test_a_locked_ledger_is_waited_for(writer: Writer, path: Path) -> None:
     done = threading.Event()
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")

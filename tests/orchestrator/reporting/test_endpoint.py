@@ -7,7 +7,7 @@ from penstock.config import Http
 from penstock.errors import ConfigError
 
 
-def test_by_default_any_free_port_of_this_machine_alone() -> None:
+def test_the_default_is_any_free_port_on_the_loopback_address() -> None:
     with listening(Http()) as listener:
         assert listener is not None
         port = listener.getsockname()[1]
@@ -18,20 +18,20 @@ def test_by_default_any_free_port_of_this_machine_alone() -> None:
 def test_a_port_that_is_taken_is_refused_with_what_to_change() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        message = rf"cannot listen on 127.0.0.1, port {port}: Address already in use\. Set http\.port to another one"
+        message = rf"cannot listen on 127.0.0.1, port {port}: Address already in use\. Set http\.port to another port"
         with pytest.raises(ConfigError, match=message), listening(Http(port=port)):
             pass
 
 
-def test_an_address_that_is_not_here_is_refused() -> None:
+def test_an_address_of_another_machine_is_refused() -> None:
     with (
-        pytest.raises(ConfigError, match=r"http\.host is an address of this machine"),
+        pytest.raises(ConfigError, match=r"http\.host must be an address of this machine"),
         listening(Http(host="192.0.2.1")),
     ):
         pass
 
 
-def test_a_host_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_host_is_refused() -> None:
     with (
         pytest.raises(ConfigError, match=r"cannot listen on no\.such\.invalid"),
         listening(Http(host="no.such.invalid")),
@@ -45,13 +45,13 @@ def test_the_url_of_all_addresses_names_the_machine() -> None:
         assert url(listener) == f"http://{socket.gethostname()}:{listener.getsockname()[1]}"
 
 
-def test_an_address_with_colons_stands_in_brackets() -> None:
+def test_an_ipv6_address_is_put_in_brackets() -> None:
     with listening(Http(host="::1")) as listener:
         assert listener is not None
         assert url(listener) == f"http://[::1]:{listener.getsockname()[1]}"
 
 
-def test_off_is_off() -> None:
+def test_port_off_does_not_listen() -> None:
     with listening(Http(port="off")) as listener:
         assert listener is None
         assert url(listener) is None

@@ -1,8 +1,11 @@
 import asyncio
 import json
+import resource
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.ledgers import admitted, configured, encoded, generated
 from support.small_disk import LimitedDirectory
 from support.waiting import wait_until_async
@@ -11,12 +14,12 @@ from orchestrator.broker import Broker
 from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord
-from orchestrator.reporting.lags import Lags
-from orchestrator.reporting.metrics import Metrics
+from orchestrator.reporting.metrics import TAIL_BYTES, LagPoller, Metrics, MetricsFile, dumps
 from orchestrator.sealing import Sealer
 from penstock.config import RunConfig
 from penstock.ledger.states import GroupState, JobKind
 from penstock.runtime.loop_lag import LoopLag
+from penstock.store import Store
 
 
 class Run:
@@ -26,7 +29,7 @@ class Run:
         self.config: RunConfig = configured(run_dir=directory / "run", ledger_dir=directory)
         self.config.run_dir.mkdir(exist_ok=True)
         self.ledger = Ledger(self.config.ledger_path)
-        lags = Lags(Broker("redis://127.0.0.1:1/0"))
+        lags = LagPoller(Broker("redis://127.0.0.1:1/0"), own="orchestrator")
         self.metrics = Metrics(self.config, self.ledger, LoopLag(process="orchestrator"), lags)
 
     def compose(self) -> BatchRecord:
@@ -75,7 +78,7 @@ def test_a_line_that_was_not_written_comes_from_the_ledger(tmp_path: Path) -> No
     asyncio.run(main())
 
 
-def test_a_line_that_was_written_before_the_ledger_knew_is_not_written_again(tmp_path: Path) -> None:
+def test_a_line_written_before_its_commit_is_not_written_again(tmp_path: Path) -> None:
     """Killed between writing and committing: the step is delivered again, from its manifest."""
 
     async def main() -> None:
@@ -95,7 +98,7 @@ def test_a_line_that_was_written_before_the_ledger_knew_is_not_written_again(tmp
     asyncio.run(main())
 
 
-def test_a_ledger_that_was_lost_leaves_the_manifests(tmp_path: Path) -> None:
+def test_the_lines_of_a_lost_ledger_come_from_the_manifests(tmp_path: Path) -> None:
     async def main() -> None:
         lost = Run(tmp_path)
         batch = lost.compose()
@@ -115,21 +118,21 @@ def test_a_ledger_that_was_lost_leaves_the_manifests(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_line_counts_what_happened_since_the_last_one_also_across_a_restart(tmp_path: Path) -> None:
+def test_a_line_counts_since_the_last_one_across_a_restart(tmp_path: Path) -> None:
     async def main() -> None:
         first = Run(tmp_path)
-        first.ledger.spent(JobKind.ROLLOUT, 2.0)
-        first.ledger.spent(JobKind.ROLLOUT, 4.0)
+        first.ledger.add_duration(JobKind.ROLLOUT, 2.0)
+        first.ledger.add_duration(JobKind.ROLLOUT, 4.0)
         await first.deliver(first.compose())
         dropped = generated(first.ledger)
         for rollout in dropped.rollouts:
             first.ledger.drop(rollout, "gibberish")
         first.ledger.enter(dropped, GroupState.CLOSED)
-        first.ledger.spent(JobKind.ROLLOUT, 1.0)
+        first.ledger.add_duration(JobKind.ROLLOUT, 1.0)
         await first.ledger.committed()
         first.ledger.close()
         resumed = Run(tmp_path)
-        resumed.ledger.spent(JobKind.ROLLOUT, 2.0)
+        resumed.ledger.add_duration(JobKind.ROLLOUT, 2.0)
         await resumed.deliver(resumed.compose())
         await resumed.metrics.write()
         resumed.ledger.close()
@@ -144,7 +147,7 @@ def test_a_line_counts_what_happened_since_the_last_one_also_across_a_restart(tm
     asyncio.run(main())
 
 
-def test_a_disk_that_takes_nothing_is_named_and_tried_again(tmp_path: Path) -> None:
+def test_an_unwritable_file_is_reported_and_tried_again(tmp_path: Path) -> None:
     async def main() -> None:
         run = Run(tmp_path)
         run.config.run_dir.joinpath("metrics.jsonl").touch()
@@ -152,7 +155,7 @@ def test_a_disk_that_takes_nothing_is_named_and_tried_again(tmp_path: Path) -> N
         with LimitedDirectory(tmp_path).full(0, "run"):
             await run.deliver(run.compose())
             trouble = await wait_until_async(lambda: run.metrics.trouble, what="the trouble to be named")
-            assert trouble.endswith("metrics.jsonl cannot be written (Not a directory): make room or mend its disk")
+            assert trouble.endswith("metrics.jsonl cannot be written (Not a directory): free space or repair the disk")
             await run.deliver(run.compose())
         await wait_until_async(lambda: not run.metrics.trouble, what="the next try")
         assert [line["step"] for line in run.lines()] == [0, 1]
@@ -162,9 +165,93 @@ def test_a_disk_that_takes_nothing_is_named_and_tried_again(tmp_path: Path) -> N
     asyncio.run(main())
 
 
-def test_groups_are_counted_by_how_they_were_solved_before_a_filter_drops_them(ledger: Ledger) -> None:
+def test_solved_groups_are_counted_before_filters(ledger: Ledger) -> None:
     stages = Groups(configured(), ledger, None)  # type: ignore[arg-type]
     group = generated(ledger)
     stages._collect(group)  # pyright: ignore[reportPrivateUsage]
     assert group.state is GroupState.FILTERING
     assert ledger.number("solved_mixed:noop") == 1
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> MetricsFile:
+    return MetricsFile(tmp_path / "metrics.jsonl", Store(tmp_path / "store"))
+
+
+def line(step: int, **values: float) -> str:
+    return dumps({"step": step, "reward_mean": 0.5, **values})
+
+
+def steps(file: MetricsFile) -> list[int]:
+    text = file.path.read_text()
+    assert not text or text.endswith("\n")
+    return [json.loads(each)["step"] for each in text.splitlines()]
+
+
+def test_lines_are_appended_in_the_order_of_steps(file: MetricsFile) -> None:
+    file.complete({}, delivered=0)
+    assert steps(file) == []
+    file.complete({0: line(0)}, delivered=1)
+    file.complete({1: line(1), 2: line(2)}, delivered=3)
+    assert steps(file) == [0, 1, 2]
+
+
+def test_existing_lines_are_not_written_again(file: MetricsFile) -> None:
+    file.complete({0: line(0)}, delivered=1)
+    file.complete({0: line(0, reward_max=1.0), 1: line(1)}, delivered=2)
+    file.complete({0: line(0), 1: line(1)}, delivered=2)
+    assert steps(file) == [0, 1]
+    assert "reward_max" not in file.path.read_text()
+
+
+def test_concurrent_writes_append_every_line_once(file: MetricsFile) -> None:
+    """A try whose caller was cancelled goes on in its thread."""
+    lines = {step: line(step) for step in range(50)}
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda delivered: file.complete(lines, delivered=delivered), [10, 50, 20, 50, 30, 40, 50, 5]))
+    assert steps(file) == list(range(50))
+
+
+@pytest.mark.parametrize("rest", [b'{"step":2,"rew', b'{"step":2}', b"\0\0\0\0\n", b"{}\n", b"[2]\n\n", b"\xff\n{"])
+def test_a_partial_last_line_is_replaced(file: MetricsFile, rest: bytes) -> None:
+    file.complete({0: line(0), 1: line(1)}, delivered=2)
+    with file.path.open("ab") as torn:
+        torn.write(rest)
+    file.complete({2: line(2), 3: line(3)}, delivered=4)
+    assert steps(file) == [0, 1, 2, 3]
+
+
+def test_a_long_file_is_read_from_its_end(file: MetricsFile) -> None:
+    wide = {f"key_{number}": 0.0 for number in range(1000)}
+    lines = {step: line(step, **wide) for step in range(2 * TAIL_BYTES // len(line(0, **wide)))}
+    file.complete(lines, delivered=len(lines))
+    with file.path.open("ab") as torn:
+        torn.write(b"{")
+    file.complete({}, delivered=len(lines) + 1)
+    assert steps(file) == list(range(len(lines) + 1))
+
+
+def test_the_next_write_completes_an_interrupted_one(file: MetricsFile) -> None:
+    file.complete({0: line(0)}, delivered=1)
+    size, (soft, hard) = file.path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 8, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            file.complete({1: line(1)}, delivered=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert file.path.stat().st_size == size + 8
+    file.complete({1: line(1)}, delivered=2)
+    assert steps(file) == [0, 1]
+
+
+def test_a_step_without_line_and_manifest_has_a_line_with_its_number(file: MetricsFile) -> None:
+    file.complete({1: line(1)}, delivered=2)
+    assert file.path.read_text().splitlines() == ['{"step":0}', line(1)]
+
+
+def test_numbers_have_six_digits_and_integers_stay_integers() -> None:
+    assert (
+        dumps({"step": 1234567890, "mean": 1 / 3, "tiny": 1.5e-9})
+        == '{"step":1234567890,"mean":0.333333,"tiny":1.5e-9}'
+    )

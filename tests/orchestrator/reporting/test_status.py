@@ -38,10 +38,10 @@ def client(server: EmbeddedRedis) -> Iterator[redis.Redis]:
 
 @pytest.fixture
 def run(server: EmbeddedRedis, tmp_path: Path) -> Path:
-    """A run with two planned rollouts in its ledger, which nobody drives."""
+    """A run with two planned rollouts in its ledger, without an orchestrator."""
     config = RunConfig(run_dir=tmp_path / "run", redis_url=server.url)
-    run_dir.make(config)
-    run_dir.enter(config)
+    run_dir.create_directories(config)
+    run_dir.begin_or_resume(config)
 
     async def plan() -> None:
         ledger = Ledger(config.ledger_path)
@@ -54,23 +54,23 @@ def run(server: EmbeddedRedis, tmp_path: Path) -> Path:
     return config.run_dir
 
 
-def say(run: Path, *, age_s: float = 0.0, host: str = HERE, **values: Any) -> None:
-    """What the orchestrator last wrote."""
-    said = {
+def write_status(run: Path, *, age_s: float = 0.0, host: str = HERE, **values: Any) -> None:
+    """status.json as an orchestrator last wrote it."""
+    values_written = {
         "run": run_dir.read(run)["run"], "phase": "running", "stopped_by": None, "at": time.time() - age_s,
         "process": {"host": host, "pid": 4711}, "running_s": 60.0, "step": 2, "steps": 9, "rollouts_per_s": 7.5,
         "rollouts": {"planned": 1}, "states": {}, "waiting_for": ["the engine cannot be reached"],
         "event_loop_lag": {"p99_s": 0.5},
     }  # fmt: skip
-    run_dir.write_json(run / "status.json", said | values)
+    run_dir.write_json(run / "status.json", values_written | values)
 
 
 def lock_in_redis(client: redis.Redis, run: str) -> None:
     client.set(redis_keys.LOCK, json.dumps({"run": run, "run_dir": "/runs/other", "host": "elsewhere", "pid": 1}))
 
 
-def test_a_running_run_says_itself_what_it_waits_for(run: Path, server: EmbeddedRedis) -> None:
-    say(run)
+def test_a_running_run_is_reported_by_its_own_status(run: Path, server: EmbeddedRedis) -> None:
+    write_status(run)
     with lock_directory(run):
         found = status(run, server.url)
     assert found["state"] == "running"
@@ -81,47 +81,47 @@ def test_a_running_run_says_itself_what_it_waits_for(run: Path, server: Embedded
     assert found["event_loop_lag"] == {"orchestrator": {"p99_s": 0.5}}
 
 
-def test_the_counts_are_the_ledger_s(run: Path, server: EmbeddedRedis) -> None:
-    say(run)
+def test_counts_come_from_the_ledger(run: Path, server: EmbeddedRedis) -> None:
+    write_status(run)
     found = status(run, server.url)
     assert found["step"] == 3
     assert found["rollouts"]["planned"] == found["rollouts"]["in_flight"] == 2
     assert found["states"] == {"planned": 2}
 
 
-def test_a_ledger_that_is_out_of_reach_leaves_the_last_counts(run: Path, server: EmbeddedRedis) -> None:
-    say(run)
+def test_without_the_ledger_the_last_counts_are_shown(run: Path, server: EmbeddedRedis) -> None:
+    write_status(run)
     (run / "ledger.sqlite").unlink()
     found = status(run, server.url)
     assert found["rollouts"] == {"planned": 1}
     assert "there is no ledger" in found["ledger"]["error"]
 
 
-def test_an_orchestrator_that_is_just_starting(run: Path, server: EmbeddedRedis) -> None:
+def test_a_lock_without_a_status_is_a_starting_run(run: Path, server: EmbeddedRedis) -> None:
     with lock_directory(run):
         found = status(run, server.url)
     assert found["state"] == "starting"
     assert found["status_age_s"] is None
 
 
-def test_a_lock_without_a_sign_of_life(run: Path, server: EmbeddedRedis) -> None:
-    say(run, age_s=60)
+def test_a_lock_with_an_old_status_is_a_silent_run(run: Path, server: EmbeddedRedis) -> None:
+    write_status(run, age_s=60)
     with lock_directory(run):
         found = status(run, server.url)
     assert found["state"] == "silent"
-    assert "said nothing for 60 s" in found["waiting_for"][0]
+    assert "written no status for 60 s" in found["waiting_for"][0]
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("last", "why"),
     [
         ({}, "its process has died"),
         ({"phase": "draining"}, "it was stopped"),
         ({"stopped_by": "160 groups in a row were dropped"}, "160 groups in a row were dropped"),
     ],
 )
-def test_a_run_that_nobody_drives_says_why(run: Path, server: EmbeddedRedis, said: dict[str, Any], why: str) -> None:
-    say(run, **said)
+def test_a_stopped_run_says_why(run: Path, server: EmbeddedRedis, last: dict[str, Any], why: str) -> None:
+    write_status(run, **last)
     found = status(run, server.url)
     assert found["state"] == "stopped"
     assert found["rollouts_per_s"] == 0
@@ -131,7 +131,7 @@ def test_a_run_that_nobody_drives_says_why(run: Path, server: EmbeddedRedis, sai
 
 
 def test_a_run_that_is_done_waits_for_nothing_even_without_redis(run: Path) -> None:
-    say(run, phase="done")
+    write_status(run, phase="done")
     found = status(run, "redis://127.0.0.1:1/0")
     assert found["state"] == "done"
     assert found["waiting_for"] == []
@@ -140,21 +140,21 @@ def test_a_run_that_is_done_waits_for_nothing_even_without_redis(run: Path) -> N
 
 
 @pytest.mark.parametrize(("holder", "state"), [("ours", "running"), (None, "stopped")])
-def test_on_another_host_the_lock_in_redis_tells(
+def test_the_lock_in_redis_decides_for_another_host(
     run: Path, server: EmbeddedRedis, client: redis.Redis, holder: str | None, state: str
 ) -> None:
-    say(run, host="elsewhere")
+    write_status(run, host="elsewhere")
     if holder:
         lock_in_redis(client, run_dir.read(run)["run"])
     assert status(run, server.url)["state"] == state
 
 
-def test_a_full_disk_is_seen_where_no_status_can_be_written(
+def test_a_full_disk_is_reported_for_a_stopped_run(
     run: Path, server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not any("full" in cause for cause in status(run, server.url)["waiting_for"])
     monkeypatch.setattr("orchestrator.reporting.status.FULL_BYTES", 1 << 62)
-    assert f"the disk of {run}/ledger.sqlite is full: make room" in status(run, server.url)["waiting_for"]
+    assert f"the disk of {run}/ledger.sqlite is full: free space" in status(run, server.url)["waiting_for"]
 
 
 def test_queues_workers_and_the_lag_of_every_loop(run: Path, server: EmbeddedRedis, client: redis.Redis) -> None:
@@ -172,7 +172,7 @@ def test_queues_workers_and_the_lag_of_every_loop(run: Path, server: EmbeddedRed
     assert found["event_loop_lag"]["rollouts@host-1"]["p99_s"] == 0.25
 
 
-def test_a_redis_of_another_run_is_not_taken_for_ours(run: Path, server: EmbeddedRedis, client: redis.Redis) -> None:
+def test_a_redis_of_another_run_is_reported(run: Path, server: EmbeddedRedis, client: redis.Redis) -> None:
     lock_in_redis(client, "other")
     client.lpush("rollouts", "theirs")
     found = status(run, server.url)
@@ -180,9 +180,9 @@ def test_a_redis_of_another_run_is_not_taken_for_ours(run: Path, server: Embedde
     assert found["redis"]["error"].endswith("serves another run: the one in /runs/other")
 
 
-def test_a_password_that_is_missing_is_asked_for_and_none_is_shown(run: Path, server: EmbeddedRedis) -> None:
+def test_a_missing_password_is_reported_and_none_is_shown(run: Path, server: EmbeddedRedis) -> None:
     found = status(run)
-    assert "asks for a password: put the right one into the environment" in found["redis"]["error"]
+    assert "requires a password: set it in the environment" in found["redis"]["error"]
     assert "hunter2" not in json.dumps(status(run, server.url))
 
 

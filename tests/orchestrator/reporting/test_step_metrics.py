@@ -34,7 +34,7 @@ def window(since: dict[str, float], **values: Any) -> dict[str, float]:
     return step_metrics.of_window(NOTHING | since, **{"groups": 0, "longest_s": {}, "step_s": 2.0} | values)
 
 
-def test_rewards_altogether_and_by_environment() -> None:
+def test_rewards_in_total_and_by_environment() -> None:
     found = step_metrics.of_rollouts(
         [group("sums", {"reward": 1.0}, {"reward": 0.0}), group("guess", {"reward": -2.0})], policy_version=0
     )
@@ -46,7 +46,7 @@ def test_rewards_altogether_and_by_environment() -> None:
     assert (found["rollouts/sums"], found["rollouts/guess"]) == (2, 1)
 
 
-def test_only_what_is_in_the_step_counts() -> None:
+def test_only_rollouts_of_the_step_count() -> None:
     part = group("sums", {"reward": 1.0}, {"reward": 9.0})
     part.rollouts[1].state = RolloutState.FILTERED
     found = step_metrics.of_rollouts([part], policy_version=0)
@@ -78,7 +78,7 @@ def test_rates_of_what_went_wrong_in_the_step() -> None:
     assert (found["truncated_rate"], found["policy_error_rate"], found["masked_rate"]) == (0.25, 0.25, 0.25)
 
 
-def test_what_environments_measure_is_averaged_over_those_that_have_it() -> None:
+def test_environment_metrics_are_averaged_over_the_rollouts_that_have_them() -> None:
     first, second = {"metrics": {"tries": 3.0}, "rewards": {"format": 1.0}}, {"metrics": {"tries": 1.0, "rare": 5.0}}
     found = step_metrics.of_rollouts([group("guess", first, second)], policy_version=0)
     assert (found["metrics/guess/tries"], found["metrics/guess/rare"]) == (2.0, 5.0)
@@ -93,7 +93,7 @@ def test_a_name_for_every_example_does_not_flood_the_file() -> None:
     assert "metrics/guess/common" in named
 
 
-def test_filter_rates_are_shares_of_the_rollouts_whose_fate_was_decided() -> None:
+def test_filter_rates_are_shares_of_the_decided_rollouts() -> None:
     since = {"delivered": 6, "dead": 1, "filtered:gibberish": 2, "filtered:stale": 1, "filtered:long_ago": 0}
     found = window(since | {"matched:repetition": 4, "generated": 8})
     assert found["filtered_rate"] == 0.3
@@ -110,7 +110,7 @@ def test_dropped_groups_are_replaced() -> None:
     assert (found["groups_dropped"], found["replaced_share"]) == (1, 0.25)
 
 
-def test_solve_rates_altogether_and_by_environment() -> None:
+def test_solve_rates_in_total_and_by_environment() -> None:
     found = window({"solved_all:sums": 1, "solved_mixed:sums": 1, "solved_none:guess": 2})
     assert found["groups_completed"] == 4
     assert [found[f"solved_{how}"] for how in ("all", "none", "mixed")] == [0.25, 0.5, 0.25]
@@ -122,7 +122,7 @@ def test_solve_rates_altogether_and_by_environment() -> None:
     ("rewards", "solved"),
     [((1, 1), "all"), ((1, 1.5), "all"), ((0, 0), "none"), ((-1, 0), "none"), ((0, 1), "mixed"), ((0.5, 0.5), "mixed")],
 )
-def test_what_is_solved(rewards: tuple[float, float], solved: str) -> None:
+def test_a_group_is_solved_by_all_none_or_some_rollouts(rewards: tuple[float, float], solved: str) -> None:
     assert group("sums", *({"reward": reward} for reward in rewards)).solved == solved
 
 
@@ -148,7 +148,7 @@ def test_lag_of_the_loop_and_the_worst_of_the_workers() -> None:
     assert not [key for key in step_metrics.of_lag(own, []) if key.startswith("worker_lag/")]
 
 
-def test_a_manifest_has_what_the_step_is_made_of() -> None:
+def test_metrics_of_a_manifest() -> None:
     rollouts = tuple(
         BatchRollout(rollout=f"g1-{index}", group="g1", env="sums", reward=index, advantage=0.0, version_first=0,
                        version_last=0, sample_lengths=(3, 4), columns=BLOB)
@@ -168,7 +168,7 @@ def test_a_manifest_has_what_the_step_is_made_of() -> None:
     assert (found["reward_mean"], found["reward_mean/sums"], found["samples_per_rollout/mean"]) == (0.5, 0.5, 2)
 
 
-def test_a_step_of_nothing_has_no_means() -> None:
+def test_an_empty_step_has_no_means() -> None:
     found = step_metrics.of_rollouts([group("sums")], policy_version=0)
     assert found["rollouts"] == 0
     assert "reward_mean" not in found

@@ -35,7 +35,7 @@ MOUNTS = r"""
         ("/cache/run", "btrfs"),
     ],
 )
-def test_a_directory_lies_on_the_innermost_mount_that_was_made_last(directory: str, kind: str) -> None:
+def test_a_directory_is_on_the_innermost_mount_mounted_last(directory: str, kind: str) -> None:
     assert schema.file_system(Path(directory), MOUNTS.strip()) == kind
 
 
@@ -46,11 +46,11 @@ def test_a_network_file_system_is_refused_with_the_setting_to_change(directory: 
 
 
 @pytest.mark.parametrize("directory", ["/var/lib/penstock", "/home/ada/scratch", "/dev/shm"])
-def test_a_local_disk_is_taken(directory: str) -> None:
+def test_a_local_disk_is_accepted(directory: str) -> None:
     schema.refuse_network_file_system(Path(directory), MOUNTS.strip())
 
 
-def test_this_machine_s_own_mounts_are_understood(tmp_path: Path) -> None:
+def test_the_mounts_of_this_machine_are_parsed(tmp_path: Path) -> None:
     assert schema.file_system(tmp_path.resolve(), Path("/proc/self/mountinfo").read_text())
 
 
@@ -73,18 +73,18 @@ def test_a_reader_sees_what_a_writer_has_committed_and_cannot_write(tmp_path: Pa
             connection.execute("DELETE FROM meta")
 
 
-def test_a_ledger_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_ledger_of_another_version_is_refused_and_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA user_version = 7")
     before = path.read_bytes()
     for opened in (schema.open_for_reading, schema.open_for_writing):
-        with pytest.raises(LedgerError, match=r"schema 7, not 1\): use the version that began the run, or another"):
+        with pytest.raises(LedgerError, match=r"schema 7, not 1\): use the version that started the run, or another"):
             opened(path)
     assert path.read_bytes() == before
 
 
-def test_a_file_that_is_no_ledger_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_ledger_is_refused_and_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     path.write_text("these are notes, not a ledger; " * 100)
     for opened in (schema.open_for_reading, schema.open_for_writing):
@@ -93,7 +93,7 @@ def test_a_file_that_is_no_ledger_is_refused_and_left_as_it_is(tmp_path: Path) -
     assert path.read_text().startswith("these are notes")
 
 
-def test_a_ledger_that_is_not_there_is_not_made_by_reading(tmp_path: Path) -> None:
+def test_reading_does_not_create_a_ledger(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="there is no ledger"):
         schema.open_for_reading(tmp_path / "ledger.sqlite")
     assert not list(tmp_path.iterdir())

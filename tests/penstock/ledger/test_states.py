@@ -27,17 +27,17 @@ PAIRS = list(itertools.product(RolloutState, repeat=2))
 
 
 @pytest.mark.parametrize(("old", "new"), [pair for pair in PAIRS if pair in LEGAL], ids=" to ".join)
-def test_a_legal_change_passes(old: RolloutState, new: RolloutState) -> None:
+def test_a_legal_transition_is_accepted(old: RolloutState, new: RolloutState) -> None:
     check("g0000001-0", old, new)
 
 
 @pytest.mark.parametrize(("old", "new"), [pair for pair in PAIRS if pair not in LEGAL], ids=" to ".join)
-def test_any_other_change_is_a_bug(old: RolloutState, new: RolloutState) -> None:
+def test_any_other_transition_raises(old: RolloutState, new: RolloutState) -> None:
     with pytest.raises(IllegalTransition, match=f"rollout g0000001-0 cannot go from {old} to {new}"):
         check("g0000001-0", old, new)
 
 
-def test_every_state_can_be_reached_and_left_unless_it_is_an_end() -> None:
+def test_every_state_is_reachable_and_only_final_states_have_no_exit() -> None:
     reached = {RolloutState.PLANNED}
     while more := {new for old in reached for new in TRANSITIONS[old]} - reached:
         reached |= more
@@ -46,7 +46,7 @@ def test_every_state_can_be_reached_and_left_unless_it_is_an_end() -> None:
     assert ends == {RolloutState.FILTERED, RolloutState.DEAD, RolloutState.TRAINED}
 
 
-def test_the_counts_of_an_audit_part_the_states_without_rest() -> None:
+def test_the_counts_of_an_audit_partition_the_states() -> None:
     counted = {RolloutState.DELIVERED, RolloutState.TRAINED, RolloutState.FILTERED, RolloutState.DEAD}
     assert counted | IN_FLIGHT == set(RolloutState)
     assert not counted & IN_FLIGHT

@@ -1,4 +1,4 @@
-"""What nobody names goes; what is named, or is still being played, stays."""
+"""Files that ledger and manifests do not name are deleted; named files and those of running rollouts stay."""
 
 import asyncio
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from orchestrator import run_dir
 from orchestrator.inputs import batch_plan
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import RolloutRecord
-from orchestrator.release import Release, Sweep, release_step
+from orchestrator.release import Releaser, Sweeper, release_step
 from orchestrator.trainer import Trainer
 from penstock.batches import BatchReader, EncodedRank, read_manifest, seal_manifest
 from penstock.config import RunConfig
@@ -27,7 +27,7 @@ RUN = "run"
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     config = configured(run_dir=tmp_path / "run")
-    run_dir.make(config)
+    run_dir.create_directories(config)
     return config
 
 
@@ -48,10 +48,10 @@ def put(store: Store, rollout: RolloutRecord, attempt: str, name: str = "columns
 
 
 def swept(config: RunConfig, ledger: Ledger) -> int:
-    return asyncio.run(Sweep(config, RUN, ledger).run_once())
+    return asyncio.run(Sweeper(config, RUN, ledger).run_once())
 
 
-def test_the_files_of_other_attempts_go_when_a_rollout_is_settled(
+def test_the_files_of_other_attempts_are_swept_when_a_rollout_is_settled(
     config: RunConfig, ledger: Ledger, store: Store
 ) -> None:
     settled, playing = submitted(ledger).rollouts[:2]
@@ -67,7 +67,7 @@ def test_the_files_of_other_attempts_go_when_a_rollout_is_settled(
 
 
 def deliver(config: RunConfig, ledger: Ledger, store: Store, *, experts: bool = False) -> None:
-    """A step of one group, each rollout with its files; two encoders wrote its rank, one of them in vain."""
+    """A step of one group, each rollout with its files; two encoders wrote its rank, one of them too late."""
     group = submitted(ledger)
     for rollout in group.rollouts:
         ledger.end(ledger.jobs[rollout.id], JobState.SETTLED)
@@ -88,7 +88,9 @@ def deliver(config: RunConfig, ledger: Ledger, store: Store, *, experts: bool = 
     ledger.deliver(batch)
 
 
-def test_of_a_delivered_step_stays_what_its_manifest_names(config: RunConfig, ledger: Ledger, store: Store) -> None:
+def test_a_sweep_keeps_what_the_manifest_of_a_delivered_step_names(
+    config: RunConfig, ledger: Ledger, store: Store
+) -> None:
     deliver(config, ledger, store)
     put(store, next(iter(submitted(ledger).rollouts)), "1.aa")
     assert swept(config, ledger) == 1
@@ -98,9 +100,7 @@ def test_of_a_delivered_step_stays_what_its_manifest_names(config: RunConfig, le
     ]
 
 
-def test_of_a_released_step_the_manifest_and_what_people_read_stay(
-    config: RunConfig, ledger: Ledger, store: Store
-) -> None:
+def test_a_released_step_keeps_its_manifest_and_rollouts_jsonl(config: RunConfig, ledger: Ledger, store: Store) -> None:
     deliver(config, ledger, store)
     manifest = read_manifest(store, 0)
     assert manifest
@@ -114,16 +114,18 @@ def test_of_a_released_step_the_manifest_and_what_people_read_stay(
     ]
 
 
-async def checkpointed(config: RunConfig, ledger: Ledger) -> Release:
-    """The trainer has the first step behind it, and the orchestrator has heard."""
+async def checkpointed(config: RunConfig, ledger: Ledger) -> Releaser:
+    """The trainer has the first step behind it, and the orchestrator has read that."""
     BatchReader(config.run_dir, data_rank=0, data_ranks=1, resume_step=0).checkpointed(0)
     trainer = Trainer(config, ledger)
-    await trainer.look()
+    await trainer.read()
     await ledger.committed()
-    return Release(config, ledger, trainer)
+    return Releaser(config, ledger, trainer)
 
 
-def test_a_file_goes_only_after_the_ledger_has_let_go_of_it(config: RunConfig, ledger: Ledger, store: Store) -> None:
+def test_a_file_is_deleted_only_after_the_commit_that_releases_it(
+    config: RunConfig, ledger: Ledger, store: Store
+) -> None:
     deliver(config, ledger, store, experts=True)
     before = len(blob_keys(store, "rollouts"))
 
@@ -139,7 +141,7 @@ def test_a_file_goes_only_after_the_ledger_has_let_go_of_it(config: RunConfig, l
         assert queries.released_steps(connection) == {"experts_released": 1}
 
 
-def test_a_step_is_released_once_however_many_ask(config: RunConfig, ledger: Ledger, store: Store) -> None:
+def test_concurrent_releases_release_a_step_once(config: RunConfig, ledger: Ledger, store: Store) -> None:
     deliver(config, ledger, store, experts=True)
     held = ledger.number("delivered_bytes")
 
@@ -152,7 +154,7 @@ def test_a_step_is_released_once_however_many_ask(config: RunConfig, ledger: Led
     assert [key.rpartition("/")[2] for key in blob_keys(store, "rollouts")] == ["columns"] * 4
 
 
-def test_released_experts_that_a_kill_left_behind_go(config: RunConfig, ledger: Ledger, store: Store) -> None:
+def test_released_experts_that_a_kill_left_are_swept(config: RunConfig, ledger: Ledger, store: Store) -> None:
     deliver(config, ledger, store, experts=True)
     ledger.set("experts_released", 1)
     swept(config, ledger)
@@ -165,13 +167,13 @@ def test_two_sweeps_at_once_remove_each_file_once(config: RunConfig, ledger: Led
         store.put(f"rollouts/{RUN}/r{number}/1.aa/columns", [b"x"])
 
     async def sweep_twice() -> list[int]:
-        sweep = Sweep(config, RUN, ledger)
+        sweep = Sweeper(config, RUN, ledger)
         return await asyncio.gather(sweep.run_once(), sweep.run_once())
 
     assert asyncio.run(sweep_twice()) == [400, 0]
 
 
-def test_files_that_a_rebuilt_ledger_does_not_know_stay(config: RunConfig, ledger: Ledger, store: Store) -> None:
+def test_files_unknown_to_a_rebuilt_ledger_are_kept(config: RunConfig, ledger: Ledger, store: Store) -> None:
     deliver(config, ledger, store)
     asyncio.run(ledger.committed())
     asyncio.run(_forget_results(ledger))

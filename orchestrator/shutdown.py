@@ -1,4 +1,4 @@
-"""How a run comes to rest: a drain leaves everything to be resumed, a finish leaves nothing behind."""
+"""How a run ends: a drain leaves everything to be resumed, a finish cleans up Redis and the job inputs."""
 
 import asyncio
 import logging
@@ -24,6 +24,8 @@ from tasks import app
 
 logger = logging.getLogger("penstock.orchestrator")
 
+TICK_S = 0.1
+
 
 class Phase(StrEnum):
     RUNNING = "running"
@@ -31,7 +33,9 @@ class Phase(StrEnum):
     STOPPING = "stopping"
 
 
-class Stopping:
+class StopRequests:
+    """SIGINT and SIGTERM: the first one drains, the second one stops at once."""
+
     def __init__(self) -> None:
         self.phase = Phase.RUNNING
         self._stopped = asyncio.Event()
@@ -39,19 +43,19 @@ class Stopping:
     def listen(self) -> None:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, self.ask)
+            loop.add_signal_handler(signum, self.request)
 
-    def ask(self) -> None:
+    def request(self) -> None:
         if self.phase is Phase.RUNNING:
             self.phase = Phase.DRAINING
-            logger.warning("action=draining what runs is finished, nothing is begun; Ctrl-C again stops now")
+            logger.warning("action=draining running jobs are finished, none is started; press Ctrl-C again to stop now")
         else:
             self.phase = Phase.STOPPING
             logger.warning("action=stopping")
             self._stopped.set()
 
-    async def unless_stopped(self, work: Coroutine[None, None, None]) -> None:
-        """Do `work`, whatever it waits for, until it is done or the second request to stop comes."""
+    async def run_unless_stopped(self, work: Coroutine[None, None, None]) -> None:
+        """Await `work`, and cancel it at the second request to stop."""
         doing, stopped = asyncio.ensure_future(work), asyncio.ensure_future(self._stopped.wait())
         try:
             await asyncio.wait({doing, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -63,10 +67,7 @@ class Stopping:
             doing.result()
 
 
-TICK_S = 0.1
-
-
-class Ending:
+class Shutdown:
     def __init__(self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, replies: ReplyStream) -> None:
         self._config = config
         self._run = run
@@ -75,18 +76,20 @@ class Ending:
         self._replies = replies
 
     async def drain(self) -> None:
-        """Take back what no worker has begun, and wait for what one has, within `drain_s`."""
+        """Withdraw the queued jobs, then wait up to `drain_s` for the running ones."""
         try:
             async with asyncio.timeout(self._config.recovery.drain_s):
                 await self._withdraw()
                 while self._submitted():
                     await asyncio.sleep(TICK_S)
         except TimeoutError:
-            logger.warning("action=drain_timeout running=%d replies wait for the resumed run", self._submitted())
+            logger.warning(
+                "action=drain_timeout running=%d their replies are read when the run is resumed", self._submitted()
+            )
 
     async def finish(self) -> None:
-        """The last step is delivered: what is still open is of no use to anybody."""
-        self._close_everything()
+        """After the last step: cancel open work, end running executions, remove leases, replies and job inputs."""
+        self._cancel_open_work()
         await self._ledger.committed()
         await self._withdraw()
         running = await self._leases()
@@ -97,16 +100,16 @@ class Ending:
             await asyncio.sleep(TICK_S)
         leases = await self._leases()
         if leases:
-            await self._broker.ask(lambda client: client.hdel(redis_keys.LEASES, *leases))
+            await self._broker.call(lambda client: client.hdel(redis_keys.LEASES, *leases))
         await self._replies.delete()
-        await in_io_thread(_delete_plans, self._config.store_dir, self._run)
+        await in_io_thread(_delete_inputs, self._config.store_dir, self._run)
 
     async def revoke(self, task_ids: list[str]) -> None:
-        """Saves work, and is never needed: the ledger has settled the jobs before."""
+        """Only saves work: the ledger has already settled these jobs."""
         app.conf.update(broker_url=self._config.redis_url)
         await in_io_thread(app.control.revoke, task_ids, terminate=True)
 
-    def _close_everything(self) -> None:
+    def _cancel_open_work(self) -> None:
         for job in list(self._ledger.jobs.values()):
             self._ledger.end(job, JobState.CANCELLED)
         for group in list(self._ledger.groups.values()):
@@ -118,25 +121,25 @@ class Ending:
         return sum(job.state is JobState.SUBMITTED for job in self._ledger.jobs.values())
 
     async def _withdraw(self) -> None:
-        """Empty the queues; what was in them waits again, and counts as nothing."""
+        """Empty the queues; their jobs wait again, with no failure or loss counted."""
         for queue in Queue:
-            for message in await self._broker.ask(lambda client, queue=queue: _emptied(client, queue)):
+            for message in await self._broker.call(lambda client, queue=queue: _empty_queue(client, queue)):
                 job = self._ledger.jobs.get(_job_of(message))
                 if job is not None and job.state is JobState.SUBMITTED:
-                    self._ledger.wait(job)
+                    self._ledger.retry(job)
 
     async def _leases(self) -> list[str]:
         """The leases of this run's executions."""
-        leases: Any = await self._broker.ask(lambda client: client.hkeys(redis_keys.LEASES))
+        leases: Any = await self._broker.call(lambda client: client.hkeys(redis_keys.LEASES))
         return [lease.decode() for lease in leases if lease.startswith(self._run.encode())]
 
 
-def _delete_plans(store: Path, run: str) -> None:
+def _delete_inputs(store: Path, run: str) -> None:
     for key in job_inputs.keys(store, run):
         job_inputs.delete(store, key)
 
 
-async def _emptied(client: Any, queue: Queue) -> list[bytes]:
+async def _empty_queue(client: Any, queue: Queue) -> list[bytes]:
     async with client.pipeline(transaction=True) as pipe:
         pipe.lrange(queue, 0, -1)
         pipe.delete(queue)
