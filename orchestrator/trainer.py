@@ -75,7 +75,7 @@ class Trainer:
         return int(min(first + HORIZON_STEPS, max(first, self.state.acked + 1 + self._ahead + 2)))
 
     async def write_status(self, why: str, *, ended: bool = False) -> None:
-        """`why` is what a waiting trainer raises when its timeout ends."""
+        """`why` is what a waiting trainer raises when its time-out ends."""
         status = RunStatus(why=why, ended=ended, last_step=self._ledger.number("steps_delivered") - 1)
         if status == self._written:
             return

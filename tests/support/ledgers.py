@@ -1,4 +1,4 @@
-"""Groups at the points of their way where a test needs them, moved there by the ledger's own methods."""
+"""Groups in the states that tests need, moved there by the ledger's own methods."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def admitted(ledger: Ledger, size: int = 4) -> GroupRecord:
 
 
 def encoded(config: RunConfig, batch: BatchRecord) -> list[EncodedRank]:
-    """What the encoding jobs of `batch` would answer: two samples, 20 tokens of loss a rank, and nothing written."""
+    """Results of the encoding jobs of `batch`: two samples and 20 loss tokens per rank; no file is written."""
     plan = batch_plan(config, batch)
     return [
         EncodedRank(

@@ -1,0 +1,95 @@
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from support.ledgers import configured, planned
+
+from orchestrator.broker import Broker
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.reconciler import Snapshot
+from orchestrator.reporting import reporter as module
+from orchestrator.reporting.metrics import LagPoller, Metrics
+from orchestrator.reporting.prometheus import RunCollector
+from orchestrator.reporting.reporter import Reporter, Sources
+from penstock.messages import Queue
+from penstock.runtime.loop_lag import LoopLag
+
+
+def sources(ledger: Ledger, run_dir: Path, snapshot: Snapshot | None = None, *troubles: str | None) -> Sources:
+    broker = Broker("redis://127.0.0.1:1/0")
+    return Sources(
+        config=configured(run_dir=run_dir),
+        run="run",
+        http_url="http://127.0.0.1:1",
+        ledger=ledger,
+        broker=broker,
+        lag=LoopLag(process="orchestrator"),
+        lags=LagPoller(broker, own="orchestrator"),
+        phase=lambda: "running",
+        snapshot=lambda: snapshot or Snapshot(leases={}, depths={}, oldest={}),
+        troubles=lambda: troubles,
+    )
+
+
+def test_a_status_is_read_from_its_sources(ledger: Ledger, tmp_path: Path) -> None:
+    group = planned(ledger)
+    depths = dict.fromkeys(Queue, 0) | {Queue.ROLLOUTS: 3}
+    lease = f"run.{group.rollouts[0].id}.1.x"
+    snapshot = Snapshot(leases={lease: "host-7:1"}, depths=depths, oldest=dict.fromkeys(Queue))
+    seen: list[dict[str, Any]] = []
+    reporter = Reporter(sources(ledger, tmp_path, snapshot, None, "Redis does not answer"), seen.append)
+    asyncio.run(reporter.write())
+    written = json.loads((tmp_path / "status.json").read_text())
+    assert written == seen[0] == reporter.latest_status()
+    assert (written["run"], written["phase"], written["steps"]) == ("run", "running", 3)
+    assert written["rollouts"]["in_flight"] == written["states"]["planned"] == 4
+    assert written["waiting_jobs"]["rollouts"] == 4
+    assert written["queued"]["rollouts"] == 3
+    assert written["running_by_worker"] == {"host-7": 1}
+    assert written["waiting_for"] == ["Redis does not answer"]
+
+
+def test_a_queue_that_does_not_move_has_no_worker(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "UNATTENDED_S", -1.0)
+    snapshot = Snapshot(leases={}, depths={Queue.FILTERING: 1}, oldest={Queue.FILTERING: 5})
+    given = sources(ledger, tmp_path, snapshot)
+    reporter = Reporter(given)
+    reporter._watch_queues()  # pyright: ignore[reportPrivateUsage]
+    assert reporter.waiting_for() == [
+        (
+            "no worker takes jobs from the queue filtering: start one: "
+            "celery -A workers.compute worker -Q filtering,advantages,encoding -c 4"
+        )
+    ]
+    given.broker.trouble = "Redis does not answer"
+    assert reporter.waiting_for() == [], "without Redis nothing is known of the queues"
+
+
+def test_a_status_that_cannot_be_written_is_reported(ledger: Ledger, tmp_path: Path) -> None:
+    given = sources(ledger, tmp_path)
+    reporter = Reporter(replace(given, config=configured(run_dir=tmp_path / "missing")))
+    asyncio.run(reporter.write())
+    [trouble] = reporter.waiting_for()
+    assert trouble.endswith("status.json cannot be written (No such file or directory): free space or repair the disk")
+    assert reporter.latest_status()["run"] == "run"
+
+
+def test_series_are_read_from_status_ledger_and_lag(ledger: Ledger, tmp_path: Path) -> None:
+    planned(ledger)
+    given = sources(ledger, tmp_path)
+    metrics = Metrics(given.config, ledger, given.lag, given.lags)
+    registry = CollectorRegistry()
+    collector = RunCollector(
+        steps=3, status=Reporter(given).latest_status, ledger=ledger, metrics=metrics, lag=given.lag, lags=given.lags
+    )
+    registry.register(collector)
+    text = generate_latest(registry).decode()
+    assert 'penstock_rollouts{state="planned"} 4.0' in text
+    assert "penstock_steps_wanted 3.0" in text
+    assert 'penstock_event_loop_blocked_seconds{process="orchestrator"} 0.0' in text
