@@ -18,7 +18,7 @@ from penstock.store import BlobRef
 
 
 def composing(ledger: Ledger, **settings: Any) -> Composer:
-    """No trainer is waited for."""
+    """A composer that does not wait for a trainer."""
     config = configured(trainer={"max_steps_ahead": "unlimited"}, **settings)
     return Composer(config, ledger, Trainer(config, ledger))
 
@@ -234,7 +234,7 @@ def test_a_step_with_a_rollout_that_became_stale_is_formed_again(ledger: Ledger)
 
 
 def test_a_step_does_not_run_ahead_of_the_groups_that_were_planned_first(ledger: Ledger) -> None:
-    """Within two batches' worth of open groups the fast may pass the slow; beyond it the slow are waited for."""
+    """Fast groups may overtake slow ones within a window of two batches of open groups."""
     slow = [planned(ledger) for _ in range(3)]
     composer = composing(ledger, batch={"window": 2})
     inside = admitted(ledger)

@@ -13,7 +13,7 @@ from penstock.ledger.states import GroupState, JobKind, RolloutState
 
 
 class Scene:
-    """A group that is to be filtered, and the file that says so."""
+    """A group to be filtered, and its input file."""
 
     def __init__(self, ledger: Ledger, directory: Path) -> None:
         self.files = JobInputs(configured(run_dir=directory), "run", ledger)

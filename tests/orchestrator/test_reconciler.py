@@ -203,7 +203,7 @@ def poll(reconciler: Reconciler, clock: Clock, times: int) -> None:
 
 
 def one_still_out(ledger: Ledger) -> GroupRecord:
-    """Three of the four rollouts are there, the last has been submitted."""
+    """Three of the four rollouts are generated, the last one is submitted."""
     group = submitted(ledger)
     for rollout in group.rollouts[:3]:
         ledger.end(ledger.jobs[rollout.id], JobState.SETTLED)
@@ -243,7 +243,7 @@ def test_a_group_has_no_time_out_with_partial_groups_wait(ledger: Ledger, clock:
 
 
 def test_a_running_rollout_that_became_stale_is_cancelled(scene: Scene) -> None:
-    """Its version is the one of the first sight of its lease; time in the queue does not count."""
+    """Its version is that of the first poll that saw its lease; time in the queue does not count."""
     scene.ledger.set("policy_version", 5)
     scene.see(lease="worker:1")
     for version, beat in ((13, 2), (14, 3)):

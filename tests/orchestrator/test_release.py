@@ -115,7 +115,7 @@ def test_a_released_step_keeps_its_manifest_and_rollouts_jsonl(config: RunConfig
 
 
 async def checkpointed(config: RunConfig, ledger: Ledger) -> Releaser:
-    """The trainer has the first step behind it, and the orchestrator has read that."""
+    """The trainer has checkpointed the first step, and the orchestrator has read that."""
     BatchReader(config.run_dir, data_rank=0, data_ranks=1, resume_step=0).checkpointed(0)
     trainer = Trainer(config, ledger)
     await trainer.read()
@@ -162,7 +162,7 @@ def test_released_experts_that_a_kill_left_are_swept(config: RunConfig, ledger: 
 
 
 def test_two_sweeps_at_once_remove_each_file_once(config: RunConfig, ledger: Ledger, store: Store) -> None:
-    """The run of a finished run: its periodic sweep starts together with the last one."""
+    """When a finished run is started again, its periodic sweep starts together with the final one."""
     for number in range(400):
         store.put(f"rollouts/{RUN}/r{number}/1.aa/columns", [b"x"])
 
@@ -182,7 +182,7 @@ def test_files_unknown_to_a_rebuilt_ledger_are_kept(config: RunConfig, ledger: L
 
 
 async def _forget_results(ledger: Ledger) -> None:
-    """As `rebuild` leaves it: the manifests say which rollouts were delivered, not what they answered."""
+    """As `rebuild` leaves it: the manifests say which rollouts were delivered, not their results."""
     for index in range(4):
         rollout = RolloutRecord(group="g0000001", index=index, step=0, state=RolloutState.DELIVERED)
         ledger._touch("rollouts", rollout)

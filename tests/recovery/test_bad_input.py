@@ -55,11 +55,11 @@ def drained(cluster: Cluster, run: Process) -> None:
 def test_a_wrong_redis_address_stops_the_run_with_the_setting_to_change(cluster: Cluster) -> None:
     cluster.new_run("wrong-address")
     syntax = cluster.orchestrator(PENSTOCK_REDIS_URL="redis://:hunter2/@127.0.0.1:1/0")
-    nobody = cluster.orchestrator(
+    closed_port = cluster.orchestrator(
         PENSTOCK_REDIS_URL="redis://:hunter2@127.0.0.1:1/0", PENSTOCK_RECOVERY__REDIS_PATIENCE_S="0.5"
     )
     assert refused(syntax).startswith("penstock: environment, PENSTOCK_REDIS_URL: redis_url: is not the address")
-    message = refused(nobody)
+    message = refused(closed_port)
     assert message.startswith("penstock: Redis at redis://127.0.0.1:1/0 cannot be used (Error 111 connecting to 127.")
     assert message.endswith("start it, or set redis_url (PENSTOCK_REDIS_URL) to the right one")
 
@@ -69,7 +69,7 @@ def test_a_wrong_or_missing_redis_password_stops_the_run(cluster: Cluster) -> No
     with EmbeddedRedis(cluster.directory / "guarded", password=PASSWORD) as server:
         address = f"127.0.0.1:{server.port}/0"
         wrong = cluster.orchestrator(PENSTOCK_REDIS_URL=f"redis://:hunter2@{address}")
-        assert f"Redis at redis://{address} refuses the password: put the right one into the" in refused(wrong)
+        assert f"Redis at redis://{address} refuses the password: set it in the" in refused(wrong)
         cluster.new_run("missing-password")
         missing = cluster.orchestrator(PENSTOCK_REDIS_URL=f"redis://{address}")
         assert f"Redis at redis://{address} requires a password: set it in the" in refused(missing)

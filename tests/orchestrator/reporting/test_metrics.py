@@ -23,7 +23,7 @@ from penstock.store import Store
 
 
 class Run:
-    """As much of an orchestrator as delivers steps, over a ledger that outlives it."""
+    """The part of an orchestrator that delivers steps; a second one over the same directory resumes it."""
 
     def __init__(self, directory: Path) -> None:
         self.config: RunConfig = configured(run_dir=directory / "run", ledger_dir=directory)
@@ -205,7 +205,7 @@ def test_existing_lines_are_not_written_again(file: MetricsFile) -> None:
 
 
 def test_concurrent_writes_append_every_line_once(file: MetricsFile) -> None:
-    """A try whose caller was cancelled goes on in its thread."""
+    """An attempt whose caller was cancelled continues in its thread."""
     lines = {step: line(step) for step in range(50)}
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda delivered: file.complete(lines, delivered=delivered), [10, 50, 20, 50, 30, 40, 50, 5]))

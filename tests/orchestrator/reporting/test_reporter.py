@@ -53,7 +53,7 @@ def test_a_status_is_read_from_its_sources(ledger: Ledger, tmp_path: Path) -> No
     assert written["waiting_for"] == ["Redis does not answer"]
 
 
-def test_a_queue_that_does_not_move_has_no_worker(
+def test_a_queue_that_stands_still_has_no_worker(
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "UNATTENDED_S", -1.0)

@@ -6,7 +6,7 @@ from penstock.errors import IllegalTransition
 from penstock.ledger.states import IN_FLIGHT, TRANSITIONS, UNGENERATED, RolloutState, check
 
 # A rollout's whole life; what is not here does not happen.
-WAYS = """
+TRANSITION_TABLE = """
 planned   -> submitted filtered
 submitted -> running generated filtered dead
 running   -> submitted generated filtered dead
@@ -20,7 +20,7 @@ trained   ->
 """
 LEGAL = {
     (RolloutState(old.strip()), RolloutState(new))
-    for old, _, all_new in (line.partition("->") for line in WAYS.strip().splitlines())
+    for old, _, all_new in (line.partition("->") for line in TRANSITION_TABLE.strip().splitlines())
     for new in all_new.split()
 }
 PAIRS = list(itertools.product(RolloutState, repeat=2))
