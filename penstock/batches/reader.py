@@ -40,6 +40,8 @@ SIGNED = {1: np.dtype("i2"), 2: np.dtype("i4")}  # bytes of an expert id -> the 
 
 
 class BatchReader:
+    """Iterates over the sealed steps of a run, for one data rank, and reports the trainer's progress."""
+
     def __init__(
         self,
         run_dir: str | PathLike[str],
