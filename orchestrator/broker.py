@@ -42,9 +42,8 @@ class Broker:
         pause_s = RETRY_FIRST_S
         while True:
             try:
-                async with asyncio.timeout(
-                    RESPONSE_S
-                ):  # the client's own time-out swallows cancellations on Python 3.11
+                # Not the client's time-out, which swallows cancellations on Python 3.11.
+                async with asyncio.timeout(RESPONSE_S):
                     result = await command(self.client)
             except (RedisError, OSError) as error:
                 self._down(error)
