@@ -102,7 +102,7 @@ def test_an_unreachable_engine_pauses_the_run_without_counting_failures(tmp_path
             return any("engine cannot be reached" in cause for cause in cluster.status().get("waiting_for", []))
 
         wait_until(says_so, timeout_s=30, what="the status to name the engine")
-        wait_until(lambda: cluster.ledger("SELECT sum(attempt) FROM jobs")[0][0] >= 48 + 2, timeout_s=30, what="scouts")
+        wait_until(lambda: cluster.ledger("SELECT sum(attempt) FROM jobs")[0][0] >= 48 + 2, timeout_s=30, what="probes")
         down.unlink()
         found = cluster.finish(run)
         assert cluster.ledger("SELECT sum(failures) + sum(losses) FROM jobs") == [(0,)]
@@ -124,7 +124,7 @@ def test_failures_are_retried_and_then_dead(tmp_path: Path) -> None:
 def test_the_status_names_a_missing_trainer(shared: Cluster) -> None:
     shared.new_run("no-trainer")
     run = shared.orchestrator(PENSTOCK_TRAINER__MAX_STEPS_AHEAD="1", PENSTOCK_STEPS="4")
-    said = "step 1 is sealed, and the trainer has not acknowledged step 0: start one that reads "
+    said = "step 1 is sealed, and the trainer has not acknowledged step 0: start a trainer that reads "
     wait_until(lambda: said in str(shared.status().get("waiting_for")), timeout_s=40, what="the trainer to be missed")
     run.signal(signal.SIGINT)
     assert run.wait() == 0
