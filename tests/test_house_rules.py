@@ -1,6 +1,7 @@
-"""What the code base promises about itself: sizes, nothing that names a registry's host, no half-done merge."""
+"""Rules of the code base: sizes, plain words, no registry host, no merge marks, existing paths in the Makefile."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,18 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ["penstock", "tasks", "workers", "orchestrator", "services", "cli", "bench", "tests", "examples"]
 MODULE_LINES, TEST_LINES, FUNCTION_LINES = 450, 600, 60
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+TEXT = {".py", ".md", ".toml", ".yml", ".yaml"}
+TEXT_NAMES = {"Makefile", "Dockerfile", ".env.example"}
+BANNED = ["who-ever", "no-body", "some-body", "me-nd(s|ed|ing)?", "he-ed(s|ed|ing)?", "like-wise"]
+"""hyphenated, so that this list does not match itself"""
+
+
+def files() -> list[Path]:
+    """All files but those in hidden directories (environments, caches) and those that are generated."""
+    generated = {"penstock.egg-info", "build", "runs", "__pycache__"}
+    found = (path for path in ROOT.rglob("*") if path.is_file())
+    directories = ((path, path.relative_to(ROOT).parts[:-1]) for path in found)
+    return [path for path, parts in directories if not any(part in generated or part[0] == "." for part in parts)]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -26,10 +39,18 @@ def test_modules_and_functions_stay_small(path: Path) -> None:
     assert not long
 
 
-def files() -> list[Path]:
-    others = {".venv", ".venv-verifiers", ".git", "penstock.egg-info"}
-    found = (path for path in ROOT.rglob("*") if path.is_file() and not others & set(path.parts))
-    return [path for path in found if path.suffix != ".pyc"]
+def test_no_text_has_a_banned_word() -> None:
+    """Plain words instead: "no process", "the caller", "repair", "read", "also"."""
+    words = "|".join(BANNED).replace("-", "")
+    banned = re.compile(rf"(?<![a-z])({words})(?![a-z])", re.IGNORECASE)
+    texts = [path for path in files() if path.suffix in TEXT or path.name in TEXT_NAMES]
+    used = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in sorted(texts)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if banned.search(line)
+    ]
+    assert not used, "\n".join(used)
 
 
 def test_no_file_names_a_registry() -> None:
@@ -38,7 +59,13 @@ def test_no_file_names_a_registry() -> None:
     assert not named
 
 
-def test_no_file_has_a_merge_s_marks() -> None:
+def test_no_file_has_merge_marks() -> None:
     marks = [mark * 7 for mark in (b"<", b">")]
     marked = [str(path) for path in files() if any(line[:7] in marks for line in path.read_bytes().splitlines())]
     assert not marked
+
+
+def test_every_path_in_the_makefile_exists() -> None:
+    named = re.findall(r"\b(?:tests|docs|bench)/[\w./-]*\w", (ROOT / "Makefile").read_text())
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []

@@ -144,7 +144,7 @@ def test_a_ledger_on_a_network_file_system_is_refused(cluster: Cluster) -> None:
     if subprocess.run([*told, "true"], capture_output=True).returncode == 0:
         run = [str(BIN / "penstock"), "run", str(cluster.config), "--run-dir", str(cluster.run_dir)]
         message = refused(cluster.start("orchestrator", *told, *run))
-    else:  # nobody may mount here
+    else:  # mounting is not permitted here
         with pytest.raises(LedgerError) as refusal:
             schema.refuse_network_file_system(cluster.run_dir, mounts.read_text())
         message = str(refusal.value)

@@ -47,7 +47,7 @@ def test_an_idle_session_expires_and_its_files_are_removed(tight: SessionsProces
     assert_expired(abandoned)
     assert used.talk("and still").status == 200
     assert sealed.ask("POST", "/seal").status == 410
-    assert (tight.store / files["columns"]["key"]).exists(), "what was sealed is somebody's"
+    assert (tight.store / files["columns"]["key"]).exists(), "sealed files belong to the rollout"
     assert tight.status()["sessions"]["gone"] >= 2
 
 

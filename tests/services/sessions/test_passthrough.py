@@ -23,7 +23,7 @@ def spaced(reply: Any) -> bytes:
 
 
 def reordered(reply: Any) -> bytes:
-    """The routed experts come first, and the key is also where nobody looks."""
+    """The routed experts come first, and their key occurs a second time in a field that is not read."""
     choice = reply["choices"][0]
     choice = {"routed_experts": choice.pop("routed_experts"), **choice, "note": {"routed_experts": "not these"}}
     return compact({**reply, "choices": [choice]})

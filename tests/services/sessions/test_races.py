@@ -36,7 +36,7 @@ def test_a_second_chat_is_refused_at_once_and_not_sent(agent: Agent, sessions: S
             assert client.recv(1000).startswith(b"HTTP/1.1 409 ")
         assert not chat.done()
         assert agent.ask("POST", "/seal").status == 409
-        assert sessions.agent().chat("somebody else's").status == 200
+        assert sessions.agent().chat("of another session").status == 200
         assert agent.ask("GET").json["records"] == []
         answered.set()
         assert chat.result().status == 200
