@@ -1,0 +1,13 @@
+from pathlib import Path
+
+import pytest
+
+from orchestrator import start
+from penstock.config import RunConfig
+from penstock.errors import ConfigError
+
+
+def test_a_run_without_environments_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no environment to play: configure \[environments\.NAME\]"):
+        start.run(RunConfig(run_dir=tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
