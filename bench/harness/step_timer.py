@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.runtime import event_loop
+from workers.delivery import Delivery
 
 FILE = "steps.json"
 LONG_S = 0.001
-FIRST = "Job.start"
+FIRST = Delivery.start.__qualname__
 """the callback that starts the first job; steps before it are start-up and not counted"""
 
 
