@@ -83,7 +83,7 @@ async def _play_here(
     group's baseline: playing it again would select among rollouts."""
     async with _recording(stage, attempt) as session:
         policy = RecordedPolicy(stage.client, session, stage.settings, stage.dialect, seed=attempt.seed)
-        score, error = await _played(environment, example, policy, stage.settings, attempt.timeout_s)
+        score, error = await _play_environment(environment, example, policy, stage.settings, attempt.timeout_s)
         if error and not session.turns:
             await session.close()
             return RolloutResult(reward=score.reward, policy_error=shortened(error, POLICY_ERROR_CHARACTERS))
@@ -109,7 +109,7 @@ async def _play_agent(
     }
     async with stage.sessions.session(request) as session:
         policy = AgentPolicy(base_url=session.base_url, api_key=session.secret, model=stage.client.settings.model)
-        score, error = await _played(environment, example, policy, stage.settings, attempt.timeout_s)
+        score, error = await _play_environment(environment, example, policy, stage.settings, attempt.timeout_s)
         if score.columns:
             raise StageError(f"environment {environment.name!r}: Score.columns is not supported with an external agent")
         try:
@@ -175,7 +175,7 @@ async def _sweep(store: Store, key: str) -> None:
         logger.warning("action=not_discarded key=%s error=%r", key, error)
 
 
-async def _played(
+async def _play_environment(
     environment: LoadedEnvironment,
     example: int,
     policy: RecordedPolicy | AgentPolicy,

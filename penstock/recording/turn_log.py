@@ -25,6 +25,7 @@ Bytes = NDArray[np.uint8]
 PREAMBLE = struct.Struct("<QQ")  # length and xxh3 of the body
 ALIGNMENT = 8  # bytes; frames are padded so that the arrays of a mapped log are aligned
 
+DELTA_KEY = "addition"  # name of the delta's fields on disk
 DELTA_ARRAYS = ("prompt_ids", "completion_ids", "completion_logprobs", "completion_mask")
 DELTA_FIELDS = tuple(field.name for field in dataclass_fields(TurnDelta) if field.name not in (*DELTA_ARRAYS, "chunks"))
 ENTRY_TEXTS = ("appended", "answer", "record")
@@ -62,16 +63,16 @@ def entry_frame(entry: LogEntry, rows: RowsState | None) -> list[Piece]:
     arrays["chunks"] = np.array([(chunk.first, chunk.rows) for chunk in delta.chunks], np.int64).reshape(-1, 2)
     arrays |= {name: np.frombuffer(getattr(entry, name), np.uint8) for name in ENTRY_TEXTS}
     fields = {name: getattr(delta, name) for name in DELTA_FIELDS}
-    return frame({"addition": fields, "parent": entry.parent, "rows": rows}, arrays)
+    return frame({DELTA_KEY: fields, "parent": entry.parent, "rows": rows}, arrays)
 
 
 def read_entry(body: tensors.Tensors) -> tuple[LogEntry, RowsState | None]:
     """Arrays are copies, so that the log does not stay mapped."""
     metadata: dict[str, Any] = {name: orjson.loads(text) for name, text in body.metadata.items()}
-    sample, chunks = metadata["addition"]["sample"], body.arrays["chunks"].tolist()
+    sample, chunks = metadata[DELTA_KEY]["sample"], body.arrays["chunks"].tolist()
     arrays: dict[str, Any] = {name: body.arrays[name].copy() for name in DELTA_ARRAYS if name in body.arrays}
     delta = TurnDelta(
-        **metadata["addition"],
+        **metadata[DELTA_KEY],
         **arrays,
         chunks=tuple(Chunk(sample=sample, first=first, rows=rows) for first, rows in chunks),
     )
