@@ -189,7 +189,7 @@ class ReadmeRun:
         program = sys.executable if command[0] == "python" else str(BIN / command[0])
         return self.cluster.start(command[0], program, *command[1:], **self.variables)
 
-    def ask(self, command: list[str]) -> str:
+    def request(self, command: list[str]) -> str:
         process = self.start(command)
         assert process.wait() == 0, process.text
         return process.text
@@ -222,7 +222,7 @@ def test_the_readmes_run_delivers_its_steps_to_its_trainer(readme_run: ReadmeRun
 
 def test_status_and_audit_answer_as_the_readme_says(readme_run: ReadmeRun) -> None:
     asking = [command for command in README.commands() if command[1] in ("status", "audit")]
-    answers = {command[1]: readme_run.ask(command) for command in asking}
+    answers = {command[1]: readme_run.request(command) for command in asking}
     assert "2 of 2 delivered" in answers["status"]
     assert "+ 0 in flight + 0 dead" in answers["audit"]
 

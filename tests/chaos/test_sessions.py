@@ -67,7 +67,7 @@ def look_again(agent: Agent, server: Server) -> None:
     def recorded() -> list[dict[str, Any]] | None:
         agent.server = server.process
         try:
-            return agent.ask("GET").json["records"]
+            return agent.request("GET").json["records"]
         except BROKEN:
             return None
 
@@ -98,7 +98,7 @@ def test_a_restarted_server_recovers_every_turn(request: pytest.FixtureRequest, 
             server.kill()
             for agent in agents:
                 agent.server = server.process
-            sealed = [agent.ask("POST", "/seal").json for agent in agents]
+            sealed = [agent.request("POST", "/seal").json for agent in agents]
             assert server.killed == kills + 1
         finally:
             server.process.end()
@@ -116,7 +116,7 @@ def compare(directory: Path, backend: str, arguments: list[str], sealed: list[An
             agent = process.agent(rollout=f"r{number}", attempt=1)
             for turn in range(TURNS):
                 agent.talk(f"session {number}, turn {turn}" + "." * (number * 37 % 200))
-            expected = agent.ask("POST", "/seal").json
+            expected = agent.request("POST", "/seal").json
             for file in ("columns", "experts"):
                 assert found[file].pop("key") != expected[file].pop("key")
             assert found == expected

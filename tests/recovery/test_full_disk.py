@@ -1,4 +1,4 @@
-"""A disk that is full: the run waits, says so, and goes on when there is room."""
+"""Full disks: the run waits, reports it, and continues when there is space."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""metrics.jsonl has every step once, whatever was killed; the endpoint shows a run that goes on, or waits."""
+"""metrics.jsonl has every step once, whatever was killed; the endpoint shows a run that works or waits."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""The orchestrator is killed at every point of its write-ahead order, paused, drained: the run goes on where it was."""
+"""The orchestrator is killed at every crash point, paused and drained: the run is resumed where it was."""
 
 import random
 import signal

@@ -1,4 +1,4 @@
-"""Redis is killed, flushed and cut off in mid-run: everybody waits, and what it forgot is done again."""
+"""Redis is killed, flushed and disconnected during a run: all processes wait, and lost jobs are submitted again."""
 
 from pathlib import Path
 

@@ -17,7 +17,7 @@ def leaks(cluster: Cluster) -> list[Path]:
 
 
 def test_the_password_is_never_shown(tmp_path: Path) -> None:
-    """Least of all when Redis goes away, and everybody says where they cannot connect to."""
+    """Also when Redis is killed, and every process logs the address that it cannot reach."""
     with cluster_in(tmp_path, password=PASSWORD, noop={"rollout_s": 60}) as cluster:
         workers = [cluster.rollout_worker(concurrency=8), cluster.compute_worker()]
         cluster.orchestrator()

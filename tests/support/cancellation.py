@@ -1,4 +1,4 @@
-"""Cancelling a coroutine at every place where it waits, one after the other."""
+"""Cancel a coroutine at its n-th await."""
 
 import asyncio
 import functools
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def cancelled_at(number: int, coroutine: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-    """Runs the coroutine; its task is cancelled when it is about to wait for the `number`th time."""
+    """Run the coroutine and cancel its task when it suspends for the `number`th time."""
     return asyncio.ensure_future(_whole(_CancelledAt(coroutine, number)))
 
 

@@ -1,4 +1,4 @@
-"""A clock that stands still until it is told."""
+"""A clock that moves only by `advance`."""
 
 import time
 

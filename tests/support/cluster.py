@@ -1,4 +1,4 @@
-"""A whole Penstock of real processes on this machine: Redis, workers, orchestrators, each to be killed at will."""
+"""A complete Penstock of real processes: Redis, workers and orchestrators that tests can kill."""
 
 import json
 import os
@@ -36,7 +36,7 @@ RUN_DIR_AT_THE_END = ["ledger.sqlite", "lock", "metrics.jsonl", "run.json", "sta
 
 
 class Process:
-    """In a process group of its own, with its output in a file."""
+    """A process in its own process group, with its output in a file."""
 
     def __init__(self, name: str, command: list[str], environment: dict[str, str], directory: Path) -> None:
         self.name = name
@@ -67,10 +67,10 @@ class Process:
         try:
             return self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.name} does not end; its last words:\n{self.text[-3000:]}") from None
+            raise AssertionError(f"{self.name} does not end; the end of its output:\n{self.text[-3000:]}") from None
 
     def end(self) -> None:
-        """Whatever is left of it, children included."""
+        """Kill the process group."""
         for signum in (signal.SIGCONT, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signum)
@@ -102,7 +102,7 @@ class Cluster:
         self.configure(**settings)
         self.processes: list[Process] = []
         self.enter: list[str] = []
-        """goes before every command: `SmallDisk.enter`"""
+        """prefix of every command: `SmallDisk.enter`"""
 
     def configure(self, **settings: Any) -> None:
         values: dict[str, Any] = {"run_dir": str(self.run_dir), "store": f"file://{self.store}"} | DEFAULTS
@@ -172,7 +172,7 @@ class Cluster:
         return audit(self.run_dir)
 
     def finish(self, orchestrator: Process, timeout_s: float = 60) -> dict[str, Any]:
-        """The run ends by itself, everything adds up, and nothing is left over."""
+        """Wait for the run to end, then check the audit and that nothing is left over."""
         assert orchestrator.wait(timeout_s) == 0, orchestrator.text[-3000:]
         assert_nothing_left(self)
         found = self.audit()

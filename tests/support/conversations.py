@@ -1,4 +1,4 @@
-"""A policy for tests: what it says is a pure function of the messages, and so are its tokens and routed rows."""
+"""A policy for tests: completions, tokens and routed rows are pure functions of the messages."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def answer_to(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def spoken(said: Sequence[str]) -> list[dict[str, Any]]:
-    """The conversation in which `said` is what the user says."""
+    """The conversation whose user messages are `said`."""
     messages: list[dict[str, Any]] = []
     for text in said:
         messages.append(user(text))
@@ -64,7 +64,7 @@ def turn_for(prepared: Prepared, messages: Sequence[dict[str, Any]], *, routed: 
 
 
 async def chat(session: Session, messages: Sequence[dict[str, Any]], *, agent: str = "", **more: Any) -> str:
-    """One turn as both doors make it."""
+    """Record one turn as the session server and the policy do."""
     with session.claim() as claim:
         prepared = session.prepare(claim, list(messages))
         turn = turn_for(prepared, messages, max_seq_len=session.settings.max_seq_len, **more)
@@ -74,7 +74,7 @@ async def chat(session: Session, messages: Sequence[dict[str, Any]], *, agent: s
 
 
 async def talk(session: Session, said: Sequence[str], *, after: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-    """The same, recorded."""
+    """Record a turn for every user message in `said`."""
     messages = list(after)
     for text in said:
         messages.append(user(text))

@@ -1,4 +1,4 @@
-"""Clients of an engine for tests: impatient, and checked to hold nothing in the end."""
+"""Engine clients for tests: short delays between retries, and a check that nothing is held at the end."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -19,6 +19,6 @@ def quick_engine(*urls: str, **changes: Any) -> Engine:
 
 
 def assert_idle(client: EngineClient) -> None:
-    """It holds nothing of anybody."""
+    """The client holds no bytes and has no request in flight."""
     assert (client.budget.used, client.budget.waiting) == (0, 0)
     assert all(replica.in_flight == 0 for replica in client.replicas.all)

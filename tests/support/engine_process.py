@@ -1,4 +1,4 @@
-"""Engines as processes of their own, and a client that shows the bytes they sent."""
+"""Engines as processes, and a client that shows the bytes they sent."""
 
 import http.client
 import json
@@ -26,7 +26,7 @@ ASK: dict[str, dict[str, Any]] = {
         "return_routed_experts": True,
     },
 }
-"""What a request says, in either dialect, to get all that is recorded."""
+"""Request fields that ask for everything that is recorded, by dialect."""
 
 
 class EngineProcess(Process):
@@ -36,7 +36,7 @@ class EngineProcess(Process):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Once it listens."""
+        """Waits until the engine listens."""
         found = wait_until(lambda: READY.search(self.text) or self.exit_code is not None, timeout_s=60)
         assert isinstance(found, re.Match), f"the engine ended:\n{self.text}"
         return found[1], int(found[2])
@@ -44,7 +44,7 @@ class EngineProcess(Process):
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(*self.address, timeout=30)
 
-    def ask(self, path: str, request: Any = None, *, method: str = "POST", **headers: str) -> tuple[int, bytes]:
+    def request(self, path: str, request: Any = None, *, method: str = "POST", **headers: str) -> tuple[int, bytes]:
         """Status and body; a request that is not bytes is sent as JSON."""
         body = request if isinstance(request, bytes) or request is None else json.dumps(request).encode()
         with closing(self.connect()) as connection:
@@ -53,7 +53,7 @@ class EngineProcess(Process):
             return response.status, response.read()
 
     def answer(self, path: str, request: Any, **headers: str) -> bytes:
-        status, body = self.ask(path, request, **headers)
+        status, body = self.request(path, request, **headers)
         assert status == 200, body
         return body
 

@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-# The libraries, and of our own modules those that read no settings when they are imported.
+# Libraries, and those of our modules that read no settings at import.
 PRELOADED = [
     "celery.bin.celery",
     "celery.apps.worker",
@@ -38,13 +38,13 @@ _context.set_forkserver_preload(PRELOADED)
 
 
 def is_program(command: list[str]) -> bool:
-    """Whether it can be forked: one of PROGRAMS, beside this interpreter."""
+    """Whether the command is one of PROGRAMS, installed beside this interpreter."""
     path = Path(command[0])
     return path.name in PROGRAMS and path.parent == Path(sys.executable).parent
 
 
 class Forked:
-    """As much of `subprocess.Popen` as tests need."""
+    """The part of `subprocess.Popen` that tests use."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path, directory: Path) -> None:
         self._process = _context.Process(target=_become, args=(command, environment, log, directory))
@@ -69,7 +69,8 @@ def _become(command: list[str], environment: dict[str, str], log: Path, director
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
     os.close(output)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # it ends with the server, which ends with us
+    # Ends with the fork server, which ends with this process.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.setsid()
     os.chdir(directory)
     os.environ.clear()
@@ -79,7 +80,7 @@ def _become(command: list[str], environment: dict[str, str], log: Path, director
     try:
         _run(Path(command[0]).name)
     finally:
-        threading._shutdown()  # type: ignore[attr-defined]  # as at the end of any program, which a fork leaves out
+        threading._shutdown()  # type: ignore[attr-defined]  # a forked process skips this at its exit
         atexit._run_exitfuncs()
 
 

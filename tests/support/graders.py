@@ -1,4 +1,4 @@
-"""Graders for tests, good and bad. They import little: every process that runs one imports this module."""
+"""Well-behaved and failing graders for tests. Imports are few: every grader process imports this module."""
 
 import contextlib
 import os
@@ -48,7 +48,7 @@ def catastrophic(answer: str) -> bool:
 
 
 def catastrophic_by_name(pid_file: str) -> bool:
-    """A thread of ours, or a signal's handler, would never come to its turn."""
+    """`re` holds the GIL: no other thread and no signal handler runs."""
     Path(pid_file).write_text(str(os.getpid()))
     return catastrophic("a" * 60 + "b")
 
@@ -90,7 +90,7 @@ def closes_everything(_: str) -> None:
 
 
 def answers_out_of_turn(_: str) -> float:
-    """As an answer could that is executed in the grader itself."""
+    """As code in an answer could do if the grader executed it."""
     for number in range(3, 20):
         with contextlib.suppress(OSError):
             os.write(number, b"[1]\n")

@@ -19,7 +19,7 @@ SAFE = b"!#$%&'()*+/=AZaz09"
 
 
 def mutated(response: dict[str, Any], rng: random.Random) -> bytes:
-    """One to three changes, most of them such that the body stays JSON."""
+    """Up to two changes of structure; the body stays JSON."""
     response = copy.deepcopy(response)
     for _ in range(rng.choice([0, 1, 1, 2])):
         mutate(response, rng)

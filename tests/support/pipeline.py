@@ -1,4 +1,4 @@
-"""A cluster with an engine and real stages, and a trainer that reads what comes out of it."""
+"""A cluster with an engine and real stages, and a trainer that reads the batches."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ class Pipeline:
         self.trainers: list[Process] = []
 
     def new_run(self, name: str, **settings: Any) -> None:
-        """Ends the processes of the last one. The store lies in the run directory, where a trainer looks for it."""
+        """End the processes of the last run. The store is in the run directory, where a trainer reads it by default."""
         cluster = self.cluster
         for process in cluster.processes:
             process.end()
@@ -44,7 +44,7 @@ class Pipeline:
         values = DEFAULTS | {"engine": engine} | self._settings
         for key, value in settings.items():
             values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
-        # A worker reads its configuration once: what the next run changes, it must be told before.
+        # Workers read their configuration at start: write it before they start.
         cluster.configure(**values)
 
     def trainer(self, *, resume_step: int = -1, hang_at: int = -1, checkpoint_every: int = 5) -> Process:
@@ -76,7 +76,7 @@ class Pipeline:
         return read_manifests(self.store)
 
     def finish(self, run: Process, *trainers: Process) -> dict[str, Any]:
-        """The run ends by itself, every trainer has read it to its end, all adds up, and every file has a name."""
+        """Wait for run and trainers to end, then check the audit and that every file is named by a manifest."""
         assert run.wait(90) == 0, run.text[-3000:]
         for trainer in trainers:
             assert trainer.wait(60) == 0, trainer.text[-3000:]
@@ -101,7 +101,7 @@ class Pipeline:
 
 
 def hashes(trainer: Process) -> dict[int, str]:
-    """step -> the hash of all that the trainer got of it."""
+    """step -> hash of the data that the trainer read"""
     lines = [json.loads(line) for line in trainer.text.splitlines() if line.startswith("{")]
     return {line["step"]: line["hash"] for line in lines if "step" in line}
 

@@ -1,4 +1,4 @@
-"""What the kernel says of processes."""
+"""State of processes, read from /proc."""
 
 import contextlib
 from pathlib import Path
@@ -12,7 +12,7 @@ def alive(pid: int) -> bool:
 
 
 def children() -> frozenset[int]:
-    """Of this process, whichever of its threads started them; also those that it has not waited for."""
+    """Children of this process, of all its threads, zombies included."""
     found: list[list[str]] = []
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(FileNotFoundError):  # a thread that ended meanwhile

@@ -1,18 +1,18 @@
-"""Session servers as processes of their own, an upstream that follows a script, and agents that show what they got."""
+"""Session servers as processes, an upstream with scripted responses, and agents that show what they received."""
 
 import http.client
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from support.cluster import Process
-from support.upstream import Message, ReceivedRequest, Response, Server, answer, serving, user
+from support.upstream import Message, ReceivedRequest, Respond, Response, Server, answer, serving, user
 from support.waiting import wait_until
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
@@ -22,7 +22,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Got:
+class HttpResponse:
     status: int
     headers: list[tuple[str, str]]
     body: bytes
@@ -37,7 +37,7 @@ class Got:
         return self.json["error"]
 
     @property
-    def said(self) -> str:
+    def content(self) -> str:
         return self.json["choices"][0]["message"]["content"]
 
     def all(self, name: str) -> list[str]:
@@ -55,7 +55,7 @@ class SessionsProcess(Process):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Once it listens."""
+        """Waits until the server listens."""
         found = wait_until(lambda: READY.search(self.text) or self.exit_code is not None, timeout_s=60)
         assert isinstance(found, re.Match), f"the session server ended:\n{self.text}"
         return found[1], int(found[2])
@@ -67,27 +67,29 @@ class SessionsProcess(Process):
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(*self.address, timeout=30)
 
-    def ask(self, method: str, path: str, request: Any = None, headers: dict[str, str] | None = None) -> Got:
+    def request(
+        self, method: str, path: str, request: Any = None, headers: dict[str, str] | None = None
+    ) -> HttpResponse:
         """A request that is not bytes is sent as JSON."""
         body = request if isinstance(request, bytes) or request is None else json.dumps(request).encode()
         with closing(self.connect()) as connection:
             connection.request(method, path, body, headers or {})
             response = connection.getresponse()
-            return Got(status=response.status, headers=response.getheaders(), body=response.read())
+            return HttpResponse(status=response.status, headers=response.getheaders(), body=response.read())
 
     def agent(self, **asked: Any) -> "Agent":
-        got = self.ask("POST", "/sessions", asked)
+        got = self.request("POST", "/sessions", asked)
         assert got.status == 200, got.body
         assert set(got.json) == {"session_id", "base_url", "secret"}
         return Agent(server=self, id=got.json["session_id"], secret=got.json["secret"], base_url=got.json["base_url"])
 
     def status(self) -> dict[str, Any]:
-        return self.ask("GET", "/status").json
+        return self.request("GET", "/status").json
 
 
 @dataclass(kw_only=True)
 class Agent:
-    """One session's client. `talk` keeps the conversation."""
+    """The client of one session. `talk` keeps the conversation."""
 
     server: SessionsProcess
     id: str
@@ -99,27 +101,27 @@ class Agent:
     def path(self) -> str:
         return f"/sessions/{self.id}"
 
-    def ask(self, method: str, path: str = "", request: Any = None, **headers: str) -> Got:
+    def request(self, method: str, path: str = "", request: Any = None, **headers: str) -> HttpResponse:
         given = {"Authorization": f"Bearer {self.secret}"}
         given |= {name.replace("_", "-"): text for name, text in headers.items()}
-        return self.server.ask(method, self.path + path, request, given)
+        return self.server.request(method, self.path + path, request, given)
 
-    def chat(self, messages: list[Message] | str, **fields: Any) -> Got:
+    def chat(self, messages: list[Message] | str, **fields: Any) -> HttpResponse:
         asked = [user(messages)] if isinstance(messages, str) else messages
-        return self.ask("POST", CHAT, {"messages": asked, **fields})
+        return self.request("POST", CHAT, {"messages": asked, **fields})
 
-    def talk(self, text: str) -> Got:
-        """Goes on with what was said so far; what is answered becomes part of it."""
+    def talk(self, text: str) -> HttpResponse:
+        """Append `text` to the conversation and send it; the completion is appended too."""
         got = self.chat([*self.messages, user(text)])
         assert got.status == 200, got.body
         self.messages += [user(text), got.json["choices"][0]["message"]]
         return got
 
     def turns(self) -> int:
-        return len(self.ask("GET").json["records"])
+        return len(self.request("GET").json["records"])
 
-    def assert_goes_on(self) -> None:
-        """The slot is free, and what comes is recorded."""
+    def assert_usable(self) -> None:
+        """The session accepts a chat and records it."""
         before = self.turns()
         assert self.chat("are you there?").status == 200
         assert self.turns() == before + 1
@@ -127,28 +129,26 @@ class Agent:
 
 @dataclass(kw_only=True)
 class Script:
-    """What the upstream says, by the last message; what is not scripted gets an answer."""
+    """Responses of the upstream by last message; other messages get a default response."""
 
     server: Server
-    says: dict[str, Callable[[ReceivedRequest], Response]] = field(
-        default_factory=dict[str, Callable[[ReceivedRequest], Response]]
-    )
+    responses: dict[str, Respond] = field(default_factory=dict[str, Respond])
     dialect: str = "vllm"
     routed: bool = True
 
     def respond(self, seen: ReceivedRequest) -> Response:
         if seen.path != CHAT:
             return Response(body=json.dumps({"path": seen.path, "method": seen.method}).encode(), headers=JSON)
-        scripted = self.says.get(str(seen.messages[-1].get("content")))
+        scripted = self.responses.get(str(seen.messages[-1].get("content")))
         return scripted(seen) if scripted else Response(body=self.body(seen), headers=JSON)
 
     def body(self, seen: ReceivedRequest) -> bytes:
         text = f"answer {len(seen.messages)} to {seen.messages[-1].get('content')}"
         return answer(seen, text, dialect=self.dialect, routed=self.routed)
 
-    def seen(self, text: str) -> list[ReceivedRequest]:
+    def received(self, text: str) -> list[ReceivedRequest]:
         """The chats that ended with `text`."""
-        chats = [seen for seen in self.server.seen if seen.path == CHAT]
+        chats = [seen for seen in self.server.received if seen.path == CHAT]
         return [seen for seen in chats if seen.messages[-1].get("content") == text]
 
 

@@ -30,7 +30,7 @@ class SmallDisk:
 
     @contextmanager
     def full(self, pid: int, folder: str) -> Iterator[None]:
-        """Not a byte more fits while this lasts."""
+        """Fill the disk for the duration of the block."""
         filler = self.inside / "filler"
         with filler.open("wb", buffering=0) as file:
             for block in (1 << 16, 1 << 12, 1):
@@ -52,7 +52,7 @@ class LimitedDirectory:
 
     @contextmanager
     def full(self, pid: int, folder: str) -> Iterator[None]:
-        """`pid` cannot let a file grow beyond the largest in `folder`; or the folder is none, if they are small."""
+        """Limit files of `pid` to the size of the largest in `folder`, or replace a folder of small files by a file."""
         place = self.directory / folder
         largest = max((path.stat().st_size for path in place.iterdir() if path.is_file()), default=0)
         with _limited(pid, largest) if largest > LARGE_BYTES else _no_folder(place):
@@ -98,7 +98,7 @@ def small_disk(directory: Path) -> Iterator[SmallDisk | LimitedDirectory]:
 
 
 def held(command: list[str]) -> subprocess.Popen[bytes] | None:
-    """A process that has made its mounts and keeps them; it ends with this one."""
+    """A process that holds the mount namespace; it ends with this one."""
     launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), "/usr/bin/env"]
     holder = subprocess.Popen([*launcher, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert holder.stdout is not None

@@ -1,4 +1,4 @@
-"""A command on a terminal of its own: what it writes, and keys to press."""
+"""A command on a pseudo-terminal: its output, and keys to send."""
 
 import fcntl
 import os
@@ -37,7 +37,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """All that was ever written, without colours and cursor movements."""
+        """All output without colours and cursor movements."""
         return CONTROL.sub("", self.raw)
 
     def press(self, keys: str) -> None:

@@ -1,4 +1,4 @@
-"""A small Hugging Face tokenizer's directory, trained here: byte-level BPE with the special tokens of ChatML."""
+"""Directory of a small Hugging Face tokenizer, trained here: byte-level BPE with the special tokens of ChatML."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ SENTENCES = [
 ]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 PLAIN = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-# As Qwen's: tools in the system message, an answer's thoughts only behind the last question.
+# Like Qwen's: tools in the system message, reasoning only after the last question.
 TEMPLATE = """
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}

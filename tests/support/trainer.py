@@ -1,8 +1,8 @@
-"""A trainer, as its author writes it, in an environment that has numpy and xxhash and nothing else.
+"""A trainer as a user would write it, in an environment that has numpy and xxhash and nothing else.
 
     python trainer.py RUN_DIR DATA_RANK DATA_RANKS RESUME_STEP [HANG_AT_STEP [CHECKPOINT_EVERY]]
 
-Prints a line of JSON for every step, with a hash of all that it got; at HANG_AT_STEP it stops in the middle of reading.
+Prints a line of JSON for every step, with a hash of all data; at HANG_AT_STEP it stops in the middle of reading.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""An inference server for tests, on a real socket and a loop of its own. What it says is a function of the request.
+"""An inference server for tests, on a real socket and a loop of its own. Its responses are a function of the request.
 
-Requests carry how often they were sent before (`X-Retry-Count`), so even a fault that passes is such a function.
+Requests carry how often they were sent before (`X-Retry-Count`), so even a transient fault is such a function.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from support.engine_responses import ResponseSpec, compact
 
 @dataclass(frozen=True, kw_only=True)
 class ReceivedRequest:
-    """A request."""
+    """A request as the server received it."""
 
     method: str
     path: str
@@ -38,7 +38,7 @@ class ReceivedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """What is sent back, or how it goes wrong."""
+    """A response, or how it fails."""
 
     body: bytes = b""
     status: int = 200
@@ -47,7 +47,7 @@ class Response:
     """the connection ends after that many bytes of the body; before its headers when negative"""
     hangs: bool = False
     waits_for: threading.Event | None = None
-    """nothing is said before it is set"""
+    """nothing is sent before it is set"""
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -56,15 +56,15 @@ Respond = Callable[[ReceivedRequest], Response]
 
 @dataclass(kw_only=True)
 class Server:
-    """Started by `serving`; may be stopped and started again at the same place."""
+    """Started by `serving`. Can be stopped and started again on the same port."""
 
     respond: Respond
     port: int = 0
-    seen: list[ReceivedRequest] = field(default_factory=list[ReceivedRequest])
+    received: list[ReceivedRequest] = field(default_factory=list[ReceivedRequest])
     answering: int = 0
     most_answering: int = 0
     unread_bytes: int = 0
-    """handed to the socket, of bodies that are not yet sent whole"""
+    """bytes written to the socket, of bodies that are not yet complete"""
     _loop: asyncio.AbstractEventLoop | None = None
     _stop: asyncio.Event | None = None
     _thread: threading.Thread | None = None
@@ -80,7 +80,7 @@ class Server:
         assert ready.wait(10)
 
     def stop(self) -> None:
-        """Breaks off what is being answered."""
+        """Breaks off responses in flight."""
         if self._thread and self._loop and self._stop:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(10)
@@ -104,15 +104,15 @@ class Server:
         headers = {**request.headers, "peer": str(request.transport.get_extra_info("peername"))}
         body = json.loads(await request.read() or b"null")
         seen = ReceivedRequest(method=request.method, path=request.path, body=body, headers=headers)
-        self.seen.append(seen)
+        self.received.append(seen)
         self.answering += 1
         self.most_answering = max(self.most_answering, self.answering)
         try:
-            return await self._say(request, self.respond(seen))
+            return await self._respond(request, self.respond(seen))
         finally:
             self.answering -= 1
 
-    async def _say(self, request: web.Request, says: Response) -> web.StreamResponse:
+    async def _respond(self, request: web.Request, says: Response) -> web.StreamResponse:
         assert request.transport is not None
         if says.hangs:
             await asyncio.Event().wait()
@@ -167,7 +167,7 @@ def spoken_ids(message: Message) -> list[int]:
 def answer(
     seen: ReceivedRequest, message: str | Message, *, dialect: str = "vllm", routed: bool = False, **changes: Any
 ) -> bytes:
-    """The body of an answer in which the policy says `message`."""
+    """The body of a response whose completion is `message`."""
     said = {"role": "assistant", "content": message} if isinstance(message, str) else message
     ids = seen.body["token_ids"] if dialect == "generate" else prompt_ids(seen.messages)
     completion = spoken_ids(said)

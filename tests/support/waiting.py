@@ -1,4 +1,4 @@
-"""Waiting for something to become true, instead of sleeping and hoping."""
+"""Wait for a condition with a deadline, instead of sleeping for a fixed time."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ def wait_until(predicate: Callable[[], T], *, timeout_s: float = 10.0, what: str
 async def wait_until_async(
     predicate: Callable[[], T] | Callable[[], Awaitable[T]], *, timeout_s: float = 10.0, what: str = ""
 ) -> T:
-    """The same beside a running loop; `predicate` may be a coroutine function."""
+    """The same on a running loop; `predicate` may be a coroutine function."""
     deadline = time.monotonic() + timeout_s
     while True:
         value = predicate()

@@ -37,13 +37,13 @@ def test_an_episode_returns_its_weighted_named_rewards_its_metrics_and_its_token
     assert result.experts
     columns = read_columns(Store(server.store), result.columns)
     assert bytes(columns.input_ids[columns.loss_mask == 1].tolist()) == b"answer 1 to answers"
-    request = script.seen("answers")[-1]
+    request = script.received("answers")[-1]
     assert request.body["model"] == "the-policy"
     assert "Authorization" not in request.headers, "the session's key must not reach the engine"
 
 
 def test_graders_that_use_signal_timeouts_work(played: Played, script: Script) -> None:
-    script.says["boxed"] = responding("so it is \\boxed{4}")
+    script.responses["boxed"] = responding("so it is \\boxed{4}")
     assert played("boxed").rewards["whole"] == 1.0
 
 
@@ -66,13 +66,13 @@ def test_a_setup_timeout_is_an_infrastructure_failure(played: Played) -> None:
 def test_an_engine_failure_is_an_infrastructure_failure_even_if_the_harness_ignores_it(
     played: Played, script: Script, trick: str
 ) -> None:
-    script.says[trick] = lambda seen: Response(status=500, body=b'{"error": "out of memory"}', headers=JSON)
+    script.responses[trick] = lambda seen: Response(status=500, body=b'{"error": "out of memory"}', headers=JSON)
     try:
         with pytest.raises(InfrastructureFailure, match=r"ProviderError: upstream 500: .*out of memory") as failure:
             played(trick)
         assert not isinstance(failure.value, EngineUnreachable)
     finally:
-        del script.says[trick]
+        del script.responses[trick]
 
 
 def test_an_unreachable_engine_is_reported_as_such(played: Played, script: Script) -> None:
@@ -99,11 +99,11 @@ def test_a_bug_of_the_environment_names_its_line(played: Played, trick: str, rea
 
 def test_a_limit_reached_by_the_policy_is_a_failure_of_the_policy(played: Played, script: Script) -> None:
     limit = b'{"error": {"message": "this model\'s maximum context length is 4096 tokens"}}'
-    script.says["answers"] = lambda seen: Response(status=400, body=limit, headers=JSON)
+    script.responses["answers"] = lambda seen: Response(status=400, body=limit, headers=JSON)
     try:
         result = played("answers")
     finally:
-        del script.says["answers"]
+        del script.responses["answers"]
     assert result.policy_error
     assert "maximum context length" in result.policy_error
 
@@ -111,7 +111,7 @@ def test_a_limit_reached_by_the_policy_is_a_failure_of_the_policy(played: Played
 def test_programs_of_a_harness_inherit_no_penstock_settings(played: Played, script: Script) -> None:
     assert "hunter2" in os.environ["PENSTOCK_REDIS_URL"]
     played("prints_environment")
-    (environment,) = {seen.messages[-1]["content"] for seen in script.server.seen if "PATH=" in str(seen.body)}
+    (environment,) = {seen.messages[-1]["content"] for seen in script.server.received if "PATH=" in str(seen.body)}
     assert "TRICKS_MARKS=" in environment
     assert "PENSTOCK" not in environment
     assert "hunter2" not in environment

@@ -69,7 +69,7 @@ def test_a_failed_request_is_retried(fault: Response) -> None:
                 response = await client.send(REQUEST, read_turn)
                 assert bytes(response.value.completion_ids.tolist()) == b"hello"
                 assert response.failures == 2
-                assert [seen.retry for seen in server.seen] == [0, 1, 2]
+                assert [seen.retry for seen in server.received] == [0, 1, 2]
 
     run(main)
 
@@ -82,7 +82,7 @@ def test_a_request_that_keeps_failing_is_an_infrastructure_failure(fault: Respon
                 with pytest.raises(InfrastructureFailure, match="failed 3 times at one request") as failure:
                     await client.send(REQUEST, read_turn)
                 assert not isinstance(failure.value, EngineUnreachable)
-                assert len(server.seen) == 3
+                assert len(server.received) == 3
 
     run(main)
 
@@ -159,7 +159,7 @@ def test_another_replica_is_used_if_one_is_unreachable_or_fails() -> None:
                 assert first.replica.url == good.url
                 for _ in range(5):
                     assert (await client.send(REQUEST, content_of, home=first.replica)).replica is first.replica
-                assert len(bad.seen) == 1
+                assert len(bad.received) == 1
 
     run(main)
 
@@ -181,7 +181,7 @@ def test_a_refused_request_is_not_retried(refusal: Response, failure: type[Excep
             async with client_of(server.url) as client:
                 with pytest.raises(failure, match=message):
                     await client.send(REQUEST, content_of)
-                assert len(server.seen) == 1
+                assert len(server.received) == 1
 
     run(main)
 
@@ -268,7 +268,7 @@ def test_a_connection_that_was_read_slowly_is_not_reused(
             async with client_of(server.url) as client:
                 for _ in range(2):
                     assert (await client.send(REQUEST, len)).value == MEGABYTE
-            assert len({seen.headers["peer"] for seen in server.seen}) == connections
+            assert len({seen.headers["peer"] for seen in server.received}) == connections
 
     run(main)
 
@@ -279,7 +279,7 @@ def test_connections_are_bounded_and_reused() -> None:
             async with client_of(server.url, connections=3) as client:
                 await asyncio.gather(*(client.send(REQUEST, content_of) for _ in range(20)))
             assert server.most_answering <= 3
-            assert len({seen.headers["peer"] for seen in server.seen}) <= 3
+            assert len({seen.headers["peer"] for seen in server.received}) <= 3
 
     run(main)
 
@@ -291,7 +291,7 @@ def test_a_large_request_arrives_complete() -> None:
         with serving(failing(1, FAULTS["a 500"])) as server:
             async with client_of(server.url) as client:
                 await client.send(request, content_of)
-            assert [seen.messages[0]["content"] == text for seen in server.seen] == [True, True]
+            assert [seen.messages[0]["content"] == text for seen in server.received] == [True, True]
 
     run(main)
 
@@ -301,7 +301,7 @@ def test_the_api_key_is_sent_as_a_bearer_token() -> None:
         with serving(hello) as server:
             async with client_of(server.url, api_key="hush") as client:
                 await client.send(REQUEST, content_of)
-            assert server.seen[0].headers["Authorization"] == "Bearer hush"
+            assert server.received[0].headers["Authorization"] == "Bearer hush"
 
     run(main)
 

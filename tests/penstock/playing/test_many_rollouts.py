@@ -113,8 +113,8 @@ def test_256_rollouts_at_once_share_a_client_and_leak_nothing(tmp_path: Path) ->
         assert len(results) >= rollouts - rollouts // 16
         assert files(tmp_path) == sorted(SEALED * len(results))
         for server in (one, other):
-            peers = {seen.headers["peer"] for seen in server.seen}
-            assert len(peers) < len(server.seen) / 2
+            peers = {seen.headers["peer"] for seen in server.received}
+            assert len(peers) < len(server.received) / 2
 
     run(main, concurrency=rollouts)
 
@@ -133,10 +133,10 @@ def test_rollouts_stay_on_their_replica(tmp_path: Path) -> None:
                 rollouts = asyncio.gather(
                     *(play(stage, TWO_TURNS, 0, attempt_of(f"r{number}")) for number in range(20))
                 )
-                await wait_until_async(lambda: len(one.seen) + len(other.seen) == 20)
+                await wait_until_async(lambda: len(one.received) + len(other.received) == 20)
                 all_asked.set()
                 await rollouts
-        sessions = [{seen.headers["X-Session-ID"] for seen in server.seen} for server in (one, other)]
+        sessions = [{seen.headers["X-Session-ID"] for seen in server.received} for server in (one, other)]
         assert not sessions[0] & sessions[1]
         assert [len(found) for found in sessions] == [10, 10]
 

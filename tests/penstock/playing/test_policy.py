@@ -101,10 +101,10 @@ def test_a_conversation_is_one_sample_of_the_tokens_of_the_engine(tmp_path: Path
         assert columns.input_ids.tolist() == prompt_ids(messages)[:-1]
         assert bytes(columns.input_ids[columns.loss_mask == 1].tolist()) == b"answer 1answer 3answer 5"
         assert orjson.loads(columns.conversation.tobytes())[0] == messages
-        assert [seen.messages for seen in server.seen] == [messages[:1], messages[:3], messages[:5]]
-        sent = server.seen[0].body
+        assert [seen.messages for seen in server.received] == [messages[:1], messages[:3], messages[:5]]
+        sent = server.received[0].body
         assert (sent["logprobs"], sent["return_token_ids"], sent["temperature"]) == (True, True, 1.0)
-        assert server.seen[0].headers["X-Session-ID"] == "r1.1"
+        assert server.received[0].headers["X-Session-ID"] == "r1.1"
         assert "seed" not in sent
 
     run(main)
@@ -129,8 +129,8 @@ def test_tool_calls_are_passed_on_and_recorded(tmp_path: Path) -> None:
                 last = await policy.chat([user("add"), first.message, *results])
                 assert (last.content, list(last.tool_calls)) == ("done", [])
                 assert (await session.seal()).sample_lengths == (session.token_ids().size,)
-        assert server.seen[0].body["tools"][0]["function"]["name"] == "add"
-        assert "tools" not in server.seen[1].body
+        assert server.received[0].body["tools"][0]["function"]["name"] == "add"
+        assert "tools" not in server.received[1].body
 
     run(main)
 
@@ -147,7 +147,7 @@ def test_a_malformed_tool_call_is_an_infrastructure_failure(tmp_path: Path, call
             async with recorded_policy(tmp_path, server.url, retries=1) as (policy, session):
                 with pytest.raises(InfrastructureFailure, match="tool call"):
                     await policy.chat([user("hello")])
-                assert (session.turns, len(server.seen)) == (0, 2)
+                assert (session.turns, len(server.received)) == (0, 2)
 
     run(main)
 
@@ -170,8 +170,8 @@ def test_agents_and_their_sampling_are_recorded(tmp_path: Path, caplog: pytest.L
         assert [turns.words["sampling"][index] for index in turns.sampling][1:3] == ["{}", '{"top_k":20,"top_p":0.9}']
         trained = [columns.loss_mask[columns.sample(sample)].any() for sample in range(4)]
         assert trained == [True, False, True, True]
-        assert "max_tokens" not in server.seen[1].body
-        assert (server.seen[0].body["max_tokens"], server.seen[0].body["min_tokens"]) == (50, 1)
+        assert "max_tokens" not in server.received[1].body
+        assert (server.received[0].body["max_tokens"], server.received[0].body["min_tokens"]) == (50, 1)
 
     with caplog.at_level(logging.WARNING):
         run(main)
@@ -186,7 +186,7 @@ def test_reserved_sampling_fields_are_refused(tmp_path: Path) -> None:
                     await policy.chat([user("hello")], n=2, logprobs=False)
                 with pytest.raises(BadRequest, match="not JSON-serializable"):
                     await policy.chat([user("hello")], logit_bias={1: object()})
-                assert not server.seen
+                assert not server.received
 
     run(main)
 
@@ -197,7 +197,7 @@ def test_seeds_differ_by_turn_and_repeat_in_the_next_attempt(tmp_path: Path) -> 
             for attempt in ("first", "second"):
                 async with recorded_policy(tmp_path / attempt, server.url, settings=Policy(seeded=True)) as (policy, _):
                     await conversation(policy, 3)
-            seeds = [seen.body["seed"] for seen in server.seen]
+            seeds = [seen.body["seed"] for seen in server.received]
             assert seeds[:3] == seeds[3:]
             assert len(set(seeds)) == 3
 
@@ -232,7 +232,7 @@ def test_a_completion_beyond_the_context_is_cut_and_ends_the_conversation(tmp_pa
                     await policy.chat([user("hello"), reply.message, user("and?")])
                 assert (await policy.chat([user("hello")])).truncated
                 assert (await session.seal()).sample_lengths == (40, 40)
-                assert len(server.seen) == 2
+                assert len(server.received) == 2
 
     run(main)
 
@@ -274,7 +274,7 @@ def test_a_rollout_stays_on_its_replica_and_records_its_version(tmp_path: Path) 
                     await conversation(RecordedPolicy(client, session, Policy(), dialect_of(client.settings)), 3)
                     sealed = await session.seal()
                     assert (sealed.version_first, sealed.version_last) == (3 + number, 3 + number)
-        assert (len(one.seen), len(other.seen)) == (3, 3)
+        assert (len(one.received), len(other.received)) == (3, 3)
 
     run(main)
 
@@ -300,7 +300,7 @@ def test_every_dialect_records_the_same_tokens_and_rows(tmp_path: Path, dialect:
         np.testing.assert_array_equal(out[:-1], rows_of(columns.input_ids.tolist()))
         assert len(result.sample_lengths) == 1
         assert (result.version_first, result.version_last) == ((7, 7) if dialect == "sglang" else (0, 0))
-        assert_request(dialect, server.seen[-1].body, columns.input_ids.size)
+        assert_request(dialect, server.received[-1].body, columns.input_ids.size)
 
     run(main)
 

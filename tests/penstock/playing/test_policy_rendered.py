@@ -98,7 +98,7 @@ def test_a_conversation_rendered_by_a_tokenizer_is_one_sample(tmp_path: Path, co
         between = "\n" if completion.endswith("<|im_end|>") else "<|im_end|>\n"
         assert text == between.join(question + completion for question in prompts)
         assert int(columns.loss_mask.sum()) == 3 * len(tokenize_with(directory)(completion))
-        assert {seen.body["model"] for seen in server.seen} == {"adapter-3"}
+        assert {seen.body["model"] for seen in server.received} == {"adapter-3"}
         assert "42" in messages[1]["content"] or messages[1]["content"] == "cut off"
 
     run(main)
@@ -134,9 +134,9 @@ def test_a_template_that_rewrites_history_starts_a_sample_with_all_rows(tmp_path
                 await conversation(policy, 3)
                 sealed = await session.seal()
         assert len(sealed.sample_lengths) == 3
-        assert [seen.body["sampling_params"]["routed_experts_prompt_start"] for seen in server.seen] == [0, 0, 0]
+        assert [seen.body["sampling_params"]["routed_experts_prompt_start"] for seen in server.received] == [0, 0, 0]
         assert np.sum(sealed.sample_lengths) == sum(
-            len(seen.body["token_ids"]) + len(tokenize_with(directory)("said")) for seen in server.seen
+            len(seen.body["token_ids"]) + len(tokenize_with(directory)("said")) for seen in server.received
         )
 
     run(main)

@@ -364,7 +364,7 @@ def test_the_example_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
                 results = [await play(stage, environment, index, attempt_of(f"r{index}")) for index in range(3)]
         assert [result.reward for result in results] == [1.0, 0.25, 0.0]
         assert [result.turns for result in results] == [1, 2, 2]
-        assert server.seen[-1].body["temperature"] == 0.7
+        assert server.received[-1].body["temperature"] == 0.7
 
     run(main)
 

@@ -132,7 +132,7 @@ DOORS = {"recorded": Plays, "agent": PlaysByUrl}
 @pytest.fixture(scope="module")
 def script() -> Iterator[Script]:
     with scripted() as script:
-        script.says["hang"] = lambda _: Response(hangs=True)
+        script.responses["hang"] = lambda _: Response(hangs=True)
         yield script
 
 

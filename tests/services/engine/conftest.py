@@ -1,4 +1,4 @@
-"""Engines that tests share: each started once, all of them at the same time."""
+"""Engines that all tests share, started once and in parallel."""
 
 from collections.abc import Iterator
 

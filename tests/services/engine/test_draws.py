@@ -1,4 +1,4 @@
-"""Chance without a generator's state, and the distributions that are drawn from."""
+"""Draws without generator state, and the distributions."""
 
 import statistics
 

@@ -1,4 +1,4 @@
-"""Routed experts from a table: the same row wherever it is asked for, in every form on the wire."""
+"""Routed experts from a table: a token has the same row in every request and every form."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What an engine answers, read by the library over a real socket."""
+"""The engine's responses, read by the library over a real socket."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def generate_request(prompt: Ids, **sampling: Any) -> dict[str, Any]:
 
 
 def seen(turn: Turn) -> dict[str, Any]:
-    """What a turn says, as far as every dialect says it."""
+    """The fields of a turn that every dialect carries."""
     assert turn.routes is not None
     return {
         "prompt": turn.prompt_ids.tolist(),

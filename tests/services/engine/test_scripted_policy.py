@@ -1,4 +1,4 @@
-"""The scripted policy and the questions of the built-in environments, in their words."""
+"""The scripted policy on the texts of the built-in environments."""
 
 import json
 from typing import Any

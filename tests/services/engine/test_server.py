@@ -1,4 +1,4 @@
-"""The server itself: what it listens on, what it refuses, how it fails when it is told to, how it ends."""
+"""The server: its address, refusals, injected failures, and its stop."""
 
 import http.client
 import json
@@ -18,8 +18,8 @@ HELLO = {"messages": [user("hi")]}
 
 
 def test_health_and_models(engine: EngineProcess) -> None:
-    assert engine.ask("/health", method="GET") == (200, b"")
-    status, body = engine.ask("/v1/models", method="GET")
+    assert engine.request("/health", method="GET") == (200, b"")
+    status, body = engine.request("/v1/models", method="GET")
     assert status == 200
     assert json.loads(body)["data"][0]["id"] == "scripted"
 
@@ -46,8 +46,8 @@ def test_responses_carry_the_published_version(tmp_path: Path) -> None:
         assert version() == 7
         engine.answer("/update_weights", None)
         assert version() == 8
-        assert json.loads(engine.ask("/weight_version", method="GET")[1]) == {"weight_version": 8}
-        assert engine.ask("/update_weights", {"weight_version": "new"})[0] == 400
+        assert json.loads(engine.request("/weight_version", method="GET")[1]) == {"weight_version": 8}
+        assert engine.request("/update_weights", {"weight_version": "new"})[0] == 400
         assert version() == 8
 
 
@@ -76,29 +76,29 @@ def test_responses_carry_the_published_version(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_request_is_refused_with_the_reason(engine: EngineProcess, path: str, request_: Any, why: str) -> None:
-    status, body = engine.ask(path, request_)
+    status, body = engine.request(path, request_)
     error = json.loads(body)["error"]
     assert (status, error["code"], error["type"]) == (400, 400, "BadRequestError")
     assert why in error["message"]
 
 
 def test_unknown_paths_and_large_bodies_are_refused(engine: EngineProcess) -> None:
-    assert engine.ask("/v1/nothing", {})[0] == 404
-    assert engine.ask(CHAT, method="GET")[0] == 405
-    status, body = engine.ask(CHAT, b" " * (17 * 2**20))
+    assert engine.request("/v1/nothing", {})[0] == 404
+    assert engine.request(CHAT, method="GET")[0] == 405
+    status, body = engine.request(CHAT, b" " * (17 * 2**20))
     assert (status, json.loads(body)["error"]["type"]) == (413, "RequestTooLargeError")
 
 
 def test_failures_are_repeatable_and_a_retry_may_succeed(tmp_path: Path) -> None:
     requests = [HELLO | {"seed": seed} for seed in range(40)]
     with running(tmp_path, "--failures", "error=0.5") as one, running(tmp_path, "--failures", "error=0.5") as other:
-        statuses = [one.ask(CHAT, request)[0] for request in requests]
+        statuses = [one.request(CHAT, request)[0] for request in requests]
         assert 8 < statuses.count(500) < 32
         assert set(statuses) == {200, 500}
-        assert [other.ask(CHAT, request)[0] for request in reversed(requests)] == statuses[::-1]
-        again = [one.ask(CHAT, request, X_Retry_Count="1")[0] for request in requests]
+        assert [other.request(CHAT, request)[0] for request in reversed(requests)] == statuses[::-1]
+        again = [one.request(CHAT, request, X_Retry_Count="1")[0] for request in requests]
         assert again != statuses
-        elsewhere = [one.ask(CHAT, request, X_Session_ID="r1.2")[0] for request in requests]
+        elsewhere = [one.request(CHAT, request, X_Session_ID="r1.2")[0] for request in requests]
         assert elsewhere != statuses
 
 
@@ -117,8 +117,8 @@ def test_the_library_refuses_every_malformed_body(tmp_path: Path, dialect: str) 
 def test_an_injected_disconnect_breaks_the_body(tmp_path: Path) -> None:
     with running(tmp_path, "--failures", "disconnect=1") as engine:
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
-            engine.ask(CHAT, HELLO)
-        assert engine.ask("/health", method="GET")[0] == 200
+            engine.request(CHAT, HELLO)
+        assert engine.request("/health", method="GET")[0] == 200
         assert "Traceback" not in engine.text
 
 
@@ -126,7 +126,7 @@ def test_a_hanging_request_delays_neither_other_requests_nor_the_stop(tmp_path: 
     with running(tmp_path, "--failures", "hang=1") as engine, closing(engine.connect()) as hanging:
         hanging.request("POST", CHAT, json.dumps(HELLO))
         for _ in range(20):
-            assert engine.ask("/health", method="GET")[0] == 200
+            assert engine.request("/health", method="GET")[0] == 200
         assert select([hanging.sock], [], [], 0)[0] == []
         engine.signal(signal.SIGTERM)
         assert engine.wait(20) == 0
@@ -137,7 +137,7 @@ def test_a_client_that_disconnects_is_not_an_error(tmp_path: Path) -> None:
         for _ in range(5):
             with closing(engine.connect()) as leaving:
                 leaving.request("POST", CHAT, json.dumps(HELLO))
-        assert engine.ask(CHAT, HELLO)[0] == 200
+        assert engine.request(CHAT, HELLO)[0] == 200
         engine.signal(signal.SIGTERM)
         assert engine.wait(20) == 0
         assert "Traceback" not in engine.text

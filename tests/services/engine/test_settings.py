@@ -1,4 +1,4 @@
-"""What an engine can be told, and what it is told when that is wrong."""
+"""Settings of an engine, and the errors for wrong ones."""
 
 import pytest
 

@@ -24,15 +24,15 @@ def strict(linear: SessionsProcess) -> Agent:
 
 
 def said(agent: Agent) -> list[str]:
-    """What the recorded answers are, without those that were discarded."""
-    return [record["response"]["choices"][0]["message"]["content"] for record in agent.ask("GET").json["records"]]
+    """The recorded completions, without discarded ones."""
+    return [record["response"]["choices"][0]["message"]["content"] for record in agent.request("GET").json["records"]]
 
 
 def test_a_continued_conversation_is_one_sample(strict: Agent) -> None:
     for text in ("one", "two", "three"):
         strict.talk(text)
     assert said(strict) == ["answer 1 to one", "answer 3 to two", "answer 5 to three"]
-    assert len(strict.ask("POST", "/seal").json["sample_lengths"]) == 1
+    assert len(strict.request("POST", "/seal").json["sample_lengths"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -52,19 +52,19 @@ def test_a_changed_history_is_refused_without_side_effects(
     strict.talk("one")
     strict.talk("two")
     strict.talk("three")
-    before, heard = strict.ask("GET").body, len(script.server.seen)
+    before, heard = strict.request("GET").body, len(script.server.received)
     past = [*strict.messages]
     past[1] = {**past[1], **changed}
     got = strict.chat([*past, user("four")])
     assert got.status == 400
     assert "at most one generated message may be discarded" in got.error
-    assert strict.ask("GET").body == before
-    assert len(script.server.seen) == heard
+    assert strict.request("GET").body == before
+    assert len(script.server.received) == heard
     strict.talk("four")
 
 
 def test_empty_fields_of_a_message_are_ignored(strict: Agent, script: Script) -> None:
-    script.says["call"] = lambda seen: Response(body=answer(seen, calling(tool_call("add", {"a": 1}))))
+    script.responses["call"] = lambda seen: Response(body=answer(seen, calling(tool_call("add", {"a": 1}))))
     strict.talk("call")
     for nothing in (None, "", []):
         echo = {
@@ -92,25 +92,25 @@ def test_one_completion_may_be_discarded(strict: Agent) -> None:
     strict.talk("two")
     again = [*strict.messages[:2], user("two, again")]
     got = strict.chat(again)
-    assert got.said == "answer 3 to two, again"
+    assert got.content == "answer 3 to two, again"
     assert said(strict) == ["answer 1 to one", "answer 3 to two, again"]
-    got = strict.chat([*strict.messages, user("the discarded one goes on")])
+    got = strict.chat([*strict.messages, user("after the discarded completion")])
     assert got.status == 400
     again += [got_message(strict), user("three")]
     assert strict.chat(again).status == 200
     got = strict.chat([user("one, again")])
     assert (got.status, "at most one" in got.error) == (400, True)
     assert len(said(strict)) == 3
-    assert len(strict.ask("POST", "/seal").json["sample_lengths"]) == 2
+    assert len(strict.request("POST", "/seal").json["sample_lengths"]) == 2
 
 
 def got_message(agent: Agent) -> Any:
-    return agent.ask("GET").json["records"][-1]["response"]["choices"][0]["message"]
+    return agent.request("GET").json["records"][-1]["response"]["choices"][0]["message"]
 
 
 def test_a_clients_retry_is_not_refused(strict: Agent) -> None:
     for _ in range(3):
-        assert strict.chat("one").said == "answer 1 to one"
+        assert strict.chat("one").content == "answer 1 to one"
     assert said(strict) == ["answer 1 to one"]
     strict.messages = [user("one"), got_message(strict)]
     strict.talk("two")
@@ -126,14 +126,14 @@ def test_turns_are_limited(strict: Agent) -> None:
         400,
         "turn limit: the session has its 8 turns; seal it, or raise policy.max_turns",
     )
-    assert strict.ask("POST", "/seal").json["turns"] == 8
+    assert strict.request("POST", "/seal").json["turns"] == 8
 
 
 def test_a_context_that_is_full_ends_the_conversation(strict: Agent) -> None:
     strict.talk("x" * 390)
     got = strict.chat([*strict.messages, user("and?")])
     assert (got.status, got.error) == (400, "the conversation has reached max_seq_len (400): end it here")
-    sealed = strict.ask("POST", "/seal").json
+    sealed = strict.request("POST", "/seal").json
     assert (sealed["truncated"], sealed["sample_lengths"]) == (True, [400])
 
 
@@ -151,7 +151,7 @@ def test_in_mode_open_a_conversation_may_diverge(free: SessionsProcess) -> None:
     assert agent.chat([{"role": "system", "content": "compacted"}, user("three")]).status == 200
     agent.talk("three")
     assert len(said(agent)) == 5
-    assert len(agent.ask("POST", "/seal").json["sample_lengths"]) == 3
+    assert len(agent.request("POST", "/seal").json["sample_lengths"]) == 3
 
 
 def test_samples_are_limited(free: SessionsProcess) -> None:
@@ -160,12 +160,12 @@ def test_samples_are_limited(free: SessionsProcess) -> None:
         assert agent.chat(f"another {number}").status == 200
     got = agent.chat("one too many")
     assert (got.status, "5 samples are allowed" in got.error) == (400, True)
-    assert agent.ask("POST", "/seal").json["turns"] == 5
+    assert agent.request("POST", "/seal").json["turns"] == 5
 
 
 def test_sampling_is_recorded_with_the_turns(linear: SessionsProcess, strict: Agent) -> None:
     strict.chat("plain")
     strict.chat("plain", temperature=0, top_p=0.5, top_k=None)
-    columns = read_columns(Store(linear.store), BlobRef(**strict.ask("POST", "/seal").json["columns"]))
+    columns = read_columns(Store(linear.store), BlobRef(**strict.request("POST", "/seal").json["columns"]))
     assert columns.turns.temperature.tolist() == [1.0, 0.0]
     assert [columns.turns.words["sampling"][word] for word in columns.turns.sampling] == ["{}", '{"top_p":0.5}']

@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a chat, nothing of it is recorded, the slot is free and the next chat is answered."""
+"""A failed chat records nothing and releases its claim: the next chat is answered."""
 
 import json
 import signal
@@ -42,12 +42,12 @@ HELLO = {"messages": [user("hello")]}
     ],
 )
 def test_a_bad_request_never_reaches_the_engine(agent: Agent, script: Script, body: Any, why: str) -> None:
-    before = len(script.server.seen)
-    got = agent.ask("POST", CHAT, body)
+    before = len(script.server.received)
+    got = agent.request("POST", CHAT, body)
     assert got.status == 400
     assert why in got.error
-    assert len(script.server.seen) == before
-    agent.assert_goes_on()
+    assert len(script.server.received) == before
+    agent.assert_usable()
 
 
 @pytest.mark.parametrize("status", [201, 204, 301, 400, 404, 422, 429, 500, 503])
@@ -55,12 +55,12 @@ def test_a_bad_request_never_reaches_the_engine(agent: Agent, script: Script, bo
 def test_a_status_other_than_200_is_forwarded(agent: Agent, script: Script, status: int, stream: bool) -> None:
     body = b"" if status == 204 else b'{"error":{"message":"no","code":%d}}' % status
     headers = {"Content-Type": "application/json", "Retry-After": "7", "Location": "http://elsewhere/"}
-    script.says["refuse"] = lambda _: Response(status=status, body=body, headers=headers)
+    script.responses["refuse"] = lambda _: Response(status=status, body=body, headers=headers)
     got = agent.chat("refuse", stream=stream)
     assert (got.status, got.body) == (status, body)
     assert (got.all("retry-after"), got.all("content-type")) == (["7"], ["application/json"])
     assert agent.turns() == 0
-    agent.assert_goes_on()
+    agent.assert_usable()
 
 
 @pytest.mark.parametrize(
@@ -75,34 +75,34 @@ def test_a_status_other_than_200_is_forwarded(agent: Agent, script: Script, stat
     ids=["before its headers", "before its body", "in its body", "in its chunks", "in another encoding"],
 )
 def test_a_broken_off_response_is_502_and_releases_the_claim(agent: Agent, script: Script, says: Response) -> None:
-    script.says["break off"] = lambda _: says
+    script.responses["break off"] = lambda _: says
     got = agent.chat("break off")
     assert got.status == 502
     assert "the engine broke off its response" in got.error
     assert agent.turns() == 0
-    agent.assert_goes_on()
+    agent.assert_usable()
 
 
 def test_an_unreachable_engine_is_502(agent: Agent, script: Script) -> None:
     agent.talk("hello")
     script.server.stop()
     try:
-        got = agent.chat("anybody?")
+        got = agent.chat("hello?")
         assert got.status == 502
         assert "the engine cannot be reached" in got.error
-        assert agent.ask("GET", "/v1/models").status == 502
+        assert agent.request("GET", "/v1/models").status == 502
     finally:
         script.server.start()
-    agent.assert_goes_on()
+    agent.assert_usable()
 
 
 def test_a_response_without_choices_is_502(agent: Agent, script: Script) -> None:
-    script.says["lie"] = lambda seen: Response(body=answer(seen, "x", choices=[]))
+    script.responses["lie"] = lambda seen: Response(body=answer(seen, "x", choices=[]))
     for stream in (False, True):
         got = agent.chat("lie", stream=stream)
         assert (got.status, got.error) == (502, "the engine answered with 0 choices: exactly one can be recorded")
     assert agent.turns() == 0
-    agent.assert_goes_on()
+    agent.assert_usable()
 
 
 def test_rows_of_another_shape_are_502(agent: Agent, script: Script) -> None:
@@ -114,34 +114,34 @@ def test_rows_of_another_shape_are_502(agent: Agent, script: Script) -> None:
         routed["shape"] = [routed["shape"][0], routed["shape"][1] * routed["shape"][2], 1]
         return Response(body=json.dumps(reply).encode())
 
-    script.says["other rows"] = other_rows
+    script.responses["other rows"] = other_rows
     got = agent.chat([*agent.messages, user("other rows")])
     assert got.status == 502
     assert "layers" in got.error
-    agent.talk("goes on")
-    assert agent.ask("POST", "/seal").status == 200
+    agent.talk("next")
+    assert agent.request("POST", "/seal").status == 200
 
 
 def test_a_turn_is_recorded_although_its_client_disconnects(agent: Agent, script: Script) -> None:
     answered = threading.Event()
-    script.says["bye"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
+    script.responses["bye"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
     with closing(agent.server.connect()) as leaving:
         leaving.request("POST", agent.path + CHAT, json.dumps({"messages": [user("bye")]}))
-        wait_until(lambda: script.seen("bye"))
+        wait_until(lambda: script.received("bye"))
     assert agent.turns() == 0
     answered.set()
     wait_until(lambda: agent.turns() == 1)
-    agent.assert_goes_on()
+    agent.assert_usable()
 
 
 def test_a_client_that_disconnects_before_its_body_releases_the_claim(agent: Agent, script: Script) -> None:
-    before = len(script.server.seen)
+    before = len(script.server.received)
     with socket.create_connection(agent.server.address) as client:
         client.sendall(f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
         wait_until(lambda: agent.chat("busy?").status == 409)
     wait_until(lambda: agent.chat("free?").status == 200)
-    assert [seen.messages[-1]["content"] for seen in script.server.seen[before:]] == ["free?"]
-    agent.assert_goes_on()
+    assert [seen.messages[-1]["content"] for seen in script.server.received[before:]] == ["free?"]
+    agent.assert_usable()
 
 
 def test_a_body_that_cannot_be_read_is_400(agent: Agent) -> None:
@@ -149,8 +149,8 @@ def test_a_body_that_cannot_be_read_is_400(agent: Agent) -> None:
         head = f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         client.sendall(head.encode() + b"5\r\nhello\r\nnot a length\r\n")
         assert b" 400 Bad Request" in client.recv(1000)
-    assert agent.ask("POST", CHAT, b"no gzip", Content_Encoding="gzip").status == 400
-    agent.assert_goes_on()
+    assert agent.request("POST", CHAT, b"no gzip", Content_Encoding="gzip").status == 400
+    agent.assert_usable()
 
 
 def test_a_failed_write_is_500_and_the_session_stays_usable(agent: Agent) -> None:
@@ -161,41 +161,41 @@ def test_a_failed_write_is_500_and_the_session_stays_usable(agent: Agent) -> Non
     assert got.status == 500
     assert "cannot write" in got.error
     log.with_name("elsewhere").rename(log)
-    agent.assert_goes_on()
+    agent.assert_usable()
     assert agent.turns() == 2
 
 
 def test_a_stopping_server_finishes_chats_and_keeps_their_turns(script: Script, tmp_path: Path) -> None:
     answered = threading.Event()
-    script.says["stopping"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
+    script.responses["stopping"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
     with running(tmp_path, script.server.url, sessions__drain_s="20") as process:
         agent, port = process.agent(), str(process.address[1])
         with closing(process.connect()) as connection:
             connection.request("POST", agent.path + CHAT, json.dumps({"messages": [user("stopping")]}))
-            wait_until(lambda: script.seen("stopping"))
+            wait_until(lambda: script.received("stopping"))
             process.signal(signal.SIGTERM)
             wait_until(lambda: refuses(process))
             answered.set()
             assert connection.getresponse().status == 200
         assert process.wait() == 0
-    cancelled(script, tmp_path, agent, port)
+    assert_cancelled_after_drain(script, tmp_path, agent, port)
 
 
-def cancelled(script: Script, directory: Path, agent: Agent, port: str) -> None:
-    """A chat for which there is no time left is given up; the session has all its other turns after a restart."""
-    script.says["hang"] = lambda _: Response(hangs=True)
+def assert_cancelled_after_drain(script: Script, directory: Path, agent: Agent, port: str) -> None:
+    """A chat that exceeds drain_s is cancelled; after a restart the session has all its other turns."""
+    script.responses["hang"] = lambda _: Response(hangs=True)
     with running(directory, script.server.url, "--port", port, sessions__drain_s="0.1") as process:
         agent.server = process
         assert agent.turns() == 1
         with closing(process.connect()) as connection:
             connection.request("POST", agent.path + CHAT, json.dumps({"messages": [user("hang")]}))
-            wait_until(lambda: script.seen("hang"))
+            wait_until(lambda: script.received("hang"))
             process.signal(signal.SIGTERM)
             assert process.wait() == 0
     with running(directory, script.server.url, "--port", port) as process:
         agent.server = process
         assert agent.turns() == 1
-        agent.assert_goes_on()
+        agent.assert_usable()
 
 
 def refuses(process: SessionsProcess) -> bool:

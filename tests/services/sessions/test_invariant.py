@@ -1,4 +1,4 @@
-"""What is seen from inside only: the server runs in this process, on a socket, so that a test reaches in."""
+"""Internals of the session server, which runs in this process so that a test can reach them."""
 
 import asyncio
 import json
@@ -64,7 +64,7 @@ def test_a_turn_added_during_a_chat_is_a_logged_500(tmp_path: Path, caplog: pyte
             assert (await ask(http, chat, {"messages": [user("one")]}))[0] == 200
             answered.clear()
             under_way = asyncio.create_task(ask(http, chat, {"messages": [user("two")]}))
-            await wait_until_async(lambda: len(upstream.seen) == 2)
+            await wait_until_async(lambda: len(upstream.received) == 2)
             session = (await table.find(created["session_id"])).session
             assert session is not None
             turns = session._samples.turns  # pyright: ignore[reportPrivateUsage]

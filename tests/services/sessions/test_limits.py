@@ -30,7 +30,7 @@ def small(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def assert_expired(agent: Agent) -> None:
     for method, path in [("GET", ""), ("DELETE", ""), ("POST", "/seal"), ("POST", CHAT), ("GET", "/v1/models")]:
-        got = agent.ask(method, path)
+        got = agent.request(method, path)
         assert (got.status, got.error) == (410, f"session expired: session_id={agent.id}")
     wait_until(lambda: not list(agent.server.store.rglob(agent.id)))
 
@@ -39,15 +39,15 @@ def test_an_idle_session_expires_and_its_files_are_removed(tight: SessionsProces
     abandoned, used, sealed = tight.agent(), tight.agent(), tight.agent()
     abandoned.talk("hello")
     sealed.talk("hello")
-    files = sealed.ask("POST", "/seal").json
+    files = sealed.request("POST", "/seal").json
     before = tight.status()["counts"]["expired"]
     wait_until(
-        lambda: used.ask("GET").status == 200 and tight.status()["counts"]["expired"] >= before + 2, timeout_s=20
+        lambda: used.request("GET").status == 200 and tight.status()["counts"]["expired"] >= before + 2, timeout_s=20
     )
     assert_expired(abandoned)
     assert used.talk("and still").status == 200
-    assert sealed.ask("POST", "/seal").status == 410
-    assert (tight.store / files["columns"]["key"]).exists(), "sealed files belong to the rollout"
+    assert sealed.request("POST", "/seal").status == 410
+    assert (tight.store / files["columns"]["key"]).exists(), "sealed files stay"
     assert tight.status()["sessions"]["gone"] >= 2
 
 
@@ -62,13 +62,13 @@ def test_a_session_over_session_bytes_expires(small: SessionsProcess) -> None:
 
 
 def test_sessions_beyond_max_sessions_are_refused(tight: SessionsProcess) -> None:
-    got = [tight.ask("POST", "/sessions", {}) for _ in range(41)]
+    got = [tight.request("POST", "/sessions", {}) for _ in range(41)]
     refused = [each for each in got if each.status != 200]
     assert {each.status for each in refused} == {503}
     assert "raise sessions.max_sessions" in refused[0].error
     for each in got:
         if each.status == 200:
-            tight.ask("DELETE", f"/sessions/{each.json['session_id']}")
+            tight.request("DELETE", f"/sessions/{each.json['session_id']}")
     assert tight.agent().talk("room again").status == 200
 
 
@@ -101,7 +101,7 @@ def test_clients_that_do_not_read_delay_no_others(small: SessionsProcess) -> Non
                 f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
             )
             wait_until(lambda agent=agent: agent.turns() == 1)
-            agent.assert_goes_on()
+            agent.assert_usable()
 
 
 def test_chats_wait_for_the_byte_budget_and_all_are_answered(small: SessionsProcess) -> None:
@@ -114,4 +114,4 @@ def test_chats_wait_for_the_byte_budget_and_all_are_answered(small: SessionsProc
     got = agents[0].chat("x" * 15_000)
     assert got.status == 502
     assert "raise engine.received_bytes" in got.error
-    agents[0].assert_goes_on()
+    agents[0].assert_usable()

@@ -1,4 +1,4 @@
-"""The library's table of malformed answers, over HTTP: 502, nothing recorded, the next chat is answered."""
+"""The table of malformed responses over HTTP: 502, nothing recorded, the next chat is answered."""
 
 import json
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 def body_of(case: Malformed) -> bytes:
-    """SGLang repeats the prompt's ids when it is asked to."""
+    """SGLang repeats the prompt's ids on request."""
     if case.dialect == "vllm":
         return case.body
     reply = json.loads(case.body)
@@ -39,7 +39,7 @@ def body_of(case: Malformed) -> bytes:
 def test_a_malformed_response_is_502_and_records_nothing(servers: Servers, case: Malformed) -> None:
     server, script = servers[case.dialect]
     agent = server.agent()
-    script.says["malformed"] = lambda _: Response(body=body_of(case))
+    script.responses["malformed"] = lambda _: Response(body=body_of(case))
     got = agent.chat("malformed")
     assert got.status == 502
     assert case.message in got.error

@@ -1,4 +1,4 @@
-"""What agents are written with: the `openai` package, unchanged, against the real server."""
+"""The `openai` package, unchanged, against the real server."""
 
 import asyncio
 import threading
@@ -43,7 +43,7 @@ def test_the_sdk_holds_a_conversation(agent: Agent) -> None:
             assert got.choices[0].finish_reason == "stop"
             messages.append(got.choices[0].message)
         assert [message.content for message in messages[1::2]] == ["answer 1 to one", "answer 3 to two"]
-    assert len(agent.ask("POST", "/seal").json["sample_lengths"]) == 1
+    assert len(agent.request("POST", "/seal").json["sample_lengths"]) == 1
 
 
 def test_many_asynchronous_clients_at_once(sessions: SessionsProcess) -> None:
@@ -74,7 +74,7 @@ def test_the_sdk_streams(agent: Agent) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_sdk_calls_tools(agent: Agent, script: Script, stream: bool) -> None:
-    script.says["add"] = lambda seen: Response(
+    script.responses["add"] = lambda seen: Response(
         body=answer(seen, calling(tool_call("add", {"a": 1}, id="c1"), tool_call("add", {"a": 2}, id="c2")))
     )
     messages: Any = [{"role": "user", "content": "add"}]
@@ -111,9 +111,9 @@ def test_the_sdk_retries_transient_failures(agent: Agent, script: Script) -> Non
             return Response(breaks_off_at=-1)
         return Response(body=script.body(seen))
 
-    script.says["twice"] = twice
+    script.responses["twice"] = twice
     assert ask(agent, "twice", max_retries=2) == "answer 1 to twice"
-    assert (len(script.seen("twice")), agent.turns()) == (3, 1)
+    assert (len(script.received("twice")), agent.turns()) == (3, 1)
 
 
 def test_errors_become_the_exceptions_of_the_sdk(agent: Agent, sessions: SessionsProcess, script: Script) -> None:
@@ -124,16 +124,18 @@ def test_errors_become_the_exceptions_of_the_sdk(agent: Agent, sessions: Session
         (429, openai.RateLimitError),
         (500, openai.InternalServerError),
     ]:
-        script.says["refuse"] = lambda _, status=status: Response(status=status, body=b'{"error":{"message":"no"}}')
+        script.responses["refuse"] = lambda _, status=status: Response(
+            status=status, body=b'{"error":{"message":"no"}}'
+        )
         with pytest.raises(kind, match="no"):
             ask(agent, "refuse")
-    script.says["lie"] = lambda _: Response(body=b"{}")
+    script.responses["lie"] = lambda _: Response(body=b"{}")
     assert "the engine's response is malformed" in refused(openai.InternalServerError, agent, "lie")
     assert "messages[0] has content that is not text" in refused(openai.BadRequestError, agent, [{"type": "image_url"}])
     agent.secret = "wrong"
     assert "secret is required" in refused(openai.AuthenticationError, agent, "hello")
     gone = sessions.agent()
-    gone.ask("DELETE")
+    gone.request("DELETE")
     assert "session not found" in refused(openai.NotFoundError, gone, "hello")
 
 
@@ -147,10 +149,10 @@ def refused(kind: type[openai.APIStatusError], agent: Agent, content: Any) -> st
 
 def test_a_busy_session_is_a_conflict(agent: Agent, script: Script) -> None:
     answered = threading.Event()
-    script.says["slow"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
+    script.responses["slow"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, agent, "slow")
-        wait_until(lambda: script.seen("slow"))
+        wait_until(lambda: script.received("slow"))
         try:
             assert "in-flight chat completion" in refused(openai.ConflictError, agent, "second")
         finally:
@@ -160,7 +162,7 @@ def test_a_busy_session_is_a_conflict(agent: Agent, script: Script) -> None:
 
 def test_a_client_that_times_out_can_send_again(agent: Agent, script: Script) -> None:
     answered = threading.Event()
-    script.says["patience"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
+    script.responses["patience"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
     with pytest.raises(openai.APITimeoutError):
         ask(agent, "patience", timeout=0.2)
     answered.set()

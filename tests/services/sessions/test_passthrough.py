@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.conversations import LAYERS, TOPK, rows_of
 from support.engine_responses import compact, routed
-from support.session_process import Agent, Got, Script, SessionsProcess, running
+from support.session_process import Agent, HttpResponse, Script, SessionsProcess, running
 from support.upstream import ReceivedRequest, Response, answer, calling, prompt_ids, spoken_ids, tool_call, user
 
 from penstock.store import BlobRef, Store
@@ -15,7 +15,7 @@ from penstock.store.columns import read_columns
 from penstock.store.experts import Experts
 
 LONG = 'Grüße \\ "quoted" \U0001f600 ' * 100
-"""With its logprobs half a megabyte: read in a thread."""
+"""Half a megabyte with its logprobs: read in a thread."""
 
 
 def spaced(reply: Any) -> bytes:
@@ -29,27 +29,27 @@ def reordered(reply: Any) -> bytes:
     return compact({**reply, "choices": [choice]})
 
 
-WAYS: dict[str, Callable[[Any], bytes]] = {"compact": compact, "spaced": spaced, "reordered": reordered}
+SPELLINGS: dict[str, Callable[[Any], bytes]] = {"compact": compact, "spaced": spaced, "reordered": reordered}
 
 
 @pytest.mark.parametrize("form", ["object", "npy", "lists"])
 @pytest.mark.parametrize("text", ["short", LONG], ids=["short", "long"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("spelling", SPELLINGS)
 def test_the_client_gets_the_engines_bytes_without_the_routed_experts(
-    agent: Agent, script: Script, form: str, text: str, way: str
+    agent: Agent, script: Script, form: str, text: str, spelling: str
 ) -> None:
     def says(seen: ReceivedRequest, cut: bool = False) -> Response:
         reply = json.loads(answer(seen, f"{text} {len(seen.messages)}", routed=True))
         rows = rows_of([*reply["prompt_token_ids"], *reply["choices"][0]["token_ids"]])
         reply["choices"][0]["routed_experts"] = None if cut else routed(rows, form)
-        return Response(body=WAYS[way](reply))
+        return Response(body=SPELLINGS[spelling](reply))
 
-    script.says["fidelity"] = says
+    script.responses["fidelity"] = says
     for _ in range(2):
         got = agent.talk("fidelity")
-        assert got.body == says(script.seen("fidelity")[-1], cut=True).body
-    assert [record["response"] for record in agent.ask("GET").json["records"]][-1] == got.json
-    sealed = agent.ask("POST", "/seal").json
+        assert got.body == says(script.received("fidelity")[-1], cut=True).body
+    assert [record["response"] for record in agent.request("GET").json["records"]][-1] == got.json
+    sealed = agent.request("POST", "/seal").json
     columns = read_columns(Store(agent.server.store), BlobRef(**sealed["columns"]))
     assert columns.input_ids.tolist() == prompt_ids(agent.messages)[:-1]
     experts = Experts(Store(agent.server.store), BlobRef(**sealed["experts"]))
@@ -65,9 +65,9 @@ def test_hop_by_hop_headers_of_the_engine_are_stripped(agent: Agent, script: Scr
         headers |= {"Connection": "X-Hop"}
         return Response(body=gzip.compress(script.body(seen)), chunked=True, headers=headers)
 
-    script.says["zipped"] = says
+    script.responses["zipped"] = says
     got = agent.chat("zipped")
-    assert (got.status, got.said) == (200, "answer 1 to zipped")
+    assert (got.status, got.content) == (200, "answer 1 to zipped")
     assert (got.all("x-request-id"), got.all("vary")) == (["42"], ["Origin"])
     assert got.all("content-type") == ["application/json; charset=utf-8"]
     assert got.all("content-length") == [str(len(got.body))]
@@ -81,8 +81,8 @@ def test_hop_by_hop_headers_of_the_engine_are_stripped(agent: Agent, script: Scr
 def test_the_engine_gets_the_clients_headers_without_the_secret(agent: Agent, script: Script) -> None:
     body = gzip.compress(json.dumps({"messages": [user("headers")]}).encode())
     headers = {"X_Trace": "7", "Accept": "text/plain", "Accept_Encoding": "gzip, br, zstd", "Content_Encoding": "gzip"}
-    assert agent.ask("POST", "/v1/chat/completions", body, **headers, Connection="X-Hop", X_Hop="1").status == 200
-    seen = script.seen("headers")[-1]
+    assert agent.request("POST", "/v1/chat/completions", body, **headers, Connection="X-Hop", X_Hop="1").status == 200
+    seen = script.received("headers")[-1]
     heard = {name.lower(): value for name, value in seen.headers.items()}
     assert (heard["x-trace"], heard["accept"], heard["accept-encoding"]) == ("7", "text/plain", "identity")
     assert heard["host"] == script.server.url.removeprefix("http://")
@@ -93,13 +93,13 @@ def test_the_engine_gets_the_clients_headers_without_the_secret(agent: Agent, sc
 
 
 def test_another_key_is_forwarded_to_the_engine(agent: Agent, script: Script) -> None:
-    agent.ask("POST", "/v1/chat/completions", {"messages": [user("key")]}, Authorization="Bearer sk-other")
-    assert script.seen("key")[-1].headers["Authorization"] == "Bearer sk-other"
+    agent.request("POST", "/v1/chat/completions", {"messages": [user("key")]}, Authorization="Bearer sk-other")
+    assert script.received("key")[-1].headers["Authorization"] == "Bearer sk-other"
 
 
 @pytest.fixture(scope="module")
 def guarded(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionsProcess]:
-    """Open to other hosts, with a key of its own for the engine."""
+    """Listens on all addresses, with engine.api_key set."""
     directory = tmp_path_factory.mktemp("guarded")
     arguments = ["--host", "0.0.0.0", "--proxy-allow", "/v1/embeddings, /tokenize", "--instance-id", "ab" * 16]
     with running(directory, script.server.url, *arguments, engine__api_key="sk-ours") as process:
@@ -108,32 +108,32 @@ def guarded(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def test_other_hosts_need_the_secret(guarded: SessionsProcess, script: Script) -> None:
     agent, other = guarded.agent(), guarded.agent()
-    assert guarded.ask("GET", "/health").json["session_server_instance_id"] == "ab" * 16
+    assert guarded.request("GET", "/health").json["session_server_instance_id"] == "ab" * 16
     wrong = [{}, {"Authorization": "Bearer "}, {"Authorization": agent.secret}, {"Authorization": "Basic x"}]
     wrong += [{"Authorization": f"Bearer {other.secret}"}, {"Authorization": f"Bearer {agent.secret}x"}]
     paths = [("GET", ""), ("DELETE", ""), ("POST", "/seal"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models")]
     for headers in wrong:
         for method, path in paths:
-            got = guarded.ask(method, agent.path + path, None, headers)
+            got = guarded.request(method, agent.path + path, None, headers)
             assert got.status == 401
             assert "secret is required" in got.error
     assert agent.chat("with the secret").status == 200
-    assert script.seen("with the secret")[-1].headers["Authorization"] == "Bearer sk-ours"
+    assert script.received("with the secret")[-1].headers["Authorization"] == "Bearer sk-ours"
     assert agent.secret not in guarded.text
 
 
 def test_allowed_paths_are_proxied_unchanged(guarded: SessionsProcess, script: Script) -> None:
     agent = guarded.agent()
-    got = agent.ask("POST", "/v1/embeddings?a=%2F&b", {"input": "x"}, X_Own="1")
+    got = agent.request("POST", "/v1/embeddings?a=%2F&b", {"input": "x"}, X_Own="1")
     assert got.json == {"path": "/v1/embeddings", "method": "POST"}
-    seen = script.server.seen[-1]
+    seen = script.server.received[-1]
     assert (seen.body, seen.headers["X-Own"], seen.headers["Authorization"]) == ({"input": "x"}, "1", "Bearer sk-ours")
-    assert agent.ask("GET", "/tokenize").status == 200
-    assert agent.ask("GET", "/detokenize").status == 404
+    assert agent.request("GET", "/tokenize").status == 200
+    assert agent.request("GET", "/detokenize").status == 404
     assert agent.turns() == 0
 
 
-def events(got: Got) -> list[Any]:
+def events(got: HttpResponse) -> list[Any]:
     assert got.all("content-type") == ["text/event-stream; charset=utf-8"]
     *chunks, end, rest = got.body.decode().split("\n\n")
     assert (end, rest) == ("data: [DONE]", "")
@@ -142,7 +142,7 @@ def events(got: Got) -> list[Any]:
 
 def test_a_stream_is_one_chunk_and_done(agent: Agent, script: Script) -> None:
     (chunk,) = events(agent.chat("streamed", stream=True, stream_options={"include_usage": True}))
-    asked = script.seen("streamed")[-1]
+    asked = script.received("streamed")[-1]
     assert not {"stream", "stream_options"} & asked.body.keys()
     whole = json.loads(script.body(asked))
     assert (chunk["object"], chunk["id"], chunk["model"]) == ("chat.completion.chunk", whole["id"], whole["model"])
@@ -151,27 +151,25 @@ def test_a_stream_is_one_chunk_and_done(agent: Agent, script: Script) -> None:
     assert chunk["choices"] == [{"index": 0, "delta": delta, "finish_reason": "stop"}]
     (chunk,) = events(agent.chat("streamed", stream=True, logprobs=True))
     assert chunk["choices"][0]["logprobs"] == whole["choices"][0]["logprobs"]
-    records = agent.ask("GET").json["records"]
+    records = agent.request("GET").json["records"]
     assert len(records) == 2
     assert records[0]["response"]["choices"][0]["message"] == whole["choices"][0]["message"]
 
 
 def test_streamed_tool_calls_carry_an_index(agent: Agent, script: Script) -> None:
     calls = [tool_call("add", {"a": 1}, id="c1"), tool_call("add", {"a": 2}, id="c2")]
-    script.says["call"] = lambda seen: Response(body=answer(seen, calling(*calls)))
+    script.responses["call"] = lambda seen: Response(body=answer(seen, calling(*calls)))
     (chunk,) = events(agent.chat("call", stream=True))
     delta = chunk["choices"][0]["delta"]
     assert delta["tool_calls"] == [{"index": 0, **calls[0]}, {"index": 1, **calls[1]}]
     assert "content" not in delta
     told = [user("call"), calling(*calls), {"role": "tool", "tool_call_id": "c1", "content": "2"}]
     assert agent.chat(told).status == 200
-    sealed = agent.ask("POST", "/seal").json
+    sealed = agent.request("POST", "/seal").json
     assert sealed["sample_lengths"] == [len(prompt_ids(told)) + len(spoken_ids({"content": "answer 3 to 2"}))]
 
 
 def test_large_responses_are_read_in_a_thread_and_not_kept(agent: Agent, script: Script) -> None:
-    """Read in a thread, and not kept."""
-
     def says(seen: ReceivedRequest) -> Response:
         reply = json.loads(answer(seen, "large"))
         tokens = len(reply["prompt_token_ids"]) + len(reply["choices"][0]["token_ids"])
@@ -179,8 +177,8 @@ def test_large_responses_are_read_in_a_thread_and_not_kept(agent: Agent, script:
         reply["choices"][0]["routed_experts"] = routed(rows, "object")
         return Response(body=compact(reply))
 
-    script.says["many rows"] = says
+    script.responses["many rows"] = says
     got = agent.talk("many rows")
-    assert len(says(script.seen("many rows")[-1]).body) > 2_000_000 > 1000 * len(got.body)
+    assert len(says(script.received("many rows")[-1]).body) > 2_000_000 > 1000 * len(got.body)
     assert agent.server.status()["retained_bytes"] < 1_000_000
-    assert agent.ask("POST", "/seal").json["experts"]["size"] > 1_500_000
+    assert agent.request("POST", "/seal").json["experts"]["size"] > 1_500_000

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-from support.session_process import CHAT, Agent, Got, Script, SessionsProcess
+from support.session_process import CHAT, Agent, HttpResponse, Script, SessionsProcess
 from support.upstream import Response
 from support.waiting import wait_until
 
@@ -14,14 +14,14 @@ BUSY = "session already has an in-flight chat completion"
 
 
 @contextmanager
-def in_flight(agent: Agent, script: Script, text: str) -> Iterator[tuple[Future[Got], threading.Event]]:
-    """A chat that the upstream has heard of and does not answer until told to."""
+def in_flight(agent: Agent, script: Script, text: str) -> Iterator[tuple[Future[HttpResponse], threading.Event]]:
+    """A chat that the upstream has received and answers when the event is set."""
     answered = threading.Event()
-    script.says[text] = lambda seen: Response(body=script.body(seen), waits_for=answered)
+    script.responses[text] = lambda seen: Response(body=script.body(seen), waits_for=answered)
     with ThreadPoolExecutor(1) as pool:
         chat = pool.submit(agent.chat, text)
         try:
-            wait_until(lambda: script.seen(text))
+            wait_until(lambda: script.received(text))
             yield chat, answered
         finally:
             answered.set()
@@ -35,13 +35,13 @@ def test_a_second_chat_is_refused_at_once_and_not_sent(agent: Agent, sessions: S
             client.sendall(f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n".encode())
             assert client.recv(1000).startswith(b"HTTP/1.1 409 ")
         assert not chat.done()
-        assert agent.ask("POST", "/seal").status == 409
-        assert sessions.agent().chat("of another session").status == 200
-        assert agent.ask("GET").json["records"] == []
+        assert agent.request("POST", "/seal").status == 409
+        assert sessions.agent().chat("another session").status == 200
+        assert agent.request("GET").json["records"] == []
         answered.set()
         assert chat.result().status == 200
-    assert not script.seen("second")
-    agent.assert_goes_on()
+    assert not script.received("second")
+    agent.assert_usable()
 
 
 def test_a_chat_in_a_deleted_session_is_answered_but_not_recorded(
@@ -49,18 +49,18 @@ def test_a_chat_in_a_deleted_session_is_answered_but_not_recorded(
 ) -> None:
     before = sessions.status()["chats"]["recorded"]
     with in_flight(agent, script, "deleted meanwhile") as (chat, answered):
-        assert agent.ask("DELETE").status == 204
+        assert agent.request("DELETE").status == 204
         got = agent.chat("closing beats busy")
         assert (got.status, got.error) == (404, f"session not found: session_id={agent.id}")
-        assert agent.ask("DELETE").status == 404
+        assert agent.request("DELETE").status == 404
         answered.set()
-        assert chat.result().said.endswith("deleted meanwhile")
+        assert chat.result().content.endswith("deleted meanwhile")
     assert sessions.status()["chats"]["recorded"] == before
     assert not list(sessions.store.rglob(agent.id))
-    assert not script.seen("closing beats busy")
+    assert not script.received("closing beats busy")
 
 
-def together(*calls: Callable[[], Got]) -> list[Got]:
+def together(*calls: Callable[[], HttpResponse]) -> list[HttpResponse]:
     with ThreadPoolExecutor(len(calls)) as pool:
         return [call.result() for call in [pool.submit(call) for call in calls]]
 
@@ -69,7 +69,7 @@ def test_one_of_many_deletes_succeeds(sessions: SessionsProcess) -> None:
     for _ in range(5):
         agent = sessions.agent()
         agent.talk("hello")
-        statuses = [got.status for got in together(*[lambda agent=agent: agent.ask("DELETE")] * 8)]
+        statuses = [got.status for got in together(*[lambda agent=agent: agent.request("DELETE")] * 8)]
         assert sorted(statuses) == [204] + [404] * 7
 
 
@@ -77,7 +77,7 @@ def test_concurrent_chats_are_serialized_or_refused(agent: Agent, script: Script
     got = together(*[lambda number=number: agent.chat(f"at once {number}") for number in range(8)])
     statuses = [each.status for each in got]
     assert set(statuses) <= {200, 409}
-    assert agent.turns() == statuses.count(200) == sum(len(script.seen(f"at once {number}")) for number in range(8))
+    assert agent.turns() == statuses.count(200) == sum(len(script.received(f"at once {number}")) for number in range(8))
 
 
 def test_a_chat_or_seal_beside_a_delete_is_complete_or_refused(sessions: SessionsProcess) -> None:
@@ -86,8 +86,8 @@ def test_a_chat_or_seal_beside_a_delete_is_complete_or_refused(sessions: Session
         agent.talk("hello")
         chat, seal, delete = together(
             lambda agent=agent: agent.chat("again"),
-            lambda agent=agent: agent.ask("POST", "/seal"),
-            lambda agent=agent: agent.ask("DELETE"),
+            lambda agent=agent: agent.request("POST", "/seal"),
+            lambda agent=agent: agent.request("DELETE"),
         )
         assert chat.status in (200, 404, 409)
         assert (delete.status, seal.status in (200, 404, 409)) == (204, True)
@@ -101,7 +101,7 @@ def test_many_sessions_can_be_created_and_deleted_concurrently(sessions: Session
     def live(number: int) -> list[int]:
         agent = sessions.agent()
         first, second = agent.chat(f"life {number}"), agent.chat(f"and {number}")
-        return [first.status, second.status, agent.ask("DELETE").status, agent.ask("DELETE").status]
+        return [first.status, second.status, agent.request("DELETE").status, agent.request("DELETE").status]
 
     before = sessions.status()["sessions"]["open"]
     with ThreadPoolExecutor(8) as pool:
@@ -113,5 +113,5 @@ def test_a_slow_chat_delays_no_other_session(sessions: SessionsProcess, script: 
     with in_flight(sessions.agent(), script, "very slow"):
         others = [sessions.agent() for _ in range(4)]
         chats = together(*[lambda agent=agent: agent.chat("quick") for agent in others])
-        health = together(*[lambda: sessions.ask("GET", "/health")] * 4)
+        health = together(*[lambda: sessions.request("GET", "/health")] * 4)
         assert {got.status for got in chats + health} == {200}

@@ -1,4 +1,4 @@
-"""What lies on disk: several servers in one store, and what a killed one leaves."""
+"""Files of session servers: several servers in one store, and the leftovers of a killed one."""
 
 from pathlib import Path
 
@@ -18,14 +18,14 @@ def test_a_killed_server_affects_only_its_own_sessions(script: Script, tmp_path:
         mine.talk("hello")
         others.talk("hello")
         port = str(one.address[1])
-        assert others.server.ask("GET", mine.path).status == 404, "a client keeps the URL that it was given"
+        assert others.server.request("GET", mine.path).status == 404, "a client keeps the URL that it was given"
         one.kill()
         others.talk("and")
         with running(tmp_path, backend, "--port", port) as again:
             mine.server = again
             mine.talk("and")
             assert again.status()["counts"]["recovered"] == 1
-            first, second = (agent.ask("POST", "/seal").json for agent in (mine, others))
+            first, second = (agent.request("POST", "/seal").json for agent in (mine, others))
             assert first["sample_lengths"] == second["sample_lengths"]
             assert first["columns"]["key"] != second["columns"]["key"]
 
@@ -49,7 +49,7 @@ def test_a_restart_removes_unfinished_files_and_expires_unreadable_sessions(scri
         sealed, broken, whole = (process.agent() for _ in range(3))
         for agent in (sealed, broken, whole):
             agent.talk("hello")
-        files = sealed.ask("POST", "/seal").json
+        files = sealed.request("POST", "/seal").json
         process.kill()
         directory = process.store / "sessions" / ("ef" * 16)
         log = directory / broken.id / ".columns.safetensors.log"
@@ -61,12 +61,12 @@ def test_a_restart_removes_unfinished_files_and_expires_unreadable_sessions(scri
         for agent in (sealed, broken, whole):
             agent.server = again
         assert again.status()["sessions"]["open"] == 2
-        assert (broken.ask("GET").status, sealed.ask("GET").status, whole.turns()) == (410, 404, 1)
+        assert (broken.request("GET").status, sealed.request("GET").status, whole.turns()) == (410, 404, 1)
         assert {path.name for path in directory.iterdir()} >= {sealed.id, whole.id}
         assert not list(directory.rglob("*.half"))
         assert not (directory / ("0" * 32)).exists()
         assert (process.store / files["columns"]["key"]).exists()
-        whole.assert_goes_on()
+        whole.assert_usable()
 
 
 def test_a_secret_survives_a_restart_and_is_never_stored(script: Script, tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_a_secret_survives_a_restart_and_is_never_stored(script: Script, tmp_pat
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and agent.secret.encode() in path.read_bytes()]
     with running(tmp_path, script.server.url, *arguments) as again:
         agent.server = deleted.server = again
-        assert deleted.ask("DELETE").status == 204
+        assert deleted.request("DELETE").status == 204
         assert not list(again.store.rglob(deleted.id))
-        assert again.ask("GET", agent.path).status == 401
+        assert again.request("GET", agent.path).status == 401
         assert agent.chat("defaults").status == 200
-        assert script.seen("defaults")[-1].body["temperature"] == 0.25
+        assert script.received("defaults")[-1].body["temperature"] == 0.25

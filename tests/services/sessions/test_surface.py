@@ -18,7 +18,7 @@ HUGE = b" " * (17 << 20)
 
 
 def test_health_names_the_process(sessions: SessionsProcess) -> None:
-    first, second = (sessions.ask("GET", "/health") for _ in range(2))
+    first, second = (sessions.request("GET", "/health") for _ in range(2))
     assert (first.status, first.json["status"]) == (200, "ok")
     assert first.json.keys() == {"status", "session_server_instance_id"}
     assert ID.fullmatch(first.json["session_server_instance_id"])
@@ -30,7 +30,7 @@ def test_a_session_has_a_url_of_its_own(sessions: SessionsProcess) -> None:
     assert ID.fullmatch(one.id)
     assert one.base_url == f"{sessions.url}/sessions/{one.id}/v1"
     assert len({one.id, other.id, one.secret, other.secret}) == 4
-    shown = other.ask("GET").json
+    shown = other.request("GET").json
     assert shown.keys() == {"session_id", "records", "metadata"}
     assert (shown["session_id"], shown["records"]) == (other.id, [])
     assert shown["metadata"]["accumulated_token_ids"] == []
@@ -39,12 +39,12 @@ def test_a_session_has_a_url_of_its_own(sessions: SessionsProcess) -> None:
 
 def test_a_record_holds_the_request_and_the_response(agent: Agent, script: Script) -> None:
     got = agent.talk("hello")
-    assert got.said == "answer 1 to hello"
-    shown = agent.ask("GET").json
+    assert got.content == "answer 1 to hello"
+    shown = agent.request("GET").json
     (record,) = shown["records"]
     assert record.keys() == {"timestamp", "method", "path", "status_code", "request", "response"}
     assert (record["method"], record["path"], record["status_code"]) == ("POST", CHAT, 200)
-    assert record["request"] == script.seen("hello")[-1].body
+    assert record["request"] == script.received("hello")[-1].body
     assert record["response"] == got.json
     assert shown["metadata"]["accumulated_token_ids"] == prompt_ids(agent.messages)[:-1]
 
@@ -53,55 +53,55 @@ def test_other_fields_and_defaults_reach_the_engine(sessions: SessionsProcess, s
     agent = sessions.agent(sampling={"temperature": 0.7, "top_p": 0.9, "max_tokens": 7})
     tools = [{"type": "function", "function": {"name": "add"}}]
     agent.chat("forced", logprobs=False, return_token_ids=False, top_p=1, tools=tools, stream_options={})
-    asked = script.seen("forced")[-1].body
+    asked = script.received("forced")[-1].body
     assert (asked["logprobs"], asked["return_token_ids"]) == (True, True)
     assert (asked["temperature"], asked["top_p"], asked["max_tokens"], asked["tools"]) == (0.7, 1, 7, tools)
     assert "stream_options" not in asked
     assert asked["model"] == "policy"
     agent.chat("named", model="adapter-1")
-    assert script.seen("named")[-1].body["model"] == "adapter-1"
+    assert script.received("named")[-1].body["model"] == "adapter-1"
 
 
 def test_sealing_returns_the_files_of_the_rollout(sessions: SessionsProcess) -> None:
     agent = sessions.agent(rollout="r7", attempt=2, sampling={"temperature": 0.5}, policy_version=4)
     agent.talk("one")
     agent.talk("two")
-    sealed = agent.ask("POST", "/seal")
+    sealed = agent.request("POST", "/seal")
     assert sealed.status == 200
-    assert agent.ask("POST", "/seal").json == sealed.json
+    assert agent.request("POST", "/seal").json == sealed.json
     columns = read_columns(Store(sessions.store), BlobRef(**sealed.json["columns"]))
     assert (columns.rollout, columns.attempt, columns.turns.temperature.tolist()) == ("r7", 2, [0.5, 0.5])
     assert columns.input_ids.tolist() == prompt_ids(agent.messages)[:-1]
     assert sealed.json["sample_lengths"] == [columns.input_ids.size]
     assert (sealed.json["version_first"], sealed.json["version_last"]) == (4, 4)
     assert Store(sessions.store).open(BlobRef(**sealed.json["experts"])).size
-    for got in (agent.chat("three"), agent.ask("GET")):
+    for got in (agent.chat("three"), agent.request("GET")):
         assert (got.status, got.error) == (404, f"session not found: session_id={agent.id}")
-    assert agent.ask("DELETE").status == 204
+    assert agent.request("DELETE").status == 204
     assert Store(sessions.store).open(BlobRef(**sealed.json["columns"])).size, "sealed files outlive their session"
 
 
 def test_a_failed_rollout_is_sealed_with_its_loss_masked(agent: Agent, sessions: SessionsProcess) -> None:
     agent.talk("one")
-    sealed = agent.ask("POST", "/seal", {"error": "out of time"}).json
+    sealed = agent.request("POST", "/seal", {"error": "out of time"}).json
     columns = read_columns(Store(sessions.store), BlobRef(**sealed["columns"]))
     assert (columns.error, columns.loss_mask.any()) == ("out of time", False)
 
 
 def test_sealing_a_session_without_turns_is_refused(agent: Agent) -> None:
-    got = agent.ask("POST", "/seal")
+    got = agent.request("POST", "/seal")
     assert (got.status, got.error) == (422, f"session {agent.id} recorded no turn: there is nothing to train on")
-    agent.assert_goes_on()
+    agent.assert_usable()
 
 
 def test_deleting_removes_the_session_and_its_files(agent: Agent, sessions: SessionsProcess) -> None:
     agent.talk("hello")
     files = next(sessions.store.rglob(agent.id))
-    got = agent.ask("DELETE")
+    got = agent.request("DELETE")
     assert (got.status, got.body) == (204, b"")
     assert not files.exists()
     for method, path in [("GET", ""), ("DELETE", ""), ("POST", "/seal"), ("POST", CHAT), ("GET", "/v1/models")]:
-        got = agent.ask(method, path, {} if method == "POST" else None)
+        got = agent.request(method, path, {} if method == "POST" else None)
         assert (got.status, got.error) == (404, f"session not found: session_id={agent.id}")
 
 
@@ -110,8 +110,8 @@ def test_deleting_removes_the_session_and_its_files(agent: Agent, sessions: Sess
     ["/", "/v1/models", "/sessions/../sessions", "/sessions/" + "0" * 32, "/sessions/x/v1/models", "/health/", "/seal"],
 )
 def test_other_paths_are_not_found(sessions: SessionsProcess, path: str) -> None:
-    assert sessions.ask("GET", path).status == 404
-    assert sessions.ask("POST", path, {}).status == 404
+    assert sessions.request("GET", path).status == 404
+    assert sessions.request("POST", path, {}).status == 404
 
 
 @pytest.mark.parametrize(
@@ -120,15 +120,15 @@ def test_other_paths_are_not_found(sessions: SessionsProcess, path: str) -> None
      "/v1/models/../../flush_cache", "/v1/models%2f..%2fsleep", "//v1/models", "/v1/models/x", "/generate", "/health"],
 )  # fmt: skip
 def test_an_agent_reaches_no_other_path_of_the_engine(agent: Agent, script: Script, path: str) -> None:
-    before = len(script.server.seen)
+    before = len(script.server.received)
     for method in ("GET", "POST", "PUT", "DELETE"):
-        assert agent.ask(method, path, b"").status == 404
-    assert len(script.server.seen) == before
+        assert agent.request(method, path, b"").status == 404
+    assert len(script.server.received) == before
 
 
 def test_models_are_read_from_the_engine(agent: Agent) -> None:
-    assert agent.ask("GET", "/v1/models?x=1").json == {"path": "/v1/models", "method": "GET"}
-    assert agent.ask("POST", "/v1/models", {}).status == 404
+    assert agent.request("GET", "/v1/models?x=1").json == {"path": "/v1/models", "method": "GET"}
+    assert agent.request("POST", "/v1/models", {}).status == 404
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_models_are_read_from_the_engine(agent: Agent) -> None:
     ],
 )
 def test_an_invalid_session_request_is_refused(sessions: SessionsProcess, body: object, why: str) -> None:
-    got = sessions.ask("POST", "/sessions", body)
+    got = sessions.request("POST", "/sessions", body)
     assert got.status == 400
     assert why in got.error
 
@@ -155,24 +155,24 @@ def test_an_invalid_session_request_is_refused(sessions: SessionsProcess, body: 
 def test_a_rollout_name_cannot_escape_the_store(sessions: SessionsProcess) -> None:
     agent = sessions.agent(rollout="../../../outside")
     agent.talk("hello")
-    assert agent.ask("POST", "/seal").status == 200
+    assert agent.request("POST", "/seal").status == 200
     assert {path.name for path in sessions.store.iterdir()} == {"sessions"}
     assert not list(sessions.store.parent.rglob("*outside*"))
 
 
 def test_bodies_and_heads_are_limited(agent: Agent, sessions: SessionsProcess, script: Script) -> None:
-    before = len(script.server.seen)
+    before = len(script.server.received)
     for path in (agent.path + CHAT, "/sessions"):
-        got = sessions.ask("POST", path, HUGE)
+        got = sessions.request("POST", path, HUGE)
         assert got.status == 413
         assert "more than 16777216 bytes" in got.error
-    got = sessions.ask("POST", agent.path + CHAT, b"", {"Transfer-Encoding": "identity", "X-Long": "x" * 20_000})
+    got = sessions.request("POST", agent.path + CHAT, b"", {"Transfer-Encoding": "identity", "X-Long": "x" * 20_000})
     assert got.status == 431
     assert "the request's head is too large: send fewer or shorter headers" in got.error
-    assert sessions.ask("GET", "/" + "x" * 20_000).status == 431
-    assert sessions.ask("GET", "/health", None, {f"X-{number}": "x" for number in range(200)}).status == 431
-    assert len(script.server.seen) == before
-    agent.assert_goes_on()
+    assert sessions.request("GET", "/" + "x" * 20_000).status == 431
+    assert sessions.request("GET", "/health", None, {f"X-{number}": "x" for number in range(200)}).status == 431
+    assert len(script.server.received) == before
+    agent.assert_usable()
 
 
 def test_a_chunked_body_is_limited_while_it_is_received(agent: Agent, sessions: SessionsProcess) -> None:
@@ -182,7 +182,7 @@ def test_a_chunked_body_is_limited_while_it_is_received(agent: Agent, sessions: 
         for _ in range(17):
             client.sendall(piece)
         assert client.recv(1000).startswith(b"HTTP/1.1 413 ")
-    agent.assert_goes_on()
+    agent.assert_usable()
 
 
 def test_malformed_http_gets_400(sessions: SessionsProcess) -> None:
@@ -217,7 +217,7 @@ def test_the_status_shows_usage_and_limits(agent: Agent, sessions: SessionsProce
     assert status["sessions"]["open"] >= 1
     assert status["answers_bytes"]["used"] == status["requests_bytes"]["used"] == 0
     assert status["loop_lag"]["samples"] > 0
-    agent.ask("DELETE")
+    agent.request("DELETE")
     assert sessions.status()["retained_bytes"] == before["retained_bytes"]
 
 

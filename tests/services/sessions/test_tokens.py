@@ -39,15 +39,15 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionsProcess
 def test_recorded_tokens_are_sent_as_history(tokens: SessionsProcess) -> None:
     agent = tokens.agent()
     for number, text in enumerate(["What is 3 + 4?", "And what is 10 - 2?", "Thanks."]):
-        before = agent.ask("GET").json["metadata"]["accumulated_token_ids"]
+        before = agent.request("GET").json["metadata"]["accumulated_token_ids"]
         agent.talk(text)
-        shown = agent.ask("GET").json
+        shown = agent.request("GET").json
         request = shown["records"][-1]["request"]
         assert request["input_ids"][: len(before)] == before
         assert request["routed_experts_start_len"] == max(0, len(before) - 1)
         assert shown["metadata"]["accumulated_token_ids"][: len(request["input_ids"])] == request["input_ids"]
         assert (shown["metadata"]["mode"], shown["metadata"]["turns"]) == ("linear", number + 1)
-    sealed = agent.ask("POST", "/seal").json
+    sealed = agent.request("POST", "/seal").json
     columns = read_columns(Store(tokens.store), BlobRef(**sealed["columns"]))
     assert sealed["sample_lengths"] == [columns.input_ids.size]
     out = np.empty((columns.input_ids.size, SHAPE.layers, SHAPE.topk), np.int16)
@@ -58,19 +58,19 @@ def test_recorded_tokens_are_sent_as_history(tokens: SessionsProcess) -> None:
 def test_going_back_reuses_the_shared_tokens(tokens: SessionsProcess) -> None:
     agent = tokens.agent()
     agent.talk("one")
-    shared = agent.ask("GET").json["metadata"]["accumulated_token_ids"]
+    shared = agent.request("GET").json["metadata"]["accumulated_token_ids"]
     agent.talk("two")
     assert agent.chat([*agent.messages[:2], user("two, again")]).status == 200
-    request = agent.ask("GET").json["records"][-1]["request"]
+    request = agent.request("GET").json["records"][-1]["request"]
     assert request["input_ids"][: len(shared)] == shared
-    assert len(agent.ask("POST", "/seal").json["sample_lengths"]) == 2
+    assert len(agent.request("POST", "/seal").json["sample_lengths"]) == 2
 
 
 def test_messages_that_cannot_be_tokenized_are_refused(tokens: SessionsProcess) -> None:
     agent = tokens.agent()
     got = agent.chat([{"role": "robot", "content": "x"}])
     assert (got.status, "role 'robot'" in got.error) == (400, True)
-    agent.assert_goes_on()
+    agent.assert_usable()
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_a_tokenizer_directory_renders_appended_messages_only(script: Script, tm
     with running(tmp_path, script.server.url, "--policy-renderer", str(directory), **settings) as server:
         agent = server.agent()
         for text in ("hello", "and now?"):
-            before = agent.ask("GET").json["metadata"]["accumulated_token_ids"]
+            before = agent.request("GET").json["metadata"]["accumulated_token_ids"]
             agent.talk(text)
-            sent = agent.ask("GET").json["records"][-1]["request"]["input_ids"]
+            sent = agent.request("GET").json["records"][-1]["request"]["input_ids"]
             assert sent[: len(before)] == before
             assert len(sent) > len(before)
-        assert len(agent.ask("POST", "/seal").json["sample_lengths"]) == 1
+        assert len(agent.request("POST", "/seal").json["sample_lengths"]) == 1
