@@ -55,9 +55,9 @@ class Chaos:
 
     def moved_on(self) -> bool:
         """False when the run has ended."""
-        before = self.generated()
+        enough = self.generated() + self.random.randrange(20, 120)
         wait_until(
-            lambda: self.run.exit_code is not None or self.generated() > before + self.random.randrange(20, 120),
+            lambda: self.run.exit_code is not None or self.generated() > enough,
             timeout_s=60,
             what=f"progress after {self.played}",
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession
 from support.pipeline import Pipeline, pipeline_in
 from support.processes import alive
 from support.rollout_stages import attempt_of, files, loaded
@@ -154,13 +155,29 @@ def test_cancelling_a_rollout_ends_its_session_and_all_processes_of_its_agent(
 def test_an_agent_that_times_out_is_a_policy_failure_with_its_turns(server: SessionsProcess) -> None:
     async def main() -> None:
         async with stage_with(server) as stage:
-            slow = loaded(Chatting(lambda policy: asyncio.sleep(1000)))
-            result = await play(stage, slow, 0, attempt_of("late", timeout_s=3.0))
+            result = await play(stage, loaded(Slow()), 0, attempt_of("late", timeout_s=3.0))
         assert result.policy_error == "timeout: the rollout took longer than 3 s"
         assert result.columns
         assert not read_columns(stage.store, result.columns).loss_mask.any()
 
     asyncio.run(main())
+
+
+class Slow:
+    """Chats from this process, which takes a few milliseconds of its time, then never returns."""
+
+    external_agent = True
+
+    async def rollout(self, example: str, policy: AgentPolicy) -> float:
+        body, headers = (
+            {"messages": [{"role": "user", "content": "hello"}]},
+            {"Authorization": f"Bearer {policy.api_key}"},
+        )
+        url = f"{policy.base_url}/chat/completions"
+        async with ClientSession(headers=headers) as http, http.post(url, json=body) as response:
+            assert response.status == 200
+        await asyncio.Event().wait()
+        return 0.0
 
 
 class Silent:

@@ -163,8 +163,9 @@ def test_a_busy_session_is_a_conflict(agent: Agent, script: Script) -> None:
 def test_a_client_that_times_out_can_send_again(agent: Agent, script: Script) -> None:
     answered = threading.Event()
     script.responses["patience"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
+    sent_then_gives_up = openai.Timeout(30, read=0.2)  # the time for reading begins when the request has been sent
     with pytest.raises(openai.APITimeoutError):
-        ask(agent, "patience", timeout=0.2)
+        ask(agent, "patience", timeout=sent_then_gives_up)
     answered.set()
     wait_until(lambda: agent.turns() == 1)
     assert ask(agent, "patience") == "answer 1 to patience"
