@@ -23,7 +23,7 @@ def test_the_password_is_never_shown(tmp_path: Path) -> None:
         cluster.orchestrator()
         cluster.wait_running(8)
         there = cluster.penstock("status", str(cluster.run_dir))
-        assert f"redis://127.0.0.1:{cluster.redis_server.port}/0 answers" in there.text
+        assert f"redis://127.0.0.1:{cluster.redis_server.port}/0 is reachable" in there.text
         cluster.redis_server.kill()
         waits = lambda: "does not answer" in str(cluster.status().get("waiting_for"))  # noqa: E731
         wait_until(waits, timeout_s=30, what="the status to say that Redis is away")
