@@ -13,6 +13,7 @@ from orchestrator.staleness import Staleness
 from orchestrator.trainer import Trainer
 from penstock.advantages import ESTIMATORS, BatchValues, batch_phase, resolve
 from penstock.batches import EncodedRank
+from penstock.batches.plan import files_of
 from penstock.config import RunConfig
 from penstock.errors import RunError
 from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
@@ -93,8 +94,8 @@ class Composer:
 
     @property
     def _files(self) -> int:
-        """One encoding job per data rank; the format prime-rl-2026-05 has one file for all ranks."""
-        return 1 if self._config.batch.format == "prime-rl-2026-05" else self._config.batch.data_ranks
+        """Number of encoding jobs of a step."""
+        return files_of(self._config.batch.format, self._config.batch.data_ranks)
 
     def _form_again(self, batch: BatchRecord, error: str | None) -> None:
         failed = self._ledger.increment("failed_formations")

@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator import envelope
 from orchestrator.broker import Broker
 from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
@@ -21,7 +22,6 @@ from penstock.config import RunConfig
 from penstock.ids import LeaseId
 from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
 from penstock.messages import GRACE_S, Queue
-from tasks import envelope
 
 logger = logging.getLogger("penstock.reconciler")
 

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
-from orchestrator import crash_points
+from orchestrator import crash_points, envelope
 from orchestrator.broker import Broker
 from orchestrator.gates import Gate, Gates
 from orchestrator.inputs import JobInputs
@@ -23,7 +23,6 @@ from penstock.messages import (
     ScoreJob,
     SurveyJob,
 )
-from tasks import envelope
 
 STAGES = frozenset(JobKind) - {JobKind.ENCODE, JobKind.ROLLOUT}
 AT_ONCE = 32  # jobs for one commit and one Redis command

@@ -12,20 +12,21 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import redis
 import redis.asyncio
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-from penstock import ids
+from penstock import ids, redis_keys
 from penstock.config import RunConfig
 from penstock.errors import BlobUnwritten, EngineUnreachable, PolicyFailure
 from penstock.messages import GRACE_S, AnyJob, AnyResult, Outcome, Reply, RolloutJob, RolloutResult, shortened
 from penstock.runtime.loop_lag import redis_publisher
 from tasks.celery_app import settings
 from tasks.leases import LeaseKeeper
-from tasks.outbox import Outbox, Write, write_lease, write_reply
+from tasks.outbox import Expiry, Outbox, Write
 
 logger = logging.getLogger("penstock.execution")
 
@@ -64,6 +65,20 @@ class Execution:
             name = "timeout" if isinstance(error, TimeoutError) else type(error).__name__
             return self.reply(Outcome.DONE, result=RolloutResult(reward=0.0, policy_error=name), error=text)
         return self.reply(Outcome.FAILED, error=text)
+
+
+def write_lease(pipe: Any, lease: str, value: str) -> Expiry:
+    pipe.hset(redis_keys.LEASES, lease, value)
+    return redis_keys.LEASES, redis_keys.LEASES_TTL_S
+
+
+def write_reply(pipe: Any, reply: Reply, lease: str) -> Expiry:
+    """Write the reply, then end the lease. A crash between the two leaves a reply and an expiring lease: the reply
+    counts."""
+    stream = redis_keys.replies(reply.run)
+    pipe.xadd(stream, {"reply": reply.model_dump_json()})
+    pipe.hdel(redis_keys.LEASES, lease)
+    return stream, redis_keys.REPLIES_TTL_S
 
 
 class AsyncExecutor:

@@ -1,4 +1,4 @@
-"""A worker's writes to Redis: leases and replies. `Outbox` writes for many executions over one connection.
+"""Writes to Redis for many executions of an asyncio worker, over one connection.
 
 A write is repeated until it succeeds: leases and replies are safe to repeat. The number of waiting writes is bounded by
 the executions that wait for them, at most `-c`.
@@ -12,9 +12,6 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from penstock import redis_keys
-from penstock.messages import Reply
-
 logger = logging.getLogger("penstock.outbox")
 
 Expiry = tuple[str, int]
@@ -25,20 +22,6 @@ TIMEOUT_S = 5.0  # Redis responds within milliseconds; a longer silence is a dea
 RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
 PIPELINE_WRITES = 48  # keeps the CPU time of one round trip on the loop under a millisecond
 GATHER_S = 0.01  # between two pipelines: a single write is sent at once, many concurrent ones share pipelines
-
-
-def write_lease(pipe: Any, lease: str, value: str) -> Expiry:
-    pipe.hset(redis_keys.LEASES, lease, value)
-    return redis_keys.LEASES, redis_keys.LEASES_TTL_S
-
-
-def write_reply(pipe: Any, reply: Reply, lease: str) -> Expiry:
-    """Write the reply, then end the lease. A crash between the two leaves a reply and an expiring lease: the reply
-    counts."""
-    stream = redis_keys.replies(reply.run)
-    pipe.xadd(stream, {"reply": reply.model_dump_json()})
-    pipe.hdel(redis_keys.LEASES, lease)
-    return stream, redis_keys.REPLIES_TTL_S
 
 
 class Outbox:

@@ -7,7 +7,7 @@ from tasks.celery_app import app, task_name
 
 if TYPE_CHECKING:  # every process declares the tasks; only rollout workers load environments and engine client
     from tasks.execution import AsyncExecutor
-    from tasks.playing import Player
+    from tasks.player import Player
 
 executor: "AsyncExecutor | None" = None
 """Set by the worker before its first job."""

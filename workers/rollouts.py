@@ -8,7 +8,7 @@ from penstock.runtime import descriptors, garbage
 from tasks import app, rollouts
 from tasks.celery_app import settings
 from tasks.execution import AsyncExecutor
-from tasks.playing import Player
+from tasks.player import Player
 from workers.asyncio_pool import AsyncioPool
 from workers.start import set_up
 

@@ -11,10 +11,10 @@ from typing import Any
 import orjson
 
 from bench.harness.cluster import Cluster
+from orchestrator import envelope
 from penstock import redis_keys
 from penstock.errors import RunError
 from penstock.messages import Queue, RolloutJob
-from tasks import envelope
 
 RUN = "feed"
 TIMEOUT_S = 600.0

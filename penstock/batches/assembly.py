@@ -10,9 +10,9 @@ from functools import lru_cache
 import numpy as np
 
 from penstock.batches.batch_columns import EXTRA, PADDING, Array, token_columns
+from penstock.batches.packing import Normalise, pack, positions, segments
 from penstock.batches.plan import BatchPlan, BatchRollout
 from penstock.errors import StageError
-from penstock.packing import Normalise, pack, positions, segments
 from penstock.store import Store
 from penstock.store.columns import Columns, read_columns
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.batches import json_records
+from penstock.batches.packing import Normalise
 from penstock.batches.plan import BatchPlan, step_directory
 from penstock.errors import BatchError, BlobCorrupt, StageError
-from penstock.packing import Normalise
 from penstock.store import BlobRef, Store, atomic
 
 

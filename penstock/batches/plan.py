@@ -14,8 +14,8 @@ import numpy as np
 import xxhash
 
 from penstock.batches import json_records
+from penstock.batches.packing import Ints, Normalise, PackingRules
 from penstock.errors import StageError
-from penstock.packing import Ints, Normalise, PackingRules
 from penstock.store import BlobRef
 
 Format = Literal["native", "prime-rl", "prime-rl-2026-05"]
@@ -87,11 +87,15 @@ class BatchPlan:
     @property
     def files(self) -> int:
         """Number of encoding jobs: one per data rank, one in all for formats without ranks."""
-        return 1 if self.format == "prime-rl-2026-05" else self.rules.data_ranks
+        return files_of(self.format, self.rules.data_ranks)
 
     @property
     def directory(self) -> str:
         return step_directory(self.step)
+
+
+def files_of(batch_format: str, data_ranks: int) -> int:
+    return 1 if batch_format == "prime-rl-2026-05" else data_ranks
 
 
 def step_directory(step: int) -> str:

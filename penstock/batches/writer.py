@@ -10,9 +10,9 @@ from penstock.batches import prime_rl
 from penstock.batches.assembly import Assembly
 from penstock.batches.batch_columns import OFFSETS, SAMPLE, SAMPLE_COLUMNS, Array, rank_metadata, token_columns
 from penstock.batches.manifest import EncodedRank
+from penstock.batches.packing import segments
 from penstock.batches.plan import BatchPlan
 from penstock.batches.rollouts_jsonl import write_rollouts
-from penstock.packing import segments
 from penstock.store import BlobRef, Store, tensors
 from penstock.store.atomic import UnfinishedFile, writing
 from penstock.store.parts import checksum, write_at

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from penstock.advantages import AdvantageSettings
+from penstock.batches.packing import Normalise, PackingRules
 from penstock.config.engine import Engine, EnvironmentName, EnvironmentSettings, Policy
 from penstock.config.redis_address import check
 from penstock.config.sections import Port, Section
 from penstock.config.sessions import Sessions
 from penstock.filters import FilterSettings
-from penstock.packing import Normalise, PackingRules
 from penstock.runtime.loop_lag import LagLimits, LagTrace, LoopLag, Publish
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from penstock.engines.cuts import MARK, MARKED, Cuts, Match, find_cuts, longest_in_ids
-from penstock.engines.dialects import Endpoint, read_response
-from penstock.engines.dialects.base import ABSENT, compact_ids, read_ids, read_part
+from penstock.engines.dialects import Dialect, Endpoint, Generate, Sglang, Vllm
+from penstock.engines.dialects.base import ABSENT, compact_ids, read_ids, read_message, read_part
 from penstock.engines.routed_experts import (
     WIRE_OBJECT,
     Wanted,
@@ -23,7 +23,7 @@ from penstock.engines.routed_experts import (
     read_string,
 )
 from penstock.errors import Upstream
-from penstock.turn import ANY_FORMAT, Fingerprint, Ids, OpenSample, RouteFormat, Routes, Span, Turn
+from penstock.turn import ANY_FORMAT, Fingerprint, Ids, Logprobs, OpenSample, RouteFormat, Routes, Span, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +134,41 @@ def _prompt(
     ids = np.ascontiguousarray(ids, np.int32)
     match = longest_in_ids(ids, [sample.sequence for sample in open_samples])
     return match, ids[open_samples[match.index].sequence.tokens :] if match else ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseFields:
+    """The parts of one response. The completion is checked; raw parts are ABSENT if the server did not send them."""
+
+    prompt_ids: msgspec.Raw
+    completion_ids: Ids
+    completion_logprobs: Logprobs
+    routed_experts: msgspec.Raw
+    finish_reason: str | None
+    version: int | None
+    message: bytes | None
+    """The assistant's message as JSON; None from token-in/token-out."""
+
+
+def read_response(text: bytes, endpoint: Endpoint) -> ResponseFields:
+    """Decode a response by type. vLLM and SGLang share the chat endpoint; `meta_info` marks a response as SGLang's."""
+    if not text.isascii():
+        text.decode()  # msgspec does not check the encoding of values that it skips
+    dialect: type[Dialect] = Generate if endpoint is Endpoint.GENERATE else Vllm
+    response = dialect.decoder.decode(text)
+    choice = response.only_choice()
+    if choice.meta_info is not None:
+        dialect = Sglang
+    completion_ids, logprobs = dialect.completion(choice)
+    return ResponseFields(
+        prompt_ids=choice.prompt_token_ids if response.prompt_token_ids == ABSENT else response.prompt_token_ids,
+        completion_ids=completion_ids,
+        completion_logprobs=logprobs,
+        routed_experts=dialect.routed_experts(choice),
+        finish_reason=choice.finish_reason,
+        version=dialect.version(choice),
+        message=read_message(choice) if endpoint is Endpoint.CHAT else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""HTTP transport to a server: bounded connections, and a byte budget for the bodies being received.
+"""HTTP transport to a server: bounded connections, and a byte budget for the bodies being received (`receive`).
 
 Traps of aiohttp: a POST on a connection that the server closed while idle fails and is not retried; `sock_read` counts
 while a response is awaited, but not while reading is held back; `connect` would count waiting for a free connection, so

@@ -22,7 +22,7 @@ class RolloutTokens:
 
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
-    """[T], not 0 where the policy sampled the token."""
+    """[T], not 0 where a sampled token counts in the loss."""
     logprobs: NDArray[np.float32]
     sample_offsets: NDArray[np.int64]
     """[S + 1], from 0 to T."""

@@ -25,7 +25,7 @@ Bytes = NDArray[np.uint8]
 PREAMBLE = struct.Struct("<QQ")  # length and xxh3 of the body
 ALIGNMENT = 8  # bytes; frames are padded so that the arrays of a mapped log are aligned
 
-DELTA_KEY = "addition"  # name of the delta's fields on disk
+DELTA_KEY = "addition"  # name of the delta's fields on disk; fixed, or logs of earlier releases could not be recovered
 DELTA_ARRAYS = ("prompt_ids", "completion_ids", "completion_logprobs", "completion_mask")
 DELTA_FIELDS = tuple(field.name for field in dataclass_fields(TurnDelta) if field.name not in (*DELTA_ARRAYS, "chunks"))
 ENTRY_TEXTS = ("appended", "answer", "record")

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from penstock.batches import BatchPlan, BatchRollout, EncodedRank, Manifest, seal_manifest
+from penstock.batches.packing import PackingRules
 from penstock.batches.writer import encode_rank
-from penstock.packing import PackingRules
 from penstock.store import BlobRef, Store
 from penstock.store.columns import Columns, TurnTable, write_columns
 from penstock.store.experts import Chunk, seal_experts

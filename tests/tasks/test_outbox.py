@@ -6,7 +6,8 @@ import redis.asyncio
 
 from penstock import redis_keys
 from penstock.runtime.embedded_redis import EmbeddedRedis
-from tasks.outbox import PIPELINE_WRITES, Outbox, write_lease
+from tasks.execution import write_lease
+from tasks.outbox import PIPELINE_WRITES, Outbox
 
 
 def test_concurrent_writes_share_a_round_trip_and_their_keys_expire(tmp_path: Path) -> None:

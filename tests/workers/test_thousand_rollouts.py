@@ -6,10 +6,10 @@ from pathlib import Path
 from support.cluster import Cluster, Process, cluster_in
 from support.waiting import wait_until
 
+from orchestrator import envelope
 from penstock import redis_keys
 from penstock.messages import Queue, RolloutJob
 from penstock.runtime.loop_lag import read_summaries
-from tasks import envelope
 
 ROLLOUTS = 1000
 

@@ -12,11 +12,11 @@ import pytest
 from support.rollouts import MadeRollout, MadeTurn, RolloutMaker, encode_all, plan_of, seal
 
 from penstock.batches import BatchReader, prime_rl
+from penstock.batches.packing import PackingRules
 from penstock.batches.plan import Format
 from penstock.batches.prime_rl import array_header, binary_header, publish_prime_rl
 from penstock.batches.writer import encode_rank
 from penstock.errors import BatchError, BlobCorrupt, StageError
-from penstock.packing import PackingRules
 from penstock.store import BlobRef, Store
 
 VECTORS = Path(__file__).parents[2] / "vectors"

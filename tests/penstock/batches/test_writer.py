@@ -18,8 +18,8 @@ from support.stores import blob_keys
 
 from penstock.batches import BatchPlan, BatchReader, MicroBatch
 from penstock.batches.batch_columns import TOKEN_COLUMNS
+from penstock.batches.packing import PackingRules
 from penstock.errors import BatchError, StageError
-from penstock.packing import PackingRules
 from penstock.store import Store
 
 turns = st.builds(

@@ -21,7 +21,7 @@ def test_a_missing_package_error_names_the_extra_to_install() -> None:
 
 
 def test_only_the_child_process_imports_the_package() -> None:
-    script = "import sys, penstock.environments.verifiers, tasks.playing; print('verifiers' in sys.modules)"
+    script = "import sys, penstock.environments.verifiers, tasks.player; print('verifiers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert done.stdout == "False\n"
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import redis
 
+from orchestrator import envelope
 from penstock.errors import StageError
 from penstock.messages import AdvantageJob, AnyJob, EncodeJob, FilterJob, RolloutJob
 from penstock.runtime.embedded_redis import EmbeddedRedis
-from tasks import app, envelope
+from tasks import app
 
 COMMON: dict[str, Any] = {"run": "0123456789ab", "attempt": 2, "sequence": 17, "timeout_s": 60.0}
 JOBS: list[AnyJob] = [

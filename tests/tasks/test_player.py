@@ -12,7 +12,7 @@ from support.tokenizer_directory import tokenizer_dir
 from penstock.config import RunConfig
 from penstock.errors import StageError
 from penstock.messages import RolloutJob
-from tasks.playing import Player
+from tasks.player import Player
 
 JOB = RolloutJob(
     run="run", job="g0.r0", attempt=1, sequence=1, timeout_s=5, group="g0", environment="sums", example=0, seed=0

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.batches.packing import Normalise, Oversize, Packing, PackingRules, pack, positions, segments
 from penstock.errors import ConfigError, StageError
-from penstock.packing import Normalise, Oversize, Packing, PackingRules, pack, positions, segments
 
 SEQ_LEN = 32
 lengths_strategy = st.lists(st.integers(1, 48), max_size=40)

@@ -1,0 +1,27 @@
+"""One data rank's file of one step. Rollouts whose columns cannot be read are named, so that the step can be formed
+without them."""
+
+from penstock.batches import BatchPlan
+from penstock.batches.writer import encode_rank
+from penstock.errors import BlobCorrupt, BlobMissing
+from penstock.messages import UNREADABLE_LIMIT, EncodeResult
+from penstock.store import BlobRef, Store
+from penstock.store.columns import read_columns
+
+
+def encode(store: Store, plan: BatchPlan, *, data_rank: int, execution: str) -> EncodeResult:
+    try:
+        return EncodeResult(rank=encode_rank(store, plan, data_rank=data_rank, execution=execution))
+    except (BlobMissing, BlobCorrupt):
+        unreadable = [rollout.rollout for rollout in plan.rollouts if not _readable(store, rollout.columns)]
+        if not unreadable:
+            raise
+        return EncodeResult(unreadable=tuple(unreadable[:UNREADABLE_LIMIT]))
+
+
+def _readable(store: Store, columns: BlobRef) -> bool:
+    try:
+        read_columns(store, columns)
+    except (BlobMissing, BlobCorrupt):
+        return False
+    return True

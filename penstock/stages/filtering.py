@@ -1,0 +1,56 @@
+"""Token filters over one group, and the fsync of its blobs."""
+
+import logging
+
+from penstock.config import RunConfig
+from penstock.errors import BlobCorrupt, BlobMissing
+from penstock.filters import RolloutTokens, Verdict, count, judge, rollout_filters
+from penstock.messages import FilterResult, GroupInputs, RolloutResult
+from penstock.store import Store
+from penstock.store.columns import read_columns
+
+logger = logging.getLogger("penstock.filtering")
+
+
+def filter_group(store: Store, group: GroupInputs, config: RunConfig) -> FilterResult:
+    filters = rollout_filters(config.filters, vocab_size=config.vocab_size)
+    verdicts, dropped = dict[str, Verdict](), dict[str, str]()
+    for member in group.members:
+        if member.result.columns is None:
+            # It failed before the engine's first response: its reward counts in the baseline, and there are no tokens.
+            dropped[member.rollout] = "nothing_to_train"
+            continue
+        try:
+            verdicts[member.rollout] = judge(_tokens(store, member.result, group.policy_version), filters)
+            _make_durable(store, member.result)
+        except (BlobMissing, BlobCorrupt) as error:
+            logger.error("action=blob_corrupt rollout=%s %s", member.rollout, error)
+            dropped[member.rollout] = "blob_corrupt"
+    dropped = {r: reason for r, verdict in verdicts.items() if (reason := verdict.drop_reason)} | dropped
+    return FilterResult(
+        dropped=dropped,
+        masked=tuple(rollout for rollout, verdict in verdicts.items() if verdict.masked),
+        matched=dict(count(verdicts.values()).matched),
+    )
+
+
+def _make_durable(store: Store, result: RolloutResult) -> None:
+    """fsync, off the step boundary. The experts are not read here: the reader verifies their checksum."""
+    if result.experts:
+        store.open(result.experts, verify=False)
+    store.sync(result.keys)
+
+
+def _tokens(store: Store, result: RolloutResult, policy_version: int) -> RolloutTokens:
+    assert result.columns is not None
+    columns = read_columns(store, result.columns)
+    return RolloutTokens(
+        input_ids=columns.input_ids,
+        loss_mask=columns.loss_mask,
+        logprobs=columns.logprobs,
+        sample_offsets=columns.sample_offsets,
+        truncated=columns.truncated,
+        overlong_prompt=columns.overlong_prompt,
+        version_first=result.version_first,
+        version_now=policy_version,
+    )
