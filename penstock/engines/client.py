@@ -50,8 +50,8 @@ class EngineClient(EngineConnection):
     """One per process."""
 
     async def send(self, request: Request, read: Callable[[bytes], T], *, home: Replica | None = None) -> Response[T]:
-        """Send a request and pass the body of the response to `read`, which is `read_turn` for a recorded chat. A
-        response that `read` rejects with `Upstream` is retried like a failed request. `home` is the preferred replica."""
+        """Send a request and pass the body of the response to `read` (`read_turn` for a recorded chat). A response
+        that `read` rejects with `Upstream` is retried like a failed request. `home` is the preferred replica."""
         retries, failed = Retries(self.settings), None
         while True:
             replica = self.replicas.choose(home, failed=failed)
