@@ -14,7 +14,14 @@ import aiohttp
 
 from penstock.config.engine import Engine
 from penstock.engines.replicas import Replica
-from penstock.engines.transport import ON_LOOP_BYTES, EngineConnection, raise_if_out_of_descriptors, receive, sendable
+from penstock.engines.transport import (
+    ON_LOOP_BYTES,
+    RETRY_HEADER,
+    EngineConnection,
+    raise_if_out_of_descriptors,
+    receive,
+    sendable,
+)
 from penstock.errors import EngineUnreachable, InfrastructureFailure, PolicyFailure, Upstream
 from penstock.runtime.offload import in_cpu_thread
 
@@ -49,12 +56,14 @@ class Response(Generic[T]):
 class EngineClient(EngineConnection):
     """One per process."""
 
-    async def send(self, request: Request, read: Callable[[bytes], T], *, home: Replica | None = None) -> Response[T]:
+    async def send(
+        self, request: Request, read: Callable[[bytes], T], *, preferred: Replica | None = None
+    ) -> Response[T]:
         """Send a request and pass the body of the response to `read` (`read_turn` for a recorded chat). A response
-        that `read` rejects with `Upstream` is retried like a failed request. `home` is the preferred replica."""
+        that `read` rejects with `Upstream` is retried like a failed request. `preferred` as in `Replicas.choose`."""
         retries, failed = Retries(self.settings), None
         while True:
-            replica = self.replicas.choose(home, failed=failed)
+            replica = self.replicas.choose(preferred, failed=failed)
             version_sent = replica.version
             try:
                 value = await self._send_once(replica, request, read, attempts=retries.attempts)
@@ -79,7 +88,7 @@ class EngineClient(EngineConnection):
 
     async def _send_once(self, replica: Replica, request: Request, read: Callable[[bytes], T], *, attempts: int) -> T:
         url, data = replica.url + request.path, sendable(request.body)
-        headers = {**request.headers, "X-Retry-Count": str(attempts)}
+        headers = {**request.headers, RETRY_HEADER: str(attempts)}
         with replica.busy(), self.budget.reservation() as reservation:
             async with self._http.post(url, data=data, headers=headers, allow_redirects=False) as response:
                 if response.status != 200:

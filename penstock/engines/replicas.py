@@ -45,11 +45,11 @@ class Replicas:
     def all_avoided(self) -> bool:
         return all(replica.avoided for replica in self.all)
 
-    def choose(self, home: Replica | None = None, *, failed: Replica | None = None) -> Replica:
-        """`home`, whose prefix cache has the conversation, unless it is avoided or just failed; otherwise the replica
-        with the fewest requests in flight, round robin among equals."""
-        if home and home is not failed and not home.avoided:
-            return home
+    def choose(self, preferred: Replica | None = None, *, failed: Replica | None = None) -> Replica:
+        """`preferred`, whose prefix cache has the conversation, unless it is avoided or just failed; otherwise the
+        replica with the fewest requests in flight, round robin among equals."""
+        if preferred and preferred is not failed and not preferred.avoided:
+            return preferred
         chosen = min(self.all, key=lambda replica: (replica.avoided, replica is failed, replica.in_flight))
         self.all.remove(chosen)
         self.all.append(chosen)

@@ -42,6 +42,10 @@ ON_LOOP_BYTES = 128 * 1024
 SENT_AT_ONCE_BYTES = 1 << 20
 # File descriptors kept for everything else: Redis, files, the loop.
 OTHER_DESCRIPTORS = 256
+SESSION_HEADER = "X-Session-ID"
+"""Its value is `ids.engine_session`. Lets an engine, or a router before several, keep a conversation on one replica."""
+RETRY_HEADER = "X-Retry-Count"
+"""How often the request was sent before."""
 UNREACHABLE = "the engine cannot be reached"
 """Begins the session server's error when it cannot connect. Clients recognise it as temporary."""
 

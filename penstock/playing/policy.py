@@ -19,12 +19,13 @@ from penstock.engines.client import EngineClient, Request, Response
 from penstock.engines.dialects import Dialect, Prompt
 from penstock.engines.replicas import Replica
 from penstock.engines.response import RequestInfo, read_turn
-from penstock.engines.sampling import altered_sampling
+from penstock.engines.transport import SESSION_HEADER
 from penstock.environments.protocol import Completion
 from penstock.errors import BadRequest, ContextFull, InfrastructureFailure, NotFound, PolicyFailure, Upstream
 from penstock.ids import engine_session
+from penstock.playing.turns import prompt_ids, turn_metadata
 from penstock.recording import Prepared, Session
-from penstock.renderers.protocol import NextTurn, Tools, begins_with
+from penstock.renderers.protocol import Tools, begins_with
 from penstock.turn import Message, Turn, TurnMetadata
 
 
@@ -44,7 +45,7 @@ class RecordedPolicy:
         self._dialect = dialect
         self._seed = seed
         self._sampling = {**settings.sampling.model_dump(exclude={"more"}), **settings.sampling.more}
-        self._home: Replica | None = None
+        self._last_replica: Replica | None = None
         self.engine_s = 0.0
         """Time spent waiting for the engine."""
         self.failures = 0
@@ -75,23 +76,17 @@ class RecordedPolicy:
         if not recorded:
             raise NotFound(f"rollout {self._session.settings.rollout} has ended: its session records no more turns")
         if turn.overlong_prompt:
-            raise PolicyFailure(f"context limit: the prompt has more than {self._settings.max_seq_len} tokens")
+            raise PolicyFailure(
+                f"context limit: the prompt has more than {self._settings.max_seq_len} tokens (policy.max_seq_len)"
+            )
         return Completion(message=message, finish_reason=turn.finish_reason or "", truncated=turn.truncated)
 
     async def _prompt(self, prepared: Prepared, messages: Sequence[Message], tools: Tools) -> Prompt:
         renderer = self._dialect.renderer
         if renderer is None:
             return Prompt(messages=messages, tools=tools)
-        history_ids, answer_from = prepared.history_ids, prepared.answer_from
-        turn = NextTurn(
-            messages=messages,
-            tools=tools,
-            prompt_ids=history_ids[:answer_from],
-            completion_ids=history_ids[answer_from:],
-            appended=len(prepared.request.appended),
-        )
-        ids = np.ascontiguousarray(await renderer.prompt_ids(turn), np.int32)
-        routes_from = prepared.routes_from if begins_with(ids, history_ids) else 0
+        ids = await prompt_ids(renderer, prepared, messages, tools)
+        routes_from = prepared.routes_from if begins_with(ids, prepared.history_ids) else 0
         return Prompt(messages=messages, tools=tools, ids=ids, routes_from=routes_from)
 
     async def _send(
@@ -102,7 +97,7 @@ class RecordedPolicy:
         request = Request(
             path=self._dialect.endpoint,
             body=self._dialect.request_body(prompt, {**sampling, **seed}),
-            headers={"X-Session-ID": engine_session(session.rollout, session.attempt)},
+            headers={SESSION_HEADER: engine_session(session.rollout, session.attempt)},
         )
         info = RequestInfo(
             endpoint=self._dialect.endpoint,
@@ -115,10 +110,12 @@ class RecordedPolicy:
         )
         started = time.monotonic()
         try:
-            response = await self._client.send(request, lambda body: _with_message(read(body)), home=self._home)
+            response = await self._client.send(
+                request, lambda body: _with_message(read(body)), preferred=self._last_replica
+            )
         finally:
             self.engine_s += time.monotonic() - started
-        self._home = response.replica
+        self._last_replica = response.replica
         self.failures += response.failures
         return response
 
@@ -179,13 +176,12 @@ def _with_message(turn: Turn) -> tuple[Turn, Message | None]:
 def _metadata(
     response: Response[tuple[Turn, Message | None]], sampling: Mapping[str, Any], *, agent: str, train: bool
 ) -> TurnMetadata:
-    turn = response.value[0]
-    return TurnMetadata(
-        agent=agent,
-        engine=response.replica.url,
+    turn, _ = response.value
+    return turn_metadata(
+        sampling,
+        response.replica,
         version_sent=response.version_sent,
         version_received=response.version_received,
-        temperature=float(sampling.get("temperature", 1.0)),
-        sampling=altered_sampling(sampling),
+        agent=agent,
         completion_mask=None if train else np.zeros(len(turn.completion_ids), np.uint8),
     )

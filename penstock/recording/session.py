@@ -25,7 +25,7 @@ from penstock.runtime.offload import in_file_thread
 from penstock.store import BlobRef, Store
 from penstock.turn import ANY_FORMAT, Ids, Message, OpenSample, RouteFormat, Turn, TurnMetadata
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 NO_METADATA = TurnMetadata()
 
@@ -150,8 +150,7 @@ class Session:
         """Claim the session for one chat, from before its request is read until it is committed. NotFound if the
         session is closed, Busy if it is claimed."""
         self._require_open()
-        if self._claim is not None:
-            raise Busy("session already has an in-flight chat completion")
+        self._require_unclaimed()
         claim = self._claim = Claim()
         try:
             yield claim
@@ -201,8 +200,7 @@ class Session:
         """Write the blobs. Later calls return the same result; after a failure the session is open again."""
         if self._sealing is None:
             self._require_open()
-            if self._claim is not None:
-                raise Busy("session already has an in-flight chat completion")
+            self._require_unclaimed()
             if not self.turns:
                 raise NothingToTrain(f"session {self.settings.session} recorded no turn: there is nothing to train on")
             self._state = State.SEALED
@@ -236,7 +234,7 @@ class Session:
             return False
         if self.turns != prepared.turns:
             session = self.settings.session
-            log.error("action=invariant session=%s turns=%d prepared=%d", session, self.turns, prepared.turns)
+            logger.error("action=invariant session=%s turns=%d prepared=%d", session, self.turns, prepared.turns)
             raise Invariant(f"session {session} has {self.turns} turns; the request was prepared with {prepared.turns}")
         answer: Message = {"role": "assistant", **orjson.loads(turn.message)} if turn.message else {}
         checkpoint = self._conversation.checkpoint_after(prepared.request, answer)
@@ -290,7 +288,12 @@ class Session:
     def _require_room(self, request: ConversationRequest) -> None:
         """A truncated turn cannot be extended: a later sample could only repeat it as context."""
         if request.parent is not START and self._samples.turns[request.parent.turn].truncated:
-            raise ContextFull(f"the conversation has reached max_seq_len ({self.settings.max_seq_len}): end it here")
+            limit = self.settings.max_seq_len
+            raise ContextFull(f"the conversation has reached policy.max_seq_len ({limit}): end it here")
+
+    def _require_unclaimed(self) -> None:
+        if self._claim is not None:
+            raise Busy("session already has an in-flight chat completion")
 
     def _require_claim(self, claim: Claim) -> None:
         if self._claim is not claim:

@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from penstock.engines.dialects import Endpoint
+from penstock.engines.transport import RETRY_HEADER, SESSION_HEADER
 from penstock.errors import BadRequest, ConfigError
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import LoopLag
@@ -28,9 +29,6 @@ logger = logging.getLogger("penstock.engine")
 
 MODEL = "scripted"
 """Name in `/v1/models`. A request may name any other model, as if it were an adapter."""
-SESSION_HEADER = "X-Session-ID"
-RETRY_HEADER = "X-Retry-Count"
-"""How often the request was sent before. Part of the draw for failures, so a retry may succeed."""
 MAX_REQUEST_BYTES = 16 * 2**20
 """The longest prompts are below 1 MB."""
 KEEP_ALIVE_S = 5.0
@@ -102,6 +100,7 @@ class Engine:
         session, retry = _header(request, SESSION_HEADER), _header(request, RETRY_HEADER) or b"0"
         draws = draws_of(completion, self._settings, session)
         generation = generate(completion, draws, self._settings)
+        # The retry count is part of the draw, so a retry may succeed.
         failure = failure_of(Draws(b"%d" % draws.seed, session, retry), self._settings.failures)
         if failure is Failure.HANG:
             await asyncio.Event().wait()  # until the client disconnects

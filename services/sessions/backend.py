@@ -50,9 +50,9 @@ class EngineResponse:
 
 class Backend(EngineConnection):
     @contextlib.asynccontextmanager
-    async def send(self, request: EngineRequest, *, home: Replica | None = None) -> AsyncIterator[EngineResponse]:
+    async def send(self, request: EngineRequest, *, preferred: Replica | None = None) -> AsyncIterator[EngineResponse]:
         """The response, whatever its status. Its bytes are reserved in the budget until the block ends."""
-        replica = self.replicas.choose(home)
+        replica = self.replicas.choose(preferred)
         with self.budget.reservation() as reservation:
             try:
                 with replica.busy():

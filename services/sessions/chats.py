@@ -6,24 +6,23 @@ The claim is released on every exit. A failed chat records nothing.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-import numpy as np
 from aiohttp import web
 
 from penstock.config import RunConfig
 from penstock.engines.cuts import EXPERTS_KEY
 from penstock.engines.dialects import Endpoint, dialect_of
 from penstock.engines.response import RequestInfo, read_turn, without_routes
-from penstock.engines.sampling import altered_sampling
-from penstock.engines.transport import ON_LOOP_BYTES, ByteBudget
+from penstock.engines.transport import ON_LOOP_BYTES, SESSION_HEADER, ByteBudget
 from penstock.errors import BadRequest, ConfigError, Invariant, PolicyFailure
 from penstock.ids import engine_session
+from penstock.playing.turns import prompt_ids, turn_metadata
 from penstock.recording import Claim, Prepared, Session
-from penstock.renderers import NextTurn, PooledRenderer, RendererKey, RendererPools
+from penstock.renderers import PooledRenderer, RendererKey, RendererPools
 from penstock.renderers.protocol import begins_with
 from penstock.runtime.offload import in_cpu_thread
-from penstock.turn import Ids, Turn, TurnMetadata
+from penstock.turn import Turn, TurnMetadata
 from services.sessions import headers
 from services.sessions.backend import Backend, EngineRequest, EngineResponse
 from services.sessions.event_stream import EVENT_STREAM, as_event_stream
@@ -38,8 +37,6 @@ CUT_ON_LOOP_BYTES = 1 << 21
 cost a fifth more CPU (302-314 instead of 245-273 chats/s)."""
 HEAD_CHUNKS = 2
 """of up to 256 KiB: a socket's first read may be short"""
-SESSION_HEADER = "X-Session-ID"
-"""Lets an engine, or a router before several, keep a conversation on one replica."""
 
 
 @dataclass(kw_only=True)
@@ -89,8 +86,8 @@ class Chats:
             del body
             passed = self._headers(request, session, metadata)
             engine_request = EngineRequest(method="POST", target=Endpoint.CHAT, body=sent, headers=passed)
-            async with self._backend.send(engine_request, home=entry.home) as response:
-                entry.home = response.replica
+            async with self._backend.send(engine_request, preferred=entry.last_replica) as response:
+                entry.last_replica = response.replica
                 if response.status != 200:
                     self.counts.refused_upstream += 1
                     return forwarded(response)
@@ -98,20 +95,31 @@ class Chats:
                     read = read_response(response, chat, sent, prepared, info)
                 else:
                     read = await in_cpu_thread(read_response, response, chat, sent, prepared, info)
-                await self._commit(session, claim, prepared, read, _turn_metadata(response, chat.fields))
+                turn_info = turn_metadata(
+                    chat.fields,
+                    response.replica,
+                    version_sent=response.version_sent,
+                    version_received=response.replica.version,
+                )
+                await self._commit(session, claim, prepared, read, turn_info)
             return _client_response(response, read, stream=chat.stream)
 
     def _prepare(self, session: Session, claim: Claim, chat: Chat) -> Prepared:
         limit = self._config.policy.max_turns
         if session.turns >= limit:
-            raise BadRequest(f"turn limit: the session has its {limit} turns; seal it, or raise policy.max_turns")
+            raise BadRequest(f"turn limit: the session has used its {limit} turns (policy.max_turns)")
         return session.prepare(claim, chat.conversation)
 
     async def _request_info(self, prepared: Prepared, chat: Chat) -> RequestInfo:
         limit = self._config.policy.max_seq_len
         if self._renderer is None:
             return RequestInfo(max_seq_len=limit)
-        ids = await prompt_ids(self._renderer, prepared, chat)
+        ids = await prompt_ids(self._renderer, prepared, chat.conversation.messages, chat.fields.get("tools"))
+        if len(prepared.history_ids) and not begins_with(ids, prepared.history_ids):
+            raise Invariant(
+                "the chat template rewrites earlier messages: for this model, remove policy.renderer and set "
+                'sessions.mode = "open"'
+            )
         return RequestInfo(prompt_ids=ids, routes_from=prepared.routes_from, max_seq_len=limit)
 
     def _headers(self, request: web.BaseRequest, session: Session, metadata: SessionMetadata) -> Mapping[str, str]:
@@ -144,26 +152,6 @@ def renderer_of(config: RunConfig) -> PooledRenderer | None:
     return PooledRenderer(RendererPools(), RendererKey.of(settings, config.engine.model))
 
 
-async def prompt_ids(renderer: PooledRenderer, prepared: Prepared, chat: Chat) -> Ids:
-    """The prompt's tokens. Recorded tokens are reused; only appended messages are tokenized."""
-    history_ids, answer_from = prepared.history_ids, prepared.answer_from
-    tools: Any = chat.fields.get("tools")
-    turn = NextTurn(
-        messages=[dict(message) for message in chat.conversation.messages],
-        tools=tools,
-        prompt_ids=history_ids[:answer_from],
-        completion_ids=history_ids[answer_from:],
-        appended=len(prepared.request.appended),
-    )
-    ids = np.ascontiguousarray(await renderer.prompt_ids(turn), np.int32)
-    if len(history_ids) and not begins_with(ids, history_ids):
-        raise Invariant(
-            "the chat template rewrites earlier messages: for this model, remove policy.renderer and set "
-            'sessions.mode = "open"'
-        )
-    return ids
-
-
 def read_response(
     response: EngineResponse, chat: Chat, sent: bytes, prepared: Prepared, info: RequestInfo
 ) -> ReadResponse:
@@ -185,17 +173,6 @@ def _record(request: bytes, response: bytes) -> bytes:
         Endpoint.CHAT.encode(),
         request,
         response,
-    )
-
-
-def _turn_metadata(response: EngineResponse, fields: Mapping[str, Any]) -> TurnMetadata:
-    temperature = fields.get("temperature")
-    return TurnMetadata(
-        engine=response.replica.url,
-        version_sent=response.version_sent,
-        version_received=response.replica.version,
-        temperature=1.0 if temperature is None else float(temperature),
-        sampling=altered_sampling(fields),
     )
 
 

@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from penstock.config import RunConfig
+from penstock.engines.dialects import Endpoint
 from penstock.engines.transport import ByteBudget
 from penstock.errors import BlobMissing, ConfigError, NotFound, PenstockError, SessionError, Unauthorised
 from penstock.runtime.event_loop import event_loop_factory
@@ -35,7 +36,7 @@ from services.sessions.session_table import Entry, SessionMetadata, SessionTable
 
 logger = logging.getLogger("penstock.sessions")
 
-MODELS, CHAT = "/v1/models", "/v1/chat/completions"
+MODELS = "/v1/models"
 JSON = "application/json"
 HEAD_TOO_LARGE = "the request's head is too large: send fewer or shorter headers, or raise sessions.header_bytes"
 CONCURRENCY = 32
@@ -125,7 +126,7 @@ class SessionServer:
             ("GET", ""): self._show,
             ("DELETE", ""): self._delete,
             ("POST", "/seal"): self._seal,
-            ("POST", CHAT): self._chat,
+            ("POST", Endpoint.CHAT): self._chat,
             ("GET", MODELS): self._proxy,
         }
         for path in self._settings.proxy_allow:
@@ -146,7 +147,7 @@ class SessionServer:
             logger.error("action=chat_failed path=%s error=%s", request.path, error)
             return error_response(500, str(error))
         except ConnectionError:  # the client left before its request was read, and does not get this response
-            return error_response(400, "the request broke off")
+            return error_response(400, "the connection closed before the request was complete")
 
     async def _route(self, request: web.BaseRequest) -> web.Response:
         path = request.rel_url.raw_path
@@ -217,7 +218,7 @@ class SessionServer:
         passed = headers.to_upstream(request.headers, metadata.secret_digest, own_key=own_key)
         target = request.rel_url.raw_path_qs.removeprefix(f"/sessions/{entry.id}")
         engine_request = EngineRequest(method=request.method, target=target, body=body, headers=passed)
-        async with self._backend.send(engine_request, home=entry.home) as response:
+        async with self._backend.send(engine_request, preferred=entry.last_replica) as response:
             return forwarded(response)
 
     async def _body(self, request: web.BaseRequest) -> bytes:
@@ -265,10 +266,7 @@ class JsonErrors(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         if isinstance(exc, LineTooLong) or "Too many headers" in str(exc):
-            status, message = (
-                431,
-                "the request's head is too large: send fewer or shorter headers, or raise sessions.header_bytes",
-            )
+            status, message = 431, HEAD_TOO_LARGE
         elif not isinstance(exc, HttpProcessingError):
             logger.error("action=unexpected path=%s", request.path, exc_info=exc)
             message = "internal error of the session server: see action=unexpected in its log"

@@ -31,7 +31,7 @@ logger = logging.getLogger("penstock.sessions")
 
 EXPIRED_S = 3600.0
 """How long requests for an expired session get 410; later ones get 404."""
-EXPIRED_MOST = 100_000
+MAX_EXPIRED = 100_000
 """Expired ids that are remembered: 20 MB of ids and times."""
 CHECK_S = 1.0
 """Interval of the check for idle and overdue sessions."""
@@ -59,7 +59,7 @@ class Entry:
     used_at: float = field(default_factory=time.monotonic)
     deadline: float = 0.0
     """on the monotonic clock"""
-    home: Replica | None = None
+    last_replica: Replica | None = None
     """replica that served the last chat"""
     retained_bytes: int = 0
     opening: asyncio.Task[None] | None = None
@@ -181,7 +181,7 @@ class SessionTable:
             now = time.monotonic()
             for entry in self._overdue(now):
                 self._expire(entry, "idle" if entry.deadline > now else "lifetime")
-            while self._expired and (next(iter(self._expired.values())) <= now or len(self._expired) > EXPIRED_MOST):
+            while self._expired and (next(iter(self._expired.values())) <= now or len(self._expired) > MAX_EXPIRED):
                 self._expired.popitem(last=False)
 
     async def finish(self) -> None:

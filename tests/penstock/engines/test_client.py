@@ -158,7 +158,7 @@ def test_another_replica_is_used_if_one_is_unreachable_or_fails() -> None:
                 first = await client.send(REQUEST, content_of)
                 assert first.replica.url == good.url
                 for _ in range(5):
-                    assert (await client.send(REQUEST, content_of, home=first.replica)).replica is first.replica
+                    assert (await client.send(REQUEST, content_of, preferred=first.replica)).replica is first.replica
                 assert len(bad.received) == 1
 
     run(main)

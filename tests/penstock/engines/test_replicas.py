@@ -10,18 +10,18 @@ def test_the_least_busy_replica_is_chosen_round_robin_among_equals() -> None:
     assert all(replica.in_flight == 0 for replica in replicas.all)
 
 
-def test_the_home_replica_is_chosen_unless_it_is_unreachable_or_failed() -> None:
+def test_the_preferred_replica_is_chosen_unless_it_is_unreachable_or_failed() -> None:
     replicas = Replicas(["a", "b"])
-    home = replicas.choose()
-    with home.busy():
-        assert replicas.choose(home) is home
-        assert replicas.choose(home, failed=home) is not home
-        home.mark_unreachable()
-        assert replicas.choose(home) is not home
+    preferred = replicas.choose()
+    with preferred.busy():
+        assert replicas.choose(preferred) is preferred
+        assert replicas.choose(preferred, failed=preferred) is not preferred
+        preferred.mark_unreachable()
+        assert replicas.choose(preferred) is not preferred
         for replica in replicas.all:
             replica.mark_unreachable()
         assert replicas.all_avoided
-        assert replicas.choose(home).url == "b"
+        assert replicas.choose(preferred).url == "b"
 
 
 def test_a_version_is_announced_for_one_replica_or_all() -> None:

@@ -227,7 +227,7 @@ def test_a_completion_beyond_the_context_is_cut_and_ends_the_conversation(tmp_pa
                 reply = await policy.chat([user("hello")])
                 assert reply.truncated
                 with pytest.raises(
-                    PolicyFailure, match=r"context limit: the conversation has reached max_seq_len \(40\)"
+                    PolicyFailure, match=r"context limit: the conversation has reached policy\.max_seq_len \(40\)"
                 ):
                     await policy.chat([user("hello"), reply.message, user("and?")])
                 assert (await policy.chat([user("hello")])).truncated

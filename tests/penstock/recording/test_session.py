@@ -149,7 +149,7 @@ def test_a_truncated_turn_cannot_be_continued(store: Store, mode: Mode) -> None:
     async def main() -> None:
         session = await started(store, mode=mode, max_seq_len=12)
         messages = await talk(session, ["hello"])
-        with pytest.raises(ContextFull, match=r"reached max_seq_len \(12\)"):
+        with pytest.raises(ContextFull, match=r"reached policy\.max_seq_len \(12\)"):
             await chat(session, [*messages, user("and")])
         await chat(session, [user("hello")])
         assert (await session.seal()).sample_lengths == (12, 12)

@@ -124,7 +124,7 @@ def test_turns_are_limited(strict: Agent) -> None:
     got = strict.chat([*strict.messages, user("one more")])
     assert (got.status, got.error) == (
         400,
-        "turn limit: the session has its 8 turns; seal it, or raise policy.max_turns",
+        "turn limit: the session has used its 8 turns (policy.max_turns)",
     )
     assert strict.request("POST", "/seal").json["turns"] == 8
 
@@ -132,7 +132,7 @@ def test_turns_are_limited(strict: Agent) -> None:
 def test_a_context_that_is_full_ends_the_conversation(strict: Agent) -> None:
     strict.talk("x" * 390)
     got = strict.chat([*strict.messages, user("and?")])
-    assert (got.status, got.error) == (400, "the conversation has reached max_seq_len (400): end it here")
+    assert (got.status, got.error) == (400, "the conversation has reached policy.max_seq_len (400): end it here")
     sealed = strict.request("POST", "/seal").json
     assert (sealed["truncated"], sealed["sample_lengths"]) == (True, [400])
 

@@ -1,0 +1,50 @@
+"""What the recorded policy and the session server share about a turn: the prompt's tokens, and the turn's metadata."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.engines.dialects import AsyncRenderer
+from penstock.engines.replicas import Replica
+from penstock.engines.sampling import altered_sampling
+from penstock.recording import Prepared
+from penstock.renderers import NextTurn
+from penstock.renderers.protocol import Tools
+from penstock.turn import Ids, Mask, Message, TurnMetadata
+
+
+async def prompt_ids(renderer: AsyncRenderer, prepared: Prepared, messages: Sequence[Message], tools: Tools) -> Ids:
+    """The prompt's tokens. Recorded tokens are reused and only appended messages are tokenized, unless the renderer
+    cannot extend the previous turn: then the prompt may not begin with `prepared.history_ids`."""
+    history_ids, answer_from = prepared.history_ids, prepared.answer_from
+    turn = NextTurn(
+        messages=messages,
+        tools=tools,
+        prompt_ids=history_ids[:answer_from],
+        completion_ids=history_ids[answer_from:],
+        appended=len(prepared.request.appended),
+    )
+    return np.ascontiguousarray(await renderer.prompt_ids(turn), np.int32)
+
+
+def turn_metadata(
+    sampling: Mapping[str, Any],
+    replica: Replica,
+    *,
+    version_sent: int,
+    version_received: int,
+    agent: str = "",
+    completion_mask: Mask | None = None,
+) -> TurnMetadata:
+    """`sampling` are the fields of the request."""
+    temperature = sampling.get("temperature")
+    return TurnMetadata(
+        agent=agent,
+        engine=replica.url,
+        version_sent=version_sent,
+        version_received=version_received,
+        temperature=1.0 if temperature is None else float(temperature),
+        sampling=altered_sampling(sampling),
+        completion_mask=completion_mask,
+    )
