@@ -127,7 +127,7 @@ class RouteFormat:
             if before not in (None, now):
                 raise Upstream(f"routed experts: {what} is {now}, but {before} is configured or came before")
         if wire not in WIRE_DTYPES:
-            raise Upstream(f"routed experts: type {wire!r} is none of {', '.join(WIRE_DTYPES)}")
+            raise Upstream(f"routed experts: type {wire!r} is not one of {', '.join(WIRE_DTYPES)}")
         if layers < 1 or topk < 1:
             raise Upstream(f"routed experts: {layers} layers and top-k {topk}; neither can be zero")
         if self.experts is not None and self.experts - 1 > WIRE_RANGES[wire][1]:

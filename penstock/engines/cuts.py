@@ -1,6 +1,6 @@
 """The parts of a response body that need no parsing: the routed experts, and prompt ids that an open sample holds.
 
-They are located by their keys and replaced by a random mark before the rest is decoded by type. Where the decoder meets
+They are located by their keys and replaced by a random mark before the rest is decoded by type. If the decoder finds
 the mark in the expected field, the cut was right; otherwise the caller decodes the whole body.
 """
 

@@ -28,7 +28,7 @@ from penstock.turn import ANY_FORMAT, Fingerprint, Ids, Logprobs, OpenSample, Ro
 
 @dataclass(frozen=True, kw_only=True)
 class RequestInfo:
-    """What reading a response needs to know of its request."""
+    """The parts of a request that `read_turn` needs."""
 
     endpoint: Endpoint = Endpoint.CHAT
     prompt_ids: Ids | None = None

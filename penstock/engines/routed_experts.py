@@ -164,7 +164,8 @@ def _bare(text: Text, wanted: Wanted, route_format: RouteFormat) -> Payload:
                 learned = route_format.learned(layers=layers, topk=row_values // layers, wire=SHAPELESS_WIRE)
                 return Payload(text=text, rows=rows, start=start, format=learned)
     raise Upstream(
-        f"routed experts: {size} bytes are no whole number of int32 rows of {layers} layers for {wanted.tokens} tokens"
+        f"routed experts: {size} bytes are not a whole number of int32 rows of {layers} layers for "
+        f"{wanted.tokens} tokens"
     )
 
 

@@ -1,4 +1,4 @@
-"""Sessions of a session server, for agents that only know a URL. Created for a rollout, sealed, and always deleted.
+"""Sessions of a session server, for agents that only get a URL. Created for a rollout, sealed, and always deleted.
 
 All servers are equivalent. A rollout stays with the server that created its session.
 """
@@ -45,7 +45,7 @@ class AgentSession:
         body = orjson.dumps({"error": error[:ERROR_CHARACTERS]})
         for attempt in range(1, SEAL_ATTEMPTS + 1):
             try:
-                status, response = await self._post("/seal", body)
+                status, response = await self._post_seal(body)
             except (aiohttp.ClientError, TimeoutError) as failure:
                 if attempt == SEAL_ATTEMPTS:
                     raise InfrastructureFailure(f"the session server did not seal: {failure!r}") from failure
@@ -70,10 +70,10 @@ class AgentSession:
         except (aiohttp.ClientError, TimeoutError) as error:
             logger.warning("action=session_not_deleted error=%r", error)
 
-    async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
+    async def _post_seal(self, body: bytes) -> tuple[int, bytes]:
         async with (
             asyncio.timeout(SEAL_S),
-            self._http.post(self._url + path, data=body, headers=self._headers) as response,
+            self._http.post(f"{self._url}/seal", data=body, headers=self._headers) as response,
         ):
             return response.status, await response.read()
 
@@ -119,7 +119,7 @@ class SessionServers:
                 created = orjson.loads(body)
                 return server, AgentSession(self._http, created["base_url"], created["secret"])
             if response.status != 503:
-                raise InfrastructureFailure(f"{server.url} created no session: {response.status}, {_error(body)}")
+                raise InfrastructureFailure(f"{server.url} did not create a session: {response.status}, {_error(body)}")
             errors.append(f"{server.url}: {_error(body)}")
         raise EngineUnreachable(
             f"no session server accepts a session ({'; '.join(errors)}): are they running, is sessions.urls right?"

@@ -126,11 +126,11 @@ async def score_group(
     """The scores of a group's rollouts, in their order, by an environment that scores them together."""
     rollouts = [await in_file_thread(_read_played, store, member) for member in members]
     what = f"environment {environment.name!r} could not score a group of example {example}"
-    judge = environment.environment
-    if not isinstance(judge, ScoresGroups):
+    scorer = environment.environment
+    if not isinstance(scorer, ScoresGroups):
         raise StageError(f"{what}: it has no score_group")
     with error_boundary(StageError, what):
-        scored = judge.score_group(environment.example(example), rollouts)
+        scored = scorer.score_group(environment.example(example), rollouts)
         scores = await scored if inspect.isawaitable(scored) else scored
         if len(scores) != len(members):
             raise StageError(f"{what}: {len(scores)} scores for {len(members)} rollouts")
@@ -199,9 +199,9 @@ def _result(
     environment: LoadedEnvironment, score: Score, error: str | None, sealed: Sealed, metrics: Mapping[str, float]
 ) -> RolloutResult:
     metrics = {**sealed.metrics, **metrics}
-    if taken := sorted(metrics.keys() & score.metrics.keys()):
+    if reserved := sorted(metrics.keys() & score.metrics.keys()):
         raise StageError(
-            f"environment {environment.name!r} returned a metric {', '.join(taken)}, which Penstock reports itself: "
+            f"environment {environment.name!r} returned a metric {', '.join(reserved)}, which Penstock reports itself: "
             "rename it in Score.metrics"
         )
     return RolloutResult(

@@ -102,7 +102,9 @@ class Samples:
                 f"sample {index} has {sample.sequence.tokens} tokens; the turn extends {turn.prefix_tokens}"
             )
         if self._max_samples is not None and index >= self._max_samples:
-            raise PolicyFailure(f"the rollout breaks its prefix too often: {self._max_samples} samples are allowed")
+            raise PolicyFailure(
+                f"the rollout breaks its prefix too often: {self._max_samples} samples are allowed (policy.max_samples)"
+            )
         runs = _runs(turn.routes, sample.rows_from, turn.tokens) if turn.routes else []
         delta = TurnDelta(
             sample=index,
@@ -152,7 +154,7 @@ class Samples:
         if no rows were recorded."""
         broken_at = [turn.broken_at for turn in self.turns if turn.broken_at is not None]
         rows = sum(chunk.rows for chunk in self.chunks())
-        due = sum(max(sample.rows_until, sample.sequence.tokens - 1) for sample in self._samples)
+        expected = sum(max(sample.rows_until, sample.sequence.tokens - 1) for sample in self._samples)
         return {
             "samples": len(self._samples),
             "turns": len(self.turns),
@@ -160,7 +162,7 @@ class Samples:
             **({"first_break_position": broken_at[0]} if broken_at else {}),
             "wasted_tokens": sum(broken_at),
             "ambiguous_turns": sum(turn.matches > 1 for turn in self.turns),
-            **({"missing_routes": due - rows} if rows else {}),
+            **({"missing_routes": expected - rows} if rows else {}),
         }
 
     def _broken_at(self, turn: Turn, agent: str) -> int | None:

@@ -1,6 +1,6 @@
 """The files of a session while it is recorded: the log of its turns, and the routed rows as a part of the later blob.
 
-The columns blob is written from memory (`Samples`); the log brings a session back after a crash and holds its messages.
+The columns blob is written from memory (`Samples`); the log holds the messages, and everything to recover a session.
 All methods block: call them in a thread, one at a time. A turn is written completely or not at all; its rows come
 first, so that the log never refers to missing rows.
 """

@@ -19,7 +19,7 @@ class RendererKey:
 
     backend: str
     model: str
-    """whose tokenizer it is"""
+    """directory of the tokenizer; unused by bytes-chatml"""
     options: str = "{}"
     template: str = "{}"
 

@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import BadRequest
 from penstock.renderers import bytes_chatml
-from penstock.renderers.bytes_chatml import Message
-from penstock.turn import Ids
+from penstock.turn import Ids, Message
 from services.engine.draws import Draws
 from services.engine.requests import CompletionRequest
 from services.engine.scripted_policy import ScriptedAnswer, scripted_answer

@@ -14,13 +14,13 @@ from services.engine.settings import Dialect
 
 Tokens = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
-One = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Sampling(msgspec.Struct):
     """Sampling parameters of `/inference/v1/generate`."""
 
-    max_tokens: One | None = None
+    max_tokens: Positive | None = None
     seed: int | None = None
     n: int | None = 1
     logprobs: int | None = None
@@ -38,8 +38,8 @@ class GenerateRequest(msgspec.Struct):
 class ChatRequest(msgspec.Struct):
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
     model: str | None = None
-    max_tokens: One | None = None
-    max_completion_tokens: One | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     seed: int | None = None
     n: int | None = 1
     stream: bool | None = False

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from penstock.renderers.bytes_chatml import Message
+from penstock.turn import Message
 from services.engine.draws import Draws
 
 NUMBER = r"[1-9]\d{0,8}"

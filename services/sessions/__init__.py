@@ -1,1 +1,1 @@
-"""The session server: any agent that knows an OpenAI-compatible URL plays a rollout, recorded token by token."""
+"""The session server: an agent plays a rollout through an OpenAI-compatible URL, recorded token by token."""

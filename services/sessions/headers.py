@@ -13,7 +13,7 @@ HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"}
     | {"transfer-encoding", "upgrade", "content-length", "content-encoding"}
 )
-# Responses are parsed, so the engine is not asked to compress them; `expect` was answered before the body was read.
+# Responses are parsed, so no compression is requested; `expect` is handled before the body is read.
 NOT_FOR_UPSTREAM = HOP_BY_HOP | {"host", "accept-encoding", "expect"}
 NOT_FOR_CLIENT = HOP_BY_HOP | {"server", "date"}
 AUTHORIZATION = "Authorization"

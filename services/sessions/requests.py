@@ -18,7 +18,7 @@ from penstock.recording import DigestedMessages, digest_messages
 T = TypeVar("T")
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-# Handled here: the engine is never asked for a stream.
+# Handled here: streams are never requested from the engine.
 NOT_FORWARDED = frozenset({"stream", "stream_options"})
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 FileName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,60}$")]

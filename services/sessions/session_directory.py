@@ -1,4 +1,4 @@
-"""The directory of one session server in the store, locked against other servers and found again after a restart.
+"""The directory of one session server in the store, locked against other servers and reused after a restart.
 
 Its methods block: call them in a thread, or before the loop runs.
 """

@@ -172,7 +172,7 @@ SGLANG: list[tuple[str, str, Any, str]] = [
     ("completion_tokens too many", f"{META}.completion_tokens", 4, "completion_tokens 4"),
     ("weight_version negative", f"{META}.weight_version", -1, "weight_version"),
     ("weight_version a list", f"{META}.weight_version", [], "weight_version"),
-    ("experts bare, too short to divide", f"{META}.routed_experts", routed(ROWS[:5], "bare"), "no whole number"),
+    ("experts bare, too short to divide", f"{META}.routed_experts", routed(ROWS[:5], "bare"), "not a whole number"),
     ("experts bare, not base64", f"{META}.routed_experts", "?" * 128, "not base64"),
     ("experts bare, negative", f"{META}.routed_experts", routed(-ROWS.astype(np.int32), "bare"), "below 0"),
     ("message gone", MESSAGE, Removed, "of message"),

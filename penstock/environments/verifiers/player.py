@@ -19,7 +19,8 @@ from penstock.errors import ConfigError, StageError
 LOCAL_RUNTIME = {"type": "subprocess"}
 # One interception server serves all rollouts of the process: the package's pools are for tunnels.
 ONE_SERVER = {"type": "server"}
-UNUSED_VARIABLE = "PENSTOCK_HAS_NO_VARIABLE_FOR_IT"
+# Required by the package's client; each rollout's copy of the client has its own URL and key.
+UNUSED_VARIABLE = "PENSTOCK_UNUSED_API_KEY"
 UNUSED_URL = "http://127.0.0.1:9/v1"
 
 
@@ -105,8 +106,8 @@ def _config(resolve: Callable[[dict[str, Any]], Any], settings: Settings) -> Any
 
 def _refuse_retries(config: Any, roles_of: Callable[[Any], dict[str, Any]]) -> Any:
     """Refuse the package's retries: the failed tries stay in the rollout's recording and would be trained on."""
-    seats = {f"{role}.retries": agent.retries for role, agent in roles_of(config).items() if agent.client is None}
-    for setting, retries in {"retries": config.retries, **seats}.items():
+    roles = {f"{role}.retries": agent.retries for role, agent in roles_of(config).items() if agent.client is None}
+    for setting, retries in {"retries": config.retries, **roles}.items():
         if retries.max_retries or retries.rules:
             raise ConfigError(f"options.config.{setting}: remove it, Penstock retries failed rollouts")
     return config

@@ -96,7 +96,7 @@ def test_top_k_of_a_bare_string_follows_from_its_length() -> None:
     assert routes is not None
     assert routes.format.topk == 5
     assert routes.format.row_bytes == 3 * 5 * 4
-    with pytest.raises(Upstream, match="no whole number"):
+    with pytest.raises(Upstream, match="not a whole number"):
         read("bare", ROWS, wanted(31), RouteFormat(layers=4))
 
 
