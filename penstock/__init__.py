@@ -95,7 +95,7 @@ MODULES = {
     "graded": "penstock.environments.grading",
     "run_program": "penstock.environments.agent_program",
 }
-"""public name -> its module; every other one is an error"""
+"""public name -> its module; the names that are not here are in `penstock.errors`"""
 
 
 def __getattr__(name: str) -> object:

@@ -21,7 +21,7 @@ PenstockError
  +-- MalformedId                 a text is not the id that it should be
  +-- StageError                  a stage cannot process its input: a broken pipeline
  +-- BatchError                  an error of the trainer's reader
-      +-- Stalled                no batch within the time limit; the message says why
+      +-- Stalled                no batch within the time limit; the message has the reason
 
 Each takes one message argument, so that it survives JSON.
 """

@@ -4,7 +4,7 @@ run, execution    12 hexadecimal digits
 group             g0000012                             by its ordinal, in the order of planning
 rollout           g0000012-3                           its group and its number there; also the id of its job
 other jobs        g0000012-filter, s000004f1r0, ...    of a group; of a step's formation and data rank; of a survey
-task              <run>.<job>.<attempt>                one submission of a job, as Celery knows it
+task              <run>.<job>.<attempt>                one submission of a job: the id of its Celery task
 lease             <run>.<job>.<attempt>.<execution>    one execution of a task, a field in Redis
 lease's value     <worker>:<beat>                      the beat changes with every renewal
 worker            <host>-<pid>
@@ -50,8 +50,8 @@ class GroupId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        if found := GROUP.fullmatch(text):
-            return cls(int(found[1]))
+        if matched := GROUP.fullmatch(text):
+            return cls(int(matched[1]))
         raise MalformedId(f"{text!r} is not the id of a group, such as g0000012")
 
 
@@ -65,13 +65,13 @@ class RolloutId(NamedTuple):
 
     @classmethod
     def match(cls, text: str) -> Self | None:
-        found = ROLLOUT.fullmatch(text)
-        return cls(found[1], int(found[2])) if found else None
+        matched = ROLLOUT.fullmatch(text)
+        return cls(matched[1], int(matched[2])) if matched else None
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        if found := cls.match(text):
-            return found
+        if matched := cls.match(text):
+            return matched
         raise MalformedId(f"{text!r} is not the id of a rollout, such as g0000012-3")
 
 
@@ -102,8 +102,8 @@ class EncodeJobId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        if found := ENCODE_JOB.fullmatch(text):
-            return cls(*map(int, found.groups()))
+        if matched := ENCODE_JOB.fullmatch(text):
+            return cls(*map(int, matched.groups()))
         raise MalformedId(f"{text!r} is not the id of an encoding job, such as s000004f1r0")
 
 
@@ -117,8 +117,8 @@ class TaskId(NamedTuple):
 
     @classmethod
     def match(cls, text: str) -> Self | None:
-        found = TASK.fullmatch(text)
-        return cls(found[1], found[2], int(found[3])) if found else None
+        matched = TASK.fullmatch(text)
+        return cls(matched[1], matched[2], int(matched[3])) if matched else None
 
 
 class LeaseId(NamedTuple):
@@ -136,8 +136,8 @@ class LeaseId(NamedTuple):
 
     @classmethod
     def match(cls, text: str) -> Self | None:
-        found = LEASE.fullmatch(text)
-        return cls(found[1], found[2], int(found[3]), found[4]) if found else None
+        matched = LEASE.fullmatch(text)
+        return cls(matched[1], matched[2], int(matched[3]), matched[4]) if matched else None
 
 
 class LeaseValue(NamedTuple):
@@ -149,8 +149,8 @@ class LeaseValue(NamedTuple):
 
     @classmethod
     def match(cls, text: str) -> Self | None:
-        found = LEASE_VALUE.fullmatch(text)
-        return cls(found[1], int(found[2])) if found else None
+        matched = LEASE_VALUE.fullmatch(text)
+        return cls(matched[1], int(matched[2])) if matched else None
 
 
 class WorkerId(NamedTuple):
@@ -166,8 +166,8 @@ class WorkerId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        if found := WORKER.fullmatch(text):
-            return cls(found[1], int(found[2]))
+        if matched := WORKER.fullmatch(text):
+            return cls(matched[1], int(matched[2]))
         raise MalformedId(f"{text!r} is not the id of a worker, such as host-4711")
 
 

@@ -1,7 +1,7 @@
 """The files that jobs read: JSON in the store, named by key in a message, because groups and steps can be large.
 
-Written by the orchestrator alone, from its ledger, before a job that reads one is submitted: if its content has
-changed, and whenever a job is retried, because a missing file may be why it failed.
+Written by the orchestrator alone, from its ledger, before it submits a job that reads one: if the content has changed,
+and at every retry, because the job may have failed for a missing file.
 """
 
 from pathlib import Path

@@ -20,7 +20,7 @@ METRICS_LIMIT = 32
 REWARDS_LIMIT = 8
 SAMPLES_LIMIT = 128  # of one rollout; a step is packed by their lengths, before any token is read
 POLICY_ERROR_CHARACTERS = 120
-UNREADABLE_LIMIT = 64  # rollouts named in one reply; the step is formed again without them, which may find more
+UNREADABLE_LIMIT = 64  # rollouts named in one reply; the step is formed again without them and may name more
 NAME_CHARACTERS = 32
 
 Name = Annotated[str, Field(max_length=NAME_CHARACTERS)]
@@ -76,7 +76,7 @@ class ScoreJob(Job):
 
 
 class SurveyJob(Job):
-    """The size of an environment, asked once: only workers load environments."""
+    """The number of an environment's examples, which only workers can count. One job per start of the orchestrator."""
 
     queue: Literal[Queue.ROLLOUTS] = Queue.ROLLOUTS
     environment: str

@@ -1,7 +1,8 @@
-"""The names of Penstock's keys in Redis, and who deletes them.
+"""The names of Penstock's keys in Redis, and when each is deleted.
 
-One run per Redis database, so only the reply stream, which waits for its run to be resumed, has the run's id in its
-name. `_kombu.*`, `unacked*` and the queues' lists belong to kombu and Celery.
+One run per Redis database, so only the reply stream, which is kept until its run is resumed, has the run's id in its
+name. `penstock:lag:*` is defined in `runtime/loop_lag.py`; `_kombu.*`, `unacked*` and the queues' lists belong to kombu
+and Celery.
 """
 
 LEASES = "penstock:leases"

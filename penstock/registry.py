@@ -1,4 +1,4 @@
-"""Looks up names that the configuration uses, among built-in ones and those that the process adds."""
+"""Looks up the names that a configuration uses, among built-in and custom ones."""
 
 import difflib
 from collections.abc import Mapping

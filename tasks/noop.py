@@ -45,16 +45,16 @@ async def rollout(job: RolloutJob, noop: Noop) -> RolloutResult:
     )
 
 
-def filtering(job: FilterJob, plan: GroupInputs, noop: Noop) -> FilterResult:
+def filtering(job: FilterJob, group: GroupInputs, noop: Noop) -> FilterResult:
     _work(job, noop)
-    dropped = {m.rollout: "noop" for m in plan.members if chance(0, m.rollout, "drop") < noop.drop_rate}
+    dropped = {m.rollout: "noop" for m in group.members if chance(0, m.rollout, "drop") < noop.drop_rate}
     return FilterResult(dropped=dropped)
 
 
-def advantages(job: AdvantageJob, plan: GroupInputs, noop: Noop) -> AdvantageResult:
+def advantages(job: AdvantageJob, group: GroupInputs, noop: Noop) -> AdvantageResult:
     _work(job, noop)
-    mean = sum(member.result.reward for member in plan.members) / len(plan.members)
-    return AdvantageResult(advantages={member.rollout: member.result.reward - mean for member in plan.members})
+    mean = sum(member.result.reward for member in group.members) / len(group.members)
+    return AdvantageResult(advantages={member.rollout: member.result.reward - mean for member in group.members})
 
 
 def encoding(job: EncodeJob, plan: BatchPlan, noop: Noop) -> EncodeResult:
@@ -73,7 +73,7 @@ def encoding(job: EncodeJob, plan: BatchPlan, noop: Noop) -> EncodeResult:
 
 
 def chance(seed: int, *parts: object) -> float:
-    """A number in [0, 1), a hash of the arguments."""
+    """A number in [0, 1), derived from a hash of the arguments."""
     return xxhash.xxh3_64_intdigest("/".join(map(str, parts)).encode(), seed=seed & 0xFFFF_FFFF) / 2**64
 
 

@@ -1,4 +1,5 @@
-"""Plays, scores and surveys on a rollout worker. Environments come from its configuration; a message names one."""
+"""The bodies of the jobs on the queue `rollouts`: play, score, survey. A job names an environment, and the worker's own
+configuration defines it."""
 
 import asyncio
 import logging
@@ -74,12 +75,11 @@ class Player:
 
     async def score(self, job: ScoreJob) -> ScoreResult:
         environment = self._environment(job.environment)
-        plan = await in_io_thread(job_inputs.read_group, self._config.store_dir, job.plan)
-        results = [member.result for member in plan.members]
-        store = Store(self._config.store_dir)
-        scores = await score_group(store, environment, plan.example, results)
-        names = (member.rollout for member in plan.members)
-        return ScoreResult(rewards={name: score.reward for name, score in zip(names, scores, strict=True)})
+        group = await in_io_thread(job_inputs.read_group, self._config.store_dir, job.plan)
+        results = [member.result for member in group.members]
+        scores = await score_group(Store(self._config.store_dir), environment, group.example, results)
+        rollouts = (member.rollout for member in group.members)
+        return ScoreResult(rewards={rollout: score.reward for rollout, score in zip(rollouts, scores, strict=True)})
 
     async def survey(self, job: SurveyJob) -> SurveyResult:
         if noop_settings(self._config, job.environment):

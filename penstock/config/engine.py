@@ -20,7 +20,7 @@ class EnvironmentSettings(Section):
     """One environment, under the name that jobs and metrics use."""
 
     use: str
-    """A built-in environment (`arithmetic`, `guess`, `distinct`), or `module:Class`."""
+    """A built-in environment (`arithmetic`, `guess`, `distinct`, `program`), `verifiers`, or `module:Class`."""
     weight: PositiveFloat = 1.0
     """Share of the training batch, relative to the other environments."""
     options: dict[str, Any] = Field(default={})
@@ -115,7 +115,7 @@ class RendererSettings(Section):
 
     backend: Literal["bytes-chatml", "directory", "renderers"] = "directory"
     """`bytes-chatml`: ChatML over bytes. `directory`: a Hugging Face tokenizer and its chat template. `renderers`: the
-    package of that name, which knows model families beyond their templates."""
+    package of that name, which handles model families beyond their templates."""
     model: str | None = None
     """Directory of the tokenizer; the adapters of one base model can share it. Default: the model of each request."""
     options: dict[str, Any] = Field(default={})

@@ -5,9 +5,11 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ValidationError
+
+from penstock.config.sections import entry_section, is_section
 
 Keys = tuple[str, ...]
 Origins = dict[Keys, str]
@@ -63,9 +65,9 @@ def _nearest(name: str, known: list[str]) -> str:
 def all_keys(section: type[Any], prefix: str = "") -> Iterator[str]:
     """The dotted names of all settings; `environments.NAME.use` stands for any environment."""
     for name, annotation in _settings(section).items():
-        if entry := _entry(annotation):
+        if entry := entry_section(annotation):
             yield from all_keys(entry, f"{prefix}{name}.NAME.")
-        elif _is_section(annotation):
+        elif is_section(annotation):
             yield from all_keys(annotation, f"{prefix}{name}.")
         else:
             yield prefix + name
@@ -77,27 +79,17 @@ def is_setting(section: type[Any], keys: Sequence[str]) -> bool:
     if keys[0] not in settings or len(keys) == 1:
         return keys[0] in settings
     annotation = settings[keys[0]]
-    if entry := _entry(annotation):
+    if entry := entry_section(annotation):
         return len(keys) > 2 and is_setting(entry, keys[2:])
-    return _is_section(annotation) and is_setting(annotation, keys[1:])
+    return is_section(annotation) and is_setting(annotation, keys[1:])
 
 
 def _settings(section: type[Any]) -> dict[str, Any]:
-    """Names and annotations; a section is a pydantic model or a dataclass."""
+    """Names and annotations."""
     if issubclass(section, BaseModel):
         return {name: field.annotation for name, field in section.model_fields.items()}
     hints = get_type_hints(section)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
-
-
-def _entry(annotation: object) -> type[Any] | None:
-    """The section of each entry of a table of tables."""
-    entry = get_args(annotation)[1] if get_origin(annotation) is dict else None
-    return entry if _is_section(entry) else None
-
-
-def _is_section(kind: object) -> TypeGuard[type[Any]]:
-    return isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind))
 
 
 def line_of(text: str, keys: Sequence[str]) -> int | None:

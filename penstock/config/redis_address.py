@@ -8,7 +8,7 @@ def check(url: str) -> None:
     if not (_well_formed(url) and _connectable(url)):
         raise ValueError(
             "is not the address of a Redis: redis://HOST:PORT/NUMBER, rediss://HOST:PORT/NUMBER or unix:///PATH, each "
-            "with ?OPTION=VALUE that a connection knows; special characters in a password must be escaped "
+            "with ?OPTION=VALUE of redis-py's connections; special characters in a password must be escaped "
             "(/ is %2F, # is %23, ? is %3F, @ is %40)"
         )
 

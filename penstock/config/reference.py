@@ -11,8 +11,9 @@ import inspect
 import json
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -21,6 +22,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic_core import PydanticUndefined
 
 from penstock.config.run import RunConfig
+from penstock.config.sections import entry_section, is_section
 
 HEAD = """\
 # Configuration
@@ -74,7 +76,7 @@ def _section(model: type, path: str) -> Iterator[str]:
         yield ""
     for name, annotation, _, _ in _fields(model):
         if inner := _inner(annotation):
-            named = ".NAME" if _mapping_values(annotation) else ""
+            named = ".NAME" if entry_section(annotation) else ""
             yield from _section(inner, f"{path}.{name}{named}".lstrip("."))
 
 
@@ -108,7 +110,7 @@ def _type(annotation: Any) -> str:
         return ", ".join(f"`{json.dumps(part)}`" for part in parts)
     if origin is tuple:
         return f"list of {_type(parts[0])}s"
-    if origin in (dict, Mapping) or origin is not None:
+    if origin is not None:
         return "table"
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return ", ".join(f"`{json.dumps(member.value)}`" for member in annotation)
@@ -117,12 +119,12 @@ def _type(annotation: Any) -> str:
 
 def _bounds(metadata: tuple[Any, ...]) -> str:
     constraints = [each for entry in metadata for each in getattr(entry, "metadata", [entry])]
-    found = {name: getattr(each, name) for each in constraints for name in SIGNS if hasattr(each, name)}
-    if found.keys() == {"ge", "le"}:
-        return f", {found['ge']} to {found['le']}"
-    if max(map(abs, found.values()), default=0) >= 2**63:
+    limits = {name: getattr(each, name) for each in constraints for name in SIGNS if hasattr(each, name)}
+    if limits.keys() == {"ge", "le"}:
+        return f", {limits['ge']} to {limits['le']}"
+    if max(map(abs, limits.values()), default=0) >= 2**63:
         return " of 64 bits"
-    return " and".join(f" {SIGNS[name]} {limit}" for name, limit in found.items())
+    return " and".join(f" {SIGNS[name]} {limit}" for name, limit in limits.items())
 
 
 def _default(value: Any) -> str:
@@ -138,19 +140,10 @@ def _default(value: Any) -> str:
 
 def _inner(annotation: Any) -> type | None:
     """The model of a table of settings, or of each entry of a table of tables."""
-    if entries := _mapping_values(annotation):
-        return _inner(entries)
+    if entry := entry_section(annotation):
+        return entry
     candidates = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return next((each for each in candidates if _is_settings(each)), None)
-
-
-def _mapping_values(annotation: Any) -> Any:
-    origin, parts = get_origin(annotation), get_args(annotation)
-    return parts[1] if origin is dict and _is_settings(parts[1]) else None
-
-
-def _is_settings(kind: Any) -> bool:
-    return isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind))
+    return next((each for each in candidates if is_section(each)), None)
 
 
 def _class_doc(model: type) -> str:
@@ -163,8 +156,8 @@ def _attribute_docs(model: type) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}
-    for field, below in zip(body.body, body.body[1:], strict=False):
-        match field, below:
+    for statement, below in pairwise(body.body):
+        match statement, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 docs[name] = " ".join(text.split())
             case _:

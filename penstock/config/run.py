@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from penstock.advantages import AdvantageSettings
-from penstock.batches.packing import Normalise, PackingRules
+from penstock.batches.packing import Normalise, Oversize, PackingRules
+from penstock.batches.plan import Format
 from penstock.config.engine import Engine, EnvironmentName, EnvironmentSettings, Policy
 from penstock.config.redis_address import check
 from penstock.config.sections import Port, Section
@@ -69,13 +70,13 @@ class BatchSettings(Section):
     """Most tokens of one micro-batch, padding included."""
     pad_to_multiple_of: PositiveInt = 1
     """Micro-batches are padded to a multiple of this many tokens."""
-    oversize: Literal["cut", "mask", "drop", "fail"] = "mask"
+    oversize: Oversize = "mask"
     """What happens to a sample longer than `seq_len`: cut it; cut it and mask its loss; drop it; fail the step."""
     normalise: str = "token"
     """What the loss is averaged over: `token`, `sample`, `rollout`, or `constant:L` (a rollout's sum over L)."""
     extras: tuple[str, ...] = ()
     """Per-token columns of the environments' scores that the batch carries."""
-    format: Literal["native", "prime-rl", "prime-rl-2026-05"] = "native"
+    format: Format = "native"
     """File format of the batches."""
     output_dir: Path | None = None
     """Output directory of prime-rl, whose formats are written to `rollouts/step_N` below it. Default: the run
@@ -167,7 +168,7 @@ class RunConfig(Section):
     redis_url: str = DEFAULT_REDIS_URL
     """Address of Redis. Set PENSTOCK_REDIS_URL rather than writing a password to a file."""
     store: str | None = None
-    """Shared directory of blobs and plans, `file:///...`. Default: `store` in the run directory."""
+    """Shared directory of blobs, job inputs and batches, `file:///...`. Default: `store` in the run directory."""
     max_store_gb: PositiveFloat | None = None
     """No rollout is started while blobs that wait for the trainer take more than this many GB (1e9 bytes)."""
     ledger_dir: Path | None = None

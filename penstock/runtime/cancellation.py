@@ -7,7 +7,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 async def run_to_completion(task: asyncio.Task[T]) -> T:
@@ -19,5 +19,5 @@ async def run_to_completion(task: asyncio.Task[T]) -> T:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([task])
         if not task.cancelled() and (error := task.exception()):
-            log.error("action=failed_unseen error=%r: its caller was cancelled", error)
+            logger.error("action=failed_unseen error=%r: its caller was cancelled", error)
         raise

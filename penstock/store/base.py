@@ -1,4 +1,4 @@
-"""Keys and references of blobs: what every store has in common, whatever it keeps its bytes in."""
+"""Keys and references of blobs, independent of where a store keeps their bytes."""
 
 import re
 from dataclasses import dataclass

@@ -14,8 +14,7 @@ from penstock.errors import BlobCorrupt, StageError
 from penstock.store import tensors
 from penstock.store.base import BlobRef
 from penstock.store.files import Store
-
-Array = np.ndarray[Any, Any]
+from penstock.store.tensors import Array
 
 FORMAT = "penstock.columns.1"
 TURN, EXTRA = "turn.", "extra."  # prefixes of array names in the file

@@ -15,8 +15,7 @@ from penstock.store import tensors
 from penstock.store.base import BlobRef
 from penstock.store.files import Store
 from penstock.store.parts import HEAD, Part
-
-Array = np.ndarray[Any, Any]
+from penstock.store.tensors import Array
 
 FORMAT = "penstock.experts.1"
 

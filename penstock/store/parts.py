@@ -26,13 +26,13 @@ Piece = bytes | bytearray | memoryview | np.ndarray[Any, Any]
 # can be written last. One page: what follows is aligned for every dtype.
 HEAD = 4096
 
-BUFFERS_PER_WRITE = 1024  # that one pwritev accepts (IOV_MAX on Linux)
-BYTES_PER_READ = 1 << 22  # read at once when recovery computes a checksum again: bounds memory
+BUFFERS_PER_WRITE = 1024  # most buffers of one pwritev (IOV_MAX on Linux)
+BYTES_PER_READ = 1 << 22  # bounds the memory of `recover`, which computes the checksum again
 
-# Bytes from which on space is reserved for a part: as much again as it has, at once. Writing takes a quarter less time.
+# Bytes from which on space is reserved for a part, each time as much as it already has. Saves a quarter of the time.
 RESERVED_FROM = 1 << 20
 FALLOC_FL_KEEP_SIZE = 1
-_libc_fallocate = getattr(ctypes.CDLL(None), "fallocate", None)  # Python's own may write zeros
+_libc_fallocate = getattr(ctypes.CDLL(None), "fallocate", None)  # os.posix_fallocate may write zeros
 
 # Descriptors that parts keep open between two appends; opening and closing is a tenth of an append's time. Parts beyond
 # this number open their file for every append.
@@ -78,7 +78,7 @@ class GrowingFile(UnfinishedFile):
 
 
 class Part(GrowingFile):
-    """A blob that is being written. With `reserve_head` it begins at HEAD, and `commit` writes what comes before.
+    """A blob that is being written. With `reserve_head`, appends begin at HEAD, and `commit` writes the head.
 
     Its descriptor stays open between two appends, for at most KEPT_OPEN parts.
     """
