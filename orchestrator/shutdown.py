@@ -94,13 +94,13 @@ class Shutdown:
         await self._withdraw()
         running = await self._leases()
         if running:
-            await self.revoke([str(id.task) for id in map(LeaseId.match, running) if id])
+            await self.revoke([str(lease.task) for lease in running])
         give_up_at = time.monotonic() + self._config.recovery.lease_s
         while await self._leases() and time.monotonic() < give_up_at:
             await asyncio.sleep(TICK_S)
         leases = await self._leases()
         if leases:
-            await self._broker.call(lambda client: client.hdel(redis_keys.LEASES, *leases))
+            await self._broker.call(lambda client: client.hdel(redis_keys.LEASES, *map(str, leases)))
         await self._replies.delete()
         await in_io_thread(_delete_inputs, self._config.store_dir, self._run)
 
@@ -128,10 +128,11 @@ class Shutdown:
                 if job is not None and job.state is JobState.SUBMITTED:
                     self._ledger.retry(job)
 
-    async def _leases(self) -> list[str]:
+    async def _leases(self) -> list[LeaseId]:
         """The leases of this run's executions."""
-        leases: Any = await self._broker.call(lambda client: client.hkeys(redis_keys.LEASES))
-        return [lease.decode() for lease in leases if lease.startswith(self._run.encode())]
+        fields: Any = await self._broker.call(lambda client: client.hkeys(redis_keys.LEASES))
+        leases = (LeaseId.match(field.decode()) for field in fields)
+        return [lease for lease in leases if lease and lease.run == self._run]
 
 
 def _delete_inputs(store: Path, run: str) -> None:
