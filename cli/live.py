@@ -30,7 +30,7 @@ IN_VIEW = ("action=progress", "action=loop_lag")
 
 
 class LiveView:
-    """`with LiveView() as view: run(watch=view.watch)`"""
+    """`with LiveView() as view: run(on_status=view.update)`"""
 
     def __init__(self, console: Console | None = None, *, more_facts: Callable[[], Iterable[Fact]] = tuple) -> None:
         """`more_facts` are shown below the status, and before the first; called by the thread that draws."""
@@ -44,7 +44,7 @@ class LiveView:
         self._queue_handler = BoundedQueueHandler(records)
         self._printer = QueueListener(records, self._log_handler())
 
-    def watch(self, status: dict[str, Any]) -> None:
+    def update(self, status: dict[str, Any]) -> None:
         self._status = status
 
     def __enter__(self) -> Self:

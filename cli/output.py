@@ -33,7 +33,7 @@ def showing_run(*, as_json: bool, more_facts: Callable[[], Iterable[Fact]] = tup
         from cli.live import LiveView
 
         with LiveView(more_facts=more_facts) as view:
-            yield view.watch
+            yield view.update
     else:
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
         yield lambda status: None

@@ -45,7 +45,7 @@ class Composer:
         return batch
 
     def resume(self) -> None:
-        """Decide the advantages of an open step that a ledger from before they were kept does not hold."""
+        """Compute the advantages of an open step whose ledger, from an older version, does not hold them."""
         for batch in self._ledger.batches.values():
             if not batch.advantages:
                 advantages = self._final_advantages(batch.groups, RolloutState.BATCHED)
@@ -154,7 +154,7 @@ class Composer:
         taken: list[GroupRecord] = []
         held, awaited = 0, False
         for place, group in enumerate(open_groups):
-            # Look beyond the window only when no group in it is still coming: partial groups may leave it short.
+            # Look beyond the window only when every group in it is admitted: partial groups may leave it short.
             if held >= quota or (place >= window and awaited):
                 break
             if group.state is GroupState.ADMITTED:

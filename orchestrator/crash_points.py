@@ -7,14 +7,14 @@ from penstock.errors import ConfigError
 
 POINTS = (
     "planned",  # groups are in the ledger, nothing is submitted
-    "submitted",  # the ledger says submitted, nothing is published
+    "submitted",  # the jobs are submitted in the ledger, nothing is published
     "published",  # published, and nothing else has happened
     "replies_read",  # replies are read, their effects are not committed
     "replies_committed",  # committed, the stream is not trimmed
     "composed",  # the step is in the ledger, its encoding is not submitted
     "encoded",  # every rank has replied, there is no manifest
-    "sealed",  # the manifest is on the disk, the ledger does not say delivered
-    "delivered",  # the ledger says delivered
+    "sealed",  # the manifest is on disk, the step is not delivered in the ledger
+    "delivered",  # the step is delivered in the ledger
 )
 _countdown: dict[str, int] = {}
 

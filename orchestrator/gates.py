@@ -21,7 +21,7 @@ class Gate:
         self._pause_s = RETRY_FIRST_S
         self._next_try_at = 0.0
         self._probe: tuple[str, int] | None = None
-        """job and attempt that was submitted to test whether it is available again"""
+        """(job, attempt) submitted to test whether the engine or the store is available again"""
 
     @property
     def open(self) -> bool:
@@ -37,7 +37,7 @@ class Gate:
             return
         self._probe = None
         self._next_try_at = time.monotonic() + self._pause_s
-        self.trouble = f"{CAUSES[cause]} ({error}); next try every {self._pause_s:.0f} s, nothing is lost"
+        self.trouble = f"{CAUSES[cause]} ({error}); retried every {self._pause_s:.0f} s, nothing is lost"
 
     def reopen(self) -> None:
         self.trouble = self._probe = None

@@ -54,7 +54,7 @@ class RunLock:
             await asyncio.sleep(1)
 
     async def keep(self) -> None:
-        """Renews the lock for ever, also after a flush of Redis; raises RunLocked when another process holds it."""
+        """Renews the lock until cancelled, also after a flush of Redis; raises RunLocked if another process has it."""
         while True:
             await asyncio.sleep(RENEW_S)
             await self.check()

@@ -8,7 +8,7 @@
 
 and beside them: renew the run's lock (`lock.keep`), report (`reporter`, `metrics`), measure event loop lag (`lag`, and
 `lags` of other processes). `drive` sleeps until a reply, a loss, the trainer or half a second wakes it. A duty that
-raises ends them all. Components do not know the Orchestrator: it wires them.
+raises ends them all. The Orchestrator wires the components; they do not import it.
 """
 
 import asyncio
@@ -103,7 +103,7 @@ class Orchestrator:
         )  # fmt: skip
 
     def endpoint(self) -> Endpoint:
-        """For HTTP."""
+        """The HTTP endpoint, for `endpoint.serving`."""
         status = self.reporter.latest_status
         collector = RunCollector(
             steps=self.config.steps, status=status, ledger=self.ledger, metrics=self.metrics, lag=self.lag,
@@ -112,7 +112,7 @@ class Orchestrator:
         return Endpoint(status, collector)
 
     async def run(self) -> None:
-        """Until the last step is delivered or a stop is requested; open work then waits in the ledger."""
+        """Drive the run until the last step is delivered or a stop is requested; open work then waits in the ledger."""
         self.deliver_sealed_steps()
         self.composer.resume()
         duties = [self.read_replies, self.reconcile, self.follow_trainer, self.sweep, self.lock.keep,
@@ -178,7 +178,7 @@ class Orchestrator:
         return True
 
     def deliver_sealed_steps(self) -> None:
-        """A manifest on disk decides: a crash may have come before the ledger recorded the delivery."""
+        """Deliver open steps that have a manifest: a crash may have come before the ledger recorded the delivery."""
         for batch in list(self.ledger.batches.values()):
             if manifest := read_manifest(self.store, batch.step):
                 self.sealer.publish(manifest)

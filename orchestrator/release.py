@@ -1,4 +1,4 @@
-"""Deletes blobs that will not be read again: `Releaser` what the ledger gives up, `Sweeper` what it never named."""
+"""Deletes blobs that will not be read again: `Releaser` those that the ledger releases, `Sweeper` unnamed files."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ SWEPT_STEPS = 16  # the newest ones; the file of an encoder that is later than t
 
 
 class Releaser:
-    """Blobs of dropped and fenced rollouts go at once, blobs of a step when it is trained on."""
+    """Deletes blobs of dropped and fenced rollouts at once, blobs of a step when it is trained on."""
 
     def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer) -> None:
         self._store = Store(config.store_dir)

@@ -55,7 +55,7 @@ class ReplyStream:
     async def newest(self) -> str:
         """The id of the newest reply that was ever in the stream.
 
-        A stream that is missing or ends before our position is a new one (Redis was flushed): read from its start.
+        A stream that is missing or ends before `position` is a new one (Redis was flushed): read from its start.
         """
         position = self.position  # before the command: replies may be read until its result arrives
         newest = await self._broker.call(self._last_id)
@@ -94,8 +94,7 @@ def _entries(streams_read: Any) -> list[Entry]:
     """XREAD returns a list of streams in RESP2 and a mapping in RESP3."""
     if not streams_read:
         return []
-    streams = list(streams_read.values()) if isinstance(streams_read, dict) else [found for _, found in streams_read]
-    entries = streams[0]
+    entries = next(iter(streams_read.values())) if isinstance(streams_read, dict) else streams_read[0][1]
     return entries[0] if entries and isinstance(entries[0], list) else entries
 
 

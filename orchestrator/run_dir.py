@@ -1,4 +1,4 @@
-"""A run's directory: `run.json` identifies the run and says where its ledger and store are."""
+"""A run's directory: `run.json` holds the run's id and the paths of its ledger and store."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,6 +81,7 @@ def store_path(run_dir: Path) -> Path:
 
 @contextmanager
 def explained(directory: Path, setting: str = "run_dir") -> Iterator[None]:
+    """Raise a RunError that names the directory and its setting instead of an OSError."""
     try:
         yield
     except OSError as error:

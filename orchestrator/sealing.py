@@ -1,4 +1,4 @@
-"""Writes the manifests of encoded steps. A step with a manifest is delivered, whatever the ledger says."""
+"""Writes the manifests of encoded steps. A step with a manifest is delivered; the ledger may record it later."""
 
 import logging
 

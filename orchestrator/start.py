@@ -1,4 +1,4 @@
-"""Starts an orchestrator from a configuration, and ends it with an exit that says why."""
+"""Starts an orchestrator from a configuration; the error that ends a run is raised and written to its last status."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from penstock.runtime.loop_lag import redis_publisher
 
 logger = logging.getLogger("penstock.orchestrator")
 
-LEAVE_S = 3.0
+LEAVE_S = 3.0  # for the last commit, and for releasing the lock
 IO_CONCURRENCY = 8  # plans, manifests and the status file: a handful of small files at once
 
 
@@ -35,7 +35,7 @@ def run(config: RunConfig, *, on_status: StatusCallback = ignore_status) -> dict
     crash_points.arm(test_hooks.crash_at(config))
     if not config.environments:
         raise ConfigError('no environment to play: configure [environments.NAME] with use = "..."')
-    # The imports made 90,000 permanent objects: a full collection that visits them holds the loop for 55 ms.
+    # The imports create 90,000 permanent objects: a full collection that visits them blocks the loop for 55 ms.
     gc.freeze()
     schema.refuse_network_file_system(config.ledger_path.parent)
     run_dir.create_directories(config)
@@ -95,7 +95,7 @@ async def _drive(orchestrator: Orchestrator) -> None:
 
 
 async def _within(seconds: float, work: Awaitable[None]) -> None:
-    """Give up after `seconds`: a full disk or an absent Redis does not keep the process, and loses nothing."""
+    """Give up after `seconds`, so that the process ends even if a disk is full or Redis is down. Nothing is lost."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await work

@@ -60,8 +60,8 @@ def _run(options: "Options", *, as_json: bool) -> None:
 
     interrupts = Interrupts()
     demo = Demo(options, interrupts)
-    with showing_run(as_json=as_json, more_facts=demo.progress.facts) as watch:
-        demo.run(watch)
+    with showing_run(as_json=as_json, more_facts=demo.progress.facts) as on_status:
+        demo.run(on_status)
     if demo.progress.status:
         _print_summary(options, demo, as_json=as_json)
     if interrupts.signals:

@@ -4,13 +4,14 @@ import logging
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 from cli.demo.options import Options
 from cli.demo.processes import DemoProcesses
 from cli.facts import Fact
+from cli.output import StatusCallback
 
 logger = logging.getLogger("penstock.demo")
 
@@ -102,12 +103,12 @@ class Demo:
         """why it ended before the last step"""
         self.seconds = 0.0
 
-    def run(self, watch: Callable[[dict[str, Any]], None]) -> None:
+    def run(self, on_status: StatusCallback) -> None:
         """Run until the last step, an interrupt or the time limit. Every process has ended on return."""
         started = time.monotonic()
         try:
             self._processes.start()
-            self._drive(watch)
+            self._drive(on_status)
             self._processes.stop(at_once=lambda: self._interrupts.twice)
         finally:
             self._processes.kill()
@@ -116,14 +117,14 @@ class Demo:
             shutil.rmtree(self._options.run_dir / "redis")
         self.seconds = time.monotonic() - started
 
-    def _drive(self, watch: Callable[[dict[str, Any]], None]) -> None:
+    def _drive(self, on_status: StatusCallback) -> None:
         processes, started = self._processes, time.monotonic()
         while not (processes.ended("orchestrator") and processes.ended("trainer")):
             over = processes.ended("orchestrator")
             processes.check()
             self.progress.update()
             if self.progress.status:
-                watch(self.progress.status)
+                on_status(self.progress.status)
             if not self.stopped and (stopped := self._reason_to_stop(over, time.monotonic() - started)):
                 self.stopped = stopped
                 processes.drain()

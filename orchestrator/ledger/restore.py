@@ -28,7 +28,7 @@ class Restored:
 
 
 def read(path: Path) -> Restored:
-    """Empty where there is no ledger yet."""
+    """Empty if there is no ledger yet."""
     if not path.exists():
         return Restored()
     with schema.reading(path) as connection:

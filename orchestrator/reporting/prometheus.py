@@ -117,16 +117,16 @@ def _lags(lags: list[LagSummary]) -> Iterator[Metric]:
 
 
 def _gauges(name: str, what: str, label: str, values: Labelled) -> Metric:
-    family = GaugeMetricFamily(name, what, labels=[label])
-    for value, number in values:
-        family.add_metric([value], number)
-    return family
+    return _with_samples(GaugeMetricFamily(name, what, labels=[label]), values)
 
 
 def _counters(name: str, what: str, label: str, values: Labelled) -> Metric:
-    family = CounterMetricFamily(name, what, labels=[label])
-    for value, number in values:
-        family.add_metric([value], number)
+    return _with_samples(CounterMetricFamily(name, what, labels=[label]), values)
+
+
+def _with_samples(family: GaugeMetricFamily | CounterMetricFamily, values: Labelled) -> Metric:
+    for label, number in values:
+        family.add_metric([label], number)
     return family
 
 

@@ -111,8 +111,8 @@ class Reporter:
         return self._latest or self.status()
 
     def status(self, *, stopped_by: str | None = None) -> dict[str, Any]:
-        sources, ledger, seen = self._sources, self._ledger, self._sources.snapshot()
-        workers = Counter(value.worker for value in map(LeaseValue.match, seen.leases.values()) if value)
+        sources, ledger, snapshot = self._sources, self._ledger, self._sources.snapshot()
+        workers = Counter(value.worker for value in map(LeaseValue.match, snapshot.leases.values()) if value)
         planned, fenced = ledger.number("rollouts_planned"), ledger.number("fenced")
         return {
             "run": sources.run,
@@ -129,7 +129,7 @@ class Reporter:
             "states": {state.value: ledger.states[state] for state in RolloutState if ledger.states[state]},
             **self._rates(),
             **self._open_jobs(),
-            "queued": {queue.value: seen.depths.get(queue, 0) for queue in Queue},
+            "queued": {queue.value: snapshot.depths.get(queue, 0) for queue in Queue},
             "running_by_worker": dict(workers),
             "stored_bytes": ledger.number("open_bytes") + ledger.number("delivered_bytes"),
             "waiting_for": self.waiting_for(),
@@ -167,13 +167,13 @@ class Reporter:
 
     def _watch_queues(self) -> None:
         """A queue moves when its oldest message changes, when it is empty, or when one of its jobs holds a lease."""
-        seen = self._sources.snapshot()
-        running = (self._ledger.jobs.get(id.job) for id in map(LeaseId.match, seen.leases) if id)
+        snapshot = self._sources.snapshot()
+        running = (self._ledger.jobs.get(id.job) for id in map(LeaseId.match, snapshot.leases) if id)
         busy = {job.kind.queue for job in running if job is not None}
-        for queue, depth in seen.depths.items():
-            if depth == 0 or queue in busy or seen.oldest[queue] != self._oldest.get(queue):
+        for queue, depth in snapshot.depths.items():
+            if depth == 0 or queue in busy or snapshot.oldest[queue] != self._oldest.get(queue):
                 self._moved_at[queue] = time.monotonic()
-            self._oldest[queue] = seen.oldest[queue]
+            self._oldest[queue] = snapshot.oldest[queue]
 
     def _log_progress(self) -> None:
         status = self.status()

@@ -64,7 +64,7 @@ def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
     age_s = round(max(0.0, time.time() - last["at"]), 1) if last else None
     state = _state(directory, last, age_s, in_redis)
     counts, ledger_error = _read_ledger(directory / identity["ledger"])
-    found = {
+    result = {
         "run": identity["run"],
         "run_dir": str(directory.resolve()),
         "state": state,
@@ -79,28 +79,28 @@ def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
     }
     if state is State.RUNNING:
         lags = in_redis.event_loop_lag | {"orchestrator": last["event_loop_lag"]}
-        return found | {"event_loop_lag": lags, "waiting_for": last["waiting_for"]}
+        return result | {"event_loop_lag": lags, "waiting_for": last["waiting_for"]}
     disks = [directory, directory / identity["ledger"], directory / identity["store"]]
     full = [f"the disk of {path} is full: free space" for path in disks if _full(path)]
     idle = {"rollouts_per_s": 0.0, "tokens_per_s": 0.0, "http": None}
-    return found | idle | {"waiting_for": [*_troubles(found), *full]}
+    return result | idle | {"waiting_for": [*_troubles(result), *full]}
 
 
-def _troubles(found: dict[str, Any]) -> list[str]:
+def _troubles(result: dict[str, Any]) -> list[str]:
     """Why a run that does not report itself makes no progress."""
-    match found["state"]:
+    match result["state"]:
         case State.DONE:
             return []
         case State.SILENT:
             why = "it is paused, it hangs (kill -USR1 PID logs its stacks), or its disk is full"
-            troubles = [f"the orchestrator has written no status for {found['status_age_s']:.0f} s: {why}"]
+            troubles = [f"the orchestrator has written no status for {result['status_age_s']:.0f} s: {why}"]
         case State.STOPPED:
             ended = {"running": "its process has died", None: "it has not started working yet"}
-            why = found["stopped_by"] or ended.get(found["phase"], "it was stopped")
+            why = result["stopped_by"] or ended.get(result["phase"], "it was stopped")
             troubles = [f"the orchestrator is not running ({why}): `penstock run` resumes the run, nothing is lost"]
         case _:
             troubles = []
-    return [*troubles, found["redis"]["error"]] if found["redis"]["error"] else troubles
+    return [*troubles, result["redis"]["error"]] if result["redis"]["error"] else troubles
 
 
 def _state(directory: Path, last: dict[str, Any], age_s: float | None, in_redis: RedisView) -> State:

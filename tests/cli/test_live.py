@@ -96,7 +96,7 @@ def test_a_stopped_terminal_does_not_block_the_run(monkeypatch: pytest.MonkeyPat
         with LiveView(Console(file=file, force_terminal=True, width=100)) as shown:
             for number in range(10_000):
                 logging.getLogger("penstock").warning("action=test number=%d", number)
-                shown.watch(STATUS | {"step": number})
+                shown.update(STATUS | {"step": number})
             reader.start()
     reader.join()
     os.close(keyboard)

@@ -227,7 +227,7 @@ def test_an_unwritable_store_closes_the_gate_like_an_engine(scene: Scene) -> Non
     assert scene.gates.troubles == [
         (
             "a worker cannot write to the store: free space or repair the disk (it broke); "
-            "next try every 1 s, nothing is lost"
+            "retried every 1 s, nothing is lost"
         )
     ]
     encoding = scene.ledger.add_job("s000000f1r0", JobKind.ENCODE, "0")
