@@ -50,8 +50,8 @@ def run(*, quick: bool) -> Report:
         verdicts = [judge(rollout, filters) for rollout in step]
         vectorised_s.append(perf_counter() - middle)
         loop_s.append((middle - start) * rollouts / len(share))
-        seen = [{match.filter: match.token for match in verdicts[index].matches} for index in share]
-        if matches != [(each.get("gibberish"), each.get("repetition")) for each in seen]:
+        by_filter = [{match.filter: match.token for match in verdicts[index].matches} for index in share]
+        if matches != [(each.get("gibberish"), each.get("repetition")) for each in by_filter]:
             raise AssertionError(f"round {number}: the filters and the loop matched different tokens")
     matched = count(verdicts).matched
     ratio = median([slow / fast for slow, fast in zip(loop_s, vectorised_s, strict=True)])

@@ -80,12 +80,12 @@ def _round(cluster: Cluster, size: Size, show: Show) -> Round:
     cluster.wait_ready()
     killed_at = time.time()
     cluster.kill(doomed)
-    seen_again: set[str] = set()
+    running_again: set[str] = set()
 
     def all_run_again() -> bool:
-        seen_again.update(_running_on(other, cluster))
-        show(f"the worker was killed; {len(seen_again)} of {size.rollouts} rollouts run elsewhere")
-        return len(seen_again) == size.rollouts
+        running_again.update(_running_on(other, cluster))
+        show(f"the worker was killed; {len(running_again)} of {size.rollouts} rollouts run elsewhere")
+        return len(running_again) == size.rollouts
 
     wait_until(all_run_again, what="all rollouts are running again")
     running_s = time.time() - killed_at

@@ -50,10 +50,10 @@ class Process:
         """Negative for a signal. Does not reap the process, so that its CPU time can still be read."""
         if self._popen.returncode is not None:
             return self._popen.returncode
-        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
+        info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if info is None:
             return None
-        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
     @property
     def output(self) -> str:

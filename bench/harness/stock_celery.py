@@ -1,6 +1,6 @@
 """Baseline of `bench control`: an unmodified Celery worker with a no-op task.
 
-Prefork pool, late acknowledgement (as in Penstock, no message of a killed worker is lost), no results, events on.
+Prefork pool, late acknowledgement (no message of a killed worker is lost, as in Penstock), no results, events on.
 """
 
 import time
