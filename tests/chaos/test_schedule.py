@@ -1,4 +1,4 @@
-"""A seeded random schedule of everything that can go wrong, over 2,000 short rollouts.
+"""A seeded random schedule of faults, over 2,000 short rollouts.
 
 `make chaos` plays many seeds; the test run plays one.
 """
@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 class Chaos:
-    """One run with two rollout workers and one compute worker, and the hands that break it."""
+    """One run with two rollout workers and one compute worker, and the faults that it must survive."""
 
     def __init__(self, cluster: Cluster, seed: int) -> None:
         self.cluster = cluster
@@ -46,15 +46,15 @@ class Chaos:
         return self.cluster.rollout_worker(concurrency=32, **variables)
 
     def play(self) -> None:
-        """One fault after the other, each when the run has moved on since the last."""
+        """Play one fault after another, each when the run has progressed since the last."""
         for fault in self.random.choices(self.faults, k=FAULTS):
-            if not self.moved_on():
+            if not self.progressed():
                 break
             self.played.append(fault.__name__)
             fault()
 
-    def moved_on(self) -> bool:
-        """False when the run has ended."""
+    def progressed(self) -> bool:
+        """Wait for progress. False when the run has ended."""
         enough = self.generated() + self.random.randrange(20, 120)
         wait_until(
             lambda: self.run.exit_code is not None or self.generated() > enough,
@@ -128,18 +128,20 @@ class Chaos:
         if messages:
             self.cluster.redis.rpush("rollouts", *messages)
 
-    def until(self, seen: Callable[[], object]) -> None:
-        """Until the fault shows; the run may also end first."""
-        wait_until(lambda: self.run.exit_code is not None or seen(), timeout_s=30, what=f"effect of {self.played[-1]}")
+    def until(self, is_visible: Callable[[], object]) -> None:
+        """Wait until the fault has an effect, or the run has ended."""
+        wait_until(
+            lambda: self.run.exit_code is not None or is_visible(), timeout_s=30, what=f"effect of {self.played[-1]}"
+        )
 
 
 def test_a_random_schedule_of_faults_loses_nothing(tmp_path: Path, chaos_seed: int) -> None:
     with cluster_in(tmp_path, **SETTINGS) as cluster:
         chaos = Chaos(cluster, chaos_seed)
         chaos.play()
-        found = cluster.finish(chaos.run, timeout_s=120)
-        assert found["steps"] == 10
-        assert found["delivered"] >= 1800, chaos.played
+        result = cluster.finish(chaos.run, timeout_s=120)
+        assert result["steps"] == 10
+        assert result["delivered"] >= 1800, chaos.played
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,4 +1,4 @@
-"""A session server is killed at random turns and started again on its port; agents go on as if nothing had been.
+"""A session server is killed at random turns and started again on its port; agents continue their sessions.
 
 `make chaos` plays 200 sessions; the test run plays a few.
 """
@@ -42,13 +42,13 @@ def play(server: Server, number: int, progress: list[int]) -> Agent:
         try:
             agent.talk(f"session {number}, turn {turn}" + "." * (number * 37 % 200))
         except BROKEN:
-            look_again(agent, server)
+            recover_turns(agent, server)
         progress.append(number)
     return agent
 
 
 def begin(server: Server, number: int) -> Agent:
-    """Create a session, again if there is no response: the first one then has no agent, and expires."""
+    """Create a session, and another if there is no response: the first is then unused and expires."""
 
     def created() -> Agent | None:
         try:
@@ -61,22 +61,23 @@ def begin(server: Server, number: int) -> Agent:
     return agent
 
 
-def look_again(agent: Agent, server: Server) -> None:
-    """The answer may be lost but recorded: then it is in the records."""
+def recover_turns(agent: Agent, server: Server) -> None:
+    """Append recorded turns whose response the agent did not receive."""
 
-    def recorded() -> list[dict[str, Any]] | None:
+    def recorded() -> list[list[dict[str, Any]]]:
+        """The records in a list of their own, which is true even if there are none yet."""
         agent.server = server.process
         try:
-            return agent.request("GET").json["records"]
+            return [agent.request("GET").json["records"]]
         except BROKEN:
-            return None
+            return []
 
-    found: Any = wait_until(lambda: (records := recorded()) is not None and [records], timeout_s=60)
-    asked = agent.messages
-    for record in found[0][len(asked) // 2 :]:
-        asked += [user(record["request"]["messages"][-1]["content"])]
-        asked += [record["response"]["choices"][0]["message"]]
-    assert len(asked) // 2 == len(found[0])
+    [records] = wait_until(recorded, timeout_s=60)
+    messages = agent.messages
+    for record in records[len(messages) // 2 :]:
+        messages += [user(record["request"]["messages"][-1]["content"])]
+        messages += [record["response"]["choices"][0]["message"]]
+    assert len(messages) // 2 == len(records)
 
 
 @pytest.mark.timeout(600)
@@ -112,11 +113,11 @@ def failed(playing: list[Future[Agent]]) -> bool:
 def compare(directory: Path, backend: str, arguments: list[str], sealed: list[Any]) -> None:
     """Compare tokens, logprobs, masks and rows with those of a server that was not killed."""
     with running(directory, backend, *arguments, store="undisturbed") as process:
-        for number, found in enumerate(sealed):
+        for number, recovered in enumerate(sealed):
             agent = process.agent(rollout=f"r{number}", attempt=1)
             for turn in range(TURNS):
                 agent.talk(f"session {number}, turn {turn}" + "." * (number * 37 % 200))
             expected = agent.request("POST", "/seal").json
             for file in ("columns", "experts"):
-                assert found[file].pop("key") != expected[file].pop("key")
-            assert found == expected
+                assert recovered[file].pop("key") != expected[file].pop("key")
+            assert recovered == expected

@@ -56,8 +56,8 @@ class MarkedDemos:
 
     def processes(self) -> dict[int, str]:
         """Process id -> command of every living process."""
-        found = {int(path.name): path for path in Path("/proc").iterdir() if path.name.isdigit()}
-        ours = {pid: _read(path / "cmdline") for pid, path in found.items() if self.mark in _read(path / "environ")}
+        all_pids = {int(path.name): path for path in Path("/proc").iterdir() if path.name.isdigit()}
+        ours = {pid: _read(path / "cmdline") for pid, path in all_pids.items() if self.mark in _read(path / "environ")}
         return {pid: command for pid, command in ours.items() if command}
 
     def status(self, run: str = "demo-1") -> dict[str, Any]:
@@ -141,7 +141,7 @@ def test_a_process_that_dies_is_named_with_the_end_of_its_log(marked: MarkedDemo
 
 
 def test_ctrl_c_on_a_terminal_prints_a_summary(marked: MarkedDemos) -> None:
-    run_dir = marked.directory / "seen"
+    run_dir = marked.directory / "watched"
     command = [PENSTOCK, "demo", *SMALL, "--steps", "1000", "--run-dir", str(run_dir)]
     with Terminal(*command, env=marked.env) as terminal:
         trained = re.compile(r"trainer     step \d+: ")

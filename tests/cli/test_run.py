@@ -44,7 +44,7 @@ def environment(server: EmbeddedRedis, tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def surveyed(environment: dict[str, str]) -> None:
-    """The ledger knows the size of the environment, without which nothing is planned."""
+    """Store the size of the environment in the ledger; nothing is planned without it."""
     settings = config.load(None, environ=environment)
     run_dir.create_directories(settings)
     run_dir.begin_or_resume(settings)
@@ -60,8 +60,8 @@ def surveyed(environment: dict[str, str]) -> None:
 
 def queued(directory: Path) -> bool:
     """Whether the status shows every rollout as submitted."""
-    found = status.status(directory) if (directory / "status.json").exists() else {}
-    return found.get("states") == {"submitted": 48}
+    result = status.status(directory) if (directory / "status.json").exists() else {}
+    return result.get("states") == {"submitted": 48}
 
 
 def test_on_a_terminal_the_run_has_a_live_view_and_a_summary(environment: dict[str, str], tmp_path: Path) -> None:
@@ -101,10 +101,10 @@ def test_with_json_the_output_is_one_object(environment: dict[str, str], tmp_pat
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0
-    found = json.loads(out)
-    assert found["phase"] in ("draining", "stopping")
-    assert found["rollouts"]["in_flight"] == 48
-    assert found["audit"]["balanced"]
+    result = json.loads(out)
+    assert result["phase"] in ("draining", "stopping")
+    assert result["rollouts"]["in_flight"] == 48
+    assert result["audit"]["balanced"]
 
 
 def test_ctrl_c_while_waiting_for_redis_ends_the_run_at_once(environment: dict[str, str]) -> None:

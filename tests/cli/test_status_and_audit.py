@@ -78,14 +78,14 @@ def test_status_works_without_redis(run: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_status_prints_one_json_object(run: Path) -> None:
-    found = json.loads(output_of("status", str(run), "--json"))
-    assert set(found) == {
+    result = json.loads(output_of("status", str(run), "--json"))
+    assert set(result) == {
         "run", "run_dir", "state", "status_age_s", "phase", "stopped_by", "process", "running_s", "step", "steps",
         "rollouts", "states", "rollouts_per_s", "tokens_per_s", "queued", "workers", "event_loop_lag", "http", "redis",
         "ledger", "waiting_for",
     }  # fmt: skip
-    assert found["state"] == "stopped"
-    assert found["rollouts"]["in_flight"] == 8
+    assert result["state"] == "stopped"
+    assert result["rollouts"]["in_flight"] == 8
 
 
 def test_status_on_a_terminal_has_colours_and_the_same_text(run: Path) -> None:

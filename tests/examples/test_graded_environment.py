@@ -20,11 +20,11 @@ PROGRAMS = {
 }
 
 
-def writes_program(seen: ReceivedRequest) -> Response:
+def writes_program(request: ReceivedRequest) -> Response:
     """A policy that writes the program named by the rollout."""
-    name = seen.headers["X-Session-ID"].partition(".")[0]
+    name = request.headers["X-Session-ID"].partition(".")[0]
     return Response(
-        body=answer(seen, f"Like this:\n```python\n{PROGRAMS[name]}\n```" if name in PROGRAMS else "no idea")
+        body=answer(request, f"Like this:\n```python\n{PROGRAMS[name]}\n```" if name in PROGRAMS else "no idea")
     )
 
 

@@ -14,17 +14,17 @@ from penstock.playing.rollout import play
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def looks_up(seen: ReceivedRequest) -> Response:
+def looks_up(request: ReceivedRequest) -> Response:
     """A policy that looks up both countries in one turn, one misspelt, then corrects it and names the larger number."""
-    countries = re.findall(r"in (\w+)", seen.messages[0]["content"])
-    results = [message["content"] for message in seen.messages if message["role"] == "tool"]
+    countries = re.findall(r"in (\w+)", request.messages[0]["content"])
+    results = [message["content"] for message in request.messages if message["role"] == "tool"]
     if not results:
         calls = [tool_call("population", {"country": name}, id=name) for name in (countries[0], countries[1].lower())]
-        return Response(body=answer(seen, calling(*calls)))
+        return Response(body=answer(request, calling(*calls)))
     if len(results) == 2:
         assert results[1].startswith("error: the atlas has no ")
-        return Response(body=answer(seen, calling(tool_call("population", {"country": countries[1]}))))
-    return Response(body=answer(seen, f"{countries[int(results[2]) > int(results[0])]}."))
+        return Response(body=answer(request, calling(tool_call("population", {"country": countries[1]}))))
+    return Response(body=answer(request, f"{countries[int(results[2]) > int(results[0])]}."))
 
 
 def test_calls_are_counted_and_answers_are_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

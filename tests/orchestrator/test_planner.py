@@ -13,7 +13,7 @@ from penstock.store import BlobRef
 
 
 def planning(ledger: Ledger, *, examples: int = 1000, **settings: Any) -> Planner:
-    """The environment is surveyed; no trainer is waited for unless `settings` say so."""
+    """A planner with a surveyed environment. It does not wait for a trainer, unless `settings` change that."""
     config = configured(**{"trainer": {"max_steps_ahead": "unlimited"}} | settings)
     ledger.set("examples:noop", examples)
     return Planner(config, ledger, Trainer(config, ledger))

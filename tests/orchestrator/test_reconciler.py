@@ -32,18 +32,18 @@ class Scene:
         self.reconciler = Reconciler(config, RUN, ledger, Broker("redis://unused/0"), Groups(config, ledger, Gates()))
         self.poll_s = self.reconciler.poll_s
 
-    def see(self, *, lease: str | None = None, depth: int = 0, oldest: int | None = None) -> Findings:
+    def poll(self, *, lease: str | None = None, depth: int = 0, oldest: int | None = None) -> Findings:
         """One poll; `lease` is the value of the job's lease."""
         leases = {f"{RUN}.{self.job.id}.{self.job.attempt}.x": lease} if lease else {}
         depths = dict.fromkeys(Queue, 0) | {Queue.ROLLOUTS: depth}
-        seen = Snapshot(leases=leases, depths=depths, oldest=dict.fromkeys(Queue) | {Queue.ROLLOUTS: oldest})
-        return self.reconciler.judge(seen)
+        snapshot = Snapshot(leases=leases, depths=depths, oldest=dict.fromkeys(Queue) | {Queue.ROLLOUTS: oldest})
+        return self.reconciler.judge(snapshot)
 
     def pass_time(self, seconds: float, *, lease: str | None = None, depth: int = 0, oldest: int | None = None) -> None:
-        """Poll all the time, with the same result."""
+        """Poll repeatedly over `seconds`, with the same result."""
         for _ in range(round(seconds / self.poll_s)):
             self.clock.advance(self.poll_s)
-            self.see(lease=lease, depth=depth, oldest=oldest)
+            self.poll(lease=lease, depth=depth, oldest=oldest)
 
     @property
     def lost(self) -> int:
@@ -63,11 +63,11 @@ def test_a_lease_that_beats_is_left_alone(scene: Scene) -> None:
 
 
 def test_a_lease_without_beats_expires_and_its_job_is_submitted_again(scene: Scene) -> None:
-    scene.see(lease="worker:1")
+    scene.poll(lease="worker:1")
     scene.pass_time(LEASE_S - 1, lease="worker:1")
     assert scene.lost == 0
     scene.clock.advance(scene.poll_s)
-    findings = scene.see(lease="worker:1")
+    findings = scene.poll(lease="worker:1")
     assert scene.lost == 1
     assert scene.job.state is JobState.WAITING
     assert findings.expired_leases == [f"{RUN}.{scene.job.id}.1.x"]
@@ -75,7 +75,7 @@ def test_a_lease_without_beats_expires_and_its_job_is_submitted_again(scene: Sce
 
 
 def test_a_beat_just_before_expiry_keeps_a_lease(scene: Scene) -> None:
-    scene.see(lease="worker:1")
+    scene.poll(lease="worker:1")
     scene.pass_time(LEASE_S - 1, lease="worker:1")
     scene.pass_time(LEASE_S - 1, lease="worker:2")
     assert scene.lost == 0
@@ -83,10 +83,10 @@ def test_a_beat_just_before_expiry_keeps_a_lease(scene: Scene) -> None:
 
 def test_a_pause_of_the_orchestrator_makes_no_job_lost(scene: Scene) -> None:
     """Only time over polls that were made counts."""
-    scene.see(lease="worker:1")
+    scene.poll(lease="worker:1")
     for _ in range(4):
         scene.clock.advance(3600)
-        scene.see(lease="worker:1")
+        scene.poll(lease="worker:1")
     assert scene.lost == 0
     scene.pass_time(LEASE_S, lease="worker:1")
     assert scene.lost == 1
@@ -102,7 +102,7 @@ def test_a_flush_of_redis_makes_no_job_lost_at_once(scene: Scene) -> None:
 
 
 def test_a_job_without_lease_and_message_is_lost(scene: Scene) -> None:
-    scene.see()
+    scene.poll()
     scene.pass_time(LEASE_S)
     assert scene.lost == 0
     scene.pass_time(scene.poll_s)
@@ -133,7 +133,7 @@ def test_time_in_the_queue_is_not_time_missing(scene: Scene) -> None:
 
 
 def test_the_next_attempt_is_observed_from_its_own_start(scene: Scene) -> None:
-    scene.see(lease="worker:1")
+    scene.poll(lease="worker:1")
     scene.pass_time(LEASE_S, lease="worker:1")
     assert scene.lost == 1
     scene.ledger.submit(scene.job)
@@ -146,9 +146,9 @@ def test_one_beating_execution_of_a_message_is_enough(scene: Scene) -> None:
     name = f"{RUN}.{scene.job.id}.{scene.job.attempt}"
     for beat in range(30):
         scene.clock.advance(scene.poll_s)
-        seen = Snapshot(leases={f"{name}.dead": "a:1", f"{name}.alive": f"b:{beat}"}, depths=dict.fromkeys(Queue, 0),
-                        oldest=dict.fromkeys(Queue))  # fmt: skip
-        scene.reconciler.judge(seen)
+        leases = {f"{name}.dead": "a:1", f"{name}.alive": f"b:{beat}"}
+        snapshot = Snapshot(leases=leases, depths=dict.fromkeys(Queue, 0), oldest=dict.fromkeys(Queue))
+        scene.reconciler.judge(snapshot)
     assert scene.lost == 0
 
 
@@ -168,7 +168,7 @@ def test_a_rollout_over_its_time_out_is_lost_and_revoked(scene: Scene) -> None:
     revoked: list[str] = []
     for beat in range(round(100 + GRACE_S + LEASE_S) + 5):
         scene.clock.advance(1)
-        revoked += scene.see(lease=f"worker:{beat}").revoke
+        revoked += scene.poll(lease=f"worker:{beat}").revoke
         if beat <= 100 + GRACE_S + LEASE_S:
             assert not revoked
     assert revoked == [f"{RUN}.{scene.job.id}.1"]
@@ -179,7 +179,7 @@ def test_a_rollout_over_its_time_out_is_lost_and_revoked(scene: Scene) -> None:
 
 def test_a_job_that_is_lost_too_often_is_dead(scene: Scene) -> None:
     for _ in range(3):
-        scene.see(lease="worker:1")
+        scene.poll(lease="worker:1")
         scene.pass_time(LEASE_S + 1, lease="worker:1")
         if scene.job.state is JobState.WAITING:
             scene.ledger.submit(scene.job)
@@ -188,7 +188,7 @@ def test_a_job_that_is_lost_too_often_is_dead(scene: Scene) -> None:
     assert scene.rollout.error == "lost 3 times, the last: the worker's lease expired"
 
 
-NOTHING_SEEN = Snapshot(leases={}, depths=dict.fromkeys(Queue, 1), oldest=dict.fromkeys(Queue))
+NO_LEASES = Snapshot(leases={}, depths=dict.fromkeys(Queue, 1), oldest=dict.fromkeys(Queue))
 
 
 def timing_groups(ledger: Ledger, gates: Gates, **rollouts: Any) -> Reconciler:
@@ -199,10 +199,10 @@ def timing_groups(ledger: Ledger, gates: Gates, **rollouts: Any) -> Reconciler:
 def poll(reconciler: Reconciler, clock: Clock, times: int) -> None:
     for _ in range(times):
         clock.advance(reconciler.poll_s)
-        assert reconciler.judge(NOTHING_SEEN).revoke == []
+        assert reconciler.judge(NO_LEASES).revoke == []
 
 
-def one_still_out(ledger: Ledger) -> GroupRecord:
+def one_unfinished(ledger: Ledger) -> GroupRecord:
     """Three of the four rollouts are generated, the last one is submitted."""
     group = submitted(ledger)
     for rollout in group.rollouts[:3]:
@@ -212,7 +212,7 @@ def one_still_out(ledger: Ledger) -> GroupRecord:
 
 
 def test_a_group_over_its_time_out_continues_with_its_finished_rollouts(ledger: Ledger, clock: Clock) -> None:
-    group = one_still_out(ledger)
+    group = one_unfinished(ledger)
     late = group.rollouts[3]
     gates = Gates()
     gates.rollouts.probe_sent(late.id, 1)
@@ -230,26 +230,26 @@ def test_a_group_over_its_time_out_continues_with_its_finished_rollouts(ledger: 
 
 
 def test_a_group_over_its_time_out_is_dropped_with_partial_groups_drop(ledger: Ledger, clock: Clock) -> None:
-    group = one_still_out(ledger)
+    group = one_unfinished(ledger)
     poll(timing_groups(ledger, Gates(), partial_groups="drop"), clock, 32)
     assert group.state is GroupState.CLOSED
     assert ledger.reasons == {"group_timeout": 1, "group_too_small": 3}
 
 
 def test_a_group_has_no_time_out_with_partial_groups_wait(ledger: Ledger, clock: Clock) -> None:
-    group = one_still_out(ledger)
+    group = one_unfinished(ledger)
     poll(timing_groups(ledger, Gates(), partial_groups="wait"), clock, 100)
     assert group.state is GroupState.COLLECTING
 
 
 def test_a_running_rollout_that_became_stale_is_cancelled(scene: Scene) -> None:
-    """Its version is that of the first poll that saw its lease; time in the queue does not count."""
+    """Its version is that of the first poll with its lease; time in the queue does not count."""
     scene.ledger.set("policy_version", 5)
-    scene.see(lease="worker:1")
+    scene.poll(lease="worker:1")
     for version, beat in ((13, 2), (14, 3)):
         assert scene.rollout.state is not RolloutState.FILTERED
         scene.ledger.set("policy_version", version)
-        scene.see(lease=f"worker:{beat}")
+        scene.poll(lease=f"worker:{beat}")
     assert (scene.rollout.state, scene.rollout.reason) == (RolloutState.FILTERED, "stale")
     assert scene.job.state is JobState.CANCELLED
     assert scene.rollout.id not in scene.ledger.jobs

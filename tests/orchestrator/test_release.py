@@ -182,7 +182,7 @@ def test_files_unknown_to_a_rebuilt_ledger_are_kept(config: RunConfig, ledger: L
 
 
 async def _forget_results(ledger: Ledger) -> None:
-    """As `rebuild` leaves it: the manifests say which rollouts were delivered, not their results."""
+    """As `rebuild` leaves it: manifests name the delivered rollouts, but not their results."""
     for index in range(4):
         rollout = RolloutRecord(group="g0000001", index=index, step=0, state=RolloutState.DELIVERED)
         ledger._touch("rollouts", rollout)

@@ -48,7 +48,7 @@ class Scene:
         self.stream = redis_keys.replies(directory.name)
         self.run = directory.name
 
-    async def answer(self, job: str) -> None:
+    async def add_reply(self, job: str) -> None:
         reply = Reply(run=self.run, job=job, attempt=1, execution="x", worker="w", outcome=Outcome.DONE)
         await self.broker.client.xadd(self.stream, {"reply": reply.model_dump_json()})
 
@@ -77,10 +77,10 @@ def play(server: EmbeddedRedis, directory: Path, scene: Callable[[Scene], Corout
 
 def test_replies_are_read_once_and_in_order(server: EmbeddedRedis, tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
-        await it.answer("a")
-        await it.answer("b")
+        await it.add_reply("a")
+        await it.add_reply("b")
         assert await it.read() == ["a", "b"]
-        await it.answer("c")
+        await it.add_reply("c")
         assert await it.read() == ["c"]
         await it.replies.trim()
         assert await it.broker.client.xlen(it.stream) <= 3
@@ -90,8 +90,8 @@ def test_replies_are_read_once_and_in_order(server: EmbeddedRedis, tmp_path: Pat
 
 def test_an_entry_that_was_not_accepted_is_read_again(server: EmbeddedRedis, tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
-        await it.answer("a")
-        await it.answer("b")
+        await it.add_reply("a")
+        await it.add_reply("b")
         entries = await it.replies.read()
         assert len(entries) == 2
         it.replies.accept(entries[0])
@@ -102,12 +102,12 @@ def test_an_entry_that_was_not_accepted_is_read_again(server: EmbeddedRedis, tmp
 
 def test_a_missing_stream_is_read_from_its_start(server: EmbeddedRedis, tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
-        await it.answer("a")
+        await it.add_reply("a")
         assert await it.read() == ["a"]
         await it.broker.client.delete(it.stream)
         assert await it.replies.newest() == START
         assert it.replies.position == START
-        await it.answer("a")
+        await it.add_reply("a")
         assert await it.read() == ["a"]
 
     play(server, tmp_path, scene)
@@ -115,17 +115,17 @@ def test_a_missing_stream_is_read_from_its_start(server: EmbeddedRedis, tmp_path
 
 def test_a_reply_that_arrives_during_newest_does_not_reset_the_stream(server: EmbeddedRedis, tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
-        await it.answer("a")
+        await it.add_reply("a")
         assert await it.read() == ["a"]
         it.broker.holds = True
-        asking = asyncio.create_task(it.replies.newest())
+        reading = asyncio.create_task(it.replies.newest())
         await it.broker.called.wait()
         it.broker.holds = False
-        await it.answer("b")
+        await it.add_reply("b")
         assert await it.read() == ["b"]
         it.broker.let_go.set()
-        seen = await asking
-        assert not it.replies.behind(seen)
+        newest = await reading
+        assert not it.replies.behind(newest)
         assert it.replies.position != START
 
     play(server, tmp_path, scene)
@@ -137,7 +137,7 @@ def test_unreadable_replies_and_those_of_other_runs_are_skipped(server: Embedded
         await it.broker.client.xadd(it.stream, {"something": "else"})
         other = Reply(run="other", job="o", attempt=1, execution="x", worker="w", outcome=Outcome.DONE)
         await it.broker.client.xadd(it.stream, {"reply": other.model_dump_json()})
-        await it.answer("a")
+        await it.add_reply("a")
         assert await it.read() == ["a"]
 
     play(server, tmp_path, scene)
@@ -145,7 +145,7 @@ def test_unreadable_replies_and_those_of_other_runs_are_skipped(server: Embedded
 
 def test_deleting_the_stream_resets_the_position(server: EmbeddedRedis, tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
-        await it.answer("a")
+        await it.add_reply("a")
         await it.read()
         await it.replies.delete()
         assert it.replies.position == START

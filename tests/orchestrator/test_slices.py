@@ -14,10 +14,10 @@ def test_other_tasks_run_between_two_slices() -> None:
                 await asyncio.sleep(0)
 
         waiting = asyncio.create_task(other())
-        seen: list[tuple[list[int], int]] = [(list(some), turns) async for some in in_slices(range(2 * AT_ONCE + 1))]
+        slices: list[tuple[list[int], int]] = [(list(some), turns) async for some in in_slices(range(2 * AT_ONCE + 1))]
         waiting.cancel()
-        assert [len(some) for some, _ in seen] == [AT_ONCE, AT_ONCE, 1]
-        assert [item for some, _ in seen for item in some] == list(range(2 * AT_ONCE + 1))
-        assert [turn for _, turn in seen] == [1, 2, 3]
+        assert [len(some) for some, _ in slices] == [AT_ONCE, AT_ONCE, 1]
+        assert [item for some, _ in slices for item in some] == list(range(2 * AT_ONCE + 1))
+        assert [turn for _, turn in slices] == [1, 2, 3]
 
     asyncio.run(main())

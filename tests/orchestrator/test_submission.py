@@ -87,13 +87,13 @@ def test_a_probe_whose_input_cannot_be_written_is_submitted_later(tmp_path: Path
         it.ledger.retry(job)
         it.gates.encoding.close(Outcome.UNWRITTEN, job.id, 1, "full")
         clock.now += 60
-        in_the_way = tmp_path / "store" / "plans"
-        in_the_way.parent.mkdir(exist_ok=True)
-        in_the_way.write_text("a file where the plans' folder should be")
+        blocked = tmp_path / "store" / "plans"
+        blocked.parent.mkdir(exist_ok=True)
+        blocked.write_text("a file where the plans' folder should be")
         await it.submitter.submit([job])
         assert job.state is JobState.WAITING
         assert it.submitter.inputs.trouble
-        in_the_way.unlink()
+        blocked.unlink()
         await it.submitter.submit([job])
         assert job.state is JobState.SUBMITTED
         assert it.submitter.inputs.trouble is None

@@ -1,4 +1,4 @@
-"""Agents that only know a URL: their rollouts become batches, and nothing of them stays, however they end."""
+"""Agents that use a URL: their rollouts become batches, and no session, process or file of theirs is left."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_three_kinds_of_agents_become_batches(tmp_path: Path) -> None:
-    assert shutil.which("curl"), "the shell's example needs it"
+    assert shutil.which("curl"), "examples/subprocess_agent.py runs curl"
     settings = {"trainer": {"max_steps_ahead": "unlimited"}, "steps": 2}
     with pipeline_in(tmp_path / "pipeline", **settings) as pipeline, sessions_beside(pipeline) as server:
         environments = {"sums": "program", "trivia": "openai_agent:Trivia", "shell": "subprocess_agent:Shell"}
@@ -47,8 +47,8 @@ def test_three_kinds_of_agents_become_batches(tmp_path: Path) -> None:
         cluster = pipeline.cluster
         cluster.rollout_worker(PYTHONPATH=f"{Path(__file__).parents[2]}:{EXAMPLES}")
         cluster.compute_worker()
-        found = pipeline.finish(cluster.orchestrator())
-        assert found["dead"] == 0
+        result = pipeline.finish(cluster.orchestrator())
+        assert result["dead"] == 0
         played = [rollout for manifest in pipeline.manifests.values() for rollout in manifest.plan.rollouts]
         assert {rollout.env for rollout in played} == set(environments)
         assert all(rollout.columns.key.startswith("rollouts/") and rollout.experts for rollout in played)
@@ -60,7 +60,7 @@ def test_three_kinds_of_agents_become_batches(tmp_path: Path) -> None:
 
 @contextmanager
 def sessions_beside(pipeline: Pipeline) -> Iterator[SessionsProcess]:
-    """In the store of the pipeline's next run, `agents`."""
+    """A session server that writes to the store of the pipeline's next run, `agents`."""
     host, port = pipeline.engine.address
     with running(
         pipeline.cluster.directory, f"http://{host}:{port}", "--engine-routed-experts", store="agents/store"
@@ -92,7 +92,7 @@ async def stage_with(server: SessionsProcess, *more_urls: str) -> AsyncIterator[
 
 
 class Chatting:
-    """Its program talks a little, then it does what `then` does."""
+    """Runs a program that chats, then awaits `then`."""
 
     external_agent = True
 
@@ -164,7 +164,7 @@ def test_an_agent_that_times_out_is_a_policy_failure_with_its_turns(server: Sess
 
 
 class Slow:
-    """Chats from this process, which takes a few milliseconds of its time, then never returns."""
+    """Chats from this process, in a few milliseconds, then never returns."""
 
     external_agent = True
 
@@ -201,10 +201,10 @@ def test_an_agent_without_a_chat_has_a_result_without_files(server: SessionsProc
 def test_an_environment_that_raises_leaves_no_session(server: SessionsProcess) -> None:
     async def main() -> None:
         async def broken(policy: AgentPolicy) -> None:
-            raise KeyError("a bug of its own")
+            raise KeyError("a bug")
 
         async with stage_with(server) as stage:
-            with pytest.raises(StageError, match="KeyError: 'a bug of its own'"):
+            with pytest.raises(StageError, match="KeyError: 'a bug'"):
                 await play(stage, loaded(Chatting(broken)), 0, attempt_of("broken"))
 
     asyncio.run(main())
@@ -242,7 +242,7 @@ def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None
 
 
 def run_here(script: str) -> str:
-    """What a shell script says that is run as an agent."""
+    """Output of a shell script that runs as an agent."""
     policy = AgentPolicy(base_url="http://there/v1", api_key="key")
     return asyncio.run(run_program(["/bin/sh", "-c", script], policy)).output
 
@@ -250,22 +250,22 @@ def run_here(script: str) -> str:
 def test_an_agent_gets_its_own_key_and_no_penstock_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_REDIS_URL", "redis://:hunter2@127.0.0.1/0")
     monkeypatch.setenv("PENSTOCK_ENGINE__API_KEY", "hunter3")
-    said = run_here("env")
-    assert "OPENAI_BASE_URL=http://there/v1" in said
-    assert "OPENAI_API_KEY=key" in said
-    assert "OPENAI_MODEL=policy" in said
-    assert "PENSTOCK_" not in said
-    assert "hunter" not in said
+    output = run_here("env")
+    assert "OPENAI_BASE_URL=http://there/v1" in output
+    assert "OPENAI_API_KEY=key" in output
+    assert "OPENAI_MODEL=policy" in output
+    assert "PENSTOCK_" not in output
+    assert "hunter" not in output
 
 
-def test_a_program_ends_although_its_children_run() -> None:
+def test_a_program_ends_while_its_children_still_run() -> None:
     assert run_here("sleep 1000 & setsid sleep 5 & echo done") == "done\n"
 
 
 def test_the_end_of_long_output_is_kept() -> None:
-    said = run_here("head -c 3000000 /dev/zero | tr '\\0' x; echo end")
-    assert (len(said), said[-5:]) == (1 << 20, "xend\n")
+    output = run_here("head -c 3000000 /dev/zero | tr '\\0' x; echo end")
+    assert (len(output), output[-5:]) == (1 << 20, "xend\n")
 
 
 def test_a_program_runs_with_lower_priority() -> None:
-    assert int(run_here("nice")) == min(os.nice(0) + NICENESS, 19)  # 19 is the most that Linux knows
+    assert int(run_here("nice")) == min(os.nice(0) + NICENESS, 19)  # Linux's maximum is 19

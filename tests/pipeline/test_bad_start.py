@@ -1,4 +1,4 @@
-"""What is wrong at the start is said in words: the run stops with it, or waits for it, and nothing is lost."""
+"""Errors at the start of a run: it stops or waits with a message that names the cause, and nothing is lost."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,14 +18,10 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
 
 
 def refused(run: Process) -> str:
+    """The last line of a run that ends with exit code 2."""
     assert run.wait(40) == 2, run.text
     assert "Traceback" not in run.text
     return run.text.splitlines()[-1]
-
-
-def waits_for(pipeline: Pipeline, text: str) -> None:
-    said = lambda: any(text in cause for cause in pipeline.cluster.status().get("waiting_for", []))  # noqa: E731
-    wait_until(said, timeout_s=40, what=f"the status to say: {text}")
 
 
 def test_an_environment_that_raises_stops_the_run_until_it_is_fixed(pipeline: Pipeline) -> None:
@@ -35,10 +31,10 @@ def test_an_environment_that_raises_stops_the_run_until_it_is_fixed(pipeline: Pi
     module.write_text("raise OSError('the openings are missing')\n")
     path = f"{Path(__file__).parents[2]}:{cluster.directory}"
     worker = cluster.rollout_worker(PYTHONPATH=path)
-    said = refused(cluster.orchestrator())
-    assert "the environment 'sums' cannot be used: 3 failures, the last: " in said
-    assert "use = 'chess:Chess' cannot be imported: OSError: the openings are missing" in said
-    assert said.endswith("Fix it, then start the run again")
+    message = refused(cluster.orchestrator())
+    assert "the environment 'sums' cannot be used: 3 failures, the last: " in message
+    assert "use = 'chess:Chess' cannot be imported: OSError: the openings are missing" in message
+    assert message.endswith("Fix it, then start the run again")
     worker.end()
     module.write_text("from penstock.environments.builtin.arithmetic import Arithmetic as Chess\n")
     cluster.rollout_worker(PYTHONPATH=path)
@@ -52,9 +48,9 @@ def test_a_worker_without_configuration_names_the_missing_environment(pipeline: 
     empty = cluster.directory / "empty.toml"
     empty.write_text("")
     cluster.rollout_worker(PENSTOCK_CONFIG=str(empty))
-    said = refused(cluster.orchestrator())
-    assert "this worker has no environment '" in said
-    assert "only arithmetic, distinct, guess, noop, program: add it to its configuration" in said
+    message = refused(cluster.orchestrator())
+    assert "this worker has no environment '" in message
+    assert "only arithmetic, distinct, guess, noop, program: add it to its configuration" in message
 
 
 def test_the_run_waits_for_an_engine_that_is_not_up_yet(pipeline: Pipeline) -> None:
@@ -64,11 +60,11 @@ def test_the_run_waits_for_an_engine_that_is_not_up_yet(pipeline: Pipeline) -> N
     cluster.rollout_worker()
     cluster.compute_worker()
     run = cluster.orchestrator()
-    waits_for(pipeline, "the engine cannot be reached (EngineUnreachable: ")
+    cluster.wait_waiting_for("the engine cannot be reached (EngineUnreachable: ")
     pipeline.restart_engine("--layers", "4")
-    found = pipeline.finish(run)
-    assert found["dead"] == 0
-    assert found["delivered"] > 0
+    result = pipeline.finish(run)
+    assert result["dead"] == 0
+    assert result["delivered"] > 0
 
 
 def test_the_run_waits_for_a_full_store_and_no_rollout_dies(pipeline: Pipeline, tmp_path: Path) -> None:
@@ -84,8 +80,8 @@ def test_the_run_waits_for_a_full_store_and_no_rollout_dies(pipeline: Pipeline, 
             (disk.inside / "store" / "rollouts").mkdir()
             with disk.full(run.pid, "store/rollouts"):
                 cluster.rollout_worker()
-                waits_for(
-                    pipeline, "a worker cannot write to the store: free space or repair the disk (BlobUnwritten: "
+                cluster.wait_waiting_for(
+                    "a worker cannot write to the store: free space or repair the disk (BlobUnwritten: "
                 )
             cluster.compute_worker()
             assert run.wait(60) == 0, run.text[-2000:]
@@ -121,5 +117,5 @@ def test_the_status_names_code_that_blocks_a_worker_loop(pipeline: Pipeline) -> 
         return any("Blocking.rollout (" in culprit for lag in others for culprit in lag["blockers"])
 
     wait_until(named, timeout_s=60, what="the status to name the blocker")
-    said = cluster.penstock("status", str(cluster.run_dir)).text
-    assert f"by Blocking.rollout ({cluster.directory.name}/blocking.py:8)" in said
+    text = cluster.penstock("status", str(cluster.run_dir)).text
+    assert f"by Blocking.rollout ({cluster.directory.name}/blocking.py:8)" in text

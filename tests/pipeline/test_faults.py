@@ -1,4 +1,4 @@
-"""The backbone's faults again, with real stages: a batch is what it would have been, or it says what is missing."""
+"""Killed processes and damaged blobs with real stages: every step is delivered once, without damaged rollouts."""
 
 import os
 import signal
@@ -27,14 +27,14 @@ def test_the_run_waits_for_a_killed_engine_and_survives_a_killed_worker(pipeline
     cluster.wait_running(4)
     pipeline.engine.kill()
     wait_until(
-        lambda: "engine" in str(cluster.status().get("waiting_for")), timeout_s=40, what="the engine to be missed"
+        lambda: "engine" in str(cluster.status().get("waiting_for")), timeout_s=40, what="the status to name the engine"
     )
     pipeline.restart_engine("--layers", "4", *SLOW_ENGINE)
     cluster.wait_running(4)
     worker.kill()
     cluster.rollout_worker()
-    found = pipeline.finish(run, trainer)
-    assert found["dead"] == 0
+    result = pipeline.finish(run, trainer)
+    assert result["dead"] == 0
     assert sorted(hashes(trainer)) == list(range(4))
 
 
@@ -52,7 +52,7 @@ def test_a_repeatedly_killed_orchestrator_delivers_every_step_once(pipeline: Pip
 
 
 def damage(pipeline: Pipeline, rollouts: list[str]) -> None:
-    """One file is bent, one is cut off, one deleted."""
+    """Flip a bit of one file, truncate one, delete one."""
     run = next((pipeline.cluster.store / "rollouts").iterdir())
     files = [next((run / rollout).rglob("columns.safetensors")) for rollout in rollouts]
     content = bytearray(files[0].read_bytes())
@@ -76,9 +76,9 @@ def test_blobs_damaged_before_batching_are_filtered_as_corrupt(pipeline: Pipelin
     gone = rollouts_in(pipeline, "generated")
     damage(pipeline, gone)
     cluster.compute_worker()
-    found = pipeline.finish(run, trainer)
-    assert found["filtered"]["blob_corrupt"] == 3
-    assert found["dead"] == 0
+    result = pipeline.finish(run, trainer)
+    assert result["filtered"]["blob_corrupt"] == 3
+    assert result["dead"] == 0
     delivered = {rollout.rollout for manifest in pipeline.manifests.values() for rollout in manifest.plan.rollouts}
     assert not delivered & set(gone)
 
@@ -95,8 +95,8 @@ def test_blobs_damaged_after_batching_are_removed_and_the_step_is_formed_again(
     gone = rollouts_in(pipeline, "batched")
     damage(pipeline, gone)
     pipeline.encoder()
-    found = pipeline.finish(run, trainer)
-    assert found["filtered"]["blob_corrupt"] == 3
+    result = pipeline.finish(run, trainer)
+    assert result["filtered"]["blob_corrupt"] == 3
     assert "action=step_formed_again step=0 unreadable=" in run.text
     assert sorted(hashes(trainer)) == list(range(4))
 
@@ -116,13 +116,13 @@ def test_an_encoder_resumed_after_its_step_was_formed_again_is_fenced(pipeline: 
     wait_until(lambda: step in pipeline.manifests, timeout_s=40, what=f"step {step} to be sealed by another encoder")
     for pid in (paused.pid, *paused.children()):
         os.kill(pid, signal.SIGCONT)
-    found = pipeline.finish(run)
-    assert found["filtered"]["blob_corrupt"] == 3
+    result = pipeline.finish(run)
+    assert result["filtered"]["blob_corrupt"] == 3
     assert not {rollout.rollout for rollout in pipeline.manifests[step].plan.rollouts} & set(gone)
 
 
 def pause_while_encoding(pipeline: Pipeline, encoder: Process) -> int:
-    """Stops the encoder in the middle of a job; returns the step."""
+    """Pause the encoder in the middle of a job. Returns the step."""
     cluster = pipeline.cluster
     (child,) = encoder.children()
     for _ in range(12):
@@ -137,7 +137,7 @@ def pause_while_encoding(pipeline: Pipeline, encoder: Process) -> int:
             return int(job[1:7])
         for pid in (child, encoder.pid):
             os.kill(pid, signal.SIGCONT)
-    raise AssertionError("the encoder was never caught at work")
+    raise AssertionError("the encoder was never paused during a job")
 
 
 def test_a_trainer_resumed_20_steps_back_gets_the_same_batches(pipeline: Pipeline) -> None:

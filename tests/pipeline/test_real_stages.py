@@ -1,4 +1,4 @@
-"""From an engine's answers to a trainer's batches, with real processes and no stage left out."""
+"""From an engine's responses to a trainer's batches, with real processes and every stage."""
 
 import json
 import signal
@@ -48,8 +48,8 @@ def test_rollouts_of_three_environments_become_batches_and_are_released(tmp_path
                 reader.checkpointed(batch.step)
             assert run.wait() == 0, run.text
             assert f"batches    {cluster.store / 'batches'}\n" in run.text
-            found = cluster.audit()
-            assert found["balanced"], found["problems"]
+            result = cluster.audit()
+            assert result["balanced"], result["problems"]
             manifests = read_manifests(Store(cluster.store))
             assert [sorted({r.env for r in m.plan.rollouts}) for m in manifests.values()] == [
                 ["distinct", "guess", "sums"]
@@ -79,6 +79,6 @@ def test_prime_rl_steps_are_written_where_its_trainer_reads_them(tmp_path: Path)
         killed = cluster.orchestrator(PENSTOCK_TESTING__CRASH_AT="sealed")
         assert killed.wait(60) == -signal.SIGKILL, killed.text[-2000:]
         assert cluster.orchestrator().wait(60) == 0
-        found = sorted(path.relative_to(cluster.run_dir / "rollouts").as_posix()
+        files = sorted(path.relative_to(cluster.run_dir / "rollouts").as_posix()
                        for path in (cluster.run_dir / "rollouts").rglob("*.*"))  # fmt: skip
-        assert found == [f"step_{step}/{name}" for step in (0, 1) for name in ("rank_0.bin", "train_rollouts.jsonl")]
+        assert files == [f"step_{step}/{name}" for step in (0, 1) for name in ("rank_0.bin", "train_rollouts.jsonl")]

@@ -1,4 +1,4 @@
-"""What a user gets wrong is said in words, with what to do about it; nothing is lost, and nothing is begun."""
+"""Errors of a user: each is refused with what to change, before anything is started; existing runs lose nothing."""
 
 import shutil
 import signal
@@ -21,13 +21,13 @@ PASSWORD = "hunter2/#?"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Redis, and no workers but one that tells a run what there is: it submits 48 rollouts and waits."""
+    """Redis, without lasting workers. A run submits 48 rollouts after its survey and waits."""
     with cluster_in(tmp_path_factory.mktemp("cluster"), noop={"rollout_s": 600.0}) as cluster:
         yield cluster
 
 
 def refused(process: Process) -> str:
-    """The one line that it says before it ends."""
+    """The last line of a process that ends with exit code 2."""
     assert process.wait() == 2, process.text
     assert "Traceback" not in process.text
     assert "hunter2" not in process.text
@@ -35,7 +35,7 @@ def refused(process: Process) -> str:
 
 
 def begun(cluster: Cluster, name: str) -> Process:
-    """A run that has submitted all that it can."""
+    """A run that has submitted all its rollouts; the worker of its survey is killed."""
     cluster.new_run(name)
     run, surveyor = cluster.orchestrator(), cluster.rollout_worker(concurrency=1)
     in_flight = lambda: cluster.status().get("rollouts", {}).get("in_flight")  # noqa: E731
@@ -47,9 +47,9 @@ def begun(cluster: Cluster, name: str) -> Process:
 def drained(cluster: Cluster, run: Process) -> None:
     run.signal(signal.SIGINT)
     assert run.wait() == 0
-    found = cluster.audit()
-    assert found["balanced"], found["problems"]
-    assert found["in_flight"] == 48
+    result = cluster.audit()
+    assert result["balanced"], result["problems"]
+    assert result["in_flight"] == 48
 
 
 def test_a_wrong_redis_address_stops_the_run_with_the_setting_to_change(cluster: Cluster) -> None:
@@ -93,23 +93,23 @@ def test_a_second_orchestrator_on_the_same_run_or_redis_is_refused(cluster: Clus
 def test_a_run_directory_with_other_settings_or_damage_is_refused(cluster: Cluster) -> None:
     drained(cluster, begun(cluster, "original"))
     original = cluster.run_dir
-    damage = {
+    damages = {
         "seed": lambda copy: None,
         "run.json": lambda copy: (copy / "run.json").write_text('{"run": '),
         "version": lambda copy: at_version(copy / "ledger.sqlite", 7),
         "ledger": lambda copy: (copy / "ledger.sqlite").write_text("these are notes" * 99),
     }
     started: dict[str, Process] = {}
-    for name, break_it in damage.items():
+    for name, damage in damages.items():
         cluster.new_run(f"broken-{name}")
         shutil.copytree(original, cluster.run_dir)
-        break_it(cluster.run_dir)
+        damage(cluster.run_dir)
         started[name] = cluster.orchestrator(PENSTOCK_SEED="1" if name == "seed" else "0")
-    said = {name: refused(process) for name, process in started.items()}
-    assert "holds a run with other settings (seed was 0, now 1): use another run_dir, or the" in said["seed"]
-    assert "broken-run.json/run.json is damaged" in said["run.json"]
-    assert "was written by another version of Penstock (schema 7, not 1): use the version that" in said["version"]
-    assert "cannot be used (file is not a database)" in said["ledger"]
+    messages = {name: refused(process) for name, process in started.items()}
+    assert "holds a run with other settings (seed was 0, now 1): use another run_dir, or the" in messages["seed"]
+    assert "broken-run.json/run.json is damaged" in messages["run.json"]
+    assert "was written by another version of Penstock (schema 7, not 1): use the version that" in messages["version"]
+    assert "cannot be used (file is not a database)" in messages["ledger"]
     cluster.run_dir = original
     assert cluster.audit()["in_flight"] == 48
 
@@ -134,16 +134,16 @@ def test_an_unusable_run_directory_is_refused(cluster: Cluster) -> None:
 
 
 def test_a_ledger_on_a_network_file_system_is_refused(cluster: Cluster) -> None:
-    """The kernel's own table says so: a copy of it, with one line more, is laid over it for one process."""
+    """For one process, a copy of the kernel's mount table with an additional line is mounted over the original."""
     cluster.new_run("network")
     mounts = cluster.directory / "mountinfo"
     lines = Path("/proc/self/mountinfo").read_text()
     mounts.write_text(f"{lines}999 1 0:99 / {cluster.run_dir} rw,relatime shared:9 - nfs4 filer:/runs rw,vers=4.2\n")
-    lay_over = 'mount --bind "$1" /proc/$$/mountinfo && shift && exec "$@"'
-    told = ["unshare", "--mount", "--map-root-user", "sh", "-c", lay_over, "sh", str(mounts)]
-    if subprocess.run([*told, "true"], capture_output=True).returncode == 0:
+    mount_over = 'mount --bind "$1" /proc/$$/mountinfo && shift && exec "$@"'
+    in_namespace = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount_over, "sh", str(mounts)]
+    if subprocess.run([*in_namespace, "true"], capture_output=True).returncode == 0:
         run = [str(BIN / "penstock"), "run", str(cluster.config), "--run-dir", str(cluster.run_dir)]
-        message = refused(cluster.start("orchestrator", *told, *run))
+        message = refused(cluster.start("orchestrator", *in_namespace, *run))
     else:  # mounting is not permitted here
         with pytest.raises(LedgerError) as refusal:
             schema.refuse_network_file_system(cluster.run_dir, mounts.read_text())

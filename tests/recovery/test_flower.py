@@ -1,4 +1,4 @@
-"""Flower, started as its users start it, shows tasks, states and failures, and no argument."""
+"""Flower, started with its usual command, shows tasks, states and failures, and no arguments."""
 
 import json
 import socket
@@ -17,11 +17,11 @@ def free_port() -> int:
 
 
 def get(port: int, path: str) -> Any:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
-        return json.loads(answer.read())
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+        return json.loads(response.read())
 
 
-def answers(port: int) -> bool:
+def responds(port: int) -> bool:
     try:
         get(port, "/api/tasks?limit=1")
     except OSError:
@@ -34,12 +34,12 @@ def test_flower_shows_tasks_states_and_failures(tmp_path: Path) -> None:
         port = free_port()
         command = [str(BIN / "celery"), "-A", "tasks", "flower", "--address=127.0.0.1", f"--port={port}"]
         cluster.start("flower", *command, FLOWER_UNAUTHENTICATED_API="true")
-        wait_until(lambda: answers(port), timeout_s=30, what="Flower")
+        wait_until(lambda: responds(port), timeout_s=30, what="Flower")
         worker = cluster.rollout_worker()
         cluster.compute_worker()
         cluster.finish(cluster.orchestrator())
 
-        tasks: dict[str, dict[str, Any]] = wait_until(lambda: len(found := get(port, "/api/tasks")) >= 60 and found)
+        tasks: dict[str, dict[str, Any]] = wait_until(lambda: len(shown := get(port, "/api/tasks")) >= 60 and shown)
         failed = [task for task in tasks.values() if task["state"] == "FAILURE"]
         assert {task["state"] for task in tasks.values()} >= {"SUCCESS", "FAILURE"}
         assert {task["name"] for task in tasks.values()} >= {"penstock.rollouts.run", "penstock.filtering.run"}

@@ -32,30 +32,25 @@ def cluster(disk: Disk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
 
 
 def begin(cluster: Cluster, disk: Disk, run_dir: Path) -> None:
-    """Another run, with a store of its own."""
+    """Prepare another run, with a new store."""
     cluster.run_dir = run_dir
     shutil.rmtree(disk.inside / "store", ignore_errors=True)
 
 
 def delivering(disk: Disk, process: Process) -> None:
-    """The run is under way, and not at its end."""
+    """Wait until the run has delivered a step and has not ended."""
     first = disk.inside / "store" / "batches" / "step_000000" / "manifest.json"
     wait_until(lambda: first.exists() or process.exit_code is not None, timeout_s=60, what="a first step")
     assert process.exit_code is None, process.text
-
-
-def waits_for(cluster: Cluster, text: str) -> None:
-    said = lambda: any(text in cause for cause in cluster.status().get("waiting_for", []))  # noqa: E731
-    wait_until(said, timeout_s=30, what=f"the status to say: {text}")
 
 
 def ends_well(cluster: Cluster, process: Process) -> None:
     assert process.wait() == 0, process.text
     audit = cluster.penstock("audit", str(cluster.run_dir), "--json")
     assert audit.exit_code == 0, audit.text
-    found = json.loads(audit.text)
-    assert found["balanced"]
-    assert found["delivered"] == found["planned"] == 128
+    result = json.loads(audit.text)
+    assert result["balanced"]
+    assert result["delivered"] == result["planned"] == 128
     assert "Traceback" not in process.text
 
 
@@ -64,7 +59,7 @@ def test_the_run_waits_while_the_ledger_disk_is_full(cluster: Cluster, disk: Dis
     run = cluster.orchestrator(PENSTOCK_LEDGER_DIR=str(disk.directory / "ledger"))
     delivering(disk, run)
     with disk.full(run.pid, "ledger"):
-        waits_for(cluster, f"the ledger {disk.directory}/ledger/ledger.sqlite cannot be written (")
+        cluster.wait_waiting_for(f"the ledger {disk.directory}/ledger/ledger.sqlite cannot be written (")
         assert "free space on its disk; nothing is lost" in str(cluster.status()["waiting_for"])
     ends_well(cluster, run)
     assert run.text.count("action=ledger_waits") == 1
@@ -75,20 +70,20 @@ def test_the_run_waits_while_the_store_disk_is_full(cluster: Cluster, disk: Disk
     run = cluster.orchestrator()
     delivering(disk, run)
     with disk.full(run.pid, "store/plans"):
-        waits_for(cluster, f"the store {disk.directory}/store cannot be written (")
+        cluster.wait_waiting_for(f"the store {disk.directory}/store cannot be written (")
     ends_well(cluster, run)
     assert run.text.count("action=store_waits") == 1
 
 
 def test_the_run_waits_while_every_disk_is_full(cluster: Cluster, disk: Disk) -> None:
-    """No status can be written either: the log says it, and `penstock status` looks for itself."""
+    """No status can be written either: the log reports the full disk."""
     begin(cluster, disk, disk.directory / "run")
     run = cluster.orchestrator()
     delivering(disk, run)
     with disk.full(run.pid, "run"):
-        wait_until(lambda: "action=ledger_waits" in run.text, timeout_s=30, what="the log to say it")
+        wait_until(lambda: "action=ledger_waits" in run.text, timeout_s=30, what="the log to report it")
         if isinstance(disk, SmallDisk):
-            wait_until(lambda: "action=status_unwritten" in run.text, timeout_s=30, what="the log to say it")
+            wait_until(lambda: "action=status_unwritten" in run.text, timeout_s=30, what="the log to report it")
             cluster.run_dir = disk.directory / "another"
             late = cluster.orchestrator(PENSTOCK_REDIS_URL="redis://127.0.0.1:1/0")
             assert late.wait() == 2

@@ -1,4 +1,4 @@
-"""metrics.jsonl has every step once, whatever was killed; the endpoint shows a run that works or waits."""
+"""metrics.jsonl has one line per step, wherever the orchestrator is killed; the HTTP endpoint serves the status."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ from support.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Redis and workers that outlive many runs, one after the other."""
+    """Redis and workers for several runs, one after the other."""
     with cluster_in(tmp_path_factory.mktemp("cluster"), noop={"drop_rate": 0.1}) as cluster:
         cluster.rollout_worker()
         cluster.compute_worker()
@@ -36,10 +36,10 @@ def killed(cluster: Cluster, run: str, point: str) -> None:
 @pytest.mark.parametrize("point", ["encoded:2", "sealed:1", "sealed:2", "delivered:2", "composed:3"])
 def test_every_step_has_one_line_wherever_the_orchestrator_is_killed(shared: Cluster, point: str) -> None:
     killed(shared, point, point)
-    found = shared.finish(shared.orchestrator())
+    result = shared.finish(shared.orchestrator())
     assert [line["step"] for line in lines(shared)] == [0, 1, 2]
-    assert sum(line["rollouts"] for line in lines(shared)) == found["delivered"] == 48 - found["filtered"]["noop"]
-    assert [line["total/rollouts_delivered"] for line in lines(shared)][-1] == found["delivered"]
+    assert sum(line["rollouts"] for line in lines(shared)) == result["delivered"] == 48 - result["filtered"]["noop"]
+    assert [line["total/rollouts_delivered"] for line in lines(shared)][-1] == result["delivered"]
     assert all(0 < line["reward_mean"] == line["reward_mean/noop"] < 1 for line in lines(shared))
     assert all(line["event_loop_lag/p99"] >= 0 and line["time/step_s"] > 0 for line in lines(shared))
 
@@ -55,9 +55,9 @@ def test_a_torn_line_is_repaired_and_a_lost_ledger_leaves_no_gap(shared: Cluster
     assert all(0 < line["reward_mean"] < 1 for line in lines(shared))
 
 
-def asked(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        return answer.read().decode()
+def fetched(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        return response.read().decode()
 
 
 def test_the_endpoint_serves_prometheus_metrics_and_status(tmp_path: Path) -> None:
@@ -65,11 +65,11 @@ def test_the_endpoint_serves_prometheus_metrics_and_status(tmp_path: Path) -> No
         cluster.rollout_worker(concurrency=8)
         run = cluster.orchestrator()
         cluster.wait_running(8)
-        seen = lambda: cluster.status().get("states", {}).get("running") == 8 and cluster.status()["other_loops"]  # noqa: E731
-        wait_until(seen, timeout_s=30, what="a status with running rollouts and the worker's lag")
+        is_complete = lambda: cluster.status().get("states", {}).get("running") == 8 and cluster.status()["other_loops"]  # noqa: E731
+        wait_until(is_complete, timeout_s=30, what="a status with running rollouts and the worker's lag")
         url = cluster.status()["http"]
         assert f"action=http_ready url={url}" in run.text
-        text = asked(f"{url}/metrics")
+        text = fetched(f"{url}/metrics")
         samples = {
             (sample.name, *sample.labels.values()): sample.value
             for family in text_string_to_metric_families(text)
@@ -83,13 +83,13 @@ def test_the_endpoint_serves_prometheus_metrics_and_status(tmp_path: Path) -> No
         assert "orchestrator" in lag
         assert any(process.startswith("rollouts@") for process in lag)
         assert len(samples) < 100
-        assert json.loads(asked(f"{url}/status"))["states"] == {"submitted": 40, "running": 8}
-        assert json.loads(asked(f"{url}/health")) == {"status": "ok"}
+        assert json.loads(fetched(f"{url}/status"))["states"] == {"submitted": 40, "running": 8}
+        assert json.loads(fetched(f"{url}/health")) == {"status": "ok"}
         status = cluster.penstock("status", str(cluster.run_dir))
         assert f"http       {url}/metrics, /status, /health" in status.text
         assert ": orchestrator\n" in status.text
         assert ": rollouts@" in status.text
-        assert "hunter2" not in text + asked(f"{url}/status")
+        assert "hunter2" not in text + fetched(f"{url}/status")
         with pytest.raises(urllib.error.HTTPError, match="405"):
             urllib.request.urlopen(urllib.request.Request(f"{url}/status", method="POST"), timeout=30)
 
@@ -112,7 +112,7 @@ def test_a_run_works_without_the_endpoint(shared: Cluster) -> None:
 
 
 def test_steps_are_delivered_while_the_run_directory_disk_is_full(tmp_path: Path) -> None:
-    """Ledger and store are elsewhere: steps are delivered all the same, and their lines follow."""
+    """Ledger and store are on another disk. The lines of these steps are written when there is space."""
     with small_disk(tmp_path / "disk") as disk, cluster_in(tmp_path, steps=6, noop={"rollout_s": 0.3}) as cluster:
         cluster.enter = disk.enter
         cluster.run_dir = disk.directory / "run"
@@ -123,7 +123,7 @@ def test_steps_are_delivered_while_the_run_directory_disk_is_full(tmp_path: Path
         wait_until(lambda: "action=delivered step=0" in run.text, timeout_s=60, what="a first step")
         with disk.full(run.pid, "run"):
             wait_until(lambda: "action=delivered step=2" in run.text, timeout_s=60, what="steps without metrics")
-            wait_until(lambda: "action=metrics_wait" in run.text, timeout_s=30, what="the log to say it")
+            wait_until(lambda: "action=metrics_wait" in run.text, timeout_s=30, what="the log to report it")
         assert run.wait() == 0, run.text
         text = (inside / "metrics.jsonl").read_text()
     assert [json.loads(line)["step"] for line in text.splitlines()] == list(range(6))

@@ -15,7 +15,7 @@ from penstock import redis_keys
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Redis and workers that outlive many runs, one after the other."""
+    """Redis and workers for several runs, one after the other."""
     with cluster_in(tmp_path_factory.mktemp("cluster"), steps=2, noop={"drop_rate": 0.1}) as cluster:
         cluster.rollout_worker()
         cluster.compute_worker()
@@ -27,8 +27,8 @@ def test_a_run_killed_at_any_crash_point_is_resumed(shared: Cluster, point: str)
     shared.new_run(point)
     crashed = shared.orchestrator(PENSTOCK_TESTING__CRASH_AT=point)
     assert crashed.wait() == -signal.SIGKILL
-    found = shared.finish(shared.orchestrator())
-    assert found["steps"] == 2
+    result = shared.finish(shared.orchestrator())
+    assert result["steps"] == 2
 
 
 def test_duplicate_and_reordered_replies_count_once(shared: Cluster) -> None:
@@ -43,8 +43,8 @@ def test_duplicate_and_reordered_replies_count_once(shared: Cluster) -> None:
     for fields in replies:
         shared.redis.xadd(stream, fields)
     shared.redis.expire(stream, 600)
-    found = shared.finish(shared.orchestrator())
-    assert found["fenced"] >= 64
+    result = shared.finish(shared.orchestrator())
+    assert result["fenced"] >= 64
 
 
 def test_a_paused_orchestrator_declares_no_job_lost(shared: Cluster) -> None:
@@ -65,8 +65,8 @@ def test_a_lost_ledger_is_rebuilt_from_the_manifests(shared: Cluster) -> None:
     sealed = (shared.store / "batches/step_000000/manifest.json").read_bytes()
     for path in shared.run_dir.glob("ledger.sqlite*"):
         path.unlink()
-    found = shared.finish(shared.orchestrator())
-    assert found["steps"] == 2
+    result = shared.finish(shared.orchestrator())
+    assert result["steps"] == 2
     assert (shared.store / "batches/step_000000/manifest.json").read_bytes() == sealed
 
 
@@ -85,9 +85,9 @@ def test_a_run_that_is_stopped_is_resumed(tmp_path: Path, presses: int) -> None:
         assert stopped["in_flight"] > 0
         if presses == 1:
             assert cluster.ledger("SELECT count(*) FROM jobs WHERE state = 'submitted'") == [(0,)]
-        found = cluster.finish(cluster.orchestrator())
+        result = cluster.finish(cluster.orchestrator())
         assert cluster.ledger("SELECT sum(failures) FROM jobs") == [(0,)]
-    assert found["delivered"] == 48
+    assert result["delivered"] == 48
 
 
 def test_an_unreachable_engine_pauses_the_run_without_counting_failures(tmp_path: Path) -> None:
@@ -97,16 +97,12 @@ def test_an_unreachable_engine_pauses_the_run_without_counting_failures(tmp_path
         cluster.rollout_worker()
         cluster.compute_worker()
         run = cluster.orchestrator()
-
-        def says_so() -> bool:
-            return any("engine cannot be reached" in cause for cause in cluster.status().get("waiting_for", []))
-
-        wait_until(says_so, timeout_s=30, what="the status to name the engine")
+        cluster.wait_waiting_for("engine cannot be reached")
         wait_until(lambda: cluster.ledger("SELECT sum(attempt) FROM jobs")[0][0] >= 48 + 2, timeout_s=30, what="probes")
         down.unlink()
-        found = cluster.finish(run)
+        result = cluster.finish(run)
         assert cluster.ledger("SELECT sum(failures) + sum(losses) FROM jobs") == [(0,)]
-    assert found["delivered"] == 48
+    assert result["delivered"] == 48
 
 
 def test_failures_are_retried_and_then_dead(tmp_path: Path) -> None:
@@ -114,18 +110,18 @@ def test_failures_are_retried_and_then_dead(tmp_path: Path) -> None:
     with cluster_in(tmp_path, noop=settings, recovery={"max_failures": 2}) as cluster:
         cluster.rollout_worker()
         cluster.compute_worker()
-        found = cluster.finish(cluster.orchestrator())
+        result = cluster.finish(cluster.orchestrator())
         policy_errors = cluster.ledger("SELECT count(*) FROM rollouts WHERE result LIKE '%:\"noop\"%'")
-    assert found["dead"] > 0
-    assert found["steps"] == 3
+    assert result["dead"] > 0
+    assert result["steps"] == 3
     assert policy_errors[0][0] > 0
 
 
 def test_the_status_names_a_missing_trainer(shared: Cluster) -> None:
     shared.new_run("no-trainer")
     run = shared.orchestrator(PENSTOCK_TRAINER__MAX_STEPS_AHEAD="1", PENSTOCK_STEPS="4")
-    said = "step 1 is sealed, and the trainer has not acknowledged step 0: start a trainer that reads "
-    wait_until(lambda: said in str(shared.status().get("waiting_for")), timeout_s=40, what="the trainer to be missed")
+    text = "step 1 is sealed, and the trainer has not acknowledged step 0: start a trainer that reads "
+    shared.wait_waiting_for(text, timeout_s=40)
     run.signal(signal.SIGINT)
     assert run.wait() == 0
     assert shared.audit()["balanced"]

@@ -8,17 +8,13 @@ from support.waiting import wait_until
 
 
 def busy(cluster: Cluster) -> None:
-    """Some rollouts run, many are queued."""
+    """Wait until 8 rollouts run; the others are queued."""
     cluster.wait_running(8)
 
 
 def restart(cluster: Cluster) -> None:
     cluster.redis_server.kill()
-
-    def waits() -> bool:
-        return any("does not answer" in cause for cause in cluster.status().get("waiting_for", []))
-
-    wait_until(waits, timeout_s=30, what="the status to say that Redis is away")
+    cluster.wait_waiting_for("does not answer")
     cluster.redis_server.restart()
 
 
@@ -43,9 +39,9 @@ def test_nothing_is_lost_when_redis_fails(tmp_path: Path, fault: object, appendo
         run = cluster.orchestrator()
         busy(cluster)
         fault(cluster)  # type: ignore[operator]
-        found = cluster.finish(run, timeout_s=90)
+        result = cluster.finish(run, timeout_s=90)
         assert cluster.ledger("SELECT sum(failures) FROM jobs") == [(0,)]
-    assert found["delivered"] == found["planned"] == 48
+    assert result["delivered"] == result["planned"] == 48
 
 
 def test_messages_are_small_and_carry_no_readable_arguments(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The password of Redis is in the environment, and nowhere else: not in a file, a log, a command line or an error."""
+"""The password of Redis is only in the environment: not in a file, a log, a command line or an error."""
 
 from pathlib import Path
 
@@ -22,14 +22,13 @@ def test_the_password_is_never_shown(tmp_path: Path) -> None:
         workers = [cluster.rollout_worker(concurrency=8), cluster.compute_worker()]
         cluster.orchestrator()
         cluster.wait_running(8)
-        there = cluster.penstock("status", str(cluster.run_dir))
-        assert f"redis://127.0.0.1:{cluster.redis_server.port}/0 is reachable" in there.text
+        with_redis = cluster.penstock("status", str(cluster.run_dir))
+        assert f"redis://127.0.0.1:{cluster.redis_server.port}/0 is reachable" in with_redis.text
         cluster.redis_server.kill()
-        waits = lambda: "does not answer" in str(cluster.status().get("waiting_for"))  # noqa: E731
-        wait_until(waits, timeout_s=30, what="the status to say that Redis is away")
+        cluster.wait_waiting_for("does not answer")
         for worker in workers:
-            wait_until(lambda worker=worker: "Cannot connect" in worker.text, timeout_s=30, what="the worker to say so")
-        away = cluster.penstock("status", str(cluster.run_dir), "--json")
-        assert "cannot be used" in away.text
+            wait_until(lambda worker=worker: "Cannot connect" in worker.text, timeout_s=30, what="the worker to log it")
+        without_redis = cluster.penstock("status", str(cluster.run_dir), "--json")
+        assert "cannot be used" in without_redis.text
         assert {path.suffix for path in tmp_path.rglob("*")} >= {".json", ".log", ".sqlite", ".toml"}
         assert leaks(cluster) == []

@@ -16,9 +16,9 @@ def test_rollouts_of_a_killed_worker_run_on_another(tmp_path: Path) -> None:
         cluster.wait_running(16)
         first.kill()
         cluster.rollout_worker()
-        found = cluster.finish(run)
+        result = cluster.finish(run)
         assert cluster.events("lost") >= 8
-    assert found["delivered"] == found["planned"] == 48
+    assert result["delivered"] == result["planned"] == 48
 
 
 def test_a_killed_compute_worker_and_a_killed_child_lose_nothing(tmp_path: Path) -> None:
@@ -31,12 +31,12 @@ def test_a_killed_compute_worker_and_a_killed_child_lose_nothing(tmp_path: Path)
         wait_until(lambda: cluster.status().get("step", 0) >= 1, timeout_s=30, what="a step")
         first.kill()
         cluster.compute_worker(concurrency=2)
-        found = cluster.finish(run)
-    assert found["delivered"] == found["planned"] == 48
+        result = cluster.finish(run)
+    assert result["delivered"] == result["planned"] == 48
 
 
 def test_a_worker_paused_past_its_lease_is_fenced(tmp_path: Path) -> None:
-    few = {"max_in_flight": 24}  # so that what is submitted again does not come last
+    few = {"max_in_flight": 24}  # so that jobs submitted again are not behind all others
     with cluster_in(tmp_path, steps=6, rollouts=few, noop={"rollout_s": 0.5}) as cluster:
         cluster.compute_worker()
         paused = cluster.rollout_worker(concurrency=8)
@@ -46,11 +46,13 @@ def test_a_worker_paused_past_its_lease_is_fenced(tmp_path: Path) -> None:
         cluster.rollout_worker(concurrency=8)
         wait_until(lambda: cluster.events("lost") >= 4, timeout_s=30, what="the paused worker's leases to expire")
         open_again = "SELECT count(*) FROM jobs WHERE losses > 0 AND state != 'settled'"
-        wait_until(lambda: cluster.ledger(open_again) == [(0,)], timeout_s=30, what="others to do its work")
+        wait_until(
+            lambda: cluster.ledger(open_again) == [(0,)], timeout_s=30, what="its jobs to be settled by another worker"
+        )
         paused.signal(signal.SIGCONT)
-        found = cluster.finish(run)
-    assert found["delivered"] == 96
-    assert found["fenced"] >= 1
+        result = cluster.finish(run)
+    assert result["delivered"] == 96
+    assert result["fenced"] >= 1
 
 
 def test_a_wedged_event_loop_loses_its_leases(tmp_path: Path) -> None:
@@ -64,9 +66,9 @@ def test_a_wedged_event_loop_loses_its_leases(tmp_path: Path) -> None:
         cluster.rollout_worker(concurrency=8)
         wait_until(lambda: cluster.events("lost") >= 1, timeout_s=30, what="the wedged worker's leases to expire")
         wedge.unlink()
-        found = cluster.finish(run)
+        result = cluster.finish(run)
         assert "action=lease_withheld" in wedged.text
-    assert found["delivered"] == 48
+    assert result["delivered"] == 48
 
 
 def test_a_stopping_worker_releases_its_jobs_without_counting_failures(tmp_path: Path) -> None:
@@ -87,7 +89,7 @@ def test_a_stopping_worker_releases_its_jobs_without_counting_failures(tmp_path:
 
 
 def test_a_stopping_worker_waits_at_most_drain_s(tmp_path: Path) -> None:
-    """A container's stop, for example, waits that long and then kills."""
+    """Container runtimes kill a process that does not stop in time."""
     with cluster_in(tmp_path, noop={"rollout_s": 300.0}, recovery={"drain_s": 0.5}) as cluster:
         cluster.compute_worker()
         worker = cluster.rollout_worker()
@@ -95,7 +97,7 @@ def test_a_stopping_worker_waits_at_most_drain_s(tmp_path: Path) -> None:
         cluster.wait_running(8)
         worker.signal(signal.SIGTERM)
         worker.wait()
-        wait_until(lambda: cluster.events("released") >= 8, timeout_s=30, what="the rollouts to be given back")
+        wait_until(lambda: cluster.events("released") >= 8, timeout_s=30, what="the rollouts to be released")
 
 
 def test_a_message_delivered_twice_counts_once(tmp_path: Path) -> None:
@@ -107,6 +109,6 @@ def test_a_message_delivered_twice_counts_once(tmp_path: Path) -> None:
         messages = cluster.redis.lrange("rollouts", 0, -1)
         cluster.redis.delete("rollouts")
         cluster.redis.rpush("rollouts", *(message for message in messages for _ in range(2)))
-        found = cluster.finish(run)
-    assert found["delivered"] == found["planned"] == 48
-    assert found["fenced"] >= 15
+        result = cluster.finish(run)
+    assert result["delivered"] == result["planned"] == 48
+    assert result["fenced"] >= 15

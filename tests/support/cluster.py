@@ -1,4 +1,4 @@
-"""A complete Penstock of real processes: Redis, workers and orchestrators that tests can kill."""
+"""A complete Penstock of real processes that tests can kill: Redis, workers and orchestrators."""
 
 import json
 import os
@@ -30,8 +30,6 @@ DEFAULTS: dict[str, Any] = {
     "recovery": {"lease_s": 2.0, "drain_s": 20.0},
     "trainer": {"max_steps_ahead": "unlimited"},
 }
-
-
 RUN_DIR_AT_THE_END = ["ledger.sqlite", "lock", "metrics.jsonl", "run.json", "status.json", "trainer"]
 
 
@@ -168,6 +166,11 @@ class Cluster:
         running = lambda: sum(of in lease for lease in self.leases()) >= at_least  # noqa: E731
         wait_until(running, timeout_s=30, what=f"{at_least} running executions")
 
+    def wait_waiting_for(self, text: str, timeout_s: float = 30) -> None:
+        """Wait until the status reports `text` among the reasons why the run waits."""
+        reported = lambda: any(text in cause for cause in self.status().get("waiting_for", []))  # noqa: E731
+        wait_until(reported, timeout_s=timeout_s, what=f"the status to report: {text}")
+
     def audit(self) -> dict[str, Any]:
         return audit(self.run_dir)
 
@@ -175,10 +178,10 @@ class Cluster:
         """Wait for the run to end, then check the audit and that nothing is left over."""
         assert orchestrator.wait(timeout_s) == 0, orchestrator.text[-3000:]
         assert_nothing_left(self)
-        found = self.audit()
-        assert found["balanced"], found["problems"]
-        assert found["in_flight"] == 0
-        return found
+        result = self.audit()
+        assert result["balanced"], result["problems"]
+        assert result["in_flight"] == 0
+        return result
 
     def stop(self) -> None:
         for process in self.processes:
@@ -190,7 +193,7 @@ class Cluster:
 def assert_nothing_left_in_redis(cluster: Cluster) -> None:
     ours = {key.decode() for key in cluster.redis.scan_iter("penstock:*")} - {redis_keys.LEASES}
     assert {key for key in ours if not key.startswith("penstock:lag:")} == set()
-    # A renewal may have come after a lease's end; the next one removes it again.
+    # A renewal may have written a lease after its end; the next renewal removes it.
     wait_until(lambda: not cluster.leases(), timeout_s=10, what="every lease to end")
 
 
@@ -204,7 +207,7 @@ def assert_nothing_left(cluster: Cluster) -> None:
 def assert_keys_have_an_end(client: redis.Redis) -> None:
     """Every key of Penstock has a TTL."""
     endless = [key for key in client.scan_iter("penstock:*") if client.ttl(key) == -1]
-    assert not endless, f"keys of ours without a TTL: {endless}"
+    assert not endless, f"keys without a TTL: {endless}"
 
 
 def toml(values: dict[str, Any]) -> str:

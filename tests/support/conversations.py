@@ -33,10 +33,10 @@ def answer_to(messages: Sequence[dict[str, Any]]) -> str:
     return f"answer {xxhash.xxh3_64_intdigest(json.dumps(messages).encode()) % 1000}"
 
 
-def spoken(said: Sequence[str]) -> list[dict[str, Any]]:
-    """The conversation whose user messages are `said`."""
+def spoken(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """The conversation whose user messages are `texts`."""
     messages: list[dict[str, Any]] = []
-    for text in said:
+    for text in texts:
         messages.append(user(text))
         messages.append(assistant(answer_to(messages)))
     return messages
@@ -73,10 +73,10 @@ async def chat(session: Session, messages: Sequence[dict[str, Any]], *, agent: s
     return answer_to(messages)
 
 
-async def talk(session: Session, said: Sequence[str], *, after: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-    """Record a turn for every user message in `said`."""
+async def talk(session: Session, texts: Sequence[str], *, after: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Record a turn for every user message in `texts`."""
     messages = list(after)
-    for text in said:
+    for text in texts:
         messages.append(user(text))
         messages.append(assistant(await chat(session, messages)))
     return messages

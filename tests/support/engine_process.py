@@ -1,4 +1,4 @@
-"""Engines as processes, and a client that shows the bytes they sent."""
+"""Engines as processes, and requests to them that return the raw bytes."""
 
 import http.client
 import json
@@ -26,7 +26,7 @@ ASK: dict[str, dict[str, Any]] = {
         "return_routed_experts": True,
     },
 }
-"""Request fields that ask for everything that is recorded, by dialect."""
+"""Request fields for everything that is recorded, by dialect."""
 
 
 class EngineProcess(Process):
@@ -37,9 +37,9 @@ class EngineProcess(Process):
     @property
     def address(self) -> tuple[str, int]:
         """Waits until the engine listens."""
-        found = wait_until(lambda: READY.search(self.text) or self.exit_code is not None, timeout_s=60)
-        assert isinstance(found, re.Match), f"the engine ended:\n{self.text}"
-        return found[1], int(found[2])
+        match = wait_until(lambda: READY.search(self.text) or self.exit_code is not None, timeout_s=60)
+        assert isinstance(match, re.Match), f"the engine ended:\n{self.text}"
+        return match[1], int(match[2])
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(*self.address, timeout=30)

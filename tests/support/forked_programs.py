@@ -1,7 +1,6 @@
 """`penstock` and `celery` as forks of a server that has imported their libraries: 0.1 s of CPU a start instead of 1 s.
 
-Each is a process of its own like any other, with its own session, signals and exit code. What a program reads from its
-environment it reads after the fork.
+Each is a separate process with its own session, signals and exit code. Programs read their environment after the fork.
 """
 
 import atexit

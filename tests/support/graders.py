@@ -112,7 +112,7 @@ def raises(answer: str) -> float:
 def raises_kind(kind: str) -> float:
     from penstock import errors
 
-    raise getattr(errors, kind)("said by the judge")
+    raise getattr(errors, kind)("raised by the judge")
 
 
 def returns_an_object(_: str) -> Any:

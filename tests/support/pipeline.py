@@ -80,12 +80,12 @@ class Pipeline:
         assert run.wait(90) == 0, run.text[-3000:]
         for trainer in trainers:
             assert trainer.wait(60) == 0, trainer.text[-3000:]
-        found = self.cluster.audit()
-        assert found["balanced"], found["problems"]
-        assert found["in_flight"] == 0
+        result = self.cluster.audit()
+        assert result["balanced"], result["problems"]
+        assert result["in_flight"] == 0
         assert_nothing_left_in_redis(self.cluster)
         self.assert_every_file_is_named()
-        return found
+        return result
 
     def assert_every_file_is_named(self) -> None:
         named = {"run"}

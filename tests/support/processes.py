@@ -13,8 +13,8 @@ def alive(pid: int) -> bool:
 
 def children() -> frozenset[int]:
     """Children of this process, of all its threads, zombies included."""
-    found: list[list[str]] = []
+    children_of_threads: list[list[str]] = []
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(FileNotFoundError):  # a thread that ended meanwhile
-            found.append(path.read_text().split())
-    return frozenset(int(pid) for pids in found for pid in pids)
+            children_of_threads.append(path.read_text().split())
+    return frozenset(int(pid) for pids in children_of_threads for pid in pids)

@@ -1,4 +1,4 @@
-"""Session servers as processes, an upstream with scripted responses, and agents that show what they received."""
+"""Session servers as processes, an upstream with scripted responses, and agents as their clients."""
 
 import http.client
 import json
@@ -56,9 +56,9 @@ class SessionsProcess(Process):
     @property
     def address(self) -> tuple[str, int]:
         """Waits until the server listens."""
-        found = wait_until(lambda: READY.search(self.text) or self.exit_code is not None, timeout_s=60)
-        assert isinstance(found, re.Match), f"the session server ended:\n{self.text}"
-        return found[1], int(found[2])
+        match = wait_until(lambda: READY.search(self.text) or self.exit_code is not None, timeout_s=60)
+        assert isinstance(match, re.Match), f"the session server ended:\n{self.text}"
+        return match[1], int(match[2])
 
     @property
     def url(self) -> str:
@@ -77,11 +77,16 @@ class SessionsProcess(Process):
             response = connection.getresponse()
             return HttpResponse(status=response.status, headers=response.getheaders(), body=response.read())
 
-    def agent(self, **asked: Any) -> "Agent":
-        got = self.request("POST", "/sessions", asked)
-        assert got.status == 200, got.body
-        assert set(got.json) == {"session_id", "base_url", "secret"}
-        return Agent(server=self, id=got.json["session_id"], secret=got.json["secret"], base_url=got.json["base_url"])
+    def agent(self, **fields: Any) -> "Agent":
+        response = self.request("POST", "/sessions", fields)
+        assert response.status == 200, response.body
+        assert set(response.json) == {"session_id", "base_url", "secret"}
+        return Agent(
+            server=self,
+            id=response.json["session_id"],
+            secret=response.json["secret"],
+            base_url=response.json["base_url"],
+        )
 
     def status(self) -> dict[str, Any]:
         return self.request("GET", "/status").json
@@ -107,15 +112,15 @@ class Agent:
         return self.server.request(method, self.path + path, request, given)
 
     def chat(self, messages: list[Message] | str, **fields: Any) -> HttpResponse:
-        asked = [user(messages)] if isinstance(messages, str) else messages
-        return self.request("POST", CHAT, {"messages": asked, **fields})
+        messages = [user(messages)] if isinstance(messages, str) else messages
+        return self.request("POST", CHAT, {"messages": messages, **fields})
 
     def talk(self, text: str) -> HttpResponse:
         """Append `text` to the conversation and send it; the completion is appended too."""
-        got = self.chat([*self.messages, user(text)])
-        assert got.status == 200, got.body
-        self.messages += [user(text), got.json["choices"][0]["message"]]
-        return got
+        response = self.chat([*self.messages, user(text)])
+        assert response.status == 200, response.body
+        self.messages += [user(text), response.json["choices"][0]["message"]]
+        return response
 
     def turns(self) -> int:
         return len(self.request("GET").json["records"])
@@ -136,26 +141,26 @@ class Script:
     dialect: str = "vllm"
     routed: bool = True
 
-    def respond(self, seen: ReceivedRequest) -> Response:
-        if seen.path != CHAT:
-            return Response(body=json.dumps({"path": seen.path, "method": seen.method}).encode(), headers=JSON)
-        scripted = self.responses.get(str(seen.messages[-1].get("content")))
-        return scripted(seen) if scripted else Response(body=self.body(seen), headers=JSON)
+    def respond(self, request: ReceivedRequest) -> Response:
+        if request.path != CHAT:
+            return Response(body=json.dumps({"path": request.path, "method": request.method}).encode(), headers=JSON)
+        scripted = self.responses.get(str(request.messages[-1].get("content")))
+        return scripted(request) if scripted else Response(body=self.body(request), headers=JSON)
 
-    def body(self, seen: ReceivedRequest) -> bytes:
-        text = f"answer {len(seen.messages)} to {seen.messages[-1].get('content')}"
-        return answer(seen, text, dialect=self.dialect, routed=self.routed)
+    def body(self, request: ReceivedRequest) -> bytes:
+        text = f"answer {len(request.messages)} to {request.messages[-1].get('content')}"
+        return answer(request, text, dialect=self.dialect, routed=self.routed)
 
     def received(self, text: str) -> list[ReceivedRequest]:
         """The chats that ended with `text`."""
-        chats = [seen for seen in self.server.received if seen.path == CHAT]
-        return [seen for seen in chats if seen.messages[-1].get("content") == text]
+        chats = [request for request in self.server.received if request.path == CHAT]
+        return [request for request in chats if request.messages[-1].get("content") == text]
 
 
 @contextmanager
 def scripted(dialect: str = "vllm", *, routed: bool = True) -> Iterator[Script]:
     script: list[Script] = []
-    with serving(lambda seen: script[0].respond(seen)) as server:
+    with serving(lambda request: script[0].respond(request)) as server:
         script.append(Script(server=server, dialect=dialect, routed=routed))
         yield script[0]
 

@@ -1,6 +1,6 @@
 """A disk of a few megabytes that can be filled: a tmpfs in a mount namespace, which ends with its process.
 
-A process that is to see it is started with `enter` before its command; this process sees it under `inside`. Where
+Processes that use it are started with `enter` before their command; in this process its path is `inside`. Where
 mounting is not permitted, other faults make the same calls fail.
 """
 

@@ -1,6 +1,6 @@
 """The strict reference for reading responses: all of the JSON and base64, Python lists, no shortcuts.
 
-As the contract says, base64 of rows that are recorded already is not checked.
+By contract, base64 of rows that are recorded already is not checked.
 """
 
 import base64
@@ -235,10 +235,10 @@ def npy_or_bare(text: str, tokens: int, inputs: ReadInputs) -> tuple[int, list[i
         preamble = decoded(text[:16])
         fixed = 10 if preamble[6:7] == b"\x01" else 12
         header_bytes = fixed + int.from_bytes(preamble[8:fixed], "little")
-        found = NPY.fullmatch(decoded(text[: (header_bytes + 2) // 3 * 4])[fixed:header_bytes])
-        need(found is not None, "header")
-        assert found is not None
-        return header_bytes, [int(n) for n in found.groups()[1:]], np.dtype(found[1].decode()).name
+        match = NPY.fullmatch(decoded(text[: (header_bytes + 2) // 3 * 4])[fixed:header_bytes])
+        need(match is not None, "header")
+        assert match is not None
+        return header_bytes, [int(n) for n in match.groups()[1:]], np.dtype(match[1].decode()).name
     need(inputs.layers is not None and len(text) % 4 == 0, "bare")
     assert inputs.layers is not None
     size = len(text) // 4 * 3 - text[-2:].count("=")

@@ -21,7 +21,7 @@ class Terminal:
         self._blocks: list[bytes] = []
         self._keyboard, screen = pty.openpty()
         fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        # The first terminal that a session's leader opens becomes the one whose keys reach it.
+        # The first terminal that a session's leader opens becomes its controlling terminal: Ctrl-C reaches it.
         opened = ["sh", "-c", 'exec "$@" <"$PTY" >"$PTY" 2>&1', "sh", *command]
         # Programs that read these variables prefer them to the size of the terminal.
         size = {"LINES": str(rows), "COLUMNS": str(columns)}
@@ -58,7 +58,7 @@ class Terminal:
         try:
             while block := os.read(self._keyboard, 65536):
                 self._blocks.append(block)
-        except OSError:  # Linux's end of a terminal
+        except OSError:  # how Linux reports the end of a terminal
             pass
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""A trainer as a user would write it, in an environment that has numpy and xxhash and nothing else.
+"""A trainer as a user would write it, in an environment with numpy, xxhash and penstock only.
 
     python trainer.py RUN_DIR DATA_RANK DATA_RANKS RESUME_STEP [HANG_AT_STEP [CHECKPOINT_EVERY]]
 
@@ -21,7 +21,7 @@ class Refusing(MetaPathFinder):
             raise ImportError(f"a trainer's environment has no {name}")
 
 
-def say(**fields: int | str) -> None:
+def write_line(**fields: int | str) -> None:
     sys.stdout.write(json.dumps(fields) + "\n")
     sys.stdout.flush()
 
@@ -35,16 +35,16 @@ def main(run_dir: str, data_rank: int, data_ranks: int, resume_step: int, hang_a
         Path(run_dir), data_rank=data_rank, data_ranks=data_ranks, resume_step=resume_step, timeout_s=60
     )
     for batch in reader:
-        seen = xxh3_64()
+        digest = xxh3_64()
         for mb in batch.micro_batches():
             columns = [mb.input_ids, mb.position_ids, mb.loss_mask, mb.loss_weights, mb.logprobs, mb.advantages]
             for array in [*columns, mb.temperatures, mb.versions, mb.cu_seqlens, mb.samples.reward]:
-                seen.update(array.tobytes())
-            seen.update(mb.routed_experts(missing=-1).tobytes())
+                digest.update(array.tobytes())
+            digest.update(mb.routed_experts(missing=-1).tobytes())
             if batch.step == hang_at:
-                say(hangs=batch.step)
+                write_line(hangs=batch.step)
                 sys.stdin.read()
-        say(step=batch.step, hash=seen.hexdigest())
+        write_line(step=batch.step, hash=digest.hexdigest())
         reader.ack(batch.step)
         if data_rank == 0:
             reader.publish_policy(batch.step + 1, weights=f"/weights/{batch.step}")

@@ -1,4 +1,4 @@
-"""An inference server for tests, on a real socket and a loop of its own. Its responses are a function of the request.
+"""An inference server for tests, on a real socket and its own event loop. A response is a function of its request.
 
 Requests carry how often they were sent before (`X-Retry-Count`), so even a transient fault is such a function.
 """
@@ -103,34 +103,34 @@ class Server:
         assert request.transport is not None
         headers = {**request.headers, "peer": str(request.transport.get_extra_info("peername"))}
         body = json.loads(await request.read() or b"null")
-        seen = ReceivedRequest(method=request.method, path=request.path, body=body, headers=headers)
-        self.received.append(seen)
+        received = ReceivedRequest(method=request.method, path=request.path, body=body, headers=headers)
+        self.received.append(received)
         self.answering += 1
         self.most_answering = max(self.most_answering, self.answering)
         try:
-            return await self._respond(request, self.respond(seen))
+            return await self._respond(request, self.respond(received))
         finally:
             self.answering -= 1
 
-    async def _respond(self, request: web.Request, says: Response) -> web.StreamResponse:
+    async def _respond(self, request: web.Request, response: Response) -> web.StreamResponse:
         assert request.transport is not None
-        if says.hangs:
+        if response.hangs:
             await asyncio.Event().wait()
-        while says.waits_for and not says.waits_for.is_set():
+        while response.waits_for and not response.waits_for.is_set():
             await asyncio.sleep(0.005)
-        if says.breaks_off_at is not None and says.breaks_off_at < 0:
+        if response.breaks_off_at is not None and response.breaks_off_at < 0:
             request.transport.abort()
-        response = web.StreamResponse(status=says.status, headers=says.headers)
-        if says.chunked:
-            response.enable_chunked_encoding()
+        stream = web.StreamResponse(status=response.status, headers=response.headers)
+        if response.chunked:
+            stream.enable_chunked_encoding()
         else:
-            response.content_length = len(says.body)
-        await response.prepare(request)
-        await self._send(response, says.body[: says.breaks_off_at])
-        if says.breaks_off_at is not None:
+            stream.content_length = len(response.body)
+        await stream.prepare(request)
+        await self._send(stream, response.body[: response.breaks_off_at])
+        if response.breaks_off_at is not None:
             request.transport.abort()
-        await response.write_eof()
-        return response
+        await stream.write_eof()
+        return stream
 
     async def _send(self, response: web.StreamResponse, body: bytes) -> None:
         sent = 0
@@ -155,7 +155,7 @@ def serving(respond: Respond) -> Generator[Server]:
 
 
 def prompt_ids(messages: Sequence[Message]) -> list[int]:
-    """Each message as its role and its bytes; a conversation's ids begin with those of the one that it extends."""
+    """Each message as its role and its bytes; the ids of a longer conversation begin with those of its prefix."""
     return [token for message in messages for token in (ROLES[message["role"]], *spoken_ids(message))] + [3]
 
 
@@ -165,26 +165,26 @@ def spoken_ids(message: Message) -> list[int]:
 
 
 def answer(
-    seen: ReceivedRequest, message: str | Message, *, dialect: str = "vllm", routed: bool = False, **changes: Any
+    request: ReceivedRequest, message: str | Message, *, dialect: str = "vllm", routed: bool = False, **changes: Any
 ) -> bytes:
     """The body of a response whose completion is `message`."""
-    said = {"role": "assistant", "content": message} if isinstance(message, str) else message
-    ids = seen.body["token_ids"] if dialect == "generate" else prompt_ids(seen.messages)
-    completion = spoken_ids(said)
+    message = {"role": "assistant", "content": message} if isinstance(message, str) else message
+    ids = request.body["token_ids"] if dialect == "generate" else prompt_ids(request.messages)
+    completion = spoken_ids(message)
     start = {
         "vllm": 0,
-        "sglang": seen.body.get("routed_experts_start_len", 0),
-        "generate": seen.body.get("sampling_params", {}).get("routed_experts_prompt_start", 0),
+        "sglang": request.body.get("routed_experts_start_len", 0),
+        "generate": request.body.get("sampling_params", {}).get("routed_experts_prompt_start", 0),
     }[dialect]
     rows = rows_of([*ids, *completion])[start:] if routed else None
     form = {"dialect": dialect, "form": "bare" if dialect == "sglang" else "object", "start": start}
     logprobs = [-token / 64 for token in completion]
-    reply = ResponseSpec(prompt=ids, completion=completion, logprobs=logprobs, rows=rows, **form).as_dict()
+    response = ResponseSpec(prompt=ids, completion=completion, logprobs=logprobs, rows=rows, **form).as_dict()
     if dialect != "generate":
-        reply["choices"][0]["message"] = said
+        response["choices"][0]["message"] = message
     if dialect == "sglang":
-        reply["choices"][0]["prompt_token_ids"] = ids
-    return compact({**reply, **changes})
+        response["choices"][0]["prompt_token_ids"] = ids
+    return compact({**response, **changes})
 
 
 def user(content: str) -> Message:

@@ -1,4 +1,4 @@
-"""A real Celery worker in a process of its own, started with the real command; it ends with the tests."""
+"""A real Celery worker process, started with the real command; it ends with the tests."""
 
 import os
 import signal

@@ -147,9 +147,9 @@ def test_a_lost_ledger_is_rebuilt_from_the_manifests(tmp_path: Path) -> None:
     written(config.ledger_path, deliver)
     config.ledger_path.unlink()
     rebuild.rebuild_if_lost(config)
-    found = audit(config.run_dir)
-    assert found["balanced"], found["problems"]
-    assert (found["planned"], found["delivered"], found["filtered"]) == (4, 3, {"ledger_lost": 1})
+    result = audit(config.run_dir)
+    assert result["balanced"], result["problems"]
+    assert (result["planned"], result["delivered"], result["filtered"]) == (4, 3, {"ledger_lost": 1})
     kept = restore.read(config.ledger_path)
     assert kept.meta["steps_delivered"] == 1
     before = config.ledger_path.read_bytes()

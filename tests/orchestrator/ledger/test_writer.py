@@ -39,12 +39,12 @@ def kept(path: Path, query: str = "SELECT key, value FROM meta ORDER BY key") ->
 
 
 def test_changes_are_on_disk_when_committed_is_called(writer: Writer, path: Path) -> None:
-    seen: list[list[tuple[object, ...]]] = []
+    on_disk: list[list[tuple[object, ...]]] = []
     done = threading.Event()
-    writer.put(meta("a", 1), lambda: seen.append(kept(path)))
+    writer.put(meta("a", 1), lambda: on_disk.append(kept(path)))
     writer.put(meta("b", 2), done.set)
     assert done.wait(10)
-    assert ("a", 1) in seen[0]
+    assert ("a", 1) in on_disk[0]
 
 
 def test_changes_are_committed_in_order_and_several_at_once(writer: Writer, path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_writer_that_cannot_commit_can_be_closed(path: Path, monkeypatch: pyte
         writer.put(events(1000) | meta("late", 1), late.set)
         wait_until(lambda: writer.trouble)
         writer.close(timeout_s=0.1)
-    assert not late.is_set(), "what is not on the disk is never called committed"
+    assert not late.is_set(), "`committed` is called only for changes on disk"
     assert kept(path) == []
 
 

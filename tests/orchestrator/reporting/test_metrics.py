@@ -154,7 +154,7 @@ def test_an_unwritable_file_is_reported_and_tried_again(tmp_path: Path) -> None:
         writing = asyncio.create_task(run.metrics.run())
         with LimitedDirectory(tmp_path).full(0, "run"):
             await run.deliver(run.compose())
-            trouble = await wait_until_async(lambda: run.metrics.trouble, what="the trouble to be named")
+            trouble = await wait_until_async(lambda: run.metrics.trouble, what="the trouble to be reported")
             assert trouble.endswith("metrics.jsonl cannot be written (Not a directory): free space or repair the disk")
             await run.deliver(run.compose())
         await wait_until_async(lambda: not run.metrics.trouble, what="the next try")
@@ -166,9 +166,9 @@ def test_an_unwritable_file_is_reported_and_tried_again(tmp_path: Path) -> None:
 
 
 def test_solved_groups_are_counted_before_filters(ledger: Ledger) -> None:
-    stages = Groups(configured(), ledger, None)  # type: ignore[arg-type]
+    groups = Groups(configured(), ledger, None)  # type: ignore[arg-type]
     group = generated(ledger)
-    stages._collect(group)  # pyright: ignore[reportPrivateUsage]
+    groups._collect(group)  # pyright: ignore[reportPrivateUsage]
     assert group.state is GroupState.FILTERING
     assert ledger.number("solved_mixed:noop") == 1
 

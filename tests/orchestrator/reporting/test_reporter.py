@@ -40,11 +40,11 @@ def test_a_status_is_read_from_its_sources(ledger: Ledger, tmp_path: Path) -> No
     depths = dict.fromkeys(Queue, 0) | {Queue.ROLLOUTS: 3}
     lease = f"run.{group.rollouts[0].id}.1.x"
     snapshot = Snapshot(leases={lease: "host-7:1"}, depths=depths, oldest=dict.fromkeys(Queue))
-    seen: list[dict[str, Any]] = []
-    reporter = Reporter(sources(ledger, tmp_path, snapshot, None, "Redis does not answer"), seen.append)
+    statuses: list[dict[str, Any]] = []
+    reporter = Reporter(sources(ledger, tmp_path, snapshot, None, "Redis does not answer"), statuses.append)
     asyncio.run(reporter.write())
     written = json.loads((tmp_path / "status.json").read_text())
-    assert written == seen[0] == reporter.latest_status()
+    assert written == statuses[0] == reporter.latest_status()
     assert (written["run"], written["phase"], written["steps"]) == ("run", "running", 3)
     assert written["rollouts"]["in_flight"] == written["states"]["planned"] == 4
     assert written["waiting_jobs"]["rollouts"] == 4
@@ -53,7 +53,7 @@ def test_a_status_is_read_from_its_sources(ledger: Ledger, tmp_path: Path) -> No
     assert written["waiting_for"] == ["Redis does not answer"]
 
 
-def test_a_queue_that_stands_still_has_no_worker(
+def test_a_queue_from_which_nothing_is_taken_is_reported(
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "UNATTENDED_S", -1.0)
@@ -68,7 +68,7 @@ def test_a_queue_that_stands_still_has_no_worker(
         )
     ]
     given.broker.trouble = "Redis does not answer"
-    assert reporter.waiting_for() == [], "without Redis nothing is known of the queues"
+    assert reporter.waiting_for() == [], "without Redis the queues cannot be read"
 
 
 def test_a_status_that_cannot_be_written_is_reported(ledger: Ledger, tmp_path: Path) -> None:

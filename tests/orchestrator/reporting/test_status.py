@@ -72,44 +72,44 @@ def lock_in_redis(client: redis.Redis, run: str) -> None:
 def test_a_running_run_is_reported_by_its_own_status(run: Path, server: EmbeddedRedis) -> None:
     write_status(run)
     with lock_directory(run):
-        found = status(run, server.url)
-    assert found["state"] == "running"
-    assert found["process"] == {"host": HERE, "pid": 4711}
-    assert found["waiting_for"] == ["the engine cannot be reached"]
-    assert (found["steps"], found["rollouts_per_s"]) == (9, 7.5)
-    assert found["status_age_s"] < 10
-    assert found["event_loop_lag"] == {"orchestrator": {"p99_s": 0.5}}
+        result = status(run, server.url)
+    assert result["state"] == "running"
+    assert result["process"] == {"host": HERE, "pid": 4711}
+    assert result["waiting_for"] == ["the engine cannot be reached"]
+    assert (result["steps"], result["rollouts_per_s"]) == (9, 7.5)
+    assert result["status_age_s"] < 10
+    assert result["event_loop_lag"] == {"orchestrator": {"p99_s": 0.5}}
 
 
 def test_counts_come_from_the_ledger(run: Path, server: EmbeddedRedis) -> None:
     write_status(run)
-    found = status(run, server.url)
-    assert found["step"] == 3
-    assert found["rollouts"]["planned"] == found["rollouts"]["in_flight"] == 2
-    assert found["states"] == {"planned": 2}
+    result = status(run, server.url)
+    assert result["step"] == 3
+    assert result["rollouts"]["planned"] == result["rollouts"]["in_flight"] == 2
+    assert result["states"] == {"planned": 2}
 
 
 def test_without_the_ledger_the_last_counts_are_shown(run: Path, server: EmbeddedRedis) -> None:
     write_status(run)
     (run / "ledger.sqlite").unlink()
-    found = status(run, server.url)
-    assert found["rollouts"] == {"planned": 1}
-    assert "there is no ledger" in found["ledger"]["error"]
+    result = status(run, server.url)
+    assert result["rollouts"] == {"planned": 1}
+    assert "there is no ledger" in result["ledger"]["error"]
 
 
 def test_a_lock_without_a_status_is_a_starting_run(run: Path, server: EmbeddedRedis) -> None:
     with lock_directory(run):
-        found = status(run, server.url)
-    assert found["state"] == "starting"
-    assert found["status_age_s"] is None
+        result = status(run, server.url)
+    assert result["state"] == "starting"
+    assert result["status_age_s"] is None
 
 
 def test_a_lock_with_an_old_status_is_a_silent_run(run: Path, server: EmbeddedRedis) -> None:
     write_status(run, age_s=60)
     with lock_directory(run):
-        found = status(run, server.url)
-    assert found["state"] == "silent"
-    assert "written no status for 60 s" in found["waiting_for"][0]
+        result = status(run, server.url)
+    assert result["state"] == "silent"
+    assert "written no status for 60 s" in result["waiting_for"][0]
 
 
 @pytest.mark.parametrize(
@@ -120,23 +120,25 @@ def test_a_lock_with_an_old_status_is_a_silent_run(run: Path, server: EmbeddedRe
         ({"stopped_by": "160 groups in a row were dropped"}, "160 groups in a row were dropped"),
     ],
 )
-def test_a_stopped_run_says_why(run: Path, server: EmbeddedRedis, last: dict[str, Any], why: str) -> None:
+def test_the_reason_of_a_stopped_run_is_reported(
+    run: Path, server: EmbeddedRedis, last: dict[str, Any], why: str
+) -> None:
     write_status(run, **last)
-    found = status(run, server.url)
-    assert found["state"] == "stopped"
-    assert found["rollouts_per_s"] == 0
-    assert found["waiting_for"] == [
+    result = status(run, server.url)
+    assert result["state"] == "stopped"
+    assert result["rollouts_per_s"] == 0
+    assert result["waiting_for"] == [
         f"the orchestrator is not running ({why}): `penstock run` resumes the run, nothing is lost"
     ]
 
 
 def test_a_run_that_is_done_waits_for_nothing_even_without_redis(run: Path) -> None:
     write_status(run, phase="done")
-    found = status(run, "redis://127.0.0.1:1/0")
-    assert found["state"] == "done"
-    assert found["waiting_for"] == []
-    assert found["queued"] is None
-    assert "127.0.0.1:1/0 cannot be used" in found["redis"]["error"]
+    result = status(run, "redis://127.0.0.1:1/0")
+    assert result["state"] == "done"
+    assert result["waiting_for"] == []
+    assert result["queued"] is None
+    assert "127.0.0.1:1/0 cannot be used" in result["redis"]["error"]
 
 
 @pytest.mark.parametrize(("holder", "state"), [("ours", "running"), (None, "stopped")])
@@ -166,23 +168,23 @@ def test_queues_workers_and_the_lag_of_every_loop(run: Path, server: EmbeddedRed
     names = {field.name for field in dataclasses.fields(LagSummary)} - {"process", "samples"}
     summary = LagSummary(process="rollouts@host-1", samples=4, **dict.fromkeys(names, 0.25))
     client.set(LAG_KEY.format(process=summary.process), json.dumps(summary.as_dict()))
-    found = status(run, server.url)
-    assert found["queued"] == {"rollouts": 2, "filtering": 0, "advantages": 0, "encoding": 0}
-    assert found["workers"] == {"host-1": ["g1-0", "g1-1"]}
-    assert found["event_loop_lag"]["rollouts@host-1"]["p99_s"] == 0.25
+    result = status(run, server.url)
+    assert result["queued"] == {"rollouts": 2, "filtering": 0, "advantages": 0, "encoding": 0}
+    assert result["workers"] == {"host-1": ["g1-0", "g1-1"]}
+    assert result["event_loop_lag"]["rollouts@host-1"]["p99_s"] == 0.25
 
 
 def test_a_redis_of_another_run_is_reported(run: Path, server: EmbeddedRedis, client: redis.Redis) -> None:
     lock_in_redis(client, "other")
     client.lpush("rollouts", "theirs")
-    found = status(run, server.url)
-    assert found["queued"] is None
-    assert found["redis"]["error"].endswith("serves another run: the one in /runs/other")
+    result = status(run, server.url)
+    assert result["queued"] is None
+    assert result["redis"]["error"].endswith("serves another run: the one in /runs/other")
 
 
 def test_a_missing_password_is_reported_and_none_is_shown(run: Path, server: EmbeddedRedis) -> None:
-    found = status(run)
-    assert "requires a password: set it in the environment" in found["redis"]["error"]
+    result = status(run)
+    assert "requires a password: set it in the environment" in result["redis"]["error"]
     assert "hunter2" not in json.dumps(status(run, server.url))
 
 

@@ -35,87 +35,87 @@ def window(since: dict[str, float], **values: Any) -> dict[str, float]:
 
 
 def test_rewards_in_total_and_by_environment() -> None:
-    found = step_metrics.of_rollouts(
+    values = step_metrics.of_rollouts(
         [group("sums", {"reward": 1.0}, {"reward": 0.0}), group("guess", {"reward": -2.0})], policy_version=0
     )
-    assert (found["rollouts"], found["groups"]) == (3, 2)
-    assert found["reward_mean"] == pytest.approx(-1 / 3)
-    assert found["reward_std"] == pytest.approx(1.2472, abs=1e-4)
-    assert (found["reward_min"], found["reward_max"]) == (-2.0, 1.0)
-    assert (found["reward_mean/sums"], found["reward_mean/guess"]) == (0.5, -2.0)
-    assert (found["rollouts/sums"], found["rollouts/guess"]) == (2, 1)
+    assert (values["rollouts"], values["groups"]) == (3, 2)
+    assert values["reward_mean"] == pytest.approx(-1 / 3)
+    assert values["reward_std"] == pytest.approx(1.2472, abs=1e-4)
+    assert (values["reward_min"], values["reward_max"]) == (-2.0, 1.0)
+    assert (values["reward_mean/sums"], values["reward_mean/guess"]) == (0.5, -2.0)
+    assert (values["rollouts/sums"], values["rollouts/guess"]) == (2, 1)
 
 
 def test_only_rollouts_of_the_step_count() -> None:
     part = group("sums", {"reward": 1.0}, {"reward": 9.0})
     part.rollouts[1].state = RolloutState.FILTERED
-    found = step_metrics.of_rollouts([part], policy_version=0)
-    assert (found["rollouts"], found["reward_mean"]) == (1, 1.0)
+    values = step_metrics.of_rollouts([part], policy_version=0)
+    assert (values["rollouts"], values["reward_mean"]) == (1, 1.0)
 
 
 def test_lengths_turns_and_samples() -> None:
     short = {"prompt_tokens": 10, "completion_tokens": 2, "turns": 1, "sample_lengths": (12,)}
     long = {"prompt_tokens": 30, "completion_tokens": 6, "turns": 4, "tool_tokens": 8, "sample_lengths": (20, 16, 8)}
-    found = step_metrics.of_rollouts([group("sums", short, long)], policy_version=0)
-    assert [found[f"prompt_tokens/{of}"] for of in ("mean", "min", "max")] == [20, 10, 30]
-    assert [found[f"completion_tokens/{of}"] for of in ("mean", "min", "max")] == [4, 2, 6]
-    assert [found[f"tool_tokens/{of}"] for of in ("mean", "min", "max")] == [4, 0, 8]
-    assert [found[f"turns/{of}"] for of in ("mean", "min", "max")] == [2.5, 1, 4]
-    assert [found[f"samples_per_rollout/{of}"] for of in ("mean", "min", "max")] == [2, 1, 3]
+    values = step_metrics.of_rollouts([group("sums", short, long)], policy_version=0)
+    assert [values[f"prompt_tokens/{of}"] for of in ("mean", "min", "max")] == [20, 10, 30]
+    assert [values[f"completion_tokens/{of}"] for of in ("mean", "min", "max")] == [4, 2, 6]
+    assert [values[f"tool_tokens/{of}"] for of in ("mean", "min", "max")] == [4, 0, 8]
+    assert [values[f"turns/{of}"] for of in ("mean", "min", "max")] == [2.5, 1, 4]
+    assert [values[f"samples_per_rollout/{of}"] for of in ("mean", "min", "max")] == [2, 1, 3]
 
 
 def test_staleness_is_the_distance_to_the_newest_policy() -> None:
-    found = step_metrics.of_rollouts(
+    values = step_metrics.of_rollouts(
         [group("sums", {"version_first": 7, "version_last": 8}, {"version_first": 4})], policy_version=8
     )
-    assert (found["staleness_mean"], found["staleness_max"]) == (2.5, 4)
+    assert (values["staleness_mean"], values["staleness_max"]) == (2.5, 4)
 
 
 def test_rates_of_what_went_wrong_in_the_step() -> None:
     part = group("sums", {"truncated": True}, {"policy_error": "time"}, {}, {})
     part.rollouts[0].masked = True
-    found = step_metrics.of_rollouts([part], policy_version=0)
-    assert (found["truncated_rate"], found["policy_error_rate"], found["masked_rate"]) == (0.25, 0.25, 0.25)
+    values = step_metrics.of_rollouts([part], policy_version=0)
+    assert (values["truncated_rate"], values["policy_error_rate"], values["masked_rate"]) == (0.25, 0.25, 0.25)
 
 
 def test_environment_metrics_are_averaged_over_the_rollouts_that_have_them() -> None:
     first, second = {"metrics": {"tries": 3.0}, "rewards": {"format": 1.0}}, {"metrics": {"tries": 1.0, "rare": 5.0}}
-    found = step_metrics.of_rollouts([group("guess", first, second)], policy_version=0)
-    assert (found["metrics/guess/tries"], found["metrics/guess/rare"]) == (2.0, 5.0)
-    assert found["rewards/guess/format"] == 1.0
+    values = step_metrics.of_rollouts([group("guess", first, second)], policy_version=0)
+    assert (values["metrics/guess/tries"], values["metrics/guess/rare"]) == (2.0, 5.0)
+    assert values["rewards/guess/format"] == 1.0
 
 
 def test_a_name_for_every_example_does_not_flood_the_file() -> None:
     results = [{"metrics": {"common": 1.0, f"example_{number}": 1.0}} for number in range(200)]
-    found = step_metrics.of_rollouts([group("guess", *results)], policy_version=0)
-    named = [key for key in found if key.startswith("metrics/")]
+    values = step_metrics.of_rollouts([group("guess", *results)], policy_version=0)
+    named = [key for key in values if key.startswith("metrics/")]
     assert len(named) == step_metrics.NAMES_MOST
     assert "metrics/guess/common" in named
 
 
 def test_filter_rates_are_shares_of_the_decided_rollouts() -> None:
     since = {"delivered": 6, "dead": 1, "filtered:gibberish": 2, "filtered:stale": 1, "filtered:long_ago": 0}
-    found = window(since | {"matched:repetition": 4, "generated": 8})
-    assert found["filtered_rate"] == 0.3
-    assert {key: found[key] for key in found if key.startswith("filtered_rate/")} == {
+    values = window(since | {"matched:repetition": 4, "generated": 8})
+    assert values["filtered_rate"] == 0.3
+    assert {key: values[key] for key in values if key.startswith("filtered_rate/")} == {
         "filtered_rate/gibberish": 0.2,
         "filtered_rate/stale": 0.1,
     }
-    assert found["matched_rate/repetition"] == 0.5
-    assert found["dead"] == 1
+    assert values["matched_rate/repetition"] == 0.5
+    assert values["dead"] == 1
 
 
 def test_dropped_groups_are_replaced() -> None:
-    found = window({"groups_dropped": 1}, groups=3)
-    assert (found["groups_dropped"], found["replaced_share"]) == (1, 0.25)
+    values = window({"groups_dropped": 1}, groups=3)
+    assert (values["groups_dropped"], values["replaced_share"]) == (1, 0.25)
 
 
 def test_solve_rates_in_total_and_by_environment() -> None:
-    found = window({"solved_all:sums": 1, "solved_mixed:sums": 1, "solved_none:guess": 2})
-    assert found["groups_completed"] == 4
-    assert [found[f"solved_{how}"] for how in ("all", "none", "mixed")] == [0.25, 0.5, 0.25]
-    assert [found[f"solved_{how}/sums"] for how in ("all", "none", "mixed")] == [0.5, 0, 0.5]
-    assert [found[f"solved_{how}/guess"] for how in ("all", "none", "mixed")] == [0, 1, 0]
+    values = window({"solved_all:sums": 1, "solved_mixed:sums": 1, "solved_none:guess": 2})
+    assert values["groups_completed"] == 4
+    assert [values[f"solved_{how}"] for how in ("all", "none", "mixed")] == [0.25, 0.5, 0.25]
+    assert [values[f"solved_{how}/sums"] for how in ("all", "none", "mixed")] == [0.5, 0, 0.5]
+    assert [values[f"solved_{how}/guess"] for how in ("all", "none", "mixed")] == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -128,23 +128,23 @@ def test_a_group_is_solved_by_all_none_or_some_rollouts(rewards: tuple[float, fl
 
 def test_timings_and_speed() -> None:
     since = {"settled:rollout": 4, "seconds:rollout": 10.0, "generated": 4, "tokens_generated": 300}
-    found = window(since, longest_s={JobKind.ROLLOUT: 6.0})
-    assert {key: value for key, value in found.items() if key.startswith("time/")} == {
+    values = window(since, longest_s={JobKind.ROLLOUT: 6.0})
+    assert {key: value for key, value in values.items() if key.startswith("time/")} == {
         "time/rollout_mean_s": 2.5,
         "time/rollout_max_s": 6.0,
         "time/step_s": 2.0,
     }
-    assert (found["rollouts_per_s"], found["tokens_per_s"]) == (2.0, 150.0)
+    assert (values["rollouts_per_s"], values["tokens_per_s"]) == (2.0, 150.0)
 
 
 def test_lag_of_the_loop_and_the_worst_of_the_workers() -> None:
     own = lag("orchestrator", p99_s=0.01, blocked_s=0.2, window_s=60.0)
-    found = step_metrics.of_lag(own, [lag("a", p99_s=0.5, max_s=0.6), lag("b", p99_s=0.1, max_s=0.9)])
-    assert (found["event_loop_lag/p99"], found["event_loop_lag/blocked_s"]) == (0.01, 0.2)
+    values = step_metrics.of_lag(own, [lag("a", p99_s=0.5, max_s=0.6), lag("b", p99_s=0.1, max_s=0.9)])
+    assert (values["event_loop_lag/p99"], values["event_loop_lag/blocked_s"]) == (0.01, 0.2)
     assert {"min", "mean", "median", "p90", "p99", "max", "blocked_s", "window_s", "cpu_share"} == {
-        key.removeprefix("event_loop_lag/") for key in found if key.startswith("event_loop_lag/")
+        key.removeprefix("event_loop_lag/") for key in values if key.startswith("event_loop_lag/")
     }
-    assert (found["worker_lag/processes"], found["worker_lag/p99"], found["worker_lag/max"]) == (2, 0.5, 0.9)
+    assert (values["worker_lag/processes"], values["worker_lag/p99"], values["worker_lag/max"]) == (2, 0.5, 0.9)
     assert not [key for key in step_metrics.of_lag(own, []) if key.startswith("worker_lag/")]
 
 
@@ -157,18 +157,18 @@ def test_metrics_of_a_manifest() -> None:
     plan = BatchPlan(step=5, rules=PackingRules(data_ranks=1, seq_len=64), rollouts=rollouts)
     rank = EncodedRank(plan=plan.digest, data_rank=0, file=BLOB, micro_batches=1, tokens=14, samples=4, loss_tokens=9)
     totals = Totals(loss_tokens=9, samples=4, rollouts=2, groups=1, tokens=14, oversized=0, denominator=9)
-    found = step_metrics.of_manifest(Manifest(plan=plan, totals=totals, ranks=(rank,)))
-    assert (found["step"], found["rollouts"], found["groups"], found["tokens"], found["loss_tokens"]) == (
+    values = step_metrics.of_manifest(Manifest(plan=plan, totals=totals, ranks=(rank,)))
+    assert (values["step"], values["rollouts"], values["groups"], values["tokens"], values["loss_tokens"]) == (
         5,
         2,
         1,
         14,
         9,
     )
-    assert (found["reward_mean"], found["reward_mean/sums"], found["samples_per_rollout/mean"]) == (0.5, 0.5, 2)
+    assert (values["reward_mean"], values["reward_mean/sums"], values["samples_per_rollout/mean"]) == (0.5, 0.5, 2)
 
 
 def test_an_empty_step_has_no_means() -> None:
-    found = step_metrics.of_rollouts([group("sums")], policy_version=0)
-    assert found["rollouts"] == 0
-    assert "reward_mean" not in found
+    values = step_metrics.of_rollouts([group("sums")], policy_version=0)
+    assert values["rollouts"] == 0
+    assert "reward_mean" not in values
