@@ -66,7 +66,7 @@ def test_a_setup_timeout_is_an_infrastructure_failure(played: Played) -> None:
 def test_an_engine_failure_is_an_infrastructure_failure_even_if_the_harness_ignores_it(
     played: Played, script: Script, trick: str
 ) -> None:
-    script.responses[trick] = lambda seen: Response(status=500, body=b'{"error": "out of memory"}', headers=JSON)
+    script.responses[trick] = lambda _: Response(status=500, body=b'{"error": "out of memory"}', headers=JSON)
     try:
         with pytest.raises(InfrastructureFailure, match=r"ProviderError: upstream 500: .*out of memory") as failure:
             played(trick)
@@ -99,7 +99,7 @@ def test_a_bug_of_the_environment_names_its_line(played: Played, trick: str, rea
 
 def test_a_limit_reached_by_the_policy_is_a_failure_of_the_policy(played: Played, script: Script) -> None:
     limit = b'{"error": {"message": "this model\'s maximum context length is 4096 tokens"}}'
-    script.responses["answers"] = lambda seen: Response(status=400, body=limit, headers=JSON)
+    script.responses["answers"] = lambda _: Response(status=400, body=limit, headers=JSON)
     try:
         result = played("answers")
     finally:
@@ -111,7 +111,9 @@ def test_a_limit_reached_by_the_policy_is_a_failure_of_the_policy(played: Played
 def test_programs_of_a_harness_inherit_no_penstock_settings(played: Played, script: Script) -> None:
     assert "hunter2" in os.environ["PENSTOCK_REDIS_URL"]
     played("prints_environment")
-    (environment,) = {seen.messages[-1]["content"] for seen in script.server.received if "PATH=" in str(seen.body)}
+    (environment,) = {
+        request.messages[-1]["content"] for request in script.server.received if "PATH=" in str(request.body)
+    }
     assert "TRICKS_MARKS=" in environment
     assert "PENSTOCK" not in environment
     assert "hunter2" not in environment
@@ -217,4 +219,4 @@ def pid_of(environment: Verifiers) -> int:
 
 
 def responding(text: str) -> Callable[[ReceivedRequest], Response]:
-    return lambda seen: Response(body=answer(seen, text), headers=JSON)
+    return lambda request: Response(body=answer(request, text), headers=JSON)

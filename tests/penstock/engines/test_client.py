@@ -32,12 +32,12 @@ async def client_of(*urls: str, **changes: Any) -> AsyncIterator[EngineClient]:
         assert_idle(client)
 
 
-def hello(seen: ReceivedRequest) -> Response:
-    return Response(body=answer(seen, "hello"))
+def hello(request: ReceivedRequest) -> Response:
+    return Response(body=answer(request, "hello"))
 
 
 def failing(times: int, fault: Response) -> Callable[[ReceivedRequest], Response]:
-    return lambda seen: fault if seen.retry < times else hello(seen)
+    return lambda request: fault if request.retry < times else hello(request)
 
 
 def free_port() -> int:
@@ -69,7 +69,7 @@ def test_a_failed_request_is_retried(fault: Response) -> None:
                 response = await client.send(REQUEST, read_turn)
                 assert bytes(response.value.completion_ids.tolist()) == b"hello"
                 assert response.failures == 2
-                assert [seen.retry for seen in server.received] == [0, 1, 2]
+                assert [request.retry for request in server.received] == [0, 1, 2]
 
     run(main)
 
@@ -206,7 +206,9 @@ def test_large_bodies_are_read_off_the_loop_and_small_ones_on_it() -> None:
     async def main() -> None:
         sizes = {True: 1, False: ON_LOOP_BYTES}
         for on_loop, size in sizes.items():
-            with serving(lambda seen, size=size: Response(body=answer(seen, "hello", padding="x" * size))) as server:
+            with serving(
+                lambda request, size=size: Response(body=answer(request, "hello", padding="x" * size))
+            ) as server:
                 async with client_of(server.url) as client:
                     response = await client.send(REQUEST, lambda _: threading.current_thread())
                     assert (response.value is threading.current_thread()) == on_loop
@@ -268,7 +270,7 @@ def test_a_connection_that_was_read_slowly_is_not_reused(
             async with client_of(server.url) as client:
                 for _ in range(2):
                     assert (await client.send(REQUEST, len)).value == MEGABYTE
-            assert len({seen.headers["peer"] for seen in server.received}) == connections
+            assert len({request.headers["peer"] for request in server.received}) == connections
 
     run(main)
 
@@ -279,7 +281,7 @@ def test_connections_are_bounded_and_reused() -> None:
             async with client_of(server.url, connections=3) as client:
                 await asyncio.gather(*(client.send(REQUEST, content_of) for _ in range(20)))
             assert server.most_answering <= 3
-            assert len({seen.headers["peer"] for seen in server.received}) <= 3
+            assert len({request.headers["peer"] for request in server.received}) <= 3
 
     run(main)
 
@@ -287,11 +289,11 @@ def test_connections_are_bounded_and_reused() -> None:
 def test_a_large_request_arrives_complete() -> None:
     async def main() -> None:
         text = "y" * (MEGABYTE)
-        request = Request(path=Endpoint.CHAT, body=orjson.dumps({"messages": [user(text)]}), headers={})
+        large = Request(path=Endpoint.CHAT, body=orjson.dumps({"messages": [user(text)]}), headers={})
         with serving(failing(1, FAULTS["a 500"])) as server:
             async with client_of(server.url) as client:
-                await client.send(request, content_of)
-            assert [seen.messages[0]["content"] == text for seen in server.received] == [True, True]
+                await client.send(large, content_of)
+            assert [request.messages[0]["content"] == text for request in server.received] == [True, True]
 
     run(main)
 

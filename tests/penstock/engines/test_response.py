@@ -37,24 +37,24 @@ def exchanges(draw: st.DrawFn) -> tuple[ResponseSpec, ReadInputs]:
         (prompt[: draw(st.integers(1, len(prompt)))] if draw(st.booleans()) else draw(token_lists))
         for _ in range(draw(st.integers(0, 3)))
     ]
-    asked_from = draw(st.integers(0, tokens - 1)) if draw(st.booleans()) else 0
-    start = asked_from if draw(st.booleans()) else 0
+    requested_from = draw(st.integers(0, tokens - 1)) if draw(st.booleans()) else 0
+    start = requested_from if draw(st.booleans()) else 0
     rows = None
     if draw(st.booleans()):
         rows = drawn_rows(draw, tokens - start - draw(st.sampled_from([0, 1])), form)
         start = min(start, tokens - len(rows))
     spec = ResponseSpec(prompt=prompt, completion=completion, rows=rows, start=start, dialect=dialect, form=form)
-    taught = rows is not None and draw(st.booleans())
+    format_known = rows is not None and draw(st.booleans())
     inputs = ReadInputs(
         endpoint="generate" if dialect == "generate" else "chat",
         open_samples=[(held, len(held) - draw(st.sampled_from([0, 1]))) for held in open_samples],
         prompt=prompt if dialect != "vllm" else None,
-        routes_from=asked_from,
+        routes_from=requested_from,
         max_seq_len=draw(st.none() | st.integers(1, tokens + 1)),
-        layers=rows.shape[1] if rows is not None and (form == "bare" or taught) else None,
-        topk=rows.shape[2] if rows is not None and taught else None,
-        wire=rows.dtype.name if rows is not None and taught else None,
-        experts=draw(st.sampled_from([None, 6] if taught else [None, 6, 300])),
+        layers=rows.shape[1] if rows is not None and (form == "bare" or format_known) else None,
+        topk=rows.shape[2] if rows is not None and format_known else None,
+        wire=rows.dtype.name if rows is not None and format_known else None,
+        experts=draw(st.sampled_from([None, 6] if format_known else [None, 6, 300])),
     )
     return spec, inputs
 
@@ -83,8 +83,8 @@ def test_whitespace_and_escapes_do_not_matter(exchange: tuple[ResponseSpec, Read
         )
     )
     plain = agree(spec.body(), inputs)
-    bent = agree(body, inputs)
-    assert (plain is None) == (bent is None)
+    respelled = agree(body, inputs)
+    assert (plain is None) == (respelled is None)
 
 
 ROWS = np.random.default_rng(0).integers(1, 100, (20, 3, 2), dtype=np.uint8)

@@ -40,31 +40,31 @@ class Start:
 
 def starts() -> list[Start]:
     rng = np.random.default_rng(1)
-    found = list[Start]()
+    collected = list[Start]()
     for dialect in DIALECTS:
         for form in [*FORMS, None]:
-            for open_samples, taught in [
+            for open_samples, format_known in [
                 ([], False),
                 ([(PROMPT[:5], 4)], True),
                 ([(PROMPT[:3], 2), (PROMPT, 8), ([1, 2], 1)], True),
             ]:
                 dtype = rng.choice(["uint8", "uint16", "int32"]) if form in ("object", "npy") else "int32"
                 rows = None if form is None else rng.integers(0, 9, (TOKENS - 1, 2, 2)).astype(dtype)
-                found.append(
+                collected.append(
                     Start(
                         ResponseSpec(prompt=PROMPT, completion=COMPLETION, rows=rows, dialect=dialect, form=form or ""),
                         ReadInputs(
                             endpoint="generate" if dialect == "generate" else "chat",
                             open_samples=open_samples,
                             prompt=None if dialect == "vllm" else PROMPT,
-                            layers=2 if form == "bare" or taught else None,
-                            topk=2 if taught else None,
-                            wire=str(dtype) if taught else None,
+                            layers=2 if form == "bare" or format_known else None,
+                            topk=2 if format_known else None,
+                            wire=str(dtype) if format_known else None,
                             experts=9 if rng.random() < 0.5 else None,
                         ),
                     )
                 )
-    return found
+    return collected
 
 
 STARTS = starts()

@@ -227,11 +227,11 @@ def test_a_judge_gets_no_settings_or_modules_of_its_worker(monkeypatch: pytest.M
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
     async def body(_: grading.GraderPool) -> None:
-        seen = await graded(graders.settings)
-        assert not any(name.startswith("PENSTOCK_") for name in seen)
-        assert "hunter2" not in str(seen)
-        assert (seen["OMP_NUM_THREADS"], seen["OPENBLAS_NUM_THREADS"]) == ("2", "1")
-        assert not {"numpy", "pydantic", "penstock"} & set(seen["modules"].split())
+        variables = await graded(graders.settings)
+        assert not any(name.startswith("PENSTOCK_") for name in variables)
+        assert "hunter2" not in str(variables)
+        assert (variables["OMP_NUM_THREADS"], variables["OPENBLAS_NUM_THREADS"]) == ("2", "1")
+        assert not {"numpy", "pydantic", "penstock"} & set(variables["modules"].split())
 
     grading_with(1, body)
 

@@ -19,8 +19,8 @@ from penstock.playing.rollout import play
 
 class TwoTurns:
     async def rollout(self, example: Any, policy: Any) -> float:
-        reply = await policy.chat([user("first")])
-        await policy.chat([user("first"), reply.message, user("second")])
+        completion = await policy.chat([user("first")])
+        await policy.chat([user("first"), completion.message, user("second")])
         return 1.0
 
 
@@ -28,11 +28,11 @@ TWO_TURNS = loaded(TwoTurns())
 SEALED = ["columns.safetensors", "experts.safetensors"]
 
 
-def large_and_routed(seen: ReceivedRequest) -> Response:
+def large_and_routed(request: ReceivedRequest) -> Response:
     """Large enough to be read off the loop. The first attempt fails, so that the retry pause is awaited as well."""
-    if seen.retry == 0 and len(seen.messages) > 1:
+    if request.retry == 0 and len(request.messages) > 1:
         return Response(status=500)
-    return Response(body=answer(seen, "hello", routed=True, padding="x" * 300_000))
+    return Response(body=answer(request, "hello", routed=True, padding="x" * 300_000))
 
 
 def test_a_rollout_cancelled_at_any_await_leaves_nothing(tmp_path: Path) -> None:
@@ -57,10 +57,10 @@ def test_a_rollout_cancelled_at_any_await_leaves_nothing(tmp_path: Path) -> None
     run(main)
 
 
-def fault_of(seen: ReceivedRequest) -> Response | None:
+def fault_of(request: ReceivedRequest) -> Response | None:
     """The first attempt of one request in five fails, with one of five faults."""
-    body = {name: value for name, value in seen.body.items() if name != "seed"}
-    draw = xxhash.xxh3_64_intdigest(orjson.dumps([body, seen.headers["X-Session-ID"]]), seed=1) % 25
+    body = {name: value for name, value in request.body.items() if name != "seed"}
+    draw = xxhash.xxh3_64_intdigest(orjson.dumps([body, request.headers["X-Session-ID"]]), seed=1) % 25
     faults = [
         Response(status=500),
         Response(status=503, body=b"busy", chunked=True),
@@ -68,16 +68,16 @@ def fault_of(seen: ReceivedRequest) -> Response | None:
         Response(body=b'{"choices":[]}' * 9, breaks_off_at=40),
         Response(breaks_off_at=-1),
     ]
-    return faults[draw] if seen.retry == 0 and draw < len(faults) else None
+    return faults[draw] if request.retry == 0 and draw < len(faults) else None
 
 
-def halving(seen: ReceivedRequest) -> Response:
+def halving(request: ReceivedRequest) -> Response:
     """Plays `guess` with two boxes of 1 to 10, without a mistake."""
-    if fault := fault_of(seen):
+    if fault := fault_of(request):
         return fault
     ranges = {"A": (1, 10), "B": (1, 10)}
-    guesses = [call for message in seen.messages for call in message.get("tool_calls") or []]
-    results = [message["content"] for message in seen.messages if message["role"] == "tool"]
+    guesses = [call for message in request.messages for call in message.get("tool_calls") or []]
+    results = [message["content"] for message in request.messages if message["role"] == "tool"]
     for call, result in zip(guesses, results, strict=True):
         arguments = orjson.loads(call["function"]["arguments"])
         (low, high), number = ranges[arguments["box"]], arguments["number"]
@@ -85,7 +85,7 @@ def halving(seen: ReceivedRequest) -> Response:
         ranges[arguments["box"]] = after[result]
     left = {box: (low + high) // 2 for box, (low, high) in ranges.items() if low <= high}
     calls = [tool_call("guess", {"box": box, "number": number}, id=box) for box, number in left.items()]
-    return Response(body=answer(seen, calling(*calls) if calls else "DONE", routed=True))
+    return Response(body=answer(request, calling(*calls) if calls else "DONE", routed=True))
 
 
 def test_256_rollouts_at_once_share_a_client_and_leak_nothing(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_256_rollouts_at_once_share_a_client_and_leak_nothing(tmp_path: Path) ->
         assert len(results) >= rollouts - rollouts // 16
         assert files(tmp_path) == sorted(SEALED * len(results))
         for server in (one, other):
-            peers = {seen.headers["peer"] for seen in server.received}
+            peers = {request.headers["peer"] for request in server.received}
             assert len(peers) < len(server.received) / 2
 
     run(main, concurrency=rollouts)
@@ -123,10 +123,10 @@ def test_rollouts_stay_on_their_replica(tmp_path: Path) -> None:
     """No response is sent before all requests have arrived, so both replicas have the same number in flight."""
 
     async def main() -> None:
-        all_asked = threading.Event()
+        all_received = threading.Event()
 
-        def respond(seen: ReceivedRequest) -> Response:
-            return Response(body=answer(seen, "hello"), waits_for=all_asked)
+        def respond(request: ReceivedRequest) -> Response:
+            return Response(body=answer(request, "hello"), waits_for=all_received)
 
         with serving(respond) as one, serving(respond) as other:
             async with stage_of(tmp_path, one.url, other.url) as stage:
@@ -134,11 +134,11 @@ def test_rollouts_stay_on_their_replica(tmp_path: Path) -> None:
                     *(play(stage, TWO_TURNS, 0, attempt_of(f"r{number}")) for number in range(20))
                 )
                 await wait_until_async(lambda: len(one.received) + len(other.received) == 20)
-                all_asked.set()
+                all_received.set()
                 await rollouts
-        sessions = [{seen.headers["X-Session-ID"] for seen in server.received} for server in (one, other)]
+        sessions = [{request.headers["X-Session-ID"] for request in server.received} for server in (one, other)]
         assert not sessions[0] & sessions[1]
-        assert [len(found) for found in sessions] == [10, 10]
+        assert [len(ids) for ids in sessions] == [10, 10]
 
     run(main)
 
@@ -146,7 +146,7 @@ def test_rollouts_stay_on_their_replica(tmp_path: Path) -> None:
 @pytest.mark.parametrize("connections", [1, 1000])
 def test_results_do_not_depend_on_the_number_of_connections(tmp_path: Path, connections: int) -> None:
     async def main() -> None:
-        with serving(lambda seen: Response(body=answer(seen, "hello"))) as server:
+        with serving(lambda request: Response(body=answer(request, "hello"))) as server:
             async with stage_of(tmp_path, server.url, connections=connections) as stage:
                 results = await asyncio.gather(
                     *(play(stage, TWO_TURNS, 0, attempt_of(f"r{number}")) for number in range(10))

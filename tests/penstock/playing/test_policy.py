@@ -69,14 +69,14 @@ async def recorded_policy(
         assert_idle(client)
 
 
-def numbered_answer(seen: ReceivedRequest) -> str:
-    return f"answer {len(seen.messages)}"
+def numbered_answer(request: ReceivedRequest) -> str:
+    return f"answer {len(request.messages)}"
 
 
 def responding(
     text: Callable[[ReceivedRequest], str | Message] = numbered_answer, **how: Any
 ) -> Callable[[ReceivedRequest], Response]:
-    return lambda seen: Response(body=answer(seen, text(seen), **how))
+    return lambda request: Response(body=answer(request, text(request), **how))
 
 
 async def conversation(policy: RecordedPolicy, turns: int, **more: Any) -> list[Message]:
@@ -101,7 +101,7 @@ def test_a_conversation_is_one_sample_of_the_tokens_of_the_engine(tmp_path: Path
         assert columns.input_ids.tolist() == prompt_ids(messages)[:-1]
         assert bytes(columns.input_ids[columns.loss_mask == 1].tolist()) == b"answer 1answer 3answer 5"
         assert orjson.loads(columns.conversation.tobytes())[0] == messages
-        assert [seen.messages for seen in server.received] == [messages[:1], messages[:3], messages[:5]]
+        assert [request.messages for request in server.received] == [messages[:1], messages[:3], messages[:5]]
         sent = server.received[0].body
         assert (sent["logprobs"], sent["return_token_ids"], sent["temperature"]) == (True, True, 1.0)
         assert server.received[0].headers["X-Session-ID"] == "r1.1"
@@ -111,8 +111,8 @@ def test_a_conversation_is_one_sample_of_the_tokens_of_the_engine(tmp_path: Path
 
 
 def test_tool_calls_are_passed_on_and_recorded(tmp_path: Path) -> None:
-    def text(seen: ReceivedRequest) -> str | Message:
-        if len(seen.messages) > 1:
+    def text(request: ReceivedRequest) -> str | Message:
+        if len(request.messages) > 1:
             return "done"
         return calling(tool_call("add", {"a": 1}, id="c1"), tool_call("add", "not json", id="c2"))
 
@@ -138,10 +138,10 @@ def test_tool_calls_are_passed_on_and_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", [{}, {"function": None}, {"function": {"name": "f", "arguments": {"a": 1}}}])
 def test_a_malformed_tool_call_is_an_infrastructure_failure(tmp_path: Path, call: Message) -> None:
     async def main() -> None:
-        def respond(seen: ReceivedRequest) -> Response:
-            reply = orjson.loads(answer(seen, "x"))
-            reply["choices"][0]["message"] = calling(call)
-            return Response(body=compact(reply))
+        def respond(request: ReceivedRequest) -> Response:
+            body = orjson.loads(answer(request, "x"))
+            body["choices"][0]["message"] = calling(call)
+            return Response(body=compact(body))
 
         with serving(respond) as server:
             async with recorded_policy(tmp_path, server.url, retries=1) as (policy, session):
@@ -197,7 +197,7 @@ def test_seeds_differ_by_turn_and_repeat_in_the_next_attempt(tmp_path: Path) -> 
             for attempt in ("first", "second"):
                 async with recorded_policy(tmp_path / attempt, server.url, settings=Policy(seeded=True)) as (policy, _):
                     await conversation(policy, 3)
-            seeds = [seen.body["seed"] for seen in server.received]
+            seeds = [request.body["seed"] for request in server.received]
             assert seeds[:3] == seeds[3:]
             assert len(set(seeds)) == 3
 
@@ -224,12 +224,12 @@ def test_a_completion_beyond_the_context_is_cut_and_ends_the_conversation(tmp_pa
                 tmp_path, server.url, settings=settings, renderer=renderer, dialect=dialect
             ) as opened:
                 policy, session = opened
-                reply = await policy.chat([user("hello")])
-                assert reply.truncated
+                completion = await policy.chat([user("hello")])
+                assert completion.truncated
                 with pytest.raises(
                     PolicyFailure, match=r"context limit: the conversation has reached policy\.max_seq_len \(40\)"
                 ):
-                    await policy.chat([user("hello"), reply.message, user("and?")])
+                    await policy.chat([user("hello"), completion.message, user("and?")])
                 assert (await policy.chat([user("hello")])).truncated
                 assert (await session.seal()).sample_lengths == (40, 40)
                 assert len(server.received) == 2
@@ -253,10 +253,10 @@ def test_one_chat_at_a_time(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(responding()) as server:
             async with recorded_policy(tmp_path, server.url) as (policy, session):
-                found = await asyncio.gather(
+                results = await asyncio.gather(
                     policy.chat([user("one")]), policy.chat([user("two")]), return_exceptions=True
                 )
-                assert isinstance(found[1], Busy)
+                assert isinstance(results[1], Busy)
                 assert session.turns == 1
 
     run(main)
@@ -327,13 +327,13 @@ def test_generate_needs_a_renderer_and_vllm_refuses_one() -> None:
 
 
 def test_rows_of_another_shape_are_an_infrastructure_failure(tmp_path: Path) -> None:
-    def respond(seen: ReceivedRequest) -> Response:
-        reply = orjson.loads(answer(seen, "x", routed=True))
-        if len(seen.messages) > 1:
-            routed = reply["choices"][0]["routed_experts"]
+    def respond(request: ReceivedRequest) -> Response:
+        body = orjson.loads(answer(request, "x", routed=True))
+        if len(request.messages) > 1:
+            routed = body["choices"][0]["routed_experts"]
             rows, layers, topk = routed["shape"]
             routed["shape"] = [rows, layers * topk, 1]
-        return Response(body=compact(reply))
+        return Response(body=compact(body))
 
     async def main() -> None:
         with serving(respond) as server:

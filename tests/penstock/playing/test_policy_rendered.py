@@ -36,9 +36,9 @@ def tokenize_with(directory: Path) -> Tokenize:
 def responding(tokenize: Tokenize, text: str, *, routed: bool = False) -> Callable[[ReceivedRequest], Response]:
     """Token-in/token-out responses."""
 
-    def respond(seen: ReceivedRequest) -> Response:
-        prompt, completion = seen.body["token_ids"], tokenize(text)
-        start = seen.body["sampling_params"].get("routed_experts_prompt_start", 0)
+    def respond(request: ReceivedRequest) -> Response:
+        prompt, completion = request.body["token_ids"], tokenize(text)
+        start = request.body["sampling_params"].get("routed_experts_prompt_start", 0)
         rows = rows_of([*prompt, *completion])[start:] if routed else None
         spec = ResponseSpec(
             prompt=prompt,
@@ -98,7 +98,7 @@ def test_a_conversation_rendered_by_a_tokenizer_is_one_sample(tmp_path: Path, co
         between = "\n" if completion.endswith("<|im_end|>") else "<|im_end|>\n"
         assert text == between.join(question + completion for question in prompts)
         assert int(columns.loss_mask.sum()) == 3 * len(tokenize_with(directory)(completion))
-        assert {seen.body["model"] for seen in server.received} == {"adapter-3"}
+        assert {request.body["model"] for request in server.received} == {"adapter-3"}
         assert "42" in messages[1]["content"] or messages[1]["content"] == "cut off"
 
     run(main)
@@ -127,16 +127,17 @@ def test_a_template_that_rewrites_history_starts_a_sample_with_all_rows(tmp_path
     directory = tokenizer_dir(tmp_path / "tokenizer", template=template)
 
     async def main() -> None:
-        with serving(responding(tokenize_with(directory), "said", routed=True)) as server:
+        with serving(responding(tokenize_with(directory), "fine", routed=True)) as server:
             settings = Policy.model_validate({"renderer": str(directory)})
             routed = {"routed_experts": True, "moe_experts": 256}
             async with recorded_policy(tmp_path / "store", server.url, settings, **routed) as (policy, session):
                 await conversation(policy, 3)
                 sealed = await session.seal()
         assert len(sealed.sample_lengths) == 3
-        assert [seen.body["sampling_params"]["routed_experts_prompt_start"] for seen in server.received] == [0, 0, 0]
+        sampling = [request.body["sampling_params"] for request in server.received]
+        assert [fields["routed_experts_prompt_start"] for fields in sampling] == [0, 0, 0]
         assert np.sum(sealed.sample_lengths) == sum(
-            len(seen.body["token_ids"]) + len(tokenize_with(directory)("said")) for seen in server.received
+            len(request.body["token_ids"]) + len(tokenize_with(directory)("fine")) for request in server.received
         )
 
     run(main)

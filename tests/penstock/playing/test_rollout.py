@@ -45,8 +45,8 @@ async def one_turn(policy: Any) -> float:
     return 1.0
 
 
-def hello(seen: ReceivedRequest) -> Response:
-    return Response(body=answer(seen, "hello", routed="routed" in seen.body.get("model", "")))
+def hello(request: ReceivedRequest) -> Response:
+    return Response(body=answer(request, "hello", routed="routed" in request.body.get("model", "")))
 
 
 def failing(
@@ -156,8 +156,8 @@ def test_a_timed_out_rollout_is_sealed_with_its_turns(tmp_path: Path) -> None:
         await policy.chat([user("and now hang")])
         return 1.0
 
-    def respond(seen: ReceivedRequest) -> Response:
-        return Response(hangs=True) if "hang" in seen.messages[0]["content"] else hello(seen)
+    def respond(request: ReceivedRequest) -> Response:
+        return Response(hangs=True) if "hang" in request.messages[0]["content"] else hello(request)
 
     async def main() -> None:
         with serving(respond) as server:
@@ -186,10 +186,10 @@ def test_a_policy_failure_before_the_first_turn_has_a_result_without_files(tmp_p
 
 
 def test_an_environment_that_sends_no_chat_fails(tmp_path: Path) -> None:
-    async def asks_nothing(policy: Any) -> float:
+    async def sends_no_chat(policy: Any) -> float:
         return 1.0
 
-    failing(tmp_path, asks_nothing, StageError, r"'test' left its rollout unfinished: .* recorded no turn")
+    failing(tmp_path, sends_no_chat, StageError, r"'test' left its rollout unfinished: .* recorded no turn")
 
 
 def test_a_truncated_rollout_is_marked(tmp_path: Path) -> None:
@@ -203,8 +203,8 @@ def test_a_truncated_rollout_is_marked(tmp_path: Path) -> None:
 
 
 def test_engine_failures_are_raised_and_leave_no_files(tmp_path: Path) -> None:
-    def fails_later(seen: ReceivedRequest) -> Response:
-        return hello(seen) if len(seen.messages) == 1 else Response(status=500, body=b"out of memory")
+    def fails_later(request: ReceivedRequest) -> Response:
+        return hello(request) if len(request.messages) == 1 else Response(status=500, body=b"out of memory")
 
     message = "failed 2 times .* 500: out of memory"
     failing(tmp_path, two_turns, InfrastructureFailure, message, respond=fails_later, retries=1)
@@ -227,12 +227,12 @@ def test_an_error_of_the_environment_names_example_and_line(tmp_path: Path) -> N
 
 
 def test_a_malformed_message_is_an_error_of_the_environment(tmp_path: Path) -> None:
-    async def asks_wrongly(policy: Any) -> float:
+    async def sends_no_role(policy: Any) -> float:
         await policy.chat([{"content": "who am I?"}])
         return 1.0
 
     failing(
-        tmp_path, asks_wrongly, StageError, r"failed at example 0: BadRequest: messages\[0\] must be an object with a"
+        tmp_path, sends_no_role, StageError, r"failed at example 0: BadRequest: messages\[0\] must be an object with a"
     )
 
 
@@ -278,8 +278,8 @@ def test_a_chat_in_flight_at_the_end_fails_the_rollout(tmp_path: Path) -> None:
         await asyncio.sleep(0)
         return 1.0
 
-    def respond(seen: ReceivedRequest) -> Response:
-        return Response(hangs=True) if seen.messages[0]["content"] == "hang" else hello(seen)
+    def respond(request: ReceivedRequest) -> Response:
+        return Response(hangs=True) if request.messages[0]["content"] == "hang" else hello(request)
 
     async def main() -> None:
         with serving(respond) as server:
@@ -306,9 +306,9 @@ def test_an_unwritable_store_fails_the_rollout(tmp_path: Path) -> None:
 
 
 def test_a_group_is_scored_from_its_files(tmp_path: Path) -> None:
-    def respond(seen: ReceivedRequest) -> Response:
-        number = {"r0": 14, "r1": 21, "r2": 14}[seen.headers["X-Session-ID"].split(".")[0]]
-        return Response(body=answer(seen, f"Let me see.\nAnswer: {number}"))
+    def respond(request: ReceivedRequest) -> Response:
+        number = {"r0": 14, "r1": 21, "r2": 14}[request.headers["X-Session-ID"].split(".")[0]]
+        return Response(body=answer(request, f"Let me see.\nAnswer: {number}"))
 
     async def main() -> None:
         environment = load_environments({"d": EnvironmentSettings(use="distinct")})["d"]
@@ -351,10 +351,10 @@ def test_the_example_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "capitals.py").write_text(source[1])
     monkeypatch.syspath_prepend(tmp_path)
 
-    def respond(seen: ReceivedRequest) -> Response:
-        country, hinted = seen.messages[0]["content"], len(seen.messages) > 1
+    def respond(request: ReceivedRequest) -> Response:
+        country, hinted = request.messages[0]["content"], len(request.messages) > 1
         right = "France" in country or (hinted and "Japan" in country)
-        return Response(body=answer(seen, {"F": "Paris", "J": "Tokyo"}[country[23]] if right else "no idea"))
+        return Response(body=answer(request, {"F": "Paris", "J": "Tokyo"}[country[23]] if right else "no idea"))
 
     async def main() -> None:
         settings = EnvironmentSettings(use="capitals:Capitals", options={"hint_cost": 0.25})

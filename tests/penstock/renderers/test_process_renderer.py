@@ -127,10 +127,10 @@ def test_building_a_renderer_does_not_affect_others(directory: Path, tmp_path: P
             for n in range(3)
         ]
         building = asyncio.gather(*(pools.pool(key) for key in others))
-        seen = 0
-        while not building.done() or not seen:
+        encoded = 0
+        while not building.done() or not encoded:
             assert (await renderer.prompt_ids(turn)).tolist() == expected
-            seen += 1
+            encoded += 1
         assert (await PooledRenderer(pools, others[-1]).prompt_ids(turn)).tolist() != expected
         assert (await renderer.prompt_ids(turn)).tolist() == expected
 

@@ -30,7 +30,7 @@ def generate_request(prompt: Ids, **sampling: Any) -> dict[str, Any]:
     return {"model": "m", "token_ids": prompt.tolist(), "sampling_params": {"logprobs": 1, **sampling}}
 
 
-def seen(turn: Turn) -> dict[str, Any]:
+def fields_of(turn: Turn) -> dict[str, Any]:
     """The fields of a turn that every dialect carries."""
     assert turn.routes is not None
     return {
@@ -56,13 +56,13 @@ def every_answer(engines: Engines, messages: list[Any], **sampling: Any) -> Iter
 def test_every_dialect_and_form_carries_the_same_turn(engines: Engines) -> None:
     turns = dict(every_answer(engines, LONG, seed=7))
     assert len(turns) == 12
-    first, *others = map(seen, turns.values())
+    first, *others = map(fields_of, turns.values())
     assert all(other == first for other in others)
 
     turn = turns["vllm object"]
     sequence = np.concatenate([turn.prompt_ids, turn.completion_ids])
     assert turn.prompt_ids.tolist() == bytes_chatml.encode(LONG).tolist()
-    assert seen(turn)["rows"] == TABLE.rows(sequence).tolist()
+    assert fields_of(turn)["rows"] == TABLE.rows(sequence).tolist()
     assert {turn.finish_reason for turn in turns.values()} == {"stop"}
     assert bytes_chatml.decode_completion(turn.completion_ids) == {"role": "assistant", "content": content(turn)}
     assert content(turn).endswith(("Answer: 19", *(f"Answer: {19 + error}" for error in range(1, 10))))
@@ -96,21 +96,21 @@ def test_without_a_seed_sessions_differ(engine: EngineProcess) -> None:
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_every_turn_of_a_game_extends_the_previous_one(engines: Engines, dialect: str) -> None:
-    """With tool calls, and only the new rows asked for: together they are the rows of the whole sequence."""
+    """With tool calls, and only the new rows requested: together they are the rows of the whole sequence."""
     hidden, messages, turns = {"A": 37, "B": 64}, [user(GAME)], list[Turn]()
-    engine, known, rows = engines[dialect, "npy"], list[OpenSample](), list[np.ndarray]()
+    engine, open_samples, rows = engines[dialect, "npy"], list[OpenSample](), list[np.ndarray]()
     tools = [{"type": "function", "function": {"name": "guess"}}]
     sequence = np.empty(0, np.int32)
     while not turns or turns[-1].finish_reason == "tool_calls":
-        start = known[0].rows_from if known else 0
-        asking = ASK[dialect] | {"messages": messages, "tools": tools, "seed": len(turns), START_FIELD[dialect]: start}
-        body = engine.answer(CHAT, asking)
-        turn = read_turn(body, open_samples=known, request=RequestInfo(routes_from=start), route_format=FORMAT)
-        assert turn.extends == (0 if known else None)
+        start = open_samples[0].rows_from if open_samples else 0
+        request = ASK[dialect] | {"messages": messages, "tools": tools, "seed": len(turns), START_FIELD[dialect]: start}
+        body = engine.answer(CHAT, request)
+        turn = read_turn(body, open_samples=open_samples, request=RequestInfo(routes_from=start), route_format=FORMAT)
+        assert turn.extends == (0 if open_samples else None)
         assert turn.routes is not None
         assert turn.routes.first == start
         rows.append(turn.routes.rows)
-        known = [OpenSample(sequence=turn.sequence, rows_from=turn.tokens - 1)]
+        open_samples = [OpenSample(sequence=turn.sequence, rows_from=turn.tokens - 1)]
         sequence = np.concatenate([sequence, turn.prompt_ids, turn.completion_ids])
         turns.append(turn)
         message = json.loads(turn.message or b"")
@@ -123,8 +123,8 @@ def test_every_turn_of_a_game_extends_the_previous_one(engines: Engines, dialect
 def tool_answer(call: dict[str, Any], hidden: dict[str, int]) -> dict[str, Any]:
     guess = json.loads(call["function"]["arguments"])
     number = hidden[guess["box"]]
-    word = "correct" if guess["number"] == number else "too low" if guess["number"] < number else "too high"
-    return {"role": "tool", "tool_call_id": call["id"], "content": word}
+    result = "correct" if guess["number"] == number else "too low" if guess["number"] < number else "too high"
+    return {"role": "tool", "tool_call_id": call["id"], "content": result}
 
 
 def test_a_completion_is_cut_at_max_tokens(engines: Engines) -> None:
@@ -173,11 +173,11 @@ SGLANG_FIELDS = (
 @pytest.mark.parametrize(("dialect", "fields"), [("vllm", VLLM_FIELDS), ("sglang", SGLANG_FIELDS)])
 def test_fields_and_their_order_match_the_real_engine(engines: Engines, dialect: str, fields: str) -> None:
     body = engines[dialect, "npy"].answer(CHAT, {"messages": [user("hi")], **ASK[dialect]})
-    reply = json.loads(body)
-    choice = reply["choices"][0]
-    objects = [reply, choice, choice["message"], choice["logprobs"]["content"][0], choice.get("meta_info")]
+    response = json.loads(body)
+    choice = response["choices"][0]
+    objects = [response, choice, choice["message"], choice["logprobs"]["content"][0], choice.get("meta_info")]
     assert " / ".join(" ".join(each) for each in objects if each) == fields
-    assert body == json.dumps(reply, separators=(",", ":"), ensure_ascii=False).encode(), "compact, as they print it"
+    assert body == json.dumps(response, separators=(",", ":"), ensure_ascii=False).encode(), "compact, as they print it"
 
 
 def test_sglang_takes_the_prompt_as_ids(sglang: EngineProcess) -> None:

@@ -24,8 +24,8 @@ def user(content: str) -> dict[str, Any]:
 
 
 def answers(question: str, skill: float, seeds: int = 200) -> list[int]:
-    said = [scripted_answer([user(question)], Draws(b"%d" % seed), skill) for seed in range(seeds)]
-    return [int(each.text.removeprefix("\nAnswer: ")) for each in said if each]
+    scripted = [scripted_answer([user(question)], Draws(b"%d" % seed), skill) for seed in range(seeds)]
+    return [int(each.text.removeprefix("\nAnswer: ")) for each in scripted if each]
 
 
 @pytest.mark.parametrize(
@@ -48,16 +48,16 @@ def test_good_multiples_are_spread_and_bad_ones_are_equal() -> None:
 def test_guessing_finds_every_number(skill: float) -> None:
     hidden, turns = {"A": 1, "B": 100, "C": 63}, 0
     messages = [user(GUESS.format(", ".join(hidden), 100))]
-    while (said := scripted_answer(messages, Draws(b"%d" % turns), skill)) and said.calls:
+    while (answer := scripted_answer(messages, Draws(b"%d" % turns), skill)) and answer.calls:
         turns += 1
-        messages.append({"role": "assistant", "content": said.text, "tool_calls": said.calls})
-        for call in said.calls:
+        messages.append({"role": "assistant", "content": answer.text, "tool_calls": answer.calls})
+        for call in answer.calls:
             guess = json.loads(call["function"]["arguments"])
             number = hidden[guess["box"]]
             word = "correct" if guess["number"] == number else "too low" if guess["number"] < number else "too high"
             messages.append({"role": "tool", "content": word})
-    assert said is not None
-    assert said.text == "DONE"
+    assert answer is not None
+    assert answer.text == "DONE"
     assert turns == (7 if skill else 100)
 
 
@@ -83,6 +83,6 @@ def test_malformed_tool_calls_in_the_history_are_ignored() -> None:
         for text in ("7", "[]", '{"box":3}', '{"box":"Z","number":1}')
     ]
     messages = [user(GUESS.format("A", 3)), {"role": "assistant", "content": "", "tool_calls": calls}]
-    said = scripted_answer([*messages, *[{"role": "tool", "content": "error: no"}] * 4], Draws(b""), 1)
-    assert said is not None
-    assert [json.loads(call["function"]["arguments"]) for call in said.calls] == [{"box": "A", "number": 2}]
+    answer = scripted_answer([*messages, *[{"role": "tool", "content": "error: no"}] * 4], Draws(b""), 1)
+    assert answer is not None
+    assert [json.loads(call["function"]["arguments"]) for call in answer.calls] == [{"box": "A", "number": 2}]

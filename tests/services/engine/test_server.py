@@ -110,7 +110,7 @@ def test_the_library_refuses_every_malformed_body(tmp_path: Path, dialect: str) 
         with pytest.raises(Upstream):
             read_turn(body)
     assert any(body.startswith(b"<html>") for body in bodies)
-    assert any(body.startswith(b"{") and body.endswith(b"}") for body in bodies), "JSON, and yet no answer"
+    assert any(body.startswith(b"{") and body.endswith(b"}") for body in bodies), "JSON that is not a valid response"
     assert any(body.startswith(b"{") and not body.endswith(b"}") for body in bodies), "cut short"
 
 

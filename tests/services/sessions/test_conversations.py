@@ -23,7 +23,7 @@ def strict(linear: SessionsProcess) -> Agent:
     return linear.agent()
 
 
-def said(agent: Agent) -> list[str]:
+def recorded_answers(agent: Agent) -> list[str]:
     """The recorded completions, without discarded ones."""
     return [record["response"]["choices"][0]["message"]["content"] for record in agent.request("GET").json["records"]]
 
@@ -31,7 +31,7 @@ def said(agent: Agent) -> list[str]:
 def test_a_continued_conversation_is_one_sample(strict: Agent) -> None:
     for text in ("one", "two", "three"):
         strict.talk(text)
-    assert said(strict) == ["answer 1 to one", "answer 3 to two", "answer 5 to three"]
+    assert recorded_answers(strict) == ["answer 1 to one", "answer 3 to two", "answer 5 to three"]
     assert len(strict.request("POST", "/seal").json["sample_lengths"]) == 1
 
 
@@ -52,19 +52,19 @@ def test_a_changed_history_is_refused_without_side_effects(
     strict.talk("one")
     strict.talk("two")
     strict.talk("three")
-    before, heard = strict.request("GET").body, len(script.server.received)
+    before, received = strict.request("GET").body, len(script.server.received)
     past = [*strict.messages]
     past[1] = {**past[1], **changed}
-    got = strict.chat([*past, user("four")])
-    assert got.status == 400
-    assert "at most one generated message may be discarded" in got.error
+    response = strict.chat([*past, user("four")])
+    assert response.status == 400
+    assert "at most one generated message may be discarded" in response.error
     assert strict.request("GET").body == before
-    assert len(script.server.received) == heard
+    assert len(script.server.received) == received
     strict.talk("four")
 
 
 def test_empty_fields_of_a_message_are_ignored(strict: Agent, script: Script) -> None:
-    script.responses["call"] = lambda seen: Response(body=answer(seen, calling(tool_call("add", {"a": 1}))))
+    script.responses["call"] = lambda request: Response(body=answer(request, calling(tool_call("add", {"a": 1}))))
     strict.talk("call")
     for nothing in (None, "", []):
         echo = {
@@ -73,56 +73,56 @@ def test_empty_fields_of_a_message_are_ignored(strict: Agent, script: Script) ->
             "reasoning_content": nothing,
             "refusal": None,
         }
-        told = [user("call"), echo, {"role": "tool", "tool_call_id": "c1", "content": "2"}]
-        assert strict.chat(told).status == 200
-    assert len(said(strict)) == 2
+        messages = [user("call"), echo, {"role": "tool", "tool_call_id": "c1", "content": "2"}]
+        assert strict.chat(messages).status == 200
+    assert len(recorded_answers(strict)) == 2
 
 
 @pytest.mark.parametrize("role", ["system", "assistant", "developer"])
 def test_only_some_roles_may_be_appended(strict: Agent, role: str) -> None:
     strict.talk("one")
-    got = strict.chat([*strict.messages, {"role": role, "content": "x"}])
-    assert (got.status, got.error) == (400, f"messages[2] has role {role!r}: only tool, user may be appended")
-    got = strict.chat(strict.messages)
-    assert (got.status, "appends nothing" in got.error) == (400, True)
+    response = strict.chat([*strict.messages, {"role": role, "content": "x"}])
+    assert (response.status, response.error) == (400, f"messages[2] has role {role!r}: only tool, user may be appended")
+    response = strict.chat(strict.messages)
+    assert (response.status, "appends nothing" in response.error) == (400, True)
 
 
 def test_one_completion_may_be_discarded(strict: Agent) -> None:
     strict.talk("one")
     strict.talk("two")
     again = [*strict.messages[:2], user("two, again")]
-    got = strict.chat(again)
-    assert got.content == "answer 3 to two, again"
-    assert said(strict) == ["answer 1 to one", "answer 3 to two, again"]
-    got = strict.chat([*strict.messages, user("after the discarded completion")])
-    assert got.status == 400
-    again += [got_message(strict), user("three")]
+    response = strict.chat(again)
+    assert response.content == "answer 3 to two, again"
+    assert recorded_answers(strict) == ["answer 1 to one", "answer 3 to two, again"]
+    response = strict.chat([*strict.messages, user("after the discarded completion")])
+    assert response.status == 400
+    again += [last_message(strict), user("three")]
     assert strict.chat(again).status == 200
-    got = strict.chat([user("one, again")])
-    assert (got.status, "at most one" in got.error) == (400, True)
-    assert len(said(strict)) == 3
+    response = strict.chat([user("one, again")])
+    assert (response.status, "at most one" in response.error) == (400, True)
+    assert len(recorded_answers(strict)) == 3
     assert len(strict.request("POST", "/seal").json["sample_lengths"]) == 2
 
 
-def got_message(agent: Agent) -> Any:
+def last_message(agent: Agent) -> Any:
     return agent.request("GET").json["records"][-1]["response"]["choices"][0]["message"]
 
 
 def test_a_clients_retry_is_not_refused(strict: Agent) -> None:
     for _ in range(3):
         assert strict.chat("one").content == "answer 1 to one"
-    assert said(strict) == ["answer 1 to one"]
-    strict.messages = [user("one"), got_message(strict)]
+    assert recorded_answers(strict) == ["answer 1 to one"]
+    strict.messages = [user("one"), last_message(strict)]
     strict.talk("two")
     assert strict.chat([*strict.messages[:2], user("two")]).status == 200
-    assert len(said(strict)) == 2
+    assert len(recorded_answers(strict)) == 2
 
 
 def test_turns_are_limited(strict: Agent) -> None:
     for number in range(8):
         strict.talk(f"{number}")
-    got = strict.chat([*strict.messages, user("one more")])
-    assert (got.status, got.error) == (
+    response = strict.chat([*strict.messages, user("one more")])
+    assert (response.status, response.error) == (
         400,
         "turn limit: the session has used its 8 turns (policy.max_turns)",
     )
@@ -131,8 +131,11 @@ def test_turns_are_limited(strict: Agent) -> None:
 
 def test_a_context_that_is_full_ends_the_conversation(strict: Agent) -> None:
     strict.talk("x" * 390)
-    got = strict.chat([*strict.messages, user("and?")])
-    assert (got.status, got.error) == (400, "the conversation has reached policy.max_seq_len (400): end it here")
+    response = strict.chat([*strict.messages, user("and?")])
+    assert (response.status, response.error) == (
+        400,
+        "the conversation has reached policy.max_seq_len (400): end it here",
+    )
     sealed = strict.request("POST", "/seal").json
     assert (sealed["truncated"], sealed["sample_lengths"]) == (True, [400])
 
@@ -150,7 +153,7 @@ def test_in_mode_open_a_conversation_may_diverge(free: SessionsProcess) -> None:
     assert agent.chat([user("a sub-agent")]).status == 200
     assert agent.chat([{"role": "system", "content": "compacted"}, user("three")]).status == 200
     agent.talk("three")
-    assert len(said(agent)) == 5
+    assert len(recorded_answers(agent)) == 5
     assert len(agent.request("POST", "/seal").json["sample_lengths"]) == 3
 
 
@@ -158,8 +161,8 @@ def test_samples_are_limited(free: SessionsProcess) -> None:
     agent = free.agent()
     for number in range(5):
         assert agent.chat(f"another {number}").status == 200
-    got = agent.chat("one too many")
-    assert (got.status, "5 samples are allowed" in got.error) == (400, True)
+    response = agent.chat("one too many")
+    assert (response.status, "5 samples are allowed" in response.error) == (400, True)
     assert agent.request("POST", "/seal").json["turns"] == 5
 
 

@@ -43,9 +43,9 @@ HELLO = {"messages": [user("hello")]}
 )
 def test_a_bad_request_never_reaches_the_engine(agent: Agent, script: Script, body: Any, why: str) -> None:
     before = len(script.server.received)
-    got = agent.request("POST", CHAT, body)
-    assert got.status == 400
-    assert why in got.error
+    response = agent.request("POST", CHAT, body)
+    assert response.status == 400
+    assert why in response.error
     assert len(script.server.received) == before
     agent.assert_usable()
 
@@ -56,15 +56,15 @@ def test_a_status_other_than_200_is_forwarded(agent: Agent, script: Script, stat
     body = b"" if status == 204 else b'{"error":{"message":"no","code":%d}}' % status
     headers = {"Content-Type": "application/json", "Retry-After": "7", "Location": "http://elsewhere/"}
     script.responses["refuse"] = lambda _: Response(status=status, body=body, headers=headers)
-    got = agent.chat("refuse", stream=stream)
-    assert (got.status, got.body) == (status, body)
-    assert (got.all("retry-after"), got.all("content-type")) == (["7"], ["application/json"])
+    response = agent.chat("refuse", stream=stream)
+    assert (response.status, response.body) == (status, body)
+    assert (response.all("retry-after"), response.all("content-type")) == (["7"], ["application/json"])
     assert agent.turns() == 0
     agent.assert_usable()
 
 
 @pytest.mark.parametrize(
-    "says",
+    "broken",
     [
         Response(breaks_off_at=-1),
         Response(body=bytes(100_000), breaks_off_at=0),
@@ -74,11 +74,11 @@ def test_a_status_other_than_200_is_forwarded(agent: Agent, script: Script, stat
     ],
     ids=["before its headers", "before its body", "in its body", "in its chunks", "in another encoding"],
 )
-def test_a_broken_off_response_is_502_and_releases_the_claim(agent: Agent, script: Script, says: Response) -> None:
-    script.responses["break off"] = lambda _: says
-    got = agent.chat("break off")
-    assert got.status == 502
-    assert "the engine broke off its response" in got.error
+def test_a_broken_off_response_is_502_and_releases_the_claim(agent: Agent, script: Script, broken: Response) -> None:
+    script.responses["break off"] = lambda _: broken
+    response = agent.chat("break off")
+    assert response.status == 502
+    assert "the engine broke off its response" in response.error
     assert agent.turns() == 0
     agent.assert_usable()
 
@@ -87,9 +87,9 @@ def test_an_unreachable_engine_is_502(agent: Agent, script: Script) -> None:
     agent.talk("hello")
     script.server.stop()
     try:
-        got = agent.chat("hello?")
-        assert got.status == 502
-        assert "the engine cannot be reached" in got.error
+        response = agent.chat("hello?")
+        assert response.status == 502
+        assert "the engine cannot be reached" in response.error
         assert agent.request("GET", "/v1/models").status == 502
     finally:
         script.server.start()
@@ -97,10 +97,13 @@ def test_an_unreachable_engine_is_502(agent: Agent, script: Script) -> None:
 
 
 def test_a_response_without_choices_is_502(agent: Agent, script: Script) -> None:
-    script.responses["lie"] = lambda seen: Response(body=answer(seen, "x", choices=[]))
+    script.responses["lie"] = lambda request: Response(body=answer(request, "x", choices=[]))
     for stream in (False, True):
-        got = agent.chat("lie", stream=stream)
-        assert (got.status, got.error) == (502, "the engine answered with 0 choices: exactly one can be recorded")
+        response = agent.chat("lie", stream=stream)
+        assert (response.status, response.error) == (
+            502,
+            "the engine answered with 0 choices: exactly one can be recorded",
+        )
     assert agent.turns() == 0
     agent.assert_usable()
 
@@ -108,23 +111,23 @@ def test_a_response_without_choices_is_502(agent: Agent, script: Script) -> None
 def test_rows_of_another_shape_are_502(agent: Agent, script: Script) -> None:
     agent.talk("hello")
 
-    def other_rows(seen: Any) -> Response:
-        reply = json.loads(script.body(seen))
-        routed = reply["choices"][0]["routed_experts"]
+    def other_rows(request: Any) -> Response:
+        body = json.loads(script.body(request))
+        routed = body["choices"][0]["routed_experts"]
         routed["shape"] = [routed["shape"][0], routed["shape"][1] * routed["shape"][2], 1]
-        return Response(body=json.dumps(reply).encode())
+        return Response(body=json.dumps(body).encode())
 
     script.responses["other rows"] = other_rows
-    got = agent.chat([*agent.messages, user("other rows")])
-    assert got.status == 502
-    assert "layers" in got.error
+    response = agent.chat([*agent.messages, user("other rows")])
+    assert response.status == 502
+    assert "layers" in response.error
     agent.talk("next")
     assert agent.request("POST", "/seal").status == 200
 
 
 def test_a_turn_is_recorded_although_its_client_disconnects(agent: Agent, script: Script) -> None:
     answered = threading.Event()
-    script.responses["bye"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
+    script.responses["bye"] = lambda request: Response(body=script.body(request), waits_for=answered)
     with closing(agent.server.connect()) as leaving:
         leaving.request("POST", agent.path + CHAT, json.dumps({"messages": [user("bye")]}))
         wait_until(lambda: script.received("bye"))
@@ -140,7 +143,7 @@ def test_a_client_that_disconnects_before_its_body_releases_the_claim(agent: Age
         client.sendall(f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
         wait_until(lambda: agent.chat("busy?").status == 409)
     wait_until(lambda: agent.chat("free?").status == 200)
-    assert [seen.messages[-1]["content"] for seen in script.server.received[before:]] == ["free?"]
+    assert [request.messages[-1]["content"] for request in script.server.received[before:]] == ["free?"]
     agent.assert_usable()
 
 
@@ -157,9 +160,9 @@ def test_a_failed_write_is_500_and_the_session_stays_usable(agent: Agent) -> Non
     agent.talk("hello")
     log = next(agent.server.store.rglob(f"{agent.id}/.columns*"))
     log.rename(log.with_name("elsewhere"))
-    got = agent.chat("lost")
-    assert got.status == 500
-    assert "cannot write" in got.error
+    response = agent.chat("lost")
+    assert response.status == 500
+    assert "cannot write" in response.error
     log.with_name("elsewhere").rename(log)
     agent.assert_usable()
     assert agent.turns() == 2
@@ -167,7 +170,7 @@ def test_a_failed_write_is_500_and_the_session_stays_usable(agent: Agent) -> Non
 
 def test_a_stopping_server_finishes_chats_and_keeps_their_turns(script: Script, tmp_path: Path) -> None:
     answered = threading.Event()
-    script.responses["stopping"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
+    script.responses["stopping"] = lambda request: Response(body=script.body(request), waits_for=answered)
     with running(tmp_path, script.server.url, sessions__drain_s="20") as process:
         agent, port = process.agent(), str(process.address[1])
         with closing(process.connect()) as connection:

@@ -28,7 +28,7 @@ from services.sessions.session_directory import SessionDirectory
 from services.sessions.session_table import SessionTable
 
 
-async def ask(http: ClientSession, url: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
+async def send(http: ClientSession, url: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
     async with http.request(method, url, json=body) as response:
         text = await response.read()
         return response.status, json.loads(text) if text else None
@@ -58,27 +58,27 @@ def test_a_turn_added_during_a_chat_is_a_logged_500(tmp_path: Path, caplog: pyte
 
     async def main(upstream: Server) -> None:
         async with sessions(tmp_path, upstream.url) as (table, base), ClientSession() as http:
-            _, created = await ask(http, f"{base}/sessions")
+            _, created = await send(http, f"{base}/sessions")
             chat = f"{base}/sessions/{created['session_id']}/v1/chat/completions"
             answered.set()
-            assert (await ask(http, chat, {"messages": [user("one")]}))[0] == 200
+            assert (await send(http, chat, {"messages": [user("one")]}))[0] == 200
             answered.clear()
-            under_way = asyncio.create_task(ask(http, chat, {"messages": [user("two")]}))
+            under_way = asyncio.create_task(send(http, chat, {"messages": [user("two")]}))
             await wait_until_async(lambda: len(upstream.received) == 2)
             session = (await table.find(created["session_id"])).session
             assert session is not None
             turns = session._samples.turns  # pyright: ignore[reportPrivateUsage]
             turns.append(turns[0])
             answered.set()
-            status, said = await under_way
+            status, body = await under_way
             turns.pop()
-            assert (status, said["error"].partition(" has ")[2]) == (500, "2 turns; the request was prepared with 1")
-            assert (await ask(http, chat, {"messages": [user("three")]}))[0] == 200
+            assert (status, body["error"].partition(" has ")[2]) == (500, "2 turns; the request was prepared with 1")
+            assert (await send(http, chat, {"messages": [user("three")]}))[0] == 200
             assert len(await session.records()) == 2
 
     with (
         caplog.at_level(logging.ERROR),
-        serving(lambda seen: Response(body=answer(seen, "x"), waits_for=answered)) as upstream,
+        serving(lambda request: Response(body=answer(request, "x"), waits_for=answered)) as upstream,
     ):
         asyncio.run(main(upstream))
     assert "action=invariant" in caplog.text
@@ -98,11 +98,11 @@ def test_large_requests_are_read_in_a_thread_and_small_ones_on_the_loop(
     async def main(upstream: Server) -> None:
         async with sessions(tmp_path, upstream.url) as (_, base), ClientSession() as http:
             for size in (10, ON_LOOP_BYTES):
-                _, created = await ask(http, f"{base}/sessions")
+                _, created = await send(http, f"{base}/sessions")
                 chat = f"{base}/sessions/{created['session_id']}/v1/chat/completions"
-                assert (await ask(http, chat, {"messages": [user("x" * size)]}))[0] == 200
+                assert (await send(http, chat, {"messages": [user("x" * size)]}))[0] == 200
 
-    with serving(lambda seen: Response(body=answer(seen, "x"))) as upstream:
+    with serving(lambda request: Response(body=answer(request, "x"))) as upstream:
         asyncio.run(main(upstream))
     assert threads == [threading.current_thread().name.rpartition("_")[0], "penstock-cpu"]
 
@@ -117,9 +117,9 @@ ROUTED = b'"routed_experts":'
         ([b"x" * ON_LOOP_BYTES, b"x"], False),
         ([b"{", ROUTED + b'"', b"x" * ON_LOOP_BYTES], True),  # base64
         ([b"{", ROUTED + b'{"data":"', b"x" * ON_LOOP_BYTES], True),
-        ([b"{", ROUTED + b"[[[", b"1," * ON_LOOP_BYTES], False),  # every number is looked at
+        ([b"{", ROUTED + b"[[[", b"1," * ON_LOOP_BYTES], False),  # every number is parsed
         ([b"x" * ON_LOOP_BYTES, ROUTED + b'"'], False),  # many tokens
-        ([ROUTED + b'"', b"x" * CUT_ON_LOOP_BYTES], False),  # joining takes its time
+        ([ROUTED + b'"', b"x" * CUT_ON_LOOP_BYTES], False),  # joining is slow
         ([b"{", b'"routed', b'_experts":"', b"x" * ON_LOOP_BYTES], False),  # in doubt, a thread
     ],
 )
@@ -133,8 +133,8 @@ def test_a_bug_of_the_server_is_a_500_without_a_traceback(caplog: pytest.LogCapt
 
     async def main() -> None:
         async with listening(broken) as url, ClientSession() as http:
-            status, said = await ask(http, url)
-        assert (status, said) == (
+            status, body = await send(http, url)
+        assert (status, body) == (
             500,
             {"error": "internal error of the session server: see action=unexpected in its log"},
         )

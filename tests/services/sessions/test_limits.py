@@ -31,8 +31,8 @@ def small(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def assert_expired(agent: Agent) -> None:
     for method, path in [("GET", ""), ("DELETE", ""), ("POST", "/seal"), ("POST", CHAT), ("GET", "/v1/models")]:
-        got = agent.request(method, path)
-        assert (got.status, got.error) == (410, f"session expired: session_id={agent.id}")
+        response = agent.request(method, path)
+        assert (response.status, response.error) == (410, f"session expired: session_id={agent.id}")
     wait_until(lambda: not list(agent.server.store.rglob(agent.id)))
 
 
@@ -55,10 +55,10 @@ def test_an_idle_session_expires_and_its_files_are_removed(tight: SessionsProces
 def test_a_session_over_session_bytes_expires(small: SessionsProcess) -> None:
     agent = small.agent()
     for number in range(100):
-        got = agent.chat(f"{number}" + "x" * 900)
-        if got.status != 200:
+        response = agent.chat(f"{number}" + "x" * 900)
+        if response.status != 200:
             break
-    assert got.status == 410
+    assert response.status == 410
     assert_expired(agent)
 
 
@@ -107,11 +107,11 @@ def test_clients_that_do_not_read_delay_no_others(small: SessionsProcess) -> Non
 def test_chats_wait_for_the_byte_budget_and_all_are_answered(small: SessionsProcess) -> None:
     agents = [small.agent() for _ in range(12)]
     with ThreadPoolExecutor(12) as pool:
-        got = list(pool.map(lambda agent: agent.chat("x" * 1000), agents))
-    assert {each.status for each in got} == {200}
+        responses = list(pool.map(lambda agent: agent.chat("x" * 1000), agents))
+    assert {each.status for each in responses} == {200}
     status = small.status()
     assert 0 == status["answers_bytes"]["used"] < status["answers_bytes"]["most"] <= status["answers_bytes"]["limit"]
-    got = agents[0].chat("x" * 15_000)
-    assert got.status == 502
-    assert "raise engine.received_bytes" in got.error
+    response = agents[0].chat("x" * 15_000)
+    assert response.status == 502
+    assert "raise engine.received_bytes" in response.error
     agents[0].assert_usable()

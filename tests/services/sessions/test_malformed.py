@@ -30,9 +30,9 @@ def body_of(case: Malformed) -> bytes:
     """SGLang repeats the prompt's ids on request."""
     if case.dialect == "vllm":
         return case.body
-    reply = json.loads(case.body)
-    reply["choices"][0]["prompt_token_ids"] = PROMPT
-    return json.dumps(reply).encode()
+    body = json.loads(case.body)
+    body["choices"][0]["prompt_token_ids"] = PROMPT
+    return json.dumps(body).encode()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.dialect}: {case.name}")
@@ -40,9 +40,9 @@ def test_a_malformed_response_is_502_and_records_nothing(servers: Servers, case:
     server, script = servers[case.dialect]
     agent = server.agent()
     script.responses["malformed"] = lambda _: Response(body=body_of(case))
-    got = agent.chat("malformed")
-    assert got.status == 502
-    assert case.message in got.error
+    response = agent.chat("malformed")
+    assert response.status == 502
+    assert case.message in response.error
     assert agent.turns() == 0
     assert agent.chat("are you there?").status == 200
     assert agent.turns() == 1

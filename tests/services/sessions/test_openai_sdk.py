@@ -29,8 +29,8 @@ def client(agent: Agent, **options: Any) -> OpenAI:
 
 def ask(agent: Agent, text: Any, **options: Any) -> str | None:
     with client(agent, **options) as sdk:
-        got = sdk.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": text}])
-        return got.choices[0].message.content
+        completion = sdk.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": text}])
+        return completion.choices[0].message.content
 
 
 def test_the_sdk_holds_a_conversation(agent: Agent) -> None:
@@ -38,10 +38,10 @@ def test_the_sdk_holds_a_conversation(agent: Agent) -> None:
     with client(agent) as sdk:
         for text in ("one", "two"):
             messages.append({"role": "user", "content": text})
-            got = sdk.chat.completions.create(model=MODEL, messages=messages, temperature=0.5)
-            assert got.usage
-            assert got.choices[0].finish_reason == "stop"
-            messages.append(got.choices[0].message)
+            completion = sdk.chat.completions.create(model=MODEL, messages=messages, temperature=0.5)
+            assert completion.usage
+            assert completion.choices[0].finish_reason == "stop"
+            messages.append(completion.choices[0].message)
         assert [message.content for message in messages[1::2]] == ["answer 1 to one", "answer 3 to two"]
     assert len(agent.request("POST", "/seal").json["sample_lengths"]) == 1
 
@@ -51,8 +51,10 @@ def test_many_asynchronous_clients_at_once(sessions: SessionsProcess) -> None:
 
     async def one(agent: Agent) -> str | None:
         async with AsyncOpenAI(base_url=agent.base_url, api_key=agent.secret, max_retries=0) as sdk:
-            got = await sdk.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": agent.id}])
-            return got.choices[0].message.content
+            completion = await sdk.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": agent.id}]
+            )
+            return completion.choices[0].message.content
 
     async def main() -> list[str | None]:
         return await asyncio.gather(*map(one, agents))
@@ -74,8 +76,8 @@ def test_the_sdk_streams(agent: Agent) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_sdk_calls_tools(agent: Agent, script: Script, stream: bool) -> None:
-    script.responses["add"] = lambda seen: Response(
-        body=answer(seen, calling(tool_call("add", {"a": 1}, id="c1"), tool_call("add", {"a": 2}, id="c2")))
+    script.responses["add"] = lambda request: Response(
+        body=answer(request, calling(tool_call("add", {"a": 1}, id="c1"), tool_call("add", {"a": 2}, id="c2")))
     )
     messages: Any = [{"role": "user", "content": "add"}]
     with client(agent) as sdk:
@@ -91,8 +93,8 @@ def test_the_sdk_calls_tools(agent: Agent, script: Script, stream: bool) -> None
         ]
         echo: Any = {"role": "assistant", "tool_calls": [call.model_dump(exclude={"index"}) for call in calls]}
         results: Any = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in calls]
-        got = sdk.chat.completions.create(model=MODEL, messages=[*messages, echo, *results], tools=TOOLS)
-        assert got.choices[0].message.content == "answer 4 to 3"
+        completion = sdk.chat.completions.create(model=MODEL, messages=[*messages, echo, *results], tools=TOOLS)
+        assert completion.choices[0].message.content == "answer 4 to 3"
     assert agent.turns() == 2
 
 
@@ -104,12 +106,12 @@ def test_the_sdk_lists_models(agent: Agent) -> None:
 
 
 def test_the_sdk_retries_transient_failures(agent: Agent, script: Script) -> None:
-    def twice(seen: ReceivedRequest) -> Response:
-        if int(seen.headers["x-stainless-retry-count"]) == 0:
+    def twice(request: ReceivedRequest) -> Response:
+        if int(request.headers["x-stainless-retry-count"]) == 0:
             return Response(status=503, body=b"{}", headers={"Retry-After-Ms": "1"})
-        if int(seen.headers["x-stainless-retry-count"]) == 1:
+        if int(request.headers["x-stainless-retry-count"]) == 1:
             return Response(breaks_off_at=-1)
-        return Response(body=script.body(seen))
+        return Response(body=script.body(request))
 
     script.responses["twice"] = twice
     assert ask(agent, "twice", max_retries=2) == "answer 1 to twice"
@@ -149,7 +151,7 @@ def refused(kind: type[openai.APIStatusError], agent: Agent, content: Any) -> st
 
 def test_a_busy_session_is_a_conflict(agent: Agent, script: Script) -> None:
     answered = threading.Event()
-    script.responses["slow"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
+    script.responses["slow"] = lambda request: Response(body=script.body(request), waits_for=answered)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, agent, "slow")
         wait_until(lambda: script.received("slow"))
@@ -162,7 +164,7 @@ def test_a_busy_session_is_a_conflict(agent: Agent, script: Script) -> None:
 
 def test_a_client_that_times_out_can_send_again(agent: Agent, script: Script) -> None:
     answered = threading.Event()
-    script.responses["patience"] = lambda seen: Response(body=script.body(seen), waits_for=answered)
+    script.responses["patience"] = lambda request: Response(body=script.body(request), waits_for=answered)
     sent_then_gives_up = openai.Timeout(30, read=0.2)  # the time for reading begins when the request has been sent
     with pytest.raises(openai.APITimeoutError):
         ask(agent, "patience", timeout=sent_then_gives_up)

@@ -18,15 +18,15 @@ LONG = 'Grüße \\ "quoted" \U0001f600 ' * 100
 """Half a megabyte with its logprobs: read in a thread."""
 
 
-def spaced(reply: Any) -> bytes:
-    return json.dumps(reply, indent=1).encode()
+def spaced(body: Any) -> bytes:
+    return json.dumps(body, indent=1).encode()
 
 
-def reordered(reply: Any) -> bytes:
+def reordered(body: Any) -> bytes:
     """The routed experts come first, and their key occurs a second time in a field that is not read."""
-    choice = reply["choices"][0]
+    choice = body["choices"][0]
     choice = {"routed_experts": choice.pop("routed_experts"), **choice, "note": {"routed_experts": "not these"}}
-    return compact({**reply, "choices": [choice]})
+    return compact({**body, "choices": [choice]})
 
 
 SPELLINGS: dict[str, Callable[[Any], bytes]] = {"compact": compact, "spaced": spaced, "reordered": reordered}
@@ -38,17 +38,17 @@ SPELLINGS: dict[str, Callable[[Any], bytes]] = {"compact": compact, "spaced": sp
 def test_the_client_gets_the_engines_bytes_without_the_routed_experts(
     agent: Agent, script: Script, form: str, text: str, spelling: str
 ) -> None:
-    def says(seen: ReceivedRequest, cut: bool = False) -> Response:
-        reply = json.loads(answer(seen, f"{text} {len(seen.messages)}", routed=True))
-        rows = rows_of([*reply["prompt_token_ids"], *reply["choices"][0]["token_ids"]])
-        reply["choices"][0]["routed_experts"] = None if cut else routed(rows, form)
-        return Response(body=SPELLINGS[spelling](reply))
+    def respond(request: ReceivedRequest, cut: bool = False) -> Response:
+        body = json.loads(answer(request, f"{text} {len(request.messages)}", routed=True))
+        rows = rows_of([*body["prompt_token_ids"], *body["choices"][0]["token_ids"]])
+        body["choices"][0]["routed_experts"] = None if cut else routed(rows, form)
+        return Response(body=SPELLINGS[spelling](body))
 
-    script.responses["fidelity"] = says
+    script.responses["fidelity"] = respond
     for _ in range(2):
-        got = agent.talk("fidelity")
-        assert got.body == says(script.received("fidelity")[-1], cut=True).body
-    assert [record["response"] for record in agent.request("GET").json["records"]][-1] == got.json
+        response = agent.talk("fidelity")
+        assert response.body == respond(script.received("fidelity")[-1], cut=True).body
+    assert [record["response"] for record in agent.request("GET").json["records"]][-1] == response.json
     sealed = agent.request("POST", "/seal").json
     columns = read_columns(Store(agent.server.store), BlobRef(**sealed["columns"]))
     assert columns.input_ids.tolist() == prompt_ids(agent.messages)[:-1]
@@ -59,22 +59,22 @@ def test_the_client_gets_the_engines_bytes_without_the_routed_experts(
 
 
 def test_hop_by_hop_headers_of_the_engine_are_stripped(agent: Agent, script: Script) -> None:
-    def says(seen: ReceivedRequest) -> Response:
+    def respond(request: ReceivedRequest) -> Response:
         headers = {"Server": "vllm", "Date": "Thu, 01 Jan 1970 00:00:00 GMT", "X-Request-Id": "42", "Vary": "Origin"}
         headers |= {"Content-Type": "application/json; charset=utf-8", "Content-Encoding": "gzip", "X-Hop": "1"}
         headers |= {"Connection": "X-Hop"}
-        return Response(body=gzip.compress(script.body(seen)), chunked=True, headers=headers)
+        return Response(body=gzip.compress(script.body(request)), chunked=True, headers=headers)
 
-    script.responses["zipped"] = says
-    got = agent.chat("zipped")
-    assert (got.status, got.content) == (200, "answer 1 to zipped")
-    assert (got.all("x-request-id"), got.all("vary")) == (["42"], ["Origin"])
-    assert got.all("content-type") == ["application/json; charset=utf-8"]
-    assert got.all("content-length") == [str(len(got.body))]
-    assert [got.all(name) for name in ("content-encoding", "transfer-encoding", "x-hop")] == [[], [], []]
-    assert [len(got.all(name)) for name in ("server", "date")] == [1, 1]
-    assert "vllm" not in got.all("server")
-    assert "1970" not in got.all("date")[0]
+    script.responses["zipped"] = respond
+    response = agent.chat("zipped")
+    assert (response.status, response.content) == (200, "answer 1 to zipped")
+    assert (response.all("x-request-id"), response.all("vary")) == (["42"], ["Origin"])
+    assert response.all("content-type") == ["application/json; charset=utf-8"]
+    assert response.all("content-length") == [str(len(response.body))]
+    assert [response.all(name) for name in ("content-encoding", "transfer-encoding", "x-hop")] == [[], [], []]
+    assert [len(response.all(name)) for name in ("server", "date")] == [1, 1]
+    assert "vllm" not in response.all("server")
+    assert "1970" not in response.all("date")[0]
     assert agent.turns() == 1
 
 
@@ -82,14 +82,14 @@ def test_the_engine_gets_the_clients_headers_without_the_secret(agent: Agent, sc
     body = gzip.compress(json.dumps({"messages": [user("headers")]}).encode())
     headers = {"X_Trace": "7", "Accept": "text/plain", "Accept_Encoding": "gzip, br, zstd", "Content_Encoding": "gzip"}
     assert agent.request("POST", "/v1/chat/completions", body, **headers, Connection="X-Hop", X_Hop="1").status == 200
-    seen = script.received("headers")[-1]
-    heard = {name.lower(): value for name, value in seen.headers.items()}
-    assert (heard["x-trace"], heard["accept"], heard["accept-encoding"]) == ("7", "text/plain", "identity")
-    assert heard["host"] == script.server.url.removeprefix("http://")
-    assert heard["x-session-id"] == f"{agent.id}.1"
-    assert heard["content-type"] == "application/json"
-    assert not {"authorization", "content-encoding", "x-hop", "transfer-encoding"} & heard.keys()
-    assert int(heard["content-length"]) == len(json.dumps(seen.body, separators=(",", ":")))
+    request = script.received("headers")[-1]
+    received = {name.lower(): value for name, value in request.headers.items()}
+    assert (received["x-trace"], received["accept"], received["accept-encoding"]) == ("7", "text/plain", "identity")
+    assert received["host"] == script.server.url.removeprefix("http://")
+    assert received["x-session-id"] == f"{agent.id}.1"
+    assert received["content-type"] == "application/json"
+    assert not {"authorization", "content-encoding", "x-hop", "transfer-encoding"} & received.keys()
+    assert int(received["content-length"]) == len(json.dumps(request.body, separators=(",", ":")))
 
 
 def test_another_key_is_forwarded_to_the_engine(agent: Agent, script: Script) -> None:
@@ -114,9 +114,9 @@ def test_other_hosts_need_the_secret(guarded: SessionsProcess, script: Script) -
     paths = [("GET", ""), ("DELETE", ""), ("POST", "/seal"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models")]
     for headers in wrong:
         for method, path in paths:
-            got = guarded.request(method, agent.path + path, None, headers)
-            assert got.status == 401
-            assert "secret is required" in got.error
+            response = guarded.request(method, agent.path + path, None, headers)
+            assert response.status == 401
+            assert "secret is required" in response.error
     assert agent.chat("with the secret").status == 200
     assert script.received("with the secret")[-1].headers["Authorization"] == "Bearer sk-ours"
     assert agent.secret not in guarded.text
@@ -124,27 +124,31 @@ def test_other_hosts_need_the_secret(guarded: SessionsProcess, script: Script) -
 
 def test_allowed_paths_are_proxied_unchanged(guarded: SessionsProcess, script: Script) -> None:
     agent = guarded.agent()
-    got = agent.request("POST", "/v1/embeddings?a=%2F&b", {"input": "x"}, X_Own="1")
-    assert got.json == {"path": "/v1/embeddings", "method": "POST"}
-    seen = script.server.received[-1]
-    assert (seen.body, seen.headers["X-Own"], seen.headers["Authorization"]) == ({"input": "x"}, "1", "Bearer sk-ours")
+    response = agent.request("POST", "/v1/embeddings?a=%2F&b", {"input": "x"}, X_Own="1")
+    assert response.json == {"path": "/v1/embeddings", "method": "POST"}
+    request = script.server.received[-1]
+    assert (request.body, request.headers["X-Own"], request.headers["Authorization"]) == (
+        {"input": "x"},
+        "1",
+        "Bearer sk-ours",
+    )
     assert agent.request("GET", "/tokenize").status == 200
     assert agent.request("GET", "/detokenize").status == 404
     assert agent.turns() == 0
 
 
-def events(got: HttpResponse) -> list[Any]:
-    assert got.all("content-type") == ["text/event-stream; charset=utf-8"]
-    *chunks, end, rest = got.body.decode().split("\n\n")
+def events(response: HttpResponse) -> list[Any]:
+    assert response.all("content-type") == ["text/event-stream; charset=utf-8"]
+    *chunks, end, rest = response.body.decode().split("\n\n")
     assert (end, rest) == ("data: [DONE]", "")
     return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
 
 
 def test_a_stream_is_one_chunk_and_done(agent: Agent, script: Script) -> None:
     (chunk,) = events(agent.chat("streamed", stream=True, stream_options={"include_usage": True}))
-    asked = script.received("streamed")[-1]
-    assert not {"stream", "stream_options"} & asked.body.keys()
-    whole = json.loads(script.body(asked))
+    request = script.received("streamed")[-1]
+    assert not {"stream", "stream_options"} & request.body.keys()
+    whole = json.loads(script.body(request))
     assert (chunk["object"], chunk["id"], chunk["model"]) == ("chat.completion.chunk", whole["id"], whole["model"])
     assert chunk["usage"] == whole["usage"]
     delta = {"role": "assistant", "content": "answer 1 to streamed"}
@@ -158,27 +162,27 @@ def test_a_stream_is_one_chunk_and_done(agent: Agent, script: Script) -> None:
 
 def test_streamed_tool_calls_carry_an_index(agent: Agent, script: Script) -> None:
     calls = [tool_call("add", {"a": 1}, id="c1"), tool_call("add", {"a": 2}, id="c2")]
-    script.responses["call"] = lambda seen: Response(body=answer(seen, calling(*calls)))
+    script.responses["call"] = lambda request: Response(body=answer(request, calling(*calls)))
     (chunk,) = events(agent.chat("call", stream=True))
     delta = chunk["choices"][0]["delta"]
     assert delta["tool_calls"] == [{"index": 0, **calls[0]}, {"index": 1, **calls[1]}]
     assert "content" not in delta
-    told = [user("call"), calling(*calls), {"role": "tool", "tool_call_id": "c1", "content": "2"}]
-    assert agent.chat(told).status == 200
+    messages = [user("call"), calling(*calls), {"role": "tool", "tool_call_id": "c1", "content": "2"}]
+    assert agent.chat(messages).status == 200
     sealed = agent.request("POST", "/seal").json
-    assert sealed["sample_lengths"] == [len(prompt_ids(told)) + len(spoken_ids({"content": "answer 3 to 2"}))]
+    assert sealed["sample_lengths"] == [len(prompt_ids(messages)) + len(spoken_ids({"content": "answer 3 to 2"}))]
 
 
 def test_large_responses_are_read_in_a_thread_and_not_kept(agent: Agent, script: Script) -> None:
-    def says(seen: ReceivedRequest) -> Response:
-        reply = json.loads(answer(seen, "large"))
-        tokens = len(reply["prompt_token_ids"]) + len(reply["choices"][0]["token_ids"])
+    def respond(request: ReceivedRequest) -> Response:
+        body = json.loads(answer(request, "large"))
+        tokens = len(body["prompt_token_ids"]) + len(body["choices"][0]["token_ids"])
         rows = np.full((tokens - 1, 100, 1000), 7, np.uint8)
-        reply["choices"][0]["routed_experts"] = routed(rows, "object")
-        return Response(body=compact(reply))
+        body["choices"][0]["routed_experts"] = routed(rows, "object")
+        return Response(body=compact(body))
 
-    script.responses["many rows"] = says
-    got = agent.talk("many rows")
-    assert len(says(script.received("many rows")[-1]).body) > 2_000_000 > 1000 * len(got.body)
+    script.responses["many rows"] = respond
+    response = agent.talk("many rows")
+    assert len(respond(script.received("many rows")[-1]).body) > 2_000_000 > 1000 * len(response.body)
     assert agent.server.status()["retained_bytes"] < 1_000_000
     assert agent.request("POST", "/seal").json["experts"]["size"] > 1_500_000

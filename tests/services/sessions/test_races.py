@@ -17,7 +17,7 @@ BUSY = "session already has an in-flight chat completion"
 def in_flight(agent: Agent, script: Script, text: str) -> Iterator[tuple[Future[HttpResponse], threading.Event]]:
     """A chat that the upstream has received and answers when the event is set."""
     answered = threading.Event()
-    script.responses[text] = lambda seen: Response(body=script.body(seen), waits_for=answered)
+    script.responses[text] = lambda request: Response(body=script.body(request), waits_for=answered)
     with ThreadPoolExecutor(1) as pool:
         chat = pool.submit(agent.chat, text)
         try:
@@ -29,8 +29,8 @@ def in_flight(agent: Agent, script: Script, text: str) -> Iterator[tuple[Future[
 
 def test_a_second_chat_is_refused_at_once_and_not_sent(agent: Agent, sessions: SessionsProcess, script: Script) -> None:
     with in_flight(agent, script, "first") as (chat, answered):
-        got = agent.chat("second")
-        assert (got.status, got.error) == (409, BUSY)
+        response = agent.chat("second")
+        assert (response.status, response.error) == (409, BUSY)
         with socket.create_connection(sessions.address) as client:  # before its body is read
             client.sendall(f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n".encode())
             assert client.recv(1000).startswith(b"HTTP/1.1 409 ")
@@ -50,8 +50,8 @@ def test_a_chat_in_a_deleted_session_is_answered_but_not_recorded(
     before = sessions.status()["chats"]["recorded"]
     with in_flight(agent, script, "deleted meanwhile") as (chat, answered):
         assert agent.request("DELETE").status == 204
-        got = agent.chat("closing beats busy")
-        assert (got.status, got.error) == (404, f"session not found: session_id={agent.id}")
+        response = agent.chat("closing beats busy")
+        assert (response.status, response.error) == (404, f"session not found: session_id={agent.id}")
         assert agent.request("DELETE").status == 404
         answered.set()
         assert chat.result().content.endswith("deleted meanwhile")
@@ -69,13 +69,13 @@ def test_one_of_many_deletes_succeeds(sessions: SessionsProcess) -> None:
     for _ in range(5):
         agent = sessions.agent()
         agent.talk("hello")
-        statuses = [got.status for got in together(*[lambda agent=agent: agent.request("DELETE")] * 8)]
+        statuses = [response.status for response in together(*[lambda agent=agent: agent.request("DELETE")] * 8)]
         assert sorted(statuses) == [204] + [404] * 7
 
 
 def test_concurrent_chats_are_serialized_or_refused(agent: Agent, script: Script) -> None:
-    got = together(*[lambda number=number: agent.chat(f"at once {number}") for number in range(8)])
-    statuses = [each.status for each in got]
+    responses = together(*[lambda number=number: agent.chat(f"at once {number}") for number in range(8)])
+    statuses = [each.status for each in responses]
     assert set(statuses) <= {200, 409}
     assert agent.turns() == statuses.count(200) == sum(len(script.received(f"at once {number}")) for number in range(8))
 
@@ -114,4 +114,4 @@ def test_a_slow_chat_delays_no_other_session(sessions: SessionsProcess, script: 
         others = [sessions.agent() for _ in range(4)]
         chats = together(*[lambda agent=agent: agent.chat("quick") for agent in others])
         health = together(*[lambda: sessions.request("GET", "/health")] * 4)
-        assert {got.status for got in chats + health} == {200}
+        assert {response.status for response in chats + health} == {200}

@@ -38,14 +38,14 @@ def test_a_session_has_a_url_of_its_own(sessions: SessionsProcess) -> None:
 
 
 def test_a_record_holds_the_request_and_the_response(agent: Agent, script: Script) -> None:
-    got = agent.talk("hello")
-    assert got.content == "answer 1 to hello"
+    response = agent.talk("hello")
+    assert response.content == "answer 1 to hello"
     shown = agent.request("GET").json
     (record,) = shown["records"]
     assert record.keys() == {"timestamp", "method", "path", "status_code", "request", "response"}
     assert (record["method"], record["path"], record["status_code"]) == ("POST", CHAT, 200)
     assert record["request"] == script.received("hello")[-1].body
-    assert record["response"] == got.json
+    assert record["response"] == response.json
     assert shown["metadata"]["accumulated_token_ids"] == prompt_ids(agent.messages)[:-1]
 
 
@@ -53,11 +53,11 @@ def test_other_fields_and_defaults_reach_the_engine(sessions: SessionsProcess, s
     agent = sessions.agent(sampling={"temperature": 0.7, "top_p": 0.9, "max_tokens": 7})
     tools = [{"type": "function", "function": {"name": "add"}}]
     agent.chat("forced", logprobs=False, return_token_ids=False, top_p=1, tools=tools, stream_options={})
-    asked = script.received("forced")[-1].body
-    assert (asked["logprobs"], asked["return_token_ids"]) == (True, True)
-    assert (asked["temperature"], asked["top_p"], asked["max_tokens"], asked["tools"]) == (0.7, 1, 7, tools)
-    assert "stream_options" not in asked
-    assert asked["model"] == "policy"
+    sent = script.received("forced")[-1].body
+    assert (sent["logprobs"], sent["return_token_ids"]) == (True, True)
+    assert (sent["temperature"], sent["top_p"], sent["max_tokens"], sent["tools"]) == (0.7, 1, 7, tools)
+    assert "stream_options" not in sent
+    assert sent["model"] == "policy"
     agent.chat("named", model="adapter-1")
     assert script.received("named")[-1].body["model"] == "adapter-1"
 
@@ -75,8 +75,8 @@ def test_sealing_returns_the_files_of_the_rollout(sessions: SessionsProcess) -> 
     assert sealed.json["sample_lengths"] == [columns.input_ids.size]
     assert (sealed.json["version_first"], sealed.json["version_last"]) == (4, 4)
     assert Store(sessions.store).open(BlobRef(**sealed.json["experts"])).size
-    for got in (agent.chat("three"), agent.request("GET")):
-        assert (got.status, got.error) == (404, f"session not found: session_id={agent.id}")
+    for response in (agent.chat("three"), agent.request("GET")):
+        assert (response.status, response.error) == (404, f"session not found: session_id={agent.id}")
     assert agent.request("DELETE").status == 204
     assert Store(sessions.store).open(BlobRef(**sealed.json["columns"])).size, "sealed files outlive their session"
 
@@ -89,20 +89,23 @@ def test_a_failed_rollout_is_sealed_with_its_loss_masked(agent: Agent, sessions:
 
 
 def test_sealing_a_session_without_turns_is_refused(agent: Agent) -> None:
-    got = agent.request("POST", "/seal")
-    assert (got.status, got.error) == (422, f"session {agent.id} recorded no turn: there is nothing to train on")
+    response = agent.request("POST", "/seal")
+    assert (response.status, response.error) == (
+        422,
+        f"session {agent.id} recorded no turn: there is nothing to train on",
+    )
     agent.assert_usable()
 
 
 def test_deleting_removes_the_session_and_its_files(agent: Agent, sessions: SessionsProcess) -> None:
     agent.talk("hello")
     files = next(sessions.store.rglob(agent.id))
-    got = agent.request("DELETE")
-    assert (got.status, got.body) == (204, b"")
+    response = agent.request("DELETE")
+    assert (response.status, response.body) == (204, b"")
     assert not files.exists()
     for method, path in [("GET", ""), ("DELETE", ""), ("POST", "/seal"), ("POST", CHAT), ("GET", "/v1/models")]:
-        got = agent.request(method, path, {} if method == "POST" else None)
-        assert (got.status, got.error) == (404, f"session not found: session_id={agent.id}")
+        response = agent.request(method, path, {} if method == "POST" else None)
+        assert (response.status, response.error) == (404, f"session not found: session_id={agent.id}")
 
 
 @pytest.mark.parametrize(
@@ -147,9 +150,9 @@ def test_models_are_read_from_the_engine(agent: Agent) -> None:
     ],
 )
 def test_an_invalid_session_request_is_refused(sessions: SessionsProcess, body: object, why: str) -> None:
-    got = sessions.request("POST", "/sessions", body)
-    assert got.status == 400
-    assert why in got.error
+    response = sessions.request("POST", "/sessions", body)
+    assert response.status == 400
+    assert why in response.error
 
 
 def test_a_rollout_name_cannot_escape_the_store(sessions: SessionsProcess) -> None:
@@ -163,12 +166,14 @@ def test_a_rollout_name_cannot_escape_the_store(sessions: SessionsProcess) -> No
 def test_bodies_and_heads_are_limited(agent: Agent, sessions: SessionsProcess, script: Script) -> None:
     before = len(script.server.received)
     for path in (agent.path + CHAT, "/sessions"):
-        got = sessions.request("POST", path, HUGE)
-        assert got.status == 413
-        assert "more than 16777216 bytes" in got.error
-    got = sessions.request("POST", agent.path + CHAT, b"", {"Transfer-Encoding": "identity", "X-Long": "x" * 20_000})
-    assert got.status == 431
-    assert "the request's head is too large: send fewer or shorter headers" in got.error
+        response = sessions.request("POST", path, HUGE)
+        assert response.status == 413
+        assert "more than 16777216 bytes" in response.error
+    response = sessions.request(
+        "POST", agent.path + CHAT, b"", {"Transfer-Encoding": "identity", "X-Long": "x" * 20_000}
+    )
+    assert response.status == 431
+    assert "the request's head is too large: send fewer or shorter headers" in response.error
     assert sessions.request("GET", "/" + "x" * 20_000).status == 431
     assert sessions.request("GET", "/health", None, {f"X-{number}": "x" for number in range(200)}).status == 431
     assert len(script.server.received) == before

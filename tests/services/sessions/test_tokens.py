@@ -1,4 +1,4 @@
-"""With a tokenizer of its own, the server sends tokens: those of history are the stored ones, never made again."""
+"""With a tokenizer of its own, the server sends tokens: history is sent as recorded, never tokenized again."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,8 +68,8 @@ def test_going_back_reuses_the_shared_tokens(tokens: SessionsProcess) -> None:
 
 def test_messages_that_cannot_be_tokenized_are_refused(tokens: SessionsProcess) -> None:
     agent = tokens.agent()
-    got = agent.chat([{"role": "robot", "content": "x"}])
-    assert (got.status, "role 'robot'" in got.error) == (400, True)
+    response = agent.chat([{"role": "robot", "content": "x"}])
+    assert (response.status, "role 'robot'" in response.error) == (400, True)
     agent.assert_usable()
 
 
