@@ -18,7 +18,7 @@ from penstock.filters import (
     Repetition,
     RolloutTokens,
     Stale,
-    count,
+    count_matches,
     judge,
     rollout_filters,
 )
@@ -53,7 +53,7 @@ def run(*, quick: bool) -> Report:
         by_filter = [{match.filter: match.token for match in verdicts[index].matches} for index in share]
         if matches != [(each.get("gibberish"), each.get("repetition")) for each in by_filter]:
             raise AssertionError(f"round {number}: the filters and the loop matched different tokens")
-    matched = count(verdicts).matched
+    matched = count_matches(verdicts)
     ratio = median([slow / fast for slow, fast in zip(loop_s, vectorised_s, strict=True)])
     return Report(
         bench="filters",

@@ -56,7 +56,7 @@ class Composer:
         rollouts = sorted((rollout for group in groups for rollout in group.of(state)), key=lambda rollout: rollout.id)
         advantages = {rollout.id: rollout.advantage or 0.0 for rollout in rollouts}
         if self._config.advantages.estimator not in ESTIMATORS:
-            return advantages  # a custom estimator, known to the workers only, has no batch phase
+            return advantages  # an unknown name: the advantages jobs fail with it and list the known ones
         recipe = resolve(self._config.advantages, group_size=self._config.rollouts.group_size)
         if not recipe.has_batch_phase:
             return advantages

@@ -11,7 +11,7 @@ from penstock.advantages.values import MAX_REWARD, BatchValues, Floats, GroupVal
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation, with the value that verl and others use: results stay comparable."""
 VARIANCE_EPSILON = 1e-8
-"""Added to the variance that whitening divides by, with their value too."""
+"""Added to the variance that whitening divides by, also with the value that verl and others use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Estimator:
     batch: Callable[[BatchValues], Floats] | None = None
     """Maps the values of a whole batch to advantages; None where the group's values are final."""
     needs_variance: bool = True
-    """Learns from differences within a group: equal rewards give exactly 0, and the zero-variance filter applies."""
+    """The values are differences within a group: equal rewards give exactly 0, and the zero-variance filter applies."""
     min_reward: float = -MAX_REWARD
 
 

@@ -1,4 +1,4 @@
-"""The columns of a batch file: names, dtypes and padding values. All that writer and reader share."""
+"""The columns of a batch file, shared by writer and reader: names, dtypes and padding values."""
 
 from typing import Any
 

@@ -54,7 +54,7 @@ def write_rank(assembly: Assembly, data_rank: int, key: str) -> tuple[BlobRef, i
         for batch in batches:
             assembled = assembly.micro_batch(batch, pad_id=PAD_ID)
             loss_tokens += sum(int(sample.row["loss_tokens"]) for sample in assembled.samples)
-            yield from _assembled(assembly, assembled)
+            yield from _micro_batch_pieces(assembly, assembled)
 
     return assembly.store.put(key, pieces()), loss_tokens
 
@@ -152,7 +152,7 @@ def _encode_experts(experts: ExpertRows | None) -> Iterator[Piece]:
     yield encode(experts.shape) + encode(DTYPE_NAMES[experts.dtype.name])
 
 
-def _assembled(assembly: Assembly, batch: AssembledMicroBatch) -> Iterator[Piece]:
+def _micro_batch_pieces(assembly: Assembly, batch: AssembledMicroBatch) -> Iterator[Piece]:
     size, lengths = int(batch.cu_seqlens[-1]), [sample.length for sample in batch.samples]
     padding = size - sum(lengths)
     padded = [*lengths[:-1], lengths[-1] + padding] if lengths else [padding]
@@ -176,13 +176,13 @@ def _expert_rows(assembly: Assembly, samples: list[Sample], size: int) -> Expert
 
     def rows() -> Iterator[Array]:
         for sample, experts in zip(samples, opened, strict=True):
-            yield from _pieces(experts, int(sample.row["sample_in_rollout"]), sample.length, (layers, topk), dtype)
-        yield from _pieces(None, 0, size - sum(sample.length for sample in samples), (layers, topk), dtype)
+            yield from _row_pieces(experts, int(sample.row["sample_in_rollout"]), sample.length, (layers, topk), dtype)
+        yield from _row_pieces(None, 0, size - sum(sample.length for sample in samples), (layers, topk), dtype)
 
     return ExpertRows(shape=(size, layers, topk), dtype=dtype, rows=rows())
 
 
-def _pieces(
+def _row_pieces(
     experts: Experts | None, sample: int, length: int, row: tuple[int, int], dtype: np.dtype[Any]
 ) -> Iterator[Array]:
     for start in range(0, length, ROWS_PER_PIECE):

@@ -1,4 +1,4 @@
-"""What a trainer uses: it reads sealed batches, and reports progress to the orchestrator. Needs files only, no Redis.
+"""The trainer's side: reads sealed batches and reports progress to the orchestrator. Needs files only, no Redis.
 
 BatchReader waits for steps, a Batch is one rank of a step, a MicroBatch holds arrays. A sealed step is the same, byte
 for byte, every time it is read.
@@ -168,7 +168,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Views of the rank's file: one entry per token, unless said otherwise."""
+    """Views of the rank's file: one entry per token, unless noted."""
 
     input_ids: Array
     position_ids: Array
@@ -202,7 +202,7 @@ class MicroBatch:
         return rows
 
     def routed_valid(self) -> Array:
-        """u8[tokens]: 1 where the engine sent its routing."""
+        """u8[tokens]: 1 where the engine sent routed experts."""
         valid = np.zeros(self.input_ids.size, np.uint8)
         for sample, segment, experts in self._segments():
             if experts:

@@ -1,16 +1,15 @@
 """Filters over a rollout's tokens and over a group's rewards, and the verdicts they return.
 
-Every filter looks at every rollout, so one filter's count never depends on another filter; only a drop's reason depends
-on their order. Filters change neither rollouts nor rewards: a dropped rollout stays in its group's baseline.
+Every filter is applied to every rollout, so one filter's count never depends on another filter; only a drop's reason
+depends on their order. Filters change neither rollouts nor rewards: a dropped rollout stays in its group's baseline.
 """
 
 from penstock.filters.group_rules import Difficulty, GroupRewards, MatchGroup, ZeroVariance, rewards_are_equal
 from penstock.filters.judging import Filter, FilterSettings, group_filters, judge, judge_group, rollout_filters
 from penstock.filters.token_rules import FindToken, Gibberish, Overlong, Repetition, RolloutTokens, Stale, is_stale
-from penstock.filters.verdicts import Counts, Match, Mode, Verdict, count
+from penstock.filters.verdicts import Match, Mode, Verdict, count_matches
 
 __all__ = [
-    "Counts",
     "Difficulty",
     "Filter",
     "FilterSettings",
@@ -26,7 +25,7 @@ __all__ = [
     "Stale",
     "Verdict",
     "ZeroVariance",
-    "count",
+    "count_matches",
     "group_filters",
     "is_stale",
     "judge",

@@ -1,4 +1,4 @@
-"""The result of filtering: modes, matches with their token, a verdict for each rollout, counts over many."""
+"""The result of filtering: modes, matches with their token, the verdict on a rollout or a group, counts over many."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -29,12 +29,9 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The matches of one rollout, in the order of the filters: those of its tokens + those of its group."""
+    """The matches of one rollout, or of one group, in the order of the filters."""
 
     matches: tuple[Match, ...] = ()
-
-    def __add__(self, later: "Verdict") -> "Verdict":
-        return Verdict(matches=self.matches + later.matches)
 
     @property
     def drop_reason(self) -> str | None:
@@ -45,20 +42,6 @@ class Verdict:
         return self.drop_reason is None and any(match.mode == Mode.MASK for match in self.matches)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    matched: Counter[str]
+def count_matches(verdicts: Iterable[Verdict]) -> Counter[str]:
     """Rollouts by filter, in any mode; a rollout counts for every filter that it matches."""
-    dropped: Counter[str]
-    """Rollouts by drop reason; a rollout counts once."""
-    masked: int
-
-
-def count(verdicts: Iterable[Verdict]) -> Counts:
-    matched, dropped, masked = Counter[str](), Counter[str](), 0
-    for verdict in verdicts:
-        matched.update(match.filter for match in verdict.matches)
-        masked += verdict.masked
-        if reason := verdict.drop_reason:
-            dropped[reason] += 1
-    return Counts(matched=matched, dropped=dropped, masked=masked)
+    return Counter(match.filter for verdict in verdicts for match in verdict.matches)

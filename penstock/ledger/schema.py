@@ -95,7 +95,7 @@ def _open(path: Path, name: str, *, prepare: str = "") -> sqlite3.Connection:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn errors of SQLite into a LedgerError that says what to check."""
+    """Turn errors of SQLite into a LedgerError that names what to check."""
     try:
         yield
     except sqlite3.Error as error:

@@ -31,7 +31,7 @@ class GroupState(StrEnum):
 
 
 class JobKind(StrEnum):
-    """Named like the results that answer them (`messages.py`)."""
+    """The values are those of the results' field `answers` (`messages.py`)."""
 
     SURVEY = "survey"
     ROLLOUT = "rollout"
@@ -75,7 +75,7 @@ class BatchState(StrEnum):
 _R = RolloutState
 TRANSITIONS: dict[RolloutState, frozenset[RolloutState]] = {
     _R.PLANNED: frozenset({_R.SUBMITTED, _R.FILTERED}),
-    # submitted -> generated: a reply may arrive before a poll has seen the lease.
+    # submitted -> generated: a reply may arrive before a poll reads the lease.
     _R.SUBMITTED: frozenset({_R.RUNNING, _R.GENERATED, _R.FILTERED, _R.DEAD}),
     _R.RUNNING: frozenset({_R.SUBMITTED, _R.GENERATED, _R.FILTERED, _R.DEAD}),
     _R.GENERATED: frozenset({_R.FILTERED, _R.ADMITTED, _R.DEAD}),

@@ -142,7 +142,7 @@ class EmbeddedRedis:
         self.stop()
 
     def _start_on_port(self, server: Path) -> bool:
-        """False if the port is taken. Only the server's own bind can tell; a check before it would race."""
+        """False if the port is taken, by the error of the server's own bind: a check before it would race."""
         try:
             self._spawn(server)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""`kill -USR1 PID` prints the stacks of all threads and asyncio tasks of a process to its standard error."""
+"""`kill -USR1 PID` prints the stacks of all threads and asyncio tasks of the orchestrator to its standard error."""
 
 import asyncio
 import faulthandler

@@ -1,1 +1,1 @@
-"""The bodies of the compute jobs: fetch, call the pure stage, return its result. `tasks/` binds them to queues."""
+"""The compute stages: from a job's input and the store to the job's result. `tasks/` binds them to queues."""

@@ -1,4 +1,5 @@
-"""The group phase of the estimator, and the group filters, which need its shaped rewards."""
+"""The estimator's group phase, and the group filters, which need its shaped rewards. The orchestrator's composer runs
+the batch phase."""
 
 import numpy as np
 

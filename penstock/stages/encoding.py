@@ -1,5 +1,5 @@
-"""One data rank's file of one step. Rollouts whose columns cannot be read are named, so that the step can be formed
-without them."""
+"""Encodes one data rank of a step. If rollouts' columns cannot be read, the result names the rollouts, so that the step
+can be formed without them."""
 
 from penstock.batches import BatchPlan
 from penstock.batches.writer import encode_rank

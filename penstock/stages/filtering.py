@@ -4,7 +4,7 @@ import logging
 
 from penstock.config import RunConfig
 from penstock.errors import BlobCorrupt, BlobMissing
-from penstock.filters import RolloutTokens, Verdict, count, judge, rollout_filters
+from penstock.filters import RolloutTokens, Verdict, count_matches, judge, rollout_filters
 from penstock.messages import FilterResult, GroupInputs, RolloutResult
 from penstock.store import Store
 from penstock.store.columns import read_columns
@@ -26,11 +26,11 @@ def filter_group(store: Store, group: GroupInputs, config: RunConfig) -> FilterR
         except (BlobMissing, BlobCorrupt) as error:
             logger.error("action=blob_corrupt rollout=%s %s", member.rollout, error)
             dropped[member.rollout] = "blob_corrupt"
-    dropped = {r: reason for r, verdict in verdicts.items() if (reason := verdict.drop_reason)} | dropped
+    by_filter = {rollout: reason for rollout, verdict in verdicts.items() if (reason := verdict.drop_reason)}
     return FilterResult(
-        dropped=dropped,
+        dropped=by_filter | dropped,
         masked=tuple(rollout for rollout, verdict in verdicts.items() if verdict.masked),
-        matched=dict(count(verdicts.values()).matched),
+        matched=dict(count_matches(verdicts.values())),
     )
 
 

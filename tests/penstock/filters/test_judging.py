@@ -16,7 +16,6 @@ from penstock.filters import (
     Stale,
     Verdict,
     ZeroVariance,
-    count,
     group_filters,
     judge,
     judge_group,
@@ -33,14 +32,6 @@ def test_the_first_filter_that_drops_names_the_reason() -> None:
     assert [match.filter for match in verdict.matches] == ["gibberish", "overlong", "stale"]
     assert verdict.drop_reason == "overlong"
     assert not verdict.masked
-
-
-def test_a_rollouts_own_matches_come_before_its_groups() -> None:
-    own = judge(rollout([-1.0], versions=(0, 9)), rollout_filters(FilterSettings(), vocab_size=VOCAB))
-    groups = judge_group(group([1.0, 1.0]), group_filters(FilterSettings(), needs_variance=True))
-    assert (own + groups).drop_reason == "stale"
-    assert (Verdict() + groups).drop_reason == "zero_variance"
-    assert count([own + groups, groups]).matched == {"stale": 1, "zero_variance": 2}
 
 
 def test_custom_filters_are_found_by_name_in_the_registry() -> None:
