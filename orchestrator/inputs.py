@@ -1,4 +1,4 @@
-"""Job inputs: the plan files that jobs read from the store. Written before submission, deleted when not needed."""
+"""Job inputs: the files that jobs read from the store. Written before submission, deleted when not needed."""
 
 import logging
 from pathlib import Path
@@ -17,6 +17,7 @@ logger = logging.getLogger("penstock.inputs")
 
 READ_IN_STATES = frozenset({GroupState.SCORING, GroupState.FILTERING, GroupState.ESTIMATING})
 READING_KINDS = frozenset({JobKind.SCORE, JobKind.FILTER, JobKind.ADVANTAGE, JobKind.ENCODE})
+Content = GroupInputs | BatchPlan
 NO_BLOB = BlobRef(key="none", size=0, checksum="")  # of rollouts without files: those of the no-op environment
 
 
@@ -26,7 +27,7 @@ class JobInputs:
         self._run = run
         self._ledger = ledger
         self._store = config.store_dir
-        self._written: dict[str, GroupInputs | BatchPlan | None] = dict.fromkeys(job_inputs.keys(self._store, run))
+        self._written: dict[str, Content | None] = dict.fromkeys(job_inputs.keys(self._store, run))
         """files in the store; None for those of an earlier orchestrator"""
         self.trouble: str | None = None
         """why the files cannot be written at present"""
@@ -44,11 +45,11 @@ class JobInputs:
         """
         readers = [(self.key(job), job) for job in jobs if job.kind in READING_KINDS]
         retried = {key for key, job in readers if job.attempt}
-        planned = {key: self._plan(job) for key, job in dict(readers).items()}
-        wanted = {key: plan for key, plan in planned.items() if key in retried or self._written.get(key) != plan}
+        contents = {key: self._content(job) for key, job in dict(readers).items()}
+        wanted = {key: new for key, new in contents.items() if key in retried or self._written.get(key) != new}
         if not wanted:
             return True
-        stale = self._written.keys() - self._needed() - planned.keys()
+        stale = self._written.keys() - self._needed() - contents.keys()
         try:
             await in_io_thread(_write_and_delete, self._store, wanted, stale)
         except OSError as error:
@@ -72,15 +73,15 @@ class JobInputs:
             job_inputs.step_key(self._run, batch.step, batch.formation) for batch in steps
         }
 
-    def _plan(self, job: JobRecord) -> GroupInputs | BatchPlan:
+    def _content(self, job: JobRecord) -> Content:
         if job.kind is JobKind.ENCODE:
             return batch_plan(self._config, self._ledger.batches[int(job.subject)])
         return group_inputs(self._ledger.groups[job.subject], self._ledger.number("policy_version"))
 
 
-def _write_and_delete(store: Path, wanted: dict[str, GroupInputs | BatchPlan], stale: set[str]) -> None:
-    for key, plan in wanted.items():
-        job_inputs.write(store, key, plan)
+def _write_and_delete(store: Path, wanted: dict[str, Content], stale: set[str]) -> None:
+    for key, content in wanted.items():
+        job_inputs.write(store, key, content)
     for key in stale:
         job_inputs.delete(store, key)
 

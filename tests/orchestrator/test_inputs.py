@@ -29,15 +29,15 @@ class Scene:
         assert asyncio.run(self.files.ensure([job]))
 
 
-def test_a_group_s_next_job_reads_the_same_file(ledger: Ledger, tmp_path: Path) -> None:
+def test_the_next_job_of_a_group_reads_the_same_file(ledger: Ledger, tmp_path: Path) -> None:
     scene = Scene(ledger, tmp_path)
     scene.ensure(scene.job(JobKind.FILTER))
-    scene.file.write_text("as it was")
+    scene.file.write_text("unchanged")
     scene.ensure(scene.job(JobKind.ADVANTAGE))
-    assert scene.file.read_text() == "as it was"
+    assert scene.file.read_text() == "unchanged"
 
 
-def test_a_plan_that_has_changed_is_written_again(ledger: Ledger, tmp_path: Path) -> None:
+def test_changed_inputs_are_written_again(ledger: Ledger, tmp_path: Path) -> None:
     scene = Scene(ledger, tmp_path)
     scene.ensure(scene.job(JobKind.FILTER))
     before = scene.file.read_text()

@@ -33,7 +33,7 @@ def answer_to(messages: Sequence[dict[str, Any]]) -> str:
     return f"answer {xxhash.xxh3_64_intdigest(json.dumps(messages).encode()) % 1000}"
 
 
-def spoken(texts: Sequence[str]) -> list[dict[str, Any]]:
+def conversation_of(texts: Sequence[str]) -> list[dict[str, Any]]:
     """The conversation whose user messages are `texts`."""
     messages: list[dict[str, Any]] = []
     for text in texts:

@@ -17,7 +17,7 @@ PENSTOCK = str(Path(sys.executable).parent / "penstock")
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
 READY = re.compile(r"action=engine_ready url=http://([\d.]+):(\d+)")
 
-ASK: dict[str, dict[str, Any]] = {
+RECORDED_FIELDS: dict[str, dict[str, Any]] = {
     "vllm": {"logprobs": True, "return_token_ids": True},
     "sglang": {
         "logprobs": True,

@@ -156,10 +156,10 @@ def serving(respond: Respond) -> Generator[Server]:
 
 def prompt_ids(messages: Sequence[Message]) -> list[int]:
     """Each message as its role and its bytes; the ids of a longer conversation begin with those of its prefix."""
-    return [token for message in messages for token in (ROLES[message["role"]], *spoken_ids(message))] + [3]
+    return [token for message in messages for token in (ROLES[message["role"]], *content_ids(message))] + [3]
 
 
-def spoken_ids(message: Message) -> list[int]:
+def content_ids(message: Message) -> list[int]:
     calls = message.get("tool_calls")
     return list(((message.get("content") or "") + (json.dumps(calls) if calls else "")).encode())
 
@@ -170,7 +170,7 @@ def answer(
     """The body of a response whose completion is `message`."""
     message = {"role": "assistant", "content": message} if isinstance(message, str) else message
     ids = request.body["token_ids"] if dialect == "generate" else prompt_ids(request.messages)
-    completion = spoken_ids(message)
+    completion = content_ids(message)
     start = {
         "vllm": 0,
         "sglang": request.body.get("routed_experts_start_len", 0),

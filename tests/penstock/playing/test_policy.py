@@ -16,9 +16,9 @@ from support.upstream import (
     Response,
     answer,
     calling,
+    content_ids,
     prompt_ids,
     serving,
-    spoken_ids,
     tool_call,
     user,
 )
@@ -291,7 +291,7 @@ def test_every_dialect_records_the_same_tokens_and_rows(tmp_path: Path, dialect:
             async with recorded_policy(tmp_path, server.url, renderer=renderer, **engine) as (policy, session):
                 messages = await conversation(policy, 3)
                 result = await session.seal()
-        ids = [token for message in messages for token in spoken_ids(message)]
+        ids = [token for message in messages for token in content_ids(message)]
         columns = read_columns(Store(tmp_path), result.columns)
         assert [token for token in columns.input_ids.tolist() if token > 4] == ids
         assert result.experts

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from support.conversations import assistant, chat, prompt_ids, spoken, started, talk, user
+from support.conversations import assistant, chat, conversation_of, prompt_ids, started, talk, user
 from support.waiting import wait_until
 
 from penstock.errors import BadRequest, BlobCorrupt, BlobMissing
@@ -94,7 +94,7 @@ def test_all_turns_of_a_killed_process_are_recovered(store: Store, undisturbed: 
     async def main() -> None:
         session = await Session.recover(store, KEY)
         assert killed_after <= session.turns <= len(TEXTS)
-        messages = spoken(TEXTS[: session.turns])
+        messages = conversation_of(TEXTS[: session.turns])
         assert session.token_ids().tolist() == (prompt_ids(messages)[:-1] if messages else [])
         await talk(session, TEXTS[session.turns :], after=messages)
         assert await session.seal() == undisturbed
@@ -106,7 +106,7 @@ def test_a_cut_off_frame_is_discarded(store: Store, undisturbed: Any) -> None:
     async def two_turns() -> int:
         session = await recorded(store, 1)
         whole = log_of(store).stat().st_size
-        await talk(session, TEXTS[1:2], after=spoken(TEXTS[:1]))
+        await talk(session, TEXTS[1:2], after=conversation_of(TEXTS[:1]))
         return whole
 
     first = run(two_turns())
@@ -129,7 +129,7 @@ def test_a_cut_off_frame_is_discarded(store: Store, undisturbed: Any) -> None:
             log_of(store).write_bytes(torn)
             assert (await Session.recover(store, KEY)).turns == 1
         session = await Session.recover(store, KEY)
-        await talk(session, TEXTS[1:], after=spoken(TEXTS[:1]))
+        await talk(session, TEXTS[1:], after=conversation_of(TEXTS[:1]))
         assert await session.seal() == undisturbed
 
     run(damaged_and_continued())
@@ -199,7 +199,7 @@ def test_a_session_killed_while_sealing_can_be_sealed_again(store: Store, undist
 
 def test_a_recovered_conversation_can_be_continued_and_reverted(store: Store) -> None:
     run(recorded(store, 3))
-    messages = spoken(TEXTS[:3])
+    messages = conversation_of(TEXTS[:3])
 
     async def main() -> None:
         session = await Session.recover(store, KEY)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine_process import ASK, CHAT, GENERATE, EngineProcess, running, user
+from support.engine_process import CHAT, GENERATE, RECORDED_FIELDS, EngineProcess, running, user
 
 from penstock.engines.dialects import Endpoint
 from penstock.engines.response import RequestInfo, read_turn
@@ -47,7 +47,7 @@ def every_answer(engines: Engines, messages: list[Any], **sampling: Any) -> Iter
     prompt = bytes_chatml.encode(messages)
     request = RequestInfo(endpoint=Endpoint.GENERATE, prompt_ids=prompt)
     for (dialect, form), engine in engines.items():
-        body = engine.answer(CHAT, {"messages": messages, **ASK[dialect], **sampling})
+        body = engine.answer(CHAT, {"messages": messages, **RECORDED_FIELDS[dialect], **sampling})
         yield f"{dialect} {form}", read_turn(body, route_format=FORMAT)
         body = engine.answer(GENERATE, generate_request(prompt, **sampling))
         yield f"generate {form}", read_turn(body, request=request, route_format=FORMAT)
@@ -74,7 +74,7 @@ def content(turn: Turn) -> str:
 
 def test_responses_depend_only_on_the_request(engine: EngineProcess, tmp_path: Path) -> None:
     """The same bytes in any order, from any process."""
-    requests = [{"messages": [user(QUESTION)], "seed": seed, **ASK["vllm"]} for seed in range(20)]
+    requests = [{"messages": [user(QUESTION)], "seed": seed, **RECORDED_FIELDS["vllm"]} for seed in range(20)]
     bodies = [engine.answer(CHAT, request) for request in requests]
     assert len(set(bodies)) == 20
     assert [engine.answer(CHAT, request) for request in reversed(requests)] == bodies[::-1]
@@ -103,7 +103,12 @@ def test_every_turn_of_a_game_extends_the_previous_one(engines: Engines, dialect
     sequence = np.empty(0, np.int32)
     while not turns or turns[-1].finish_reason == "tool_calls":
         start = open_samples[0].rows_from if open_samples else 0
-        request = ASK[dialect] | {"messages": messages, "tools": tools, "seed": len(turns), START_FIELD[dialect]: start}
+        request = RECORDED_FIELDS[dialect] | {
+            "messages": messages,
+            "tools": tools,
+            "seed": len(turns),
+            START_FIELD[dialect]: start,
+        }
         body = engine.answer(CHAT, request)
         turn = read_turn(body, open_samples=open_samples, request=RequestInfo(routes_from=start), route_format=FORMAT)
         assert turn.extends == (0 if open_samples else None)
@@ -136,7 +141,7 @@ def test_a_completion_is_cut_at_max_tokens(engines: Engines) -> None:
 
 def test_length_latency_and_skill_follow_the_settings(tmp_path: Path) -> None:
     settings = ("--length", "uniform:40:60", "--latency", "uniform:0:0.01", "--skill", "1")
-    requests = [{"messages": [user(QUESTION)], "seed": seed, **ASK["sglang"]} for seed in range(40)]
+    requests = [{"messages": [user(QUESTION)], "seed": seed, **RECORDED_FIELDS["sglang"]} for seed in range(40)]
     with running(tmp_path, "--dialect", "sglang", *settings) as engine:
         choices = [json.loads(engine.answer(CHAT, request))["choices"][0] for request in requests]
     lengths = [choice["meta_info"]["completion_tokens"] for choice in choices]
@@ -152,7 +157,9 @@ def test_fields_that_were_not_requested_are_not_sent(engines: Engines) -> None:
     assert vllm["prompt_token_ids"] is vllm["choices"][0]["token_ids"] is vllm["choices"][0]["logprobs"] is None
     sglang = json.loads(engines["sglang", "object"].answer(CHAT, request))["choices"][0]
     assert not {"meta_info", "prompt_token_ids", "routed_experts"} & sglang.keys()
-    tokens = engines["sglang", "object"].answer(CHAT, request | ASK["sglang"] | {"return_routed_experts": False})
+    tokens = engines["sglang", "object"].answer(
+        CHAT, request | RECORDED_FIELDS["sglang"] | {"return_routed_experts": False}
+    )
     assert "routed_experts" not in json.loads(tokens)["choices"][0]["meta_info"]
 
 
@@ -172,7 +179,7 @@ SGLANG_FIELDS = (
 
 @pytest.mark.parametrize(("dialect", "fields"), [("vllm", VLLM_FIELDS), ("sglang", SGLANG_FIELDS)])
 def test_fields_and_their_order_match_the_real_engine(engines: Engines, dialect: str, fields: str) -> None:
-    body = engines[dialect, "npy"].answer(CHAT, {"messages": [user("hi")], **ASK[dialect]})
+    body = engines[dialect, "npy"].answer(CHAT, {"messages": [user("hi")], **RECORDED_FIELDS[dialect]})
     response = json.loads(body)
     choice = response["choices"][0]
     objects = [response, choice, choice["message"], choice["logprobs"]["content"][0], choice.get("meta_info")]
@@ -182,8 +189,10 @@ def test_fields_and_their_order_match_the_real_engine(engines: Engines, dialect:
 
 def test_sglang_takes_the_prompt_as_ids(sglang: EngineProcess) -> None:
     ids = bytes_chatml.encode(LONG)
-    by_messages = sglang.answer(CHAT, {"messages": LONG, "seed": 1, **ASK["sglang"]})
-    by_ids = sglang.answer(CHAT, {"messages": [user("?")], "input_ids": ids.tolist(), "seed": 1, **ASK["sglang"]})
+    by_messages = sglang.answer(CHAT, {"messages": LONG, "seed": 1, **RECORDED_FIELDS["sglang"]})
+    by_ids = sglang.answer(
+        CHAT, {"messages": [user("?")], "input_ids": ids.tolist(), "seed": 1, **RECORDED_FIELDS["sglang"]}
+    )
     assert by_ids == by_messages
 
 

@@ -9,7 +9,7 @@ from select import select
 from typing import Any
 
 import pytest
-from support.engine_process import ASK, CHAT, GENERATE, EngineProcess, running, user
+from support.engine_process import CHAT, GENERATE, RECORDED_FIELDS, EngineProcess, running, user
 
 from penstock.engines.response import read_turn
 from penstock.errors import Upstream
@@ -36,7 +36,7 @@ def test_responses_carry_the_published_version(tmp_path: Path) -> None:
     with running(tmp_path, "--dialect", "sglang") as engine:
 
         def version() -> int | None:
-            return read_turn(engine.answer(CHAT, HELLO | ASK["sglang"])).version
+            return read_turn(engine.answer(CHAT, HELLO | RECORDED_FIELDS["sglang"])).version
 
         assert version() == 0
         assert json.loads(engine.answer("/update_weights", {"weight_version": 7})) == {
@@ -105,7 +105,7 @@ def test_failures_are_repeatable_and_a_retry_may_succeed(tmp_path: Path) -> None
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_the_library_refuses_every_malformed_body(tmp_path: Path, dialect: str) -> None:
     with running(tmp_path, "--failures", "malformed=1", "--dialect", dialect) as engine:
-        bodies = [engine.answer(CHAT, HELLO | ASK[dialect] | {"seed": seed}) for seed in range(20)]
+        bodies = [engine.answer(CHAT, HELLO | RECORDED_FIELDS[dialect] | {"seed": seed}) for seed in range(20)]
     for body in bodies:
         with pytest.raises(Upstream):
             read_turn(body)

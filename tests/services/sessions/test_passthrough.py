@@ -8,7 +8,7 @@ import pytest
 from support.conversations import LAYERS, TOPK, rows_of
 from support.engine_responses import compact, routed
 from support.session_process import Agent, HttpResponse, Script, SessionsProcess, running
-from support.upstream import ReceivedRequest, Response, answer, calling, prompt_ids, spoken_ids, tool_call, user
+from support.upstream import ReceivedRequest, Response, answer, calling, content_ids, prompt_ids, tool_call, user
 
 from penstock.store import BlobRef, Store
 from penstock.store.columns import read_columns
@@ -170,7 +170,7 @@ def test_streamed_tool_calls_carry_an_index(agent: Agent, script: Script) -> Non
     messages = [user("call"), calling(*calls), {"role": "tool", "tool_call_id": "c1", "content": "2"}]
     assert agent.chat(messages).status == 200
     sealed = agent.request("POST", "/seal").json
-    assert sealed["sample_lengths"] == [len(prompt_ids(messages)) + len(spoken_ids({"content": "answer 3 to 2"}))]
+    assert sealed["sample_lengths"] == [len(prompt_ids(messages)) + len(content_ids({"content": "answer 3 to 2"}))]
 
 
 def test_large_responses_are_read_in_a_thread_and_not_kept(agent: Agent, script: Script) -> None:
