@@ -4,7 +4,6 @@ The bare server sends responses of the same size, which is the upper limit on th
 """
 
 import contextlib
-import re
 import selectors
 import socket
 import tempfile
@@ -15,12 +14,11 @@ from pathlib import Path
 
 import orjson
 
-from bench.harness.processes import Process
+from bench.harness.processes import Process, listening_port
 from bench.harness.procfs import cpu_s
 from bench.harness.report import Report, Target, median
 
 ENGINE = ["penstock", "engine", "--port", "0", "--layers", "48", "--form", "object", "--length", "constant:120"]
-READY = re.compile(r"url=http://127\.0\.0\.1:(\d+)")
 SIZES = {"1.3 MB": (2_400, 64), "25 MB": (48_000, 8)}
 """characters of the prompt (one row of 48 x 8 experts each), and connections"""
 SHARE_OF_BARE = 0.5
@@ -111,8 +109,6 @@ def running(command: list[str]) -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as directory:
         process = Process(command[1], command, directory=Path(directory), variables={})
         try:
-            match = process.wait_until(lambda: READY.search(process.output_tail), what="it is listening", timeout_s=60)
-            assert match is not None
-            yield Server(pid=process.pid, port=int(match[1]))
+            yield Server(pid=process.pid, port=listening_port(process))
         finally:
             process.kill()

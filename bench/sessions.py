@@ -5,20 +5,18 @@ itself, and polling a server that does nothing else (the canary).
 """
 
 import contextlib
-import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.harness.processes import Process
+from bench.harness.processes import Process, listening_port
 from bench.harness.procfs import cpu_s, resident_bytes
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
 from bench.harness.session_load import SessionLoad
 
-READY = re.compile(r"url=http://127\.0\.0\.1:(\d+)")
 FORMS = {"base64": "object", "npy": "npy", "lists": "lists"}
 SIZES = {"1.3 MB": (2_000, 64), "25 MB": (46_000, 8)}
 """characters of a session's first request (one row of 48 x 8 experts each), and concurrent agents"""
@@ -159,17 +157,17 @@ def ready(lengths: Lengths) -> Iterator[Bench]:
         small = stack.enter_context(_pair(directory, "small", ["--layers", "2", "--topk", "2"]))
         bare = stack.enter_context(_running(directory, "bare", ["python", "-m", "bench.harness.bare_server", "79"]))
         load, poller = stack.enter_context(SessionLoad()), stack.enter_context(SessionLoad())
-        yield Bench(pairs=pairs, small=small, bare_port=_port(bare), load=load, poller=poller, lengths=lengths)
+        yield Bench(pairs=pairs, small=small, bare_port=listening_port(bare), load=load, poller=poller, lengths=lengths)
 
 
 @contextlib.contextmanager
 def _pair(directory: Path, name: str, shape: list[str]) -> Iterator[Pair]:
     engine = ["penstock", "engine", "--port", "0", "--length", "constant:120", *shape]
     with _running(directory, f"{name}-engine", engine) as upstream:
-        url, store = f"http://127.0.0.1:{_port(upstream)}", (directory / f"{name}-store").as_uri()
+        url, store = f"http://127.0.0.1:{listening_port(upstream)}", (directory / f"{name}-store").as_uri()
         command = ["penstock", "sessions", "--port", "0", "--engine-urls", url, "--store", store]
         with _running(directory, f"{name}-sessions", command) as server:
-            yield Pair(server=server, port=_port(server), engine_port=_port(upstream))
+            yield Pair(server=server, port=listening_port(server), engine_port=listening_port(upstream))
 
 
 @contextlib.contextmanager
@@ -179,9 +177,3 @@ def _running(directory: Path, name: str, command: list[str]) -> Iterator[Process
         yield process
     finally:
         process.kill()
-
-
-def _port(process: Process) -> int:
-    match = process.wait_until(lambda: READY.search(process.output), what="it is listening", timeout_s=60)
-    assert match is not None
-    return int(match[1])

@@ -6,7 +6,7 @@
     follow_trainer  read acknowledgements and policy versions, release blobs
     sweep           delete files that the ledger does not name
 
-and beside them: renew the run's lock (`lock.keep`), report (`reporter`, `metrics`), measure event loop lag (`lag`, and
+and in addition: renew the run's lock (`lock.keep`), report (`reporter`, `metrics`), measure event loop lag (`lag`, and
 `lags` of other processes). `drive` sleeps until a reply, a loss, the trainer or half a second wakes it. A duty that
 raises ends them all. The Orchestrator wires the components; they do not import it.
 """

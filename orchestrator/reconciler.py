@@ -17,6 +17,7 @@ from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import JobRecord
 from orchestrator.staleness import Staleness
+from orchestrator.submission import timeout_s
 from penstock import redis_keys
 from penstock.config import RunConfig
 from penstock.ids import LeaseId
@@ -157,7 +158,7 @@ class Reconciler:
                 observed.version = self._ledger.number("policy_version")
             if job.kind is JobKind.ROLLOUT and self._staleness.drops(observed.version):
                 self._groups.cancel_stale(job)
-            elif observed.running_s > self._timeout_s(job) + GRACE_S + self._config.recovery.lease_s:
+            elif observed.running_s > timeout_s(self._config, job.kind) + GRACE_S + self._config.recovery.lease_s:
                 findings.revoke.append(job.task_id(self._run))
                 self._groups.job_lost(
                     job, f"still running {observed.running_s:.0f} s after its start, over its time-out"
@@ -170,11 +171,6 @@ class Reconciler:
             observed.missing_s += passed_s
             if observed.missing_s > self._config.recovery.lease_s:
                 self._groups.job_lost(job, "not queued, not running, and no reply")
-
-    def _timeout_s(self, job: JobRecord) -> float:
-        if job.kind is JobKind.ROLLOUT:
-            return self._config.rollouts.timeout_s
-        return self._config.recovery.stage_timeout_s
 
     def _mark_running(self, job: JobRecord) -> None:
         if job.kind is JobKind.ROLLOUT and (rollout := self._ledger.rollout(job)).state is RolloutState.SUBMITTED:

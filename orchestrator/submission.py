@@ -97,11 +97,14 @@ class Submitter:
                 return EncodeJob(**common, plan=self.inputs.key(job), step=step, data_rank=data_rank)
 
     def _common(self, job: JobRecord) -> dict[str, Any]:
-        rollout = job.kind is JobKind.ROLLOUT
         return {
             "run": self._run,
             "job": job.id,
             "attempt": job.attempt,
             "sequence": job.sequence,
-            "timeout_s": self._config.rollouts.timeout_s if rollout else self._config.recovery.stage_timeout_s,
+            "timeout_s": timeout_s(self._config, job.kind),
         }
+
+
+def timeout_s(config: RunConfig, kind: JobKind) -> float:
+    return config.rollouts.timeout_s if kind is JobKind.ROLLOUT else config.recovery.stage_timeout_s

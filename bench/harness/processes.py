@@ -1,6 +1,7 @@
 """Processes of a benchmark or a demo: each in its own process group, its output in a file. None outlives its parent."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.02
 TAIL_CHARACTERS = 2000
+LISTENING = re.compile(r"url=http://127\.0\.0\.1:(\d+)")
+LISTEN_S = 60.0
 
 
 class Process:
@@ -86,6 +89,13 @@ class Process:
         if self._popen.returncode is None:
             os.killpg(self.pid, signal.SIGKILL)
             self._popen.wait()
+
+
+def listening_port(process: Process) -> int:
+    """Wait until a server has logged its URL. Returns its port."""
+    match = process.wait_until(lambda: LISTENING.search(process.output), what="it is listening", timeout_s=LISTEN_S)
+    assert match is not None
+    return int(match[1])
 
 
 class LineProcess:
