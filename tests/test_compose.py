@@ -35,7 +35,7 @@ def options(command: list[str]) -> list[str]:
 
 
 def test_the_file_works_with_compose_1_and_2() -> None:
-    """1.29 knows neither `name` nor `start_interval`; 2 warns of `version`."""
+    """1.29 supports neither `name` nor `start_interval`; 2 warns of `version`."""
     assert {key for key in COMPOSE if not key.startswith("x-")} == {"services", "volumes"}
     known = {"test", "interval", "timeout", "retries", "start_period"}
     assert all(service["healthcheck"].keys() <= known for service in SERVICES.values())
@@ -90,20 +90,20 @@ def test_redis_is_durable_and_evicts_nothing() -> None:
 def test_commands_and_options_of_penstock_exist(name: str) -> None:
     program, command, *arguments = SERVICES[name]["command"]
     assert program == "penstock"
-    found = get_command(app).commands[command]  # pyright: ignore[reportAttributeAccessIssue]
-    known = {option for parameter in found.params for option in parameter.opts}
+    subcommand = get_command(app).commands[command]  # pyright: ignore[reportAttributeAccessIssue]
+    known = {option for parameter in subcommand.params for option in parameter.opts}
     assert set(options(arguments)) <= known
 
 
 def test_the_celery_apps_exist_and_every_queue_has_a_worker() -> None:
-    taken: list[str] = []
+    served: list[str] = []
     for name in (*WORKERS, "flower"):
         program, flag, module, command, *arguments = SERVICES[name]["command"]
         assert (program, flag) == ("celery", "-A")
         assert isinstance(importlib.import_module(module).app, Celery)
         assert command == ("worker" if name in WORKERS else "flower")
-        taken += arguments[arguments.index("-Q") + 1].split(",") if name in WORKERS else []
-    assert sorted(taken) == sorted(queue.value for queue in Queue)
+        served += arguments[arguments.index("-Q") + 1].split(",") if name in WORKERS else []
+    assert sorted(served) == sorted(queue.value for queue in Queue)
 
 
 def test_the_trainer_script_exists_and_reads_the_run_directory() -> None:

@@ -1,4 +1,4 @@
-"""What an installation without the `dev` extra has is enough: the image has no more."""
+"""Every command starts with the packages of the extra `app`, which is all that the image has."""
 
 import json
 import subprocess
@@ -46,23 +46,26 @@ def canonical(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
 
 
-def installed_for(requirements: Iterable[str], extras: Iterable[str], seen: set[str]) -> set[str]:
+def installed_for(requirements: Iterable[str], extras: Iterable[str], installed: set[str]) -> set[str]:
     """The distributions that pip would install."""
     for line in requirements:
         needed = Requirement(line)
         wanted = needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in ("", *extras))
         name = canonical(needed.name)
-        if wanted and f"{name}{needed.extras}" not in seen:
-            seen |= {name, f"{name}{needed.extras}"}
-            installed_for(metadata.requires(name) or [], needed.extras, seen)
-    return seen
+        if wanted and f"{name}{needed.extras}" not in installed:
+            installed |= {name, f"{name}{needed.extras}"}
+            installed_for(metadata.requires(name) or [], needed.extras, installed)
+    return installed
 
 
 def test_every_command_starts_with_what_the_extra_app_installs() -> None:
     project = tomllib.loads(PYPROJECT.read_text())["project"]
-    there = installed_for(project["dependencies"] + project["optional-dependencies"]["app"], [], {"penstock"})
-    providers = {name: {canonical(one) for one in those} for name, those in metadata.packages_distributions().items()}
-    refused = [name for name, those in providers.items() if not those & there]
+    allowed = installed_for(project["dependencies"] + project["optional-dependencies"]["app"], [], {"penstock"})
+    providers = {
+        name: {canonical(each) for each in distributions}
+        for name, distributions in metadata.packages_distributions().items()
+    }
+    refused = [name for name, distributions in providers.items() if not distributions & allowed]
     assert {"pytest", "hypothesis"} <= set(refused)
     command = [sys.executable, "-c", IMPORTED, json.dumps(refused), *COMMANDS.split(), *BY_NAME.split()]
     done = subprocess.run(command, check=False, capture_output=True, text=True)

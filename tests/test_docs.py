@@ -34,7 +34,7 @@ PACKAGES = ("penstock", "tasks", "workers", "orchestrator", "services", "cli", "
 FOLDERS = (*PACKAGES, "examples", "tests", "docs", "deploy")
 
 RUN_HERE = ("celery -A workers", "penstock run", "penstock status", "penstock audit")
-"""With the README's arguments; on other pages with others, which are parsed."""
+"""Run with the README's arguments. With the arguments of other pages they are only parsed."""
 RUN_BY = {
     "celery -A tasks flower": "tests/recovery/test_flower.py",
     "docker-compose": "tests/test_compose.py",
@@ -189,7 +189,7 @@ class ReadmeRun:
         program = sys.executable if command[0] == "python" else str(BIN / command[0])
         return self.cluster.start(command[0], program, *command[1:], **self.variables)
 
-    def request(self, command: list[str]) -> str:
+    def output(self, command: list[str]) -> str:
         process = self.start(command)
         assert process.wait() == 0, process.text
         return process.text
@@ -220,11 +220,11 @@ def test_the_readmes_run_delivers_its_steps_to_its_trainer(readme_run: ReadmeRun
     assert '"version":2' in (trained / "policy.json").read_text().replace(" ", "")
 
 
-def test_status_and_audit_answer_as_the_readme_says(readme_run: ReadmeRun) -> None:
-    asking = [command for command in README.commands() if command[1] in ("status", "audit")]
-    answers = {command[1]: readme_run.request(command) for command in asking}
-    assert "2 of 2 delivered" in answers["status"]
-    assert "+ 0 in flight + 0 dead" in answers["audit"]
+def test_status_and_audit_print_what_the_readme_describes(readme_run: ReadmeRun) -> None:
+    commands = [command for command in README.commands() if command[1] in ("status", "audit")]
+    outputs = {command[1]: readme_run.output(command) for command in commands}
+    assert "2 of 2 delivered" in outputs["status"]
+    assert "+ 0 in flight + 0 dead" in outputs["audit"]
 
 
 # Samples
@@ -250,8 +250,8 @@ def test_python_blocks_compile_and_use_the_readers_own_names(page: Page) -> None
 
 def is_attribute(kind: type, name: str) -> bool:
     """Of the class, or set by its `__init__`."""
-    made = kind.__init__.__code__.co_names if hasattr(kind.__init__, "__code__") else ()
-    return hasattr(kind, name) or name in kind.__annotations__ or name in made
+    assigned = kind.__init__.__code__.co_names if hasattr(kind.__init__, "__code__") else ()
+    return hasattr(kind, name) or name in kind.__annotations__ or name in assigned
 
 
 def test_the_environment_of_the_guide_plays(readme_run: ReadmeRun, tmp_path: Path, monkeypatch: Any) -> None:
@@ -269,7 +269,7 @@ def test_the_environment_of_the_guide_plays(readme_run: ReadmeRun, tmp_path: Pat
             results.append(await play(stage, environment, 0, attempt_of()))
 
     run(main)
-    assert results[0].metrics["hinted"] == 1.0, "an engine without a model does not know capitals"
+    assert results[0].metrics["hinted"] == 1.0, "an engine without a model does not answer with a capital"
     assert results[0].policy_error is None
 
 

@@ -10,5 +10,5 @@ NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "
 
 
 @pytest.mark.parametrize(("file", "test"), NAMED)
-def test_the_test_is_there(file: str, test: str) -> None:
+def test_every_named_test_exists(file: str, test: str) -> None:
     assert re.search(rf"^(async )?def {test}\(", (ROOT / file).read_text(), re.MULTILINE)

@@ -63,8 +63,8 @@ def test_a_worker_id_survives_formatting(id: WorkerId) -> None:
 @given(st.text())
 @pytest.mark.parametrize("kind", [RolloutId, TaskId, LeaseId, LeaseValue])
 def test_a_matched_id_formats_back_to_the_same_text(kind: Any, text: str) -> None:
-    found = kind.match(text)
-    assert found is None or str(found) == text
+    matched = kind.match(text)
+    assert matched is None or str(matched) == text
 
 
 @pytest.mark.parametrize(

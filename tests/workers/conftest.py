@@ -43,19 +43,19 @@ class Events:
     """The events that a monitor such as Flower receives."""
 
     def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
-        self._receiver = app.events.Receiver(app.connection_for_read(), handlers={"*": self.seen.append})
+        self.received: list[dict[str, Any]] = []
+        self._receiver = app.events.Receiver(app.connection_for_read(), handlers={"*": self.received.append})
         self._thread = threading.Thread(target=self._capture)
         self._thread.start()
 
     def of(self, task_id: str) -> list[str]:
-        return [event["type"] for event in self.seen if event.get("uuid") == task_id]
+        return [event["type"] for event in self.received if event.get("uuid") == task_id]
 
     def wait_for(self, task_id: str, kind: str) -> dict[str, Any]:
-        def found() -> dict[str, Any] | None:
-            return next((e for e in list(self.seen) if (e.get("uuid"), e["type"]) == (task_id, kind)), None)
+        def event() -> dict[str, Any] | None:
+            return next((e for e in list(self.received) if (e.get("uuid"), e["type"]) == (task_id, kind)), None)
 
-        return wait_until(found, what=f"{kind} of {task_id}, got {self.of(task_id)}")
+        return wait_until(event, what=f"{kind} of {task_id}, received {self.of(task_id)}")
 
     def stop(self) -> None:
         self._receiver.should_stop = True

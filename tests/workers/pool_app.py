@@ -115,7 +115,7 @@ async def order(order: Order) -> None:
 
 @app.task(name="pool_app.fail")
 async def fail(secret: str) -> None:
-    raise ValueError("the engine said no")
+    raise ValueError("the engine refused")
 
 
 @app.task(name="pool_app.exit")

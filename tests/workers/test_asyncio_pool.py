@@ -73,9 +73,9 @@ def test_a_monitor_sees_a_task_start_and_succeed(events: Events) -> None:
 def test_a_failure_shows_its_type_and_no_argument(worker: WorkerProcess, events: Events) -> None:
     task_id = send(pool_app.fail, "a prompt")
     failed = events.wait_for(task_id, "task-failed")
-    assert failed["exception"] == "ValueError('the engine said no')"
+    assert failed["exception"] == "ValueError('the engine refused')"
     assert "in fail" in failed["traceback"]
-    assert "a prompt" not in json.dumps(events.seen)
+    assert "a prompt" not in json.dumps(events.received)
     assert f"Task pool_app.fail[{task_id}] failed: ValueError" in worker.log
     assert "a prompt" not in worker.log
 

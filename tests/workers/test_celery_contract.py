@@ -100,8 +100,8 @@ def request_(app: Celery, recorder: Recorder) -> Request:
 
 
 def test_celery_and_kombu_have_the_versions_that_the_pool_supports() -> None:
-    found = {name: version(name).rsplit(".", 1)[0] for name in ("celery", "kombu")}
-    assert found == {"celery": "5.7", "kombu": "5.7"}, "run the tests of this directory, then move the pins"
+    installed = {name: version(name).rsplit(".", 1)[0] for name in ("celery", "kombu")}
+    assert installed == {"celery": "5.7", "kombu": "5.7"}, "run the tests of this directory, then move the pins"
 
 
 def test_worker_pool_is_honoured_when_no_pool_is_given_on_the_command_line(app: Celery) -> None:
@@ -193,17 +193,17 @@ def test_the_pool_overrides_hooks_that_exist() -> None:
 
 
 def test_a_pool_is_active_between_start_and_close_and_stops_by_its_hooks(app: Celery) -> None:
-    seen: list[str] = []
+    calls: list[str] = []
 
     class Pool(BasePool):
         def on_start(self) -> None:
-            seen.append(f"start {self.active}")
+            calls.append(f"start {self.active}")
 
         def on_stop(self) -> None:
-            seen.append(f"stop {self.active}")
+            calls.append(f"stop {self.active}")
 
         def on_terminate(self) -> None:
-            seen.append(f"terminate {self.active}")
+            calls.append(f"terminate {self.active}")
 
     pool = Pool(4, app=app)
     pool.start()
@@ -211,7 +211,7 @@ def test_a_pool_is_active_between_start_and_close_and_stops_by_its_hooks(app: Ce
     pool.close()
     pool.stop()
     pool.terminate()
-    assert seen == ["start False", "stop False", "terminate False"], "BasePool's life cycle has changed"
+    assert calls == ["start False", "stop False", "terminate False"], "BasePool's life cycle has changed"
     assert pool.num_processes == pool.limit == 4
 
 
@@ -247,10 +247,10 @@ def test_without_prefetching_a_worker_takes_as_many_messages_as_the_pool_has_slo
 
 
 def test_a_coroutine_function_is_seen_through_the_pydantic_wrapper(app: Celery) -> None:
-    async def ask(prompt: Prompt) -> str:
+    async def complete(prompt: Prompt) -> str:
         return type(prompt).__name__
 
-    task = app.task(name="contract.ask", pydantic=True)(ask)
+    task = app.task(name="contract.complete", pydantic=True)(complete)
     assert inspect.iscoroutinefunction(inspect.unwrap(task.run)), "pydantic=True no longer sets __wrapped__"
     result = task.run({"text": "hello"})
     assert inspect.iscoroutine(result), "pydantic=True no longer returns the coroutine"
@@ -268,15 +268,15 @@ def test_a_hub_forgets_its_readers_when_it_is_reset() -> None:
 
 def test_calls_of_a_reader_run_before_the_next_poll_and_those_of_call_soon_after_it() -> None:
     hub, (ours, theirs) = Hub(), socket.socketpair()
-    seen: list[str] = []
+    calls: list[str] = []
     with ours, theirs:
-        hub.add_reader(ours, lambda: hub.call_soon(seen.append, "from a reader"))
-        hub.call_soon(lambda: hub.call_soon(seen.append, "from call_soon"))
+        hub.add_reader(ours, lambda: hub.call_soon(calls.append, "from a reader"))
+        hub.call_soon(lambda: hub.call_soon(calls.append, "from call_soon"))
         theirs.send(b"x")  # stays readable: no poll blocks
         hub.run_once()
-        assert seen == [], "call_soon now runs its calls before it polls: it can replace HubCalls"
+        assert calls == [], "call_soon now runs its calls before it polls: it can replace HubCalls"
         hub.run_once()
-        assert set(seen) == {"from a reader", "from call_soon"}
+        assert set(calls) == {"from a reader", "from call_soon"}
 
 
 def test_the_stop_flags_are_where_the_signal_handlers_set_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,18 +83,18 @@ def test_a_delivery_cancelled_before_its_first_step_is_reported() -> None:
 
 
 def test_a_body_may_clean_up_past_both_limits() -> None:
-    seen: list[object] = []
+    cancellations: list[object] = []
     cleaned_up = asyncio.Event()
 
     async def body() -> None:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError as stop:
-            seen.append(stop.args[0])
+            cancellations.append(stop.args[0])
             try:
                 await cleaned_up.wait()
             except asyncio.CancelledError:
-                seen.append("hard limit")
+                cancellations.append("hard limit")
                 await cleaned_up.wait()
             raise
 
@@ -106,7 +106,7 @@ def test_a_body_may_clean_up_past_both_limits() -> None:
         cleaned_up.set()
         await until_ended(reports)
         assert isinstance(reports[1][0], SoftTimeLimitExceeded)
-        assert seen == [TIME_LIMIT, "hard limit"]
+        assert cancellations == [TIME_LIMIT, "hard limit"]
 
     on_a_loop(scenario)
 
@@ -141,11 +141,11 @@ def test_a_reported_error_keeps_no_locals_of_the_body_alive() -> None:
     class Payload:
         pass
 
-    seen: list[weakref.ref[Payload]] = []
+    payloads: list[weakref.ref[Payload]] = []
 
     async def body() -> None:
         payload = Payload()
-        seen.append(weakref.ref(payload))
+        payloads.append(weakref.ref(payload))
         raise ValueError("no")
 
     async def scenario() -> None:
@@ -159,6 +159,6 @@ def test_a_reported_error_keeps_no_locals_of_the_body_alive() -> None:
     gc.disable()
     try:
         on_a_loop(scenario)
-        assert seen[0]() is None
+        assert payloads[0]() is None
     finally:
         gc.enable()

@@ -42,43 +42,43 @@ def run(hub: Hub, done: Callable[[], bool]) -> None:
 
 
 def test_calls_run_on_the_hub_in_order(calls: HubCalls, post: Callable[..., None]) -> None:
-    hub, seen = Hub(), list[int]()
+    hub, results = Hub(), list[int]()
     calls.register(hub)
     for n in range(1000):
-        post(seen.append, n)
-    run(hub, lambda: len(seen) == 1000)
-    assert seen == list(range(1000))
+        post(results.append, n)
+    run(hub, lambda: len(results) == 1000)
+    assert results == list(range(1000))
 
 
 def test_calls_after_one_that_raises_still_run(calls: HubCalls, post: Callable[..., None]) -> None:
-    hub, seen = Hub(), list[int]()
+    hub, results = Hub(), list[int]()
     calls.register(hub)
-    post(seen.append, 0)
-    post(seen.remove, 1)
-    post(seen.append, 2)
+    post(results.append, 0)
+    post(results.remove, 1)
+    post(results.append, 2)
     with pytest.raises(ValueError, match="not in list"):
-        run(hub, lambda: len(seen) == 2)
-    run(hub, lambda: len(seen) == 2)
-    assert seen == [0, 2]
+        run(hub, lambda: len(results) == 2)
+    run(hub, lambda: len(results) == 2)
+    assert results == [0, 2]
 
 
 def test_calls_survive_the_hubs_reset_by_a_reconnection(calls: HubCalls, post: Callable[..., None]) -> None:
-    hub, seen = Hub(), list[int]()
+    hub, results = Hub(), list[int]()
     calls.register(hub)
-    post(seen.append, 1)
+    post(results.append, 1)
     hub.reset()
-    post(seen.append, 2)
+    post(results.append, 2)
     calls.register(hub)
-    run(hub, lambda: len(seen) == 2)
-    assert seen == [1, 2]
+    run(hub, lambda: len(results) == 2)
+    assert results == [1, 2]
 
 
 def test_calls_run_without_a_hub_that_polls(calls: HubCalls, post: Callable[..., None]) -> None:
-    seen = list[int]()
-    post(seen.append, 1)
+    results = list[int]()
+    post(results.append, 1)
 
     def ran() -> bool:
         calls.run()
-        return seen == [1]
+        return results == [1]
 
     wait_until(ran)

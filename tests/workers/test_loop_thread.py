@@ -29,22 +29,22 @@ def started(
 
 @pytest.mark.parametrize("new_loop", LOOPS)
 def test_the_lifespan_surrounds_everything_on_the_loop(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    seen: list[str] = []
+    order: list[str] = []
 
     @asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:
         async with asyncio.TaskGroup() as group:
             background = group.create_task(asyncio.Event().wait())
-            seen.append("entered")
+            order.append("entered")
             yield
-            seen.append("left")
+            order.append("left")
             background.cancel()
 
     thread = started(lifespan, new_loop)
     assert thread.wait_entered(TIMEOUT_S)
-    thread.loop.call_soon_threadsafe(seen.append, "work")
+    thread.loop.call_soon_threadsafe(order.append, "work")
     thread.stop(TIMEOUT_S)
-    assert seen == ["entered", "work", "left"]
+    assert order == ["entered", "work", "left"]
     assert thread.loop.is_closed()
 
 

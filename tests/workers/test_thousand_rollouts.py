@@ -26,8 +26,8 @@ def submit(cluster: Cluster) -> None:
 
 
 def replies(cluster: Cluster) -> list[str]:
-    found = cluster.redis.xrange(redis_keys.replies("run"))
-    return [json.loads(fields[b"reply"])["outcome"] for _, fields in found]  # type: ignore[union-attr]
+    entries = cluster.redis.xrange(redis_keys.replies("run"))
+    return [json.loads(fields[b"reply"])["outcome"] for _, fields in entries]  # type: ignore[union-attr]
 
 
 def beats(cluster: Cluster) -> set[bytes]:
@@ -48,7 +48,7 @@ def test_a_thousand_rollouts_run_at_once_in_one_process(tmp_path: Path) -> None:
         wait_until(lambda: len(replies(cluster)) == ROLLOUTS, timeout_s=60, what="all have ended")
         assert set(replies(cluster)) == {"done"}
         wait_until(lambda: not cluster.leases(), what="no lease is left")
-        wait_until(lambda: "action=loop_lag process=rollouts@" in worker.text, timeout_s=30, what="its line of lag")
+        wait_until(lambda: "action=loop_lag process=rollouts@" in worker.text, timeout_s=30, what="its log line of lag")
         wait_until(lambda: own_lag(cluster, worker), timeout_s=30, what="its lag is published")
         assert "action=lease_withheld" not in worker.text
         assert "action=few_descriptors" not in worker.text

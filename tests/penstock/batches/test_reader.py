@@ -32,12 +32,12 @@ def seal_step(store: Store, step: int, *, data_ranks: int = 1) -> None:
 
 def fingerprint(batch: Batch) -> str:
     """Every byte that a trainer gets."""
-    seen = xxhash.xxh3_64()
+    state = xxhash.xxh3_64()
     for micro_batch in batch.micro_batches():
         for array in (micro_batch.input_ids, micro_batch.logprobs, micro_batch.loss_weights, micro_batch.advantages):
-            seen.update(array.tobytes())
-        seen.update(micro_batch.cu_seqlens.tobytes() + micro_batch.routed_experts().tobytes())
-    return seen.hexdigest()
+            state.update(array.tobytes())
+        state.update(micro_batch.cu_seqlens.tobytes() + micro_batch.routed_experts().tobytes())
+    return state.hexdigest()
 
 
 def test_a_trainer_reads_every_step_and_reports_its_progress(store: Store) -> None:
@@ -87,12 +87,12 @@ def test_a_trainer_that_resumes_20_steps_back_gets_the_same_batches(store: Store
 
 
 def test_a_reader_waits_for_the_next_step(store: Store) -> None:
-    got: list[int] = []
+    steps: list[int] = []
     reader = BatchReader(store.root.parent, data_rank=0, data_ranks=1, timeout_s=60)
-    thread = threading.Thread(target=lambda: got.append(next(reader).step))
+    thread = threading.Thread(target=lambda: steps.append(next(reader).step))
     thread.start()
     seal_step(store, 0)
-    assert wait_until(lambda: got) == [0]
+    assert wait_until(lambda: steps) == [0]
     thread.join()
 
 

@@ -107,21 +107,21 @@ def test_a_batch_read_back_equals_its_rollouts(rollouts: list[Any], rules: Packi
         made = made_rollouts(store, rollouts)
         plan = plan_of(made, rules=rules, extras=("ref_logprobs",))
         manifest = seal(store, plan)
-        found: set[tuple[int, int]] = set()
+        delivered: set[tuple[int, int]] = set()
         for batch in itertools.chain.from_iterable(read_ranks(store, plan)):
             for index, (start, stop) in enumerate(bounds(batch)[: batch.samples.reward.size]):
                 rollout, sample = int(batch.samples.rollout_index[index]), int(batch.samples.sample_in_rollout[index])
                 expected = expected_tokens(made[rollout], sample, plan)
                 columns = {name: getattr(batch, name, None) for name in expected} | batch.extras
                 assert {name: column[start:stop].tolist() for name, column in columns.items()} == expected
-                found.add((rollout, sample))
+                delivered.add((rollout, sample))
         kept = {
             (rollout, sample)
             for rollout, each in enumerate(made)
             for sample, length in enumerate(each.planned.sample_lengths)
             if length <= 64 or rules.oversize != "drop"
         }
-        assert found == kept
+        assert delivered == kept
         assert manifest.totals.samples == len(kept)
 
 

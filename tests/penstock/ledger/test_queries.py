@@ -73,7 +73,7 @@ def test_deliveries_include_trained_rollouts(connection: sqlite3.Connection) -> 
     assert queries.untrained_steps(connection) == {0: 1}
 
 
-def test_the_last_event_of_an_action(connection: sqlite3.Connection) -> None:
+def test_the_last_event_of_an_action_is_found(connection: sqlite3.Connection) -> None:
     assert queries.last_event_at(connection, "lost") == 3.0
     assert queries.last_event_at(connection, "never") is None
 

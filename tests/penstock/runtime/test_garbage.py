@@ -26,7 +26,7 @@ def collecting(body: Callable[[list[bool]], Awaitable[None]]) -> None:
     async def main() -> None:
         busy = [True]
         async with garbage.paced_collection(lambda: busy[0]):
-            await asyncio.sleep(0)  # the collector has seen that there is work
+            await asyncio.sleep(0)  # the collector starts with work to do
             await body(busy)
 
     asyncio.run(main())

@@ -82,13 +82,13 @@ def test_a_block_shows_in_the_window_and_in_the_worst_lag() -> None:
 def test_a_block_that_has_not_ended_is_visible_from_another_thread() -> None:
     async def main() -> None:
         lag = LoopLag(process="test", interval_s=0.005)
-        blocked, seen = threading.Event(), []
+        blocked, still_blocked = threading.Event(), []
 
         def watch() -> None:
             tick = lag.last_tick
             while lag.summary().max_s < BLOCK_S:
                 time.sleep(0.005)
-            seen.append(lag.last_tick == tick)
+            still_blocked.append(lag.last_tick == tick)
             blocked.set()
 
         async with sampling(lag):
@@ -96,7 +96,7 @@ def test_a_block_that_has_not_ended_is_visible_from_another_thread() -> None:
             watcher.start()
             assert blocked.wait(30)
             watcher.join()
-        assert seen == [True]
+        assert still_blocked == [True]
 
     run(main())
 
