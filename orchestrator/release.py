@@ -102,15 +102,16 @@ class Sweeper:
             return await self._run_once()
 
     async def _run_once(self) -> int:
-        # List the directories before the names are read: a rollout that begins in between is in neither.
+        # In this order no file in use is unnamed: a rollout that begins after the listing is not listed; a step that is
+        # delivered after the names of open groups are taken is among them, one that was delivered before is committed.
         rollouts = await in_io_thread(_names, self._store.path(self._rollouts))
-        await self._ledger.committed()
         groups = self._ledger.groups.values()
         spared = {rollout.id for group in groups for rollout in group.of(*UNGENERATED)}
         named = {key for group in groups for rollout in group.rollouts if rollout.result for key in rollout.result.keys}
         unreleased, delivered = (self._ledger.number(name) for name in ("columns_released", "steps_delivered"))
         steps = range(max(unreleased, delivered - SWEPT_STEPS), delivered)
         experts_unreleased = self._ledger.number("experts_released")
+        await self._ledger.committed()
         of_delivered, unknown = await in_io_thread(self._delivered, unreleased, experts_unreleased, steps)
         spared |= unknown
         named |= of_delivered

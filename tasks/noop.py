@@ -26,6 +26,7 @@ from penstock.messages import (
 from penstock.store import BlobRef
 
 EXAMPLES = 1_000_000
+HOLD_POLL_S = 0.5  # 1,000 held rollouts look for the file 2,000 times a second
 
 
 async def rollout(job: RolloutJob, noop: Noop) -> RolloutResult:
@@ -36,6 +37,8 @@ async def rollout(job: RolloutJob, noop: Noop) -> RolloutResult:
     _fail_sometimes(job, noop)
     if noop.rollout_s:
         await asyncio.sleep(noop.rollout_s)
+    while noop.hold_while and noop.hold_while.exists():
+        await asyncio.sleep(HOLD_POLL_S)
     failed = chance(job.seed, job.job, "policy") < noop.policy_error_rate
     return RolloutResult(
         reward=0.0 if failed else round(chance(job.seed, job.job, "reward"), 6),

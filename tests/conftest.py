@@ -1,6 +1,11 @@
 """Options of the test suite. The defaults are short; `make chaos` and `make fuzz` run longer."""
 
+import signal
+
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job: tests that press Ctrl-C need it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("support.cluster")
 

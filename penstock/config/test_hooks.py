@@ -33,6 +33,8 @@ class Noop(Section):
     """Fraction of rollouts that the filtering job drops."""
     engine_down_while: Path | None = None
     """The engine is unreachable while this file exists."""
+    hold_while: Path | None = None
+    """Rollouts do not end while this file exists."""
     wedge_while: Path | None = None
     """Rollouts block the worker's event loop while this file exists."""
 

@@ -11,7 +11,7 @@ from support.stores import blob_keys
 from orchestrator import run_dir
 from orchestrator.inputs import batch_plan
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import RolloutRecord
+from orchestrator.ledger.records import BatchRecord, RolloutRecord
 from orchestrator.release import Releaser, Sweeper, release_step
 from orchestrator.trainer import Trainer
 from penstock.batches import BatchReader, EncodedRank, read_manifest, seal_manifest
@@ -67,6 +67,10 @@ def test_the_files_of_other_attempts_are_swept_when_a_rollout_is_settled(
 
 
 def deliver(config: RunConfig, ledger: Ledger, store: Store, *, experts: bool = False) -> None:
+    ledger.deliver(seal(config, ledger, store, experts=experts))
+
+
+def seal(config: RunConfig, ledger: Ledger, store: Store, *, experts: bool = False) -> BatchRecord:
     """A step of one group, each rollout with its files; two encoders wrote its rank, one of them too late."""
     group = submitted(ledger)
     for rollout in group.rollouts:
@@ -85,7 +89,23 @@ def deliver(config: RunConfig, ledger: Ledger, store: Store, *, experts: bool = 
         loss_tokens=4,
     )  # fmt: skip
     seal_manifest(store, plan, [rank])
-    ledger.deliver(batch)
+    return batch
+
+
+def test_a_step_that_is_delivered_during_a_sweep_keeps_its_files(
+    config: RunConfig, ledger: Ledger, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another task of the loop may deliver it as soon as a commit has ended, before that delivery is committed."""
+    batch, commit = seal(config, ledger, store), ledger.committed
+
+    async def commit_then_deliver() -> None:
+        await commit()
+        if batch.step in ledger.batches:
+            ledger.deliver(batch)
+
+    monkeypatch.setattr(ledger, "committed", commit_then_deliver)
+    assert swept(config, ledger) == 0
+    assert len(blob_keys(store, f"rollouts/{RUN}")) == 4
 
 
 def test_a_sweep_keeps_what_the_manifest_of_a_delivered_step_names(

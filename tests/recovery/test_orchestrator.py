@@ -107,7 +107,8 @@ def test_an_unreachable_engine_pauses_the_run_without_counting_failures(tmp_path
 
 def test_failures_are_retried_and_then_dead(tmp_path: Path) -> None:
     settings = {"failure_rate": 0.35, "policy_error_rate": 0.2}
-    with cluster_in(tmp_path, noop=settings, recovery={"max_failures": 2}) as cluster:
+    # Which attempts fail depends on the run's random id: with this many formations no run gives a step up.
+    with cluster_in(tmp_path, noop=settings, recovery={"max_failures": 2, "max_formations": 100}) as cluster:
         cluster.rollout_worker()
         cluster.compute_worker()
         result = cluster.finish(cluster.orchestrator())

@@ -10,7 +10,7 @@ T = TypeVar("T")
 POLL_S = 0.015
 
 
-def wait_until(predicate: Callable[[], T], *, timeout_s: float = 10.0, what: str = "") -> T:
+def wait_until(predicate: Callable[[], T], *, timeout_s: float = 60.0, what: str = "") -> T:
     """The first true value of `predicate`."""
     deadline = time.monotonic() + timeout_s
     while not (value := predicate()):
@@ -21,7 +21,7 @@ def wait_until(predicate: Callable[[], T], *, timeout_s: float = 10.0, what: str
 
 
 async def wait_until_async(
-    predicate: Callable[[], T] | Callable[[], Awaitable[T]], *, timeout_s: float = 10.0, what: str = ""
+    predicate: Callable[[], T] | Callable[[], Awaitable[T]], *, timeout_s: float = 60.0, what: str = ""
 ) -> T:
     """The same on a running loop; `predicate` may be a coroutine function."""
     deadline = time.monotonic() + timeout_s

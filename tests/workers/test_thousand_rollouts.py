@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from support.cluster import Cluster, Process, cluster_in
 from support.waiting import wait_until
 
@@ -12,6 +13,7 @@ from penstock.messages import Queue, RolloutJob
 from penstock.runtime.loop_lag import read_summaries
 
 ROLLOUTS = 1000
+TIMEOUT_S = 120.0  # a hang; on a busy machine the start of all of them took over a minute
 
 
 def submit(cluster: Cluster) -> None:
@@ -38,14 +40,18 @@ def own_lag(cluster: Cluster, worker: Process) -> str:
     return next((lag.process for lag in read_summaries(cluster.redis) if lag.process.endswith(f"-{worker.pid}")), "")
 
 
+@pytest.mark.timeout(300)
 def test_a_thousand_rollouts_run_at_once_in_one_process(tmp_path: Path) -> None:
     """Each holds a lease, all leases are renewed together, and the loop's lag stays within its limits."""
-    with cluster_in(tmp_path, noop={"rollout_s": 6.0}) as cluster:
+    hold = tmp_path / "hold"
+    hold.touch()
+    with cluster_in(tmp_path, noop={"hold_while": str(hold)}) as cluster:
         worker = cluster.rollout_worker(concurrency=ROLLOUTS)
         submit(cluster)
-        wait_until(lambda: len(cluster.leases()) == ROLLOUTS, timeout_s=60, what="all hold a lease")
+        wait_until(lambda: len(cluster.leases()) == ROLLOUTS, timeout_s=TIMEOUT_S, what="all hold a lease")
         wait_until(lambda: len(beats(cluster)) == 1, what="all leases are renewed by one command")
-        wait_until(lambda: len(replies(cluster)) == ROLLOUTS, timeout_s=60, what="all have ended")
+        hold.unlink()
+        wait_until(lambda: len(replies(cluster)) == ROLLOUTS, timeout_s=TIMEOUT_S, what="all have ended")
         assert set(replies(cluster)) == {"done"}
         wait_until(lambda: not cluster.leases(), what="no lease is left")
         wait_until(lambda: "action=loop_lag process=rollouts@" in worker.text, timeout_s=30, what="its log line of lag")
