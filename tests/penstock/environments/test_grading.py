@@ -93,9 +93,9 @@ def test_each_failure_of_a_judge_is_classified(judge: Any, kind: type[PenstockEr
 def test_a_judge_may_raise_the_failures_of_an_environment() -> None:
     async def body(_: grading.GraderPool) -> None:
         for kind in (PolicyFailure, InfrastructureFailure):
-            with pytest.raises(kind, match=r"^said by the judge$"):
+            with pytest.raises(kind, match=r"^raised by the judge$"):
                 await graded(graders.raises_kind, kind.__name__)
-        with pytest.raises(StageError, match="StageError: said by the judge"):
+        with pytest.raises(StageError, match="StageError: raised by the judge"):
             await graded(graders.raises_kind, "StageError")
 
     grading_with(1, body)
