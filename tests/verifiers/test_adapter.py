@@ -1,6 +1,7 @@
 """A real `verifiers` environment, played through a real session server with a scripted upstream engine."""
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -167,7 +168,10 @@ def directory_of(marks: Path) -> Path:
 
 
 def members(group: int) -> list[int]:
-    stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
+    stats: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
+            stats.append(path.read_text())
     fields = [stat.rpartition(")")[2].split() for stat in stats]
     return [int(each[2]) for each in fields if int(each[2]) == group and each[0] != "Z"]
 
