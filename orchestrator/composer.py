@@ -45,7 +45,9 @@ class Composer:
         return batch
 
     def resume(self) -> None:
-        """Compute the advantages of an open step whose ledger, from an older version, does not hold them."""
+        """Begin a new count of failed formations, and compute the advantages of an open step whose ledger, from an
+        older version, does not hold them."""
+        self._ledger.set("failed_formations", 0)
         for batch in self._ledger.batches.values():
             if not batch.advantages:
                 advantages = self._final_advantages(batch.groups, RolloutState.BATCHED)
@@ -66,10 +68,14 @@ class Composer:
         )
         return dict(zip(advantages, batch_phase(values, recipe).tolist(), strict=True))
 
-    def encoded(self) -> tuple[BatchRecord, list[EncodedRank]] | None:
-        """The open step if all its ranks are encoded. A step that cannot be encoded or became stale is formed again."""
+    def encoded(self, *, visible: int | None = None) -> tuple[BatchRecord, list[EncodedRank]] | None:
+        """The open step if all its ranks are encoded. A step that cannot be encoded or became stale is formed again,
+        unless it is `visible`: a trainer may be reading its manifest."""
         for batch in self._ledger.batches.values():
-            jobs = [self._ledger.jobs[batch.job_id(rank)] for rank in range(self._files)]
+            jobs = [job for rank in range(self._files) if (job := self._ledger.jobs.get(batch.job_id(rank)))]
+            if len(jobs) < self._files:
+                self.form_again(batch, "batch.format has changed")
+                return None
             results = [job.result for job in jobs if job.result is not None]
             unreadable = {rollout for result in results for rollout in result.unreadable}
             dead = [job for job in jobs if job.state is JobState.DEAD]
@@ -77,19 +83,18 @@ class Composer:
                 self._form_without(batch, unreadable)
                 return None
             if dead:
-                self._form_again(batch, dead[0].error)
+                self._count_formation(batch, dead[0].error)
                 return None
             ranks = [result.rank for result in results if result.rank]
             if len(ranks) == len(jobs):
-                return (batch, ranks) if self._still_fresh(batch) else None
+                return (batch, ranks) if batch.step == visible or self._still_fresh(batch) else None
         return None
 
     def _still_fresh(self, batch: BatchRecord) -> bool:
         """Checked again before sealing: rollouts may have become stale while the step was encoded."""
         if not any(self._staleness.drops_rollout(rollout) for rollout in batch.rollouts()):
             return True
-        logger.warning("action=step_formed_again step=%d a rollout became stale while it was encoded", batch.step)
-        self._ledger.dissolve(batch)
+        self.form_again(batch, "a rollout became stale while it was encoded")
         return False
 
     @property
@@ -97,15 +102,18 @@ class Composer:
         """Number of encoding jobs of a step."""
         return files_of(self._config.batch.format, self._config.batch.data_ranks)
 
-    def _form_again(self, batch: BatchRecord, error: str | None) -> None:
+    def _count_formation(self, batch: BatchRecord, error: str | None) -> None:
+        self.form_again(batch, error or "an encoding job died")
         failed = self._ledger.increment("failed_formations")
         if failed >= self._config.recovery.max_formations:
             raise RunError(
                 f"step {batch.step} could not be encoded in {failed} formations, the last error: {error}. "
-                "Fix the cause and start the run again; nothing is lost"
+                "Fix the cause and run the same command again; nothing is lost"
             )
-        logger.warning("action=step_formed_again step=%d formation=%d error=%s", batch.step, batch.formation, error)
-        self._ledger.event(f"step {batch.step}", "formed_again", error or "")
+
+    def form_again(self, batch: BatchRecord, why: str) -> None:
+        logger.warning("action=step_formed_again step=%d formation=%d why=%s", batch.step, batch.formation, why)
+        self._ledger.event(f"step {batch.step}", "formed_again", why)
         self._ledger.dissolve(batch)
 
     def _form_without(self, batch: BatchRecord, unreadable: set[str]) -> None:

@@ -38,6 +38,7 @@ from orchestrator.trainer import Trainer
 from penstock import redis_keys
 from penstock.batches import EncodedRank, read_manifest
 from penstock.config import RunConfig
+from penstock.errors import OtherPlan
 from penstock.runtime.loop_lag import LoopLag
 from penstock.store import Store
 
@@ -115,6 +116,7 @@ class Orchestrator:
         """Drive the run until the last step is delivered or a stop is requested; open work then waits in the ledger."""
         self.deliver_sealed_steps()
         self.composer.resume()
+        self.planner.resume()
         duties = [self.read_replies, self.reconcile, self.follow_trainer, self.sweep, self.lock.keep,
                   self.reporter.run, self.metrics.run, self.lag.run, self.lags.run]  # fmt: skip
         async with asyncio.TaskGroup() as group:
@@ -151,7 +153,7 @@ class Orchestrator:
                 await self.ledger.committed()
                 crash_points.passed("composed")
             await self.submitter.submit(list(self.ledger.waiting.values()))
-            encoded = self.composer.encoded()
+            encoded = self.composer.encoded(visible=self.sealer.visible)
             sealed = encoded is not None and await self.seal(*encoded)
             if not sealed and not more_to_plan:
                 await self.wait_for_change()
@@ -167,7 +169,11 @@ class Orchestrator:
     async def seal(self, batch: BatchRecord, ranks: list[EncodedRank]) -> bool:
         crash_points.passed("encoded")
         await self.lock.check()
-        if not await self.sealer.seal(batch, ranks):
+        try:
+            if not await self.sealer.seal(batch, ranks):
+                return False
+        except OtherPlan as error:
+            self.composer.form_again(batch, f"{error}")
             return False
         crash_points.passed("sealed")
         rollouts = sum(1 for _ in batch.rollouts())

@@ -20,6 +20,10 @@ class Planner:
         self._ledger = ledger
         self._trainer = trainer
 
+    def resume(self) -> None:
+        """Begin a new count of dropped groups: the settings may have been corrected."""
+        self._ledger.set("dropped_in_a_row", 0)
+
     def survey(self) -> None:
         """Add a survey job for every environment whose number of examples is unknown."""
         surveyed = {job.subject for job in self._ledger.jobs.values() if job.kind is JobKind.SURVEY}

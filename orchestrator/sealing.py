@@ -4,10 +4,10 @@ import logging
 
 from orchestrator.inputs import batch_plan
 from orchestrator.ledger.records import BatchRecord
-from penstock.batches import BatchPlan, EncodedRank, Manifest, seal_manifest
+from penstock.batches import BatchPlan, EncodedRank, Manifest, read_manifest, seal_manifest
 from penstock.batches.prime_rl import publish_prime_rl
 from penstock.config import RunConfig
-from penstock.errors import BlobUnwritten
+from penstock.errors import BlobError, BlobUnwritten
 from penstock.runtime.offload import in_io_thread
 from penstock.store import Store
 
@@ -20,13 +20,16 @@ class Sealer:
         self._store = Store(config.store_dir)
         self.trouble: str | None = None
         """why a step cannot be sealed at present"""
+        self.visible: int | None = None
+        """the step whose manifest a trainer may see although sealing it has failed: it must not be formed again"""
 
     async def seal(self, batch: BatchRecord, ranks: list[EncodedRank]) -> bool:
-        """False when the manifest cannot be written: the step waits and is tried again."""
+        """False when the manifest cannot be written or synced: the step waits and is tried again."""
         plan = batch_plan(self._config, batch)
         try:
             await in_io_thread(self._seal, plan, ranks)
         except (OSError, BlobUnwritten) as error:
+            self.visible = batch.step if await in_io_thread(self._may_be_visible, batch.step) else None
             if self.trouble is None:
                 logger.error("action=sealing_waits step=%d error=%s", batch.step, error)
             self.trouble = (
@@ -34,8 +37,15 @@ class Sealer:
                 f"free space or repair the disk of {self._store.root}; nothing is lost"
             )
             return False
-        self.trouble = None
+        self.trouble = self.visible = None
         return True
+
+    def _may_be_visible(self, step: int) -> bool:
+        """True also if the disk does not tell."""
+        try:
+            return read_manifest(self._store, step) is not None
+        except (OSError, BlobError):
+            return True
 
     def _seal(self, plan: BatchPlan, ranks: list[EncodedRank]) -> None:
         self.publish(seal_manifest(self._store, plan, ranks))

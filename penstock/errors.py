@@ -20,6 +20,7 @@ PenstockError
  +-- PolicyFailure               an error of the policy: scored, never retried
  +-- MalformedId                 a text is not the id that it should be
  +-- StageError                  a stage cannot process its input: a broken pipeline
+ |    +-- OtherPlan              a step was encoded with other settings: it is formed again
  +-- BatchError                  an error of the trainer's reader
       +-- Stalled                no batch within the time limit; the message has the reason
 
@@ -142,6 +143,10 @@ class MalformedId(PenstockError):
 
 
 class StageError(PenstockError):
+    pass
+
+
+class OtherPlan(StageError):
     pass
 
 

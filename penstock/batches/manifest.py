@@ -12,7 +12,7 @@ from typing import Literal
 from penstock.batches import json_records
 from penstock.batches.packing import Normalise
 from penstock.batches.plan import BatchPlan, step_directory
-from penstock.errors import BatchError, BlobCorrupt, StageError
+from penstock.errors import BatchError, BlobCorrupt, OtherPlan, StageError
 from penstock.store import BlobRef, Store, atomic
 
 
@@ -98,7 +98,7 @@ def _manifest(plan: BatchPlan, ranks: list[EncodedRank]) -> Manifest:
         )
     others = [rank.file.key for rank in ranks if rank.plan != plan.digest]
     if others:
-        raise StageError(f"step {plan.step} was encoded from another plan in {', '.join(others)}: encode it again")
+        raise OtherPlan(f"it was encoded with other settings: {', '.join(others)}")
     loss_tokens, samples = sum(rank.loss_tokens for rank in ranks), sum(rank.samples for rank in ranks)
     rollouts = len(plan.rollouts)
     totals = Totals(

@@ -194,8 +194,8 @@ def open_batches(connection: sqlite3.Connection) -> list[tuple[int, int]]:
 
 
 def open_jobs(connection: sqlite3.Connection) -> Iterator[Row]:
-    """All columns of the jobs that wait or are submitted, and of every settled encoding job."""
+    """All columns of the jobs that wait or are submitted, and of every settled or dead encoding job."""
     return connection.execute(
-        "SELECT * FROM jobs WHERE state IN ('waiting', 'submitted') OR kind = ? AND state = ? ORDER BY sequence",
-        (JobKind.ENCODE, JobState.SETTLED),
+        "SELECT * FROM jobs WHERE state IN ('waiting', 'submitted') OR kind = ? AND state IN (?, ?) ORDER BY sequence",
+        (JobKind.ENCODE, JobState.SETTLED, JobState.DEAD),
     )

@@ -1,4 +1,5 @@
 import asyncio
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from penstock.batches import EncodedRank, read_manifest, read_manifests
 from penstock.batches.manifest import manifest_path
 from penstock.config import RunConfig
 from penstock.errors import BatchError
-from penstock.messages import RolloutResult
-from penstock.store import Store
+from penstock.ledger.states import GroupState, JobState, RolloutState
+from penstock.messages import EncodeResult, RolloutResult
+from penstock.store import Store, atomic
 
 
 @pytest.fixture
@@ -135,3 +137,44 @@ def test_an_unwritable_disk_is_waited_for(
     assert asyncio.run(sealer.seal(batch, ranks))
     assert sealer.trouble is None
     assert list(read_manifests(store)) == [0]
+
+
+def test_a_step_whose_manifest_is_visible_is_not_formed_again(
+    ledger: Ledger, config: RunConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest is linked, its directory cannot be synced, and then a rollout becomes stale."""
+    sealer, composer = Sealer(config), Composer(config, ledger, Trainer(config, ledger))
+    groups = [admitted(ledger), admitted(ledger)]
+    batch = composer.compose()
+    assert batch is not None
+    for rank in encoded(config, batch):
+        job = ledger.jobs[batch.job_id(rank.data_rank)]
+        ledger.submit(job)
+        ledger.end(job, JobState.SETTLED, result=EncodeResult(rank=rank))
+    with monkeypatch.context() as failing:
+        failing.setattr(atomic, "sync_directory", failed_sync)
+        ready = composer.encoded(visible=sealer.visible)
+        assert ready is not None
+        assert not asyncio.run(sealer.seal(*ready))
+    assert read_manifest(store, 0) is not None
+    ledger.set("policy_version", 100)
+    again = composer.encoded(visible=sealer.visible)
+    assert again is not None
+    assert asyncio.run(sealer.seal(*again))
+    ledger.deliver(batch)
+    assert {group.state for group in groups} == {GroupState.CLOSED}
+    assert ledger.states[RolloutState.DELIVERED] == 8
+
+
+def test_a_step_whose_manifest_could_not_be_linked_may_be_formed_again(
+    ledger: Ledger, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealer = Sealer(config)
+    batch = ledger.compose(0, [admitted(ledger)])
+    monkeypatch.setattr(atomic.os, "link", lambda source, target: failed_sync(target))
+    assert not asyncio.run(sealer.seal(batch, encoded(config, batch)))
+    assert sealer.visible is None
+
+
+def failed_sync(directory: Path) -> None:
+    raise OSError(errno.EIO, "Input/output error", str(directory))

@@ -67,7 +67,7 @@ def test_sealing_needs_every_rank_encoded_from_this_plan(store: Store, plan: Bat
     with pytest.raises(StageError, match=r"needs files of ranks 0 to 1, not of \[0\]"):
         seal_manifest(store, plan, ranks[:1])
     formed_again = replace(plan, rollouts=plan.rollouts[1:])
-    with pytest.raises(StageError, match="encoded from another plan in batches/step_000042/rank_00"):
+    with pytest.raises(StageError, match="encoded with other settings: batches/step_000042/rank_00"):
         seal_manifest(store, formed_again, ranks)
     assert read_manifest(store, 42) is None
 
