@@ -1,18 +1,22 @@
 """The section `[advantages]`, and the recipe that its names resolve to."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
+
+from pydantic import Field
 
 from penstock.advantages.estimators import ESTIMATORS, Estimator
 from penstock.advantages.shaping import Shaping, shape_by_tokens, shape_by_turns, unshaped
 from penstock.errors import ConfigError
 from penstock.registry import extend, lookup
+from penstock.sections import Section
+
+Weight = Annotated[float, Field(ge=0)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdvantageSettings:
+class AdvantageSettings(Section):
     """How rewards become advantages."""
 
     estimator: str = "dr_grpo"
@@ -20,15 +24,10 @@ class AdvantageSettings:
     `pass_at_k_normalised`, or `none` (the reward itself)."""
     length_shaping: str = "none"
     """What the best rollouts of a group are rewarded for saving: `tokens`, `turns` or `none`."""
-    completion_weight: float = 1.0
+    completion_weight: Weight = 1.0
     """Cost of one completion token under `tokens`."""
-    tool_weight: float = 1.0
+    tool_weight: Weight = 1.0
     """Cost of one token of a tool's result under `tokens`."""
-
-    def __post_init__(self) -> None:
-        for name in ("completion_weight", "tool_weight"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"advantages.{name} is {getattr(self, name)}: set a finite cost, 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

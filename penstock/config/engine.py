@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator
 
-from penstock.config.sections import CommaSeparated, Fraction, Section
 from penstock.messages import SAMPLES_LIMIT
+from penstock.sections import CommaSeparated, Fraction, Section
 from penstock.turn import CheckRoutes, RouteFormat
 
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
@@ -134,7 +134,7 @@ class Policy(Section):
     max_samples: Annotated[int, Field(ge=1, le=SAMPLES_LIMIT)] = SAMPLES_LIMIT
     """Most samples of a rollout. A prompt that does not extend the last sequence starts another sample; a rollout with
     more of them has failed."""
-    policy_error_reward: FiniteFloat = 0.0
+    policy_error_reward: float = 0.0
     """Reward of a rollout that exceeded its time, turns or context, where the environment gives none."""
     seeded: bool = False
     """Whether every request carries a seed, derived from rollout and turn. Costs throughput on vLLM."""

@@ -4,6 +4,7 @@ Every process reads the same file. A wrong setting is reported with its file and
 nearest setting.
 """
 
+import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from penstock.config import test_hooks
-from penstock.config.problems import Keys, Origins, describe, is_setting, unknown_variable
+from penstock.config.problems import Keys, Origins, describe, is_setting, is_toml, setting_keys, unknown_variable
 from penstock.config.redis_address import check
 from penstock.config.run import DEFAULT_REDIS_URL, RunConfig
 from penstock.errors import ConfigError
@@ -44,7 +46,8 @@ def load(
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     origins: Origins = {}
-    for name, keys, value in _from_environment(environ, model):
+    for name, lower_case, value in _from_environment(environ, model):
+        keys = _spelled(values, lower_case)
         _set(values, keys, value)
         origins[keys] = f"environment, {name}"
     for key, value in (flags or {}).items():
@@ -53,10 +56,31 @@ def load(
             _set(values, keys, value)
             named = keys[1:] if keys[0] == section else keys
             origins[keys] = "--" + "-".join(named).replace("_", "-")
+    problems = _wrong_types(values, model, origins)
     try:
-        return model.model_validate(values)
+        config = model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(describe(error, model, path, text, origins)) from error
+        found = error.errors()
+        found += [problem for problem in problems if problem["loc"] not in [each["loc"] for each in found]]
+        raise ConfigError(describe(found, model, path, text, origins)) from error
+    if problems:
+        raise ConfigError(describe(problems, model, path, text, origins))
+    return config
+
+
+def _wrong_types(values: Mapping[str, Any], model: type[RunConfig], origins: Origins) -> list[ErrorDetails]:
+    """Values of the file that only a conversion makes valid: `size = "16"`, `seeded = 1`. Variables are always text."""
+    try:
+        model.model_validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        return [
+            problem
+            for problem in error.errors()
+            if problem["type"] in ("int_type", "float_type", "bool_type")
+            and isinstance(problem["input"], str | bool | int | float)
+            and setting_keys(model, problem["loc"]) not in origins
+        ]
+    return []
 
 
 def redis_url(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -78,14 +102,22 @@ def _read(path: Path) -> str:
         raise ConfigError(f"cannot read the configuration {path}: not valid UTF-8 ({error.reason})") from error
 
 
-def _from_environment(environ: Mapping[str, str], model: type[RunConfig]) -> Iterator[tuple[str, Keys, str]]:
+def _from_environment(environ: Mapping[str, str], model: type[RunConfig]) -> Iterator[tuple[str, Keys, Any]]:
     """`PENSTOCK_RECOVERY__LEASE_S=5` sets `lease_s` in `[recovery]`."""
     for name, value in environ.items():
         if name.startswith(PREFIX) and name not in (CONFIG_VARIABLE, test_hooks.SWITCH):
             keys = tuple(name.removeprefix(PREFIX).lower().split("__"))
             if not is_setting(model, keys):
                 raise ConfigError(unknown_variable(name, model, PREFIX, [CONFIG_VARIABLE]))
-            yield name, keys, value
+            yield name, keys, _typed(value) if is_toml(model, keys) else value
+
+
+def _typed(text: str) -> Any:
+    """A value of TOML, or else the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        return text
 
 
 def _set(values: dict[str, Any], keys: Keys, value: Any) -> None:
@@ -95,3 +127,14 @@ def _set(values: dict[str, Any], keys: Keys, value: Any) -> None:
         if not isinstance(table, dict):
             return  # the file has a value where a table belongs: validation reports that
     table[keys[-1]] = value
+
+
+def _spelled(values: Mapping[str, Any], keys: Keys) -> Keys:
+    """`keys` of a variable, in lower case, as the file spells them: `[environments.Sums]`."""
+    spelled: list[str] = []
+    table: Any = values
+    for key in keys:
+        known = table if isinstance(table, dict) else {}
+        spelled.append(next((each for each in known if each.lower() == key), key))
+        table = known.get(spelled[-1])
+    return tuple(spelled)

@@ -1,15 +1,14 @@
 """Messages about wrong settings: file and line (or variable, or flag), what is wrong, the nearest setting."""
 
-import dataclasses
 import difflib
-import re
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from penstock.config.sections import entry_section, is_section
+from penstock.sections import Section, is_value, table_of
 
 Keys = tuple[str, ...]
 Origins = dict[Keys, str]
@@ -21,18 +20,41 @@ RENAMED = {
     "engine.moe_layers": "engine.hidden_layers",
 }
 """Settings of release 0.1 that have another name now."""
+SHOULD_BE = "Input should be "
+PLAIN = {"path_type": f"{SHOULD_BE}a path, in quotes", "tuple_type": f"{SHOULD_BE}a list"}
+"""Messages of pydantic that name types of Python, in the words of TOML."""
 
 
-def describe(error: ValidationError, model: type[BaseModel], path: Path | None, text: str, origins: Origins) -> str:
-    """One line for each problem."""
-    lines: list[str] = []
-    for problem in error.errors():
-        keys = tuple(str(part) for part in problem["loc"])
-        lines.append(f"{_place(keys, path, text, origins)}: {_message(problem['type'], problem['msg'], keys, model)}")
-    return "\n".join(lines)
+def describe(
+    problems: Iterable[ErrorDetails], model: type[Section], path: Path | None, text: str, origins: Origins
+) -> str:
+    """One line for each setting with a problem."""
+    messages: dict[Keys, str] = {}
+    for problem in problems:
+        keys = setting_keys(model, problem["loc"])
+        message = _message(problem["type"], problem["msg"], keys, model)
+        expected = f"{'.'.join(keys)}: {SHOULD_BE}"
+        if messages.setdefault(keys, message) != message and message.startswith(expected):
+            messages[keys] += ", or " + message.removeprefix(expected)  # neither of two types that it may have
+    return "\n".join(f"{_place(keys, path, text, origins)}: {message}" for keys, message in messages.items())
 
 
-def unknown_variable(name: str, model: type[BaseModel], prefix: str, others: Sequence[str]) -> str:
+def setting_keys(model: type[Section], location: Sequence[int | str]) -> Keys:
+    """The keys of the setting, or of the element of its list, from pydantic's location, which also names types."""
+    keys, section, by_name = list[str](), model, False
+    for part in location:
+        if by_name:
+            keys, by_name = [*keys, str(part)], False
+        elif section is None:
+            keys += [str(part)] if isinstance(part, int) else []
+        else:
+            keys.append(str(part))
+            table = table_of(_settings(section).get(str(part)))
+            section, by_name = (table.section, table.by_name) if table else (None, False)
+    return tuple(keys)
+
+
+def unknown_variable(name: str, model: type[Section], prefix: str, others: Sequence[str]) -> str:
     setting = name.removeprefix(prefix).lower().replace("__", ".")
     if setting in RENAMED:
         return f"environment, {name}: {setting!r} has a new name: {RENAMED[setting]}"
@@ -41,67 +63,126 @@ def unknown_variable(name: str, model: type[BaseModel], prefix: str, others: Seq
 
 
 def _place(keys: Keys, path: Path | None, text: str, origins: Origins) -> str:
-    origin = next((name for set_keys, name in origins.items() if set_keys[: len(keys)] == keys), None)
-    if origin is None and (number := line_of(text, keys) or line_of(text, keys[:-1])):
+    origin = next((name for set_keys, name in origins.items() if _one_begins_the_other(set_keys, keys)), None)
+    if origin is None and (number := line_of(text, keys)):
         return f"{path}, line {number}"
     return origin or str(path or "configuration")
 
 
-def _message(kind: str, message: str, keys: Keys, model: type[BaseModel]) -> str:
+def _message(kind: str, message: str, keys: Keys, model: type[Section]) -> str:
     name = ".".join(keys)
-    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+    if kind == "extra_forbidden":
         if name in RENAMED:
             return f"{name!r} has a new name: {RENAMED[name]}"
         return f"there is no setting {name!r}; the nearest is {_nearest(name, list(all_keys(model)))!r}"
-    if kind in ("model_type", "model_attributes_type", "dataclass_type"):
+    if kind in ("model_type", "model_attributes_type", "dict_type", "mapping_type"):
         return f"{name} is a table: write [{name}], and its settings below"
-    return f"{name}: {message.removeprefix('Value error, ')}"
+    return f"{name}: {PLAIN.get(kind, message).removeprefix('Value error, ')}".removeprefix(": ")
 
 
 def _nearest(name: str, known: list[str]) -> str:
     return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
 
 
-def all_keys(section: type[Any], prefix: str = "") -> Iterator[str]:
+def all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
     """The dotted names of all settings; `environments.NAME.use` stands for any environment."""
     for name, annotation in _settings(section).items():
-        if entry := entry_section(annotation):
-            yield from all_keys(entry, f"{prefix}{name}.NAME.")
-        elif is_section(annotation):
-            yield from all_keys(annotation, f"{prefix}{name}.")
-        else:
+        if is_value(annotation):
             yield prefix + name
+        if (table := table_of(annotation)) and table.section:
+            yield from all_keys(table.section, f"{prefix}{name}.NAME." if table.by_name else f"{prefix}{name}.")
 
 
-def is_setting(section: type[Any], keys: Sequence[str]) -> bool:
-    """Whether `keys` lead to a setting or a table; a table of tables may have any names."""
+def is_setting(section: type[Section], keys: Sequence[str]) -> bool:
+    """Whether `keys` lead to a setting or a table; a table by name may have any names."""
     settings = _settings(section)
     if keys[0] not in settings or len(keys) == 1:
         return keys[0] in settings
-    annotation = settings[keys[0]]
-    if entry := entry_section(annotation):
-        return len(keys) > 2 and is_setting(entry, keys[2:])
-    return is_section(annotation) and is_setting(annotation, keys[1:])
+    table = table_of(settings[keys[0]])
+    if table is None:
+        return False
+    if table.section is None:
+        return True
+    below = keys[2:] if table.by_name else keys[1:]
+    return bool(below) and is_setting(table.section, below)
 
 
-def _settings(section: type[Any]) -> dict[str, Any]:
+def is_toml(section: type[Section], keys: Sequence[str]) -> bool:
+    """Whether the text of a variable for `keys`, which are a setting, is TOML: tables whose keys are not Penstock's,
+    and lists that are not separated by commas."""
+    annotation = _settings(section)[keys[0]]
+    table = table_of(annotation)
+    if table is None or table.section is None:
+        kinds = [get_origin(kind) for kind in (annotation, *get_args(annotation))]
+        return table is not None or tuple in kinds
+    below = keys[2:] if table.by_name else keys[1:]
+    return bool(below) and is_toml(table.section, below)
+
+
+def _settings(section: type[Section]) -> dict[str, Any]:
     """Names and annotations."""
-    if issubclass(section, BaseModel):
-        return {name: field.annotation for name, field in section.model_fields.items()}
-    hints = get_type_hints(section)
-    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+    return {name: field.annotation for name, field in section.model_fields.items()}
 
 
 def line_of(text: str, keys: Sequence[str]) -> int | None:
-    """The line that sets `keys`, in plain TOML: `[table]` headers and `key = value` lines."""
-    table: list[str] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line):
-            table = [part.strip().strip("\"'") for part in header[1].split(".")]
-            if table == list(keys):
+    """The line that sets `keys`: of the setting, the list's element or the table's header; else of the next outer table
+    that has a line. None if there is none."""
+    wanted = list(keys)
+    while wanted:
+        below: int | None = None
+        for number, path, lines in _statements(text):
+            if path == wanted:
                 return number
-        elif setting := re.match(r"\s*([\w.\"'-]+)\s*=", line):
-            here = [*table, *(part.strip("\"'") for part in setting[1].split("."))]
-            if here == list(keys[: len(here)]):
-                return number
+            if path == wanted[: len(path)] and lines:
+                return number + _line_in_list(lines, wanted[len(path) :])
+            if path[: len(wanted)] == wanted and below is None:
+                below = number
+        if below:
+            return below
+        wanted.pop()
     return None
+
+
+def _statements(text: str) -> Iterator[tuple[int, list[str], list[str]]]:
+    """Line number, keys and, where it is not a table's header, the lines of each statement of a TOML file."""
+    table: list[str] = []
+    lines: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        lines.append(line)
+        try:
+            parsed = tomllib.loads("\n".join(lines))
+        except tomllib.TOMLDecodeError:
+            continue  # a value goes on in the next line
+        if path := _path_of(parsed):
+            is_header = lines[0].lstrip().startswith("[")
+            table = path if is_header else table
+            yield number - len(lines) + 1, path if is_header else [*table, *path], [] if is_header else lines
+        lines = []
+
+
+def _path_of(parsed: Any) -> list[str]:
+    """The keys of a file with one statement."""
+    if isinstance(parsed, list) and parsed:
+        return _path_of(parsed[-1]) if isinstance(parsed[-1], dict) else []
+    if not isinstance(parsed, dict) or len(parsed) != 1:
+        return []
+    [(key, value)] = parsed.items()
+    return [key, *_path_of(value)]
+
+
+def _line_in_list(lines: list[str], keys: Sequence[str]) -> int:
+    """How many lines below its first one a statement has the element with the index `keys[0]`."""
+    for count in range(1, len(lines)):
+        try:
+            value: Any = tomllib.loads("\n".join([*lines[:count], "]"]))
+        except tomllib.TOMLDecodeError:
+            continue
+        for key in _path_of(value):
+            value = value[key]
+        if keys and keys[0].isdecimal() and len(value) > int(keys[0]):
+            return count - 1
+    return len(lines) - 1 if keys and keys[0].isdecimal() else 0
+
+
+def _one_begins_the_other(one: Keys, other: Keys) -> bool:
+    return bool(one and other) and all(a == b for a, b in zip(one, other, strict=False))

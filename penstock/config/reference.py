@@ -6,7 +6,6 @@
 """
 
 import ast
-import dataclasses
 import inspect
 import json
 import sys
@@ -18,11 +17,11 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, SecretStr
+from pydantic import SecretStr
 from pydantic_core import PydanticUndefined
 
 from penstock.config.run import RunConfig
-from penstock.config.sections import entry_section, is_section
+from penstock.sections import Section, is_value, table_of
 
 HEAD = """\
 # Configuration
@@ -34,10 +33,12 @@ workers and session server read the same file.
 
 - `penstock run CONFIG.toml` and `penstock sessions CONFIG.toml` take the file as an argument; workers read the one that
   `PENSTOCK_CONFIG` names.
-- `PENSTOCK_SECTION__KEY` sets `key` of `[section]`: `PENSTOCK_RECOVERY__LEASE_S=5`. Lists are separated by commas.
+- `PENSTOCK_SECTION__KEY` sets `key` of `[section]`: `PENSTOCK_RECOVERY__LEASE_S=5`. Lists of addresses and
+  names are separated by commas; other lists, and tables, are values of TOML:
+  `PENSTOCK_POLICY__SAMPLING__STOP='["#"]'`.
 - Secrets belong in variables: the password of Redis in `PENSTOCK_REDIS_URL`, the key of the engine in
   `PENSTOCK_ENGINE__API_KEY`.
-- An unknown key is an error that names the file, the line and the nearest setting.
+- A wrong key, value or type is an error that names the file and the line, and the nearest setting.
 """
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 NAMES: dict[object, str] = {
@@ -61,12 +62,12 @@ def page() -> str:
     return "\n".join([HEAD, *_section(RunConfig, "")])
 
 
-def _section(model: type, path: str) -> Iterator[str]:
-    """A heading, a table of the settings of `model`, and then its tables, depth first."""
-    settings = [_setting(*entry) for entry in _fields(model) if not _inner(entry[1])]
+def _section(section: type[Section], path: str) -> Iterator[str]:
+    """A heading, a table of the settings of `section`, and then its tables, depth first."""
+    settings = [_setting(*entry) for entry in _fields(section) if is_value(entry[1])]
     if path:
         yield f"## `[{path}]`\n"
-        if doc := _class_doc(model):
+        if doc := " ".join((section.__doc__ or "").split()):
             yield f"{doc}\n"
     else:
         yield "## Outside of any section\n"
@@ -74,25 +75,17 @@ def _section(model: type, path: str) -> Iterator[str]:
         yield "| setting | type | default | meaning |\n|---|---|---|---|"
         yield from ("| " + " | ".join(setting) + " |" for setting in settings)
         yield ""
-    for name, annotation, _, _ in _fields(model):
-        if inner := _inner(annotation):
-            named = ".NAME" if entry_section(annotation) else ""
-            yield from _section(inner, f"{path}.{name}{named}".lstrip("."))
+    for name, annotation, _, _ in _fields(section):
+        if (table := table_of(annotation)) and table.section:
+            named = ".NAME" if table.by_name else ""
+            yield from _section(table.section, f"{path}.{name}{named}".lstrip("."))
 
 
-def _fields(model: type) -> Iterator[tuple[str, Any, Any, str]]:
-    """Name, annotation, default and docstring of each setting of a pydantic model or a dataclass."""
-    docs, hints = _attribute_docs(model), get_type_hints(model, include_extras=True)
-    if issubclass(model, BaseModel):
-        defaults = {name: field.get_default(call_default_factory=True) for name, field in model.model_fields.items()}
-    else:
-        defaults = {field.name: _dataclass_default(field) for field in dataclasses.fields(model)}
-    for name, default in defaults.items():
-        yield name, hints[name], default, docs.get(name, "")
-
-
-def _dataclass_default(field: "dataclasses.Field[Any]") -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+def _fields(section: type[Section]) -> Iterator[tuple[str, Any, Any, str]]:
+    """Name, annotation, default and docstring of each setting."""
+    docs, hints = _attribute_docs(section), get_type_hints(section, include_extras=True)
+    for name, field in section.model_fields.items():
+        yield name, hints[name], field.get_default(call_default_factory=True), docs.get(name, "")
 
 
 def _setting(name: str, annotation: Any, default: Any, doc: str) -> Setting:
@@ -138,22 +131,9 @@ def _default(value: Any) -> str:
     return f"`{value:_}`" if isinstance(value, int) and value >= 10_000 else f"`{value:g}`"
 
 
-def _inner(annotation: Any) -> type | None:
-    """The model of a table of settings, or of each entry of a table of tables."""
-    if entry := entry_section(annotation):
-        return entry
-    candidates = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return next((each for each in candidates if is_section(each)), None)
-
-
-def _class_doc(model: type) -> str:
-    doc = model.__doc__ or ""
-    return "" if doc.startswith(f"{model.__name__}(") else " ".join(doc.split())
-
-
-def _attribute_docs(model: type) -> dict[str, str]:
+def _attribute_docs(section: type[Section]) -> dict[str, str]:
     """The string under each attribute, on one line."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0]
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}
     for statement, below in pairwise(body.body):

@@ -10,10 +10,11 @@ from penstock.batches.packing import Normalise, Oversize, PackingRules
 from penstock.batches.plan import Format
 from penstock.config.engine import Engine, EnvironmentName, EnvironmentSettings, Policy
 from penstock.config.redis_address import check
-from penstock.config.sections import Port, Section
 from penstock.config.sessions import Sessions
+from penstock.errors import ConfigError
 from penstock.filters import FilterSettings
 from penstock.runtime.loop_lag import LagLimits, LagTrace, LoopLag, Publish
+from penstock.sections import CommaSeparated, Port, Section
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 
@@ -74,7 +75,7 @@ class BatchSettings(Section):
     """What happens to a sample longer than `seq_len`: cut it; cut it and mask its loss; drop it; fail the step."""
     normalise: str = "token"
     """What the loss is averaged over: `token`, `sample`, `rollout`, or `constant:L` (a rollout's sum over L)."""
-    extras: tuple[str, ...] = ()
+    extras: CommaSeparated = ()
     """Per-token columns of the environments' scores that the batch carries."""
     format: Format = "native"
     """File format of the batches."""
@@ -90,10 +91,21 @@ class BatchSettings(Section):
             oversize=self.oversize,
         )
 
+    @field_validator("normalise")
+    @classmethod
+    def _check_normalise(cls, normalise: str) -> str:
+        try:
+            Normalise.parse(normalise)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return normalise
+
     @model_validator(mode="after")
     def _check_packing(self) -> "BatchSettings":
-        self.packing_rules()
-        Normalise.parse(self.normalise)
+        try:
+            self.packing_rules()
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
         return self
 
 

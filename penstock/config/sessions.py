@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from penstock.config.sections import CommaSeparated, Port, Section
+from penstock.sections import CommaSeparated, Port, Section
 
 ADMINISTRATIVE = re.compile(
     "weight|cache|sleep|wake|flush|lora|profile|abort|pause|resume|continue|memory|shutdown|reset|update|load|admin"

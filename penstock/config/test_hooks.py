@@ -12,7 +12,7 @@ from pydantic import Field
 
 from penstock.config.engine import EnvironmentName, EnvironmentSettings
 from penstock.config.run import RunConfig
-from penstock.config.sections import Fraction, Section
+from penstock.sections import Fraction, Section
 
 SWITCH = "PENSTOCK_TEST_HOOKS"
 NOOP = "noop"

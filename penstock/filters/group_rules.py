@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import model_validator
 
-from penstock.errors import ConfigError
 from penstock.filters.verdicts import Mode
+from penstock.sections import Section
 
 EQUAL_REWARDS = 1e-9
 """Spread up to which rewards are equal, relative to the largest (at least 1): the mean of three 0.1 is not 0.1."""
@@ -26,8 +27,7 @@ MatchGroup = Callable[[GroupRewards], bool]
 """A group rule: whether the group matches."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ZeroVariance:
+class ZeroVariance(Section):
     """Groups whose shaped rewards are all equal. Applies to estimators that learn from differences within a group."""
 
     mode: Mode = Mode.DROP
@@ -37,8 +37,7 @@ class ZeroVariance:
         return rewards_are_equal(group.shaped)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difficulty:
+class Difficulty(Section):
     """Groups that are too hard or too easy, by the mean of their rewards before shaping."""
 
     mode: Mode = Mode.OFF
@@ -48,9 +47,11 @@ class Difficulty:
     high: float = 1.0
     """Groups with a higher mean reward match."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check_bounds(self) -> "Difficulty":
         if not self.low <= self.high:
-            raise ConfigError(f"filters.difficulty.low is {self.low}, above high = {self.high}: all groups would match")
+            raise ValueError(f"low ({self.low}) is above high ({self.high}): all groups would match")
+        return self
 
     def matches(self, group: GroupRewards) -> bool:
         return not self.low <= math.fsum(group.rewards) / len(group.rewards) <= self.high

@@ -2,43 +2,43 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
+
+from pydantic import Field, model_validator
 
 from penstock.errors import ConfigError
 from penstock.filters.group_rules import Difficulty, GroupRewards, MatchGroup, ZeroVariance
 from penstock.filters.token_rules import FindToken, Gibberish, Overlong, Repetition, RolloutTokens, Stale
 from penstock.filters.verdicts import Match, Mode, Verdict
 from penstock.registry import lookup
+from penstock.sections import Section
 
 BUILT_IN = ("gibberish", "repetition", "overlong", "stale", "zero_variance", "difficulty")
 Rule = TypeVar("Rule")
 
 
-@dataclass(frozen=True, kw_only=True)
-class FilterSettings:
+class FilterSettings(Section):
     """Filters over rollouts and groups, in the order in which the first that drops names the reason."""
 
-    gibberish: Gibberish = field(default_factory=Gibberish)
-    repetition: Repetition = field(default_factory=Repetition)
-    overlong: Overlong = field(default_factory=Overlong)
-    stale: Stale = field(default_factory=Stale)
-    zero_variance: ZeroVariance = field(default_factory=ZeroVariance)
-    difficulty: Difficulty = field(default_factory=Difficulty)
-    custom: Mapping[str, Mode] = field(default_factory=dict[str, Mode])
+    gibberish: Gibberish = Gibberish()
+    repetition: Repetition = Repetition()
+    overlong: Overlong = Overlong()
+    stale: Stale = Stale()
+    zero_variance: ZeroVariance = ZeroVariance()
+    difficulty: Difficulty = Difficulty()
+    custom: Mapping[str, Mode] = Field(default={})
     """Modes of custom token rules, by name."""
-    custom_groups: Mapping[str, Mode] = field(default_factory=dict[str, Mode])
+    custom_groups: Mapping[str, Mode] = Field(default={})
     """Modes of custom group rules, by name."""
 
-    def __post_init__(self) -> None:
-        modes = {name: getattr(self, name).mode for name in BUILT_IN}
-        for name, mode in [*modes.items(), *self.custom.items(), *self.custom_groups.items()]:
-            if mode not in tuple(Mode):
-                raise ConfigError(f"filters: the mode of {name} is {mode!r}; set one of {', '.join(Mode)}")
+    @model_validator(mode="after")
+    def _check_names(self) -> "FilterSettings":
         names = Counter([*BUILT_IN, *self.custom, *self.custom_groups])
         if repeated := [name for name, times in names.items() if times > 1]:
-            raise ConfigError(f"filters: {', '.join(repeated)} names two filters; rename the custom one")
+            raise ValueError(f"{', '.join(repeated)} names two filters; rename the custom one")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)

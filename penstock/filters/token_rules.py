@@ -7,13 +7,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from penstock.errors import ConfigError, StageError
+from penstock.errors import StageError
 from penstock.filters.verdicts import Mode
+from penstock.sections import Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,7 @@ FindToken = Callable[[RolloutTokens], int | None]
 """A token rule: the index of the token where the rollout matches, or None."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gibberish:
+class Gibberish(Section):
     """A rare token that the policy sampled although it is less likely than a uniform draw from the vocabulary."""
 
     mode: Mode = Mode.MONITOR
@@ -61,10 +62,6 @@ class Gibberish:
     logprob_offset: float = 2.0
     """How far below the uniform draw a token's logprob must be, in nats."""
 
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.logprob_offset):
-            raise ConfigError(f"filters.gibberish.logprob_offset is {self.logprob_offset}: set a finite number of nats")
-
     def find(self, rollout: RolloutTokens, *, vocab_size: int) -> int | None:
         limit = -float32_at_most(math.log(vocab_size) + self.logprob_offset)
         unlikely = np.flatnonzero(rollout.logprobs < limit)  # few, so the other columns are hardly read
@@ -73,22 +70,15 @@ class Gibberish:
         return int(sampled[0]) if len(sampled) else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Repetition:
+class Repetition(Section):
     """A long run of sampled tokens that were almost certain. Context between turns does not end the run."""
 
     mode: Mode = Mode.MONITOR
     """What happens to a matching rollout: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
-    window: int = 3_000
+    window: PositiveInt = 3_000
     """Length of the run, in sampled tokens."""
-    prob_threshold: float = 0.99
+    prob_threshold: Annotated[float, Field(gt=0, lt=1)] = 0.99
     """Probability above which a token is almost certain."""
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ConfigError(f"filters.repetition.window is {self.window}: set a number of tokens, at least 1")
-        if not 0 < self.prob_threshold < 1:
-            raise ConfigError(f"filters.repetition.prob_threshold is {self.prob_threshold}: set one between 0 and 1")
 
     def find(self, rollout: RolloutTokens) -> int | None:
         """The token that completes the first window."""
@@ -106,8 +96,7 @@ class Repetition:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overlong:
+class Overlong(Section):
     """A sample that was cut at `policy.max_seq_len`."""
 
     mode: Mode = Mode.MASK
@@ -119,19 +108,14 @@ class Overlong:
         return None if sample is None else max(int(rollout.sample_offsets[sample + 1]) - 1, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stale:
+class Stale(Section):
     """Rollouts of a policy that is too old. Checked when a group is filtered, while a rollout runs, and when a step is
     composed and sealed."""
 
     mode: Mode = Mode.DROP
     """What happens to a matching rollout: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
-    max_off_policy_steps: int = 8
+    max_off_policy_steps: NonNegativeInt = 8
     """How many policy versions a rollout's first generated token may be behind the newest one."""
-
-    def __post_init__(self) -> None:
-        if self.max_off_policy_steps < 0:
-            raise ConfigError(f"filters.stale.max_off_policy_steps is {self.max_off_policy_steps}: set 0 or more")
 
     def find(self, rollout: RolloutTokens) -> int | None:
         """The first sampled token, whose version decides."""

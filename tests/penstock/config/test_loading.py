@@ -62,6 +62,36 @@ WRONG = {
         "line 2: there is no setting 'filters.repetition.windw'; the nearest is 'filters.repetition.window'"
     ),
     "advantages = 5": "line 1: advantages is a table: write [advantages], and its settings below",
+    "[filters.repetition]\n\nwindow = 0": "line 3: filters.repetition.window: Input should be greater than 0",
+    "[filters.difficulty]\nlow = 2": (
+        "line 1: filters.difficulty: low (2.0) is above high (1.0): all groups would match"
+    ),
+    "[filters.custom]\nx = 'all'": "line 2: filters.custom.x: Input should be 'off', 'monitor', 'mask' or 'drop'",
+    "[filters]\ncustom = 3": "line 2: filters.custom is a table: write [filters.custom], and its settings below",
+    "[advantages]\ntool_weight = -1": "line 2: advantages.tool_weight: Input should be greater than or equal to 0",
+    "[environments.a]\nuse = 'x'\nwieght = 2": (
+        "line 3: there is no setting 'environments.a.wieght'; the nearest is 'environments.NAME.weight'"
+    ),
+    "[environments.a.options]\nuse = 'x'": "line 1: environments.a.use: Field required",
+    "environments = {a = {use = 'x', weight = -1}}": "line 1: environments.a.weight: Input should be greater than 0",
+    "environments = 3": "line 1: environments is a table: write [environments], and its settings below",
+    "[engine]\nurls = [\n  'http://a',\n  3,\n]": "line 4: engine.urls.1: Input should be a valid string",
+    "[policy.sampling]\nstop = 'x'": "line 2: policy.sampling.stop: Input should be a list",
+    "[batch]\nsize = true": "line 2: batch.size: Input should be a valid integer",
+    "[batch]\nsize = '5'": "line 2: batch.size: Input should be a valid integer",
+    "[policy]\nseeded = 1": "line 2: policy.seeded: Input should be a valid boolean",
+    "run_dir = 3": "line 1: run_dir: Input should be a path, in quotes",
+    "[rollouts]\ntimeout_s = inf": "line 2: rollouts.timeout_s: Input should be a finite number",
+    "[http]\nport = 'on'": (
+        "line 2: http.port: Input should be a valid integer, unable to parse string as an integer, or 'off'"
+    ),
+    "[batch]\nnormalise = 'x'": (
+        'line 2: batch.normalise: normalise = "x": use "token", "sample", "rollout" or "constant:L" with L above 0'
+    ),
+    "[batch]\npad_to_multiple_of = 7\nseq_len = 3": (
+        "line 1: batch: seq_len (3) must be a multiple of pad_to_multiple_of (7): otherwise padding makes a full "
+        "micro-batch longer than seq_len"
+    ),
     "store = 's3://bucket'": "line 1: store: must be a shared directory: file:///absolute/path",
 }
 
@@ -145,6 +175,45 @@ def test_the_redis_url_can_be_read_without_a_configuration() -> None:
     assert config.redis_url({"PENSTOCK_REDIS_URL": "redis://h/1"}) == "redis://h/1"
     with pytest.raises(ConfigError, match="environment, PENSTOCK_REDIS_URL: is not the address"):
         config.redis_url({"PENSTOCK_REDIS_URL": "h"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("FILTERS__DIFFICULTY__LOW", "0.25", 0.25),
+        ("FILTERS__CUSTOM__MINE", "drop", "drop"),
+        ("ADVANTAGES__TOOL_WEIGHT", "2", 2.0),
+        ("BATCH__EXTRAS", "a, b", ("a", "b")),
+        ("POLICY__RENDERER__BACKEND", "renderers", "renderers"),
+        ("POLICY__SAMPLING__STOP", '["a, b", "\\n"]', ("a, b", "\n")),
+        ("POLICY__SAMPLING__MORE__TOP_A", "0.5", 0.5),
+        ("POLICY__SAMPLING__MORE", "{top_a = 0.5}", {"top_a": 0.5}),
+        ("ENVIRONMENTS__SUMS__OPTIONS__NAME", "plain text", "plain text"),
+        ("POLICY__SEEDED", "true", True),
+    ],
+)
+def test_a_variable_sets_a_setting_of_any_type(tmp_path: Path, variable: str, value: str, expected: object) -> None:
+    settings = loaded(tmp_path, "[environments.sums]\nuse = 'arithmetic'", **{f"PENSTOCK_{variable}": value})
+    found: Any = settings
+    for key in variable.lower().split("__"):
+        found = found[key] if isinstance(found, dict) else getattr(found, key)
+    assert found == expected
+
+
+def test_a_variable_finds_the_name_that_the_file_spells(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, "[environments.Sums]\nuse = 'guess'", PENSTOCK_ENVIRONMENTS__SUMS__WEIGHT="3")
+    assert {name: each.weight for name, each in settings.environments.items()} == {"Sums": 3.0}
+
+
+def test_a_wrong_value_in_a_variable_names_it_in_every_section(tmp_path: Path) -> None:
+    for variable, value, message in [
+        ("PENSTOCK_FILTERS__DIFFICULTY__LOW", "2", "filters.difficulty: low (2.0) is above high (1.0)"),
+        ("PENSTOCK_FILTERS__CUSTOM__MINE", "all", "filters.custom.mine: Input should be 'off'"),
+        ("PENSTOCK_ADVANTAGES__TOOL_WEIGHT", "-1", "advantages.tool_weight: Input should be greater"),
+        ("PENSTOCK_ENVIRONMENTS__A__OPTIONS", "x", "environments.a.options is a table"),
+        ("PENSTOCK_ENGINE", "x", "engine is a table"),
+    ]:
+        assert f"environment, {variable}: {message}" in refused(tmp_path, **{variable: value})
 
 
 def test_every_setting_can_be_set_by_a_variable() -> None:

@@ -2,7 +2,7 @@ import math
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from support.filtering import group, rollout
 
 from penstock.errors import ConfigError
@@ -15,7 +15,6 @@ from penstock.filters import (
     Repetition,
     Stale,
     Verdict,
-    ZeroVariance,
     group_filters,
     judge,
     judge_group,
@@ -55,29 +54,20 @@ def test_a_filter_that_is_off_does_not_run() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Gibberish(logprob_offset=math.nan), "filters.gibberish.logprob_offset is nan"),
-        (lambda: Repetition(window=0), "filters.repetition.window is 0"),
-        (lambda: Repetition(prob_threshold=1.0), "filters.repetition.prob_threshold is 1.0"),
-        (lambda: Stale(max_off_policy_steps=-1), "filters.stale.max_off_policy_steps is -1"),
-        (lambda: Difficulty(low=1.0, high=0.0), "filters.difficulty.low is 1.0, above high = 0.0"),
-        (lambda: FilterSettings(overlong=Overlong(mode="skip")), "the mode of overlong is 'skip'; set one of off"),
+        (lambda: Gibberish(logprob_offset=math.nan), "logprob_offset\n.*finite number"),
+        (lambda: Repetition(window=0), "window\n.*greater than 0"),
+        (lambda: Repetition(prob_threshold=1.0), "prob_threshold\n.*less than 1"),
+        (lambda: Stale(max_off_policy_steps=-1), "max_off_policy_steps\n.*greater than or equal to 0"),
+        (lambda: Difficulty(low=1.0, high=0.0), r"low \(1.0\) is above high \(0.0\)"),
+        (lambda: FilterSettings.model_validate({"overlong": {"mode": "skip"}}), "overlong.mode\n.*'off', 'monitor'"),
         (lambda: FilterSettings(custom={"stale": Mode.DROP}), "stale names two filters"),
-        (lambda: rollout_filters(FilterSettings(), vocab_size=0), "needs the model's vocab_size, not 0"),
     ],
 )
-def test_a_wrong_setting_is_refused_with_its_name(make: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_wrong_setting_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         make()
 
 
-def test_settings_can_be_part_of_a_pydantic_model() -> None:
-    class Run(BaseModel):
-        model_config = ConfigDict(extra="forbid")
-        filters: FilterSettings = FilterSettings()
-
-    run = Run.model_validate({"filters": {"repetition": {"mode": "drop", "window": 5}, "custom": {"mine": "mask"}}})
-    assert run.filters.repetition == Repetition(mode=Mode.DROP, window=5)
-    assert run.filters.custom == {"mine": Mode.MASK}
-    assert run.filters.zero_variance == ZeroVariance(mode=Mode.DROP)
-    with pytest.raises(ValidationError, match=r"filters\.repetition\.windw"):
-        Run.model_validate({"filters": {"repetition": {"windw": 5}}})
+def test_the_gibberish_filter_needs_the_vocabulary_size() -> None:
+    with pytest.raises(ConfigError, match="needs the model's vocab_size, not 0"):
+        rollout_filters(FilterSettings(), vocab_size=0)
