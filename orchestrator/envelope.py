@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from penstock.errors import StageError
+from penstock.ids import TaskId
 from penstock.messages import (
     GRACE_S,
     MESSAGE_LIMIT_BYTES,
@@ -87,10 +88,16 @@ def _headers(job: AnyJob) -> dict[str, Any]:
     }
 
 
-def sequence_of(message: bytes) -> int | None:
-    """The sequence of a queued message; None if Penstock did not write it."""
+def task_of(message: bytes) -> TaskId | None:
+    """The task of a queued message; None if Penstock did not write it."""
     try:
-        sequence = orjson.loads(message)["headers"][SEQUENCE_HEADER]
+        return TaskId.match(str(orjson.loads(message)["headers"]["id"]))
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return None
+
+
+def sequence_of(message: bytes, run: str) -> int | None:
+    """The sequence of a queued message of `run`; None for any other message."""
+    task = task_of(message)
+    sequence = orjson.loads(message)["headers"].get(SEQUENCE_HEADER) if task and task.run == run else None
     return sequence if isinstance(sequence, int) else None

@@ -83,7 +83,7 @@ class Orchestrator:
         self.groups = Groups(config, ledger, self.gates)
         self.composer = Composer(config, ledger, self.trainer)
         self.sealer = Sealer(config)
-        self.reconciler = Reconciler(config, run, ledger, broker, self.groups)
+        self.reconciler = Reconciler(config, run, ledger, broker, self.groups, self.gates)
         self.releaser = Releaser(config, ledger, self.trainer)
         self.sweeper = Sweeper(config, run, ledger)
         self.shutdown = Shutdown(config, run, ledger, broker, self.replies)
@@ -117,6 +117,7 @@ class Orchestrator:
         self.deliver_sealed_steps()
         self.composer.resume()
         self.planner.resume()
+        await self.submitter.remove_leftovers()
         duties = [self.read_replies, self.reconcile, self.follow_trainer, self.sweep, self.lock.keep,
                   self.reporter.run, self.metrics.run, self.lag.run, self.lags.run]  # fmt: skip
         async with asyncio.TaskGroup() as group:

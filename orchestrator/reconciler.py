@@ -13,6 +13,7 @@ from typing import Any
 
 from orchestrator import envelope
 from orchestrator.broker import Broker
+from orchestrator.gates import Gates
 from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import JobRecord
@@ -67,13 +68,16 @@ class Findings:
 
 
 class Reconciler:
-    def __init__(self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, groups: Groups) -> None:
+    def __init__(
+        self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, groups: Groups, gates: Gates
+    ) -> None:
         self._config = config
         self._run = run
         self._ledger = ledger
         self._broker = broker
         self._staleness = Staleness(config, ledger)
         self._groups = groups
+        self._gates = gates
         self.poll_s = min(POLL_MOST_S, config.recovery.lease_s / POLLS_PER_LEASE)
         self._beats: dict[str, Beat] = {}
         self._observed: dict[str, ObservedAttempt] = {}
@@ -95,7 +99,7 @@ class Reconciler:
         return Snapshot(
             leases={field.decode(): value.decode() for field, value in leases.items()},
             depths=dict(zip(Queue, queues[::2], strict=True)),
-            oldest={queue: envelope.sequence_of(message) if message else None
+            oldest={queue: envelope.sequence_of(message, self._run) if message else None
                     for queue, message in zip(Queue, queues[1::2], strict=True)},
         )  # fmt: skip
 
@@ -116,18 +120,23 @@ class Reconciler:
             if job.state is JobState.SUBMITTED and (beating is not None or not queued or job.id in self._observed):
                 self._judge_job(job, queued, passed_s, beating, findings)
         self._observed = {job.id: self._observed[job.id] for job in submitted if job.id in self._observed}
-        self._judge_groups(passed_s)
+        running = {job.subject for job in submitted if alive.get((job.id, job.attempt))}
+        self._judge_groups(passed_s if self._gates.rollouts.open else 0.0, running)
         return findings
 
-    def _judge_groups(self, passed_s: float) -> None:
-        """A group that has been collecting for `group_timeout_s` continues without its unfinished rollouts."""
+    def _judge_groups(self, passed_s: float, running: set[str]) -> None:
+        """A group that has been running for `group_timeout_s` continues without its unfinished rollouts.
+
+        Time in which none of its rollouts runs does not count: the engine is away, or the queue is long.
+        """
         if self._config.rollouts.partial_groups == "wait":
             return
-        collecting = [g for g in self._ledger.groups.values() if g.state is GroupState.COLLECTING]
-        self._ages_s = {group.id: self._ages_s.get(group.id, 0.0) + passed_s for group in collecting}
-        for group in collecting:
-            if self._ages_s[group.id] > self._config.rollouts.group_timeout_s:
-                self._groups.stop_waiting(group)
+        aged = {group: self._ages_s.get(group, 0.0) + passed_s for group in running}
+        collecting = {group.id for group in self._ledger.groups.values() if group.state is GroupState.COLLECTING}
+        self._ages_s = {group: age_s for group, age_s in (self._ages_s | aged).items() if group in collecting}
+        for group, age_s in list(self._ages_s.items()):
+            if age_s > self._config.rollouts.group_timeout_s:
+                self._groups.stop_waiting(self._ledger.groups[group])
 
     def _alive(self, snapshot: Snapshot, passed_s: float, findings: Findings) -> dict[tuple[str, int], bool]:
         """(job, attempt) -> whether one of its leases beats; no entry without a lease."""

@@ -9,14 +9,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from orchestrator import envelope
 from orchestrator.broker import Broker
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.reply_stream import ReplyStream
 from penstock import job_inputs, redis_keys
 from penstock.config import RunConfig
-from penstock.ids import LeaseId, TaskId
+from penstock.ids import LeaseId
 from penstock.ledger.states import IN_FLIGHT, GroupState, JobState
 from penstock.messages import Queue
 from penstock.runtime.offload import in_io_thread
@@ -124,7 +123,8 @@ class Shutdown:
         """Empty the queues; their jobs wait again, with no failure or loss counted."""
         for queue in Queue:
             for message in await self._broker.call(lambda client, queue=queue: _empty_queue(client, queue)):
-                job = self._ledger.jobs.get(_job_of(message))
+                task = envelope.task_of(message)
+                job = self._ledger.jobs.get(task.job) if task and task.run == self._run else None
                 if job is not None and job.state is JobState.SUBMITTED:
                     self._ledger.retry(job)
 
@@ -146,9 +146,3 @@ async def _empty_queue(client: Any, queue: Queue) -> list[bytes]:
         pipe.delete(queue)
         messages, _ = await pipe.execute()
     return messages
-
-
-def _job_of(message: bytes) -> str:
-    task_id = str(orjson.loads(message).get("headers", {}).get("id", ""))
-    id = TaskId.match(task_id)
-    return id.job if id else ""

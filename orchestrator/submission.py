@@ -1,5 +1,6 @@
 """Submits waiting jobs: first their input files, then the ledger, then the queue. The only module that publishes."""
 
+import logging
 from collections import defaultdict
 from typing import Any
 
@@ -24,6 +25,8 @@ from penstock.messages import (
     SurveyJob,
 )
 
+logger = logging.getLogger("penstock.submission")
+
 STAGES = frozenset(JobKind) - {JobKind.ENCODE, JobKind.ROLLOUT}
 AT_ONCE = 32  # jobs for one commit and one Redis command
 
@@ -36,6 +39,16 @@ class Submitter:
         self._broker = broker
         self._gates = gates
         self.inputs = JobInputs(config, run, ledger)
+
+    async def remove_leftovers(self) -> None:
+        """Remove the queued messages of other runs, which no orchestrator waits for: call with the lock held."""
+        for queue in Queue:
+            messages = await self._broker.call(lambda client, queue=queue: client.lrange(queue, 0, -1))
+            leftovers = [each for each in messages if (task := envelope.task_of(each)) and task.run != self._run]
+            for message in leftovers:
+                await self._broker.call(lambda client, queue=queue, message=message: client.lrem(queue, 0, message))
+            if leftovers:
+                logger.warning("action=leftovers_removed queue=%s messages=%d", queue, len(leftovers))
 
     async def submit(self, jobs: list[JobRecord]) -> None:
         """Stages before rollouts: groups are finished before new rollouts begin."""

@@ -31,7 +31,8 @@ class Rollouts(Section):
     timeout_s: PositiveFloat = 3600.0
     """Seconds that one attempt at a rollout may take."""
     group_timeout_s: PositiveFloat = 7200.0
-    """Seconds after which a group continues without its unfinished rollouts."""
+    """Seconds of running time after which a group continues without its unfinished rollouts. Time in which none of its
+    rollouts runs does not count."""
     partial_groups: Literal["train", "wait", "drop"] = "train"
     """What happens to a group of which some rollouts died or timed out: train on the rest, wait for all, or drop it."""
     oversample: Annotated[float, Field(ge=1)] = 1.0

@@ -52,10 +52,12 @@ def test_a_message_equals_celerys(client: redis.Redis, job: AnyJob) -> None:
 
 
 def test_the_sequence_is_read_from_penstocks_messages_only() -> None:
-    assert envelope.sequence_of(envelope.encode(JOBS[0])) == 17
-    assert envelope.sequence_of(b'{"headers": {}}') is None
-    assert envelope.sequence_of(b"not json") is None
-    assert envelope.sequence_of(b'{"headers": {"penstock_sequence": "x"}}') is None
+    job = JOBS[0]
+    assert envelope.sequence_of(envelope.encode(job), job.run) == 17
+    assert envelope.sequence_of(envelope.encode(job), "another") is None
+    assert envelope.sequence_of(b'{"headers": {}}', job.run) is None
+    assert envelope.sequence_of(b"not json", job.run) is None
+    assert envelope.sequence_of(b'{"headers": {"penstock_sequence": 17, "id": "x"}}', job.run) is None
 
 
 def test_a_message_over_the_limit_is_refused() -> None:

@@ -13,7 +13,7 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord, JobRecord
 from orchestrator.reconciler import Findings, Reconciler, Snapshot
 from penstock.ledger.states import GroupState, JobState, RolloutState
-from penstock.messages import GRACE_S, Queue, RolloutResult
+from penstock.messages import GRACE_S, Outcome, Queue, RolloutResult
 
 RUN = "run"
 LEASE_S = 10.0
@@ -29,7 +29,9 @@ class Scene:
         self.rollout = group.rollouts[0]
         for other in group.rollouts[1:]:
             ledger.end(ledger.jobs[other.id], JobState.CANCELLED)
-        self.reconciler = Reconciler(config, RUN, ledger, Broker("redis://unused/0"), Groups(config, ledger, Gates()))
+        gates = Gates()
+        groups = Groups(config, ledger, gates)
+        self.reconciler = Reconciler(config, RUN, ledger, Broker("redis://unused/0"), groups, gates)
         self.poll_s = self.reconciler.poll_s
 
     def poll(self, *, lease: str | None = None, depth: int = 0, oldest: int | None = None) -> Findings:
@@ -188,18 +190,18 @@ def test_a_job_that_is_lost_too_often_is_dead(scene: Scene) -> None:
     assert scene.rollout.error == "lost 3 times, the last: the worker's lease expired"
 
 
-NO_LEASES = Snapshot(leases={}, depths=dict.fromkeys(Queue, 1), oldest=dict.fromkeys(Queue))
-
-
 def timing_groups(ledger: Ledger, gates: Gates, **rollouts: Any) -> Reconciler:
     config = configured(rollouts={"group_timeout_s": 30} | rollouts)
-    return Reconciler(config, RUN, ledger, Broker("redis://unused/0"), Groups(config, ledger, gates))
+    return Reconciler(config, RUN, ledger, Broker("redis://unused/0"), Groups(config, ledger, gates), gates)
 
 
-def poll(reconciler: Reconciler, clock: Clock, times: int) -> None:
+def poll(reconciler: Reconciler, clock: Clock, times: int, running: str | None = None) -> None:
+    """`running` is a job whose lease beats; all others may be queued."""
     for _ in range(times):
         clock.advance(reconciler.poll_s)
-        assert reconciler.judge(NO_LEASES).revoke == []
+        leases = {f"{RUN}.{running}.1.x": f"worker:{clock.now}"} if running else {}
+        snapshot = Snapshot(leases=leases, depths=dict.fromkeys(Queue, 1), oldest=dict.fromkeys(Queue))
+        assert reconciler.judge(snapshot).revoke == []
 
 
 def one_unfinished(ledger: Ledger) -> GroupRecord:
@@ -217,10 +219,10 @@ def test_a_group_over_its_time_out_continues_with_its_finished_rollouts(ledger: 
     gates = Gates()
     gates.rollouts.probe_sent(late.id, 1)
     reconciler = timing_groups(ledger, gates)
-    poll(reconciler, clock, 31)
+    poll(reconciler, clock, 31, running=late.id)
     assert group.state is GroupState.COLLECTING
     job = ledger.jobs[late.id]
-    poll(reconciler, clock, 1)
+    poll(reconciler, clock, 1, running=late.id)
     assert job.state is JobState.CANCELLED
     assert (late.state, late.reason) == (RolloutState.FILTERED, "group_timeout")
     assert late.id not in ledger.jobs
@@ -231,15 +233,30 @@ def test_a_group_over_its_time_out_continues_with_its_finished_rollouts(ledger: 
 
 def test_a_group_over_its_time_out_is_dropped_with_partial_groups_drop(ledger: Ledger, clock: Clock) -> None:
     group = one_unfinished(ledger)
-    poll(timing_groups(ledger, Gates(), partial_groups="drop"), clock, 32)
+    poll(timing_groups(ledger, Gates(), partial_groups="drop"), clock, 32, running=group.rollouts[3].id)
     assert group.state is GroupState.CLOSED
     assert ledger.reasons == {"group_timeout": 1, "group_too_small": 3}
 
 
 def test_a_group_has_no_time_out_with_partial_groups_wait(ledger: Ledger, clock: Clock) -> None:
     group = one_unfinished(ledger)
-    poll(timing_groups(ledger, Gates(), partial_groups="wait"), clock, 100)
+    poll(timing_groups(ledger, Gates(), partial_groups="wait"), clock, 100, running=group.rollouts[3].id)
     assert group.state is GroupState.COLLECTING
+
+
+def test_time_in_which_no_rollout_of_a_group_can_run_is_not_its_time(ledger: Ledger, clock: Clock) -> None:
+    """Its rollout is queued for an hour, then it runs for 1,000 s while the engine is away."""
+    group, gates = one_unfinished(ledger), Gates()
+    late = group.rollouts[3].id
+    reconciler = timing_groups(ledger, gates)
+    poll(reconciler, clock, 3600)
+    gates.rollouts.close(Outcome.UNREACHABLE, late, 1, "connection refused")
+    poll(reconciler, clock, 1000, running=late)
+    gates.rollouts.reopen()
+    poll(reconciler, clock, 30, running=late)
+    assert group.state is GroupState.COLLECTING
+    poll(reconciler, clock, 1, running=late)
+    assert group.state is GroupState.FILTERING
 
 
 def test_a_running_rollout_that_became_stale_is_cancelled(scene: Scene) -> None:

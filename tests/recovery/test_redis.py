@@ -44,6 +44,25 @@ def test_nothing_is_lost_when_redis_fails(tmp_path: Path, fault: object, appendo
     assert result["delivered"] == result["planned"] == 48
 
 
+def test_messages_that_a_killed_run_left_are_removed_by_the_next_run(tmp_path: Path) -> None:
+    """Their sequences would make the next run's queued jobs look lost, and workers would play them for nothing."""
+    with cluster_in(tmp_path, noop={"rollout_s": 60}) as cluster:
+        surveyor, killed = cluster.rollout_worker(concurrency=1), cluster.orchestrator()
+        wait_until(lambda: cluster.redis.llen("rollouts") >= 40, timeout_s=30, what="40 queued rollouts")
+        killed.kill()
+        surveyor.kill()
+        cluster.configure()
+        cluster.new_run("next")
+        run = cluster.orchestrator()
+        removed = "action=leftovers_removed queue=rollouts"
+        wait_until(lambda: removed in run.text, timeout_s=30, what="the end of the killed run's lock")
+        cluster.rollout_worker(concurrency=4)
+        cluster.compute_worker()
+        assert run.wait() == 0, run.text
+        assert cluster.ledger("SELECT sum(losses) FROM jobs") == [(0,)]
+        assert cluster.audit()["balanced"]
+
+
 def test_messages_are_small_and_carry_no_readable_arguments(tmp_path: Path) -> None:
     with cluster_in(tmp_path, noop={"rollout_s": 0.05}) as cluster:
         worker, compute = cluster.rollout_worker(concurrency=1), cluster.compute_worker()
