@@ -1,8 +1,11 @@
-"""Base class and common types of the configuration's sections, and how tables of settings are recognised by type."""
+"""Base class and common types of the configuration's sections, what each setting declares, and how tables of settings
+are recognised by type."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from types import UnionType
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -17,7 +20,60 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
+class Reader(StrEnum):
+    """A kind of process that reads settings."""
+
+    ORCHESTRATOR = "orchestrator"
+    ROLLOUTS = "rollouts"
+    """`celery -A workers.rollouts`"""
+    COMPUTE = "compute"
+    """`celery -A workers.compute`"""
+    SESSIONS = "sessions"
+    """`penstock sessions`"""
+    TRAINER = "trainer"
+    """The user's program: it must be started with the same value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """Which processes read a setting, and whether it may change. `Section.declared` holds for a whole section,
+    `Annotated` for one setting; None is what the section, or the one around it, declares."""
+
+    read_by: tuple[Reader, ...] = ()
+    """These processes use another value after they restart. Empty like None."""
+    fixed: bool | None = None
+    """A run cannot be resumed with another value."""
+    of_host: bool | None = None
+    """Paths, addresses, secrets and sizes of one process: they may differ between the hosts of a run."""
+
+    def then(self, metadata: Iterable[object]) -> "Declared":
+        """With what `metadata` declares instead."""
+        found = self
+        for each in metadata:
+            if isinstance(each, Declared):
+                found = Declared(
+                    read_by=each.read_by or found.read_by,
+                    fixed=found.fixed if each.fixed is None else each.fixed,
+                    of_host=found.of_host if each.of_host is None else each.of_host,
+                )
+        return found
+
+    @property
+    def restarts(self) -> tuple[Reader, ...]:
+        """What must be restarted for another value, beside the orchestrator, which every resume starts."""
+        return tuple(each for each in self.read_by if each is not Reader.ORCHESTRATOR)
+
+
+def read_by(*readers: Reader) -> Declared:
+    return Declared(read_by=readers)
+
+
+FIXED = Declared(fixed=True)
+OF_HOST = Declared(of_host=True)
+
+
 class Section(BaseModel):
+    declared: ClassVar[Declared] = Declared()
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",

@@ -11,13 +11,15 @@ from penstock.advantages.estimators import ESTIMATORS, Estimator
 from penstock.advantages.shaping import Shaping, shape_by_tokens, shape_by_turns, unshaped
 from penstock.errors import ConfigError
 from penstock.registry import extend, lookup
-from penstock.sections import Section
+from penstock.sections import Reader, Section, read_by
 
 Weight = Annotated[float, Field(ge=0)]
 
 
 class AdvantageSettings(Section):
     """How rewards become advantages."""
+
+    declared = read_by(Reader.ORCHESTRATOR, Reader.COMPUTE)
 
     estimator: str = "dr_grpo"
     """Name of the estimator: `grpo`, `dr_grpo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `max_rl`, `pass_at_k`,

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator
 
 from penstock.messages import SAMPLES_LIMIT
-from penstock.sections import CommaSeparated, Fraction, Section
+from penstock.sections import OF_HOST, CommaSeparated, Declared, Fraction, Reader, Section, read_by
 from penstock.turn import CheckRoutes, RouteFormat
 
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
@@ -19,9 +19,11 @@ RESERVED = frozenset(
 class EnvironmentSettings(Section):
     """One environment, under the name that jobs and metrics use."""
 
+    declared = Declared(read_by=(Reader.ORCHESTRATOR, Reader.ROLLOUTS), fixed=True)
+
     use: str
     """A built-in environment (`arithmetic`, `guess`, `distinct`, `program`), `verifiers`, or `module:Class`."""
-    weight: PositiveFloat = 1.0
+    weight: Annotated[PositiveFloat, read_by(Reader.ORCHESTRATOR)] = 1.0
     """Share of the training batch, relative to the other environments."""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of the class."""
@@ -30,17 +32,19 @@ class EnvironmentSettings(Section):
 class Engine(Section):
     """The inference server."""
 
-    urls: CommaSeparated = ("http://127.0.0.1:8000",)
+    declared = read_by(Reader.ROLLOUTS, Reader.SESSIONS)
+
+    urls: Annotated[CommaSeparated, OF_HOST] = ("http://127.0.0.1:8000",)
     """Base URLs of the replicas, without `/v1`. Separated by commas in an environment variable or a flag."""
     model: str = "policy"
     """Model name sent with every request."""
     dialect: Literal["vllm", "sglang", "generate"] = "vllm"
     """API of the engine: vLLM's chat, SGLang's chat, or token ids in and out (`/inference/v1/generate`)."""
-    api_key: SecretStr | None = None
+    api_key: Annotated[SecretStr | None, OF_HOST] = None
     """Bearer token sent to the engine. Set PENSTOCK_ENGINE__API_KEY rather than writing it to a file."""
-    connections: PositiveInt = 1024
+    connections: Annotated[PositiveInt, OF_HOST] = 1024
     """Most open connections of one process; further requests wait."""
-    received_bytes: PositiveInt = 1 << 30
+    received_bytes: Annotated[PositiveInt, OF_HOST] = 1 << 30
     """Most bytes of response bodies that one process receives at once; above it, reads wait."""
     connect_timeout_s: PositiveFloat = 5.0
     """Seconds to wait for a connection."""
@@ -54,7 +58,9 @@ class Engine(Section):
     """Seconds before the first retry; each further one waits twice as long."""
     retry_most_s: PositiveFloat = 10.0
     """Most seconds before a retry."""
-    logprobs_mode: Literal["processed", "raw"] = "processed"
+    logprobs_mode: Annotated[
+        Literal["processed", "raw"], read_by(Reader.ORCHESTRATOR, Reader.ROLLOUTS, Reader.SESSIONS)
+    ] = "processed"
     """Kind of logprobs that the engine returns (vLLM: `--logprobs-mode processed_logprobs`); recorded in the batch."""
     routed_experts: bool = False
     """Whether to request the experts that every token was routed to."""
@@ -80,6 +86,8 @@ class Engine(Section):
 
 class Sampling(Section):
     """Sampling parameters of every request. What is not set is left to the engine."""
+
+    declared = read_by(Reader.ROLLOUTS)
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature."""
@@ -116,7 +124,7 @@ class RendererSettings(Section):
     backend: Literal["bytes-chatml", "directory", "renderers"] = "directory"
     """`bytes-chatml`: ChatML over bytes. `directory`: a Hugging Face tokenizer and its chat template. `renderers`: the
     package of that name, which handles model families beyond their templates."""
-    model: str | None = None
+    model: Annotated[str | None, OF_HOST] = None
     """Directory of the tokenizer; the adapters of one base model can share it. Default: the model of each request."""
     options: dict[str, Any] = Field(default={})
     """Options of the package's renderer, as it spells them (`name`, `thinking_retention`)."""
@@ -127,6 +135,8 @@ class RendererSettings(Section):
 class Policy(Section):
     """Limits of a rollout's conversation with the engine."""
 
+    declared = read_by(Reader.ROLLOUTS, Reader.SESSIONS)
+
     max_seq_len: PositiveInt = 32768
     """Most tokens of prompt and completion together; longer ones are cut, and the rollout is `truncated`."""
     max_turns: PositiveInt = 64
@@ -134,9 +144,9 @@ class Policy(Section):
     max_samples: Annotated[int, Field(ge=1, le=SAMPLES_LIMIT)] = SAMPLES_LIMIT
     """Most samples of a rollout. A prompt that does not extend the last sequence starts another sample; a rollout with
     more of them has failed."""
-    policy_error_reward: float = 0.0
+    policy_error_reward: Annotated[float, read_by(Reader.ROLLOUTS)] = 0.0
     """Reward of a rollout that exceeded its time, turns or context, where the environment gives none."""
-    seeded: bool = False
+    seeded: Annotated[bool, read_by(Reader.ROLLOUTS)] = False
     """Whether every request carries a seed, derived from rollout and turn. Costs throughput on vLLM."""
     renderer: RendererSettings | None = None
     """Renders prompts to tokens: `"bytes-chatml"`, the directory of a tokenizer, or a table. Required with

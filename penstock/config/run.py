@@ -14,15 +14,18 @@ from penstock.config.sessions import Sessions
 from penstock.errors import ConfigError
 from penstock.filters import FilterSettings
 from penstock.runtime.loop_lag import LagLimits, LagTrace, LoopLag, Publish
-from penstock.sections import CommaSeparated, Port, Section
+from penstock.sections import FIXED, OF_HOST, CommaSeparated, Declared, Port, Reader, Section, read_by
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
+WORKERS = (Reader.ROLLOUTS, Reader.COMPUTE)
+EVERY_PROCESS = read_by(Reader.ORCHESTRATOR, *WORKERS, Reader.SESSIONS)
+FOR_TRAINER = read_by(Reader.ORCHESTRATOR, Reader.TRAINER)
 
 
 class Rollouts(Section):
     """How many rollouts are played, in which groups, and for how long."""
 
-    group_size: Annotated[int, Field(ge=1, le=64)] = 8
+    group_size: Annotated[int, Field(ge=1, le=64), FIXED, read_by(Reader.ORCHESTRATOR, Reader.COMPUTE)] = 8
     """Rollouts of one example that share a baseline. At most 64: a group's verdicts travel in one small reply."""
     min_group_size: PositiveInt | None = None
     """Groups with fewer finished rollouts are dropped. Default: max(2, half the group)."""
@@ -37,7 +40,7 @@ class Rollouts(Section):
     """What happens to a group of which some rollouts died or timed out: train on the rest, wait for all, or drop it."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """Groups started for every group that the next steps need. Raise it when many groups are dropped."""
-    graders: PositiveInt | None = None
+    graders: Annotated[PositiveInt | None, read_by(Reader.ROLLOUTS), OF_HOST] = None
     """Processes of one worker that score completions (`graded`). Default: one per core."""
 
     @property
@@ -56,9 +59,9 @@ class Rollouts(Section):
 class BatchSettings(Section):
     """What a step's batch contains, and how it is packed and written."""
 
-    unit: Literal["groups", "rollouts", "tokens"] = "groups"
+    unit: Annotated[Literal["groups", "rollouts", "tokens"], FIXED] = "groups"
     """Unit of `size`."""
-    size: PositiveInt = 16
+    size: Annotated[PositiveInt, FIXED] = 16
     """Groups, rollouts or tokens of one step."""
     order: Literal["planned-window", "completion"] = "planned-window"
     """Which groups a step takes: the first finished ones of a window of planned groups, or the first finished ones."""
@@ -66,7 +69,7 @@ class BatchSettings(Section):
     """Length of that window in batches. A wider one waits less for slow groups and prefers short rollouts more."""
     max_empty_batches: PositiveInt = 10
     """The run stops after this many batches' worth of groups in a row were dropped."""
-    data_ranks: PositiveInt = 1
+    data_ranks: Annotated[PositiveInt, FIXED, FOR_TRAINER] = 1
     """Data-parallel ranks of the trainer; each reads a file of its own."""
     seq_len: PositiveInt = 65_536
     """Most tokens of one micro-batch, padding included."""
@@ -78,9 +81,9 @@ class BatchSettings(Section):
     """What the loss is averaged over: `token`, `sample`, `rollout`, or `constant:L` (a rollout's sum over L)."""
     extras: CommaSeparated = ()
     """Per-token columns of the environments' scores that the batch carries."""
-    format: Format = "native"
+    format: Annotated[Format, FOR_TRAINER] = "native"
     """File format of the batches."""
-    output_dir: Path | None = None
+    output_dir: Annotated[Path | None, FOR_TRAINER, OF_HOST] = None
     """Output directory of prime-rl, whose formats are written to `rollouts/step_N` below it. Default: the run
     directory."""
 
@@ -125,7 +128,7 @@ class Trainer(Section):
 class Recovery(Section):
     """How losses and failures are detected and retried."""
 
-    lease_s: PositiveFloat = 10.0
+    lease_s: Annotated[PositiveFloat, read_by(Reader.ORCHESTRATOR, *WORKERS)] = 10.0
     """Seconds without a renewed lease after which an execution is lost and its job is submitted again."""
     max_failures: PositiveInt = 3
     """Failures after which a job is dead."""
@@ -137,12 +140,14 @@ class Recovery(Section):
     """Seconds that a starting run waits for Redis: containers start in any order."""
     max_formations: PositiveInt = 3
     """Times that a step which cannot be encoded is formed, before the run stops."""
-    drain_s: PositiveFloat = 60.0
+    drain_s: Annotated[PositiveFloat, read_by(Reader.ORCHESTRATOR, Reader.ROLLOUTS)] = 60.0
     """Seconds that a stopping process waits for running jobs."""
 
 
 class Lag(Section):
     """How the lag of every event loop is measured. Above any limit, the log line is a warning."""
+
+    declared = Declared(read_by=(Reader.ORCHESTRATOR, Reader.ROLLOUTS, Reader.SESSIONS), of_host=True)
 
     interval_s: Annotated[float, Field(gt=0, le=0.1)] = 0.05
     """Seconds between two measurements."""
@@ -165,6 +170,8 @@ class Lag(Section):
 class Http(Section):
     """The orchestrator's read-only HTTP endpoint: `/metrics` for Prometheus, `/status`, `/health`."""
 
+    declared = OF_HOST
+
     host: str = "127.0.0.1"
     """Bind address. There is no authentication."""
     port: Port | Literal["off"] = 0
@@ -172,21 +179,23 @@ class Http(Section):
 
 
 class RunConfig(Section):
-    run_dir: Path = Path("runs/default")
+    declared = read_by(Reader.ORCHESTRATOR)
+
+    run_dir: Annotated[Path, OF_HOST] = Path("runs/default")
     """Directory of the run; an existing run is resumed."""
     steps: PositiveInt = 10
     """Steps after which the run ends."""
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), FIXED] = 0
     """Seed of the run, from which every rollout derives its own."""
-    redis_url: str = DEFAULT_REDIS_URL
+    redis_url: Annotated[str, EVERY_PROCESS, OF_HOST] = DEFAULT_REDIS_URL
     """Address of Redis. Set PENSTOCK_REDIS_URL rather than writing a password to a file."""
-    store: str | None = None
+    store: Annotated[str | None, EVERY_PROCESS, OF_HOST] = None
     """Shared directory of blobs, job inputs and batches, `file:///...`. Default: `store` in the run directory."""
     max_store_gb: PositiveFloat | None = None
     """No rollout is started while blobs that wait for the trainer take more than this many GB (1e9 bytes)."""
-    ledger_dir: Path | None = None
+    ledger_dir: Annotated[Path | None, OF_HOST] = None
     """Directory of the ledger, on a local disk. Default: the run directory."""
-    vocab_size: PositiveInt = 151_936
+    vocab_size: Annotated[PositiveInt, read_by(Reader.COMPUTE)] = 151_936
     """Vocabulary size of the model, which the gibberish filter compares probabilities with."""
     environments: dict[EnvironmentName, EnvironmentSettings] = Field(default={})
     """The environments to play, by name. A run needs at least one; a worker without any loads the built-in ones."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from penstock.sections import CommaSeparated, Port, Section
+from penstock.sections import OF_HOST, CommaSeparated, Port, Reader, Section, read_by
 
 ADMINISTRATIVE = re.compile(
     "weight|cache|sleep|wake|flush|lora|profile|abort|pause|resume|continue|memory|shutdown|reset|update|load|admin"
@@ -18,13 +18,15 @@ PLAIN_PATH = re.compile(r"(/[A-Za-z0-9_][A-Za-z0-9._-]*)+")
 class Sessions(Section):
     """The session server, which records agents that use an OpenAI-compatible URL."""
 
-    urls: CommaSeparated = ()
+    declared = read_by(Reader.SESSIONS)
+
+    urls: Annotated[CommaSeparated, read_by(Reader.ROLLOUTS), OF_HOST] = ()
     """URLs of the session servers, `http://host:port`, for rollout workers whose environments run their own agents."""
-    host: str = "127.0.0.1"
+    host: Annotated[str, OF_HOST] = "127.0.0.1"
     """Bind address. Any address other than loopback requires secrets, unless `require_secret` is set."""
-    port: Port = 8100
+    port: Annotated[Port, OF_HOST] = 8100
     """Port to listen on; 0 picks a free one and logs it. A server restarted on the same port resumes its sessions."""
-    instance_id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None = None
+    instance_id: Annotated[Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None, OF_HOST] = None
     """Identity of this server, 32 hex digits, shown by /health. A server restarted with it on another host or port
     resumes its sessions. Default: random, and sessions are found by host name and port."""
     require_secret: bool | None = None
@@ -36,7 +38,7 @@ class Sessions(Section):
     """Roles of the messages that may extend a linear conversation."""
     proxy_allow: CommaSeparated = ()
     """Further paths of the engine that agents may request, e.g. `/v1/embeddings`."""
-    cpu_workers: PositiveInt | None = None
+    cpu_workers: Annotated[PositiveInt | None, OF_HOST] = None
     """Threads that parse large bodies. Default: one per core."""
     max_sessions: PositiveInt = 10_000
     """Most open sessions; further ones are refused with 503."""

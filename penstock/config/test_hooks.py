@@ -12,7 +12,7 @@ from pydantic import Field
 
 from penstock.config.engine import EnvironmentName, EnvironmentSettings
 from penstock.config.run import RunConfig
-from penstock.sections import Fraction, Section
+from penstock.sections import OF_HOST, Declared, Fraction, Reader, Section
 
 SWITCH = "PENSTOCK_TEST_HOOKS"
 NOOP = "noop"
@@ -20,6 +20,8 @@ NOOP = "noop"
 
 class Noop(Section):
     """Stages that do nothing, for tests and measurements of the pipeline itself."""
+
+    declared = Declared(read_by=(Reader.ROLLOUTS, Reader.COMPUTE), of_host=True)
 
     rollout_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds that a rollout takes."""
@@ -41,6 +43,8 @@ class Noop(Section):
 
 class Testing(Section):
     """Faults of the orchestrator."""
+
+    declared = OF_HOST
 
     crash_at: str | None = None
     """`POINT` or `POINT:N`: the orchestrator kills itself when it passes POINT for the Nth time."""

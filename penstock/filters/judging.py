@@ -13,7 +13,7 @@ from penstock.filters.group_rules import Difficulty, GroupRewards, MatchGroup, Z
 from penstock.filters.token_rules import FindToken, Gibberish, Overlong, Repetition, RolloutTokens, Stale
 from penstock.filters.verdicts import Match, Mode, Verdict
 from penstock.registry import lookup
-from penstock.sections import Section
+from penstock.sections import Reader, Section, read_by
 
 BUILT_IN = ("gibberish", "repetition", "overlong", "stale", "zero_variance", "difficulty")
 Rule = TypeVar("Rule")
@@ -21,6 +21,8 @@ Rule = TypeVar("Rule")
 
 class FilterSettings(Section):
     """Filters over rollouts and groups, in the order in which the first that drops names the reason."""
+
+    declared = read_by(Reader.COMPUTE)
 
     gibberish: Gibberish = Gibberish()
     repetition: Repetition = Repetition()

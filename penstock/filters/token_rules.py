@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from penstock.errors import StageError
 from penstock.filters.verdicts import Mode
-from penstock.sections import Section
+from penstock.sections import Reader, Section, read_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +111,8 @@ class Overlong(Section):
 class Stale(Section):
     """Rollouts of a policy that is too old. Checked when a group is filtered, while a rollout runs, and when a step is
     composed and sealed."""
+
+    declared = read_by(Reader.ORCHESTRATOR, Reader.COMPUTE)
 
     mode: Mode = Mode.DROP
     """What happens to a matching rollout: `off`, `monitor` (count), `mask` (no loss) or `drop`."""

@@ -1,0 +1,67 @@
+"""What the settings declare: which processes read them, which are fixed for a run, which belong to one host."""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from pydantic_core import to_json, to_jsonable_python
+
+from penstock.config.run import RunConfig
+from penstock.sections import Declared, Reader, Section, is_value, table_of
+
+SECRET = re.compile(r"(^|[_.])(key|secret|password|passwd|token|credentials?)$", re.IGNORECASE)
+"""Names of options whose values are stored and shown as a digest only."""
+
+
+NOTHING = Declared()
+
+
+class Setting(NamedTuple):
+    key: str
+    """Dotted; entries of tables have keys of their own, e.g. `environments.sums.options.digits`."""
+    value: Any
+    """As JSON."""
+    declared: Declared
+
+
+def shared_settings(config: RunConfig) -> list[Setting]:
+    """The settings that the hosts of a run share: without paths, addresses, secrets and sizes of one process."""
+    return [setting for setting in _walk(config, "", NOTHING) if not setting.declared.of_host]
+
+
+def settings_used_by(config: RunConfig, reader: Reader | str) -> dict[str, Any]:
+    """The shared settings that this kind of process reads, as JSON values: a run's processes agree on them."""
+    return {key: value for key, value, declared in shared_settings(config) if Reader(reader) in declared.read_by}
+
+
+def declarations(section: type[Section], prefix: str = "", outer: Declared = NOTHING) -> Iterator[tuple[str, Declared]]:
+    """What each setting declares, by the name that `all_keys` gives it."""
+    for name, field in section.model_fields.items():
+        declared = outer.then([section.declared, *field.metadata])
+        if is_value(field.annotation):
+            yield prefix + name, declared
+        if (table := table_of(field.annotation)) and table.section:
+            named = f"{prefix}{name}.NAME." if table.by_name else f"{prefix}{name}."
+            yield from declarations(table.section, named, declared)
+
+
+def _walk(section: Section, prefix: str, outer: Declared) -> Iterator[Setting]:
+    for name, field in type(section).model_fields.items():
+        declared = outer.then([section.declared, *field.metadata])
+        yield from _entry(prefix + name, getattr(section, name), declared)
+
+
+def _entry(key: str, value: object, declared: Declared) -> Iterator[Setting]:
+    if isinstance(value, Section):
+        yield from _walk(value, f"{key}.", declared)
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _entry(f"{key}.{name}", each, declared)
+    else:
+        hidden = value is not None and SECRET.search(key)
+        yield Setting(key, _digest(value) if hidden else to_jsonable_python(value), declared)
+
+
+def _digest(value: object) -> str:
+    return f"sha256:{hashlib.sha256(to_json(value)).hexdigest()[:16]}"
