@@ -43,12 +43,9 @@ class Submitter:
     async def remove_leftovers(self) -> None:
         """Remove the queued messages of other runs, which no orchestrator waits for: call with the lock held."""
         for queue in Queue:
-            messages = await self._broker.call(lambda client, queue=queue: client.lrange(queue, 0, -1))
-            leftovers = [each for each in messages if (task := envelope.task_of(each)) and task.run != self._run]
-            for message in leftovers:
-                await self._broker.call(lambda client, queue=queue, message=message: client.lrem(queue, 0, message))
-            if leftovers:
-                logger.warning("action=leftovers_removed queue=%s messages=%d", queue, len(leftovers))
+            removed = await self._broker.call(lambda client, queue=queue: _remove_others(client, queue, self._run))
+            if removed:
+                logger.warning("action=leftovers_removed queue=%s messages=%d", queue, removed)
 
     async def submit(self, jobs: list[JobRecord]) -> None:
         """Stages before rollouts: groups are finished before new rollouts begin."""
@@ -121,3 +118,11 @@ class Submitter:
 
 def timeout_s(config: RunConfig, kind: JobKind) -> float:
     return config.rollouts.timeout_s if kind is JobKind.ROLLOUT else config.recovery.stage_timeout_s
+
+
+async def _remove_others(client: Any, queue: Queue, run: str) -> int:
+    messages: list[bytes] = await client.lrange(queue, 0, -1)
+    others = [message for message in messages if (task := envelope.task_of(message)) and task.run != run]
+    for message in others:
+        await client.lrem(queue, 0, message)
+    return len(others)
