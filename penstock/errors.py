@@ -156,3 +156,11 @@ class BatchError(PenstockError):
 
 class Stalled(BatchError):
     pass
+
+
+def text_of(error: BaseException) -> str:
+    """Type and message, also of an error whose `__str__` raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as failure:  # noqa: BLE001  foreign code
+        return f"{type(error).__name__}: its text cannot be read ({type(failure).__name__})"

@@ -14,6 +14,9 @@ from penstock.ids import TaskId
 from penstock.store import BlobRef
 
 MESSAGE_LIMIT_BYTES = 4096
+REPLY_LIMIT_BYTES = (
+    1 << 20
+)  # of a group's scores, which grow with `rollouts.group_size`; a rollout's reply is below 4 KB
 GRACE_S = 20.0  # for a body to store its results after its own time-out
 ERROR_CHARACTERS = 600  # a cause and what to do; the traceback stays in the worker's log
 METRICS_LIMIT = 32
@@ -223,4 +226,6 @@ class GroupInputs(WireModel):
 
 
 def shortened(error: str, characters: int = ERROR_CHARACTERS) -> str:
+    """The text as a message may carry it: at most `characters` long, with lone surrogates escaped."""
+    error = error[: characters + 1].encode(errors="backslashreplace").decode()
     return error if len(error) <= characters else error[: characters - 1] + "…"

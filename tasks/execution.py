@@ -1,7 +1,8 @@
 """Lease -> body -> reply, the same for every job: `AsyncExecutor` on asyncio workers, `SyncExecutor` on prefork.
 
-Whatever the body does, exactly one reply is written before the lease ends. A failure is raised again afterwards, so
-that Flower shows it.
+Whatever the body does, exactly one reply is written before the lease ends. A body that raises has failed, also with
+SystemExit or a cancellation of its own; only a worker that stops releases its jobs. A failure is raised again
+afterwards, so that Flower shows it.
 """
 
 import asyncio
@@ -12,25 +13,33 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 import redis.asyncio
-from redis.backoff import ExponentialBackoff
-from redis.retry import Retry
 
 from penstock import ids, redis_keys
 from penstock.config import RunConfig
-from penstock.errors import BlobUnwritten, EngineUnreachable, PolicyFailure
-from penstock.messages import GRACE_S, AnyJob, AnyResult, Outcome, Reply, RolloutJob, RolloutResult, shortened
+from penstock.errors import BlobUnwritten, EngineUnreachable, StageError, text_of
+from penstock.messages import GRACE_S, REPLY_LIMIT_BYTES, AnyJob, AnyResult, Outcome, Reply, RolloutJob, shortened
 from penstock.runtime.loop_lag import redis_publisher
 from tasks.celery_app import settings
 from tasks.leases import LeaseKeeper
-from tasks.outbox import Expiry, Outbox, Write
+from tasks.outbox import RETRY_FIRST_S, RETRY_MOST_S, Expiry, Outbox, Write
 
 logger = logging.getLogger("penstock.execution")
 
 SOCKET_TIMEOUT_S = 5.0  # Redis responds within milliseconds; a longer silence is a dead connection
+
+
+class WorkerStopping(SystemExit):
+    """Raised in a prefork child by the signal of a cold stop."""
+
+
+class EncodedReply(NamedTuple):
+    content: bytes
+    failure: BaseException | None
+    """raised again after the reply is written"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,31 +49,53 @@ class Execution:
     job: AnyJob
     worker: str
     id: str = field(default_factory=ids.new_execution)
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def lease(self) -> str:
         return str(ids.LeaseId(self.job.run, self.job.job, self.job.attempt, self.id))
 
-    def reply(self, outcome: Outcome, *, result: AnyResult | None = None, error: str | None = None) -> Reply:
+    def done(self, result: AnyResult) -> EncodedReply:
+        """The encoded result. If the orchestrator could not read it, an encoded failure that says why."""
+        try:
+            content = self._reply(Outcome.DONE, result=result).model_dump_json().encode()
+            Reply.model_validate_json(content)  # NaN is encoded as null
+        except Exception as error:  # noqa: BLE001  any error: there must be a reply
+            what = f"the result of {self.job.job} cannot be encoded: {text_of(error)}"
+            return self.failed(StageError(what))
+        if len(content) > REPLY_LIMIT_BYTES:
+            what = f"the result of {self.job.job} takes {len(content)} bytes; the limit is {REPLY_LIMIT_BYTES}"
+            return self.failed(StageError(what))
+        return EncodedReply(content, None)
+
+    def failed(self, error: BaseException, *, released: bool = False) -> EncodedReply:
+        """An encoded failure. `released`: the worker stops, and the job is not to blame."""
+        if released:
+            outcome = Outcome.RELEASED
+        elif isinstance(error, EngineUnreachable):
+            outcome = Outcome.UNREACHABLE
+        elif isinstance(error, BlobUnwritten):
+            outcome = Outcome.UNWRITTEN
+        else:
+            outcome = Outcome.FAILED
+        return EncodedReply(self._reply(outcome, error=text_of(error)).model_dump_json().encode(), error)
+
+    def timed_out(self) -> BlobUnwritten | TimeoutError:
+        """A rollout ends by itself at its time-out: what takes longer is the store."""
+        if isinstance(self.job, RolloutJob):
+            return BlobUnwritten(
+                f"the rollout was not stored within {GRACE_S:g} s after its time-out ({self.job.timeout_s:g} s): "
+                "check the speed of the store"
+            )
+        return TimeoutError(f"took longer than {self.job.timeout_s + GRACE_S:g} s")
+
+    def _reply(self, outcome: Outcome, *, result: AnyResult | None = None, error: str | None = None) -> Reply:
         job = self.job
         return Reply(
             run=job.run, job=job.job, attempt=job.attempt, execution=self.id, worker=self.worker,
             outcome=outcome, result=result, error=shortened(error) if error else None,
+            duration_s=round(time.monotonic() - self.started, 6),
         )  # fmt: skip
-
-    def failed(self, error: BaseException) -> Reply:
-        """A policy's failure is the result of its rollout; any other failure is reported as such and retried."""
-        text = f"{type(error).__name__}: {error}"
-        if isinstance(error, asyncio.CancelledError | SystemExit | KeyboardInterrupt):
-            return self.reply(Outcome.RELEASED, error=text)
-        if isinstance(error, EngineUnreachable):
-            return self.reply(Outcome.UNREACHABLE, error=text)
-        if isinstance(error, BlobUnwritten):
-            return self.reply(Outcome.UNWRITTEN, error=text)
-        if isinstance(self.job, RolloutJob) and isinstance(error, PolicyFailure | TimeoutError):
-            name = "timeout" if isinstance(error, TimeoutError) else type(error).__name__
-            return self.reply(Outcome.DONE, result=RolloutResult(reward=0.0, policy_error=name), error=text)
-        return self.reply(Outcome.FAILED, error=text)
 
 
 def write_lease(pipe: Any, lease: str, value: str) -> Expiry:
@@ -72,12 +103,12 @@ def write_lease(pipe: Any, lease: str, value: str) -> Expiry:
     return redis_keys.LEASES, redis_keys.LEASES_TTL_S
 
 
-def write_reply(pipe: Any, reply: Reply, lease: str) -> Expiry:
+def write_reply(pipe: Any, execution: Execution, content: bytes) -> Expiry:
     """Write the reply, then end the lease. A crash between the two leaves a reply and an expiring lease: the reply
     counts."""
-    stream = redis_keys.replies(reply.run)
-    pipe.xadd(stream, {"reply": reply.model_dump_json()})
-    pipe.hdel(redis_keys.LEASES, lease)
+    stream = redis_keys.replies(execution.job.run)
+    pipe.xadd(stream, {"reply": content})
+    pipe.hdel(redis_keys.LEASES, execution.lease)
     return stream, redis_keys.REPLIES_TTL_S
 
 
@@ -118,20 +149,22 @@ class AsyncExecutor:
     async def execute(self, job: AnyJob, body: Callable[[str], Awaitable[AnyResult]]) -> None:
         execution = Execution(job=job, worker=self.name)
         value = self._leases.hold(execution.lease)
-        started = time.monotonic()
-        failure: BaseException | None = None
+        limit = asyncio.timeout(job.timeout_s + GRACE_S)
         try:
             await self._outbox.write(lambda pipe: write_lease(pipe, execution.lease, value))
-            async with asyncio.timeout(job.timeout_s + GRACE_S):
-                reply = execution.reply(Outcome.DONE, result=await body(execution.id))
+            async with limit:
+                result = await body(execution.id)
+            reply = execution.done(result)
         except BaseException as error:  # noqa: BLE001  any error becomes the reply, and is raised again below
-            failure, reply = error, execution.failed(error)
+            if isinstance(error, TimeoutError) and limit.expired():
+                error = execution.timed_out()
+            reply = execution.failed(error, released=_is_asked_to_stop(error))
         try:
-            reply = _timed(reply, started)
-            await self._outbox.write(lambda pipe: write_reply(pipe, reply, execution.lease))
+            await self._outbox.write(lambda pipe: write_reply(pipe, execution, reply.content))
         finally:
             self._leases.drop(execution.lease)
-        _raise_unless_done(failure, reply)
+        if reply.failure is not None:
+            raise reply.failure
 
 
 class SyncExecutor:
@@ -139,8 +172,7 @@ class SyncExecutor:
 
     def __init__(self, config: RunConfig) -> None:
         self.name = str(ids.WorkerId.of_this_process())
-        forever = Retry(ExponentialBackoff(cap=2.0, base=0.1), retries=-1)  # a reply is retried until it succeeds
-        self._client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S, retry=forever)
+        self._client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)
         lease_client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)
         self._leases = LeaseKeeper(lease_client, worker=self.name, lease_s=config.recovery.lease_s)
         self._leases.start()
@@ -148,24 +180,31 @@ class SyncExecutor:
     def execute(self, job: AnyJob, body: Callable[[str], AnyResult]) -> None:
         execution = Execution(job=job, worker=self.name)
         value = self._leases.hold(execution.lease)
-        started = time.monotonic()
-        failure: BaseException | None = None
         try:
             self._write(lambda pipe: write_lease(pipe, execution.lease, value))
-            reply = execution.reply(Outcome.DONE, result=body(execution.id))
+            reply = execution.done(body(execution.id))
         except BaseException as error:  # noqa: BLE001  as above
-            failure, reply = error, execution.failed(error)
+            reply = execution.failed(error, released=isinstance(error, WorkerStopping))
         try:
-            reply = _timed(reply, started)
-            self._write(lambda pipe: write_reply(pipe, reply, execution.lease))
+            self._write(lambda pipe: write_reply(pipe, execution, reply.content))
         finally:
             self._leases.drop(execution.lease)
-        _raise_unless_done(failure, reply)
+        if reply.failure is not None:
+            raise reply.failure
 
     def _write(self, write: Write) -> None:
-        with self._client.pipeline() as pipe:
-            pipe.expire(*write(pipe))
-            pipe.execute()
+        """Repeated until Redis accepts it: it may be away or out of memory."""
+        pause_s = RETRY_FIRST_S
+        while True:
+            try:
+                with self._client.pipeline() as pipe:
+                    pipe.expire(*write(pipe))
+                    pipe.execute()
+                return
+            except (redis.RedisError, OSError) as error:
+                logger.warning("action=redis_write_waits again_in_s=%.1f error=%s", pause_s, error)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MOST_S)
 
 
 def sync_executor() -> SyncExecutor:
@@ -178,11 +217,7 @@ def _executor_of(pid: int) -> SyncExecutor:
     return SyncExecutor(settings())
 
 
-def _timed(reply: Reply, started: float) -> Reply:
-    return reply.model_copy(update={"duration_s": round(time.monotonic() - started, 6)})
-
-
-def _raise_unless_done(failure: BaseException | None, reply: Reply) -> None:
-    """A policy's failure is a result; every other one is raised."""
-    if failure is not None and reply.outcome is not Outcome.DONE:
-        raise failure
+def _is_asked_to_stop(error: BaseException) -> bool:
+    """Whether the pool has cancelled this task; else the cancellation is of the body's own making."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0

@@ -7,6 +7,7 @@ from typing import NoReturn
 from celery.signals import worker_process_init
 
 from tasks import app
+from tasks.execution import WorkerStopping
 from workers.start import set_up
 
 __all__ = ["app"]
@@ -15,7 +16,7 @@ set_up(app)
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit("stopping")
+    raise WorkerStopping("stopping")
 
 
 @worker_process_init.connect

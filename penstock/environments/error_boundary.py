@@ -1,24 +1,49 @@
 """Classifies exceptions where an environment's code is called."""
 
+import asyncio
 import contextlib
+import threading
 import traceback
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator
+from typing import TypeVar
 
-from penstock.errors import PenstockError, SessionError
+from penstock.errors import PenstockError, SessionError, text_of
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
 def error_boundary(kind: type[PenstockError], what: str) -> Generator[None]:
     """Let Penstock's own errors pass; convert any other exception, and SessionError, to `kind` with its file and line.
-    `what` begins the message."""
+    `what` begins the message. Cancellation passes: see `in_own_task`."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         if isinstance(error, PenstockError) and not isinstance(error, SessionError):
             raise
-        raise kind(f"{what}: {type(error).__name__}: {error} ({raised_at(error)})") from error
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise  # Ctrl-C
+        raise kind(f"{what}: {text_of(error)} ({raised_at(error)})") from error
 
 
-def raised_at(error: Exception) -> str:
+async def in_own_task(kind: type[PenstockError], what: str, call: Callable[[], Awaitable[T]]) -> T:
+    """Await an environment's call inside an `error_boundary`. A task of its own tells whose a cancellation is: if the
+    caller was not cancelled, the environment has cancelled itself, which is an error of it."""
+
+    async def bounded() -> T:
+        with error_boundary(kind, what):
+            return await call()
+
+    task = asyncio.create_task(bounded())
+    try:
+        return await task
+    except asyncio.CancelledError as error:
+        caller = asyncio.current_task()
+        if caller is not None and caller.cancelling():
+            raise
+        raise kind(f"{what}: CancelledError: the environment cancelled its own task ({raised_at(error)})") from error
+
+
+def raised_at(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}, line {frame.lineno}"

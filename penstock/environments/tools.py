@@ -166,7 +166,7 @@ class Tools:
             raise
         except ValueError as error:
             return self._error(str(error))
-        except Exception as error:  # noqa: BLE001 - the policy gets it as a message, the log once
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the policy gets it as a message, the log once
             if limit.expired():
                 return self._error(f"{called.name} took longer than {called.timeout_s:g} s")
             _warn_once(called.name, type(error).__name__, raised_at(error))

@@ -17,7 +17,7 @@ from penstock import ids
 from penstock.config.engine import Policy
 from penstock.engines.client import EngineClient
 from penstock.engines.dialects import Dialect
-from penstock.environments.error_boundary import error_boundary
+from penstock.environments.error_boundary import error_boundary, in_own_task
 from penstock.environments.loading import LoadedEnvironment
 from penstock.environments.protocol import AgentPolicy, PlayedRollout, ScoresGroups
 from penstock.environments.scores import Score, checked_score
@@ -129,12 +129,15 @@ async def score_group(
     scorer = environment.environment
     if not isinstance(scorer, ScoresGroups):
         raise StageError(f"{what}: it has no score_group")
-    with error_boundary(StageError, what):
+
+    async def score() -> list[Score]:
         scored = scorer.score_group(environment.example(example), rollouts)
         scores = await scored if inspect.isawaitable(scored) else scored
         if len(scores) != len(members):
             raise StageError(f"{what}: {len(scores)} scores for {len(members)} rollouts")
         return [checked_score(score) for score in scores]
+
+    return await in_own_task(StageError, what, score)
 
 
 @contextlib.asynccontextmanager
@@ -184,13 +187,20 @@ async def _play_environment(
 ) -> tuple[Score, str | None]:
     """The score, and the policy's failure if the environment did not score it itself."""
     what = f"environment {environment.name!r} failed at example {example}"
+
+    async def play() -> Score:
+        return checked_score(await environment.environment.rollout(environment.example(example), policy))
+
+    limit = asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
-            with error_boundary(StageError, what):
-                return checked_score(await environment.environment.rollout(environment.example(example), policy)), None
+        async with limit:
+            return await in_own_task(StageError, what, play), None
     except PolicyFailure as failure:
         error = str(failure)
-    except TimeoutError:
+    except (TimeoutError, asyncio.CancelledError):
+        if not limit.expired():  # cancelled by the worker
+            raise
+        # Also when the environment ignored the time-out and was then cancelled: its rollout was too long before.
         error = f"timeout: the rollout took longer than {timeout_s:g} s"
     return Score(reward=settings.policy_error_reward), error
 

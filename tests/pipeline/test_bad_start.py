@@ -119,3 +119,40 @@ def test_the_status_names_code_that_blocks_a_worker_loop(pipeline: Pipeline) -> 
     wait_until(named, timeout_s=60, what="the status to name the blocker")
     text = cluster.penstock("status", str(cluster.run_dir)).text
     assert f"by Blocking.rollout ({cluster.directory.name}/blocking.py:8)" in text
+
+
+ENDING = r"""
+import asyncio, sys
+
+class Ending:
+    examples = list(range(40))
+
+    async def rollout(self, example, policy):
+        match example % 4:
+            case 0:
+                sys.exit("enough")
+            case 1:
+                raise asyncio.CancelledError
+            case 2:
+                raise ValueError("the file \udcff.txt")
+        completion = await policy.chat([{"role": "user", "content": f"hello {example}"}])
+        return float(len(completion.content) % 7)
+"""
+
+
+def test_an_environment_that_ends_its_task_or_raises_bad_unicode_uses_up_its_failures(pipeline: Pipeline) -> None:
+    pipeline.new_run("ending", steps=1, **{"environments.sums": {"use": "ending:Ending"}})
+    cluster = pipeline.cluster
+    (cluster.directory / "ending.py").write_text(ENDING)
+    worker = cluster.rollout_worker(PYTHONPATH=f"{Path(__file__).parents[2]}:{cluster.directory}")
+    cluster.compute_worker()
+    assert pipeline.finish(cluster.orchestrator())["delivered"] > 0
+    assert worker.exit_code is None
+    dead = cluster.ledger("SELECT DISTINCT error FROM rollouts WHERE state = 'dead'")
+    for text in (
+        "SystemExit: enough",
+        "CancelledError: the environment cancelled its own task",
+        r"the file \udcff.txt",
+    ):
+        assert any(text in error for (error,) in dead), dead
+    assert cluster.ledger("SELECT max(attempt), max(failures) FROM jobs WHERE kind = 'rollout'") == [(3, 3)]

@@ -52,6 +52,11 @@ def thread() -> str:
 
 
 @tool
+async def leave() -> str:
+    raise SystemExit(3)
+
+
+@tool
 async def lookup(key: str) -> str:
     return {}[key]
 
@@ -109,7 +114,7 @@ def test_arguments_are_converted_by_their_annotations() -> None:
 @pytest.mark.parametrize(
     ("call", "content"),
     [
-        (tool_call("whether", {}), "error: there is no tool whether; there are weather, pay, lookup"),
+        (tool_call("whether", {}), "error: there is no tool whether; there are weather, pay, lookup, leave"),
         (tool_call("pay", {"amount": 2.5}), "error: pay: amount: Input should be a valid integer"),
         (tool_call("pay", {"amount": "3"}), "error: pay: amount: Input should be a valid integer"),
         (tool_call("pay", {"amount": 1, "to": "me"}), "error: pay: to: Extra inputs are not permitted"),
@@ -121,10 +126,11 @@ def test_arguments_are_converted_by_their_annotations() -> None:
         ),
         (tool_call("pay", {"amount": 11}), "error: there are only 10"),
         (tool_call("lookup", {"key": "k"}), "error: KeyError: 'k'"),
+        (tool_call("leave", {}), "error: SystemExit: 3"),
     ],
 )
 def test_an_invalid_or_failed_call_returns_an_error_message(call: Message, content: str) -> None:
-    tools = Tools(weather, Account().pay, lookup)
+    tools = Tools(weather, Account().pay, lookup, leave)
     assert contents(tools, call) == [content]
     assert (tools.calls, tools.errors) == (1, 1)
 

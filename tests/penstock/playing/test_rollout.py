@@ -17,6 +17,7 @@ from penstock.environments.scores import METRICS_OF_RECORDING
 from penstock.errors import BlobUnwritten, EngineUnreachable, InfrastructureFailure, PolicyFailure, StageError
 from penstock.messages import METRICS_LIMIT, RolloutResult
 from penstock.playing.rollout import play, score_group
+from penstock.store import Store
 from penstock.store.columns import read_columns
 
 DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
@@ -224,6 +225,78 @@ def test_an_error_of_the_environment_names_example_and_line(tmp_path: Path) -> N
         return {}["gone"]
 
     failing(tmp_path, is_wrong, StageError, r"'test' failed at example 0: KeyError: 'gone' \(.*test_rollout\.py, line")
+
+
+async def exits(policy: Any) -> float:
+    raise SystemExit(3)
+
+
+async def raises_cancelled(policy: Any) -> float:
+    raise asyncio.CancelledError
+
+
+async def awaits_a_cancelled_task(policy: Any) -> float:
+    task = asyncio.create_task(one_turn(policy))
+    task.cancel()
+    return await task
+
+
+async def cancels_itself(policy: Any) -> float:
+    task = asyncio.current_task()
+    assert task
+    task.cancel()
+    await asyncio.sleep(60)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("ends", "name"),
+    [
+        (exits, "SystemExit: 3"),
+        (raises_cancelled, "CancelledError: the environment cancelled its own task"),
+        (awaits_a_cancelled_task, "CancelledError: the environment cancelled its own task"),
+        (cancels_itself, "CancelledError: the environment cancelled its own task"),
+    ],
+)
+def test_an_environment_that_exits_or_cancels_itself_has_failed(
+    tmp_path: Path, ends: Callable[[Any], Any], name: str
+) -> None:
+    failing(tmp_path, ends, StageError, rf"'test' failed at example 0: {name} \(.*\.py, line")
+
+    class Judge(Talks):
+        async def score_group(self, example: Any, rollouts: Any) -> Any:
+            return [await ends(None)]
+
+    async def main() -> None:
+        with pytest.raises(StageError, match=f"could not score a group of example 0: {name}"):
+            await score_group(Store(tmp_path), loaded(Judge(one_turn)), 0, [RolloutResult(reward=1.0)])
+
+    run(main)
+
+
+def test_a_rollout_that_ignores_its_time_out_is_a_failure_of_the_policy(tmp_path: Path) -> None:
+    """It is cancelled again, by the limit of its execution or by a worker that stops."""
+    ignored = asyncio.Event()
+
+    async def ignores(policy: Any) -> float:
+        await one_turn(policy)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ignored.set()
+            await asyncio.sleep(60)
+        return 1.0
+
+    async def main() -> None:
+        with serving(hello) as server:
+            async with stage_of(tmp_path, server.url, policy=Policy(policy_error_reward=-1.0)) as stage:
+                playing = asyncio.create_task(play(stage, loaded(Talks(ignores)), 0, attempt_of(timeout_s=1.0)))
+                await ignored.wait()
+                playing.cancel()
+                result = await playing
+        assert (result.reward, result.policy_error) == (-1.0, "timeout: the rollout took longer than 1 s")
+
+    run(main)
 
 
 def test_a_malformed_message_is_an_error_of_the_environment(tmp_path: Path) -> None:

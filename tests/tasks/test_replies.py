@@ -1,0 +1,230 @@
+"""Whatever a body does, Redis has exactly one reply of its execution afterwards, and no lease."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from support.engine_clients import run
+
+from penstock import redis_keys
+from penstock.config import RunConfig
+from penstock.messages import FilterJob, FilterResult, Outcome, Reply, RolloutJob, RolloutResult, ScoreResult
+from penstock.runtime.embedded_redis import EmbeddedRedis
+from tasks import execution
+from tasks.execution import AsyncExecutor, SyncExecutor, WorkerStopping
+
+COMMON: dict[str, Any] = {"run": "r", "job": "g0000001-0", "attempt": 1, "sequence": 1, "timeout_s": 60.0}
+ROLLOUT = RolloutJob(**COMMON, group="g0000001", environment="noop", example=0, seed=0)
+FILTER = FilterJob(**COMMON, plan="plans/a.json")
+Body = Callable[[str], Awaitable[Any]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis"), appendonly=False) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: EmbeddedRedis) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def config(server: EmbeddedRedis, tmp_path: Path) -> RunConfig:
+    return RunConfig.model_validate({"redis_url": server.url, "run_dir": tmp_path})
+
+
+def replies(client: redis.Redis) -> list[Reply]:
+    entries: Any = client.xrange(redis_keys.replies("r"))
+    return [Reply.model_validate_json(fields[b"reply"]) for _, fields in entries]
+
+
+def only_reply(client: redis.Redis) -> Reply:
+    (reply,) = replies(client)
+    assert client.hkeys(redis_keys.LEASES) == []
+    return reply
+
+
+@asynccontextmanager
+async def executor_of(config: RunConfig) -> AsyncIterator[AsyncExecutor]:
+    executor = AsyncExecutor(config)
+    async with executor.running():
+        yield executor
+
+
+def executed(config: RunConfig, body: Body, job: RolloutJob = ROLLOUT) -> BaseException | None:
+    """The error that the task of the execution ends with. In a thread, as in a worker: the loop of the main thread
+    handles KeyboardInterrupt."""
+    errors: list[BaseException | None] = []
+
+    async def main() -> None:
+        async with executor_of(config) as executor:
+            try:
+                await executor.execute(job, body)
+            except BaseException as error:  # noqa: BLE001  returned
+                errors.append(error)
+            else:
+                errors.append(None)
+
+    thread = threading.Thread(target=run, args=(main,))
+    thread.start()
+    thread.join()
+    return errors[0]
+
+
+async def exits(_: str) -> None:
+    raise SystemExit(3)
+
+
+async def interrupts(_: str) -> None:
+    raise KeyboardInterrupt
+
+
+async def raises_cancelled(_: str) -> None:
+    raise asyncio.CancelledError("a task of mine")
+
+
+async def awaits_a_cancelled_task(_: str) -> None:
+    task = asyncio.create_task(asyncio.sleep(60))
+    task.cancel()
+    await task
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (exits, "SystemExit: 3"),
+        (interrupts, "KeyboardInterrupt"),
+        (raises_cancelled, "CancelledError: a task of mine"),
+        (awaits_a_cancelled_task, "CancelledError"),
+    ],
+)
+def test_a_body_that_ends_itself_has_failed(config: RunConfig, client: redis.Redis, body: Body, name: str) -> None:
+    assert executed(config, body) is not None
+    reply = only_reply(client)
+    assert (reply.outcome, reply.result) == (Outcome.FAILED, None)
+    assert (reply.error or "").startswith(name)
+
+
+def test_a_cancelled_execution_is_released(config: RunConfig, client: redis.Redis) -> None:
+    async def main() -> None:
+        async with executor_of(config) as executor:
+            begun = asyncio.Event()
+
+            async def body(_: str) -> Any:
+                begun.set()
+                await asyncio.sleep(60)
+
+            task = asyncio.create_task(executor.execute(ROLLOUT, body))
+            await begun.wait()
+            task.cancel("stopping")
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    run(main)
+    assert only_reply(client).outcome is Outcome.RELEASED
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(WorkerStopping("stopping"), Outcome.RELEASED), (SystemExit(3), Outcome.FAILED)]
+)
+def test_a_prefork_child_releases_its_job_only_when_its_worker_stops(
+    config: RunConfig, client: redis.Redis, error: SystemExit, outcome: Outcome
+) -> None:
+    def body(_: str) -> Any:
+        raise error
+
+    with pytest.raises(SystemExit):
+        SyncExecutor(config).execute(FILTER, body)
+    assert only_reply(client).outcome is outcome
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("the file \udcff.txt"), r"ValueError: the file \udcff.txt"),
+        (Unprintable(), "Unprintable: its text cannot be read (RuntimeError)"),
+        (ValueError("\ud800" * 10_000), "ValueError: " + r"\ud800" * 50),
+    ],
+)
+def test_an_error_text_that_is_not_unicode_is_escaped(
+    config: RunConfig, client: redis.Redis, error: Exception, text: str
+) -> None:
+    async def body(_: str) -> Any:
+        raise error
+
+    assert executed(config, body) is error
+    reply = only_reply(client)
+    assert reply.outcome is Outcome.FAILED
+    assert (reply.error or "").startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        (RolloutResult(reward=0.0).model_copy(update={"policy_error": "\ud800"}), "cannot be encoded"),
+        (RolloutResult(reward=0.0).model_copy(update={"columns": object()}), "cannot be encoded"),
+        (RolloutResult(reward=0.0).model_copy(update={"reward": float("nan")}), "cannot be encoded"),
+        (ScoreResult(rewards={f"g0000001-{number}": 0.1 for number in range(100_000)}), "bytes; the limit is"),
+    ],
+)
+def test_a_result_that_cannot_be_sent_is_a_failure(
+    config: RunConfig, client: redis.Redis, result: Any, problem: str
+) -> None:
+    async def body(_: str) -> Any:
+        return result
+
+    assert executed(config, body) is not None
+    reply = only_reply(client)
+    assert (reply.outcome, reply.result) == (Outcome.FAILED, None)
+    assert problem in (reply.error or "")
+
+
+def test_a_prefork_result_that_cannot_be_sent_is_a_failure(config: RunConfig, client: redis.Redis) -> None:
+    result = FilterResult().model_copy(update={"masked": ("\ud800",)})
+    with pytest.raises(execution.StageError, match="cannot be encoded"):
+        SyncExecutor(config).execute(FILTER, lambda _: result)
+    assert only_reply(client).outcome is Outcome.FAILED
+
+
+def test_a_prefork_reply_waits_while_redis_is_out_of_memory(config: RunConfig, client: redis.Redis) -> None:
+    client.config_set("maxmemory-policy", "noeviction")
+    executor = SyncExecutor(config)
+
+    def body(_: str) -> FilterResult:
+        client.config_set("maxmemory", "1")
+        threading.Timer(1.0, lambda: client.config_set("maxmemory", "0")).start()
+        return FilterResult()
+
+    try:
+        executor.execute(FILTER, body)
+    finally:
+        client.config_set("maxmemory", "0")
+    assert only_reply(client).outcome is Outcome.DONE
+
+
+def test_a_rollout_that_is_stored_too_slowly_is_no_failure_of_the_policy(
+    config: RunConfig, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "GRACE_S", 0.1)
+
+    async def seals_slowly(_: str) -> Any:
+        await asyncio.sleep(60)
+
+    executed(config, seals_slowly, ROLLOUT.model_copy(update={"timeout_s": 0.1}))
+    reply = only_reply(client)
+    assert (reply.outcome, reply.result) == (Outcome.UNWRITTEN, None)
+    assert "not stored within" in (reply.error or "")
