@@ -1,5 +1,6 @@
 """`penstock status RUN_DIR`: progress of a run, and what it waits for."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +34,7 @@ def _facts(result: dict[str, Any]) -> Iterator[Fact]:
     yield Fact("run", f"{result['run']} in {result['run_dir']}")
     yield Fact("state", _state(result), alarm=result["state"] in ("silent", "stopped"))
     yield from facts.progress(result)
+    yield from _changed_settings(result["changed_settings"])
     if result["ledger"]["error"]:
         yield Fact("ledger", f"{result['ledger']['error']}; counts are from the last status", alarm=True)
     if result["redis"]["error"] and result["state"] == "done":
@@ -51,6 +53,16 @@ def _facts(result: dict[str, Any]) -> Iterator[Fact]:
         yield Fact("http", f"{result['http']}/metrics, /status, /health")
     for cause in result["waiting_for"]:
         yield Fact("waits for", cause, alarm=True)
+
+
+def _changed_settings(changed: list[dict[str, Any]]) -> Iterator[Fact]:
+    """What the last resume that changed settings has changed."""
+    for change in changed:
+        if change["at"] == changed[-1]["at"]:
+            age = facts.duration(max(0.0, time.time() - change["at"]))
+            restart = f"; restart {' and '.join(change['restart'])} that started before" if change["restart"] else ""
+            text = f"{change['setting']}: {change['was']!r} until {age} ago, now {change['now']!r}{restart}"
+            yield Fact("changed", text, alarm=bool(change["restart"]))
 
 
 def _state(result: dict[str, Any]) -> str:

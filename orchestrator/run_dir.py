@@ -1,5 +1,7 @@
 """A run's directory: `run.json` holds the run's id and the paths of its ledger and store."""
 
+import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,12 +11,17 @@ import orjson
 
 from penstock import ids, job_inputs
 from penstock.config import RunConfig
+from penstock.config.declared import changes, flattened, shared_settings
 from penstock.config.redis_address import address
 from penstock.errors import RunError, RunMismatch
 from penstock.store import atomic
 
-# A run directory can be resumed only with the values of these settings that it was started with.
-IDENTITY = ("seed", "environments", "rollouts.group_size", "batch.unit", "batch.size", "batch.data_ranks")
+logger = logging.getLogger("penstock.orchestrator")
+
+SETTINGS = {"settings", "identity"}
+"""What run.json holds of the configuration: all shared settings, or those that release 0.1 recorded."""
+CHANGES_KEPT = 100
+"""Changed settings that run.json lists, the latest ones."""
 
 
 def create_directories(config: RunConfig) -> None:
@@ -31,20 +38,22 @@ def create_directories(config: RunConfig) -> None:
 def begin_or_resume(config: RunConfig) -> str:
     """The id of the run in `run_dir`, or of a new one. Call under the directory's lock.
 
-    Refuses other settings than the run was started with; removes files that a killed orchestrator left incomplete.
+    Refuses another value of a setting that is fixed for a run, records what else has changed, and removes files that a
+    killed orchestrator left incomplete.
     """
     with explained(config.run_dir):
         stored = read(config.run_dir) if (config.run_dir / "run.json").exists() else {}
         content: dict[str, Any] = {
             "run": stored.get("run") or ids.new_run(),
-            "identity": {key: _value(config, key) for key in IDENTITY},
+            "settings": {setting.key: setting.value for setting in shared_settings(config)},
+            "changed": stored.get("changed", []),
             "redis": address(config.redis_url),
             "ledger": _relative(config.ledger_path, config.run_dir),
             "store": _relative(config.store_dir, config.run_dir),
         }
         if stored:
-            _refuse_other_settings(config.run_dir, stored["identity"], content["identity"])
             _refuse_second_ledger(config, config.run_dir / stored["ledger"])
+            content["changed"] = [*content["changed"], *_changed(config, stored)][-CHANGES_KEPT:]
         if content != stored:
             write_json(config.run_dir / "run.json", content, durable=True)
         _claim_store(config.store_dir, content["run"])
@@ -60,7 +69,7 @@ def read(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "run.json"
     try:
         content: Any = orjson.loads(path.read_bytes())
-        if not {"run", "identity", "redis", "ledger", "store"} <= dict(content).keys():
+        if not {"run", "redis", "ledger", "store"} <= dict(content).keys() or not SETTINGS & content.keys():
             raise ValueError("keys are missing")
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(f"{run_dir} is not a run directory: there is no {path.name}") from None
@@ -103,15 +112,25 @@ def _claim_store(store: Path, run: str) -> None:
         raise RunMismatch(f"the store {store} belongs to run {owner.read_text()}: set store to another directory")
 
 
-def _refuse_other_settings(run_dir: Path, stored: dict[str, Any], given: dict[str, Any]) -> None:
-    different = [
-        f"{key} was {stored.get(key)!r}, now {value!r}" for key, value in given.items() if stored.get(key) != value
-    ]
-    if different:
+def _changed(config: RunConfig, stored: dict[str, Any]) -> list[dict[str, Any]]:
+    """The settings that take effect with another value from now on. Refuses those that are fixed for a run."""
+    if "settings" in stored:
+        found = changes(stored["settings"], config)
+    else:  # release 0.1 recorded only settings that are fixed
+        found = [change for change in changes(flattened(stored["identity"]), config) if change.declared.fixed]
+    if fixed := [str(change) for change in found if change.declared.fixed]:
         raise RunMismatch(
-            f"{run_dir} holds a run with other settings ({'; '.join(different)}): "
+            f"{config.run_dir} holds a run with other settings ({'; '.join(fixed)}): "
             "use another run_dir, or the settings it was started with"
         )
+    for change in found:
+        workers = " and ".join(change.declared.restarts)
+        logger.warning("action=setting_changed %s%s", change, f": restart {workers}" if workers else "")
+    at = time.time()
+    return [
+        {"at": at, "setting": each.key, "was": each.was, "now": each.now, "restart": each.declared.restarts}
+        for each in found
+    ]
 
 
 def _refuse_second_ledger(config: RunConfig, stored: Path) -> None:
@@ -125,10 +144,3 @@ def _refuse_second_ledger(config: RunConfig, stored: Path) -> None:
 def _relative(path: Path, run_dir: Path) -> str:
     root = run_dir.resolve()
     return str(path.relative_to(root) if path.is_relative_to(root) else path)
-
-
-def _value(config: RunConfig, key: str) -> object:
-    value: Any = config.model_dump(mode="json")
-    for part in key.split("."):
-        value = value[part]
-    return value

@@ -69,6 +69,7 @@ def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
         "run_dir": str(directory.resolve()),
         "state": state,
         "status_age_s": age_s,
+        "changed_settings": identity.get("changed", []),
         **{key: last.get(key) for key in FROM_LAST_STATUS},
         **counts,
         "queued": in_redis.queued,

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import SecretStr
 from pydantic_core import PydanticUndefined
 
+from penstock.config.declared import declarations
 from penstock.config.run import RunConfig
 from penstock.sections import Section, is_value, table_of
 
@@ -39,6 +40,11 @@ workers and session server read the same file.
 - Secrets belong in variables: the password of Redis in `PENSTOCK_REDIS_URL`, the key of the engine in
   `PENSTOCK_ENGINE__API_KEY`.
 - A wrong key, value or type is an error that names the file and the line, and the nearest setting.
+- **At resume**, a setting that is `fixed` must have the value that the run was started with, and `penstock run` refuses
+  another one; a setting that is `free` takes effect with its new value.
+- **Restart** names the processes, beside the orchestrator, that read the setting when they start: `rollouts` and
+  `compute` are workers, `sessions` is `penstock sessions`, `trainer` is your program, which must agree. `penstock run`
+  logs what has changed at a resume, and `penstock status` shows it.
 """
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 NAMES: dict[object, str] = {
@@ -51,11 +57,18 @@ NAMES: dict[object, str] = {
 }
 
 
+DECLARED = dict(declarations(RunConfig))
+
+
 class Setting(NamedTuple):
-    name: str
+    """A row of a table."""
+
+    setting: str
     type: str
     default: str
-    doc: str
+    at_resume: str
+    restart: str
+    meaning: str
 
 
 def page() -> str:
@@ -64,7 +77,8 @@ def page() -> str:
 
 def _section(section: type[Section], path: str) -> Iterator[str]:
     """A heading, a table of the settings of `section`, and then its tables, depth first."""
-    settings = [_setting(*entry) for entry in _fields(section) if is_value(entry[1])]
+    inside = f"{path}." if path else ""
+    settings = [_setting(inside, *entry) for entry in _fields(section) if is_value(entry[1])]
     if path:
         yield f"## `[{path}]`\n"
         if doc := " ".join((section.__doc__ or "").split()):
@@ -72,13 +86,13 @@ def _section(section: type[Section], path: str) -> Iterator[str]:
     else:
         yield "## Outside of any section\n"
     if settings:
-        yield "| setting | type | default | meaning |\n|---|---|---|---|"
+        yield f"| {' | '.join(Setting._fields)} |\n{'|---' * len(Setting._fields)}|".replace("_", " ")
         yield from ("| " + " | ".join(setting) + " |" for setting in settings)
         yield ""
     for name, annotation, _, _ in _fields(section):
         if (table := table_of(annotation)) and table.section:
             named = ".NAME" if table.by_name else ""
-            yield from _section(table.section, f"{path}.{name}{named}".lstrip("."))
+            yield from _section(table.section, f"{inside}{name}{named}")
 
 
 def _fields(section: type[Section]) -> Iterator[tuple[str, Any, Any, str]]:
@@ -88,9 +102,16 @@ def _fields(section: type[Section]) -> Iterator[tuple[str, Any, Any, str]]:
         yield name, hints[name], field.get_default(call_default_factory=True), docs.get(name, "")
 
 
-def _setting(name: str, annotation: Any, default: Any, doc: str) -> Setting:
-    meaning = (doc[:1].upper() + doc[1:]).removesuffix(".")
-    return Setting(f"`{name}`", _type(annotation), _default(default), meaning.replace("|", "\\|"))
+def _setting(inside: str, name: str, annotation: Any, default: Any, doc: str) -> Setting:
+    declared = DECLARED[inside + name]
+    return Setting(
+        setting=f"`{name}`",
+        type=_type(annotation),
+        default=_default(default),
+        at_resume="fixed" if declared.fixed else "free",
+        restart="" if declared.fixed else ", ".join(declared.restarts),
+        meaning=(doc[:1].upper() + doc[1:]).removesuffix(".").replace("|", "\\|"),
+    )
 
 
 def _type(annotation: Any) -> str:

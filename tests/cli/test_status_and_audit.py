@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sqlite3
 import sys
 from collections.abc import Iterator
@@ -77,12 +78,24 @@ def test_status_works_without_redis(run: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "hunter2" not in text
 
 
+def test_status_shows_what_the_last_resume_changed_and_what_to_restart(run: Path, server: EmbeddedRedis) -> None:
+    for estimator, steps in [("grpo", 10), ("rloo", 11)]:
+        changed = {"advantages": {"estimator": estimator}, "steps": steps}
+        run_dir.begin_or_resume(RunConfig.model_validate({"run_dir": run, "redis_url": server.url, **changed}))
+    first, second = [line for line in output_of("status", str(run)).splitlines() if line.startswith("changed")]
+    assert re.fullmatch(
+        r"changed    advantages.estimator: 'grpo' until .* s ago, now 'rloo'; restart compute that started before",
+        first,
+    )
+    assert re.fullmatch(r"changed    steps: 10 until .* s ago, now 11", second)
+
+
 def test_status_prints_one_json_object(run: Path) -> None:
     result = json.loads(output_of("status", str(run), "--json"))
     assert set(result) == {
         "run", "run_dir", "state", "status_age_s", "phase", "stopped_by", "process", "running_s", "step", "steps",
         "rollouts", "states", "rollouts_per_s", "tokens_per_s", "queued", "workers", "event_loop_lag", "http", "redis",
-        "ledger", "waiting_for",
+        "ledger", "waiting_for", "changed_settings",
     }  # fmt: skip
     assert result["state"] == "stopped"
     assert result["rollouts"]["in_flight"] == 8

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Any
 
@@ -6,6 +7,7 @@ import pytest
 from orchestrator import run_dir
 from orchestrator.lock import lock_directory
 from penstock.config import RunConfig
+from penstock.config.declared import declarations, shared_settings
 from penstock.errors import RunError, RunLocked, RunMismatch
 from penstock.ledger.schema import open_for_writing
 
@@ -22,23 +24,20 @@ def configured(tmp_path: Path, **settings: Any) -> RunConfig:
 
 
 def test_run_json_keeps_the_id_and_names_ledger_and_store(tmp_path: Path) -> None:
-    config = configured(tmp_path, redis_url="redis://ada:secret@redis.example:6379/3")
+    config = configured(tmp_path, redis_url="redis://ada:hush@redis.example:6379/3")
     run = opened(config)
     assert opened(config) == run
+    settings = {setting.key: setting.value for setting in shared_settings(config)}
     assert run_dir.read(config.run_dir) == {
         "run": run,
-        "identity": {
-            "seed": 0,
-            "environments": {"noop": {"use": "noop", "weight": 1.0, "options": {}}},
-            "rollouts.group_size": 8,
-            "batch.unit": "groups",
-            "batch.size": 16,
-            "batch.data_ranks": 1,
-        },
+        "settings": settings,
+        "changed": [],
         "redis": "redis://redis.example:6379/3",
         "ledger": "ledger.sqlite",
         "store": "store",
     }
+    assert settings["environments.noop.use"] == "noop"
+    assert "hush" not in (config.run_dir / "run.json").read_text()
 
 
 def test_settings_that_may_change_between_starts_are_updated(tmp_path: Path) -> None:
@@ -60,9 +59,76 @@ def test_a_run_may_be_moved(tmp_path: Path) -> None:
 
 def test_a_run_with_other_settings_is_refused_with_the_differences(tmp_path: Path) -> None:
     opened(configured(tmp_path))
-    with pytest.raises(RunMismatch, match=r"seed was 0, now 1; batch.size was 16, now 32\): use another run_dir"):
+    with pytest.raises(RunMismatch, match=r"batch.size was 16, now 32; seed was 0, now 1\): use another run_dir"):
         opened(configured(tmp_path, seed=1, batch={"size": 32}))
     opened(configured(tmp_path))
+
+
+OTHER_VALUES: dict[str, Any] = {
+    "seed": {"seed": 1},
+    "environments.noop.weight": {"environments": {"noop": {"use": "noop", "weight": 2.0}}},
+    "environments.noop.options.x": {"environments": {"noop": {"use": "noop", "options": {"x": 1}}}},
+    "environments.more.use": {"environments": {"noop": {"use": "noop"}, "more": {"use": "noop"}}},
+    "rollouts.group_size": {"rollouts": {"group_size": 4}},
+    "batch.unit": {"batch": {"unit": "rollouts"}},
+    "batch.size": {"batch": {"size": 8}},
+    "batch.data_ranks": {"batch": {"data_ranks": 2}},
+}
+"""Another value of each setting that is fixed for a run."""
+OF_RELEASE_0_1 = {
+    "seed": 0,
+    "environments": {"noop": {"use": "noop", "weight": 1.0, "options": {}}},
+    "rollouts.group_size": 8,
+    "batch.unit": "groups",
+    "batch.size": 16,
+    "batch.data_ranks": 1,
+}
+
+
+def test_every_fixed_setting_is_tried_below() -> None:
+    named = {re.sub(r"^environments\.\w+", "environments.NAME", key) for key in OTHER_VALUES}
+    fixed = {key for key, declared in declarations(RunConfig) if declared.fixed}
+    assert {key.removesuffix(".x") for key in named} == fixed
+
+
+@pytest.mark.parametrize("release", ["0.1", "this"])
+@pytest.mark.parametrize("key", OTHER_VALUES)
+def test_a_fixed_setting_cannot_change(tmp_path: Path, key: str, release: str) -> None:
+    config = configured(tmp_path)
+    opened(config)
+    if release == "0.1":
+        stored = run_dir.read(config.run_dir)
+        del stored["settings"], stored["changed"]
+        run_dir.write_json(config.run_dir / "run.json", {**stored, "identity": OF_RELEASE_0_1})
+    before = (config.run_dir / "run.json").read_bytes()
+    with pytest.raises(RunMismatch, match=re.escape(f"{key} was ")):
+        opened(configured(tmp_path, **OTHER_VALUES[key]))
+    assert (config.run_dir / "run.json").read_bytes() == before
+    opened(config)
+    assert run_dir.read(config.run_dir)["changed"] == []
+
+
+def test_what_changes_at_resume_takes_effect_and_is_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    opened(configured(tmp_path))
+    assert not caplog.records
+    again = configured(
+        tmp_path,
+        steps=99,
+        sessions={"require_secret": True},
+        advantages={"estimator": "rloo"},
+        policy={"renderer": "bytes-chatml"},
+    )
+    opened(again)
+    changed = run_dir.read(again.run_dir)["changed"]
+    assert [(each["setting"], each["was"], each["now"], each["restart"]) for each in changed] == [
+        ("advantages.estimator", "dr_grpo", "rloo", ["compute"]),
+        ("policy.renderer.backend", None, "bytes-chatml", ["rollouts", "sessions"]),
+        ("sessions.require_secret", None, True, ["sessions"]),
+        ("steps", 10, 99, []),
+    ]
+    assert "advantages.estimator was 'dr_grpo', now 'rloo': restart compute" in caplog.text
+    opened(again)
+    assert run_dir.read(again.run_dir)["changed"] == changed
 
 
 def test_a_second_ledger_is_refused(tmp_path: Path) -> None:
