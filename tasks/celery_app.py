@@ -10,11 +10,13 @@ from typing import Any
 import kombu
 import orjson
 from celery import Celery
+from celery.signals import celeryd_init
 from kombu.serialization import register
 
 from penstock import config
 from penstock.errors import ConfigError
 from penstock.messages import Queue
+from tasks.kinds import WorkerKind
 
 CONTENT_TYPE = "application/x-orjson"
 SOCKET_TIMEOUT_S = 30
@@ -61,6 +63,8 @@ def _configuration() -> dict[str, Any]:
         "task_acks_late": False,
         "worker_disable_prefetch": True,
         "worker_prefetch_multiplier": 1,
+        # A message that a rate limit holds back in the worker has no lease and looks lost.
+        "worker_disable_rate_limits": True,
         "task_queues": [kombu.Queue(name.value, kombu.Exchange(name.value), routing_key=name.value) for name in Queue],
         "task_routes": {task_name(name, "*"): {"queue": name.value} for name in Queue},
         "task_default_queue": Queue.ROLLOUTS.value,
@@ -74,3 +78,16 @@ def _configuration() -> dict[str, Any]:
 
 app = Celery("penstock")
 app.add_defaults(_configuration)
+kind: WorkerKind | None = None
+"""of this process, if it is a worker: set by `workers.start`"""
+
+
+@celeryd_init.connect
+def _refuse_to_be_a_worker(instance: Any, options: dict[str, Any], **_: object) -> None:
+    """`celery -A tasks worker` has neither the asyncio pool nor the start-up of a worker."""
+    if kind is None and instance.app is app:
+        kinds = {WorkerKind.of(Queue(queue)) for queue in options.get("queues") or Queue if queue in list(Queue)}
+        commands = " and ".join(each.command for each in sorted(kinds or WorkerKind, reverse=True))
+        raise SystemExit(
+            f"penstock: `tasks` is the app of Flower and of remote control. Start a worker with {commands}"
+        )

@@ -8,11 +8,12 @@ from celery.signals import worker_process_init
 
 from tasks import app
 from tasks.execution import WorkerStopping
+from tasks.kinds import WorkerKind
 from workers.start import set_up
 
 __all__ = ["app"]
 
-set_up(app)
+set_up(app, WorkerKind.COMPUTE, pool="celery.concurrency.prefork:TaskPool")
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:

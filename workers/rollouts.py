@@ -8,6 +8,7 @@ from penstock.runtime import descriptors, garbage
 from tasks import app, rollouts
 from tasks.celery_app import settings
 from tasks.execution import AsyncExecutor
+from tasks.kinds import WorkerKind
 from tasks.player import Player
 from workers.asyncio_pool import AsyncioPool
 from workers.start import set_up
@@ -34,5 +35,4 @@ class RolloutPool(AsyncioPool):
         return rollouts.executor.lag.summary().as_dict() if rollouts.executor else None
 
 
-set_up(app)
-app.conf.worker_pool = f"{__name__}:{RolloutPool.__name__}"
+set_up(app, WorkerKind.ROLLOUTS, pool=f"{__name__}:{RolloutPool.__name__}")

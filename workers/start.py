@@ -1,21 +1,67 @@
-"""What both worker apps set up before `celery worker` starts them."""
+"""What both worker apps set up before `celery worker` starts them: their queues, their name, what they refuse."""
 
 import logging
+import os
+import socket
+from typing import Any
 
+import click
 from celery import Celery
-from celery.signals import worker_ready
+from celery.signals import celeryd_init, worker_ready
+from click.core import ParameterSource
 
 from penstock.config import DEFAULT_REDIS_URL
+from penstock.messages import Queue
+from tasks import celery_app
 from tasks.celery_app import settings
-from workers import event_batches
+from tasks.kinds import WorkerKind
+from workers import event_batches, remote_control
 
 logger = logging.getLogger("penstock.worker")
 
 
-def set_up(app: Celery) -> None:
-    """Send task events in batches, and log the configuration when the worker is ready."""
+def set_up(app: Celery, kind: WorkerKind, pool: str) -> None:
+    """Serve the queues of `kind` on `pool`, send task events in batches, log the configuration when ready."""
+    celery_app.kind = kind
+    app.conf.worker_pool = pool
+    app.conf.task_queues = [queue for queue in app.conf.task_queues if queue.name in kind.queues]
     event_batches.install(app)
+    remote_control.install(kind)
+
+    def check_and_name(instance: Any, options: dict[str, Any], **_: object) -> None:
+        _refuse_other_queues(kind, options.get("queues") or [])
+        _refuse_other_pool(kind, pool, options["pool"])
+        if not _named_by_user():
+            instance.hostname = f"{kind}-{os.getpid()}@{socket.gethostname()}"
+
+    celeryd_init.connect(check_and_name, weak=False)
     worker_ready.connect(_log_configuration, weak=False)
+
+
+def _refuse_other_queues(kind: WorkerKind, queues: list[str]) -> None:
+    for queue in queues:
+        if queue not in kind.queues:
+            known = queue in list(Queue)
+            command = (WorkerKind.of(Queue(queue)) if known else kind).command
+            raise SystemExit(
+                f"penstock: workers.{kind} serves {', '.join(kind.queues)}, not {queue}. "
+                f"{'That queue needs its own worker' if known else 'Start it with its own queues'}: {command}"
+            )
+
+
+def _refuse_other_pool(kind: WorkerKind, pool: str, chosen: Any) -> None:
+    """A pool that does not await coroutines reports them as succeeded and plays nothing."""
+    module, _, name = pool.partition(":")
+    if (chosen.__module__, chosen.__name__) != (module, name):
+        raise SystemExit(
+            f"penstock: workers.{kind} runs on its own pool, not on {chosen.__module__}. Start it without -P: "
+            f"{kind.command}"
+        )
+
+
+def _named_by_user() -> bool:
+    context = click.get_current_context(silent=True)
+    return context is None or context.get_parameter_source("hostname") is not ParameterSource.DEFAULT
 
 
 def _log_configuration(**_: object) -> None:

@@ -23,6 +23,7 @@ from penstock.ledger.states import JobState, RolloutState
 from penstock.messages import Queue
 from penstock.runtime.loop_lag import LoopLag
 from penstock.runtime.offload import in_io_thread
+from tasks.kinds import WorkerKind
 
 logger = logging.getLogger("penstock.orchestrator")
 
@@ -30,14 +31,6 @@ EVERY_S = 1.0
 RATE_OVER = 11  # statuses: ten seconds
 LINE_EVERY_S = 10.0
 UNATTENDED_S = 5.0  # a queue from which nothing is taken for this long has no worker
-COMPUTE_WORKER = "celery -A workers.compute worker -Q filtering,advantages,encoding -c 4"
-START_WORKERS = {
-    Queue.ROLLOUTS: "celery -A workers.rollouts worker -Q rollouts -c 256",
-    Queue.FILTERING: COMPUTE_WORKER,
-    Queue.ADVANTAGES: COMPUTE_WORKER,
-    Queue.ENCODING: COMPUTE_WORKER,
-}
-
 StatusCallback = Callable[[dict[str, Any]], None]
 """called with every status, on the event loop: it must return at once"""
 
@@ -141,7 +134,7 @@ class Reporter:
         """Every reason why the run does not move as fast as it could, each with what to do."""
         now = time.monotonic()
         unattended = [
-            f"no worker takes jobs from the queue {queue}: start one: {START_WORKERS[queue]}"
+            f"no worker takes jobs from the queue {queue}: start one: {WorkerKind.of(queue).command}"
             for queue, moved_at in self._moved_at.items()
             if now - moved_at > UNATTENDED_S and self._sources.broker.trouble is None
         ]

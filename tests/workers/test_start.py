@@ -1,0 +1,103 @@
+"""Real `celery` commands that would swallow jobs are refused at start; the names of workers differ."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.cluster import BIN, Cluster, Process, cluster_in
+from support.waiting import wait_until
+
+from penstock.errors import ConfigError
+from tasks import app
+
+ROLLOUTS = "celery -A workers.rollouts worker -Q rollouts"
+COMPUTE = "celery -A workers.compute worker -Q filtering,advantages,encoding"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster_in(tmp_path_factory.mktemp("cluster"), appendonly=False) as cluster:
+        yield cluster
+
+
+def _celery(cluster: Cluster, *arguments: str) -> Process:
+    return cluster.start("worker", str(BIN / "celery"), "-A", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        pytest.param("workers.rollouts worker -P threads -c 2", ROLLOUTS, id="threads"),
+        pytest.param("workers.rollouts worker -Q rollouts -P solo", ROLLOUTS, id="solo"),
+        pytest.param("workers.compute worker -P threads -c 2", COMPUTE, id="compute-threads"),
+        pytest.param("workers.compute worker -Q rollouts -c 1", ROLLOUTS, id="compute-rollouts"),
+        pytest.param("workers.compute worker -Q encoding,rollouts -c 1", ROLLOUTS, id="compute-both"),
+        pytest.param("workers.rollouts worker -Q filtering", COMPUTE, id="rollouts-filtering"),
+        pytest.param("tasks worker", ROLLOUTS, id="no-app"),
+        pytest.param("tasks worker -Q encoding", COMPUTE, id="no-app-encoding"),
+    ],
+)
+def test_a_worker_that_would_swallow_jobs_is_refused_with_the_right_command(
+    cluster: Cluster, arguments: str, command: str
+) -> None:
+    worker = _celery(cluster, *arguments.split())
+    assert worker.wait(30) == 1, worker.text
+    assert command in worker.text
+    assert "Traceback" not in worker.text
+
+
+def test_workers_of_one_machine_have_different_names(cluster: Cluster) -> None:
+    commands = ["workers.rollouts worker -c 1", "workers.rollouts worker -c 1", "workers.compute worker -c 1"]
+    commands.append("workers.rollouts worker -c 1 -n mine@test")
+    workers = [_celery(cluster, *command.split(), "-l", "INFO") for command in commands]
+    ready = re.compile(r"(\S+@\S+) ready\.")
+    names = [
+        wait_until(lambda worker=worker: ready.search(worker.text), timeout_s=30, what="ready")[1] for worker in workers
+    ]
+    assert len(set(names)) == len(names)
+    kinds = ["rollouts", "rollouts", "compute"]
+    assert [name.split("@")[0] for name in names[:3]] == [f"{k}-{w.pid}" for k, w in zip(kinds, workers, strict=False)]
+    assert names[3] == "mine@test"
+    queues = [re.findall(r"\.> (\w+) +exchange=", worker.text) for worker in workers]
+    assert list(map(sorted, queues)) == [
+        ["rollouts"],
+        ["rollouts"],
+        ["advantages", "encoding", "filtering"],
+        ["rollouts"],
+    ]
+    for worker in workers:
+        worker.end()
+
+
+def test_remote_control_does_not_look_like_loss(tmp_path: Path) -> None:
+    with cluster_in(tmp_path, steps=4, noop={"rollout_s": 0.3}) as cluster:
+        cluster.compute_worker()
+        worker = cluster.rollout_worker(concurrency=8)
+        run = cluster.orchestrator()
+        cluster.wait_running(8)
+        controls = [
+            "rate_limit penstock.rollouts.run 1/m",
+            "rate_limit penstock.filtering.run 1/m",
+            "pool_shrink 2 --destination rollouts1@test",
+            "add_consumer filtering",
+            "cancel_consumer rollouts",
+            "add_consumer rollouts",
+        ]
+        answers: list[str] = []
+        for control in controls:
+            process = cluster.start("control", str(BIN / "celery"), "-A", "tasks", "control", *control.split())
+            process.wait(30)
+            answers.append(process.text)
+        assert "no rate limits" in answers[0]
+        assert "serves only" in answers[3]
+        result = cluster.finish(run)
+        assert cluster.events("lost") == 0, worker.text[-3000:]
+    assert result["delivered"] == result["planned"] == 64
+
+
+def test_a_coroutine_task_fails_on_any_other_pool() -> None:
+    """Celery's tracer, which every other pool runs, calls the task itself."""
+    for name in ("penstock.rollouts.run", "penstock.rollouts.score", "penstock.rollouts.survey"):
+        with pytest.raises(ConfigError, match=ROLLOUTS):
+            app.tasks[name]({})
