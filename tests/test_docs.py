@@ -207,8 +207,8 @@ def readme_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReadmeRun]:
                 readme.start(worker)
             run = readme.start(["penstock", "run"])
             trainer = readme.start(["python", "-c", README.blocks("python")[1]])
-            assert run.wait(90) == 0, run.text[-3000:]
-            assert trainer.wait(30) == 0, trainer.text[-3000:]
+            assert run.wait() == 0, run.text[-3000:]
+            assert trainer.wait() == 0, trainer.text[-3000:]
             yield readme
     finally:
         engine.end()

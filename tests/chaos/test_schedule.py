@@ -58,7 +58,6 @@ class Chaos:
         enough = self.generated() + self.random.randrange(20, 120)
         wait_until(
             lambda: self.run.exit_code is not None or self.generated() > enough,
-            timeout_s=60,
             what=f"progress after {self.played}",
         )
         return self.run.exit_code is None
@@ -130,16 +129,14 @@ class Chaos:
 
     def until(self, is_visible: Callable[[], object]) -> None:
         """Wait until the fault has an effect, or the run has ended."""
-        wait_until(
-            lambda: self.run.exit_code is not None or is_visible(), timeout_s=30, what=f"effect of {self.played[-1]}"
-        )
+        wait_until(lambda: self.run.exit_code is not None or is_visible(), what=f"effect of {self.played[-1]}")
 
 
 def test_a_random_schedule_of_faults_loses_nothing(tmp_path: Path, chaos_seed: int) -> None:
     with cluster_in(tmp_path, **SETTINGS) as cluster:
         chaos = Chaos(cluster, chaos_seed)
         chaos.play()
-        result = cluster.finish(chaos.run, timeout_s=120)
+        result = cluster.finish(chaos.run)
         assert result["steps"] == 10
         assert result["delivered"] >= 1800, chaos.played
 

@@ -56,7 +56,7 @@ def begin(server: Server, number: int) -> Agent:
         except BROKEN:
             return None
 
-    agent = wait_until(created, timeout_s=60)
+    agent = wait_until(created)
     assert agent
     return agent
 
@@ -72,7 +72,7 @@ def recover_turns(agent: Agent, server: Server) -> None:
         except BROKEN:
             return []
 
-    [records] = wait_until(recorded, timeout_s=60)
+    [records] = wait_until(recorded)
     messages = agent.messages
     for record in records[len(messages) // 2 :]:
         messages += [user(record["request"]["messages"][-1]["content"])]
@@ -93,7 +93,7 @@ def test_a_restarted_server_recovers_every_turn(request: pytest.FixtureRequest, 
             playing = [pool.submit(play, server, number, progress) for number in range(sessions)]
             total = sessions * TURNS
             for at in sorted(seeded.sample(range(total // 10, total * 9 // 10), kills)):
-                wait_until(lambda at=at: len(progress) >= at or failed(playing), timeout_s=60)
+                wait_until(lambda at=at: len(progress) >= at or failed(playing))
                 server.kill()
             agents = [each.result() for each in playing]
             server.kill()

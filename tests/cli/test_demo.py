@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.terminal import Terminal
-from support.waiting import wait_until
+from support.waiting import HANG_S, wait_until
 
 from cli.demo.command import STEPS
 from cli.demo.options import (
@@ -32,7 +32,6 @@ from penstock.store import Store
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
 ROOT = str(Path(__file__).parents[2])
-TIMEOUT_S = 100
 SMALL = ["--rollouts-per-step", "24", "--routed-experts", "2x4"]
 
 
@@ -66,7 +65,7 @@ class MarkedDemos:
 
     def wait_running(self) -> None:
         running = lambda: self.status().get("states", {}).get("running")  # noqa: E731
-        wait_until(running, timeout_s=TIMEOUT_S, what="running rollouts")
+        wait_until(running, what="running rollouts")
 
     def assert_nothing_left(self) -> None:
         wait_until(lambda: not self.processes(), what="the end of every process")
@@ -93,7 +92,7 @@ def marked(tmp_path: Path) -> Iterator[MarkedDemos]:
 @pytest.mark.slow
 def test_two_demos_at_once_deliver_their_steps_and_end(marked: MarkedDemos) -> None:
     demos = [marked.start("--steps", "2", "--json", *options) for options in ([], ["--keep"])]
-    outputs = [demo.communicate(timeout=TIMEOUT_S) for demo in demos]
+    outputs = [demo.communicate(timeout=HANG_S) for demo in demos]
     assert [demo.returncode for demo in demos] == [0, 0], outputs
     marked.assert_nothing_left()
     summaries = [json.loads(out) for out, _ in outputs]
@@ -131,7 +130,7 @@ def test_a_process_that_dies_is_named_with_the_end_of_its_log(marked: MarkedDemo
     marked.wait_running()
     [engine] = [pid for pid, command in marked.processes().items() if "penstock engine" in command]
     os.kill(engine, signal.SIGKILL)
-    out, err = demo.communicate(timeout=TIMEOUT_S)
+    out, err = demo.communicate(timeout=HANG_S)
     assert demo.returncode == 2
     log = marked.directory / "runs/demo-1/logs/engine.log"
     assert f"penstock: the engine was killed by signal 9, so the demo was stopped. The end of {log}:" in err
@@ -145,7 +144,7 @@ def test_ctrl_c_on_a_terminal_prints_a_summary(marked: MarkedDemos) -> None:
     command = [PENSTOCK, "demo", *SMALL, "--steps", "1000", "--run-dir", str(run_dir)]
     with Terminal(*command, env=marked.env) as terminal:
         trained = re.compile(r"trainer     step \d+: ")
-        wait_until(lambda: trained.search(terminal.text), timeout_s=TIMEOUT_S, what="a step that was trained")
+        wait_until(lambda: trained.search(terminal.text), what="a step that was trained")
         terminal.press("\x03")
         assert terminal.wait() == 128 + signal.SIGINT
     text = terminal.text
@@ -162,10 +161,10 @@ def test_ctrl_c_on_a_terminal_prints_a_summary(marked: MarkedDemos) -> None:
 
 def test_ctrl_c_twice_during_start_up_ends_the_demo(marked: MarkedDemos) -> None:
     demo = marked.start()
-    wait_until(lambda: any("penstock run" in command for command in marked.processes().values()), timeout_s=TIMEOUT_S)
+    wait_until(lambda: any("penstock run" in command for command in marked.processes().values()))
     demo.send_signal(signal.SIGINT)
     demo.send_signal(signal.SIGTERM)
-    out, err = demo.communicate(timeout=TIMEOUT_S)
+    out, err = demo.communicate(timeout=HANG_S)
     assert demo.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM), err
     assert "Traceback" not in out + err
     marked.assert_nothing_left()

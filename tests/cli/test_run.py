@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.terminal import Terminal
-from support.waiting import wait_until
+from support.waiting import HANG_S, wait_until
 
 from orchestrator import run_dir
 from orchestrator.ledger.ledger import Ledger
@@ -22,7 +22,6 @@ from penstock.runtime.embedded_redis import EmbeddedRedis
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
 ROOT = str(Path(__file__).parents[2])
-TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def queued(directory: Path) -> bool:
 def test_on_a_terminal_the_run_has_a_live_view_and_a_summary(environment: dict[str, str], tmp_path: Path) -> None:
     with Terminal(PENSTOCK, "run", env=environment) as terminal:
         queues = "queues      rollouts 48, filtering 0, advantages 0, encoding 0"
-        wait_until(lambda: queues in terminal.text, timeout_s=TIMEOUT_S, what="the view to show the queues")
+        wait_until(lambda: queues in terminal.text, what="the view to show the queues")
         terminal.press("\x03")
         assert terminal.wait() == 0
     text = terminal.text
@@ -84,9 +83,9 @@ def test_in_a_pipe_the_run_writes_plain_lines_and_a_summary(environment: dict[st
     process = subprocess.Popen(
         [PENSTOCK, "run"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    wait_until(lambda: queued(tmp_path / "run"), timeout_s=TIMEOUT_S, what="48 queued rollouts")
+    wait_until(lambda: queued(tmp_path / "run"), what="48 queued rollouts")
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=TIMEOUT_S)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0
     assert "WARNING penstock.orchestrator action=draining" in err
     assert [line.partition(" ")[0] for line in out.splitlines()] == ["run", "steps", "verdict", "resume"]
@@ -96,10 +95,10 @@ def test_in_a_pipe_the_run_writes_plain_lines_and_a_summary(environment: dict[st
 def test_with_json_the_output_is_one_object(environment: dict[str, str], tmp_path: Path) -> None:
     process = subprocess.Popen([PENSTOCK, "run", "--steps", "3", "--json"], env=environment,
                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
-    wait_until(lambda: queued(tmp_path / "run"), timeout_s=TIMEOUT_S, what="48 queued rollouts")
+    wait_until(lambda: queued(tmp_path / "run"), what="48 queued rollouts")
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=TIMEOUT_S)
+    out, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 0
     result = json.loads(out)
     assert result["phase"] in ("draining", "stopping")
@@ -110,7 +109,7 @@ def test_with_json_the_output_is_one_object(environment: dict[str, str], tmp_pat
 def test_ctrl_c_while_waiting_for_redis_ends_the_run_at_once(environment: dict[str, str]) -> None:
     environment |= {"PENSTOCK_REDIS_URL": "redis://127.0.0.1:1/0", "PENSTOCK_RECOVERY__REDIS_PATIENCE_S": "3600"}
     with Terminal(PENSTOCK, "run", env=environment) as terminal:
-        wait_until(lambda: "action=redis_awaited" in terminal.text, timeout_s=TIMEOUT_S, what="a first try")
+        wait_until(lambda: "action=redis_awaited" in terminal.text, what="a first try")
         terminal.press("\x03")
         assert terminal.wait() == 128 + signal.SIGINT
     assert "Traceback" not in terminal.text

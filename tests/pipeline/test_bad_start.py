@@ -19,7 +19,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
 
 def refused(run: Process) -> str:
     """The last line of a run that ends with exit code 2."""
-    assert run.wait(40) == 2, run.text
+    assert run.wait() == 2, run.text
     assert "Traceback" not in run.text
     return run.text.splitlines()[-1]
 
@@ -76,7 +76,7 @@ def test_the_run_waits_for_a_full_store_and_no_rollout_dies(pipeline: Pipeline, 
         cluster.enter = disk.enter
         try:
             run = cluster.orchestrator()
-            wait_until(cluster.status, timeout_s=30, what="the run to begin")
+            wait_until(cluster.status, what="the run to begin")
             (disk.inside / "store" / "rollouts").mkdir()
             with disk.full(run.pid, "store/rollouts"):
                 cluster.rollout_worker()
@@ -84,7 +84,7 @@ def test_the_run_waits_for_a_full_store_and_no_rollout_dies(pipeline: Pipeline, 
                     "a worker cannot write to the store: free space or repair the disk (BlobUnwritten: "
                 )
             cluster.compute_worker()
-            assert run.wait(60) == 0, run.text[-2000:]
+            assert run.wait() == 0, run.text[-2000:]
         finally:
             cluster.enter = []
     assert cluster.ledger("SELECT count(*) FROM rollouts WHERE state = 'dead'") == [(0,)]
@@ -116,7 +116,7 @@ def test_the_status_names_code_that_blocks_a_worker_loop(pipeline: Pipeline) -> 
         others = cluster.status().get("other_loops", {}).values()
         return any("Blocking.rollout (" in culprit for lag in others for culprit in lag["blockers"])
 
-    wait_until(named, timeout_s=60, what="the status to name the blocker")
+    wait_until(named, what="the status to name the blocker")
     text = cluster.penstock("status", str(cluster.run_dir)).text
     assert f"by Blocking.rollout ({cluster.directory.name}/blocking.py:8)" in text
 

@@ -39,7 +39,7 @@ def begun(cluster: Cluster, name: str) -> Process:
     cluster.new_run(name)
     run, surveyor = cluster.orchestrator(), cluster.rollout_worker(concurrency=1)
     in_flight = lambda: cluster.status().get("rollouts", {}).get("in_flight")  # noqa: E731
-    wait_until(lambda: in_flight() == 48, timeout_s=30, what="48 rollouts in flight")
+    wait_until(lambda: in_flight() == 48, what="48 rollouts in flight")
     surveyor.kill()
     return run
 

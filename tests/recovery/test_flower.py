@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from support.cluster import BIN, cluster_in
-from support.waiting import wait_until
+from support.waiting import HANG_S, wait_until
 
 
 def free_port() -> int:
@@ -17,7 +17,7 @@ def free_port() -> int:
 
 
 def get(port: int, path: str) -> Any:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=HANG_S) as response:
         return json.loads(response.read())
 
 
@@ -34,7 +34,7 @@ def test_flower_shows_tasks_states_and_failures(tmp_path: Path) -> None:
         port = free_port()
         command = [str(BIN / "celery"), "-A", "tasks", "flower", "--address=127.0.0.1", f"--port={port}"]
         cluster.start("flower", *command, FLOWER_UNAUTHENTICATED_API="true")
-        wait_until(lambda: responds(port), timeout_s=30, what="Flower")
+        wait_until(lambda: responds(port), what="Flower")
         worker = cluster.rollout_worker()
         cluster.compute_worker()
         cluster.finish(cluster.orchestrator())

@@ -40,7 +40,7 @@ def begin(cluster: Cluster, disk: Disk, run_dir: Path) -> None:
 def delivering(disk: Disk, process: Process) -> None:
     """Wait until the run has delivered a step and has not ended."""
     first = disk.inside / "store" / "batches" / "step_000000" / "manifest.json"
-    wait_until(lambda: first.exists() or process.exit_code is not None, timeout_s=60, what="a first step")
+    wait_until(lambda: first.exists() or process.exit_code is not None, what="a first step")
     assert process.exit_code is None, process.text
 
 
@@ -81,9 +81,9 @@ def test_the_run_waits_while_every_disk_is_full(cluster: Cluster, disk: Disk) ->
     run = cluster.orchestrator()
     delivering(disk, run)
     with disk.full(run.pid, "run"):
-        wait_until(lambda: "action=ledger_waits" in run.text, timeout_s=30, what="the log to report it")
+        wait_until(lambda: "action=ledger_waits" in run.text, what="the log to report it")
         if isinstance(disk, SmallDisk):
-            wait_until(lambda: "action=status_unwritten" in run.text, timeout_s=30, what="the log to report it")
+            wait_until(lambda: "action=status_unwritten" in run.text, what="the log to report it")
             cluster.run_dir = disk.directory / "another"
             late = cluster.orchestrator(PENSTOCK_REDIS_URL="redis://127.0.0.1:1/0")
             assert late.wait() == 2

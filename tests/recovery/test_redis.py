@@ -39,7 +39,7 @@ def test_nothing_is_lost_when_redis_fails(tmp_path: Path, fault: object, appendo
         run = cluster.orchestrator()
         busy(cluster)
         fault(cluster)  # type: ignore[operator]
-        result = cluster.finish(run, timeout_s=90)
+        result = cluster.finish(run)
         assert cluster.ledger("SELECT sum(failures) FROM jobs") == [(0,)]
     assert result["delivered"] == result["planned"] == 48
 
@@ -67,7 +67,7 @@ def test_messages_are_small_and_carry_no_readable_arguments(tmp_path: Path) -> N
     with cluster_in(tmp_path, noop={"rollout_s": 0.05}) as cluster:
         worker, compute = cluster.rollout_worker(concurrency=1), cluster.compute_worker()
         run = cluster.orchestrator()
-        wait_until(lambda: cluster.redis.llen("rollouts") >= 30, timeout_s=30, what="30 queued rollouts")
+        wait_until(lambda: cluster.redis.llen("rollouts") >= 30, what="30 queued rollouts")
         messages = cluster.redis.lrange("rollouts", 0, -1)
         cluster.finish(run)
         assert all(b'"argsrepr":""' in message for message in messages)

@@ -27,7 +27,7 @@ def test_the_password_is_never_shown(tmp_path: Path) -> None:
         cluster.redis_server.kill()
         cluster.wait_waiting_for("does not answer")
         for worker in workers:
-            wait_until(lambda worker=worker: "Cannot connect" in worker.text, timeout_s=30, what="the worker to log it")
+            wait_until(lambda worker=worker: "Cannot connect" in worker.text, what="the worker to log it")
         without_redis = cluster.penstock("status", str(cluster.run_dir), "--json")
         assert "cannot be used" in without_redis.text
         assert {path.suffix for path in tmp_path.rglob("*")} >= {".json", ".log", ".sqlite", ".toml"}

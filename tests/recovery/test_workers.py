@@ -28,7 +28,7 @@ def test_a_killed_compute_worker_and_a_killed_child_lose_nothing(tmp_path: Path)
         run = cluster.orchestrator()
         cluster.wait_running(1, of="-filter")
         os.kill(first.children()[0], signal.SIGKILL)
-        wait_until(lambda: cluster.status().get("step", 0) >= 1, timeout_s=30, what="a step")
+        wait_until(lambda: cluster.status().get("step", 0) >= 1, what="a step")
         first.kill()
         cluster.compute_worker(concurrency=2)
         result = cluster.finish(run)
@@ -44,11 +44,9 @@ def test_a_worker_paused_past_its_lease_is_fenced(tmp_path: Path) -> None:
         cluster.wait_running(8)
         paused.signal(signal.SIGSTOP)
         cluster.rollout_worker(concurrency=8)
-        wait_until(lambda: cluster.events("lost") >= 4, timeout_s=30, what="the paused worker's leases to expire")
+        wait_until(lambda: cluster.events("lost") >= 4, what="the paused worker's leases to expire")
         open_again = "SELECT count(*) FROM jobs WHERE losses > 0 AND state != 'settled'"
-        wait_until(
-            lambda: cluster.ledger(open_again) == [(0,)], timeout_s=30, what="its jobs to be settled by another worker"
-        )
+        wait_until(lambda: cluster.ledger(open_again) == [(0,)], what="its jobs to be settled by another worker")
         paused.signal(signal.SIGCONT)
         result = cluster.finish(run)
     assert result["delivered"] == 96
@@ -64,7 +62,7 @@ def test_a_wedged_event_loop_loses_its_leases(tmp_path: Path) -> None:
         run = cluster.orchestrator()
         cluster.wait_running(1)
         cluster.rollout_worker(concurrency=8)
-        wait_until(lambda: cluster.events("lost") >= 1, timeout_s=30, what="the wedged worker's leases to expire")
+        wait_until(lambda: cluster.events("lost") >= 1, what="the wedged worker's leases to expire")
         wedge.unlink()
         result = cluster.finish(run)
         assert "action=lease_withheld" in wedged.text
@@ -98,7 +96,7 @@ def test_a_stopping_worker_waits_at_most_drain_s(tmp_path: Path) -> None:
         cluster.wait_running(8)
         worker.signal(signal.SIGTERM)
         worker.wait()
-        wait_until(lambda: cluster.events("released") >= 8, timeout_s=30, what="the rollouts to be released")
+        wait_until(lambda: cluster.events("released") >= 8, what="the rollouts to be released")
 
 
 def test_a_message_delivered_twice_counts_once(tmp_path: Path) -> None:
@@ -106,7 +104,7 @@ def test_a_message_delivered_twice_counts_once(tmp_path: Path) -> None:
         cluster.rollout_worker(concurrency=1)
         cluster.compute_worker()
         run = cluster.orchestrator()
-        wait_until(lambda: cluster.redis.llen("rollouts") >= 30, timeout_s=30, what="30 queued rollouts")
+        wait_until(lambda: cluster.redis.llen("rollouts") >= 30, what="30 queued rollouts")
         messages = cluster.redis.lrange("rollouts", 0, -1)
         cluster.redis.delete("rollouts")
         cluster.redis.rpush("rollouts", *(message for message in messages for _ in range(2)))

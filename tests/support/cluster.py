@@ -20,7 +20,7 @@ from penstock.config import test_hooks
 from penstock.ledger.schema import reading
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from support.forked_programs import Forked, is_program
-from support.waiting import wait_until
+from support.waiting import HANG_S, wait_until
 
 BIN = Path(sys.executable).parent
 DEFAULTS: dict[str, Any] = {
@@ -59,9 +59,9 @@ class Process:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
-        self._popen.wait(10)
+        self._popen.wait(HANG_S)
 
-    def wait(self, timeout_s: float = 60) -> int:
+    def wait(self, timeout_s: float = HANG_S) -> int:
         try:
             return self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -72,7 +72,7 @@ class Process:
         for signum in (signal.SIGCONT, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signum)
-        self._popen.wait(10)
+        self._popen.wait(HANG_S)
 
 
 def _started(
@@ -164,19 +164,19 @@ class Cluster:
     def wait_running(self, at_least: int, of: str = "") -> None:
         """`of` is part of the jobs' names: "-filter", "-advantages"."""
         running = lambda: sum(of in lease for lease in self.leases()) >= at_least  # noqa: E731
-        wait_until(running, timeout_s=30, what=f"{at_least} running executions")
+        wait_until(running, what=f"{at_least} running executions")
 
-    def wait_waiting_for(self, text: str, timeout_s: float = 30) -> None:
+    def wait_waiting_for(self, text: str) -> None:
         """Wait until the status reports `text` among the reasons why the run waits."""
         reported = lambda: any(text in cause for cause in self.status().get("waiting_for", []))  # noqa: E731
-        wait_until(reported, timeout_s=timeout_s, what=f"the status to report: {text}")
+        wait_until(reported, what=f"the status to report: {text}")
 
     def audit(self) -> dict[str, Any]:
         return audit(self.run_dir)
 
-    def finish(self, orchestrator: Process, timeout_s: float = 60) -> dict[str, Any]:
+    def finish(self, orchestrator: Process) -> dict[str, Any]:
         """Wait for the run to end, then check the audit and that nothing is left over."""
-        assert orchestrator.wait(timeout_s) == 0, orchestrator.text[-3000:]
+        assert orchestrator.wait() == 0, orchestrator.text[-3000:]
         assert_nothing_left(self)
         result = self.audit()
         assert result["balanced"], result["problems"]
@@ -196,7 +196,7 @@ def assert_nothing_left_in_redis(cluster: Cluster) -> None:
     late = {key for key in ours if key.startswith("penstock:replies:") and cluster.redis.ttl(key) != -1}
     assert {key for key in ours - late if not key.startswith("penstock:lag:")} == set()
     # A renewal may have written a lease after its end; the next renewal removes it.
-    wait_until(lambda: not cluster.leases(), timeout_s=10, what="every lease to end")
+    wait_until(lambda: not cluster.leases(), what="every lease to end")
 
 
 def assert_nothing_left(cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from support.cluster import Process
-from support.waiting import wait_until
+from support.waiting import HANG_S, wait_until
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
@@ -37,12 +37,12 @@ class EngineProcess(Process):
     @property
     def address(self) -> tuple[str, int]:
         """Waits until the engine listens."""
-        match = wait_until(lambda: READY.search(self.text) or self.exit_code is not None, timeout_s=60)
+        match = wait_until(lambda: READY.search(self.text) or self.exit_code is not None)
         assert isinstance(match, re.Match), f"the engine ended:\n{self.text}"
         return match[1], int(match[2])
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(*self.address, timeout=30)
+        return http.client.HTTPConnection(*self.address, timeout=HANG_S)
 
     def request(self, path: str, request: Any = None, *, method: str = "POST", **headers: str) -> tuple[int, bytes]:
         """Status and body; a request that is not bytes is sent as JSON."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from support.cluster import Process
 from support.upstream import Message, ReceivedRequest, Respond, Response, Server, answer, serving, user
-from support.waiting import wait_until
+from support.waiting import HANG_S, wait_until
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
 READY = re.compile(r"action=sessions_ready url=http://([\d.]+):(\d+)")
@@ -56,7 +56,7 @@ class SessionsProcess(Process):
     @property
     def address(self) -> tuple[str, int]:
         """Waits until the server listens."""
-        match = wait_until(lambda: READY.search(self.text) or self.exit_code is not None, timeout_s=60)
+        match = wait_until(lambda: READY.search(self.text) or self.exit_code is not None)
         assert isinstance(match, re.Match), f"the session server ended:\n{self.text}"
         return match[1], int(match[2])
 
@@ -65,7 +65,7 @@ class SessionsProcess(Process):
         return "http://{}:{}".format(*self.address)
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(*self.address, timeout=30)
+        return http.client.HTTPConnection(*self.address, timeout=HANG_S)
 
     def request(
         self, method: str, path: str, request: Any = None, headers: dict[str, str] | None = None

@@ -11,6 +11,8 @@ import threading
 from types import TracebackType
 from typing import Self
 
+from support.waiting import HANG_S
+
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 
 
@@ -43,7 +45,7 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self._keyboard, keys.encode())
 
-    def wait(self, timeout_s: float = 60) -> int:
+    def wait(self, timeout_s: float = HANG_S) -> int:
         """The exit code; from then on `text` is complete."""
         try:
             code = self._process.wait(timeout_s)

@@ -16,6 +16,7 @@ from aiohttp import web
 from penstock.turn import Message
 from support.conversations import ROLES, rows_of
 from support.engine_responses import ResponseSpec, compact
+from support.waiting import HANG_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ class Server:
         ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), daemon=True)
         self._thread.start()
-        assert ready.wait(10)
+        assert ready.wait(HANG_S)
 
     def stop(self) -> None:
         """Breaks off responses in flight."""

@@ -8,9 +8,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 POLL_S = 0.015
+HANG_S = 120.0
+"""Longer than anything takes on a machine that is busy with other work: what is not done by then hangs."""
 
 
-def wait_until(predicate: Callable[[], T], *, timeout_s: float = 60.0, what: str = "") -> T:
+def wait_until(predicate: Callable[[], T], *, timeout_s: float = HANG_S, what: str = "") -> T:
     """The first true value of `predicate`."""
     deadline = time.monotonic() + timeout_s
     while not (value := predicate()):
@@ -21,7 +23,7 @@ def wait_until(predicate: Callable[[], T], *, timeout_s: float = 60.0, what: str
 
 
 async def wait_until_async(
-    predicate: Callable[[], T] | Callable[[], Awaitable[T]], *, timeout_s: float = 60.0, what: str = ""
+    predicate: Callable[[], T] | Callable[[], Awaitable[T]], *, timeout_s: float = HANG_S, what: str = ""
 ) -> T:
     """The same on a running loop; `predicate` may be a coroutine function."""
     deadline = time.monotonic() + timeout_s

@@ -9,11 +9,9 @@ from types import TracebackType
 from typing import Self
 
 from penstock.runtime.launcher import LAUNCHER
-from support.waiting import wait_until
+from support.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]
-# A worker imports Celery for 1 to 2 s; other tests may be using the machine.
-START_TIMEOUT_S = 30.0
 
 
 class WorkerProcess:
@@ -36,7 +34,7 @@ class WorkerProcess:
             )
 
     def wait_ready(self) -> None:
-        wait_until(lambda: f"{self.name} ready." in self.log or self._ended(), timeout_s=START_TIMEOUT_S)
+        wait_until(lambda: f"{self.name} ready." in self.log or self._ended())
         assert not self._ended(), f"the worker ended while it started:\n{self.log}"
 
     @property
@@ -51,7 +49,7 @@ class WorkerProcess:
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
-    def wait(self, timeout_s: float = 20.0) -> int:
+    def wait(self, timeout_s: float = HANG_S) -> int:
         """The exit code."""
         assert self._process is not None
         try:

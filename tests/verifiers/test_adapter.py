@@ -143,7 +143,7 @@ def test_a_cancelled_episode_leaves_no_program_no_directory_and_no_session(
         async with stages() as stage:
             attempt = attempt_of("cancelled")
             playing = asyncio.create_task(play(stage, loaded(tricks), example("program"), attempt))
-            await wait_until_async(lambda: pid.exists() and pid.read_text().strip(), timeout_s=30)
+            await wait_until_async(lambda: pid.exists() and pid.read_text().strip())
             assert directory_of(marks).is_dir()
             playing.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -186,7 +186,7 @@ def test_a_process_that_dies_fails_its_rollouts_is_cleaned_up_and_replaced_once(
         async with stages() as stage:
             environment = loaded(tricks, name="tricks")
             beside = asyncio.create_task(play(stage, environment, example("program"), attempt_of("beside")))
-            await wait_until_async(lambda: pid.exists() and pid.read_text().strip(), timeout_s=30)
+            await wait_until_async(lambda: pid.exists() and pid.read_text().strip())
             with pytest.raises(InfrastructureFailure, match="the environment's process died"):
                 await play(stage, environment, example("kills_itself"), attempt_of("died"))
             with pytest.raises(InfrastructureFailure, match="the environment's process died"):

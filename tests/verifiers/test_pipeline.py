@@ -35,7 +35,7 @@ def test_a_run_with_a_taskset_finishes_despite_engine_failures(tmp_path: Path) -
             worker = cluster.rollout_worker(PYTHONPATH=f"{ROOT}:{ROOT / 'examples'}:{Path(__file__).parent}")
             cluster.compute_worker()
             # Loading the package twice takes long and must not count against the time limit of the run.
-            wait_until(lambda: "action=worker_ready" in worker.text, timeout_s=100, what="the worker")
+            wait_until(lambda: "action=worker_ready" in worker.text, what="the worker")
             status = pipeline.finish(cluster.orchestrator())
             assert status["dead"] == 0
             assert server.status()["sessions"]["open"] == 0

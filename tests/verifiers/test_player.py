@@ -76,7 +76,7 @@ def test_the_child_process_ends_with_a_killed_worker() -> None:
         started = Path(f"/proc/{int(worker.stdout.readline())}")
         assert started.exists()
         worker.kill()
-    wait_until(lambda: not started.exists(), timeout_s=30, what="the child process has ended")
+    wait_until(lambda: not started.exists(), what="the child process has ended")
 
 
 async def played(player: Player, url: str) -> EpisodeResult:

@@ -28,7 +28,7 @@ class Bodies:
         return self.redis.lrange(key, 0, -1)
 
     def wait_for(self, key: str, count: int) -> list[str]:
-        wait_until(lambda: self.redis.llen(key) >= count, what=f"{count} in {key}: {self.all(key)}", timeout_s=20)
+        wait_until(lambda: self.redis.llen(key) >= count, what=f"{count} in {key}: {self.all(key)}")
         return self.all(key)
 
     def open_gate(self) -> None:

@@ -41,8 +41,8 @@ class Order(BaseModel):
 
 
 class ReportingPool(AsyncioPool):
-    drain_s = float(os.environ.get("POOL_APP_DRAIN_S", "60"))
-    release_s = float(os.environ.get("POOL_APP_RELEASE_S", "5"))
+    drain_s = float(os.environ.get("POOL_APP_DRAIN_S", "600"))
+    release_s = float(os.environ.get("POOL_APP_RELEASE_S", "60"))
     redis: Redis
     gate: asyncio.Event
 

@@ -41,7 +41,7 @@ def stats(worker: WorkerProcess) -> dict[str, Any]:
 def test_as_many_bodies_run_at_once_as_there_are_slots(worker: WorkerProcess, bodies: Bodies) -> None:
     for n in range(SLOTS):
         send(pool_app.hold, str(n))
-    wait_until(lambda: bodies.redis.scard("running") == SLOTS, timeout_s=20)
+    wait_until(lambda: bodies.redis.scard("running") == SLOTS)
     bodies.open_gate()
     assert len(bodies.wait_for("finished", SLOTS)) == SLOTS
 

@@ -5,11 +5,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 import uvloop
+from support.waiting import HANG_S
 
 from penstock.errors import ConfigError
 from workers.loop_thread import LoopThread
 
-TIMEOUT_S = 10.0
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 
 
@@ -41,9 +41,9 @@ def test_the_lifespan_surrounds_everything_on_the_loop(new_loop: Callable[[], as
             background.cancel()
 
     thread = started(lifespan, new_loop)
-    assert thread.wait_entered(TIMEOUT_S)
+    assert thread.wait_entered(HANG_S)
     thread.loop.call_soon_threadsafe(order.append, "work")
-    thread.stop(TIMEOUT_S)
+    thread.stop(HANG_S)
     assert order == ["entered", "work", "left"]
     assert thread.loop.is_closed()
 
@@ -56,8 +56,8 @@ def test_the_error_that_prevents_a_lifespan_is_raised() -> None:
 
     thread = started(lifespan)
     with pytest.raises(ConfigError, match="no store"):
-        thread.wait_entered(TIMEOUT_S)
-    thread.stop(TIMEOUT_S)
+        thread.wait_entered(HANG_S)
+    thread.stop(HANG_S)
 
 
 def test_a_lifespan_that_hangs_is_not_entered() -> None:
@@ -82,8 +82,8 @@ def test_a_lifespan_whose_background_task_fails_ends() -> None:
         raise ConfigError("lost")
 
     thread = started(lifespan)
-    assert isinstance(thread.ended.exception(TIMEOUT_S), ExceptionGroup)
-    thread.stop(TIMEOUT_S)
+    assert isinstance(thread.ended.exception(HANG_S), ExceptionGroup)
+    thread.stop(HANG_S)
 
 
 def test_a_lifespan_that_does_not_end_is_abandoned(caplog: pytest.LogCaptureFixture) -> None:
@@ -93,7 +93,7 @@ def test_a_lifespan_that_does_not_end_is_abandoned(caplog: pytest.LogCaptureFixt
         await asyncio.Event().wait()
 
     thread = started(lifespan)
-    assert thread.wait_entered(TIMEOUT_S)
+    assert thread.wait_entered(HANG_S)
     with caplog.at_level(logging.WARNING):
         thread.stop(0.01)
     assert "action=lifespan_abandoned" in caplog.text
@@ -108,7 +108,7 @@ def test_a_task_that_exits_does_not_end_the_loop(new_loop: Callable[[], asyncio.
         return "here"
 
     thread = started(new_loop=new_loop)
-    assert thread.wait_entered(TIMEOUT_S)
-    assert isinstance(asyncio.run_coroutine_threadsafe(leave(), thread.loop).exception(TIMEOUT_S), SystemExit)
-    assert asyncio.run_coroutine_threadsafe(stay(), thread.loop).result(TIMEOUT_S) == "here"
-    thread.stop(TIMEOUT_S)
+    assert thread.wait_entered(HANG_S)
+    assert isinstance(asyncio.run_coroutine_threadsafe(leave(), thread.loop).exception(HANG_S), SystemExit)
+    assert asyncio.run_coroutine_threadsafe(stay(), thread.loop).result(HANG_S) == "here"
+    thread.stop(HANG_S)

@@ -69,7 +69,7 @@ def test_a_second_signal_ends_the_drain(start_worker: StartWorker, bodies: Bodie
 
 
 def test_a_drain_ends_in_time_and_abandons_stubborn_bodies(start_worker: StartWorker, bodies: Bodies) -> None:
-    worker = start_worker("long", "-c", "2", POOL_APP_DRAIN_S="0.1", POOL_APP_RELEASE_S="0.5")
+    worker = start_worker("long", "-c", "2", POOL_APP_DRAIN_S="0.1", POOL_APP_RELEASE_S="1.5")
     send(pool_app.hold, "long", "long")
     send(pool_app.cling, "long", "clings")
     bodies.wait_for("started", 2)

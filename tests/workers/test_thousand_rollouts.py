@@ -13,7 +13,6 @@ from penstock.messages import Queue, RolloutJob
 from penstock.runtime.loop_lag import read_summaries
 
 ROLLOUTS = 1000
-TIMEOUT_S = 120.0  # a hang; on a busy machine the start of all of them took over a minute
 
 
 def submit(cluster: Cluster) -> None:
@@ -48,13 +47,13 @@ def test_a_thousand_rollouts_run_at_once_in_one_process(tmp_path: Path) -> None:
     with cluster_in(tmp_path, noop={"hold_while": str(hold)}) as cluster:
         worker = cluster.rollout_worker(concurrency=ROLLOUTS)
         submit(cluster)
-        wait_until(lambda: len(cluster.leases()) == ROLLOUTS, timeout_s=TIMEOUT_S, what="all hold a lease")
+        wait_until(lambda: len(cluster.leases()) == ROLLOUTS, what="all hold a lease")
         wait_until(lambda: len(beats(cluster)) == 1, what="all leases are renewed by one command")
         hold.unlink()
-        wait_until(lambda: len(replies(cluster)) == ROLLOUTS, timeout_s=TIMEOUT_S, what="all have ended")
+        wait_until(lambda: len(replies(cluster)) == ROLLOUTS, what="all have ended")
         assert set(replies(cluster)) == {"done"}
         wait_until(lambda: not cluster.leases(), what="no lease is left")
-        wait_until(lambda: "action=loop_lag process=rollouts@" in worker.text, timeout_s=30, what="its log line of lag")
-        wait_until(lambda: own_lag(cluster, worker), timeout_s=30, what="its lag is published")
+        wait_until(lambda: "action=loop_lag process=rollouts@" in worker.text, what="its log line of lag")
+        wait_until(lambda: own_lag(cluster, worker), what="its lag is published")
         assert "action=few_descriptors" not in worker.text
         cluster.redis.delete(redis_keys.replies("run"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.small_disk import LimitedDirectory
-from support.waiting import wait_until
+from support.waiting import HANG_S, wait_until
 
 from orchestrator.ledger import writer as module
 from orchestrator.ledger.writer import Changes, Writer
@@ -43,7 +43,7 @@ def test_changes_are_on_disk_when_committed_is_called(writer: Writer, path: Path
     done = threading.Event()
     writer.put(meta("a", 1), lambda: on_disk.append(kept(path)))
     writer.put(meta("b", 2), done.set)
-    assert done.wait(10)
+    assert done.wait(HANG_S)
     assert ("a", 1) in on_disk[0]
 
 
@@ -86,7 +86,7 @@ def test_a_full_disk_is_waited_for_and_nothing_is_lost(path: Path, monkeypatch: 
         assert trouble.endswith("free space on its disk; nothing is lost")
         assert not late.is_set()
         assert kept(path) == []
-    assert late.wait(10)
+    assert late.wait(HANG_S)
     assert writer.trouble is None
     writer.close()
     assert kept(path) == [("late", 1)]
@@ -115,4 +115,4 @@ def test_a_locked_ledger_is_waited_for(writer: Writer, path: Path) -> None:
     assert not done.wait(0.05)
     other.execute("ROLLBACK")
     other.close()
-    assert done.wait(10)
+    assert done.wait(HANG_S)

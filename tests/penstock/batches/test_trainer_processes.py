@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support import trainer
 from support.rollouts import MadeTurn, RolloutMaker, plan_of, seal
-from support.waiting import wait_until
+from support.waiting import HANG_S, wait_until
 
 from penstock.batches import RunStatus, read_trainer, write_status
 from penstock.batches.signals import PublishedPolicy
@@ -43,7 +43,7 @@ def seal_step(run_dir: Path, step: int) -> None:
 
 def lines(process: "subprocess.Popen[str]") -> list[dict[str, Any]]:
     """Its output as JSON, after it has exited with 0."""
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 0
     return [json.loads(line) for line in output.splitlines()]
 
@@ -53,7 +53,7 @@ def test_two_ranks_read_while_another_process_seals(tmp_path: Path, start: Start
     for step in range(6):
         seal_step(tmp_path, step)
         # The orchestrator's pacing: at most one sealed step waits.
-        wait_until(lambda step=step: read_trainer(tmp_path).acked >= step - 1, timeout_s=60)
+        wait_until(lambda step=step: read_trainer(tmp_path).acked >= step - 1)
     write_status(tmp_path, RunStatus(why="all steps are done", ended=True, last_step=5))
     printed = [lines(process) for process in ranks]
     assert [[line["step"] for line in rank] for rank in printed] == [list(range(6))] * 2

@@ -235,7 +235,7 @@ def test_bodies_over_the_byte_budget_wait_unread(chunked: bool) -> None:
         async with client_of(server.url, received_bytes=limit) as client:
             sending = [asyncio.create_task(client.send(REQUEST, read)) for _ in range(requests)]
             if not chunked:
-                await wait_until_async(lambda: client.budget.waiting == requests - fit, timeout_s=30)
+                await wait_until_async(lambda: client.budget.waiting == requests - fit)
                 assert client.budget.used == fit * size
                 await wait_until_async(lambda: server.answering == requests - fit)
                 assert server.unread_bytes < (requests - fit) * size / 2

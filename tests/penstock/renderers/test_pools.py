@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from support.engine_clients import run
-from support.waiting import wait_until_async
+from support.waiting import HANG_S, wait_until_async
 
 from penstock.config.engine import RendererSettings
 from penstock.errors import InfrastructureFailure
@@ -30,7 +30,7 @@ class Builder:
 
     def __call__(self, key: RendererKey) -> BytesChatmlRenderer:
         self.built[key.model] += 1
-        assert self.released.wait(30)
+        assert self.released.wait(HANG_S)
         if self.built.total() <= self._failures:
             raise InfrastructureFailure("disk error")
         return BytesChatmlRenderer()
@@ -191,7 +191,7 @@ class SlowRenderer(BytesChatmlRenderer):
     def render(self, *args: Any, **more: Any) -> Ids:
         self._callers += 1
         self._concurrent.append(self._callers)
-        assert self._released.wait(30)
+        assert self._released.wait(HANG_S)
         self._callers -= 1
         return super().render(*args, **more)
 
