@@ -38,6 +38,8 @@ class Delivery:
     """Error, runtime in seconds, and whether the body has ended: past the hard limit it may not have."""
     _body: "asyncio.Task[None] | None" = None
     _cancelled_for: str | None = None
+    _timer: asyncio.TimerHandle | None = None
+    """Of the next limit."""
 
     def terminate(self, signal: int | None = None) -> None:
         """Called by the Request, on the hub thread, after it has sent the event that the task is revoked."""
@@ -47,12 +49,11 @@ class Delivery:
         loop = asyncio.get_running_loop()
         started_s = time.monotonic()
         self._body = loop.create_task(self._run(), name=self.id)
-        timers: list[asyncio.TimerHandle] = []
         if self.soft_s:
-            timers.append(loop.call_later(self.soft_s, self._pass_soft_limit))
-        if self.hard_s:
-            timers.append(loop.call_later(self.hard_s, self._pass_hard_limit, self.hard_s))
-        self._body.add_done_callback(lambda body: self._end(body, time.monotonic() - started_s, timers))
+            self._timer = loop.call_later(self.soft_s, self._pass_soft_limit, self.soft_s)
+        elif self.hard_s:
+            self._timer = loop.call_later(self.hard_s, self._pass_hard_limit, self.hard_s)
+        self._body.add_done_callback(lambda body: self._end(body, time.monotonic() - started_s))
 
     def cancel(self, reason: str) -> None:
         if self._body is not None:  # else it has ended, or was revoked before it started
@@ -71,17 +72,21 @@ class Delivery:
         except (SystemExit, KeyboardInterrupt) as error:
             raise StageError(f"{self.name} tried to end the process: {error!r}") from error
 
-    def _pass_soft_limit(self) -> None:
+    def _pass_soft_limit(self, limit_s: float) -> None:
         if self._cancelled_for is None:  # else it is cleaning up, which must not be cancelled
             self.cancel(TIME_LIMIT)
+        if self.hard_s:
+            # Counted from here: a loop blocked past both limits would merge the two cancellations into one.
+            left_s = max(0.0, self.hard_s - limit_s)
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._pass_hard_limit, self.hard_s)
 
     def _pass_hard_limit(self, limit_s: float) -> None:
         self.cancel(TIME_LIMIT)
         self.report(self, TimeLimitExceeded(limit_s), limit_s, False)
 
-    def _end(self, body: "asyncio.Task[None]", runtime_s: float, timers: list[asyncio.TimerHandle]) -> None:
-        for timer in timers:
-            timer.cancel()
+    def _end(self, body: "asyncio.Task[None]", runtime_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._body = None  # its error's traceback refers to this delivery: a cycle would keep the body's locals
         self.report(self, self._cancellation() if body.cancelled() else body.exception(), runtime_s, True)
 
