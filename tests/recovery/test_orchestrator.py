@@ -36,7 +36,7 @@ def test_duplicate_and_reordered_replies_count_once(shared: Cluster) -> None:
     crashed = shared.orchestrator(PENSTOCK_TESTING__CRASH_AT="published:2")
     assert crashed.wait() == -signal.SIGKILL
     stream = wait_until(lambda: next(shared.redis.scan_iter(redis_keys.replies("*")), None), what="replies")
-    wait_until(lambda: shared.redis.xlen(stream) >= 32, timeout_s=30, what="a reply to each of the 32 rollouts")
+    wait_until(lambda: shared.redis.xlen(stream) >= 32, what="a reply to each of the 32 rollouts")
     replies = [fields for _, fields in shared.redis.xrange(stream)] * 3
     random.Random(7).shuffle(replies)
     shared.redis.delete(stream)
@@ -49,10 +49,11 @@ def test_duplicate_and_reordered_replies_count_once(shared: Cluster) -> None:
 
 def test_a_paused_orchestrator_declares_no_job_lost(shared: Cluster) -> None:
     shared.new_run("paused")
-    run = shared.orchestrator()
-    wait_until(lambda: shared.redis.exists(redis_keys.LOCK), timeout_s=30, what="the lock")
+    # Shorter than the lock's 10 s; longer than a busy machine delays a renewal.
+    run = shared.orchestrator(PENSTOCK_RECOVERY__LEASE_S="8")
+    wait_until(lambda: shared.redis.exists(redis_keys.LOCK), what="the lock")
     run.signal(signal.SIGSTOP)
-    wait_until(lambda: not shared.redis.exists(redis_keys.LOCK), timeout_s=30, what="the lock to lapse")
+    wait_until(lambda: not shared.redis.exists(redis_keys.LOCK), what="the lock to lapse")
     run.signal(signal.SIGCONT)
     shared.finish(run)
     assert shared.events("lost") == 0
@@ -93,12 +94,13 @@ def test_a_run_that_is_stopped_is_resumed(tmp_path: Path, presses: int) -> None:
 def test_an_unreachable_engine_pauses_the_run_without_counting_failures(tmp_path: Path) -> None:
     down = tmp_path / "engine-down"
     down.touch()
-    with cluster_in(tmp_path, noop={"engine_down_while": str(down)}) as cluster:
+    patient = {"lease_s": 30.0}  # no lease ends because a busy machine renews it late
+    with cluster_in(tmp_path, noop={"engine_down_while": str(down)}, recovery=patient) as cluster:
         cluster.rollout_worker()
         cluster.compute_worker()
         run = cluster.orchestrator()
         cluster.wait_waiting_for("engine cannot be reached")
-        wait_until(lambda: cluster.ledger("SELECT sum(attempt) FROM jobs")[0][0] >= 48 + 2, timeout_s=30, what="probes")
+        wait_until(lambda: cluster.ledger("SELECT sum(attempt) FROM jobs")[0][0] >= 48 + 2, what="probes")
         down.unlink()
         result = cluster.finish(run)
         assert cluster.ledger("SELECT sum(failures) + sum(losses) FROM jobs") == [(0,)]
@@ -122,7 +124,7 @@ def test_the_status_names_a_missing_trainer(shared: Cluster) -> None:
     shared.new_run("no-trainer")
     run = shared.orchestrator(PENSTOCK_TRAINER__MAX_STEPS_AHEAD="1", PENSTOCK_STEPS="4")
     text = "step 1 is sealed, and the trainer has not acknowledged step 0: start a trainer that reads "
-    shared.wait_waiting_for(text, timeout_s=40)
+    shared.wait_waiting_for(text)
     run.signal(signal.SIGINT)
     assert run.wait() == 0
     assert shared.audit()["balanced"]
