@@ -36,23 +36,24 @@ def large_and_routed(request: ReceivedRequest) -> Response:
 
 
 def test_a_rollout_cancelled_at_any_await_leaves_nothing(tmp_path: Path) -> None:
-    """The number of awaits depends on how the bytes arrive; the last rollouts run to completion."""
+    """The number of awaits depends on how the bytes arrive: it goes on until five rollouts have run to completion."""
 
     async def main() -> None:
-        cancelled = 0
+        cancelled = completed = 0
         with serving(large_and_routed) as server:
             async with stage_of(tmp_path, server.url) as stage:
-                for number in range(1, 41):
-                    key = attempt_of(attempt=number)
-                    playing = cancelled_at(number, play(stage, TWO_TURNS, 0, key))
+                while completed < 5:
+                    number = 1 + cancelled + completed
+                    playing = cancelled_at(number, play(stage, TWO_TURNS, 0, attempt_of(attempt=number)))
                     await asyncio.wait([playing])
                     assert files(tmp_path) == ([] if playing.cancelled() else SEALED)
                     assert_idle(stage.client)
                     assert not stage.client._http.connector._acquired
                     stage.store.sweep("rollouts", named=())
                     cancelled += playing.cancelled()
+                    completed += not playing.cancelled()
                 await wait_until_async(lambda: not server.answering)
-        assert 10 < cancelled < 40
+        assert cancelled >= 5
 
     run(main)
 
@@ -100,7 +101,7 @@ def test_256_rollouts_at_once_share_a_client_and_leak_nothing(tmp_path: Path) ->
                     asyncio.create_task(play(stage, environment, index, attempt_of(f"r{index}")))
                     for index in range(rollouts)
                 ]
-                await wait_until_async(lambda: any(task.done() for task in tasks), timeout_s=60)
+                await wait_until_async(lambda: any(task.done() for task in tasks))
                 cancelled = [task for task in tasks[::16] if task.cancel()]
                 await asyncio.wait(tasks)
                 assert_idle(stage.client)
