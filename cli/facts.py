@@ -21,6 +21,12 @@ def progress(status: Mapping[str, Any]) -> Iterator[Fact]:
     if not (rollouts := status["rollouts"]):
         return
     yield Fact("rollouts", equation(rollouts) + (f"; {rollouts['fenced']:,} fenced" if rollouts["fenced"] else ""))
+    if refused := status.get("replies_refused"):
+        yield Fact(
+            "replies refused",
+            f"{refused:,} named files of other jobs: forged, or of another version (see the log)",
+            alarm=True,
+        )
     if rollouts["in_flight"]:
         settled = {"filtered", "delivered", "trained", "dead"}
         yield Fact("in flight", listed({name: n for name, n in status["states"].items() if name not in settled}))

@@ -97,18 +97,20 @@ class Groups:
     def _fence(self, reply: Reply) -> None:
         if reply.outcome is Outcome.DONE:
             self._ledger.increment("fenced")
-        if isinstance(reply.result, RolloutResult) and self._is_other_execution(reply.job, reply.result):
-            self._ledger.unwanted_blobs += reply.result.keys
+        if isinstance(reply.result, RolloutResult):
+            self._ledger.unwanted_blobs += self._files_of_other_executions(reply.job, reply.result)
 
-    def _is_other_execution(self, rollout: str, result: RolloutResult) -> bool:
-        """Whether the files of `result` are not those that settled `rollout`: the same reply may arrive twice.
+    def _files_of_other_executions(self, rollout: str, result: RolloutResult) -> list[str]:
+        """The files of `result` that did not settle `rollout`: the same reply may arrive twice.
 
-        False for a closed group: its results are no longer in memory, and the files may be in a batch.
+        None for a closed group: its results are no longer in memory, and the files may be in a batch.
         """
         id = ids.RolloutId.match(rollout)
         group = self._ledger.groups.get(id.group) if id else None
-        settled = [each.result for each in group.rollouts if each.id == rollout and each.result] if group else [result]
-        return not any(each.columns == result.columns and each.experts == result.experts for each in settled)
+        if group is None:
+            return []
+        settled = {key for each in group.rollouts if each.result for key in each.result.keys}
+        return [key for key in result.keys if key not in settled]
 
     def _fits(self, job: JobRecord, result: AnyResult) -> bool:
         """Whether `result` answers `job`: a worker of another version or a custom stage may send something else."""

@@ -15,6 +15,7 @@ logger = logging.getLogger("penstock.replies")
 BLOCK_MS = 1000
 AT_ONCE = 100  # for one commit
 START = "0-0"
+MOST_CHARACTERS = 200  # of a text from a forged reply
 
 Entry = tuple[bytes, dict[bytes, bytes]]
 """(id, fields)"""
@@ -81,13 +82,22 @@ class ReplyStream:
         self._ledger.set("position", START)
 
     def _parse(self, id: bytes, fields: dict[bytes, bytes]) -> Reply | None:
+        """Replies are not authenticated: every process that reaches Redis can add one. None may name files that its
+        own execution did not write: they would be delivered or deleted."""
         try:
             reply = Reply.model_validate_json(fields.get(b"reply", b""))
         except ValidationError as error:
             logger.error("action=reply_unreadable id=%s errors=%d", id.decode(), error.error_count())
             self._ledger.event(id.decode(), "reply_unreadable", f"{error.error_count()} errors")
             return None
-        return reply if reply.run == self._run else None
+        if reply.run != self._run:
+            return None
+        if not reply.names_own_files:
+            logger.error("action=reply_refused id=%s job=%s: it names files of another job", id.decode(), reply.job)
+            self._ledger.event(id.decode(), "reply_refused", f"job {reply.job} by {reply.worker}"[:MOST_CHARACTERS])
+            self._ledger.increment("replies_refused")
+            return None
+        return reply
 
 
 def _entries(streams_read: Any) -> list[Entry]:

@@ -9,9 +9,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
+from penstock import ids
 from penstock.batches.manifest import EncodedRank
+from penstock.batches.plan import step_directory
+from penstock.errors import MalformedId
 from penstock.ids import TaskId
 from penstock.store import BlobRef
+from penstock.store.base import is_key
 
 MESSAGE_LIMIT_BYTES = 4096
 REPLY_LIMIT_BYTES = (
@@ -137,6 +141,10 @@ class RolloutResult(WireModel):
     def keys(self) -> list[str]:
         return [blob.key for blob in (self.columns, self.experts) if blob]
 
+    def is_confined_to(self, reply: "Reply") -> bool:
+        directory = ids.execution_directory(reply.run, reply.job, reply.attempt, reply.execution)
+        return all(is_key(key) and key.rpartition("/")[0] == directory for key in self.keys)
+
     @property
     def stored_bytes(self) -> int:
         return sum(blob.size for blob in (self.columns, self.experts) if blob)
@@ -179,6 +187,19 @@ class EncodeResult(WireModel):
     rank: EncodedRank | None = None
     unreadable: Annotated[tuple[str, ...], Field(max_length=UNREADABLE_LIMIT)] = ()
 
+    def is_confined_to(self, reply: "Reply") -> bool:
+        if self.rank is None:
+            return True
+        try:
+            job = ids.EncodeJobId.parse(reply.job)
+        except MalformedId:
+            return False
+        directory = step_directory(job.step)
+        names = f"{directory}/rank_{job.data_rank:02d}.{reply.execution}.", f"{directory}/rollouts.{reply.execution}."
+        keys = [ref.key for ref in (self.rank.file, self.rank.rollouts_jsonl) if ref]
+        own = all(is_key(key) and key.startswith(names) and key.rpartition("/")[0] == directory for key in keys)
+        return own and self.rank.data_rank == job.data_rank
+
 
 AnyResult = RolloutResult | ScoreResult | SurveyResult | FilterResult | AdvantageResult | EncodeResult
 Result = Annotated[AnyResult, Field(discriminator="answers")]
@@ -207,6 +228,12 @@ class Reply(WireModel):
     result: Result | None = None
     error: Annotated[str, Field(max_length=ERROR_CHARACTERS)] | None = None
     duration_s: float = 0.0
+
+    @property
+    def names_own_files(self) -> bool:
+        """Whether every file in its result was written by the execution that it answers for."""
+        result = self.result
+        return not isinstance(result, RolloutResult | EncodeResult) or result.is_confined_to(self)
 
 
 class GroupMember(WireModel):

@@ -19,5 +19,5 @@ def run(job: EncodeJob) -> None:
 def body(job: EncodeJob, config: RunConfig, execution: str) -> EncodeResult:
     plan = job_inputs.read_step(config.store_dir, job.plan)
     if hooks := noop_settings(config, *plan.envs):
-        return noop.encoding(job, plan, hooks)
+        return noop.encoding(job, plan, hooks, execution)
     return encode(Store(config.store_dir), plan, data_rank=job.data_rank, execution=execution)

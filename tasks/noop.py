@@ -60,13 +60,13 @@ def advantages(job: AdvantageJob, group: GroupInputs, noop: Noop) -> AdvantageRe
     return AdvantageResult(advantages={member.rollout: member.result.reward - mean for member in group.members})
 
 
-def encoding(job: EncodeJob, plan: BatchPlan, noop: Noop) -> EncodeResult:
+def encoding(job: EncodeJob, plan: BatchPlan, noop: Noop, execution: str) -> EncodeResult:
     _work(job, noop)
     mine = plan.rollouts[job.data_rank :: plan.files]
     rank = EncodedRank(
         plan=plan.digest,
         data_rank=job.data_rank,
-        file=BlobRef(key="none", size=0, checksum=""),
+        file=BlobRef(key=f"{plan.directory}/rank_{job.data_rank:02d}.{execution}.none", size=0, checksum=""),
         micro_batches=0,
         tokens=0,
         samples=len(mine),

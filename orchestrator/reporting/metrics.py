@@ -179,6 +179,7 @@ def counters(ledger: Ledger) -> dict[str, float]:
         "delivered": _delivered(ledger),
         "dead": ledger.states[RolloutState.DEAD],
         "fenced": ledger.number("fenced"),
+        "replies_refused": ledger.number("replies_refused"),
         "groups_dropped": ledger.number("groups_dropped"),
         "tokens_generated": ledger.number("tokens_generated"),
         **{f"filtered:{reason}": number for reason, number in ledger.reasons.items()},

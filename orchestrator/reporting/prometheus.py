@@ -71,6 +71,9 @@ def _rollouts(states: Mapping[RolloutState, int], counts: Mapping[str, float]) -
     yield _counters("penstock_rollouts_filtered", "Dropped rollouts.", "reason", filtered)
     yield CounterMetricFamily("penstock_rollouts_generated", "Generated rollouts.", counts["generated"])
     yield CounterMetricFamily("penstock_rollouts_fenced", "Late replies, not counted.", counts["fenced"])
+    yield CounterMetricFamily(
+        "penstock_replies_refused", "Replies that named files of other jobs.", counts["replies_refused"]
+    )
     yield CounterMetricFamily("penstock_tokens_generated", "Completion tokens.", counts["tokens_generated"])
     yield CounterMetricFamily(
         "penstock_groups_dropped", "Dropped groups, which were replaced.", counts["groups_dropped"]

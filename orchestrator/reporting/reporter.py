@@ -119,6 +119,7 @@ class Reporter:
             "steps": sources.config.steps,
             "policy_version": ledger.number("policy_version"),
             "rollouts": balance(planned, ledger.states, ledger.reasons, fenced),
+            "replies_refused": ledger.number("replies_refused"),
             "states": {state.value: ledger.states[state] for state in RolloutState if ledger.states[state]},
             **self._rates(),
             **self._open_jobs(),

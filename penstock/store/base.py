@@ -21,6 +21,10 @@ class BlobRef:
     """xxh3 64, hexadecimal; `store/parts.py` defines the order of the bytes"""
 
 
+def is_key(text: str) -> bool:
+    return KEY.fullmatch(text) is not None
+
+
 def check_key(key: str) -> None:
-    if not KEY.fullmatch(key):
+    if not is_key(key):
         raise BlobError(f"{key!r} is not a key: names of letters, digits, . _ - joined by /, none beginning with a dot")

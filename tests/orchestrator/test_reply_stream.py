@@ -5,13 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ledgers import configured, submitted
 
 from orchestrator.broker import Broker
+from orchestrator.gates import Gates
+from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
+from orchestrator.release import Releaser
 from orchestrator.reply_stream import START, ReplyStream
+from orchestrator.trainer import Trainer
 from penstock import redis_keys
-from penstock.messages import Outcome, Reply
+from penstock.batches import EncodedRank
+from penstock.messages import EncodeResult, Outcome, Reply, RolloutResult
 from penstock.runtime.embedded_redis import EmbeddedRedis
+from penstock.store import BlobRef, Store
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +49,7 @@ class Scene:
     """A run's stream of replies, with a ledger and a connection to Redis."""
 
     def __init__(self, server: EmbeddedRedis, directory: Path) -> None:
+        directory.mkdir(exist_ok=True)
         self.broker = HeldBroker(server.url)
         self.ledger = Ledger(directory / "ledger.sqlite")
         self.replies = ReplyStream(directory.name, self.broker, self.ledger)
@@ -141,6 +149,92 @@ def test_unreadable_replies_and_those_of_other_runs_are_skipped(server: Embedded
         assert await it.read() == ["a"]
 
     play(server, tmp_path, scene)
+
+
+OWN = "rollouts/run/g0000000-0/1.x/"
+MANIFEST = "batches/step_000000/manifest.json"
+
+
+def rollout_of(columns: str, experts: str | None = None) -> RolloutResult:
+    refs = [BlobRef(key=key, size=1, checksum="0") if key else None for key in (columns, experts)]
+    return RolloutResult(reward=1.0, columns=refs[0], experts=refs[1])
+
+
+def rank_of(file: str, jsonl: str | None = None, *, data_rank: int = 0) -> EncodeResult:
+    refs = [BlobRef(key=key, size=1, checksum="0") for key in (file, jsonl) if key]
+    rank = EncodedRank(plan="p", data_rank=data_rank, file=refs[0], rollouts_jsonl=refs[1] if jsonl else None,
+                       micro_batches=1, tokens=1, samples=1, loss_tokens=1)  # fmt: skip
+    return EncodeResult(rank=rank)
+
+
+STEP = "batches/step_000000/"
+
+
+@pytest.mark.parametrize(
+    ("job", "result", "accepted"),
+    [
+        ("g0000000-0", rollout_of(OWN + "columns.safetensors", OWN + "experts.safetensors"), True),
+        ("g0000000-0", RolloutResult(reward=1.0), True),
+        ("g0000000-0", rollout_of(MANIFEST), False),
+        ("g0000000-0", rollout_of(OWN + "columns.safetensors", MANIFEST), False),
+        ("g0000000-0", rollout_of("rollouts/run/g0000000-1/1.x/columns.safetensors"), False),
+        ("g0000000-0", rollout_of("rollouts/other/g0000000-0/1.x/columns.safetensors"), False),
+        ("g0000000-0", rollout_of("rollouts/run/g0000000-0/2.y/columns.safetensors"), False),
+        ("g0000000-0", rollout_of(OWN + "../../" + MANIFEST), False),
+        ("g0000000-0", rollout_of(OWN), False),
+        ("s000000f1r0", rank_of(STEP + "rank_00.x.safetensors", STEP + "rollouts.x.jsonl"), True),
+        ("s000000f1r0", EncodeResult(unreadable=("g0000000-0",)), True),
+        ("s000000f1r0", rank_of(MANIFEST), False),
+        ("s000000f1r0", rank_of(STEP + "rank_00.x.safetensors", MANIFEST), False),
+        ("s000000f1r0", rank_of(STEP + "rank_01.x.safetensors", data_rank=1), False),
+        ("s000000f1r0", rank_of("batches/step_000001/rank_00.x.safetensors"), False),
+        ("s000000f1r0", rank_of(STEP + "rank_00.y.safetensors"), False),
+        ("g0000000-0", rank_of(STEP + "rank_00.x.safetensors"), False),
+    ],
+)
+def test_a_reply_that_names_files_of_another_execution_is_refused(
+    server: EmbeddedRedis, tmp_path: Path, job: str, result: RolloutResult | EncodeResult, accepted: bool
+) -> None:
+    """As a late reply it would delete them, as the first one it would deliver them."""
+
+    async def scene(it: Scene) -> None:
+        reply = Reply(run="run", job=job, attempt=1, execution="x", worker="w", outcome=Outcome.DONE, result=result)
+        await it.broker.client.xadd(it.stream, {"reply": reply.model_dump_json()})
+        assert await it.read() == ([job] if accepted else [])
+        assert it.ledger.number("replies_refused") == (not accepted)
+
+    play(server, tmp_path / "run", scene)
+
+
+def test_a_forged_late_reply_deletes_nothing(server: EmbeddedRedis, tmp_path: Path) -> None:
+    """Neither a manifest nor the files that settled the rollout it names."""
+    config = configured(run_dir=tmp_path / "run")
+    config.run_dir.mkdir()
+    store = Store(config.store_dir)
+
+    async def scene(it: Scene) -> None:
+        groups = Groups(config, it.ledger, Gates())
+        rollout = submitted(it.ledger).rollouts[0]
+        own = f"rollouts/run/{rollout.id}/1.x/columns.safetensors"
+        manifest, columns = store.put(MANIFEST, [b"{}"]), store.put(own, [b"tokens"])
+        forged = [BlobRef(key=manifest.key, size=0, checksum=""), BlobRef(key=columns.key, size=99, checksum="")]
+        for ref in (columns, *forged):
+            result = RolloutResult(reward=1.0, columns=ref)
+            reply = Reply(run="run", job=rollout.id, attempt=1, execution="x", worker="w", outcome=Outcome.DONE,
+                          result=result)  # fmt: skip
+            await it.broker.client.xadd(it.stream, {"reply": reply.model_dump_json()})
+        for entry in await it.replies.read():
+            if accepted := it.replies.accept(entry):
+                groups.apply(accepted)
+        await it.ledger.committed()
+        await Releaser(config, it.ledger, Trainer(config, it.ledger)).run_once()
+        assert rollout.result
+        assert rollout.result.columns == columns
+        assert store.path(manifest.key).exists()
+        assert store.path(columns.key).exists()
+        assert (it.ledger.number("fenced"), it.ledger.number("replies_refused")) == (1, 1)
+
+    play(server, tmp_path / "run", scene)
 
 
 def test_deleting_the_stream_resets_the_position(server: EmbeddedRedis, tmp_path: Path) -> None:
