@@ -7,7 +7,7 @@ import typer
 
 from cli import audit, bench, engine, run, sessions, status
 from cli.demo import command as demo
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,9 +25,19 @@ app.command("engine")(engine.engine)
 app.command("bench")(bench.bench)
 
 
+def _refuse_renamed_flags(words: list[str]) -> None:
+    if words[:1] == ["sessions"]:
+        from penstock.config.problems import RENAMED_FLAGS
+
+        for word in words[1:]:
+            if new_name := RENAMED_FLAGS.get(word.partition("=")[0]):
+                raise ConfigError(f"{word.partition('=')[0]} has a new name: {new_name}")
+
+
 def main() -> None:
     logging.captureWarnings(True)
     try:
+        _refuse_renamed_flags(sys.argv[1:])
         app()
     except PenstockError as error:
         print(f"penstock: {error}", file=sys.stderr)

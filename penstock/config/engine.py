@@ -68,13 +68,13 @@ class Engine(Section):
     """Hidden layers of the model, dense ones included. Needed for SGLang, whose routed experts carry no shape."""
     moe_experts: PositiveInt | None = None
     """Experts of one layer. Up to 256, an expert is stored in one byte, else in two."""
-    check_routes: CheckRoutes = CheckRoutes.SAMPLE
+    check_experts: CheckRoutes = CheckRoutes.SAMPLE
     """Which new rows of routed experts are checked for zeros, which an engine sends where it captured nothing:
     `sample`, `all` or `off`."""
 
     @property
     def route_format(self) -> RouteFormat:
-        return RouteFormat(layers=self.hidden_layers, experts=self.moe_experts, check=self.check_routes)
+        return RouteFormat(layers=self.hidden_layers, experts=self.moe_experts, check=self.check_experts)
 
     @field_validator("urls")
     @classmethod

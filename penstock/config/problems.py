@@ -18,8 +18,15 @@ RENAMED = {
     "sessions.tokenizer": 'policy.renderer ("bytes" is now "bytes-chatml")',
     "batch.logprobs_mode": "engine.logprobs_mode",
     "engine.moe_layers": "engine.hidden_layers",
+    "engine.check_routes": "engine.check_experts",
 }
 """Settings of release 0.1 that have another name now."""
+RENAMED_FLAGS = {
+    "--backend-url": "--engine-urls",
+    "--tokenizer": '--policy-renderer ("bytes" is now "bytes-chatml")',
+    "--routing-replay": "--engine-routed-experts",
+}
+"""Flags of `penstock sessions` in release 0.1 that have another name now."""
 SHOULD_BE = "Input should be "
 PLAIN = {"path_type": f"{SHOULD_BE}a path, in quotes", "tuple_type": f"{SHOULD_BE}a list"}
 """Messages of pydantic that name types of Python, in the words of TOML."""

@@ -3,10 +3,13 @@ import subprocess
 import sys
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from cli.bench import Bench
-from cli.main import app
+from cli.main import app, main
+from penstock.config import RunConfig
+from penstock.config.problems import RENAMED_FLAGS, all_keys
 
 # Each takes tens of milliseconds or more to import: commands import them when they run, not for --help.
 HEAVY = {"celery", "kombu", "redis", "pydantic", "numpy", "orchestrator", "tasks", "workers", "services", "rich"}
@@ -53,6 +56,28 @@ def test_help_of_run_has_the_commands_that_start_workers() -> None:
     lines = [line.strip() for line in help_of("run").splitlines()]
     assert "celery -A workers.rollouts worker -Q rollouts -c 256" in lines
     assert "celery -A workers.compute worker -Q filtering,advantages,encoding -c 4" in lines
+
+
+@pytest.mark.parametrize("command", ["run", "sessions"])
+def test_a_flag_is_named_like_its_setting(command: str) -> None:
+    """`--engine-urls` sets `engine.urls`; the name of the command's own section is left out."""
+    names = {key.removeprefix(f"{command}.") for key in all_keys(RunConfig)}
+    flags = {"--" + name.replace(".", "-").replace("_", "-") for name in names}
+    parameters = get_command(app).commands[command].params  # type: ignore[attr-defined]
+    options = {each.opts[0] for each in parameters if each.opts[0].startswith("--")} - {"--json", "--help"}
+    assert options
+    assert options - flags == set()
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_FLAGS.items())
+def test_a_renamed_flag_is_refused_with_its_new_name(
+    old: str, new: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["penstock", "sessions", f"{old}=x"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == f"penstock: {old} has a new name: {new}\n"
+    assert new.split()[0] in help_of("sessions")
 
 
 def test_help_imports_few_modules() -> None:

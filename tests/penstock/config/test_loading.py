@@ -5,7 +5,7 @@ import pytest
 
 from penstock import config
 from penstock.config import RunConfig
-from penstock.config.problems import all_keys
+from penstock.config.problems import RENAMED, all_keys
 from penstock.errors import ConfigError
 
 
@@ -136,14 +136,13 @@ def test_an_unknown_variable_is_refused_with_the_nearest_one(tmp_path: Path, nam
     assert refused(tmp_path, **{name: "1"}) == f"environment: {name} is not a setting; the nearest is {nearest}"
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("sessions.tokenizer", 'policy.renderer ("bytes" is now "bytes-chatml")'),
-        ("batch.logprobs_mode", "engine.logprobs_mode"),
-        ("engine.moe_layers", "engine.hidden_layers"),
-    ],
-)
+def test_every_setting_of_release_0_1_exists_or_has_a_new_name() -> None:
+    of_release = set((Path(__file__).parent / "settings_of_release_0_1.txt").read_text().split())
+    assert of_release - set(all_keys(RunConfig)) == set(RENAMED)
+    assert {new.split()[0] for new in RENAMED.values()} <= set(all_keys(RunConfig))
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_a_renamed_setting_is_refused_with_its_new_name(tmp_path: Path, old: str, new: str) -> None:
     assert refused(tmp_path, f"{old} = 1") == f"penstock.toml, line 1: {old!r} has a new name: {new}"
     variable = "PENSTOCK_" + old.upper().replace(".", "__")
