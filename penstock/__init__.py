@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         MalformedId,
         NotFound,
         NothingToTrain,
+        OtherPlan,
         PenstockError,
         PolicyFailure,
         RunError,
@@ -68,6 +69,7 @@ __all__ = [
     "MalformedId",
     "NotFound",
     "NothingToTrain",
+    "OtherPlan",
     "PenstockError",
     "PolicyFailure",
     "RunError",
@@ -101,7 +103,12 @@ MODULES = {
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(MODULES.get(name, "penstock.errors")), name)
+    try:
+        module = import_module(MODULES.get(name, "penstock.errors"))
+    except ModuleNotFoundError as error:
+        message = f"penstock.{name} needs {error.name}: install the extra app, pip install 'penstock[app]'"
+        raise ImportError(message) from error
+    value = getattr(module, name)
     globals()[name] = value
     return value
 
