@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 
 from bench.harness.report import Report, Target, median
 from bench.harness.response_bodies import Rollout
-from penstock.engines.response import read_turn
+from penstock.config.engine import Engine
+from penstock.engines.dialects import dialect_of
+from penstock.engines.response import RequestInfo, read_turn
 from penstock.store import open_store
 from penstock.turn import OpenSample, RouteFormat, Routes, Turn
 
@@ -35,6 +37,7 @@ ROUNDS, QUICK_ROUNDS = 7, 1
 REPEATS = 3
 """of the short measurements in a round, so that one disturbance moves the median less"""
 SPEEDUPS = {"50 turns": 50.0, "8 turns": 12.0}
+CHAT = RequestInfo(dialect=dialect_of(Engine()))
 MEMORY_CASE = "50 turns"
 BYTES_A_TOKEN = 9
 """of the columns: `input_ids` i32, `logprobs` f32, `loss_mask` u8"""
@@ -79,7 +82,7 @@ class Recorder:
         self._route_format = RouteFormat()
 
     def read(self, body: bytes) -> Turn:
-        turn = read_turn(body, open_samples=self._open_samples, route_format=self._route_format)
+        turn = read_turn(body, request=CHAT, open_samples=self._open_samples, route_format=self._route_format)
         self._open_samples = [OpenSample(sequence=turn.sequence, rows_from=turn.tokens - 1)]
         self._route_format = rows_of(turn).format
         return turn

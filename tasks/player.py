@@ -115,9 +115,9 @@ async def _dialect(config: RunConfig) -> Dialect:
     """The engine's dialect, with its renderer built before the first rollout."""
     settings = config.policy.renderer
     if settings is None:
-        return dialect_of(config.engine)
+        return await in_io_thread(dialect_of, config.engine)
     renderer = PooledRenderer(RendererPools(), RendererKey.of(settings, config.engine.model))
-    dialect = dialect_of(config.engine, renderer=renderer)
+    dialect = await in_io_thread(dialect_of, config.engine, renderer=renderer)
     try:
         await renderer.warm_up()
     except InfrastructureFailure as error:

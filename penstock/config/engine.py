@@ -1,5 +1,6 @@
 """The sections about how rollouts are generated: `[environments.NAME]`, `[engine]`, `[policy]`."""
 
+import difflib
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator
@@ -8,6 +9,12 @@ from penstock.messages import SAMPLES_LIMIT
 from penstock.sections import OF_HOST, CommaSeparated, Declared, Fraction, Reader, Section, read_by
 from penstock.turn import CheckRoutes, RouteFormat
 
+DIALECTS = {
+    "vllm": "penstock.engines.dialects.vllm:Vllm",
+    "sglang": "penstock.engines.dialects.sglang:Sglang",
+    "generate": "penstock.engines.dialects.generate:Generate",
+}
+"""The built-in values of `engine.dialect` and their classes."""
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
 BYTES_CHATML = "bytes-chatml"
 # Set by Penstock in every request; `n` because exactly one completion can be recorded.
@@ -38,8 +45,10 @@ class Engine(Section):
     """Base URLs of the replicas, without `/v1`. Separated by commas in an environment variable or a flag."""
     model: str = "policy"
     """Model name sent with every request."""
-    dialect: Literal["vllm", "sglang", "generate"] = "vllm"
-    """API of the engine: vLLM's chat, SGLang's chat, or token ids in and out (`/inference/v1/generate`)."""
+    dialect: str = "vllm"
+    """API of the engine: `vllm` or `sglang` (chat), `generate` (token ids in and out, `/inference/v1/generate`), or
+    `module:Class`, a subclass of `penstock.engines.dialects.Dialect` that rollout workers and session servers import.
+    """
     api_key: Annotated[SecretStr | None, OF_HOST] = None
     """Bearer token sent to the engine. Set PENSTOCK_ENGINE__API_KEY rather than writing it to a file."""
     connections: Annotated[PositiveInt, OF_HOST] = 1024
@@ -75,6 +84,16 @@ class Engine(Section):
     @property
     def route_format(self) -> RouteFormat:
         return RouteFormat(layers=self.hidden_layers, experts=self.moe_experts, check=self.check_experts)
+
+    @field_validator("dialect")
+    @classmethod
+    def _check_dialect(cls, dialect: str) -> str:
+        module, _, name = dialect.partition(":")
+        if dialect not in DIALECTS and not (name.isidentifier() and all(map(str.isidentifier, module.split(".")))):
+            near = difflib.get_close_matches(dialect, DIALECTS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"{dialect!r} is not known; {hint}built in: {', '.join(DIALECTS)}; or module:Class")
+        return dialect
 
     @field_validator("urls")
     @classmethod

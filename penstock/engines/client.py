@@ -13,6 +13,7 @@ from typing import Generic, NoReturn, TypeVar
 import aiohttp
 
 from penstock.config.engine import Engine
+from penstock.engines.dialects.base import Dialect
 from penstock.engines.replicas import Replica
 from penstock.engines.transport import (
     ON_LOOP_BYTES,
@@ -30,13 +31,11 @@ T = TypeVar("T")
 # Read of an error response: enough for its message.
 ERROR_BYTES = 4096
 TRANSIENT = frozenset({408, 425, 429})
-# In the error messages of vLLM, SGLang and OpenAI.
-CONTEXT_LIMIT = ("context length", "context_length", "maximum model length")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    path: str
+    dialect: Dialect
     body: bytes
     headers: Mapping[str, str]
 
@@ -87,12 +86,13 @@ class EngineClient(EngineConnection):
             await retries.pause()
 
     async def _send_once(self, replica: Replica, request: Request, read: Callable[[bytes], T], *, attempts: int) -> T:
-        url, data = replica.url + request.path, sendable(request.body)
+        url, data = replica.url + request.dialect.endpoint, sendable(request.body)
         headers = {**request.headers, RETRY_HEADER: str(attempts)}
         with replica.busy(), self.budget.reservation() as reservation:
             async with self._http.post(url, data=data, headers=headers, allow_redirects=False) as response:
                 if response.status != 200:
-                    _raise_status(url, response.status, await response.content.read(ERROR_BYTES))
+                    content = await response.content.read(ERROR_BYTES)
+                    _raise_status(url, response.status, content, request.dialect)
                 chunks = await receive(response, reservation, self.budget)
             if reservation.held <= ON_LOOP_BYTES:
                 return read(b"".join(chunks))
@@ -146,12 +146,12 @@ def _read_chunks(chunks: list[bytes], read: Callable[[bytes], T]) -> T:
     return read(body)
 
 
-def _raise_status(url: str, status: int, content: bytes) -> NoReturn:
+def _raise_status(url: str, status: int, content: bytes, dialect: Dialect) -> NoReturn:
     text = " ".join(content.decode(errors="replace").split())
     message = f"{url} answered {status}: {text[:300]}"
     if status >= 500 or status in TRANSIENT:
         raise Upstream(message)
-    if any(phrase in text.lower() for phrase in CONTEXT_LIMIT):
+    if dialect.is_context_limit(text):
         raise PolicyFailure(f"context limit: {message}")
     raise InfrastructureFailure(f"{message}; check engine.urls, engine.model and engine.dialect")
 

@@ -1,7 +1,7 @@
 """The parts of a response body that need no parsing: the routed experts, and prompt ids that an open sample holds.
 
-They are located by their keys and replaced by a random mark before the rest is decoded by type. If the decoder finds
-the mark in the expected field, the cut was right; otherwise the caller decodes the whole body.
+They are located by the dialect's keys and replaced by a random mark before the rest is decoded by type. If the decoder
+finds the mark in the expected field, the cut was right; otherwise the caller decodes the whole body.
 """
 
 import secrets
@@ -17,10 +17,8 @@ from penstock.turn import Fingerprint, Ids, OpenSample, RouteFormat, Span
 
 MARK = secrets.token_hex(16).encode()
 MARKED = b'"%b"' % MARK
-EXPERTS_KEY = b'"routed_experts":'
 OBJECT_OPENING = b'{"data":"'
 LISTS_OPENING, LISTS_CLOSING = b"[[[", b"]]]"
-PROMPT_KEY = b'"prompt_token_ids":['
 
 ID_CHARS = 11
 """Longest id with its comma."""
@@ -72,9 +70,17 @@ class Cuts:
         return b"".join([*parts, view[done:]]) if parts else body
 
 
-def find_cuts(body: bytes, open_samples: Sequence[OpenSample], route_format: RouteFormat) -> Cuts:
-    experts = _find_experts(body, open_samples, route_format)
-    prompt = _find_prompt(body, open_samples, experts or (0, 0)) if open_samples else None
+def find_cuts(
+    body: bytes,
+    open_samples: Sequence[OpenSample],
+    route_format: RouteFormat,
+    *,
+    experts_key: bytes,
+    prompt_key: bytes,
+) -> Cuts:
+    """The keys are the texts directly before the routed experts and before the first prompt id; b"" is not searched."""
+    experts = _find_experts(body, experts_key, open_samples, route_format) if experts_key else None
+    prompt = _find_prompt(body, prompt_key, open_samples, experts or (0, 0)) if open_samples and prompt_key else None
     return Cuts(experts=experts, prompt=prompt)
 
 
@@ -116,11 +122,13 @@ def _longest(data: memoryview, candidates: list[tuple[int, int, int]]) -> Match 
     return Match(index=matching[-1], matches=len(matching)) if matching else None
 
 
-def _find_experts(body: bytes, open_samples: Sequence[OpenSample], route_format: RouteFormat) -> Span | None:
-    key = body.find(EXPERTS_KEY)
-    if key < 0:
+def _find_experts(
+    body: bytes, key: bytes, open_samples: Sequence[OpenSample], route_format: RouteFormat
+) -> Span | None:
+    found = body.find(key)
+    if found < 0:
         return None
-    start = key + len(EXPERTS_KEY)
+    start = found + len(key)
     if body.startswith(LISTS_OPENING, start):
         end = body.find(LISTS_CLOSING, start)
         return (start, end + len(LISTS_CLOSING)) if end >= 0 else None
@@ -165,14 +173,14 @@ def _least_rows(sample: OpenSample, chars: int, row_chars: float) -> int:
     return max(sample.rows_from, int((chars - others) / (row_chars + ID_CHARS)))
 
 
-def _find_prompt(body: bytes, open_samples: Sequence[OpenSample], experts: Span) -> PromptCut | None:
+def _find_prompt(body: bytes, key: bytes, open_samples: Sequence[OpenSample], experts: Span) -> PromptCut | None:
     """Most engines print the prompt after the choices, some before."""
-    key = body.find(PROMPT_KEY, experts[1])
-    if key < 0:
-        key = body.find(PROMPT_KEY, 0, experts[0])
-    if key < 0:
+    found = body.find(key, experts[1])
+    if found < 0:
+        found = body.find(key, 0, experts[0])
+    if found < 0:
         return None
-    first = key + len(PROMPT_KEY)
+    first = found + len(key)
     match = longest_in_text(memoryview(body)[first:], [sample.sequence for sample in open_samples])
     if match is None:
         return None

@@ -12,8 +12,15 @@ import msgspec
 import numpy as np
 
 from penstock.engines.cuts import MARK, MARKED, Cuts, Match, find_cuts, longest_in_ids
-from penstock.engines.dialects import Dialect, Endpoint, Generate, Sglang, Vllm
-from penstock.engines.dialects.base import ABSENT, compact_ids, read_ids, read_message, read_part
+from penstock.engines.dialects.base import (
+    ABSENT,
+    LOGPROB_ROUNDING,
+    Dialect,
+    ResponseFields,
+    compact_ids,
+    read_ids,
+    read_part,
+)
 from penstock.engines.routed_experts import (
     WIRE_OBJECT,
     Wanted,
@@ -30,16 +37,16 @@ from penstock.turn import ANY_FORMAT, Fingerprint, Ids, Logprobs, OpenSample, Ro
 class RequestInfo:
     """The parts of a request that `read_turn` needs."""
 
-    endpoint: Endpoint = Endpoint.CHAT
+    dialect: Dialect
     prompt_ids: Ids | None = None
-    """Used if the response has no `prompt_token_ids`."""
+    """Used if the response has none."""
     routes_from: int = 0
     """First routed row that was requested (SGLang: `routed_experts_start_len`)."""
     max_seq_len: int | None = None
     """Limit of prompt and completion together; tokens beyond it are cut."""
 
 
-CHAT = RequestInfo()
+MAX_LOGPROB = np.float32(LOGPROB_ROUNDING)
 NEW_SAMPLE = OpenSample(sequence=Fingerprint(), rows_from=0)
 WRONG_CUT = "a cut does not match the field it was taken for"
 """Internal: the full path follows."""
@@ -48,27 +55,19 @@ WRONG_CUT = "a cut does not match the field it was taken for"
 def read_turn(
     body: bytes,
     *,
+    request: RequestInfo,
     open_samples: Sequence[OpenSample] = (),
-    request: RequestInfo = CHAT,
     route_format: RouteFormat = ANY_FORMAT,
 ) -> Turn:
     """Validate a response and return what is new in it. `Upstream` if the response is malformed."""
-    cuts = find_cuts(body, open_samples, route_format)
+    dialect = request.dialect
+    cuts = find_cuts(body, open_samples, route_format, experts_key=dialect.experts_key, prompt_key=dialect.prompt_key)
     if cuts.any:
         try:
             return _read(body, cuts, open_samples, request, route_format)
         except Upstream:
             pass  # the cut may be wrong rather than the response: the full path decides
     return _read(body, Cuts(), open_samples, request, route_format)
-
-
-def without_routes(body: bytes, turn: Turn) -> bytes:
-    """The engine's body, byte for byte, with `null` in place of the routed experts."""
-    if turn.routes_span is None:
-        return body
-    start, end = turn.routes_span
-    view = memoryview(body)
-    return b"".join([view[:start], b"null", view[end:]])
 
 
 def _read(
@@ -87,16 +86,17 @@ def _read(
 def _turn(
     body: bytes, cuts: Cuts, open_samples: Sequence[OpenSample], request: RequestInfo, route_format: RouteFormat
 ) -> Turn:
-    response = read_response(cuts.rest(body), request.endpoint)
+    response = _response(cuts.rest(body), request.dialect)
     match, new_ids = _prompt(response.prompt_ids, cuts, open_samples, request)
     payload = _payload(body, cuts, response.routed_experts)
     sample = NEW_SAMPLE if match is None else open_samples[match.index]
     prefix_tokens = sample.sequence.tokens
     prompt_tokens = prefix_tokens + len(new_ids)
-    tokens = prompt_tokens + len(response.completion_ids)
+    sampled_ids, logprobs = _completion(response)
+    tokens = prompt_tokens + len(sampled_ids)
     limit = tokens if request.max_seq_len is None else request.max_seq_len
     prompt_ids = new_ids[: max(0, limit - prefix_tokens)]
-    completion_ids = response.completion_ids[: max(0, limit - prompt_tokens)]
+    completion_ids = sampled_ids[: max(0, limit - prompt_tokens)]
     wanted = Wanted(tokens=tokens, first=sample.rows_from, until=min(tokens, limit), requested_from=request.routes_from)
     return Turn(
         extends=match.index if match else None,
@@ -104,7 +104,7 @@ def _turn(
         prefix_tokens=prefix_tokens,
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
-        completion_logprobs=response.completion_logprobs[: len(completion_ids)],
+        completion_logprobs=logprobs[: len(completion_ids)],
         routes=_routes(body, cuts, payload, wanted, route_format) if payload else None,
         sequence=sample.sequence.extended(prompt_ids, completion_ids),
         finish_reason=response.finish_reason,
@@ -114,6 +114,26 @@ def _turn(
         overlong_prompt=prompt_tokens > limit,
         routes_span=payload.span if payload else None,
     )
+
+
+def _response(text: bytes, dialect: Dialect) -> ResponseFields:
+    if not text.isascii():
+        text.decode()  # msgspec does not check the encoding of values that it skips
+    response = dialect.read(text)
+    if not response.final:
+        raise Upstream(f"the engine ended the completion early (finish reason {response.finish_reason!r})")
+    return response
+
+
+def _completion(response: ResponseFields) -> tuple[Ids, Logprobs]:
+    """Checked again, because a dialect may come from outside the project."""
+    ids = np.ascontiguousarray(response.completion_ids, np.int32)
+    logprobs = np.ascontiguousarray(response.completion_logprobs, np.float32)
+    if ids.shape != logprobs.shape or ids.ndim != 1:
+        raise Upstream(f"the engine's response has ids of shape {ids.shape} but logprobs of shape {logprobs.shape}")
+    if len(ids) and not (ids.min() >= 0 and np.isfinite(logprobs.min()) and logprobs.max() <= MAX_LOGPROB):
+        raise Upstream("the engine's response has negative ids, or logprobs that are above 0 or not finite")
+    return ids, logprobs
 
 
 def _prompt(
@@ -137,48 +157,13 @@ def _prompt(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResponseFields:
-    """The parts of one response. The completion is checked; raw parts are ABSENT if the server did not send them."""
-
-    prompt_ids: msgspec.Raw
-    completion_ids: Ids
-    completion_logprobs: Logprobs
-    routed_experts: msgspec.Raw
-    finish_reason: str | None
-    version: int | None
-    message: bytes | None
-    """The assistant's message as JSON; None from token-in/token-out."""
-
-
-def read_response(text: bytes, endpoint: Endpoint) -> ResponseFields:
-    """Decode a response by type. vLLM and SGLang share the chat endpoint; `meta_info` marks a response as SGLang's."""
-    if not text.isascii():
-        text.decode()  # msgspec does not check the encoding of values that it skips
-    dialect: type[Dialect] = Generate if endpoint is Endpoint.GENERATE else Vllm
-    response = dialect.decoder.decode(text)
-    choice = response.only_choice()
-    if choice.meta_info is not None:
-        dialect = Sglang
-    completion_ids, logprobs = dialect.completion(choice)
-    return ResponseFields(
-        prompt_ids=choice.prompt_token_ids if response.prompt_token_ids == ABSENT else response.prompt_token_ids,
-        completion_ids=completion_ids,
-        completion_logprobs=logprobs,
-        routed_experts=dialect.routed_experts(choice),
-        finish_reason=choice.finish_reason,
-        version=dialect.version(choice),
-        message=read_message(choice) if endpoint is Endpoint.CHAT else None,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Payload:
     """The value of `routed_experts`."""
 
     json: bytes | memoryview
     """With the mark in place of what was cut."""
-    span: Span
-    """In the body."""
+    span: Span | None
+    """In the body; None if the dialect made the value itself."""
 
 
 def _payload(body: bytes, cuts: Cuts, raw: msgspec.Raw) -> _Payload | None:
@@ -195,6 +180,8 @@ def _payload(body: bytes, cuts: Cuts, raw: msgspec.Raw) -> _Payload | None:
         raise Upstream(WRONG_CUT)  # the cut moved the rest: only the full path can locate the payload
     start = _address(raw) - _address(body)
     span = start, start + len(memoryview(raw))
+    if start < 0 or span[1] > len(body):
+        return _Payload(json=bytes(raw), span=None)
     return _Payload(json=memoryview(body)[slice(*span)], span=span)
 
 
@@ -217,7 +204,7 @@ def _routes(body: bytes, cuts: Cuts, payload: _Payload, wanted: Wanted, route_fo
         if bytes(quoted) != MARKED:
             raise Upstream(WRONG_CUT)
         text = memoryview(body)[slice(*cuts.experts)]
-    elif body.find(b"\\", *payload.span) < 0:
+    elif payload.span and body.find(b"\\", *payload.span) < 0:
         text = quoted[1:-1]
     else:
         text = msgspec.json.decode(quoted, type=str).encode()

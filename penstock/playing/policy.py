@@ -23,7 +23,7 @@ from penstock.engines.transport import SESSION_HEADER
 from penstock.environments.protocol import Completion
 from penstock.errors import BadRequest, ContextFull, InfrastructureFailure, NotFound, PolicyFailure, Upstream
 from penstock.ids import engine_session
-from penstock.playing.turns import prompt_ids, turn_metadata
+from penstock.playing.turns import prompt_ids, rendered_message, turn_metadata
 from penstock.recording import Prepared, Session
 from penstock.renderers.protocol import Tools, begins_with
 from penstock.turn import Message, Turn, TurnMetadata
@@ -95,12 +95,12 @@ class RecordedPolicy:
         seed = {"seed": self._turn_seed()} if self._settings.seeded else {}
         session = self._session.settings
         request = Request(
-            path=self._dialect.endpoint,
+            dialect=self._dialect,
             body=self._dialect.request_body(prompt, {**sampling, **seed}),
             headers={SESSION_HEADER: engine_session(session.rollout, session.attempt)},
         )
         info = RequestInfo(
-            endpoint=self._dialect.endpoint,
+            dialect=self._dialect,
             prompt_ids=prompt.ids,
             routes_from=prompt.routes_from,
             max_seq_len=self._settings.max_seq_len,
@@ -120,13 +120,9 @@ class RecordedPolicy:
         return response
 
     async def _with_rendered_message(self, prompt: Prompt, turn: Turn, message: Message | None) -> tuple[Turn, Message]:
-        """The turn with its message. Token-in/token-out has none, so the renderer decodes it."""
         if message is not None:
             return turn, message
-        assert self._dialect.renderer is not None
-        assert prompt.ids is not None
-        rendered = await self._dialect.renderer.message(turn.completion_ids, prompt_ids=prompt.ids, tools=prompt.tools)
-        message = {"role": "assistant", **rendered}
+        message = await rendered_message(self._dialect, prompt, turn)
         return replace(turn, message=orjson.dumps(message)), message
 
     def _sampling_fields(self, overrides: Mapping[str, Any]) -> dict[str, Any]:

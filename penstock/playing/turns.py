@@ -1,17 +1,19 @@
-"""What the recorded policy and the session server share about a turn: the prompt's tokens, and the turn's metadata."""
+"""What the recorded policy and the session server share about a turn: the prompt's tokens, a message made by the
+renderer, and the turn's metadata."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from penstock.engines.dialects import AsyncRenderer
+from penstock.engines.dialects.base import AsyncRenderer, Dialect, Prompt
 from penstock.engines.replicas import Replica
 from penstock.engines.sampling import altered_sampling
+from penstock.errors import Upstream
 from penstock.recording import Prepared
 from penstock.renderers import NextTurn
 from penstock.renderers.protocol import Tools
-from penstock.turn import Ids, Mask, Message, TurnMetadata
+from penstock.turn import Ids, Mask, Message, Turn, TurnMetadata
 
 
 async def prompt_ids(renderer: AsyncRenderer, prepared: Prepared, messages: Sequence[Message], tools: Tools) -> Ids:
@@ -26,6 +28,14 @@ async def prompt_ids(renderer: AsyncRenderer, prepared: Prepared, messages: Sequ
         appended=len(prepared.request.appended),
     )
     return np.ascontiguousarray(await renderer.prompt_ids(turn), np.int32)
+
+
+async def rendered_message(dialect: Dialect, prompt: Prompt, turn: Turn) -> Message:
+    """The completion of a turn without a message (token-in/token-out), decoded by the renderer."""
+    if dialect.renderer is None or prompt.ids is None:
+        raise Upstream("the engine's response has no message, and there is no policy.renderer to make one")
+    rendered = await dialect.renderer.message(turn.completion_ids, prompt_ids=prompt.ids, tools=prompt.tools)
+    return {"role": "assistant", **rendered}
 
 
 def turn_metadata(

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from penstock.engines.dialects import Endpoint
+from penstock.engines.dialects.generate import Generate
+from penstock.engines.dialects.vllm import Vllm
 from penstock.engines.transport import RETRY_HEADER, SESSION_HEADER
 from penstock.errors import BadRequest, ConfigError
 from penstock.runtime.event_loop import event_loop_factory
@@ -62,8 +63,8 @@ class Engine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/weight_version", self._weight_version)
         app.router.add_post("/update_weights", self._update_weights)
-        app.router.add_post(Endpoint.CHAT, self._chat)
-        app.router.add_post(Endpoint.GENERATE, self._generate)
+        app.router.add_post(Vllm.endpoint, self._chat)
+        app.router.add_post(Generate.endpoint, self._generate)
         return app
 
     async def _health(self, _: web.Request) -> web.Response:

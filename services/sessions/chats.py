@@ -5,19 +5,19 @@ The claim is released on every exit. A failed chat records nothing.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
+import orjson
 from aiohttp import web
 
 from penstock.config import RunConfig
-from penstock.engines.cuts import EXPERTS_KEY
-from penstock.engines.dialects import Endpoint, dialect_of
-from penstock.engines.response import RequestInfo, read_turn, without_routes
+from penstock.engines.dialects import Prompt, dialect_of
+from penstock.engines.response import RequestInfo, read_turn
 from penstock.engines.transport import ON_LOOP_BYTES, SESSION_HEADER, ByteBudget
-from penstock.errors import BadRequest, ConfigError, Invariant, PolicyFailure
+from penstock.errors import BadRequest, Invariant, PolicyFailure
 from penstock.ids import engine_session
-from penstock.playing.turns import prompt_ids, turn_metadata
+from penstock.playing.turns import prompt_ids, rendered_message, turn_metadata
 from penstock.recording import Claim, Prepared, Session
 from penstock.renderers import PooledRenderer, RendererKey, RendererPools
 from penstock.renderers.protocol import begins_with
@@ -45,6 +45,16 @@ class ChatCounts:
     recorded: int = 0
     refused_upstream: int = 0
     """the engine answered with a status other than 200"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A chat as it was sent to the engine."""
+
+    chat: Chat
+    prompt: Prompt
+    prepared: Prepared
+    sent: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,21 +90,19 @@ class Chats:
             body = await read_body(request, reservation, limit=limits.request_bytes, timeout_s=limits.request_s)
             chat = await _by_size(len(body), read_chat, body, metadata.sampling)
             prepared = self._prepare(session, claim, chat)
-            info = await self._request_info(prepared, chat)
-            required = self._dialect.required_fields(info.prompt_ids, info.routes_from)
-            sent = await _by_size(len(body), chat.body, required, model=self._config.engine.model)
+            prompt = await self._prompt(prepared, chat)
+            model = chat.fields.get("model")
+            sent = await _by_size(len(body), self._dialect.request_body, prompt, chat.sampling, model=model)
             del body
             passed = self._headers(request, session, metadata)
-            engine_request = EngineRequest(method="POST", target=Endpoint.CHAT, body=sent, headers=passed)
+            target = self._dialect.endpoint
+            engine_request = EngineRequest(method="POST", target=target, body=sent, headers=passed)
             async with self._backend.send(engine_request, preferred=entry.last_replica) as response:
                 entry.last_replica = response.replica
                 if response.status != 200:
                     self.counts.refused_upstream += 1
                     return forwarded(response)
-                if is_quick(response.chunks):
-                    read = read_response(response, chat, sent, prepared, info)
-                else:
-                    read = await in_cpu_thread(read_response, response, chat, sent, prepared, info)
+                read = await self._read(response, Exchange(chat=chat, prompt=prompt, prepared=prepared, sent=sent))
                 turn_info = turn_metadata(
                     chat.fields,
                     response.replica,
@@ -110,17 +118,50 @@ class Chats:
             raise BadRequest(f"turn limit: the session has used its {limit} turns (policy.max_turns)")
         return session.prepare(claim, chat.conversation)
 
-    async def _request_info(self, prepared: Prepared, chat: Chat) -> RequestInfo:
-        limit = self._config.policy.max_seq_len
+    async def _prompt(self, prepared: Prepared, chat: Chat) -> Prompt:
+        messages, tools = chat.conversation.messages, chat.fields.get("tools")
         if self._renderer is None:
-            return RequestInfo(max_seq_len=limit)
-        ids = await prompt_ids(self._renderer, prepared, chat.conversation.messages, chat.fields.get("tools"))
+            return Prompt(messages=messages, tools=tools)
+        ids = await prompt_ids(self._renderer, prepared, messages, tools)
         if len(prepared.history_ids) and not begins_with(ids, prepared.history_ids):
             raise Invariant(
                 "the chat template rewrites earlier messages: for this model, remove policy.renderer and set "
                 'sessions.mode = "open"'
             )
-        return RequestInfo(prompt_ids=ids, routes_from=prepared.routes_from, max_seq_len=limit)
+        return Prompt(messages=messages, tools=tools, ids=ids, routes_from=prepared.routes_from)
+
+    async def _read(self, response: EngineResponse, exchange: Exchange) -> ReadResponse:
+        if is_quick(response.chunks, self._dialect.experts_key):
+            read = self._read_turn(response, exchange)
+        else:
+            read = await in_cpu_thread(self._read_turn, response, exchange)
+        if read.turn.message is not None:
+            return read
+        message = await rendered_message(self._dialect, exchange.prompt, read.turn)
+        turn = replace(read.turn, message=orjson.dumps(message))
+        return await _by_size(len(read.body), self._for_client, read.body, turn, exchange)
+
+    def _read_turn(self, response: EngineResponse, exchange: Exchange) -> ReadResponse:
+        """Runs in a thread too."""
+        body, prompt, prepared = response.joined(), exchange.prompt, exchange.prepared
+        info = RequestInfo(
+            dialect=self._dialect,
+            prompt_ids=prompt.ids,
+            routes_from=prompt.routes_from,
+            max_seq_len=self._config.policy.max_seq_len,
+        )
+        turn = read_turn(body, request=info, open_samples=prepared.open_samples, route_format=prepared.route_format)
+        if turn.message is None:
+            return ReadResponse(turn=turn, body=body, record=b"")
+        return self._for_client(body, turn, exchange)
+
+    def _for_client(self, engine_body: bytes, turn: Turn, exchange: Exchange) -> ReadResponse:
+        body, chat = self._dialect.chat_completion(engine_body, turn), exchange.chat
+        return ReadResponse(
+            turn=turn,
+            body=as_event_stream(body, logprobs=chat.wants_logprobs) if chat.stream else body,
+            record=_record(self._dialect.endpoint, exchange.sent, body),
+        )
 
     def _headers(self, request: web.BaseRequest, session: Session, metadata: SessionMetadata) -> Mapping[str, str]:
         own_key = self._config.engine.api_key is not None
@@ -141,36 +182,15 @@ class Chats:
 
 
 def renderer_of(config: RunConfig) -> PooledRenderer | None:
-    settings, dialect = config.policy.renderer, config.engine.dialect
-    if settings is None:
-        return None
-    if dialect != "sglang":
-        raise ConfigError(
-            f"policy.renderer needs an engine whose chat takes tokens, and {dialect}'s does not: remove it, or set "
-            'engine.dialect = "sglang"'
-        )
-    return PooledRenderer(RendererPools(), RendererKey.of(settings, config.engine.model))
+    settings = config.policy.renderer
+    return PooledRenderer(RendererPools(), RendererKey.of(settings, config.engine.model)) if settings else None
 
 
-def read_response(
-    response: EngineResponse, chat: Chat, sent: bytes, prepared: Prepared, info: RequestInfo
-) -> ReadResponse:
-    """Pure, so that it can run in a thread."""
-    whole = response.joined()
-    turn = read_turn(whole, open_samples=prepared.open_samples, request=info, route_format=prepared.route_format)
-    body = without_routes(whole, turn)
-    return ReadResponse(
-        turn=turn,
-        body=as_event_stream(body, logprobs=chat.wants_logprobs) if chat.stream else body,
-        record=_record(sent, body),
-    )
-
-
-def _record(request: bytes, response: bytes) -> bytes:
+def _record(path: str, request: bytes, response: bytes) -> bytes:
     """Both are valid JSON, so nothing is parsed."""
     return b'{"timestamp":%.6f,"method":"POST","path":"%b","status_code":200,"request":%b,"response":%b}' % (
         time.time(),
-        Endpoint.CHAT.encode(),
+        path.encode(),
         request,
         response,
     )
@@ -188,15 +208,15 @@ def _client_response(response: EngineResponse, read: ReadResponse, *, stream: bo
     return web.Response(headers=passed, body=read.body)
 
 
-def is_quick(chunks: list[bytes]) -> bool:
+def is_quick(chunks: list[bytes], experts_key: bytes) -> bool:
     """Whether reading a response takes less time than a thread switch. The cost is in what precedes the routed experts,
     all in the first chunks: base64 is cut out unread."""
     size = sum(map(len, chunks))
     if size <= ON_LOOP_BYTES:
         return True
     before = b"".join(chunks[:HEAD_CHUNKS])[:ON_LOOP_BYTES] if size <= CUT_ON_LOOP_BYTES else b""
-    key = before.find(EXPERTS_KEY)
-    return key >= 0 and before[key + len(EXPERTS_KEY) :][:1] in (b'"', b"{")
+    key = before.find(experts_key) if experts_key else -1
+    return key >= 0 and before[key + len(experts_key) :][:1] in (b'"', b"{")
 
 
 async def _by_size(size: int, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

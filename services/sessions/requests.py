@@ -18,8 +18,8 @@ from penstock.recording import DigestedMessages, digest_messages
 T = TypeVar("T")
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-# Handled here: streams are never requested from the engine.
-NOT_FORWARDED = frozenset({"stream", "stream_options"})
+# Handled here: streams are never requested from the engine; the dialect sends the rest in its own way.
+NOT_SAMPLING = frozenset({"model", "messages", "tools", "stream", "stream_options"})
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 FileName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,60}$")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -54,10 +54,9 @@ class Chat:
     stream: bool
     wants_logprobs: bool
 
-    def body(self, required: Mapping[str, Any], *, model: str) -> bytes:
-        """The body for the engine. `required` overrides the client's fields."""
-        fields = {name: value for name, value in self.fields.items() if name not in NOT_FORWARDED}
-        return orjson.dumps({"model": model, **fields, **required}, option=orjson.OPT_SERIALIZE_NUMPY)
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return {name: value for name, value in self.fields.items() if name not in NOT_SAMPLING}
 
 
 async def read_body(request: web.BaseRequest, reservation: Reservation, *, limit: int, timeout_s: float) -> bytes:

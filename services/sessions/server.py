@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from penstock.config import RunConfig
-from penstock.engines.dialects import Endpoint
+from penstock.engines.dialects.base import CHAT_PATH
 from penstock.engines.transport import ByteBudget
 from penstock.errors import BlobMissing, ConfigError, NotFound, PenstockError, SessionError, Unauthorised
 from penstock.runtime.event_loop import event_loop_factory
@@ -126,7 +126,7 @@ class SessionServer:
             ("GET", ""): self._show,
             ("DELETE", ""): self._delete,
             ("POST", "/seal"): self._seal,
-            ("POST", Endpoint.CHAT): self._chat,
+            ("POST", CHAT_PATH): self._chat,
             ("GET", MODELS): self._proxy,
         }
         for path in self._settings.proxy_allow:

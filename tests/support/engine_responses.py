@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config.engine import Engine
+from penstock.engines.dialects import load_dialect
+from penstock.engines.response import RequestInfo
+
 DIALECTS = ("vllm", "sglang", "generate")
 FORMS = ("object", "npy", "bare", "lists")
 
@@ -32,6 +36,10 @@ class ResponseSpec:
 
     def body(self) -> bytes:
         return compact(self.as_dict())
+
+
+def request_info(dialect: str = "vllm", **fields: Any) -> RequestInfo:
+    return RequestInfo(dialect=load_dialect(dialect)(Engine()), **fields)
 
 
 def compact(response: Any) -> bytes:

@@ -83,8 +83,8 @@ VLLM: list[tuple[str, str, Any, str]] = [
     ("prompt id a list", "prompt_token_ids.3", [14], "got `array`"),
     ("prompt id beyond int32", "prompt_token_ids.3", 2**31, "<= 2147483647"),
     ("prompt id beyond int64", "prompt_token_ids.0", 2**70, "<= 2147483647"),
-    ("no token ids", IDS, Removed, "neither token_ids"),
-    ("token ids null", IDS, None, "neither token_ids"),
+    ("no token ids", IDS, Removed, "no token_ids"),
+    ("token ids null", IDS, None, "no token_ids"),
     ("token ids a string", IDS, "21,22,23", "of token_ids"),
     ("token id a bool", f"{IDS}.0", False, "got `bool`"),
     ("token id negative", f"{IDS}.0", -5, ">= 0"),
@@ -92,8 +92,8 @@ VLLM: list[tuple[str, str, Any, str]] = [
     ("token id beyond int32", f"{IDS}.0", 2**31, "<= 2147483647"),
     ("a token id too many", IDS, [*COMPLETION, 24], "4 token_ids but 3 logprobs"),
     ("a token id too few", IDS, COMPLETION[:2], "2 token_ids but 3 logprobs"),
-    ("no logprobs", LOGPROBS, Removed, "neither token_ids"),
-    ("logprobs null", LOGPROBS, None, "neither token_ids"),
+    ("no logprobs", LOGPROBS, Removed, "no token_ids"),
+    ("logprobs null", LOGPROBS, None, "no token_ids"),
     ("logprobs a list", LOGPROBS, [], "logprobs"),
     ("logprobs without content", f"{LOGPROBS}.content", Removed, "content"),
     ("logprobs content null", f"{LOGPROBS}.content", None, "content"),
@@ -150,8 +150,8 @@ VLLM: list[tuple[str, str, Any, str]] = [
 
 SGLANG: list[tuple[str, str, Any, str]] = [
     ("meta_info a string", META, "", "meta_info"),
-    ("no meta_info", META, Removed, "neither token_ids"),
-    ("no output_token_logprobs", OUTPUT, Removed, "neither token_ids"),
+    ("no meta_info", META, Removed, "no meta_info.output_token_logprobs"),
+    ("no output_token_logprobs", OUTPUT, Removed, "no meta_info.output_token_logprobs"),
     ("output_token_logprobs an object", OUTPUT, {}, "output_token_logprobs"),
     ("output token an object", f"{OUTPUT}.0", {"logprob": -1.0}, "output_token_logprobs"),
     ("output token without id", f"{OUTPUT}.0", [-1.0], "output_token_logprobs"),
@@ -183,7 +183,7 @@ GENERATE: list[tuple[str, str, Any, str]] = [
     ("names tokens by text", f"{LOGPROBS}.content.0.token", " the", "other tokens"),
     ("names no token", f"{LOGPROBS}.content.0.token", Removed, "token"),
     ("token name null", f"{LOGPROBS}.content.0.token", None, "got `null`"),
-    ("no token ids", IDS, Removed, "neither token_ids"),
+    ("no token ids", IDS, Removed, "no token_ids"),
 ]
 
 GOOD = valid_response("vllm").body()

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.engines.dialects import Endpoint
-from penstock.engines.response import RequestInfo, read_turn, without_routes
+from penstock.engines.dialects.base import without_routes
+from penstock.engines.response import read_turn
 from penstock.errors import Upstream
 from penstock.turn import CheckRoutes, Fingerprint, OpenSample, RouteFormat, Turn
 from support import strict_reference as reference
+from support.engine_responses import request_info
 
 
 def read_with(body: bytes, inputs: reference.ReadInputs) -> Turn:
@@ -18,8 +19,8 @@ def read_with(body: bytes, inputs: reference.ReadInputs) -> Turn:
         open_samples=[
             OpenSample(sequence=fingerprint(ids), rows_from=rows_from) for ids, rows_from in inputs.open_samples
         ],
-        request=RequestInfo(
-            endpoint=Endpoint.CHAT if inputs.endpoint == "chat" else Endpoint.GENERATE,
+        request=request_info(
+            inputs.dialect,
             prompt_ids=None if inputs.prompt is None else np.array(inputs.prompt, np.int32),
             routes_from=inputs.routes_from,
             max_seq_len=inputs.max_seq_len,

@@ -29,7 +29,7 @@ class Rejected(Exception):
 class ReadInputs:
     """What a response is read with."""
 
-    endpoint: str = "chat"
+    dialect: str = "vllm"
     open_samples: list[tuple[list[int], int]]
     """Sequences of open samples, and the first row that each still needs."""
     prompt: list[int] | None = None
@@ -66,19 +66,20 @@ def need(condition: bool, what: str) -> None:
 def read(body: bytes, inputs: ReadInputs) -> ReferenceTurn:
     response = parsed(body)
     choice = only_choice(response)
-    meta_info = choice.get("meta_info") or {}
-    check_shapes(choice, meta_info, inputs.endpoint)
-    prompt = first_not_none(response.get("prompt_token_ids"), choice.get("prompt_token_ids"))
+    sglang = inputs.dialect == "sglang"
+    meta_info = (choice.get("meta_info") or {}) if sglang else {}
+    check_shapes(choice, inputs.dialect)
+    prompt = (choice if sglang else response).get("prompt_token_ids")
     prompt = inputs.prompt if prompt is None else ids(prompt)
     need(prompt is not None and len(prompt) > 0, "prompt")
     assert prompt is not None
-    completion, logprobs = completed(choice, meta_info, inputs.endpoint)
+    completion, logprobs = sglang_completion(meta_info) if sglang else completed(choice, inputs.dialect)
     matching = [i for i, (held, _) in enumerate(inputs.open_samples) if held and prompt[: len(held)] == held]
     extends = max(matching, key=lambda i: len(inputs.open_samples[i][0])) if matching else None
     held, rows_from = ([], 0) if extends is None else inputs.open_samples[extends]
     tokens = len(prompt) + len(completion)
     limit = tokens if inputs.max_seq_len is None else inputs.max_seq_len
-    payload = first_not_none(choice.get("routed_experts"), meta_info.get("routed_experts"))
+    payload = (meta_info if sglang else choice).get("routed_experts")
     rows = {} if payload is None else routed(payload, tokens, rows_from, inputs)
     kept = max(0, limit - len(prompt))
     return ReferenceTurn(
@@ -91,7 +92,7 @@ def read(body: bytes, inputs: ReadInputs) -> ReferenceTurn:
         rows={at: row for at, row in rows.items() if at < min(tokens, limit)},
         finish_reason=choice.get("finish_reason"),
         version=version(meta_info.get("weight_version")),
-        message=choice["message"] if inputs.endpoint == "chat" else None,
+        message=None if inputs.dialect == "generate" else choice["message"],
         truncated=tokens > limit,
         overlong_prompt=len(prompt) > limit,
     )
@@ -117,45 +118,52 @@ def only_choice(response: dict[str, Any]) -> dict[str, Any]:
     return choices[0]
 
 
-def check_shapes(choice: dict[str, Any], meta_info: Any, endpoint: str) -> None:
-    need(isinstance(meta_info, dict) and isinstance(choice.get("meta_info"), dict | None), "meta_info")
+def check_shapes(choice: dict[str, Any], dialect: str) -> None:
     need(isinstance(choice.get("finish_reason"), str | None), "finish_reason")
+    if dialect == "sglang":
+        need(isinstance(choice.get("meta_info"), dict | None), "meta_info")
+        check_meta_info(choice.get("meta_info") or {})
+    elif choice.get("logprobs") is not None:
+        listed(choice["logprobs"], dialect)
+    if dialect != "generate":
+        check_message(choice.get("message"))
+
+
+def check_meta_info(meta_info: dict[str, Any]) -> None:
     need(type(meta_info.get("completion_tokens")) in (int, type(None)), "completion_tokens")
     weight_version = meta_info.get("weight_version")
     need(isinstance(weight_version, str | None) or type(weight_version) is int, "weight_version")
     need(not isinstance(weight_version, int) or 0 <= weight_version <= MAX_ID, "weight_version")
-    if choice.get("logprobs") is not None:
-        listed(choice["logprobs"], endpoint)
-    if meta_info.get("output_token_logprobs") is not None:
-        output_tokens(meta_info["output_token_logprobs"])
-    if endpoint == "chat":
-        message = choice.get("message")
-        need(isinstance(message, dict), "message")
-        assert isinstance(message, dict)
-        calls = message.get("tool_calls")
-        need(isinstance(message.get("content"), str | None), "content")
-        need(calls is None or (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)), "calls")
-        need(message.get("content") is not None or bool(calls), "neither content nor calls")
 
 
-def completed(choice: dict[str, Any], meta_info: dict[str, Any], endpoint: str) -> tuple[list[int], list[float]]:
-    if meta_info.get("output_token_logprobs") is not None:
-        pairs = output_tokens(meta_info["output_token_logprobs"])
-        need(meta_info.get("completion_tokens") == len(pairs), "completion_tokens")
-        return [token for _, token in pairs], [value for value, _ in pairs]
+def check_message(message: Any) -> None:
+    need(isinstance(message, dict), "message")
+    calls = message.get("tool_calls")
+    need(isinstance(message.get("content"), str | None), "content")
+    need(calls is None or (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)), "calls")
+    need(message.get("content") is not None or bool(calls), "neither content nor calls")
+
+
+def sglang_completion(meta_info: dict[str, Any]) -> tuple[list[int], list[float]]:
+    pairs = output_tokens(meta_info.get("output_token_logprobs"))
+    need(meta_info.get("completion_tokens") == len(pairs), "completion_tokens")
+    return [token for _, token in pairs], [value for value, _ in pairs]
+
+
+def completed(choice: dict[str, Any], dialect: str) -> tuple[list[int], list[float]]:
     need(choice.get("token_ids") is not None and choice.get("logprobs") is not None, "tokens")
-    tokens, named = ids(choice["token_ids"]), listed(choice["logprobs"], endpoint)
+    tokens, named = ids(choice["token_ids"]), listed(choice["logprobs"], dialect)
     need(len(tokens) == len(named), "lengths")
-    if endpoint == "generate":
+    if dialect == "generate":
         need(all(name == f"token_id:{token}" for token, (name, _) in zip(tokens, named, strict=True)), "names")
     return tokens, [value for _, value in named]
 
 
-def listed(logprobs: Any, endpoint: str) -> list[tuple[Any, float]]:
+def listed(logprobs: Any, dialect: str) -> list[tuple[Any, float]]:
     need(isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list), "logprobs")
     entries = logprobs["content"]
     need(all(isinstance(entry, dict) for entry in entries), "logprobs.content")
-    if endpoint == "generate":
+    if dialect == "generate":
         need(all(isinstance(entry.get("token"), str) for entry in entries), "token")
     return [(entry.get("token"), logprob(entry.get("logprob"))) for entry in entries]
 

@@ -1,13 +1,10 @@
-"""The base of all dialects: the request, the JSON types that their responses share, and how each part is checked.
+"""The base of all dialects, and the helpers that they share: for OpenAI-like chats, and for the parts of a response."""
 
-A chat response is decoded before it is clear whether vLLM or SGLang wrote it, so `Choice` has the fields of both.
-"""
-
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,7 +13,7 @@ import orjson
 from penstock.config.engine import Engine
 from penstock.errors import BadRequest, Upstream
 from penstock.renderers.protocol import NextTurn, Tools
-from penstock.turn import Ids, Logprobs, Message
+from penstock.turn import Ids, Logprobs, Message, Turn
 
 MAX_TOKEN_ID = MAX_VERSION = 2**31 - 1
 """Both are stored as i32."""
@@ -27,13 +24,9 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 Logprob = Annotated[float, msgspec.Meta(ge=float(np.finfo(np.float32).min), le=LOGPROB_ROUNDING)]
 Version = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 ABSENT = msgspec.Raw(b"null")
-
-
-class Endpoint(StrEnum):
-    """Path of a request. vLLM and SGLang both serve CHAT."""
-
-    CHAT = "/v1/chat/completions"
-    GENERATE = "/inference/v1/generate"
+CHAT_PATH = "/v1/chat/completions"
+CONTEXT_LIMIT = ("context length", "context_length", "maximum model length")
+"""In the error messages of vLLM, SGLang and OpenAI."""
 
 
 class AsyncRenderer(Protocol):
@@ -59,57 +52,120 @@ class Prompt:
     """First routed row to request; 0 unless `ids` begin with those of the previous turn."""
 
 
-class TokenLogprob(msgspec.Struct, gc=False):
-    logprob: Logprob
+@dataclass(frozen=True, kw_only=True)
+class ResponseFields:
+    """The parts of one response. The completion is checked; raw parts are ABSENT if the server did not send them."""
 
-
-AnyLogprob = TypeVar("AnyLogprob", bound=TokenLogprob)
-
-
-class TokenLogprobs(msgspec.Struct, Generic[AnyLogprob]):
-    content: list[AnyLogprob]
-
-    def check_tokens(self, ids: Ids) -> None:
-        """`Upstream` if the logprobs name other tokens than `ids`. A chat names them by text, which is not compared."""
-
-
-class OutputToken(msgspec.Struct, array_like=True, gc=False):
-    """SGLang's `[logprob, token_id, ...]`."""
-
-    logprob: Logprob
-    token_id: TokenId
-
-
-class MetaInfo(msgspec.Struct):
-    """SGLang's part of a choice."""
-
-    output_token_logprobs: list[OutputToken] | None = None
-    completion_tokens: int | None = None
-    weight_version: str | Version | None = None
-    routed_experts: msgspec.Raw = ABSENT
-
-
-AnyLogprobs = TypeVar("AnyLogprobs", bound=TokenLogprobs[Any])
-
-
-class Choice(msgspec.Struct, Generic[AnyLogprobs]):
-    message: msgspec.Raw = ABSENT
-    logprobs: AnyLogprobs | None = None
-    token_ids: msgspec.Raw = ABSENT
-    prompt_token_ids: msgspec.Raw = ABSENT
-    routed_experts: msgspec.Raw = ABSENT
+    completion_ids: Ids
+    completion_logprobs: Logprobs
+    """One per id."""
+    prompt_ids: msgspec.Raw = field(default_factory=lambda: ABSENT)
+    """A JSON list. If absent, the ids of the request are used."""
+    routed_experts: msgspec.Raw = field(default_factory=lambda: ABSENT)
+    """In any form that `penstock.engines.routed_experts` reads."""
+    message: bytes | None = None
+    """The assistant's message as JSON; None from token-in/token-out, where the renderer makes it."""
     finish_reason: str | None = None
-    meta_info: MetaInfo | None = None
+    version: int | None = None
+    """Policy version of the weights, if the response states one."""
+    final: bool = True
+    """False if the server stopped the completion before its end: nothing is recorded, and the request is repeated."""
 
 
-class ResponseBody(msgspec.Struct, Generic[AnyLogprobs]):
-    choices: list[Choice[AnyLogprobs]]
-    prompt_token_ids: msgspec.Raw = ABSENT
+class Dialect(ABC):
+    """The API of one kind of server: its request, and where its response has what is recorded.
 
-    def only_choice(self) -> Choice[AnyLogprobs]:
-        if len(self.choices) != 1:
-            raise Upstream(f"the engine answered with {len(self.choices)} choices: exactly one can be recorded")
-        return self.choices[0]
+    One instance per process. `read` is called in several threads at once.
+    """
+
+    endpoint: ClassVar[str]
+    """Path of the request, below the engine's URL."""
+    takes_messages: ClassVar[bool] = True
+    """If False, prompts are sent as tokens: `policy.renderer` is required."""
+    takes_tokens: ClassVar[bool] = False
+    """Whether `Prompt.ids` can be sent: `policy.renderer` is allowed."""
+    prompt_key: ClassVar[bytes] = b""
+    """Text directly before the first prompt id in a response, as the server prints it (`"prompt_token_ids":[`).
+
+    Both keys only save time: ids that an earlier turn has, and routed experts, are then skipped instead of parsed.
+    """
+    experts_key: ClassVar[bytes] = b""
+    """Text directly before the routed experts in a response (`"routed_experts":`)."""
+    context_limit: ClassVar[tuple[str, ...]] = CONTEXT_LIMIT
+    """Lower-case texts, one of which is in an HTTP 4xx that refuses a prompt for its length."""
+
+    def __init__(self, settings: Engine, *, renderer: AsyncRenderer | None = None) -> None:
+        self.settings = settings
+        self.renderer = renderer
+
+    @abstractmethod
+    def request_fields(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """The JSON object of a request, without the model. It must ask for ids and logprobs whatever `sampling` says;
+        `sampling` has OpenAI's names (`temperature`, `max_tokens`) and what `policy.sampling.more` adds."""
+
+    @abstractmethod
+    def read(self, text: bytes) -> ResponseFields:
+        """Decode a response and check its completion. `Upstream` or msgspec's DecodeError if it is malformed.
+
+        `text` has placeholders where the keys were found: return prompt ids and routed experts as `msgspec.Raw` of it,
+        undecoded.
+        """
+
+    def request_body(self, prompt: Prompt, sampling: Mapping[str, Any], *, model: str | None = None) -> bytes:
+        try:
+            request = {"model": model or self.settings.model, **self.request_fields(prompt, sampling)}
+            return orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError as error:
+            raise BadRequest(f"the request is not JSON-serializable: {error}") from error
+
+    def is_context_limit(self, error: str) -> bool:
+        """Whether an HTTP 4xx with this body refuses the prompt for its length."""
+        return any(phrase in error.lower() for phrase in self.context_limit)
+
+    def chat_completion(self, body: bytes, turn: Turn) -> bytes:
+        """The response as a session's client gets it: OpenAI's chat completion, without what only training needs."""
+        assert turn.message is not None
+        message, tokens = orjson.Fragment(turn.message), (turn.prompt_tokens, len(turn.completion_ids))
+        usage = dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), (*tokens, sum(tokens)), strict=True))
+        return orjson.dumps(
+            {
+                "id": f"chatcmpl-{turn.sequence.ids_digest:032x}",
+                "object": "chat.completion",
+                "created": int(time.time()),
+                "model": self.settings.model,
+                "choices": [{"index": 0, "message": message, "finish_reason": turn.finish_reason}],
+                "usage": usage,
+            }
+        )
+
+
+class ChatDialect(Dialect):
+    """A server with OpenAI's chat API. Its responses reach a session's client unchanged except for routed experts."""
+
+    endpoint: ClassVar[str] = CHAT_PATH
+    prompt_key: ClassVar[bytes] = b'"prompt_token_ids":['
+    experts_key: ClassVar[bytes] = b'"routed_experts":'
+
+    @abstractmethod
+    def required_fields(self, prompt: Prompt) -> dict[str, Any]:
+        """The request fields without which the response cannot be recorded. They override the caller's."""
+
+    def request_fields(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        tools = {"tools": prompt.tools} if prompt.tools else {}
+        return {"messages": prompt.messages, **tools, **sampling, **self.required_fields(prompt)}
+
+    def chat_completion(self, body: bytes, turn: Turn) -> bytes:
+        return without_routes(body, turn)
+
+
+class TokenLogprob(msgspec.Struct, gc=False):
+    """An entry of `logprobs.content`. It names its token by text, which is not compared with the ids."""
+
+    logprob: Logprob
+
+
+class TokenLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
 
 
 class AnyObject(msgspec.Struct):
@@ -124,67 +180,31 @@ class ChatMessage(msgspec.Struct):
 TOKEN_IDS = msgspec.json.Decoder(list[TokenId])
 MESSAGE = msgspec.json.Decoder(ChatMessage)
 
-
-class Dialect(ABC):
-    """The API of one kind of server: its request, and where its response has ids, logprobs, version and routes.
-
-    The defaults are those of an OpenAI chat with vLLM's `token_ids`. One instance per process.
-    """
-
-    endpoint: ClassVar[Endpoint] = Endpoint.CHAT
-    decoder: ClassVar["msgspec.json.Decoder[ResponseBody[Any]]"] = msgspec.json.Decoder(
-        ResponseBody[TokenLogprobs[TokenLogprob]]
-    )
-
-    def __init__(self, settings: Engine, *, renderer: AsyncRenderer | None = None) -> None:
-        self.settings = settings
-        self.renderer = renderer
-
-    def request_body(self, prompt: Prompt, sampling: Mapping[str, Any]) -> bytes:
-        try:
-            request = {"model": self.settings.model, **self.request_fields(prompt, sampling)}
-            return orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY)
-        except TypeError as error:
-            raise BadRequest(f"the request is not JSON-serializable: {error}") from error
-
-    def request_fields(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        tools = {"tools": prompt.tools} if prompt.tools else {}
-        required = self.required_fields(prompt.ids, prompt.routes_from)
-        return {"messages": prompt.messages, **tools, **sampling, **required}
-
-    @abstractmethod
-    def required_fields(self, ids: Ids | None = None, routes_from: int = 0) -> dict[str, Any]:
-        """The request fields without which the response cannot be recorded. They override the caller's."""
-
-    @staticmethod
-    def completion(choice: Choice[Any]) -> tuple[Ids, Logprobs]:
-        """Token ids and logprobs, of equal length."""
-        if choice.token_ids == ABSENT or choice.logprobs is None:
-            raise Upstream(
-                "the engine's response has neither token_ids with logprobs nor meta_info.output_token_logprobs"
-            )
-        ids, content = read_ids(bytes(choice.token_ids), "token_ids"), choice.logprobs.content
-        if len(ids) != len(content):
-            raise Upstream(f"the engine's response has {len(ids)} token_ids but {len(content)} logprobs")
-        choice.logprobs.check_tokens(ids)
-        return ids, np.array([token.logprob for token in content], np.float32)
-
-    @staticmethod
-    def routed_experts(choice: Choice[Any]) -> msgspec.Raw:
-        return choice.routed_experts
-
-    @staticmethod
-    def version(choice: Choice[Any]) -> int | None:
-        """Policy version of the weights, if the response states one."""
-        return None
+Value = TypeVar("Value")
 
 
-def read_message(choice: Choice[Any]) -> bytes:
+def only_choice(choices: Sequence[Value]) -> Value:
+    if len(choices) != 1:
+        raise Upstream(f"the engine answered with {len(choices)} choices: exactly one can be recorded")
+    return choices[0]
+
+
+def read_completion(token_ids: msgspec.Raw, content: Sequence[TokenLogprob] | None) -> tuple[Ids, Logprobs]:
+    """A choice's `token_ids` and `logprobs.content`, as arrays of equal length."""
+    if token_ids == ABSENT or content is None:
+        raise Upstream("the engine's response has no token_ids with logprobs; is engine.dialect right?")
+    ids = read_ids(bytes(token_ids), "token_ids")
+    if len(ids) != len(content):
+        raise Upstream(f"the engine's response has {len(ids)} token_ids but {len(content)} logprobs")
+    return ids, np.array([token.logprob for token in content], np.float32)
+
+
+def read_message(raw: msgspec.Raw) -> bytes:
     """The assistant's message as JSON."""
-    message = read_part(choice.message, MESSAGE, "message")
+    message = read_part(raw, MESSAGE, "message")
     if message.content is None and not message.tool_calls:
         raise Upstream("the engine's message has neither content nor tool calls")
-    return bytes(choice.message)
+    return bytes(raw)
 
 
 def read_ids(raw: bytes, name: str) -> Ids:
@@ -204,12 +224,18 @@ def compact_ids(raw: bytes) -> Ids | None:
     return ids.astype(np.int32) if ids.max() <= MAX_TOKEN_ID else None
 
 
-Value = TypeVar("Value")
-
-
 def read_part(raw: bytes | memoryview | msgspec.Raw, decoder: msgspec.json.Decoder[Value], name: str) -> Value:
     """Decode a part of a response. msgspec's error gives the path inside the part, so the part is named here."""
     try:
         return decoder.decode(raw)
     except msgspec.DecodeError as error:
         raise Upstream(f"the engine's response is malformed: {error} of {name}") from None
+
+
+def without_routes(body: bytes, turn: Turn) -> bytes:
+    """The engine's body, byte for byte, with `null` in place of the routed experts."""
+    if turn.routes_span is None:
+        return body
+    start, end = turn.routes_span
+    view = memoryview(body)
+    return b"".join([view[:start], b"null", view[end:]])

@@ -1,21 +1,20 @@
 """Token-in/token-out: vLLM's `/inference/v1/generate`. The response has no message, and names tokens by their id."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
 
-from penstock.config.engine import Engine
 from penstock.engines.dialects.base import (
-    AsyncRenderer,
+    ABSENT,
     Dialect,
-    Endpoint,
     Prompt,
-    ResponseBody,
+    ResponseFields,
     TokenLogprob,
-    TokenLogprobs,
+    only_choice,
+    read_completion,
 )
-from penstock.errors import ConfigError, Upstream
+from penstock.errors import Upstream
 from penstock.turn import Ids, ids_text
 
 
@@ -24,28 +23,53 @@ class NamedLogprob(TokenLogprob, gc=False):
     """`token_id:<id>`"""
 
 
-class NamedLogprobs(TokenLogprobs[NamedLogprob]):
-    def check_tokens(self, ids: Ids) -> None:
-        names = b"token_id:" + ids_text(ids).replace(b",", b",token_id:") if len(ids) else b""
-        if ",".join([token.token for token in self.content]).encode() != names:
-            raise Upstream("the engine's response has logprobs of other tokens than its token_ids")
+class NamedLogprobs(msgspec.Struct):
+    content: list[NamedLogprob]
+
+
+class Choice(msgspec.Struct):
+    logprobs: NamedLogprobs | None = None
+    token_ids: msgspec.Raw = ABSENT
+    routed_experts: msgspec.Raw = ABSENT
+    finish_reason: str | None = None
+
+
+class GenerateResponse(msgspec.Struct):
+    choices: list[Choice]
+    prompt_token_ids: msgspec.Raw = ABSENT
+
+
+RESPONSE = msgspec.json.Decoder(GenerateResponse)
 
 
 class Generate(Dialect):
-    endpoint: ClassVar[Endpoint] = Endpoint.GENERATE
-    decoder: ClassVar["msgspec.json.Decoder[ResponseBody[Any]]"] = msgspec.json.Decoder(ResponseBody[NamedLogprobs])
-
-    def __init__(self, settings: Engine, *, renderer: AsyncRenderer | None = None) -> None:
-        if renderer is None:
-            raise ConfigError('engine.dialect = "generate" sends tokens and needs a renderer: set policy.renderer')
-        super().__init__(settings, renderer=renderer)
+    endpoint: ClassVar[str] = "/inference/v1/generate"
+    takes_messages: ClassVar[bool] = False
+    takes_tokens: ClassVar[bool] = True
+    prompt_key: ClassVar[bytes] = b'"prompt_token_ids":['
+    experts_key: ClassVar[bytes] = b'"routed_experts":'
 
     def request_fields(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        assert prompt.ids is not None
-        required = self.required_fields(prompt.ids, prompt.routes_from)
-        return {"token_ids": prompt.ids, "sampling_params": {**sampling, **required}}
+        routes = {"routed_experts_prompt_start": prompt.routes_from} if self.settings.routed_experts else {}
+        return {"token_ids": prompt.ids, "sampling_params": {**sampling, "logprobs": 1, **routes}}
 
-    def required_fields(self, ids: Ids | None = None, routes_from: int = 0) -> dict[str, Any]:
-        """Of `sampling_params`."""
-        routes = {"routed_experts_prompt_start": routes_from} if self.settings.routed_experts else {}
-        return {"logprobs": 1, **routes}
+    def read(self, text: bytes) -> ResponseFields:
+        response = RESPONSE.decode(text)
+        choice = only_choice(response.choices)
+        content = choice.logprobs.content if choice.logprobs else None
+        ids, logprobs = read_completion(choice.token_ids, content)
+        check_names(content or (), ids)
+        return ResponseFields(
+            prompt_ids=response.prompt_token_ids,
+            completion_ids=ids,
+            completion_logprobs=logprobs,
+            routed_experts=choice.routed_experts,
+            finish_reason=choice.finish_reason,
+        )
+
+
+def check_names(content: Sequence[NamedLogprob], ids: Ids) -> None:
+    """`Upstream` if the logprobs name other tokens than `ids`."""
+    names = b"token_id:" + ids_text(ids).replace(b",", b",token_id:") if len(ids) else b""
+    if ",".join([token.token for token in content]).encode() != names:
+        raise Upstream("the engine's response has logprobs of other tokens than its token_ids")

@@ -1,50 +1,98 @@
 """SGLang's chat API. It takes messages or `input_ids`; the response has tokens, version and routes in `meta_info`."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from penstock.engines.dialects.base import ABSENT, MAX_VERSION, Choice, Dialect, MetaInfo
+from penstock.engines.dialects.base import (
+    ABSENT,
+    MAX_VERSION,
+    ChatDialect,
+    Logprob,
+    Prompt,
+    ResponseFields,
+    TokenId,
+    Version,
+    only_choice,
+    read_message,
+)
 from penstock.errors import Upstream
 from penstock.turn import Ids, Logprobs
+
+
+class OutputToken(msgspec.Struct, array_like=True, gc=False):
+    """`[logprob, token_id, ...]`"""
+
+    logprob: Logprob
+    token_id: TokenId
+
+
+class MetaInfo(msgspec.Struct):
+    output_token_logprobs: list[OutputToken] | None = None
+    completion_tokens: int | None = None
+    weight_version: str | Version | None = None
+    routed_experts: msgspec.Raw = ABSENT
+
 
 NO_META_INFO = MetaInfo()
 
 
-class Sglang(Dialect):
-    def required_fields(self, ids: Ids | None = None, routes_from: int = 0) -> dict[str, Any]:
+class Choice(msgspec.Struct):
+    message: msgspec.Raw = ABSENT
+    prompt_token_ids: msgspec.Raw = ABSENT
+    finish_reason: str | None = None
+    meta_info: MetaInfo | None = None
+
+
+class ChatResponse(msgspec.Struct):
+    choices: list[Choice]
+
+
+RESPONSE = msgspec.json.Decoder(ChatResponse)
+
+
+class Sglang(ChatDialect):
+    takes_tokens: ClassVar[bool] = True
+
+    def required_fields(self, prompt: Prompt) -> dict[str, Any]:
         fields: dict[str, Any] = {"logprobs": True, "return_meta_info": True, "return_prompt_token_ids": True}
-        if ids is not None:
-            fields["input_ids"] = ids
+        if prompt.ids is not None:
+            fields["input_ids"] = prompt.ids
         if self.settings.routed_experts:
-            fields |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
+            fields |= {"return_routed_experts": True, "routed_experts_start_len": prompt.routes_from}
         return fields
 
-    @staticmethod
-    def completion(choice: Choice[Any]) -> tuple[Ids, Logprobs]:
+    def read(self, text: bytes) -> ResponseFields:
+        choice = only_choice(RESPONSE.decode(text).choices)
         meta_info = choice.meta_info or NO_META_INFO
-        tokens = meta_info.output_token_logprobs
-        if tokens is None:
-            return Dialect.completion(choice)
-        if meta_info.completion_tokens != len(tokens):
-            raise Upstream(
-                f"meta_info has {len(tokens)} output_token_logprobs but completion_tokens {meta_info.completion_tokens}"
-            )
-        ids = np.array([token.token_id for token in tokens], np.int32)
-        return ids, np.array([token.logprob for token in tokens], np.float32)
+        ids, logprobs = read_output_tokens(meta_info)
+        return ResponseFields(
+            prompt_ids=choice.prompt_token_ids,
+            completion_ids=ids,
+            completion_logprobs=logprobs,
+            routed_experts=meta_info.routed_experts,
+            message=read_message(choice.message),
+            finish_reason=choice.finish_reason,
+            version=read_version(meta_info.weight_version),
+        )
 
-    @staticmethod
-    def routed_experts(choice: Choice[Any]) -> msgspec.Raw:
-        if choice.routed_experts != ABSENT or choice.meta_info is None:
-            return choice.routed_experts
-        return choice.meta_info.routed_experts
 
-    @staticmethod
-    def version(choice: Choice[Any]) -> int | None:
-        """`weight_version` is free text: a number if the trainer numbers its updates."""
-        version = choice.meta_info.weight_version if choice.meta_info else None
-        if not isinstance(version, str):
-            return version
-        numeric = version.isascii() and version.isdecimal() and len(version) <= len(str(MAX_VERSION))
-        return int(version) if numeric and int(version) <= MAX_VERSION else None
+def read_output_tokens(meta_info: MetaInfo) -> tuple[Ids, Logprobs]:
+    tokens = meta_info.output_token_logprobs
+    if tokens is None:
+        raise Upstream("the engine's response has no meta_info.output_token_logprobs; is engine.dialect right?")
+    if meta_info.completion_tokens != len(tokens):
+        raise Upstream(
+            f"meta_info has {len(tokens)} output_token_logprobs but completion_tokens {meta_info.completion_tokens}"
+        )
+    ids = np.array([token.token_id for token in tokens], np.int32)
+    return ids, np.array([token.logprob for token in tokens], np.float32)
+
+
+def read_version(stated: str | int | None) -> int | None:
+    """`weight_version` is free text: a number if the trainer numbers its updates."""
+    if not isinstance(stated, str):
+        return stated
+    numeric = stated.isascii() and stated.isdecimal() and len(stated) <= len(str(MAX_VERSION))
+    return int(stated) if numeric and int(stated) <= MAX_VERSION else None

@@ -2,21 +2,50 @@
 
 from typing import Any
 
-from penstock.config.engine import Engine
-from penstock.engines.dialects.base import AsyncRenderer, Dialect
-from penstock.errors import ConfigError
-from penstock.turn import Ids
+import msgspec
+
+from penstock.engines.dialects.base import (
+    ABSENT,
+    ChatDialect,
+    Prompt,
+    ResponseFields,
+    TokenLogprobs,
+    only_choice,
+    read_completion,
+    read_message,
+)
 
 
-class Vllm(Dialect):
-    def __init__(self, settings: Engine, *, renderer: AsyncRenderer | None = None) -> None:
-        if renderer is not None:
-            raise ConfigError(
-                'engine.dialect = "vllm" sends messages and cannot use policy.renderer: remove it, or set '
-                'engine.dialect = "generate"'
-            )
-        super().__init__(settings)
+class Choice(msgspec.Struct):
+    message: msgspec.Raw = ABSENT
+    logprobs: TokenLogprobs | None = None
+    token_ids: msgspec.Raw = ABSENT
+    routed_experts: msgspec.Raw = ABSENT
+    finish_reason: str | None = None
 
-    def required_fields(self, ids: Ids | None = None, routes_from: int = 0) -> dict[str, Any]:
+
+class ChatResponse(msgspec.Struct):
+    choices: list[Choice]
+    prompt_token_ids: msgspec.Raw = ABSENT
+
+
+RESPONSE = msgspec.json.Decoder(ChatResponse)
+
+
+class Vllm(ChatDialect):
+    def required_fields(self, prompt: Prompt) -> dict[str, Any]:
         """Routed experts have no field: vLLM sends them if started with `--enable-return-routed-experts`."""
         return {"logprobs": True, "return_token_ids": True}
+
+    def read(self, text: bytes) -> ResponseFields:
+        response = RESPONSE.decode(text)
+        choice = only_choice(response.choices)
+        ids, logprobs = read_completion(choice.token_ids, choice.logprobs.content if choice.logprobs else None)
+        return ResponseFields(
+            prompt_ids=response.prompt_token_ids,
+            completion_ids=ids,
+            completion_logprobs=logprobs,
+            routed_experts=choice.routed_experts,
+            message=read_message(choice.message),
+            finish_reason=choice.finish_reason,
+        )

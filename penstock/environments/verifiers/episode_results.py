@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.engines.client import CONTEXT_LIMIT
+from penstock.engines.dialects.base import CONTEXT_LIMIT
 from penstock.engines.transport import UNREACHABLE
 from penstock.environments.verifiers.wire import EpisodeResult, Outcome
 

@@ -8,19 +8,21 @@ from typing import Any
 import orjson
 import pytest
 from support.engine_clients import assert_idle, quick_engine, run
+from support.engine_responses import request_info
 from support.upstream import ReceivedRequest, Response, Server, answer, serving, user
 from support.waiting import wait_until_async
 
 from penstock.engines import transport
 from penstock.engines.client import ON_LOOP_BYTES, EngineClient, Request
-from penstock.engines.dialects import Endpoint
 from penstock.engines.response import read_turn
 from penstock.errors import EngineUnreachable, InfrastructureFailure, PolicyFailure, Upstream
 from penstock.runtime.offload import cores
+from penstock.turn import Turn
 
 MEGABYTE = 1 << 20
+CHAT = request_info()
 REQUEST = Request(
-    path=Endpoint.CHAT, body=orjson.dumps({"messages": [user("hello")]}), headers={"X-Session-ID": "r1.1"}
+    dialect=CHAT.dialect, body=orjson.dumps({"messages": [user("hello")]}), headers={"X-Session-ID": "r1.1"}
 )
 
 
@@ -30,6 +32,10 @@ async def client_of(*urls: str, **changes: Any) -> AsyncIterator[EngineClient]:
     async with EngineClient.open(quick_engine(*urls, **changes)) as client:
         yield client
         assert_idle(client)
+
+
+def read_chat(body: bytes) -> Turn:
+    return read_turn(body, request=CHAT)
 
 
 def hello(request: ReceivedRequest) -> Response:
@@ -66,7 +72,7 @@ def test_a_failed_request_is_retried(fault: Response) -> None:
     async def main() -> None:
         with serving(failing(2, fault)) as server:
             async with client_of(server.url) as client:
-                response = await client.send(REQUEST, read_turn)
+                response = await client.send(REQUEST, read_chat)
                 assert bytes(response.value.completion_ids.tolist()) == b"hello"
                 assert response.failures == 2
                 assert [request.retry for request in server.received] == [0, 1, 2]
@@ -80,7 +86,7 @@ def test_a_request_that_keeps_failing_is_an_infrastructure_failure(fault: Respon
         with serving(lambda _: fault) as server:
             async with client_of(server.url, retries=2) as client:
                 with pytest.raises(InfrastructureFailure, match="failed 3 times at one request") as failure:
-                    await client.send(REQUEST, read_turn)
+                    await client.send(REQUEST, read_chat)
                 assert not isinstance(failure.value, EngineUnreachable)
                 assert len(server.received) == 3
 
@@ -289,7 +295,7 @@ def test_connections_are_bounded_and_reused() -> None:
 def test_a_large_request_arrives_complete() -> None:
     async def main() -> None:
         text = "y" * (MEGABYTE)
-        large = Request(path=Endpoint.CHAT, body=orjson.dumps({"messages": [user(text)]}), headers={})
+        large = Request(dialect=CHAT.dialect, body=orjson.dumps({"messages": [user(text)]}), headers={})
         with serving(failing(1, FAULTS["a 500"])) as server:
             async with client_of(server.url) as client:
                 await client.send(large, content_of)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine_responses import DIALECTS, FORMS, ResponseSpec, compact
+from support.engine_responses import DIALECTS, FORMS, ResponseSpec, compact, request_info
 from support.reference_comparison import agree, fingerprint
 from support.strict_reference import ReadInputs
 
-from penstock.engines.dialects import Endpoint
-from penstock.engines.response import RequestInfo, read_turn, without_routes
+from penstock.engines.dialects.base import without_routes
+from penstock.engines.response import read_turn
 from penstock.errors import Upstream
 from penstock.turn import OpenSample, RouteFormat, Rows, Turn
 
@@ -46,7 +46,7 @@ def exchanges(draw: st.DrawFn) -> tuple[ResponseSpec, ReadInputs]:
     spec = ResponseSpec(prompt=prompt, completion=completion, rows=rows, start=start, dialect=dialect, form=form)
     format_known = rows is not None and draw(st.booleans())
     inputs = ReadInputs(
-        endpoint="generate" if dialect == "generate" else "chat",
+        dialect=dialect,
         open_samples=[(held, len(held) - draw(st.sampled_from([0, 1]))) for held in open_samples],
         prompt=prompt if dialect != "vllm" else None,
         routes_from=requested_from,
@@ -87,6 +87,7 @@ def test_whitespace_and_escapes_do_not_matter(exchange: tuple[ResponseSpec, Read
     assert (plain is None) == (respelled is None)
 
 
+VLLM = request_info()
 ROWS = np.random.default_rng(0).integers(1, 100, (20, 3, 2), dtype=np.uint8)
 
 
@@ -100,7 +101,7 @@ def rows_of(turn: Turn) -> list[int]:
 
 
 def test_a_second_turn_adds_only_its_new_tokens_and_rows() -> None:
-    first = read_turn(ResponseSpec(prompt=[1, 2, 3], completion=[4, 5], rows=ROWS[:4]).body())
+    first = read_turn(ResponseSpec(prompt=[1, 2, 3], completion=[4, 5], rows=ROWS[:4]).body(), request=VLLM)
     assert first.extends is None
     assert first.prompt_ids.tolist() == [1, 2, 3]
     assert first.completion_ids.tolist() == [4, 5]
@@ -111,7 +112,7 @@ def test_a_second_turn_adds_only_its_new_tokens_and_rows() -> None:
 
     sample = OpenSample(sequence=first.sequence, rows_from=4)
     spec = ResponseSpec(prompt=[1, 2, 3, 4, 5, 6, 7], completion=[8], rows=ROWS[:7])
-    second = read_turn(spec.body(), open_samples=[sample], route_format=first.routes.format)
+    second = read_turn(spec.body(), request=VLLM, open_samples=[sample], route_format=first.routes.format)
     assert (second.extends, second.prefix_tokens, second.prompt_tokens, second.tokens) == (0, 5, 7, 8)
     assert second.prompt_ids.tolist() == [6, 7]
     assert rows_of(second) == [4, 5, 6]
@@ -120,6 +121,7 @@ def test_a_second_turn_adds_only_its_new_tokens_and_rows() -> None:
 def test_a_prompt_equal_to_an_open_sample_extends_it() -> None:
     turn = read_turn(
         ResponseSpec(prompt=[1, 2, 3], completion=[4]).body(),
+        request=VLLM,
         open_samples=[OpenSample(sequence=fingerprint([1, 2, 3]), rows_from=2)],
     )
     assert turn.extends == 0
@@ -128,20 +130,22 @@ def test_a_prompt_equal_to_an_open_sample_extends_it() -> None:
 
 def test_an_id_with_the_same_first_digits_does_not_match() -> None:
     sample = OpenSample(sequence=fingerprint([1, 2]), rows_from=1)
-    assert read_turn(ResponseSpec(prompt=[1, 22, 3], completion=[4]).body(), open_samples=[sample]).extends is None
+    body = ResponseSpec(prompt=[1, 22, 3], completion=[4]).body()
+    assert read_turn(body, request=VLLM, open_samples=[sample]).extends is None
 
 
 def test_the_longest_open_sample_is_extended_and_all_matches_are_counted() -> None:
     open_samples = [
         OpenSample(sequence=fingerprint(ids), rows_from=0) for ids in ([1, 2], [1, 2, 3], [1, 9], [1, 2, 3])
     ]
-    turn = read_turn(ResponseSpec(prompt=[1, 2, 3, 4], completion=[5]).body(), open_samples=open_samples)
+    body = ResponseSpec(prompt=[1, 2, 3, 4], completion=[5]).body()
+    turn = read_turn(body, request=VLLM, open_samples=open_samples)
     assert turn.extends == 1, "of equal ones the first"
     assert turn.matches == 3
 
 
 def test_token_in_token_out_uses_the_prompt_of_the_request() -> None:
-    request = RequestInfo(endpoint=Endpoint.GENERATE, prompt_ids=np.array([1, 2, 3], np.int32))
+    request = request_info("generate", prompt_ids=np.array([1, 2, 3], np.int32))
     body = ResponseSpec(prompt=[1, 2, 3], completion=[4, 5], dialect="generate").body()
     turn = read_turn(body, request=request, open_samples=[OpenSample(sequence=fingerprint([1, 2]), rows_from=1)])
     assert turn.prompt_ids.tolist() == [3]
@@ -158,18 +162,21 @@ def test_token_in_token_out_uses_the_prompt_of_the_request() -> None:
 def test_sglang_states_the_version_of_its_weights(stated: str | int | None, version: int | None) -> None:
     response = ResponseSpec(prompt=[1], completion=[2], dialect="sglang").as_dict()
     response["choices"][0]["meta_info"]["weight_version"] = stated
-    assert read_turn(compact(response), request=RequestInfo(prompt_ids=np.array([1], np.int32))).version == version
+    assert (
+        read_turn(compact(response), request=request_info("sglang", prompt_ids=np.array([1], np.int32))).version
+        == version
+    )
 
 
 def test_a_message_may_have_tool_calls_instead_of_content() -> None:
     response = ResponseSpec(prompt=[1], completion=[2]).as_dict()
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     response["choices"][0]["message"] = {"role": "assistant", "content": None, "tool_calls": calls}
-    assert json.loads(read_turn(compact(response)).message or b"")["tool_calls"] == calls
+    assert json.loads(read_turn(compact(response), request=VLLM).message or b"")["tool_calls"] == calls
 
 
 def test_an_empty_completion_is_a_turn() -> None:
-    turn = read_turn(ResponseSpec(prompt=[1, 2], completion=[], rows=ROWS[:1]).body())
+    turn = read_turn(ResponseSpec(prompt=[1, 2], completion=[], rows=ROWS[:1]).body(), request=VLLM)
     assert turn.completion_ids.tolist() == []
     assert rows_of(turn) == [0]
 
@@ -190,7 +197,7 @@ def test_truncation_cuts_rows_with_the_tokens(
 ) -> None:
     body = ResponseSpec(prompt=[1, 2, 3, 4, 5], completion=[6, 7], rows=ROWS[:6]).body()
     open_samples = [OpenSample(sequence=fingerprint([1, 2]), rows_from=2)]
-    turn = read_turn(body, open_samples=open_samples, request=RequestInfo(max_seq_len=limit))
+    turn = read_turn(body, open_samples=open_samples, request=request_info(max_seq_len=limit))
     assert (turn.prompt_ids.tolist(), turn.completion_ids.tolist()) == (prompt, completion)
     assert len(turn.completion_logprobs) == len(completion)
     assert rows_of(turn) == rows
@@ -202,8 +209,7 @@ def test_truncation_cuts_rows_with_the_tokens(
 @pytest.mark.parametrize("form", FORMS)
 def test_without_routes_only_the_routed_experts_are_replaced(dialect: str, form: str) -> None:
     spec = ResponseSpec(prompt=[1, 2], completion=[3, 4], rows=ROWS[:3], dialect=dialect, form=form)
-    endpoint = Endpoint.GENERATE if dialect == "generate" else Endpoint.CHAT
-    request = RequestInfo(endpoint=endpoint, prompt_ids=np.array([1, 2], np.int32))
+    request = request_info(dialect, prompt_ids=np.array([1, 2], np.int32))
     for body in (spec.body(), json.dumps(spec.as_dict(), indent=1).encode()):
         turn = read_turn(body, request=request, route_format=RouteFormat(layers=3))
         assert turn.routes_span is not None
@@ -217,4 +223,4 @@ def test_without_routes_only_the_routed_experts_are_replaced(dialect: str, form:
 
 def test_a_body_without_routed_experts_is_returned_unchanged() -> None:
     body = ResponseSpec(prompt=[1], completion=[2]).body()
-    assert without_routes(body, read_turn(body)) is body
+    assert without_routes(body, read_turn(body, request=VLLM)) is body

@@ -54,7 +54,7 @@ def starts() -> list[Start]:
                     Start(
                         ResponseSpec(prompt=PROMPT, completion=COMPLETION, rows=rows, dialect=dialect, form=form or ""),
                         ReadInputs(
-                            endpoint="generate" if dialect == "generate" else "chat",
+                            dialect=dialect,
                             open_samples=open_samples,
                             prompt=None if dialect == "vllm" else PROMPT,
                             layers=2 if form == "bare" or format_known else None,

@@ -12,7 +12,7 @@ from penstock.errors import Upstream
 
 def inputs(dialect: str, open_samples: list[tuple[list[int], int]] | None = None) -> ReadInputs:
     return ReadInputs(
-        endpoint="generate" if dialect == "generate" else "chat",
+        dialect=dialect,
         open_samples=open_samples or [],
         prompt=None if dialect == "vllm" else PROMPT,
         layers=LAYERS if dialect == "sglang" else None,

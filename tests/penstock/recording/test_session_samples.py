@@ -9,10 +9,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.conversations import started
+from support.engine_responses import request_info
 from support.plain_samples import PlainSample, PlainTurn, merge
 from support.turn_structures import turn_structures
 
-from penstock.engines.response import RequestInfo, read_turn
+from penstock.engines.response import read_turn
 from penstock.recording import Sealed, Session
 from penstock.store import Store
 from penstock.store.columns import Columns, read_columns
@@ -43,7 +44,7 @@ def body(turn: PlainTurn, dtype: Any) -> bytes:
 async def record(session: Session, turn: PlainTurn, dtype: Any) -> None:
     with session.claim() as claim:
         prepared = session.prepare(claim)
-        request = RequestInfo(max_seq_len=session.settings.max_seq_len)
+        request = request_info(max_seq_len=session.settings.max_seq_len)
         read = read_turn(
             body(turn, dtype), open_samples=prepared.open_samples, request=request, route_format=prepared.route_format
         )

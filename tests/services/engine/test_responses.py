@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support.engine_process import CHAT, GENERATE, RECORDED_FIELDS, EngineProcess, running, user
+from support.engine_responses import request_info
 
-from penstock.engines.dialects import Endpoint
-from penstock.engines.response import RequestInfo, read_turn
+from penstock.engines.response import read_turn
 from penstock.renderers import bytes_chatml
 from penstock.turn import CheckRoutes, Ids, OpenSample, RouteFormat, Turn
 from services.engine.expert_table import ExpertTable
@@ -45,10 +45,10 @@ def fields_of(turn: Turn) -> dict[str, Any]:
 def every_answer(engines: Engines, messages: list[Any], **sampling: Any) -> Iterator[tuple[str, Turn]]:
     """From every dialect and every form."""
     prompt = bytes_chatml.encode(messages)
-    request = RequestInfo(endpoint=Endpoint.GENERATE, prompt_ids=prompt)
+    request = request_info("generate", prompt_ids=prompt)
     for (dialect, form), engine in engines.items():
         body = engine.answer(CHAT, {"messages": messages, **RECORDED_FIELDS[dialect], **sampling})
-        yield f"{dialect} {form}", read_turn(body, route_format=FORMAT)
+        yield f"{dialect} {form}", read_turn(body, request=request_info(dialect), route_format=FORMAT)
         body = engine.answer(GENERATE, generate_request(prompt, **sampling))
         yield f"generate {form}", read_turn(body, request=request, route_format=FORMAT)
 
@@ -110,7 +110,9 @@ def test_every_turn_of_a_game_extends_the_previous_one(engines: Engines, dialect
             START_FIELD[dialect]: start,
         }
         body = engine.answer(CHAT, request)
-        turn = read_turn(body, open_samples=open_samples, request=RequestInfo(routes_from=start), route_format=FORMAT)
+        turn = read_turn(
+            body, open_samples=open_samples, request=request_info(dialect, routes_from=start), route_format=FORMAT
+        )
         assert turn.extends == (0 if open_samples else None)
         assert turn.routes is not None
         assert turn.routes.first == start
@@ -198,7 +200,7 @@ def test_sglang_takes_the_prompt_as_ids(sglang: EngineProcess) -> None:
 
 def test_prompt_ids_of_another_vocabulary_are_accepted(engine: EngineProcess) -> None:
     prompt = np.array([150_000, 3, 99_999], np.int32)
-    request = RequestInfo(endpoint=Endpoint.GENERATE, prompt_ids=prompt)
+    request = request_info("generate", prompt_ids=prompt)
     turn = read_turn(engine.answer(GENERATE, generate_request(prompt)), request=request, route_format=FORMAT)
     assert turn.prompt_ids.tolist() == prompt.tolist()
     assert len(turn.completion_ids) > 1

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.engine_process import CHAT, GENERATE, RECORDED_FIELDS, EngineProcess, running, user
+from support.engine_responses import request_info
 
 from penstock.engines.response import read_turn
 from penstock.errors import Upstream
@@ -36,7 +37,9 @@ def test_responses_carry_the_published_version(tmp_path: Path) -> None:
     with running(tmp_path, "--dialect", "sglang") as engine:
 
         def version() -> int | None:
-            return read_turn(engine.answer(CHAT, HELLO | RECORDED_FIELDS["sglang"])).version
+            return read_turn(
+                engine.answer(CHAT, HELLO | RECORDED_FIELDS["sglang"]), request=request_info("sglang")
+            ).version
 
         assert version() == 0
         assert json.loads(engine.answer("/update_weights", {"weight_version": 7})) == {
@@ -108,7 +111,7 @@ def test_the_library_refuses_every_malformed_body(tmp_path: Path, dialect: str) 
         bodies = [engine.answer(CHAT, HELLO | RECORDED_FIELDS[dialect] | {"seed": seed}) for seed in range(20)]
     for body in bodies:
         with pytest.raises(Upstream):
-            read_turn(body)
+            read_turn(body, request=request_info(dialect))
     assert any(body.startswith(b"<html>") for body in bodies)
     assert any(body.startswith(b"{") and body.endswith(b"}") for body in bodies), "JSON that is not a valid response"
     assert any(body.startswith(b"{") and not body.endswith(b"}") for body in bodies), "cut short"

@@ -124,7 +124,7 @@ ROUTED = b'"routed_experts":'
     ],
 )
 def test_responses_that_are_quick_to_read_stay_on_the_loop(chunks: list[bytes], quick: bool) -> None:
-    assert is_quick(chunks) is quick
+    assert is_quick(chunks, ROUTED) is quick
 
 
 def test_a_bug_of_the_server_is_a_500_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:

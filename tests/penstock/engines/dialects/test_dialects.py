@@ -1,56 +1,124 @@
-"""The dialects of `engine.dialect`, and responses that mix the fields of vLLM and SGLang."""
+"""The dialects of `engine.dialect`: each reads the fields of its own server, and a wrong name is refused."""
 
-from typing import get_args
+from pathlib import Path
 
 import numpy as np
 import pytest
-from support.engine_responses import ResponseSpec, compact, routed
+from pydantic import ValidationError
+from support.engine_responses import DIALECTS, ResponseSpec, compact, request_info, routed
 from support.reference_comparison import agree
 from support.strict_reference import ReadInputs
 
+from penstock.config import engine
 from penstock.config.engine import Engine
-from penstock.engines.dialects import DIALECTS
+from penstock.engines.dialects import Dialect, dialect_of, load_dialect
+from penstock.engines.response import read_turn
+from penstock.errors import ConfigError, Upstream
 
 ROWS = np.arange(1, 9, dtype=np.uint8).reshape(2, 2, 2)
 
 
-def test_every_dialect_of_the_configuration_has_a_class() -> None:
-    assert set(get_args(Engine.model_fields["dialect"].annotation)) == DIALECTS.keys()
+def test_every_built_in_name_has_a_class() -> None:
+    assert tuple(engine.DIALECTS) == DIALECTS
+    kinds = [load_dialect(name) for name in engine.DIALECTS]
+    assert len(set(kinds)) == len(kinds)
+    assert all(issubclass(kind, Dialect) for kind in kinds)
 
 
-def test_meta_info_adds_version_and_routes_to_a_response_with_token_ids() -> None:
+def test_meta_info_is_ignored_in_a_response_of_vllm() -> None:
     response = ResponseSpec(prompt=[1, 2], completion=[3]).as_dict()
     response["choices"][0]["meta_info"] = {"weight_version": "5", "routed_experts": routed(ROWS, "object")}
     turn = agree(compact(response), ReadInputs(open_samples=[]))
     assert turn is not None
-    assert turn.version == 5
-    assert turn.routes is not None
-    assert np.array_equal(turn.routes.rows, ROWS)
+    assert (turn.version, turn.routes) == (None, None)
 
 
-def test_routes_of_the_choice_precede_those_of_meta_info() -> None:
+def test_routed_experts_of_the_choice_are_ignored_in_a_response_of_sglang() -> None:
     response = ResponseSpec(prompt=[1, 2], completion=[3], dialect="sglang").as_dict()
     response["choices"][0]["routed_experts"] = routed(ROWS, "object")
     response["choices"][0]["meta_info"]["routed_experts"] = routed(ROWS + 1, "object")
-    turn = agree(compact(response), ReadInputs(open_samples=[], prompt=[1, 2]))
+    turn = agree(compact(response), ReadInputs(dialect="sglang", open_samples=[], prompt=[1, 2]))
     assert turn is not None
     assert turn.routes is not None
-    assert np.array_equal(turn.routes.rows, ROWS)
+    assert np.array_equal(turn.routes.rows, ROWS + 1)
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_generate_checks_token_names_also_with_meta_info(named: bool) -> None:
+def test_generate_checks_token_names(named: bool) -> None:
     response = ResponseSpec(prompt=[1, 2], completion=[3], dialect="generate").as_dict()
-    response["choices"][0]["meta_info"] = {}
     if not named:
         response["choices"][0]["logprobs"]["content"][0]["token"] = "token_id:4"
-    turn = agree(compact(response), ReadInputs(endpoint="generate", open_samples=[], prompt=[1, 2]))
+    turn = agree(compact(response), ReadInputs(dialect="generate", open_samples=[], prompt=[1, 2]))
     assert (turn is not None) == named
 
 
-def test_generate_accepts_output_token_logprobs() -> None:
-    sglang = ResponseSpec(prompt=[1, 2], completion=[3], dialect="sglang").as_dict()
-    response = {"choices": [{"meta_info": sglang["choices"][0]["meta_info"]}]}
-    turn = agree(compact(response), ReadInputs(endpoint="generate", open_samples=[], prompt=[1, 2]))
-    assert turn is not None
-    assert (turn.completion_ids.tolist(), turn.version, turn.message) == ([3], 7, None)
+@pytest.mark.parametrize(("dialect", "other"), [("vllm", "sglang"), ("sglang", "vllm"), ("generate", "sglang")])
+def test_a_response_of_another_server_is_refused_and_the_setting_named(dialect: str, other: str) -> None:
+    body = ResponseSpec(prompt=[1, 2], completion=[3], dialect=other).body()
+    with pytest.raises(Upstream, match=r"is engine\.dialect right\?"):
+        read_turn(body, request=request_info(dialect, prompt_ids=np.array([1, 2], np.int32)))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("vlm", r"'vlm' is not known; did you mean 'vllm'\?"),
+        ("openai", "built in: vllm, sglang, generate; or module:Class"),
+        ("my package:Mine", "or module:Class"),
+        (":Mine", "or module:Class"),
+        ("mine:", "or module:Class"),
+    ],
+)
+def test_an_unknown_name_is_refused_when_the_configuration_is_loaded(name: str, why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        Engine(dialect=name)
+
+
+BROKEN = """
+from penstock.engines.dialects import ChatDialect, Dialect
+
+class NotADialect:
+    pass
+
+class Half(ChatDialect):
+    def required_fields(self, prompt):
+        return {}
+
+class Nowhere(Dialect):
+    def request_fields(self, prompt, sampling):
+        return {}
+
+    def read(self, text):
+        raise NotImplementedError
+
+class Picky(Nowhere):
+    endpoint = "/x"
+
+    def __init__(self, settings, *, renderer=None):
+        raise RuntimeError("no licence")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nowhere_to_be_found:Mine", "cannot be imported: No module named 'nowhere_to_be_found'; install it"),
+        ("fails_to_import:Mine", "cannot be imported: ZeroDivisionError"),
+        ("broken_dialects:Hal", "has no class 'Hal'; did you mean 'Half'?"),
+        ("broken_dialects:NotADialect", "NotADialect is not a subclass of penstock.engines.dialects.Dialect"),
+        ("broken_dialects:BROKEN", "BROKEN is not a subclass"),
+        ("broken_dialects:Half", "Half does not define read"),
+        ("broken_dialects:Nowhere", "Nowhere.endpoint must be a path"),
+        ("broken_dialects:Picky", "cannot be constructed: RuntimeError: no licence"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str
+) -> None:
+    (tmp_path / "broken_dialects.py").write_text(BROKEN + "\nBROKEN = 1\n")
+    (tmp_path / "fails_to_import.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as refusal:
+        dialect_of(Engine(dialect=name))
+    assert f'engine.dialect = "{name}"' in str(refusal.value)
+    assert why in str(refusal.value)
