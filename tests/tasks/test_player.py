@@ -54,6 +54,17 @@ def test_every_job_fails_with_the_error_of_an_unusable_renderer(tmp_path: Path, 
     run(main)
 
 
+def test_every_job_fails_with_the_error_of_an_unusable_dialect(tmp_path: Path) -> None:
+    config = RunConfig.model_validate({"run_dir": tmp_path, "engine": {"dialect": "penstock.errors:Upstream"}})
+
+    async def main() -> None:
+        async with Player(config).ready() as player:
+            with pytest.raises(StageError, match=r"cannot play: engine\.dialect .* Upstream is not a subclass"):
+                await player.play(JOB, "aa")
+
+    run(main)
+
+
 def test_a_renderer_that_cannot_be_built_now_does_not_stop_the_worker(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from cli.main import app
 from penstock.errors import ConfigError
+from penstock.renderers import bytes_chatml
 from penstock.store import BlobRef, Store
 from penstock.store.columns import read_columns
 from penstock.store.experts import Experts
@@ -21,6 +22,23 @@ from services.engine.settings import ExpertShape
 
 SHAPE = ExpertShape(layers=3, topk=2, experts=16)
 SETTINGS = {"engine__dialect": "sglang", "engine__hidden_layers": "3", "engine__moe_experts": "16"}
+
+
+def test_an_engine_of_tokens_only_serves_sessions(tmp_path: Path) -> None:
+    """The renderer makes the prompt and decodes the completion; the client sees a chat completion."""
+    with engine_process.running(tmp_path, "--length", "constant:40") as engine:
+        url, arguments = "http://{}:{}".format(*engine.address), ["--policy-renderer", "bytes-chatml"]
+        with running(tmp_path, url, *arguments, engine__dialect="generate") as process:
+            agent = process.agent()
+            for text in ("What is 3 + 4?", "And what is 10 - 2?"):
+                before = agent.request("GET").json["metadata"]["accumulated_token_ids"]
+                completion = agent.talk(text).json
+                shown = agent.request("GET").json
+                assert shown["records"][-1]["path"] == "/inference/v1/generate"
+                assert shown["records"][-1]["request"]["token_ids"][: len(before)] == before
+                assert shown["records"][-1]["response"] == completion
+            assert bytes_chatml.decode_messages(np.array(shown["metadata"]["accumulated_token_ids"])) == agent.messages
+            assert len(agent.request("POST", "/seal").json["sample_lengths"]) == 1
 
 
 @pytest.fixture(scope="module")
