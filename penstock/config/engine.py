@@ -47,8 +47,7 @@ class Engine(Section):
     """Model name sent with every request."""
     dialect: str = "vllm"
     """API of the engine: `vllm` or `sglang` (chat), `generate` (token ids in and out, `/inference/v1/generate`), or
-    `module:Class`, a subclass of `penstock.engines.dialects.Dialect` that rollout workers and session servers import.
-    """
+    `module:Class`, a class of your own that rollout workers and session servers import."""
     api_key: Annotated[SecretStr | None, OF_HOST] = None
     """Bearer token sent to the engine. Set PENSTOCK_ENGINE__API_KEY rather than writing it to a file."""
     connections: Annotated[PositiveInt, OF_HOST] = 1024
