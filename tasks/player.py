@@ -39,7 +39,8 @@ class Player:
         real = {name: each for name, each in self._config.environments.items() if not noop_settings(self._config, name)}
         dialect = None
         try:
-            self._environments = await in_io_thread(load_environments, real)  # the built-in ones, if there are none
+            # The built-in ones, if there are none.
+            self._environments = await in_io_thread(load_environments, real, self._config.place_of)
             dialect = await _dialect(self._config)
         except ConfigError as error:
             self._broken = str(error)  # the reply to every job, so that the orchestrator stops with it

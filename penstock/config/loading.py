@@ -15,7 +15,16 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from penstock.config import test_hooks
-from penstock.config.problems import Keys, Origins, describe, is_setting, is_toml, setting_keys, unknown_variable
+from penstock.config.problems import (
+    Keys,
+    Origins,
+    Source,
+    describe,
+    is_setting,
+    is_toml,
+    setting_keys,
+    unknown_variable,
+)
 from penstock.config.redis_address import check
 from penstock.config.run import DEFAULT_REDIS_URL, RunConfig
 from penstock.errors import ConfigError
@@ -56,15 +65,17 @@ def load(
             _set(values, keys, value)
             named = keys[1:] if keys[0] == section else keys
             origins[keys] = "--" + "-".join(named).replace("_", "-")
+    source = Source(path=path, text=text, origins=origins)
     problems = _wrong_types(values, model, origins)
     try:
         config = model.model_validate(values)
     except ValidationError as error:
         found = error.errors()
         found += [problem for problem in problems if problem["loc"] not in [each["loc"] for each in found]]
-        raise ConfigError(describe(found, model, path, text, origins)) from error
+        raise ConfigError(describe(found, model, source)) from error
     if problems:
-        raise ConfigError(describe(problems, model, path, text, origins))
+        raise ConfigError(describe(problems, model, source))
+    config.read_from(source)
     return config
 
 

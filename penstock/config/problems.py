@@ -3,6 +3,7 @@
 import difflib
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -32,9 +33,23 @@ PLAIN = {"path_type": f"{SHOULD_BE}a path, in quotes", "tuple_type": f"{SHOULD_B
 """Messages of pydantic that name types of Python, in the words of TOML."""
 
 
-def describe(
-    problems: Iterable[ErrorDetails], model: type[Section], path: Path | None, text: str, origins: Origins
-) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a configuration was read from. Not a part of it: two sources are equal."""
+
+    path: Path | None = field(default=None, compare=False)
+    text: str = field(default="", compare=False)
+    origins: Origins = field(default_factory=Origins, compare=False)
+
+    def place_of(self, keys: Keys) -> str:
+        """File and line, variable or flag that sets `keys`."""
+        origin = next((name for set_keys, name in self.origins.items() if _one_begins_the_other(set_keys, keys)), None)
+        if origin is None and (number := line_of(self.text, keys)):
+            return f"{self.path}, line {number}"
+        return origin or str(self.path or "configuration")
+
+
+def describe(problems: Iterable[ErrorDetails], model: type[Section], source: Source) -> str:
     """One line for each setting with a problem."""
     messages: dict[Keys, str] = {}
     for problem in problems:
@@ -43,7 +58,7 @@ def describe(
         expected = f"{'.'.join(keys)}: {SHOULD_BE}"
         if messages.setdefault(keys, message) != message and message.startswith(expected):
             messages[keys] += ", or " + message.removeprefix(expected)  # neither of two types that it may have
-    return "\n".join(f"{_place(keys, path, text, origins)}: {message}" for keys, message in messages.items())
+    return "\n".join(f"{source.place_of(keys)}: {message}" for keys, message in messages.items())
 
 
 def setting_keys(model: type[Section], location: Sequence[int | str]) -> Keys:
@@ -67,13 +82,6 @@ def unknown_variable(name: str, model: type[Section], prefix: str, others: Seque
         return f"environment, {name}: {setting!r} has a new name: {RENAMED[setting]}"
     known = [*others, *(prefix + key.replace(".", "__").upper() for key in all_keys(model))]
     return f"environment: {name} is not a setting; the nearest is {_nearest(name, known)}"
-
-
-def _place(keys: Keys, path: Path | None, text: str, origins: Origins) -> str:
-    origin = next((name for set_keys, name in origins.items() if _one_begins_the_other(set_keys, keys)), None)
-    if origin is None and (number := line_of(text, keys)):
-        return f"{path}, line {number}"
-    return origin or str(path or "configuration")
 
 
 def _message(kind: str, message: str, keys: Keys, model: type[Section]) -> str:

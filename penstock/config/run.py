@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, field_validator, model_validator
 
 from penstock.advantages import AdvantageSettings
 from penstock.batches.packing import Normalise, Oversize, PackingRules
 from penstock.batches.plan import Format
 from penstock.config.engine import Engine, EnvironmentName, EnvironmentSettings, Policy
+from penstock.config.problems import Source
 from penstock.config.redis_address import check
 from penstock.config.sessions import Sessions
 from penstock.errors import ConfigError
@@ -210,6 +211,15 @@ class RunConfig(Section):
     recovery: Recovery = Recovery()
     lag: Lag = Lag()
     http: Http = Http()
+
+    _source: Source = PrivateAttr(default=Source())
+
+    def read_from(self, source: Source) -> None:
+        self._source = source
+
+    def place_of(self, *keys: str) -> str:
+        """The file and line, variable or flag that sets `keys`, for messages about its value."""
+        return self._source.place_of(keys)
 
     @field_validator("redis_url")
     @classmethod

@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_type_hints
 
@@ -56,16 +56,32 @@ class LoadedEnvironment:
             return self.examples[index]
 
 
-def load_environments(settings: Mapping[str, EnvironmentSettings]) -> dict[str, LoadedEnvironment]:
+class WrongOption(ConfigError):
+    """Names the option."""
+
+    def __init__(self, message: str, option: str | None = None) -> None:
+        super().__init__(message)
+        self.option = option
+
+
+PlaceOf = Callable[..., str]
+"""Maps the keys of a setting to the place that sets it: `RunConfig.place_of`."""
+
+
+def load_environments(
+    settings: Mapping[str, EnvironmentSettings], place_of: PlaceOf | None = None
+) -> dict[str, LoadedEnvironment]:
     """Load the configured environments, or all built-in ones if none is configured. Blocks while it imports and builds.
-    Raises one ConfigError that lists every problem."""
+    Raises one ConfigError that lists every problem, with its place in the configuration."""
     wanted = settings or {name: EnvironmentSettings(use=name) for name in BUILT_INS}
     loaded, problems = dict[str, LoadedEnvironment](), list[str]()
     for name, each in wanted.items():
         try:
             loaded[name] = load_environment(name, each)
         except ConfigError as error:
-            problems.append(f"[environments.{name}]: {error}")
+            wrong = ("options", error.option) if isinstance(error, WrongOption) else ("use",)
+            place = f"{place_of('environments', name, *wrong)}: " if place_of else ""
+            problems.append(f"{place}[environments.{name}]: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
     return loaded
@@ -109,9 +125,10 @@ def _validated(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name not in parameters and not accepts_any:
             nearest = difflib.get_close_matches(name, parameters, n=1, cutoff=0.0)
-            raise ConfigError(f"it has no option {name!r}" + (f"; the nearest is {nearest[0]!r}" if nearest else ""))
+            hint = f"; the nearest is {nearest[0]!r}" if nearest else ""
+            raise WrongOption(f"it has no option {name!r}{hint}", name)
         try:
             validated[name] = TypeAdapter(hints[name]).validate_python(value) if name in hints else value
         except ValidationError as error:
-            raise ConfigError(f"options.{name}: {error.errors()[0]['msg']}") from error
+            raise WrongOption(f"options.{name}: {error.errors()[0]['msg']}", name) from error
     return validated

@@ -1,9 +1,11 @@
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from penstock.config import load
 from penstock.config.engine import EnvironmentSettings
 from penstock.environments import load_environments
 from penstock.errors import ConfigError, StageError
@@ -66,6 +68,25 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield "some_environments"
     for name in ("some_environments", "broken_environments"):
         sys.modules.pop(name, None)
+
+
+def test_a_wrong_option_is_reported_with_its_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    text = "[environments.sums]\nuse = 'arithmetic'\n[environments.sums.options]\nsize = 3\nsise = 4\n"
+    for content, line, message in [
+        (text, 5, "it has no option 'sise'; the nearest is 'size'"),
+        (text.replace("3", "'x'"), 4, "options.size: Input should be a valid integer"),
+        (text.replace("arithmetic", "arithmetics"), 2, "use = 'arithmetics' is not known here"),
+    ]:
+        file.write_text(content)
+        config = load(file, environ={})
+        with pytest.raises(ConfigError, match=re.escape(f"run.toml, line {line}: [environments.sums]: {message}")):
+            load_environments(config.environments, config.place_of)
+    variable = load(
+        None, environ={"PENSTOCK_ENVIRONMENTS__S__OPTIONS__SISE": "1", "PENSTOCK_ENVIRONMENTS__S__USE": "guess"}
+    )
+    with pytest.raises(ConfigError, match=r"^environment, PENSTOCK_ENVIRONMENTS__S__OPTIONS__SISE: \[environments.s\]"):
+        load_environments(variable.environments, variable.place_of)
 
 
 def test_the_built_in_environments_are_the_default() -> None:
