@@ -41,6 +41,7 @@ def run(
     settings = configuration.load(config, flags={"run_dir": run_dir, "steps": steps, "lag.trace_s": lag_trace_s})
     from orchestrator import start  # after the settings, so that a wrong one is reported before Celery is imported
     from orchestrator.ledger.audit import audit
+    from penstock.store import open_store
 
     with showing_run(as_json=as_json) as on_status:
         status = start.run(settings, on_status=on_status)
@@ -49,18 +50,18 @@ def run(
     if as_json:
         print_json({**status, "audit": result})
     else:
-        print_facts(_summary(status, result, settings.store_dir))
+        print_facts(_summary(status, result, open_store(settings.store_url).location("batches")))
     if not result["balanced"]:
         raise typer.Exit(1)
 
 
-def _summary(status: dict[str, Any], result: dict[str, Any], store: Path) -> Iterator[Fact]:
+def _summary(status: dict[str, Any], result: dict[str, Any], batches: str) -> Iterator[Fact]:
     done = status["phase"] == "done"
     ended = "done" if done else "stopped before its last step"
     yield Fact("run", f"{status['run']}: {ended} after {facts.duration(status['running_s'])}")
     yield Fact("steps", f"{status['step']:,} of {status['steps']:,} delivered")
     if status["step"]:
-        yield Fact("batches", str(store / "batches"))
+        yield Fact("batches", batches)
     yield verdict(result)
     if not done:
         yield Fact("resume", shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))

@@ -1,17 +1,17 @@
 """Job inputs: the files that jobs read from the store. Written before submission, deleted when not needed."""
 
 import logging
-from pathlib import Path
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord
 from penstock import job_inputs
 from penstock.batches import BatchPlan, BatchRollout
 from penstock.config import RunConfig
+from penstock.errors import BlobError
 from penstock.ledger.states import GroupState, JobKind, RolloutState
 from penstock.messages import GroupInputs, GroupMember
 from penstock.runtime.offload import in_io_thread
-from penstock.store import BlobRef
+from penstock.store import BlobRef, Store, open_store
 
 logger = logging.getLogger("penstock.inputs")
 
@@ -26,7 +26,7 @@ class JobInputs:
         self._config = config
         self._run = run
         self._ledger = ledger
-        self._store = config.store_dir
+        self._store = open_store(config.store_url)
         self._written: dict[str, Content | None] = dict.fromkeys(job_inputs.keys(self._store, run))
         """files in the store; None for those of an earlier orchestrator"""
         self.trouble: str | None = None
@@ -52,12 +52,12 @@ class JobInputs:
         stale = self._written.keys() - self._needed() - contents.keys()
         try:
             await in_io_thread(_write_and_delete, self._store, wanted, stale)
-        except OSError as error:
+        except (OSError, BlobError) as error:
             if self.trouble is None:
-                logger.error("action=store_waits path=%s error=%s", self._store, error.strerror)
+                logger.error("action=store_waits store=%s error=%s", self._store, error)
             self.trouble = (
-                f"the store {self._store} cannot be written ({error.strerror}): "
-                "free space or repair the disk; jobs wait and nothing is lost"
+                f"the store {self._store} cannot be written ({error}): "
+                "free space or repair it; jobs wait and nothing is lost"
             )
             return False
         for key in stale:
@@ -79,11 +79,11 @@ class JobInputs:
         return group_inputs(self._ledger.groups[job.subject], self._ledger.number("policy_version"))
 
 
-def _write_and_delete(store: Path, wanted: dict[str, Content], stale: set[str]) -> None:
+def _write_and_delete(store: Store, wanted: dict[str, Content], stale: set[str]) -> None:
     for key, content in wanted.items():
         job_inputs.write(store, key, content)
     for key in stale:
-        job_inputs.delete(store, key)
+        store.delete(key)
 
 
 def group_inputs(group: GroupRecord, policy_version: int) -> GroupInputs:

@@ -40,7 +40,8 @@ from penstock.batches import EncodedRank, read_manifest
 from penstock.config import RunConfig
 from penstock.errors import OtherPlan
 from penstock.runtime.loop_lag import LoopLag
-from penstock.store import Store
+from penstock.runtime.offload import in_io_thread
+from penstock.store import open_store
 
 logger = logging.getLogger("penstock.orchestrator")
 
@@ -72,7 +73,7 @@ class Orchestrator:
         self.lock = lock
         self.lag = lag
         self.stop = stop
-        self.store = Store(config.store_dir)
+        self.store = open_store(config.store_url)
         self.changed = asyncio.Event()
 
         self.trainer = Trainer(config, ledger)
@@ -114,7 +115,7 @@ class Orchestrator:
 
     async def run(self) -> None:
         """Drive the run until the last step is delivered or a stop is requested; open work then waits in the ledger."""
-        self.deliver_sealed_steps()
+        await self.deliver_sealed_steps()
         self.composer.resume()
         self.planner.resume()
         await self.submitter.remove_leftovers()
@@ -184,11 +185,11 @@ class Orchestrator:
         logger.info("action=delivered step=%d rollouts=%d", batch.step, rollouts)
         return True
 
-    def deliver_sealed_steps(self) -> None:
+    async def deliver_sealed_steps(self) -> None:
         """Deliver open steps that have a manifest: a crash may have come before the ledger recorded the delivery."""
         for batch in list(self.ledger.batches.values()):
-            if manifest := read_manifest(self.store, batch.step):
-                self.sealer.publish(manifest)
+            if manifest := await in_io_thread(read_manifest, self.store, batch.step):
+                await in_io_thread(self.sealer.publish, manifest)
                 self.deliver(batch)
 
     def deliver(self, batch: BatchRecord) -> None:

@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import os
-from pathlib import Path
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.trainer import Trainer
@@ -15,7 +13,8 @@ from penstock.errors import BlobError
 from penstock.ledger import queries, schema
 from penstock.ledger.states import UNGENERATED
 from penstock.runtime.offload import in_io_thread
-from penstock.store import BlobRef, Store
+from penstock.store import BlobRef, Store, open_store
+from penstock.store.base import check_key
 
 logger = logging.getLogger("penstock.release")
 
@@ -28,7 +27,7 @@ class Releaser:
     """Deletes blobs of dropped and fenced rollouts at once, blobs of a step when it is trained on."""
 
     def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer) -> None:
-        self._store = Store(config.store_dir)
+        self._store = open_store(config.store_url)
         self._on = config.trainer.release_on
         self._keep_steps = config.trainer.keep_steps
         self._ledger = ledger
@@ -80,6 +79,7 @@ def _kept(manifest: Manifest) -> set[str]:
 def delete(store: Store, keys: list[str]) -> None:
     for key in keys:
         try:
+            check_key(key)  # it comes from a worker's reply
             store.delete(key)
         except (BlobError, OSError) as error:
             logger.warning("action=blob_not_deleted key=%s error=%s", key, error)
@@ -90,7 +90,7 @@ class Sweeper:
 
     def __init__(self, config: RunConfig, run: str, ledger: Ledger) -> None:
         self._ledger_path = config.ledger_path
-        self._store = Store(config.store_dir)
+        self._store = open_store(config.store_url)
         self._run = run
         self._rollouts = ids.run_directory(run)
         self._ledger = ledger
@@ -104,7 +104,7 @@ class Sweeper:
     async def _run_once(self) -> int:
         # In this order no file in use is unnamed: a rollout that begins after the listing is not listed; a step that is
         # delivered after the names of open groups are taken is among them, one that was delivered before is committed.
-        rollouts = await in_io_thread(_names, self._store.path(self._rollouts))
+        rollouts = await in_io_thread(self._store.names, self._rollouts)
         groups = self._ledger.groups.values()
         spared = {rollout.id for group in groups for rollout in group.of(*UNGENERATED)}
         named = {key for group in groups for rollout in group.rollouts if rollout.result for key in rollout.result.keys}
@@ -138,10 +138,3 @@ class Sweeper:
 
     def _sweep(self, directories: list[str], named: set[str]) -> int:
         return sum(len(self._store.sweep(directory, named=named)) for directory in directories)
-
-
-def _names(directory: Path) -> list[str]:
-    try:
-        return os.listdir(directory)  # noqa: PTH208  names only, of up to 100,000
-    except FileNotFoundError:
-        return []

@@ -10,11 +10,13 @@ from typing import Any
 import orjson
 
 from penstock import ids, job_inputs
+from penstock.batches.plan import BATCHES
 from penstock.config import RunConfig
 from penstock.config.declared import changes, flattened, shared_settings
 from penstock.config.redis_address import address
 from penstock.errors import RunError, RunMismatch
-from penstock.store import atomic
+from penstock.store import Store, atomic, open_store
+from penstock.store.opening import relative_path, run_store_url, stored_url
 
 logger = logging.getLogger("penstock.orchestrator")
 
@@ -22,17 +24,18 @@ SETTINGS = {"settings", "identity"}
 """What run.json holds of the configuration: all shared settings, or those that release 0.1 recorded."""
 CHANGES_KEPT = 100
 """Changed settings that run.json lists, the latest ones."""
+OWNER = "run"
+"""Key of the blob that holds the id of the run that a store belongs to."""
 
 
 def create_directories(config: RunConfig) -> None:
-    """Create the directories that the settings name."""
-    for setting, directory in (
-        ("run_dir", config.run_dir),
-        ("ledger_dir", config.ledger_path.parent),
-        ("store", config.store_dir),
-    ):
+    """Create the directories that the settings name, and check that the store can be used."""
+    for setting, directory in (("run_dir", config.run_dir), ("ledger_dir", config.ledger_path.parent)):
         with explained(directory, setting):
             directory.mkdir(parents=True, exist_ok=True)
+    store = open_store(config.store_url)
+    with explained(store, "store"):
+        store.check()
 
 
 def begin_or_resume(config: RunConfig) -> str:
@@ -48,19 +51,20 @@ def begin_or_resume(config: RunConfig) -> str:
             "settings": {setting.key: setting.value for setting in shared_settings(config)},
             "changed": stored.get("changed", []),
             "redis": address(config.redis_url),
-            "ledger": _relative(config.ledger_path, config.run_dir),
-            "store": _relative(config.store_dir, config.run_dir),
+            "ledger": relative_path(config.run_dir, config.ledger_path),
+            "store": stored_url(config.run_dir, config.store_url),
         }
         if stored:
             _refuse_second_ledger(config, config.run_dir / stored["ledger"])
             content["changed"] = [*content["changed"], *_changed(config, stored)][-CHANGES_KEPT:]
         if content != stored:
             write_json(config.run_dir / "run.json", content, durable=True)
-        _claim_store(config.store_dir, content["run"])
-        for directory in (config.run_dir, *config.store_dir.glob("batches/*")):
-            atomic.sweep(directory)
+        store = open_store(config.store_url)
+        _claim_store(store, content["run"])
+        for folder in (BATCHES, job_inputs.FOLDER):
+            store.tidy(folder)
+        atomic.sweep(config.run_dir)
         atomic.sweep(config.run_dir / "trainer", "run.json")  # the other files there are the trainer's
-        job_inputs.sweep(config.store_dir, content["run"])
     return content["run"]
 
 
@@ -84,12 +88,12 @@ def ledger_path(run_dir: Path) -> Path:
     return run_dir / read(run_dir)["ledger"]
 
 
-def store_path(run_dir: Path) -> Path:
-    return run_dir / read(run_dir)["store"]
+def store_url(run_dir: Path) -> str:
+    return run_store_url(run_dir, read(run_dir)["store"])
 
 
 @contextmanager
-def explained(directory: Path, setting: str = "run_dir") -> Iterator[None]:
+def explained(directory: Path | Store, setting: str = "run_dir") -> Iterator[None]:
     """Raise a RunError that names the directory and its setting instead of an OSError."""
     try:
         yield
@@ -103,13 +107,13 @@ def write_json(path: Path, content: dict[str, Any], *, durable: bool = False) ->
     atomic.write(path, orjson.dumps(content, option=orjson.OPT_INDENT_2), durable=durable)
 
 
-def _claim_store(store: Path, run: str) -> None:
+def _claim_store(store: Store, run: str) -> None:
     """A store belongs to one run: the steps of two runs would have the same names."""
-    owner = store / "run"
-    if not owner.exists():
-        atomic.write(owner, run.encode(), durable=True)
-    if owner.read_text() != run:
-        raise RunMismatch(f"the store {store} belongs to run {owner.read_text()}: set store to another directory")
+    if store.size(OWNER) is None:
+        store.create(OWNER, run.encode())
+    owner = store.read(OWNER).decode()
+    if owner != run:
+        raise RunMismatch(f"the store {store} belongs to run {owner}: set store to another one")
 
 
 def _changed(config: RunConfig, stored: dict[str, Any]) -> list[dict[str, Any]]:
@@ -139,8 +143,3 @@ def _refuse_second_ledger(config: RunConfig, stored: Path) -> None:
             f"the ledger of the run in {config.run_dir} is {stored}, and there is none at {config.ledger_path}: "
             "move it there, or set ledger_dir back"
         )
-
-
-def _relative(path: Path, run_dir: Path) -> str:
-    root = run_dir.resolve()
-    return str(path.relative_to(root) if path.is_relative_to(root) else path)

@@ -9,7 +9,7 @@ from penstock.batches.prime_rl import publish_prime_rl
 from penstock.config import RunConfig
 from penstock.errors import BlobError, BlobUnwritten
 from penstock.runtime.offload import in_io_thread
-from penstock.store import Store
+from penstock.store import open_store
 
 logger = logging.getLogger("penstock.sealing")
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("penstock.sealing")
 class Sealer:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._store = Store(config.store_dir)
+        self._store = open_store(config.store_url)
         self.trouble: str | None = None
         """why a step cannot be sealed at present"""
         self.visible: int | None = None
@@ -34,7 +34,7 @@ class Sealer:
                 logger.error("action=sealing_waits step=%d error=%s", batch.step, error)
             self.trouble = (
                 f"the manifest of step {batch.step} cannot be written ({error}): "
-                f"free space or repair the disk of {self._store.root}; nothing is lost"
+                f"free space in the store {self._store}, or repair it; nothing is lost"
             )
             return False
         self.trouble = self.visible = None

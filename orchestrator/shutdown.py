@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Coroutine
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from orchestrator import envelope
@@ -19,6 +18,7 @@ from penstock.ids import LeaseId
 from penstock.ledger.states import IN_FLIGHT, GroupState, JobState
 from penstock.messages import Queue
 from penstock.runtime.offload import in_io_thread
+from penstock.store import Store, open_store
 from tasks import app
 
 logger = logging.getLogger("penstock.orchestrator")
@@ -101,7 +101,7 @@ class Shutdown:
         if leases:
             await self._broker.call(lambda client: client.hdel(redis_keys.LEASES, *map(str, leases)))
         await self._replies.delete()
-        await in_io_thread(_delete_inputs, self._config.store_dir, self._run)
+        await in_io_thread(_delete_inputs, open_store(self._config.store_url), self._run)
 
     async def revoke(self, task_ids: list[str]) -> None:
         """Only saves work: the ledger has already settled these jobs."""
@@ -135,9 +135,9 @@ class Shutdown:
         return [lease for lease in leases if lease and lease.run == self._run]
 
 
-def _delete_inputs(store: Path, run: str) -> None:
+def _delete_inputs(store: Store, run: str) -> None:
     for key in job_inputs.keys(store, run):
-        job_inputs.delete(store, key)
+        store.delete(key)
 
 
 async def _empty_queue(client: Any, queue: Queue) -> list[bytes]:

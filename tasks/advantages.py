@@ -5,6 +5,7 @@ from penstock.config import RunConfig
 from penstock.config.test_hooks import noop_settings
 from penstock.messages import AdvantageJob, AdvantageResult, Queue
 from penstock.stages.advantages import estimate_group
+from penstock.store import open_store
 from tasks import noop
 from tasks.celery_app import app, settings, task_name
 from tasks.execution import sync_executor
@@ -16,7 +17,7 @@ def run(job: AdvantageJob) -> None:
 
 
 def body(job: AdvantageJob, config: RunConfig) -> AdvantageResult:
-    group = job_inputs.read_group(config.store_dir, job.plan)
+    group = job_inputs.read_group(open_store(config.store_url), job.plan)
     if hooks := noop_settings(config, group.environment):
         return noop.advantages(job, group, hooks)
     return estimate_group(group, config)

@@ -5,7 +5,7 @@ from penstock.config import RunConfig
 from penstock.config.test_hooks import noop_settings
 from penstock.messages import EncodeJob, EncodeResult, Queue
 from penstock.stages.encoding import encode
-from penstock.store import Store
+from penstock.store import open_store
 from tasks import noop
 from tasks.celery_app import app, settings, task_name
 from tasks.execution import sync_executor
@@ -17,7 +17,7 @@ def run(job: EncodeJob) -> None:
 
 
 def body(job: EncodeJob, config: RunConfig, execution: str) -> EncodeResult:
-    plan = job_inputs.read_step(config.store_dir, job.plan)
+    plan = job_inputs.read_step(open_store(config.store_url), job.plan)
     if hooks := noop_settings(config, *plan.envs):
         return noop.encoding(job, plan, hooks, execution)
-    return encode(Store(config.store_dir), plan, data_rank=job.data_rank, execution=execution)
+    return encode(open_store(config.store_url), plan, data_rank=job.data_rank, execution=execution)

@@ -5,7 +5,7 @@ from penstock.config import RunConfig
 from penstock.config.test_hooks import noop_settings
 from penstock.messages import FilterJob, FilterResult, Queue
 from penstock.stages.filtering import filter_group
-from penstock.store import Store
+from penstock.store import open_store
 from tasks import noop
 from tasks.celery_app import app, settings, task_name
 from tasks.execution import sync_executor
@@ -17,7 +17,7 @@ def run(job: FilterJob) -> None:
 
 
 def body(job: FilterJob, config: RunConfig) -> FilterResult:
-    group = job_inputs.read_group(config.store_dir, job.plan)
+    group = job_inputs.read_group(open_store(config.store_url), job.plan)
     if hooks := noop_settings(config, group.environment):
         return noop.filtering(job, group, hooks)
-    return filter_group(Store(config.store_dir), group, config)
+    return filter_group(open_store(config.store_url), group, config)

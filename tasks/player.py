@@ -19,7 +19,7 @@ from penstock.playing.agent_sessions import SessionServers
 from penstock.playing.rollout import Attempt, RolloutStage, play, score_group
 from penstock.renderers import PooledRenderer, RendererKey, RendererPools
 from penstock.runtime.offload import in_io_thread
-from penstock.store import Store
+from penstock.store import open_store
 from tasks import noop
 
 logger = logging.getLogger("penstock.tasks")
@@ -49,7 +49,7 @@ class Player:
         try:
             async with EngineClient.open(config.engine) as client, SessionServers.open(config.sessions) as sessions:
                 if dialect:
-                    store = Store(config.store_dir)
+                    store = open_store(config.store_url)
                     self._stage = RolloutStage(
                         client=client, store=store, settings=config.policy, dialect=dialect, sessions=sessions
                     )
@@ -76,9 +76,10 @@ class Player:
 
     async def score(self, job: ScoreJob) -> ScoreResult:
         environment = self._environment(job.environment)
-        group = await in_io_thread(job_inputs.read_group, self._config.store_dir, job.plan)
+        store = open_store(self._config.store_url)
+        group = await in_io_thread(job_inputs.read_group, store, job.plan)
         results = [member.result for member in group.members]
-        scores = await score_group(Store(self._config.store_dir), environment, group.example, results)
+        scores = await score_group(store, environment, group.example, results)
         rollouts = (member.rollout for member in group.members)
         return ScoreResult(rewards={rollout: score.reward for rollout, score in zip(rollouts, scores, strict=True)})
 

@@ -14,6 +14,7 @@ from typer.main import get_command
 from cli.main import app
 from penstock import config
 from penstock.messages import Queue
+from penstock.store import open_store
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docker-compose.yml").read_text()
@@ -119,7 +120,10 @@ def test_the_run_s_configuration_fits_the_containers() -> None:
     assert {use.use for use in settings.environments.values()} == {"arithmetic", "guess", "distinct", "program"}
     assert settings.engine.urls == ("http://engine:8000",)
     assert settings.sessions.urls == ("http://sessions:8100",)
-    assert all(str(path).startswith("/data/") for path in (settings.run_dir, settings.store_dir, settings.ledger_path))
+    assert all(
+        str(path).startswith("/data/")
+        for path in (settings.run_dir, open_store(settings.store_url), settings.ledger_path)
+    )
     for name in (*WORKERS, "orchestrator"):
         assert SERVICES[name]["environment"] == environment
         assert f"./deploy/run.toml:{environment['PENSTOCK_CONFIG']}:ro" in SERVICES[name]["volumes"]

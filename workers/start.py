@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from penstock.config import DEFAULT_REDIS_URL
 from penstock.messages import Queue
+from penstock.store import open_store
 from tasks import celery_app
 from tasks.celery_app import settings
 from tasks.kinds import WorkerKind
@@ -67,11 +68,12 @@ def _named_by_user() -> bool:
 def _log_configuration(**_: object) -> None:
     config = settings()
     environments = ",".join(sorted(config.environments)) or "built-in"
-    logger.info("action=worker_ready environments=%s store=%s", environments, config.store_dir)
+    store = open_store(config.store_url)
+    logger.info("action=worker_ready environments=%s store=%s", environments, store)
     if config.redis_url == DEFAULT_REDIS_URL and config.store is None:
         logger.warning(
             "action=defaults neither Redis nor store is configured: using %s and %s; "
             "set PENSTOCK_CONFIG, PENSTOCK_REDIS_URL or PENSTOCK_STORE to change that",
             DEFAULT_REDIS_URL,
-            config.store_dir,
+            store,
         )

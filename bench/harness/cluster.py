@@ -44,7 +44,7 @@ class Cluster:
         self.redis_url = server.url
         self.redis = redis.Redis.from_url(server.url)
         self._server = server
-        self.store = f"file://{directory / 'store'}"
+        self.store = (directory / "store").absolute().as_uri()
         # By default a benchmark does not wait for a trainer, and may play no-op stages (PENSTOCK_TEST_HOOKS).
         defaults: dict[str, object] = {"trainer__max_steps_ahead": "unlimited", "test_hooks": 1}
         self._settings = {"redis_url": server.url, "store": self.store, **defaults, **settings}

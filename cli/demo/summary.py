@@ -14,15 +14,15 @@ from cli.facts import Fact
 from orchestrator import run_dir
 from orchestrator.ledger.audit import audit
 from penstock.batches import Manifest, read_manifests, read_trainer
-from penstock.batches.manifest import manifest_path
+from penstock.batches.manifest import manifest_key
 from penstock.ledger import queries, schema
-from penstock.store import Store
+from penstock.store import Store, open_store
 
 
 def collect(options: Options, demo: Demo) -> dict[str, Any]:
     """Read everything from disk, except the lag and the trainer's last line."""
     result = audit(options.run_dir)
-    store = Store(run_dir.store_path(options.run_dir))
+    store = open_store(run_dir.store_url(options.run_dir))
     manifests = read_manifests(store)
     totals = [manifest.totals for manifest in manifests.values()]
     return {
@@ -72,9 +72,9 @@ def _paths(options: Options, store: Store, manifests: Mapping[int, Manifest]) ->
     paths = {"run": options.run_dir, "config": options.config, "logs": options.logs}
     if manifests:
         last = max(manifests)
-        paths["manifest"] = manifest_path(store, last)
+        paths["manifest"] = Path(store.location(manifest_key(last)))
         if jsonl := manifests[last].ranks[0].rollouts_jsonl:
-            paths["rollouts"] = store.path(jsonl.key)
+            paths["rollouts"] = Path(store.location(jsonl.key))
     return {**paths, "metrics": options.run_dir / "metrics.jsonl"}
 
 

@@ -14,7 +14,7 @@ from orchestrator import run_dir
 from penstock.batches import Manifest, read_manifests
 from penstock.errors import BlobError
 from penstock.ledger import queries, schema
-from penstock.store import BlobRef, Store
+from penstock.store import BlobRef, Store, open_store
 
 SHOWN_MOST = 20  # of any one kind of problem
 
@@ -24,7 +24,7 @@ Progress = Callable[[int, int], None]
 
 def audit(directory: Path, progress: Progress = lambda done, total: None) -> dict[str, Any]:
     """`balanced` is true when the counts add up and no problem was found."""
-    store = Store(run_dir.store_path(directory))
+    store = open_store(run_dir.store_url(directory))
     with schema.reading(run_dir.ledger_path(directory)) as connection:
         with queries.snapshot(connection):  # the manifests are read inside: they may only be newer than the ledger
             rollouts = queries.progress(connection)["rollouts"]

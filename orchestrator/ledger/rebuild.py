@@ -10,7 +10,7 @@ from penstock.config import RunConfig
 from penstock.ids import GroupId
 from penstock.ledger.schema import STATEMENTS, open_for_writing
 from penstock.ledger.states import BatchState, GroupState, RolloutState
-from penstock.store import Store, atomic
+from penstock.store import atomic, open_store
 
 logger = logging.getLogger("penstock.ledger")
 
@@ -21,7 +21,7 @@ def rebuild_if_lost(config: RunConfig) -> None:
     """Rebuild when there is no ledger but there are manifests."""
     if config.ledger_path.exists():
         return
-    manifests = read_manifests(Store(config.store_dir))
+    manifests = read_manifests(open_store(config.store_url))
     if not manifests:
         return
     logger.warning("action=ledger_rebuilt path=%s from_steps=%d", config.ledger_path, len(manifests))

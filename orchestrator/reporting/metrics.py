@@ -25,7 +25,7 @@ from penstock.errors import BlobError
 from penstock.ledger.states import JobKind, RolloutState
 from penstock.runtime.loop_lag import LagSummary, LoopLag, read_summaries_async
 from penstock.runtime.offload import in_io_thread
-from penstock.store import Store
+from penstock.store import Store, open_store
 
 logger = logging.getLogger("penstock.metrics")
 
@@ -61,7 +61,7 @@ class Metrics:
         self._data_ranks = config.batch.data_ranks
         self._lag = lag
         self._lags = lags
-        self._file = MetricsFile(config.run_dir / FILE_NAME, Store(config.store_dir))
+        self._file = MetricsFile(config.run_dir / FILE_NAME, open_store(config.store_url))
         self._unwritten: dict[int, str] = {}
         self.last: Mapping[str, float] = {}
         """of the last delivered step"""

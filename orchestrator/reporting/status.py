@@ -81,7 +81,8 @@ def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
     if state is State.RUNNING:
         lags = in_redis.event_loop_lag | {"orchestrator": last["event_loop_lag"]}
         return result | {"event_loop_lag": lags, "waiting_for": last["waiting_for"]}
-    disks = [directory, directory / identity["ledger"], directory / identity["store"]]
+    disks = [directory, directory / identity["ledger"]]
+    disks += [directory / identity["store"]] if "://" not in identity["store"] else []
     full = [f"the disk of {path} is full: free space" for path in disks if _full(path)]
     idle = {"rollouts_per_s": 0.0, "tokens_per_s": 0.0, "http": None}
     return result | idle | {"waiting_for": [*_troubles(result), *full]}

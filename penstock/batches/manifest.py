@@ -4,16 +4,19 @@ Written once, by the orchestrator alone, and never replaced. A step is sealed wh
 manifest names belong to no batch.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from penstock.batches import json_records
 from penstock.batches.packing import Normalise
-from penstock.batches.plan import BatchPlan, step_directory
-from penstock.errors import BatchError, BlobCorrupt, OtherPlan, StageError
-from penstock.store import BlobRef, Store, atomic
+from penstock.batches.plan import BATCHES, BatchPlan, step_directory
+from penstock.errors import BatchError, BlobCorrupt, BlobMissing, OtherPlan, StageError
+from penstock.store import BlobRef, Store
+
+NAME = "manifest.json"
+MANIFEST = re.compile(rf"{BATCHES}/step_(\d+)/{re.escape(NAME)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,39 +58,39 @@ class Manifest:
     ranks: tuple[EncodedRank, ...]
 
 
-def manifest_path(store: Store, step: int) -> Path:
-    return store.root / step_directory(step) / "manifest.json"
+def manifest_key(step: int) -> str:
+    return f"{step_directory(step)}/{NAME}"
 
 
 def seal_manifest(store: Store, plan: BatchPlan, ranks: Iterable[EncodedRank]) -> Manifest:
     """Create the manifest. Repeating the call changes nothing; another content is refused with BatchError."""
     manifest = _manifest(plan, sorted(ranks, key=lambda rank: rank.data_rank))
-    path = manifest_path(store, plan.step)
-    if not atomic.create_durably(path, json_records.dumps(manifest)) and read_manifest(store, plan.step) != manifest:
+    key = manifest_key(plan.step)
+    if not store.create(key, json_records.dumps(manifest)) and read_manifest(store, plan.step) != manifest:
         raise BatchError(
-            f"step {plan.step} is sealed already, from another plan or other files: {path} is not replaced"
+            f"step {plan.step} is sealed already, from another plan or other files: {store.location(key)} is not "
+            "replaced"
         )
     return manifest
 
 
 def read_manifest(store: Store, step: int) -> Manifest | None:
     """None if the step is not sealed."""
-    path = manifest_path(store, step)
+    key = manifest_key(step)
     try:
-        manifest = json_records.loads(Manifest, path.read_bytes())
-    except FileNotFoundError:
+        manifest = json_records.loads(Manifest, store.read(key))
+    except BlobMissing:
         return None
     except ValueError as error:
-        raise BlobCorrupt(f"{path} is not a manifest: {error}; restore it from a backup") from error
+        raise BlobCorrupt(f"{store.location(key)} is not a manifest: {error}; restore it from a backup") from error
     if manifest.plan.step != step:
-        raise BlobCorrupt(f"{path} is the manifest of step {manifest.plan.step}")
+        raise BlobCorrupt(f"{store.location(key)} is the manifest of step {manifest.plan.step}")
     return manifest
 
 
 def read_manifests(store: Store) -> dict[int, Manifest]:
     """Every sealed step -> its manifest, in order."""
-    paths = sorted(store.root.glob("batches/step_*/manifest.json"))
-    steps = (int(path.parent.name.removeprefix("step_")) for path in paths)
+    steps = sorted(int(found[1]) for key in store.keys(BATCHES) if (found := MANIFEST.fullmatch(key)))
     return {step: manifest for step in steps if (manifest := read_manifest(store, step))}
 
 

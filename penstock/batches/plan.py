@@ -19,6 +19,7 @@ from penstock.errors import StageError
 from penstock.store import BlobRef
 
 Format = Literal["native", "prime-rl", "prime-rl-2026-05"]
+BATCHES = "batches"  # folder of the store that holds a directory for each step
 FIRST_STEP = 0  # the batch of step s is trained into policy version s + 1
 
 
@@ -100,4 +101,4 @@ def files_of(batch_format: str, data_ranks: int) -> int:
 
 def step_directory(step: int) -> str:
     """Directory of a step's files, as a key of the store."""
-    return f"batches/step_{step:06d}"
+    return f"{BATCHES}/step_{step:06d}"

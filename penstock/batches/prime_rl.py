@@ -5,8 +5,6 @@ one file of samples per step. Both contain the routed experts, with zeros where 
 micro-batch or sample, one of its columns as Python objects, and ROWS_PER_PIECE rows of experts.
 """
 
-import errno
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +26,6 @@ PAD_ID = 1
 ROWS_PER_PIECE = 4096  # of routed experts, read and written at once: 1.5 MB at 48 layers and top-8
 DTYPE_NAMES = {"uint8": "uint8", "uint16": "int16"}  # prime-rl has no uint16; no model has 32,768 experts
 BINARY_MARKERS = {1: 0xC4, 2: 0xC5, 4: 0xC6}  # MessagePack: bytes of a binary value's length -> its type
-
-NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP)  # another file system, or one without hard links
 
 encode = msgspec.msgpack.encode
 
@@ -204,13 +200,8 @@ def publish_prime_rl(store: Store, manifest: Manifest, output_dir: Path) -> None
 
 
 def _publish(store: Store, ref: BlobRef, target: Path) -> None:
-    store.open(ref, verify=False)
+    store.require(ref)
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target, suffix="tmp") as temporary:
-            try:
-                temporary.hardlink_to(store.path(ref.key))
-            except OSError as error:
-                if error.errno not in NO_LINKS:
-                    raise
-                shutil.copyfile(store.path(ref.key), temporary)
+            store.export(ref.key, temporary)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.batches.batch_columns import EXTRA, OFFSETS, SAMPLE, SAMPLE_COLUMNS, TOKEN_COLUMNS, Array, rank_metadata
-from penstock.batches.manifest import Manifest, manifest_path, read_manifest
+from penstock.batches.manifest import Manifest, manifest_key, read_manifest
 from penstock.batches.plan import FIRST_STEP, BatchPlan
 from penstock.batches.signals import (
     NOTHING,
@@ -33,7 +33,9 @@ from penstock.batches.signals import (
 from penstock.errors import BatchError, BlobCorrupt, ConfigError, Stalled
 from penstock.store import Store, open_store, tensors
 from penstock.store.experts import Experts, Layers, Missing
+from penstock.store.opening import read_run_store_url, run_store_url
 
+DEFAULT_STORE = "store"  # of a run that has no such setting: a directory of its run directory
 # Seconds between two polls for the next step: the first, doubled up to the longest.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
 SIGNED = {1: np.dtype("i2"), 2: np.dtype("i4")}  # bytes of an expert id -> the dtype that also holds -1
@@ -54,7 +56,7 @@ class BatchReader:
     ) -> None:
         """`resume_step` is the step of the checkpoint that the trainer loaded: later steps are delivered. Default: all.
 
-        `store` is the run's setting of that name; needed if the run has one.
+        `store` is a URL as in the setting of that name. Default: the store that the run directory names.
         """
         if not 0 <= data_rank < data_ranks:
             raise ConfigError(f"data_rank {data_rank} is not one of the {data_ranks} data ranks, numbered from 0")
@@ -62,7 +64,8 @@ class BatchReader:
         if resumed < NOTHING:
             raise ConfigError(f"resume_step {resumed} is not a step: the first one is {FIRST_STEP}")
         self._run_dir = Path(run_dir)
-        self._store = open_store(store) if store else Store(self._run_dir / "store")
+        self._store_url = store
+        self._open_store()  # a store that cannot be opened is refused here, not after the first wait
         self._timeout_s = timeout_s
         before = read_progress(self._run_dir, data_rank)
         self._delivered = resumed
@@ -89,7 +92,7 @@ class BatchReader:
                 f"step {manifest.plan.step} was sealed for {rules.data_ranks} data ranks, this reader has "
                 f"{rank.data_ranks}: start the trainer with as many ranks as batch.data_ranks"
             )
-        batch = Batch(self._store, manifest, rank.data_rank)
+        batch = Batch(self._open_store(), manifest, rank.data_rank)
         self._delivered = batch.step
         return batch
 
@@ -110,10 +113,15 @@ class BatchReader:
             raise BatchError(f"checkpointed({step}): this rank acknowledged steps up to {self._progress.acked} only")
         write_checkpoint(self._run_dir, Checkpoint(step=step))
 
+    def _open_store(self) -> Store:
+        """Looked up until the run has begun, because a trainer may start before it."""
+        self._store_url = self._store_url or read_run_store_url(self._run_dir)
+        return open_store(self._store_url or run_store_url(self._run_dir, DEFAULT_STORE))
+
     def _wait(self, step: int) -> Manifest:
         deadline, pause_s = time.monotonic() + self._timeout_s, FIRST_PAUSE_S
         first_status = read_status(self._run_dir)
-        while (manifest := read_manifest(self._store, step)) is None:
+        while (manifest := read_manifest(self._open_store(), step)) is None:
             status = read_status(self._run_dir)
             if status and status.ended and status.last_step < step:
                 raise StopIteration
@@ -125,7 +133,7 @@ class BatchReader:
         return manifest
 
     def _stall_reason(self, step: int, before: RunStatus | None, now: RunStatus | None) -> str:
-        waited = f"no {manifest_path(self._store, step)} in {self._timeout_s:g} s"
+        waited = f"no {self._open_store().location(manifest_key(step))} in {self._timeout_s:g} s"
         if now is None:
             return f"{waited}, and no orchestrator has written to {self._run_dir}: is it the directory of a run?"
         unchanged = " (unchanged since the wait began: is the orchestrator running?)" if now == before else ""

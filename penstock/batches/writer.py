@@ -1,6 +1,5 @@
 """Encoding: one rank of a plan into one file of the store, in the plan's format. Imported by encode workers only."""
 
-import mmap
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from penstock.batches.plan import BatchPlan
 from penstock.batches.rollouts_jsonl import write_rollouts
 from penstock.store import BlobRef, Store, tensors
 from penstock.store.atomic import UnfinishedFile, writing
-from penstock.store.parts import checksum, write_at
+from penstock.store.parts import checksum, mapped, write_at
 
 Layout = Mapping[str, tuple[np.dtype[Any], int]]
 """array -> dtype and length"""
@@ -98,7 +97,7 @@ class _ColumnFile(UnfinishedFile):
         # Wide dtypes first, so that every array is aligned.
         ordered = sorted(layout.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
         self._head = tensors.header({name: (dtype, (length,)) for name, (dtype, length) in ordered}, metadata)
-        self._key, self._target = key, store.path(key)
+        self._store, self._key = store, key
         self._starts: dict[str, int] = {}
         self._size = len(self._head)
         for name, (dtype, length) in ordered:
@@ -116,9 +115,9 @@ class _ColumnFile(UnfinishedFile):
         self._write(np.frombuffer(self._head, np.uint8), 0)
         with writing(self.path), self._file:
             self._file.truncate(self._size)
-            content = np.frombuffer(mmap.mmap(self._file.fileno(), self._size, access=mmap.ACCESS_READ), np.uint8)
-        self.publish(self._target)
-        return BlobRef(key=self._key, size=self._size, checksum=checksum(content))
+            digest = checksum(mapped(self._file.fileno()))
+        self._store.publish(self.path, self._key)
+        return BlobRef(key=self._key, size=self._size, checksum=digest)
 
     def discard(self) -> None:
         self._file.close()

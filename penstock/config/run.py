@@ -16,6 +16,7 @@ from penstock.errors import ConfigError
 from penstock.filters import FilterSettings
 from penstock.runtime.loop_lag import LagLimits, LagTrace, LoopLag, Publish
 from penstock.sections import FIXED, OF_HOST, CommaSeparated, Declared, Port, Reader, Section, read_by
+from penstock.store import open_store
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 WORKERS = (Reader.ROLLOUTS, Reader.COMPUTE)
@@ -191,7 +192,8 @@ class RunConfig(Section):
     redis_url: Annotated[str, EVERY_PROCESS, OF_HOST] = DEFAULT_REDIS_URL
     """Address of Redis. Set PENSTOCK_REDIS_URL rather than writing a password to a file."""
     store: Annotated[str | None, EVERY_PROCESS, OF_HOST] = None
-    """Shared directory of blobs, job inputs and batches, `file:///...`. Default: `store` in the run directory."""
+    """URL of the store of blobs, job inputs and batches: a shared directory, `file:///...`, or `module:Class://address`
+    for a store of your own. Default: `store` in the run directory."""
     max_store_gb: PositiveFloat | None = None
     """No rollout is started while blobs that wait for the trainer take more than this many GB (1e9 bytes)."""
     ledger_dir: Annotated[Path | None, OF_HOST] = None
@@ -230,13 +232,19 @@ class RunConfig(Section):
     @field_validator("store")
     @classmethod
     def _check_store(cls, store: str | None) -> str | None:
-        if store is not None and not store.startswith("file:///"):
-            raise ValueError("must be a shared directory: file:///absolute/path")
+        if store is not None:
+            try:
+                opened = open_store(store)
+            except ConfigError as error:
+                raise ValueError(str(error).removeprefix("store ")) from error
+            if not opened.shared:
+                raise ValueError(f"{store} is seen by one process only: use a shared directory, file:///absolute/path")
         return store
 
     @property
-    def store_dir(self) -> Path:
-        return Path(self.store.removeprefix("file://")) if self.store else self.run_dir.resolve() / "store"
+    def store_url(self) -> str:
+        """For `open_store`."""
+        return self.store or (self.run_dir.resolve() / "store").as_uri()
 
     @property
     def ledger_path(self) -> Path:

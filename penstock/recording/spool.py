@@ -5,7 +5,6 @@ All methods block: call them in a thread, one at a time. A turn is written compl
 first, so that the log never refers to missing rows.
 """
 
-import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from penstock.recording.turn_log import Bytes, LogEntry, RowsState, entry_frame,
 from penstock.store import BlobRef, Store
 from penstock.store.columns import write_columns
 from penstock.store.experts import seal_experts
-from penstock.store.parts import GrowingFile, Part
+from penstock.store.parts import GrowingFile, Part, mapped
 from penstock.store.tensors import Tensors
 from penstock.turn import Rows
 
@@ -49,8 +48,8 @@ class SessionSettings:
 
 def unsealed(store: Store, under: str) -> list[str]:
     """Keys of the unsealed sessions below a directory, which a new process may recover."""
-    logs = store.path(under).rglob(f".{COLUMNS}.{LOG}")
-    return sorted(log.parent.relative_to(store.root).as_posix() for log in logs)
+    logs = store.local_path(under).rglob(f".{COLUMNS}.{LOG}")
+    return sorted(log.parent.relative_to(store.spool_dir).as_posix() for log in logs)
 
 
 class Spool:
@@ -180,12 +179,12 @@ class Spool:
 
 
 def _recover_rows(store: Store, key: str, state: RowsState | None) -> Part | None:
-    path, blob = store.part_path(key, ROWS), store.path(key)
+    path = store.part_path(key, ROWS)
     if state is None:
         path.unlink(missing_ok=True)  # created for a turn that was never committed
         return None
-    if not path.exists() and blob.exists():
-        blob.rename(path)  # killed while sealing, before the blob was reported to the caller
+    if not path.exists():
+        store.take_back(key, path)  # killed while sealing, before the blob was reported to the caller
     part = Part.recover(path, state.length)
     if part.tail_checksum() != state.checksum:
         raise BlobCorrupt(f"the routed rows of the session at {key} do not match their recorded checksum")
@@ -195,6 +194,6 @@ def _recover_rows(store: Store, key: str, state: RowsState | None) -> Part | Non
 def _mapped(path: Path) -> Bytes:
     try:
         with path.open("rb") as file:
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            return mapped(file.fileno())
     except FileNotFoundError:
         raise BlobMissing(f"{path} does not exist: nothing was recorded, or the session was sealed or closed") from None

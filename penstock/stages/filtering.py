@@ -37,7 +37,7 @@ def filter_group(store: Store, group: GroupInputs, config: RunConfig) -> FilterR
 def _make_durable(store: Store, result: RolloutResult) -> None:
     """fsync, off the step boundary. The experts are not read here: the reader verifies their checksum."""
     if result.experts:
-        store.open(result.experts, verify=False)
+        store.require(result.experts)
     store.sync(result.keys)
 
 

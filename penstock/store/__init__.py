@@ -3,7 +3,7 @@
 Imports numpy, xxhash and the standard library only: a trainer reads blobs in an environment that has nothing else.
 """
 
-from penstock.store.base import BlobRef
-from penstock.store.files import Store, open_store
+from penstock.store.base import BlobRef, Store
+from penstock.store.opening import open_store
 
 __all__ = ["BlobRef", "Store", "open_store"]

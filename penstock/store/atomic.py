@@ -35,7 +35,7 @@ def replacing(path: Path, *, suffix: str | None = None) -> Generator[Path]:
         temporary.unlink(missing_ok=True)  # renaming onto a hard link of the same file leaves both names
 
 
-def write(path: Path, content: bytes, *, durable: bool = False) -> None:
+def write(path: Path, content: bytes | memoryview, *, durable: bool = False) -> None:
     """Replace `path`. Raises OSError."""
     with replacing(path) as temporary:
         _fill(temporary, content, durable=durable)
@@ -77,10 +77,6 @@ class UnfinishedFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
-    def publish(self, target: Path) -> None:
-        with writing(target):
-            self.path.replace(target)
-
     def discard(self) -> None:
         self.path.unlink(missing_ok=True)
 
@@ -96,9 +92,9 @@ def writing(path: Path) -> Generator[None]:
         ) from error
 
 
-def sweep(directory: Path, name: str = "") -> None:
-    """Remove the leftovers of killed writers of files whose names begin with `name`."""
-    for leftover in directory.glob(f".{name}*.tmp"):
+def sweep(directory: Path, name: str = "", *, below: bool = False) -> None:
+    """Remove the leftovers of killed writers of files whose names begin with `name`, also `below` the directory."""
+    for leftover in directory.glob(f"{'**/' if below else ''}.{name}*.tmp"):
         leftover.unlink(missing_ok=True)
 
 
@@ -114,7 +110,7 @@ def _random_suffix() -> str:
     return f"{uuid.uuid4().hex[:8]}.tmp"
 
 
-def _fill(path: Path, content: bytes, *, durable: bool) -> None:
+def _fill(path: Path, content: bytes | memoryview, *, durable: bool) -> None:
     with path.open("xb") as file:
         file.write(content)
         if durable:

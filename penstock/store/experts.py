@@ -12,8 +12,7 @@ import numpy as np
 
 from penstock.errors import BlobCorrupt, StageError
 from penstock.store import tensors
-from penstock.store.base import BlobRef
-from penstock.store.files import Store
+from penstock.store.base import BlobRef, Store
 from penstock.store.parts import HEAD, Part
 from penstock.store.tensors import Array
 

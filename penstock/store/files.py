@@ -1,96 +1,98 @@
-"""The store in a directory: immutable blobs, a file each, shared by every host of a run.
+"""The store in a directory: a file for each blob, shared by every host of a run. Blobs grow beside their final names.
 
 The root comes from each process's own configuration; a key from a message cannot lead out of it.
 """
 
+import contextlib
 import errno
-import mmap
 import os
-import secrets
+import shutil
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import numpy as np
+from penstock.errors import BlobCorrupt, BlobMissing, ConfigError
+from penstock.store import atomic, scratch
+from penstock.store.atomic import writing
+from penstock.store.base import KEY, BlobRef, Bytes, Store
+from penstock.store.parts import mapped
 
-from penstock.errors import BlobCorrupt, BlobError, BlobMissing, ConfigError
-from penstock.store.atomic import temporary_path, writing
-from penstock.store.base import BlobRef, check_key
-from penstock.store.parts import Part, Piece, checksum
+NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP)  # another file system, or one without hard links
 
 
-def open_store(url: str) -> "Store":
-    """The store at `file:///a/directory`. The directory is created with the first blob."""
+def directory_of(url: str) -> Path:
+    """The directory of `file:///a/directory`, whose path may be percent-encoded."""
     parts = urlsplit(url)
     if parts.scheme != "file" or parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-        raise ConfigError(f"store {url!r} is not the URL of a directory: write file:///path/to/a/shared/directory")
-    return Store(Path(unquote(parts.path)))
+        raise ConfigError(f"store {url!r} is not the URL of a directory: write file:///absolute/path")
+    return Path(unquote(parts.path))
 
 
-class Store:
-    def __init__(self, root: Path) -> None:
-        self.root = root.resolve()
+class FileStore(Store):
+    """Its directory is created with the first blob."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.root = directory_of(url).resolve()
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    @property
+    def spool_dir(self) -> Path:
+        return self.root
+
+    def keep_spool(self, name: str) -> None:
+        pass  # the directory is shared: every process finds every file
 
     def path(self, key: str) -> Path:
-        """The file of a key. Keys that are malformed or lead through a symbolic link are refused."""
-        check_key(key)
-        path = self.root / key
-        if any(map(os.path.islink, accumulate(key.split("/"), os.path.join, initial=str(self.root)))):
-            raise BlobError(f"key {key} leads through a symbolic link: a store holds plain files and directories")
-        return path
+        """The file of a key."""
+        return self.local_path(key)
+
+    def location(self, key: str) -> str:
+        return str(self.root / key)
 
     # writing
 
-    def put(self, key: str, pieces: Iterable[Piece]) -> BlobRef:
-        """Write the pieces one after the other as one blob, which appears when it is complete."""
-        part = self.part(key)
-        try:
-            if isinstance(pieces, list):
-                part.append(*pieces)
-            else:
-                for piece in pieces:
-                    part.append(piece)
-            return self.commit(part, key)
-        except BaseException:
-            part.discard()
-            raise
+    def write(self, key: str, content: bytes | memoryview) -> None:
+        path = self.path(key)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write(path, content)
 
-    def part(self, key: str, *, suffix: str | None = None, reserve_head: bool = False) -> Part:
-        """Begin a blob. A given suffix lets a later process find its file; the default is random."""
-        part = Part(self.part_path(key, suffix), reserve_head=reserve_head)
-        part.create()
-        return part
+    def create(self, key: str, content: bytes) -> bool:
+        return atomic.create_durably(self.path(key), content)
 
-    def part_path(self, key: str, suffix: str | None = None) -> Path:
-        return temporary_path(self.path(key), suffix or secrets.token_hex(8))
+    def publish(self, path: Path, key: str) -> None:
+        target = self.path(key)
+        with writing(target):
+            path.replace(target)
 
-    def commit(self, part: Part, key: str, *, head: bytes = b"") -> BlobRef:
-        size, digest = part.commit(self.path(key), head=head)
-        return BlobRef(key=key, size=size, checksum=digest)
+    def take_back(self, key: str, path: Path) -> None:
+        blob = self.path(key)
+        if blob.exists():
+            blob.rename(path)
 
     def move(self, ref: BlobRef, key: str) -> BlobRef:
-        """Rename a blob."""
         target = self.path(key)
         with writing(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 self.path(ref.key).replace(target)
             except FileNotFoundError:
-                raise BlobMissing(f"blob {ref.key} is not in {self.root}: it was moved or deleted") from None
+                raise BlobMissing(f"blob {ref.key} is not in {self}: it was moved or deleted") from None
         return replace(ref, key=key)
 
     def sync(self, keys: Iterable[str]) -> None:
-        """Make blobs survive a power cut: fsync their bytes, then every directory on the way to them once."""
+        """fsync the bytes of blobs, then every directory on the way to them once."""
         paths = [self.path(key) for key in keys]
         parents = {parent for path in paths for parent in path.parents if parent.is_relative_to(self.root)}
         for path in [*paths, *sorted(parents, reverse=True)]:
             try:
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
-                raise BlobMissing(f"blob {path.relative_to(self.root)} is not in {self.root}") from None
+                raise BlobMissing(f"blob {path.relative_to(self.root)} is not in {self}") from None
             try:
                 os.fsync(descriptor)
             finally:
@@ -98,59 +100,61 @@ class Store:
 
     # reading
 
-    def open(self, ref: BlobRef, *, verify: bool = True) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The blob's bytes, memory-mapped and read-only. Checks the size always, the checksum if `verify`."""
-        content = self._map(ref.key)
-        if content.size != ref.size:
-            raise BlobCorrupt(f"blob {ref.key} has {content.size} bytes instead of {ref.size} in {self.root}")
-        if verify and (actual := checksum(content)) != ref.checksum:
-            raise BlobCorrupt(f"blob {ref.key} has checksum {actual} instead of {ref.checksum} in {self.root}")
-        return content
-
-    def _map(self, key: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        path = self.path(key)
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         try:
-            with path.open("rb") as file:
-                if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
-                    return np.frombuffer(b"", np.uint8)
-                return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            with self.path(key).open("rb") as file:
+                file.seek(start)
+                return file.read() if stop is None else file.read(stop - start)
         except (FileNotFoundError, NotADirectoryError):
-            raise BlobMissing(f"blob {key} is not in {self.root}: it was released, or this is another store") from None
+            raise self.missing(key) from None
+
+    def size(self, key: str) -> int | None:
+        try:
+            return self.path(key).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def map(self, key: str) -> Bytes:
+        try:
+            with self.path(key).open("rb") as file:
+                return mapped(file.fileno())
+        except (FileNotFoundError, NotADirectoryError):
+            raise self.missing(key) from None
         except IsADirectoryError:
-            raise BlobCorrupt(f"blob {key} is a directory in {self.root}") from None
+            raise BlobCorrupt(f"blob {key} is a directory in {self}") from None
+
+    def export(self, key: str, path: Path) -> None:
+        """A hard link, or a copy where there are none."""
+        with writing(path):
+            try:
+                path.hardlink_to(self.path(key))
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                shutil.copyfile(self.path(key), path)
+
+    def keys(self, under: str) -> Iterator[str]:
+        for directory, _, names in os.walk(self.path(under)):
+            here = Path(directory).relative_to(self.root).as_posix()
+            yield from (key for name in names if KEY.fullmatch(key := f"{here}/{name}"))
+
+    def names(self, under: str) -> Collection[str]:
+        try:
+            return os.listdir(self.path(under))  # noqa: PTH208  names only, of up to 100,000
+        except FileNotFoundError:
+            return []
 
     # deleting
 
-    def delete(self, key: str) -> bool:
-        """False if there is no such blob."""
-        try:
+    def delete(self, key: str) -> None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self.path(key).unlink()
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
 
     def sweep(self, under: str, *, named: Collection[str]) -> list[str]:
-        """Delete every file below a directory, parts included, that `named` does not list; then empty directories."""
-        top = self.path(under)
-        removed = [path for path in _files(top) if self._key(path) not in named]
-        for path in removed:
-            path.unlink(missing_ok=True)
-        for directory in sorted((path for path in top.rglob("*") if path.is_dir()), reverse=True):
-            _remove_if_empty(directory)
-        _remove_if_empty(top)
-        return sorted(self._key(path) for path in removed)
+        return scratch.sweep(self.root, self.path(under), named)
 
-    def _key(self, path: Path) -> str:
-        return path.relative_to(self.root).as_posix()
+    def check(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
 
-
-def _files(directory: Path) -> Iterator[Path]:
-    return (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
-
-
-def _remove_if_empty(directory: Path) -> None:
-    try:
-        directory.rmdir()
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-            raise
+    def tidy(self, under: str) -> None:
+        atomic.sweep(self.path(under), below=True)

@@ -4,6 +4,7 @@ Not safe for concurrent writers: one writer per file.
 """
 
 import ctypes
+import mmap
 import os
 import threading
 import weakref
@@ -78,7 +79,7 @@ class GrowingFile(UnfinishedFile):
 
 
 class Part(GrowingFile):
-    """A blob that is being written. With `reserve_head`, appends begin at HEAD, and `commit` writes the head.
+    """A blob that is being written. With `reserve_head`, appends begin at HEAD, and `finish` writes the head.
 
     Its descriptor stays open between two appends, for at most KEPT_OPEN parts.
     """
@@ -126,14 +127,13 @@ class Part(GrowingFile):
         """Undo the appends since `mark`. For parts with a reserved head."""
         self.length, self._tail = mark.length, mark.tail.copy()
 
-    def commit(self, target: Path, *, head: bytes = b"") -> tuple[int, str]:
-        """Publish as `target`; returns size and checksum. `head` is exactly as long as the reserved space."""
+    def finish(self, *, head: bytes = b"") -> tuple[int, str]:
+        """Complete the file; returns size and checksum. `head` is exactly as long as the reserved space."""
         assert len(head) == (HEAD if self._head is None else 0)
         self._close()
-        with writing(target), self.path.open("r+b") as file:
+        with writing(self.path), self.path.open("r+b") as file:
             file.write(head)
             file.truncate(self.length)
-        self.publish(target)
         checksum = self._tail.copy()
         checksum.update(head or bytes(self._head or b""))
         return self.length, checksum.hexdigest()
@@ -169,10 +169,17 @@ class Part(GrowingFile):
 
 
 def checksum(content: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
-    """The checksum that `Part.commit` returns for a file of these bytes."""
+    """The checksum that `Part.finish` returns for a file of these bytes."""
     state = xxhash.xxh3_64(content[HEAD:].data)
     state.update(content[:HEAD].data)
     return state.hexdigest()
+
+
+def mapped(descriptor: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes of an open file, read-only. The map outlives the descriptor and the file's name."""
+    if not os.fstat(descriptor).st_size:  # an empty file cannot be mapped
+        return np.frombuffer(b"", np.uint8)
+    return np.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ), np.uint8)
 
 
 def view_of(piece: Piece) -> memoryview:

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BlobCorrupt
-from penstock.store.base import BlobRef
-from penstock.store.files import Store
+from penstock.store.base import BlobRef, Store
 from penstock.store.parts import Piece
 
 Array = np.ndarray[Any, Any]

@@ -25,7 +25,7 @@ from penstock.errors import BlobMissing, ConfigError, NotFound, PenstockError, S
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import LoopLag
 from penstock.runtime.offload import in_io_thread
-from penstock.store import Store
+from penstock.store import open_store
 from penstock.turn import ids_text
 from services.sessions import headers
 from services.sessions.backend import Backend, EngineRequest
@@ -58,7 +58,7 @@ async def _serve(config: RunConfig) -> None:
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
     listening = _bind(config.sessions.host, config.sessions.port)
     owner = owner_of(config.sessions.instance_id, listening.getsockname()[1])
-    directory = SessionDirectory(Store(config.store_dir), owner)
+    directory = SessionDirectory(open_store(config.store_url), owner)
     await in_io_thread(directory.lock)
     table = SessionTable(directory, config, await in_io_thread(directory.recoverable))
     lag = config.lag.watch("sessions")

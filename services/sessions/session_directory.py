@@ -29,7 +29,8 @@ class SessionDirectory:
 
     def lock(self) -> None:
         """Held until the process ends."""
-        path = self.store.path(self.key)
+        self.store.keep_spool(self.key.replace("/", "-"))
+        path = self.store.local_path(self.key)
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -42,7 +43,7 @@ class SessionDirectory:
     def recoverable(self) -> list[str]:
         """Ids of the sessions that an earlier process did not seal. Removes its other unfinished files."""
         ids = {key.rpartition("/")[2] for key in unsealed(self.store, self.key)}
-        for directory in self.store.path(self.key).iterdir():
+        for directory in self.store.local_path(self.key).iterdir():
             if directory.is_dir() and directory.name not in ids:
                 _remove_unfinished(directory)
         return sorted(ids)
@@ -52,10 +53,7 @@ class SessionDirectory:
 
     def discard(self, session: str) -> None:
         """Remove all files of a session, unfinished ones included. Usually only the empty directory is left."""
-        try:
-            (self.store.root / self.session_key(session)).rmdir()
-        except OSError:
-            self.store.sweep(self.session_key(session), named=())
+        self.store.sweep(self.session_key(session), named=())
 
 
 def _remove_unfinished(directory: Path) -> None:

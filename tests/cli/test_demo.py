@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.stores import directory_store
 from support.terminal import Terminal
 from support.waiting import HANG_S, wait_until
 
@@ -28,7 +29,6 @@ from cli.demo.options import (
 from penstock import config
 from penstock.batches import read_manifests
 from penstock.errors import ConfigError
-from penstock.store import Store
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
 ROOT = str(Path(__file__).parents[2])
@@ -109,7 +109,7 @@ def test_two_demos_at_once_deliver_their_steps_and_end(marked: MarkedDemos) -> N
         assert all(Path(path).exists() for path in each["paths"].values())
     released, kept = (Path(each["paths"]["run"]) for each in summaries)
     assert (kept / "redis").exists() > (released / "redis").exists()
-    plans = [manifest.plan for manifest in read_manifests(Store(kept / "store")).values()]
+    plans = [manifest.plan for manifest in read_manifests(directory_store(kept / "store")).values()]
     blobs = [blob for plan in plans for each in plan.rollouts for blob in (each.columns, each.experts) if blob]
     assert all((kept / "store" / blob.key).exists() for blob in blobs), "--keep releases no file"
 

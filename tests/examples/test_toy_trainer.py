@@ -6,9 +6,9 @@ from pathlib import Path
 
 from support import trainer
 from support.rollouts import MadeTurn, RolloutMaker, plan_of, seal
+from support.stores import directory_store
 
 from penstock.batches import RunStatus, read_manifest, read_trainer, write_status
-from penstock.store import Store
 
 TOY_TRAINER = Path(__file__).parents[2] / "examples" / "toy_trainer.py"
 BARE = 'import runpy, sys; sys.meta_path.insert(0, runpy.run_path(sys.argv[1])["Refusing"]()); del sys.argv[:2]; '
@@ -16,7 +16,7 @@ BARE += 'runpy.run_path(sys.argv[0], run_name="__main__")'
 
 
 def seal_steps(run_dir: Path, *, steps: int, experts: str | None) -> None:
-    store = Store(run_dir / "store")
+    store = directory_store(run_dir / "store")
     for step in range(steps):
         maker = RolloutMaker(store=store, seed=step, experts=experts)
         rollouts = [maker.make(f"s{step}-{n}", [[MadeTurn(context=3, completion=9)]]) for n in range(6)]
@@ -35,7 +35,7 @@ def test_it_reads_every_step_and_acknowledges_it(tmp_path: Path) -> None:
     seal_steps(tmp_path, steps=3, experts="uint8")
     lines = train(tmp_path)
     assert [line.partition(":")[0] for line in lines] == ["step 0", "step 1", "step 2"]
-    sealed = read_manifest(Store(tmp_path / "store"), 0)
+    sealed = read_manifest(directory_store(tmp_path / "store"), 0)
     assert sealed
     assert f"step 0: 6 rollouts, {sealed.totals.tokens} tokens in " in lines[0]
     assert f"weight {sealed.totals.loss_tokens}, advantage " in lines[0], "every token of the loss counts once"

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from support.ledgers import configured, generated
+from support.stores import directory_store
 
 from orchestrator.inputs import JobInputs
 from orchestrator.ledger.ledger import Ledger
@@ -55,5 +56,6 @@ def test_a_retried_job_gets_its_file_written_again(ledger: Ledger, tmp_path: Pat
     scene.file.unlink()
     scene.ensure(job)
     assert (
-        job_inputs.read_group(tmp_path / "store", job_inputs.group_key("run", scene.group.id)).group == scene.group.id
+        job_inputs.read_group(directory_store(tmp_path / "store"), job_inputs.group_key("run", scene.group.id)).group
+        == scene.group.id
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.ledgers import configured, submitted
-from support.stores import blob_keys
+from support.stores import blob_keys, run_store
 
 from orchestrator import run_dir
 from orchestrator.inputs import batch_plan
@@ -19,7 +19,8 @@ from penstock.config import RunConfig
 from penstock.ledger import queries, schema
 from penstock.ledger.states import GroupState, JobState, RolloutState
 from penstock.messages import RolloutResult
-from penstock.store import BlobRef, Store
+from penstock.store import BlobRef
+from penstock.store.files import FileStore
 
 RUN = "run"
 
@@ -39,11 +40,11 @@ def ledger(config: RunConfig) -> Iterator[Ledger]:
 
 
 @pytest.fixture
-def store(config: RunConfig) -> Store:
-    return Store(config.store_dir)
+def store(config: RunConfig) -> FileStore:
+    return run_store(config)
 
 
-def put(store: Store, rollout: RolloutRecord, attempt: str, name: str = "columns") -> BlobRef:
+def put(store: FileStore, rollout: RolloutRecord, attempt: str, name: str = "columns") -> BlobRef:
     return store.put(f"rollouts/{RUN}/{rollout.id}/{attempt}/{name}", [b"x"])
 
 
@@ -52,7 +53,7 @@ def swept(config: RunConfig, ledger: Ledger) -> int:
 
 
 def test_the_files_of_other_attempts_are_swept_when_a_rollout_is_settled(
-    config: RunConfig, ledger: Ledger, store: Store
+    config: RunConfig, ledger: Ledger, store: FileStore
 ) -> None:
     settled, playing = submitted(ledger).rollouts[:2]
     kept = put(store, settled, "2.bb")
@@ -66,11 +67,11 @@ def test_the_files_of_other_attempts_are_swept_when_a_rollout_is_settled(
     assert swept(config, ledger) == 0
 
 
-def deliver(config: RunConfig, ledger: Ledger, store: Store, *, experts: bool = False) -> None:
+def deliver(config: RunConfig, ledger: Ledger, store: FileStore, *, experts: bool = False) -> None:
     ledger.deliver(seal(config, ledger, store, experts=experts))
 
 
-def seal(config: RunConfig, ledger: Ledger, store: Store, *, experts: bool = False) -> BatchRecord:
+def seal(config: RunConfig, ledger: Ledger, store: FileStore, *, experts: bool = False) -> BatchRecord:
     """A step of one group, each rollout with its files; two encoders wrote its rank, one of them too late."""
     group = submitted(ledger)
     for rollout in group.rollouts:
@@ -93,7 +94,7 @@ def seal(config: RunConfig, ledger: Ledger, store: Store, *, experts: bool = Fal
 
 
 def test_a_step_that_is_delivered_during_a_sweep_keeps_its_files(
-    config: RunConfig, ledger: Ledger, store: Store, monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, ledger: Ledger, store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another task of the loop may deliver it as soon as a commit has ended, before that delivery is committed."""
     batch, commit = seal(config, ledger, store), ledger.committed
@@ -109,7 +110,7 @@ def test_a_step_that_is_delivered_during_a_sweep_keeps_its_files(
 
 
 def test_a_sweep_keeps_what_the_manifest_of_a_delivered_step_names(
-    config: RunConfig, ledger: Ledger, store: Store
+    config: RunConfig, ledger: Ledger, store: FileStore
 ) -> None:
     deliver(config, ledger, store)
     put(store, next(iter(submitted(ledger).rollouts)), "1.aa")
@@ -120,7 +121,9 @@ def test_a_sweep_keeps_what_the_manifest_of_a_delivered_step_names(
     ]
 
 
-def test_a_released_step_keeps_its_manifest_and_rollouts_jsonl(config: RunConfig, ledger: Ledger, store: Store) -> None:
+def test_a_released_step_keeps_its_manifest_and_rollouts_jsonl(
+    config: RunConfig, ledger: Ledger, store: FileStore
+) -> None:
     deliver(config, ledger, store)
     manifest = read_manifest(store, 0)
     assert manifest
@@ -144,7 +147,7 @@ async def checkpointed(config: RunConfig, ledger: Ledger) -> Releaser:
 
 
 def test_a_file_is_deleted_only_after_the_commit_that_releases_it(
-    config: RunConfig, ledger: Ledger, store: Store
+    config: RunConfig, ledger: Ledger, store: FileStore
 ) -> None:
     deliver(config, ledger, store, experts=True)
     before = len(blob_keys(store, "rollouts"))
@@ -161,7 +164,7 @@ def test_a_file_is_deleted_only_after_the_commit_that_releases_it(
         assert queries.released_steps(connection) == {"experts_released": 1}
 
 
-def test_concurrent_releases_release_a_step_once(config: RunConfig, ledger: Ledger, store: Store) -> None:
+def test_concurrent_releases_release_a_step_once(config: RunConfig, ledger: Ledger, store: FileStore) -> None:
     deliver(config, ledger, store, experts=True)
     held = ledger.number("delivered_bytes")
 
@@ -174,14 +177,14 @@ def test_concurrent_releases_release_a_step_once(config: RunConfig, ledger: Ledg
     assert [key.rpartition("/")[2] for key in blob_keys(store, "rollouts")] == ["columns"] * 4
 
 
-def test_released_experts_that_a_kill_left_are_swept(config: RunConfig, ledger: Ledger, store: Store) -> None:
+def test_released_experts_that_a_kill_left_are_swept(config: RunConfig, ledger: Ledger, store: FileStore) -> None:
     deliver(config, ledger, store, experts=True)
     ledger.set("experts_released", 1)
     swept(config, ledger)
     assert [key.rpartition("/")[2] for key in blob_keys(store, "rollouts")] == ["columns"] * 4
 
 
-def test_two_sweeps_at_once_remove_each_file_once(config: RunConfig, ledger: Ledger, store: Store) -> None:
+def test_two_sweeps_at_once_remove_each_file_once(config: RunConfig, ledger: Ledger, store: FileStore) -> None:
     """When a finished run is started again, its periodic sweep starts together with the final one."""
     for number in range(400):
         store.put(f"rollouts/{RUN}/r{number}/1.aa/columns", [b"x"])
@@ -193,7 +196,7 @@ def test_two_sweeps_at_once_remove_each_file_once(config: RunConfig, ledger: Led
     assert asyncio.run(sweep_twice()) == [400, 0]
 
 
-def test_files_unknown_to_a_rebuilt_ledger_are_kept(config: RunConfig, ledger: Ledger, store: Store) -> None:
+def test_files_unknown_to_a_rebuilt_ledger_are_kept(config: RunConfig, ledger: Ledger, store: FileStore) -> None:
     deliver(config, ledger, store)
     asyncio.run(ledger.committed())
     asyncio.run(_forget_results(ledger))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.ledgers import configured, submitted
+from support.stores import run_store
 
 from orchestrator.broker import Broker
 from orchestrator.gates import Gates
@@ -18,7 +19,7 @@ from penstock import redis_keys
 from penstock.batches import EncodedRank
 from penstock.messages import EncodeResult, Outcome, Reply, RolloutResult
 from penstock.runtime.embedded_redis import EmbeddedRedis
-from penstock.store import BlobRef, Store
+from penstock.store import BlobRef
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +211,7 @@ def test_a_forged_late_reply_deletes_nothing(server: EmbeddedRedis, tmp_path: Pa
     """Neither a manifest nor the files that settled the rollout it names."""
     config = configured(run_dir=tmp_path / "run")
     config.run_dir.mkdir()
-    store = Store(config.store_dir)
+    store = run_store(config)
 
     async def scene(it: Scene) -> None:
         groups = Groups(config, it.ledger, Gates())

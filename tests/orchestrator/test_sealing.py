@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.ledgers import admitted, configured, encoded
+from support.stores import manifest_path, run_store
 
 from orchestrator.composer import Composer
 from orchestrator.ledger.ledger import Ledger
@@ -12,12 +13,12 @@ from orchestrator.ledger.records import ADVANTAGES
 from orchestrator.sealing import Sealer
 from orchestrator.trainer import Trainer
 from penstock.batches import EncodedRank, read_manifest, read_manifests
-from penstock.batches.manifest import manifest_path
 from penstock.config import RunConfig
 from penstock.errors import BatchError
 from penstock.ledger.states import GroupState, JobState, RolloutState
 from penstock.messages import EncodeResult, RolloutResult
-from penstock.store import Store, atomic
+from penstock.store import atomic
+from penstock.store.files import FileStore
 
 
 @pytest.fixture
@@ -26,11 +27,13 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 @pytest.fixture
-def store(config: RunConfig) -> Store:
-    return Store(config.store_dir)
+def store(config: RunConfig) -> FileStore:
+    return run_store(config)
 
 
-def test_a_manifest_names_the_rollouts_and_ranks_of_its_step(ledger: Ledger, config: RunConfig, store: Store) -> None:
+def test_a_manifest_names_the_rollouts_and_ranks_of_its_step(
+    ledger: Ledger, config: RunConfig, store: FileStore
+) -> None:
     group = admitted(ledger)
     group.rollouts[2].masked = True
     batch = ledger.compose(0, [group])
@@ -75,7 +78,7 @@ def test_sealing_uses_the_advantages_that_encoding_used(tmp_path: Path) -> None:
 
     encoded_with: dict[str, float] = {}
     asyncio.run(seal(asyncio.run(compose())))
-    manifest = read_manifest(Store(after.store_dir), 0)
+    manifest = read_manifest(run_store(after), 0)
     assert manifest is not None
     assert {rollout.rollout: rollout.advantage for rollout in manifest.plan.rollouts} == encoded_with
 
@@ -104,7 +107,7 @@ def test_an_open_step_without_stored_advantages_gets_them_when_the_run_is_resume
     asyncio.run(compose_and_resume())
 
 
-def test_a_manifest_is_never_replaced(ledger: Ledger, config: RunConfig, store: Store) -> None:
+def test_a_manifest_is_never_replaced(ledger: Ledger, config: RunConfig, store: FileStore) -> None:
     sealer, path = Sealer(config), manifest_path(store, 0)
     batch = ledger.compose(0, [admitted(ledger)])
     ranks = encoded(config, batch)
@@ -119,7 +122,7 @@ def test_a_manifest_is_never_replaced(ledger: Ledger, config: RunConfig, store: 
 
 
 def test_an_unwritable_disk_is_waited_for(
-    ledger: Ledger, config: RunConfig, store: Store, caplog: pytest.LogCaptureFixture
+    ledger: Ledger, config: RunConfig, store: FileStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     sealer = Sealer(config)
     batch = ledger.compose(0, [admitted(ledger)])
@@ -131,7 +134,7 @@ def test_an_unwritable_disk_is_waited_for(
         assert not asyncio.run(sealer.seal(batch, ranks))
     assert sealer.trouble is not None
     assert sealer.trouble.startswith("the manifest of step 0 cannot be written (")
-    assert sealer.trouble.endswith(f"free space or repair the disk of {store.root}; nothing is lost")
+    assert sealer.trouble.endswith(f"free space in the store {store.root}, or repair it; nothing is lost")
     assert caplog.text.count("action=sealing_waits") == 1
     blocked.unlink()
     assert asyncio.run(sealer.seal(batch, ranks))
@@ -140,7 +143,7 @@ def test_an_unwritable_disk_is_waited_for(
 
 
 def test_a_step_whose_manifest_is_visible_is_not_formed_again(
-    ledger: Ledger, config: RunConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, config: RunConfig, store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest is linked, its directory cannot be synced, and then a rollout becomes stale."""
     sealer, composer = Sealer(config), Composer(config, ledger, Trainer(config, ledger))

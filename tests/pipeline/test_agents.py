@@ -15,6 +15,7 @@ from support.pipeline import Pipeline, pipeline_in
 from support.processes import alive
 from support.rollout_stages import attempt_of, files, loaded
 from support.session_process import Script, SessionsProcess, running, scripted
+from support.stores import directory_store
 from support.waiting import wait_until, wait_until_async
 
 from penstock.config.engine import Engine, Policy
@@ -27,7 +28,6 @@ from penstock.environments.builtin.arithmetic_program import AGENT
 from penstock.errors import EngineUnreachable, StageError
 from penstock.playing.agent_sessions import SessionServers
 from penstock.playing.rollout import RolloutStage, play
-from penstock.store import Store
 from penstock.store.columns import read_columns
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -87,7 +87,11 @@ async def stage_with(server: SessionsProcess, *more_urls: str) -> AsyncIterator[
         Sessions(urls=(*more_urls, server.url))
     ) as sessions:  # fmt: skip
         yield RolloutStage(
-            client=client, store=Store(server.store), settings=Policy(), dialect=dialect_of(engine), sessions=sessions
+            client=client,
+            store=directory_store(server.store),
+            settings=Policy(),
+            dialect=dialect_of(engine),
+            sessions=sessions,
         )
 
 

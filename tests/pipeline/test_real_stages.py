@@ -7,9 +7,9 @@ from pathlib import Path
 from support.cluster import cluster_in
 from support.engine_process import EngineProcess
 from support.pipeline import pipeline_in
+from support.stores import directory_store
 
 from penstock.batches import BatchReader, read_manifests
-from penstock.store import Store
 
 ENVIRONMENTS = """
 [environments.sums]
@@ -50,7 +50,7 @@ def test_rollouts_of_three_environments_become_batches_and_are_released(tmp_path
             assert f"batches    {cluster.store / 'batches'}\n" in run.text
             result = cluster.audit()
             assert result["balanced"], result["problems"]
-            manifests = read_manifests(Store(cluster.store))
+            manifests = read_manifests(directory_store(cluster.store))
             assert [sorted({r.env for r in m.plan.rollouts}) for m in manifests.values()] == [
                 ["distinct", "guess", "sums"]
             ] * 3

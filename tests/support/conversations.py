@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from penstock.recording import Prepared, Session, SessionSettings
-from penstock.store import Store
+from penstock.store.files import FileStore
 from penstock.turn import RouteFormat, Routes, Turn, TurnMetadata
 from support.turns import turn_of_ids
 
@@ -82,6 +82,6 @@ async def talk(session: Session, texts: Sequence[str], *, after: Sequence[dict[s
     return messages
 
 
-async def started(store: Store, key: str = "rollouts/r1/1.aa", **more: Any) -> Session:
+async def started(store: FileStore, key: str = "rollouts/r1/1.aa", **more: Any) -> Session:
     settings = SessionSettings(session="s1", key=key, rollout="r1", attempt=1, **more)
     return await Session.start(store, settings)

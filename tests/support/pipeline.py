@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.batches import Manifest, read_manifests
-from penstock.store import Store
+from penstock.store.files import FileStore
 from support.cluster import BIN, Cluster, Process, assert_nothing_left_in_redis, cluster_in
 from support.engine_process import EngineProcess
+from support.stores import directory_store
 from support.waiting import wait_until
 
 TRAINER = Path(__file__).with_name("trainer.py")
@@ -68,8 +69,8 @@ class Pipeline:
         return self.cluster.start(f"{queues.partition(',')[0]}-worker", *command, "-c", "1")
 
     @property
-    def store(self) -> Store:
-        return Store(self.cluster.store)
+    def store(self) -> FileStore:
+        return directory_store(self.cluster.store)
 
     @property
     def manifests(self) -> dict[int, Manifest]:

@@ -10,15 +10,15 @@ from penstock.engines.client import EngineClient
 from penstock.engines.dialects import dialect_of
 from penstock.environments.loading import LoadedEnvironment
 from penstock.playing.rollout import Attempt, RolloutStage
-from penstock.store import Store
 from support.engine_clients import assert_idle, quick_engine
+from support.stores import directory_store
 
 
 @contextlib.asynccontextmanager
 async def stage_of(root: Path, *urls: str, policy: Policy | None = None, **engine: Any) -> AsyncIterator[RolloutStage]:
     async with EngineClient.open(quick_engine(*urls, **engine)) as client:
         dialect = dialect_of(client.settings)
-        yield RolloutStage(client=client, store=Store(root), settings=policy or Policy(), dialect=dialect)
+        yield RolloutStage(client=client, store=directory_store(root), settings=policy or Policy(), dialect=dialect)
         assert_idle(client)
 
 

@@ -10,9 +10,10 @@ import numpy as np
 from penstock.batches import BatchPlan, BatchRollout, EncodedRank, Manifest, seal_manifest
 from penstock.batches.packing import PackingRules
 from penstock.batches.writer import encode_rank
-from penstock.store import BlobRef, Store
+from penstock.store import BlobRef
 from penstock.store.columns import Columns, TurnTable, write_columns
 from penstock.store.experts import Chunk, seal_experts
+from penstock.store.files import FileStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class MadeRollout:
 
 @dataclass(kw_only=True)
 class RolloutMaker:
-    store: Store
+    store: FileStore
     seed: int = 0
     experts: str | None = None
     """dtype of the routed experts; None for rollouts without"""
@@ -142,9 +143,9 @@ def plan_of(made: Sequence[MadeRollout], *, step: int = 0, data_ranks: int = 1, 
     return BatchPlan(**{"step": step, "rules": rules, "rollouts": rollouts, **changes})
 
 
-def encode_all(store: Store, plan: BatchPlan, *, execution: str = "x") -> list[EncodedRank]:
+def encode_all(store: FileStore, plan: BatchPlan, *, execution: str = "x") -> list[EncodedRank]:
     return [encode_rank(store, plan, data_rank=rank, execution=execution) for rank in range(plan.files)]
 
 
-def seal(store: Store, plan: BatchPlan) -> Manifest:
+def seal(store: FileStore, plan: BatchPlan) -> Manifest:
     return seal_manifest(store, plan, encode_all(store, plan))

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 from support.rollout_stages import attempt_of, loaded
 from support.session_process import Script, SessionsProcess, running, scripted
+from support.stores import directory_store
 
 from penstock.config.engine import Engine, Policy
 from penstock.config.sessions import Sessions
@@ -20,7 +21,6 @@ from penstock.messages import RolloutResult
 from penstock.playing.agent_sessions import SessionServers
 from penstock.playing.rollout import RolloutStage, play
 from penstock.runtime.event_loop import event_loop_factory
-from penstock.store import Store
 
 T = TypeVar("T")
 HERE = Path(__file__).parent
@@ -81,7 +81,7 @@ def stages(server: SessionsProcess) -> Stages:
         async with EngineClient.open(engine) as client, SessionServers.open(sessions_settings) as sessions:
             yield RolloutStage(
                 client=client,
-                store=Store(server.store),
+                store=directory_store(server.store),
                 settings=Policy(),
                 dialect=dialect_of(engine),
                 sessions=sessions,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.rollout_stages import attempt_of, loaded
 from support.session_process import JSON, Script, SessionsProcess
+from support.stores import directory_store
 from support.upstream import ReceivedRequest, Response, answer
 from support.waiting import wait_until, wait_until_async
 
@@ -17,7 +18,6 @@ from penstock.environments.verifiers import Verifiers, verifiers_process
 from penstock.errors import EngineUnreachable, InfrastructureFailure, StageError
 from penstock.messages import RolloutResult
 from penstock.playing.rollout import play
-from penstock.store import Store
 from penstock.store.columns import read_columns
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -36,7 +36,7 @@ def test_an_episode_returns_its_weighted_named_rewards_its_metrics_and_its_token
     assert "depth" not in result.metrics, "it was not selected"
     assert result.columns
     assert result.experts
-    columns = read_columns(Store(server.store), result.columns)
+    columns = read_columns(directory_store(server.store), result.columns)
     assert bytes(columns.input_ids[columns.loss_mask == 1].tolist()) == b"answer 1 to answers"
     request = script.received("answers")[-1]
     assert request.body["model"] == "the-policy"
@@ -55,7 +55,7 @@ def test_a_timeout_is_a_failure_of_the_policy(played: Played, server: SessionsPr
     assert result.policy_error == f"timeout: {stage}_timeout"
     assert (result.reward, result.rewards) == (0.0, {})
     assert result.columns
-    assert not read_columns(Store(server.store), result.columns).loss_mask.any()
+    assert not read_columns(directory_store(server.store), result.columns).loss_mask.any()
 
 
 def test_a_setup_timeout_is_an_infrastructure_failure(played: Played) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.ledgers import encoded
+from support.stores import manifest_path, run_store
 
 from orchestrator import run_dir
 from orchestrator.gates import Gates
@@ -17,12 +18,10 @@ from orchestrator.ledger.audit import audit
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord
 from penstock.batches import read_manifests, seal_manifest
-from penstock.batches.manifest import manifest_path
 from penstock.config import RunConfig
 from penstock.errors import BlobCorrupt
 from penstock.ledger.states import GroupState, JobState, RolloutState
 from penstock.messages import RolloutResult
-from penstock.store import Store
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def one_step(ledger: Ledger) -> BatchRecord:
 
 def seal(config: RunConfig, batch: BatchRecord) -> None:
     ranks = encoded(config, batch)
-    seal_manifest(Store(config.store_dir), batch_plan(config, batch), ranks)
+    seal_manifest(run_store(config), batch_plan(config, batch), ranks)
 
 
 def sealed(config: RunConfig) -> Callable[[Ledger], None]:
@@ -126,7 +125,7 @@ def test_every_inconsistency_is_reported(config: RunConfig, statement: str) -> N
 
 def test_a_rollout_in_two_steps_is_reported(config: RunConfig) -> None:
     written(config, sealed(config))
-    store = Store(config.store_dir)
+    store = run_store(config)
     again = replace(read_manifests(store)[0].plan, step=1)
     ranks = [replace(rank, plan=again.digest) for rank in read_manifests(store)[0].ranks]
     seal_manifest(store, again, ranks)
@@ -137,7 +136,7 @@ def test_a_rollout_in_two_steps_is_reported(config: RunConfig) -> None:
 
 def test_a_damaged_manifest_is_refused(config: RunConfig) -> None:
     written(config, sealed(config))
-    manifest_path(Store(config.store_dir), 0).write_text("{")
+    manifest_path(run_store(config), 0).write_text("{")
     with pytest.raises(BlobCorrupt, match=r"step_000000/manifest.json is not a manifest: .*; restore it"):
         audit(config.run_dir)
 

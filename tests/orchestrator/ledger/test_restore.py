@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from support.ledgers import admitted, configured, encoded, generated, planned, submitted
+from support.stores import run_store
 
 from orchestrator import run_dir
 from orchestrator.composer import Composer
@@ -17,7 +18,6 @@ from orchestrator.trainer import Trainer
 from penstock.batches import seal_manifest
 from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
 from penstock.messages import EncodeResult
-from penstock.store import Store
 
 
 def written(path: Path, write: Callable[[Ledger], object]) -> Ledger:
@@ -140,7 +140,7 @@ def test_a_lost_ledger_is_rebuilt_from_the_manifests(tmp_path: Path) -> None:
         ledger.move(group.rollouts[0], RolloutState.FILTERED, reason="gibberish")
         batch = ledger.compose(0, [group])
         ranks = encoded(config, batch)
-        seal_manifest(Store(config.store_dir), batch_plan(config, batch), ranks)
+        seal_manifest(run_store(config), batch_plan(config, batch), ranks)
         ledger.deliver(batch)
         planned(ledger)
 

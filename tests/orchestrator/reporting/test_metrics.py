@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.ledgers import admitted, configured, encoded, generated
 from support.small_disk import LimitedDirectory
+from support.stores import directory_store
 from support.waiting import wait_until_async
 
 from orchestrator.broker import Broker
@@ -19,7 +20,6 @@ from orchestrator.sealing import Sealer
 from penstock.config import RunConfig
 from penstock.ledger.states import GroupState, JobKind
 from penstock.runtime.loop_lag import LoopLag
-from penstock.store import Store
 
 
 class Run:
@@ -175,7 +175,7 @@ def test_solved_groups_are_counted_before_filters(ledger: Ledger) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> MetricsFile:
-    return MetricsFile(tmp_path / "metrics.jsonl", Store(tmp_path / "store"))
+    return MetricsFile(tmp_path / "metrics.jsonl", directory_store(tmp_path / "store"))
 
 
 def line(step: int, **values: float) -> str:

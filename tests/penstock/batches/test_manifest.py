@@ -6,27 +6,27 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 from support.rollouts import MadeTurn, RolloutMaker, encode_all, plan_of
+from support.stores import directory_store, manifest_path
 
 from penstock.batches import BatchPlan, EncodedRank, read_manifest, seal_manifest
-from penstock.batches.manifest import manifest_path
 from penstock.errors import BatchError, BlobCorrupt, BlobUnwritten, StageError
-from penstock.store import Store
+from penstock.store.files import FileStore
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
+def store(tmp_path: Path) -> FileStore:
+    return directory_store(tmp_path / "store")
 
 
 @pytest.fixture
-def plan(store: Store) -> BatchPlan:
+def plan(store: FileStore) -> BatchPlan:
     maker = RolloutMaker(store=store, experts="uint8")
     samples = [[MadeTurn(context=2, completion=30)], [MadeTurn(context=3, completion=80)]]
     made = [maker.make(name, samples, group=name[0]) for name in ("x1", "y1", "x2")]
     return plan_of(made, step=42, data_ranks=2)
 
 
-def test_a_sealed_step_is_read_back_with_its_totals(store: Store, plan: BatchPlan) -> None:
+def test_a_sealed_step_is_read_back_with_its_totals(store: FileStore, plan: BatchPlan) -> None:
     assert read_manifest(store, 42) is None
     sealed = seal_manifest(store, plan, reversed(encode_all(store, plan, execution="e1")))
     assert read_manifest(store, 42) == sealed
@@ -40,7 +40,7 @@ def test_a_sealed_step_is_read_back_with_its_totals(store: Store, plan: BatchPla
     assert totals.loss_tokens == totals.denominator == sum(rank.loss_tokens for rank in sealed.ranks) > 0
 
 
-def test_a_manifest_lists_rollouts_files_and_versions(store: Store, plan: BatchPlan) -> None:
+def test_a_manifest_lists_rollouts_files_and_versions(store: FileStore, plan: BatchPlan) -> None:
     seal_manifest(store, plan, encode_all(store, plan))
     content = json.loads(manifest_path(store, 42).read_text())
     first = content["plan"]["rollouts"][0]
@@ -51,7 +51,7 @@ def test_a_manifest_lists_rollouts_files_and_versions(store: Store, plan: BatchP
     assert content["plan"]["logprobs_mode"] == "processed"
 
 
-def test_a_sealed_step_is_never_replaced(store: Store, plan: BatchPlan) -> None:
+def test_a_sealed_step_is_never_replaced(store: FileStore, plan: BatchPlan) -> None:
     sealed = seal_manifest(store, plan, encode_all(store, plan, execution="e1"))
     before = manifest_path(store, 42).stat()
     assert seal_manifest(store, plan, encode_all(store, plan, execution="e1")) == sealed, "again changes nothing"
@@ -62,7 +62,7 @@ def test_a_sealed_step_is_never_replaced(store: Store, plan: BatchPlan) -> None:
     assert not [path for path in manifest_path(store, 42).parent.iterdir() if path.name.startswith(".")]
 
 
-def test_sealing_needs_every_rank_encoded_from_this_plan(store: Store, plan: BatchPlan) -> None:
+def test_sealing_needs_every_rank_encoded_from_this_plan(store: FileStore, plan: BatchPlan) -> None:
     ranks = encode_all(store, plan)
     with pytest.raises(StageError, match=r"needs files of ranks 0 to 1, not of \[0\]"):
         seal_manifest(store, plan, ranks[:1])
@@ -73,7 +73,7 @@ def test_sealing_needs_every_rank_encoded_from_this_plan(store: Store, plan: Bat
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b'{"format":"other"}', b"null", b'{"plan":' * 100_000])
-def test_a_malformed_manifest_is_refused_with_its_path(store: Store, content: bytes) -> None:
+def test_a_malformed_manifest_is_refused_with_its_path(store: FileStore, content: bytes) -> None:
     path = manifest_path(store, 42)
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
@@ -81,7 +81,7 @@ def test_a_malformed_manifest_is_refused_with_its_path(store: Store, content: by
         read_manifest(store, 42)
 
 
-def test_a_manifest_that_contradicts_itself_is_refused(store: Store, plan: BatchPlan) -> None:
+def test_a_manifest_that_contradicts_itself_is_refused(store: FileStore, plan: BatchPlan) -> None:
     seal_manifest(store, plan, encode_all(store, plan))
     path = manifest_path(store, 42)
     path.write_text(path.read_text().replace('"rollout":"x1"', '"rollout":"x2"'))
@@ -89,20 +89,20 @@ def test_a_manifest_that_contradicts_itself_is_refused(store: Store, plan: Batch
         read_manifest(store, 42)
 
 
-def test_a_manifest_of_another_step_is_refused(store: Store, plan: BatchPlan) -> None:
+def test_a_manifest_of_another_step_is_refused(store: FileStore, plan: BatchPlan) -> None:
     seal_manifest(store, plan, encode_all(store, plan))
     manifest_path(store, 42).parent.rename(store.root / "batches/step_000043")
     with pytest.raises(BlobCorrupt, match=r"step_000043/manifest\.json is the manifest of step 42"):
         read_manifest(store, 43)
 
 
-def test_encoding_into_an_unwritable_store_raises_blob_unwritten(store: Store, plan: BatchPlan) -> None:
+def test_encoding_into_an_unwritable_store_raises_blob_unwritten(store: FileStore, plan: BatchPlan) -> None:
     store.root.joinpath("batches").write_bytes(b"in the way")
     with pytest.raises(BlobUnwritten, match="cannot write"):
         encode_all(store, plan)
 
 
-def test_a_rank_file_that_cannot_grow_is_removed(store: Store, plan: BatchPlan) -> None:
+def test_a_rank_file_that_cannot_grow_is_removed(store: FileStore, plan: BatchPlan) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
@@ -128,7 +128,7 @@ def test_a_reward_or_advantage_that_is_not_finite_is_refused(plan: BatchPlan, na
         replace(plan.rollouts[0], **{name: float("nan")})
 
 
-def test_a_plan_and_an_encoded_rank_survive_json(store: Store, plan: BatchPlan) -> None:
+def test_a_plan_and_an_encoded_rank_survive_json(store: FileStore, plan: BatchPlan) -> None:
     for kind, value in [(BatchPlan, plan), (EncodedRank, encode_all(store, plan)[0])]:
         adapter = TypeAdapter(kind)
         assert adapter.validate_json(adapter.dump_json(value)) == value

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.rollouts import MadeRollout, MadeTurn, RolloutMaker, encode_all, plan_of, seal
+from support.stores import directory_store
 
 from penstock.batches import BatchReader, prime_rl
 from penstock.batches.packing import PackingRules
@@ -17,7 +18,8 @@ from penstock.batches.plan import Format
 from penstock.batches.prime_rl import array_header, binary_header, publish_prime_rl
 from penstock.batches.writer import encode_rank
 from penstock.errors import BatchError, BlobCorrupt, StageError
-from penstock.store import BlobRef, Store
+from penstock.store import BlobRef
+from penstock.store.files import FileStore
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 
@@ -141,11 +143,11 @@ def test_experts_that_exceed_one_binary_value_are_refused() -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
+def store(tmp_path: Path) -> FileStore:
+    return directory_store(tmp_path / "store")
 
 
-def made_rollouts(store: Store, *, experts: str | None = "uint8") -> list[MadeRollout]:
+def made_rollouts(store: FileStore, *, experts: str | None = "uint8") -> list[MadeRollout]:
     maker = RolloutMaker(store=store, experts=experts)
     long, short = MadeTurn(context=7, completion=20, temperature=0.5), MadeTurn(context=2, completion=3)
     return [
@@ -156,12 +158,12 @@ def made_rollouts(store: Store, *, experts: str | None = "uint8") -> list[MadeRo
     ]
 
 
-def decoded(store: Store, ref: BlobRef, kind: Any) -> Any:
+def decoded(store: FileStore, ref: BlobRef, kind: Any) -> Any:
     return msgspec.msgpack.decode(store.open(ref).tobytes(), type=kind)
 
 
 @pytest.mark.parametrize("experts", ["uint8", "uint16", None])
-def test_a_prime_rl_rank_holds_the_same_values_as_the_native_batch(store: Store, experts: str | None) -> None:
+def test_a_prime_rl_rank_holds_the_same_values_as_the_native_batch(store: FileStore, experts: str | None) -> None:
     made = made_rollouts(store, experts=experts)
     native = plan_of(made, data_ranks=2, pad_id=1)
     seal(store, native)
@@ -192,7 +194,7 @@ def test_a_prime_rl_rank_holds_the_same_values_as_the_native_batch(store: Store,
                 np.testing.assert_array_equal(batch.routed_experts.rows(), other.routed_experts(missing=0))
 
 
-def test_a_step_of_samples_splits_each_at_its_first_prompt(store: Store) -> None:
+def test_a_step_of_samples_splits_each_at_its_first_prompt(store: FileStore) -> None:
     made = made_rollouts(store)
     plan = plan_of(made, step=7, data_ranks=4, format="prime-rl-2026-05")
     [rank] = encode_all(store, plan)
@@ -217,7 +219,7 @@ def test_a_step_of_samples_splits_each_at_its_first_prompt(store: Store) -> None
 
 
 @pytest.mark.parametrize("form", ["prime-rl", "prime-rl-2026-05"])
-def test_any_order_of_arrival_gives_the_same_file(store: Store, form: Format) -> None:
+def test_any_order_of_arrival_gives_the_same_file(store: FileStore, form: Format) -> None:
     made = made_rollouts(store)
     plans = [plan_of(order, data_ranks=2, format=form) for order in (made, made[::-1])]
     assert encode_all(store, plans[0]) == encode_all(store, plans[1])
@@ -228,7 +230,7 @@ def test_any_order_of_arrival_gives_the_same_file(store: Store, form: Format) ->
     [("prime-rl", ["rank_0.bin", "rank_1.bin"]), ("prime-rl-2026-05", ["train_rollouts.bin"])],
 )
 def test_a_sealed_step_is_published_in_prime_rls_directory(
-    store: Store, tmp_path: Path, form: Format, names: list[str]
+    store: FileStore, tmp_path: Path, form: Format, names: list[str]
 ) -> None:
     plan = plan_of(made_rollouts(store), step=3, data_ranks=2, format=form)
     manifest = seal(store, plan)
@@ -240,13 +242,13 @@ def test_a_sealed_step_is_published_in_prime_rls_directory(
         assert (directory / name).read_bytes() == store.open(rank.file).tobytes()
 
 
-def test_the_batch_reader_refuses_prime_rl_files(store: Store) -> None:
+def test_the_batch_reader_refuses_prime_rl_files(store: FileStore) -> None:
     seal(store, plan_of(made_rollouts(store), format="prime-rl"))
     with pytest.raises(BatchError, match='this run writes format = "prime-rl"'):
         next(BatchReader(store.root.parent, data_rank=0, data_ranks=1))
 
 
-def test_a_damaged_file_is_not_published(store: Store, tmp_path: Path) -> None:
+def test_a_damaged_file_is_not_published(store: FileStore, tmp_path: Path) -> None:
     manifest = seal(store, plan_of(made_rollouts(store), format="prime-rl"))
     path = store.path(manifest.ranks[0].file.key)
     path.write_bytes(path.read_bytes()[:-1])
@@ -255,7 +257,7 @@ def test_a_damaged_file_is_not_published(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["native", "prime-rl", "prime-rl-2026-05"])
-def test_rollouts_jsonl_has_one_line_per_rollout_with_its_advantage(store: Store, form: Format) -> None:
+def test_rollouts_jsonl_has_one_line_per_rollout_with_its_advantage(store: FileStore, form: Format) -> None:
     made = made_rollouts(store)
     rank, *others = encode_all(store, plan_of(made, data_ranks=2, format=form))
     assert rank.rollouts_jsonl is not None
@@ -278,7 +280,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("form", ["native", "prime-rl", "prime-rl-2026-05"])
-def test_memory_does_not_grow_with_the_batch(store: Store, form: Format) -> None:
+def test_memory_does_not_grow_with_the_batch(store: FileStore, form: Format) -> None:
     maker = RolloutMaker(store=store, experts="uint8", layers=16)
     made = [maker.make(f"r{number:03d}", [[MadeTurn(context=400, completion=3696)]]) for number in range(72)]
 

@@ -5,26 +5,29 @@ from pathlib import Path
 import pytest
 import xxhash
 from support.rollouts import MadeTurn, RolloutMaker, encode_all, plan_of, seal
+from support.stores import directory_store
 from support.waiting import wait_until
 
 from penstock.batches import Batch, BatchReader, RunStatus, TrainerState, read_trainer, seal_manifest, write_status
 from penstock.batches.signals import NOTHING, PublishedPolicy
 from penstock.errors import BatchError, BlobCorrupt, BlobMissing, ConfigError, Stalled
-from penstock.store import Store
+from penstock.store.files import FileStore
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
+def store(tmp_path: Path) -> FileStore:
+    return directory_store(tmp_path / "store")
 
 
-def reader_of(store: Store, *, data_rank: int = 0, data_ranks: int = 1, resume_step: int | None = None) -> BatchReader:
+def reader_of(
+    store: FileStore, *, data_rank: int = 0, data_ranks: int = 1, resume_step: int | None = None
+) -> BatchReader:
     return BatchReader(
         store.root.parent, data_rank=data_rank, data_ranks=data_ranks, resume_step=resume_step, timeout_s=0
     )
 
 
-def seal_step(store: Store, step: int, *, data_ranks: int = 1) -> None:
+def seal_step(store: FileStore, step: int, *, data_ranks: int = 1) -> None:
     maker = RolloutMaker(store=store, seed=step, experts="uint8")
     turns = [MadeTurn(context=3, completion=9), MadeTurn(context=2, completion=4)]
     seal(store, plan_of([maker.make(f"s{step}-{n}", [turns]) for n in range(5)], step=step, data_ranks=data_ranks))
@@ -40,7 +43,7 @@ def fingerprint(batch: Batch) -> str:
     return state.hexdigest()
 
 
-def test_a_trainer_reads_every_step_and_reports_its_progress(store: Store) -> None:
+def test_a_trainer_reads_every_step_and_reports_its_progress(store: FileStore) -> None:
     run_dir = store.root.parent
     for step in range(3):
         seal_step(store, step)
@@ -63,7 +66,7 @@ def test_a_trainer_reads_every_step_and_reports_its_progress(store: Store) -> No
     assert names == {"rank_00.json", "policy.json", "checkpoint.json", "run.json"}, "as many after a thousand steps"
 
 
-def test_a_trainer_that_resumes_20_steps_back_gets_the_same_batches(store: Store) -> None:
+def test_a_trainer_that_resumes_20_steps_back_gets_the_same_batches(store: FileStore) -> None:
     for step in range(25):
         seal_step(store, step, data_ranks=2)
     first = {}
@@ -86,7 +89,7 @@ def test_a_trainer_that_resumes_20_steps_back_gets_the_same_batches(store: Store
     assert next(resumed).step == 25, "then the run continues"
 
 
-def test_a_reader_waits_for_the_next_step(store: Store) -> None:
+def test_a_reader_waits_for_the_next_step(store: FileStore) -> None:
     steps: list[int] = []
     reader = BatchReader(store.root.parent, data_rank=0, data_ranks=1, timeout_s=60)
     thread = threading.Thread(target=lambda: steps.append(next(reader).step))
@@ -96,7 +99,7 @@ def test_a_reader_waits_for_the_next_step(store: Store) -> None:
     thread.join()
 
 
-def test_a_stalled_reader_shows_the_status_of_the_orchestrator(store: Store) -> None:
+def test_a_stalled_reader_shows_the_status_of_the_orchestrator(store: FileStore) -> None:
     reader = reader_of(store)
     with pytest.raises(Stalled, match=r"no orchestrator has written to .*: is it the directory of a run"):
         next(reader)
@@ -110,7 +113,7 @@ def test_a_stalled_reader_shows_the_status_of_the_orchestrator(store: Store) -> 
     assert next(reader).step == 0, "a time-out skips no step"
 
 
-def test_a_run_that_ended_ends_the_loop_after_its_last_step(store: Store) -> None:
+def test_a_run_that_ended_ends_the_loop_after_its_last_step(store: FileStore) -> None:
     run_dir = store.root.parent
     write_status(run_dir, RunStatus(why="10 batches in a row were empty", ended=True, last_step=0))
     reader = reader_of(store)
@@ -123,7 +126,7 @@ def test_a_run_that_ended_ends_the_loop_after_its_last_step(store: Store) -> Non
     assert next(reader).step == 1, "a resumed run continues"
 
 
-def test_a_step_is_acked_when_every_rank_acked_it(store: Store) -> None:
+def test_a_step_is_acked_when_every_rank_acked_it(store: FileStore) -> None:
     run_dir = store.root.parent
     assert read_trainer(run_dir) == TrainerState()
     for step in range(2):
@@ -139,7 +142,7 @@ def test_a_step_is_acked_when_every_rank_acked_it(store: Store) -> None:
     assert read_trainer(run_dir).acked == 0
 
 
-def test_progress_files_of_a_trainer_with_more_ranks_are_ignored(store: Store) -> None:
+def test_progress_files_of_a_trainer_with_more_ranks_are_ignored(store: FileStore) -> None:
     for rank in range(4):
         reader_of(store, data_rank=rank, data_ranks=4, resume_step=9)
     assert read_trainer(store.root.parent).acked == 9
@@ -150,7 +153,7 @@ def test_progress_files_of_a_trainer_with_more_ranks_are_ignored(store: Store) -
     assert (state.acked, state.data_ranks) == (5, 2)
 
 
-def test_reports_and_arguments_that_cannot_be_true_are_refused(store: Store) -> None:
+def test_reports_and_arguments_that_cannot_be_true_are_refused(store: FileStore) -> None:
     seal_step(store, 0)
     reader = reader_of(store)
     with pytest.raises(BatchError, match=r"ack\(0\): this reader has delivered steps up to -1"):
@@ -167,14 +170,14 @@ def test_reports_and_arguments_that_cannot_be_true_are_refused(store: Store) -> 
 
 
 def test_a_store_outside_the_run_directory_is_read(tmp_path: Path) -> None:
-    store = Store(tmp_path / "elsewhere")
+    store = directory_store(tmp_path / "elsewhere")
     seal_step(store, 0)
     reader = BatchReader(tmp_path / "run", data_rank=0, data_ranks=1, store=f"file://{store.root}", timeout_s=0)
     assert next(reader).step == 0
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
-def test_a_damaged_rank_file_is_named_by_its_key(store: Store, damage: str) -> None:
+def test_a_damaged_rank_file_is_named_by_its_key(store: FileStore, damage: str) -> None:
     seal_step(store, 0, data_ranks=2)
     path = store.path("batches/step_000000/rank_00.x.safetensors")
     content = bytearray(path.read_bytes())
@@ -190,7 +193,7 @@ def test_a_damaged_rank_file_is_named_by_its_key(store: Store, damage: str) -> N
         next(reader_of(store, data_ranks=2))
 
 
-def test_a_file_of_another_rank_is_refused(store: Store) -> None:
+def test_a_file_of_another_rank_is_refused(store: FileStore) -> None:
     plan = plan_of([RolloutMaker(store=store).make("a", [[MadeTurn(context=1, completion=1)]])], data_ranks=2)
     first, second = encode_all(store, plan)
     seal_manifest(store, plan, [replace(first, file=second.file), second])
@@ -198,7 +201,7 @@ def test_a_file_of_another_rank_is_refused(store: Store) -> None:
         next(reader_of(store, data_ranks=2))
 
 
-def test_a_malformed_signal_file_is_named(store: Store) -> None:
+def test_a_malformed_signal_file_is_named(store: FileStore) -> None:
     path = store.root.parent / "trainer" / "rank_00.json"
     path.parent.mkdir(parents=True)
     path.write_text('{"step": 3}')

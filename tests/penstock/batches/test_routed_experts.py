@@ -6,19 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.rollouts import MadeRollout, MadeTurn, RolloutMaker, plan_of, seal
+from support.stores import directory_store
 
 from penstock.batches import BatchReader, MicroBatch
 from penstock.errors import BatchError, BlobCorrupt, BlobMissing
-from penstock.store import Store
 from penstock.store.experts import Missing
+from penstock.store.files import FileStore
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
+def store(tmp_path: Path) -> FileStore:
+    return directory_store(tmp_path / "store")
 
 
-def sealed(store: Store, *, experts: str | None = "uint8", data_ranks: int = 2) -> list[MadeRollout]:
+def sealed(store: FileStore, *, experts: str | None = "uint8", data_ranks: int = 2) -> list[MadeRollout]:
     maker = RolloutMaker(store=store, experts=experts)
     turn = MadeTurn(context=3, completion=8)
     made = [maker.make("a", [[turn, turn], [turn]]), maker.make("b", [[turn] * 3]), maker.make("c", [[turn] * 7])]
@@ -26,7 +27,7 @@ def sealed(store: Store, *, experts: str | None = "uint8", data_ranks: int = 2) 
     return made
 
 
-def micro_batches(store: Store, *, data_ranks: int = 2) -> list[MicroBatch]:
+def micro_batches(store: FileStore, *, data_ranks: int = 2) -> list[MicroBatch]:
     readers = [
         BatchReader(store.root.parent, data_rank=rank, data_ranks=data_ranks, timeout_s=0) for rank in range(data_ranks)
     ]
@@ -39,7 +40,7 @@ def micro_batches(store: Store, *, data_ranks: int = 2) -> list[MicroBatch]:
 )
 @pytest.mark.parametrize("experts", ["uint8", "uint16"])
 def test_rows_are_at_their_tokens_and_gaps_hold_the_missing_value(
-    store: Store, experts: str, missing: Missing, dtypes: dict[str, str]
+    store: FileStore, experts: str, missing: Missing, dtypes: dict[str, str]
 ) -> None:
     made = sealed(store, experts=experts)
     filling = np.arange(3) if missing == "dummy" else missing
@@ -61,13 +62,13 @@ def test_rows_are_at_their_tokens_and_gaps_hold_the_missing_value(
 
 
 @pytest.mark.parametrize("layers", [slice(1, 2), [1], [1, 0]])
-def test_a_pipeline_stage_reads_its_own_layers(store: Store, layers: slice | list[int]) -> None:
+def test_a_pipeline_stage_reads_its_own_layers(store: FileStore, layers: slice | list[int]) -> None:
     sealed(store)
     for batch in micro_batches(store):
         np.testing.assert_array_equal(batch.routed_experts(layers=layers), batch.routed_experts()[:, layers])
 
 
-def test_a_rank_without_samples_gets_rows_of_the_same_shape(store: Store) -> None:
+def test_a_rank_without_samples_gets_rows_of_the_same_shape(store: FileStore) -> None:
     made = RolloutMaker(store=store, experts="uint16").make("a", [[MadeTurn(context=1, completion=1)]])
     seal(store, plan_of([made], data_ranks=2))
     _, filler = micro_batches(store)
@@ -77,7 +78,7 @@ def test_a_rank_without_samples_gets_rows_of_the_same_shape(store: Store) -> Non
     assert not filler.routed_valid().any()
 
 
-def test_a_rollout_without_experts_holds_the_missing_value(store: Store) -> None:
+def test_a_rollout_without_experts_holds_the_missing_value(store: FileStore) -> None:
     turn = MadeTurn(context=2, completion=2)
     made = [
         RolloutMaker(store=store, experts="uint8").make("a", [[turn]]),
@@ -89,13 +90,13 @@ def test_a_rollout_without_experts_holds_the_missing_value(store: Store) -> None
     assert batch.routed_valid()[4:].tolist() == [0] * 4
 
 
-def test_routed_experts_of_a_batch_without_any_are_refused(store: Store) -> None:
+def test_routed_experts_of_a_batch_without_any_are_refused(store: FileStore) -> None:
     sealed(store, experts=None)
     with pytest.raises(BatchError, match="no rollout of step 0 has routed experts"):
         micro_batches(store)[0].routed_experts()
 
 
-def test_experts_of_different_shapes_in_one_batch_are_refused(store: Store) -> None:
+def test_experts_of_different_shapes_in_one_batch_are_refused(store: FileStore) -> None:
     turn = MadeTurn(context=2, completion=2)
     made = [
         RolloutMaker(store=store, experts="uint8", layers=layers).make(name, [[turn]])
@@ -107,7 +108,7 @@ def test_experts_of_different_shapes_in_one_batch_are_refused(store: Store) -> N
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
-def test_damaged_experts_are_named_by_their_key(store: Store, damage: str) -> None:
+def test_damaged_experts_are_named_by_their_key(store: FileStore, damage: str) -> None:
     sealed(store)
     path = store.path("rollouts/b/experts")
     content = bytearray(path.read_bytes())

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from support import trainer
 from support.rollouts import MadeTurn, RolloutMaker, plan_of, seal
+from support.stores import directory_store
 from support.waiting import HANG_S, wait_until
 
 from penstock.batches import RunStatus, read_trainer, write_status
 from penstock.batches.signals import PublishedPolicy
-from penstock.store import Store
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -35,7 +35,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def seal_step(run_dir: Path, step: int) -> None:
-    store = Store(run_dir / "store")
+    store = directory_store(run_dir / "store")
     maker = RolloutMaker(store=store, seed=step, experts="uint16")
     turns = [MadeTurn(context=3, completion=9), MadeTurn(context=2, completion=4)]
     seal(store, plan_of([maker.make(f"s{step}-{n}", [turns]) for n in range(6)], step=step, data_ranks=2))

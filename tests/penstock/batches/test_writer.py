@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from support.rollouts import MadeRollout, MadeTurn, RolloutMaker, encode_all, plan_of, seal
-from support.stores import blob_keys
+from support.stores import blob_keys, directory_store
 
 from penstock.batches import BatchPlan, BatchReader, MicroBatch
 from penstock.batches.batch_columns import TOKEN_COLUMNS
 from penstock.batches.packing import PackingRules
 from penstock.errors import BatchError, StageError
-from penstock.store import Store
+from penstock.store.files import FileStore
 
 turns = st.builds(
     MadeTurn,
@@ -45,12 +45,12 @@ MEMORY = Path("/dev/shm")  # where a sync costs nothing
 
 
 @contextmanager
-def new_store() -> Iterator[Store]:
+def new_store() -> Iterator[FileStore]:
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as directory:
-        yield Store(Path(directory) / "store")
+        yield directory_store(Path(directory) / "store")
 
 
-def made_rollouts(store: Store, rollouts: list[Any], *, experts: str | None = None) -> list[MadeRollout]:
+def made_rollouts(store: FileStore, rollouts: list[Any], *, experts: str | None = None) -> list[MadeRollout]:
     maker = RolloutMaker(store=store, experts=experts, extras=["ref_logprobs"])
     return [
         maker.make(f"r{number:03d}", samples, group=f"g{number % 2}", masked=number == 3)
@@ -58,7 +58,7 @@ def made_rollouts(store: Store, rollouts: list[Any], *, experts: str | None = No
     ]
 
 
-def read_ranks(store: Store, plan: BatchPlan) -> list[list[MicroBatch]]:
+def read_ranks(store: FileStore, plan: BatchPlan) -> list[list[MicroBatch]]:
     ranks = plan.rules.data_ranks
     before = plan.step - 1
     readers = [
@@ -209,7 +209,7 @@ def test_the_weighted_loss_depends_on_neither_ranks_nor_packing_nor_order(rollou
 
 
 def test_per_sample_columns_identify_the_rollout_of_each_sample(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = directory_store(tmp_path / "store")
     maker = RolloutMaker(store=store)
     two = maker.make(
         "b", [[MadeTurn(context=2, completion=9, version=4)], [MadeTurn(context=3, completion=2, version=6)]]
@@ -246,7 +246,7 @@ def test_per_sample_columns_identify_the_rollout_of_each_sample(tmp_path: Path) 
 
 
 def test_a_rollout_without_an_extra_column_has_nan_there(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = directory_store(tmp_path / "store")
     made = [
         RolloutMaker(store=store, extras=["weights"]).make("a", [[MadeTurn(context=2, completion=2)]]),
         RolloutMaker(store=store).make("b", [[MadeTurn(context=2, completion=1)]]),
@@ -261,7 +261,7 @@ def test_a_rollout_without_an_extra_column_has_nan_there(tmp_path: Path) -> None
 
 
 def test_a_rank_file_opens_with_the_official_reader(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = directory_store(tmp_path / "store")
     plan = plan_of([RolloutMaker(store=store).make("a", [[MadeTurn(context=2, completion=2)]])])
     [rank] = seal(store, plan).ranks
     [[batch]] = read_ranks(store, plan)
@@ -271,14 +271,14 @@ def test_a_rank_file_opens_with_the_official_reader(tmp_path: Path) -> None:
 
 
 def test_a_step_without_rollouts_is_sealed_and_read(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = directory_store(tmp_path / "store")
     plan = plan_of([], data_ranks=3)
     assert seal(store, plan).totals.denominator == 1
     assert read_ranks(store, plan) == [[], [], []]
 
 
 def test_ranks_without_samples_get_padding_only(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = directory_store(tmp_path / "store")
     plan = plan_of([RolloutMaker(store=store).make("a", [[MadeTurn(context=2, completion=2)]])], data_ranks=4)
     seal(store, plan)
     ranks = read_ranks(store, plan)
@@ -288,7 +288,7 @@ def test_ranks_without_samples_get_padding_only(tmp_path: Path) -> None:
 
 
 def test_rollout_files_that_contradict_the_plan_are_refused(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = directory_store(tmp_path / "store")
     made = RolloutMaker(store=store, extras=["weights"]).make("a", [[MadeTurn(context=2, completion=2)]])
     longer = dataclasses.replace(made.planned, sample_lengths=(5,))
     for plan, reason in [
@@ -308,7 +308,7 @@ def test_rollout_files_that_contradict_the_plan_are_refused(tmp_path: Path) -> N
 
 
 def test_torch_returns_tensors_if_torch_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path / "store")
+    store = directory_store(tmp_path / "store")
     made = RolloutMaker(store=store, extras=["weights"]).make("a", [[MadeTurn(context=2, completion=2)]])
     plan = plan_of([made], extras=("weights",))
     seal(store, plan)

@@ -92,7 +92,10 @@ WRONG = {
         "line 1: batch: seq_len (3) must be a multiple of pad_to_multiple_of (7): otherwise padding makes a full "
         "micro-batch longer than seq_len"
     ),
-    "store = 's3://bucket'": "line 1: store: must be a shared directory: file:///absolute/path",
+    "store = 's3://bucket'": (
+        "line 1: store: 's3://bucket': there is no store 's3'; write file:///absolute/path for a shared directory, "
+        "or module:Class://address for a store of your own"
+    ),
 }
 
 

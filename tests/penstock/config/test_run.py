@@ -28,10 +28,10 @@ def test_the_smallest_group_kept_has_a_baseline(group_size: int, min_group_size:
 def test_ledger_and_store_are_in_the_run_directory_unless_set(tmp_path: Path) -> None:
     default = RunConfig(run_dir=tmp_path / "run")
     assert default.ledger_path == tmp_path / "run" / "ledger.sqlite"
-    assert default.store_dir == tmp_path / "run" / "store"
+    assert default.store_url == (tmp_path / "run" / "store").as_uri()
     moved = RunConfig(run_dir=tmp_path / "run", ledger_dir=tmp_path / "fast", store=f"file://{tmp_path}/shared")
     assert moved.ledger_path == tmp_path / "fast" / "ledger.sqlite"
-    assert moved.store_dir == tmp_path / "shared"
+    assert moved.store_url == (tmp_path / "shared").as_uri()
 
 
 @pytest.mark.parametrize(

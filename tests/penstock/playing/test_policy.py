@@ -11,6 +11,7 @@ import pytest
 from support.conversations import LAYERS, TOPK, rows_of
 from support.engine_clients import assert_idle, quick_engine, run
 from support.engine_responses import compact
+from support.stores import directory_store
 from support.upstream import (
     ReceivedRequest,
     Response,
@@ -31,7 +32,6 @@ from penstock.errors import BadRequest, Busy, ConfigError, InfrastructureFailure
 from penstock.playing.policy import RecordedPolicy
 from penstock.recording import Mode, Session, SessionSettings
 from penstock.renderers import NextTurn
-from penstock.store import Store
 from penstock.store.columns import Columns, read_columns
 from penstock.store.experts import Experts
 from penstock.turn import Ids, Message
@@ -64,7 +64,7 @@ async def recorded_policy(
         max_samples=settings.max_samples,
     )
     async with EngineClient.open(config) as client:
-        session = await Session.start(Store(root), recording, route_format=config.route_format)
+        session = await Session.start(directory_store(root), recording, route_format=config.route_format)
         yield RecordedPolicy(client, session, settings, dialect_of(config, renderer=renderer)), session
         assert_idle(client)
 
@@ -88,7 +88,7 @@ async def conversation(policy: RecordedPolicy, turns: int, **more: Any) -> list[
 
 
 async def sealed(root: Path, session: Session) -> Columns:
-    return read_columns(Store(root), (await session.seal()).columns)
+    return read_columns(directory_store(root), (await session.seal()).columns)
 
 
 def test_a_conversation_is_one_sample_of_the_tokens_of_the_engine(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_rollout_stays_on_its_replica_and_records_its_version(tmp_path: Path) 
                 client.replicas.announce(4, url=other.url)
                 for number in range(2):
                     settings = SessionSettings(session="s", key=f"rollouts/{number}", rollout="r", attempt=1)
-                    session = await Session.start(Store(tmp_path), settings)
+                    session = await Session.start(directory_store(tmp_path), settings)
                     await conversation(RecordedPolicy(client, session, Policy(), dialect_of(client.settings)), 3)
                     sealed = await session.seal()
                     assert (sealed.version_first, sealed.version_last) == (3 + number, 3 + number)
@@ -292,11 +292,11 @@ def test_every_dialect_records_the_same_tokens_and_rows(tmp_path: Path, dialect:
                 messages = await conversation(policy, 3)
                 result = await session.seal()
         ids = [token for message in messages for token in content_ids(message)]
-        columns = read_columns(Store(tmp_path), result.columns)
+        columns = read_columns(directory_store(tmp_path), result.columns)
         assert [token for token in columns.input_ids.tolist() if token > 4] == ids
         assert result.experts
         out = np.empty((columns.input_ids.size, LAYERS, TOPK), np.int16)
-        Experts(Store(tmp_path), result.experts).read(0, 0, len(out), out)
+        Experts(directory_store(tmp_path), result.experts).read(0, 0, len(out), out)
         np.testing.assert_array_equal(out[:-1], rows_of(columns.input_ids.tolist()))
         assert len(result.sample_lengths) == 1
         assert (result.version_first, result.version_last) == ((7, 7) if dialect == "sglang" else (0, 0))

@@ -10,6 +10,7 @@ import pytest
 from support.conversations import rows_of
 from support.engine_clients import quick_engine, run
 from support.engine_responses import ResponseSpec, compact
+from support.stores import directory_store
 from support.tokenizer_directory import tokenizer_dir
 from support.upstream import ReceivedRequest, Response, serving, user
 from tokenizers import Tokenizer
@@ -21,7 +22,6 @@ from penstock.errors import BadRequest
 from penstock.playing.policy import RecordedPolicy
 from penstock.recording import Mode, Session, SessionSettings
 from penstock.renderers import PooledRenderer, RendererKey, RendererPools, bytes_chatml
-from penstock.store import Store
 from penstock.store.columns import read_columns
 
 Tokenize = Callable[[str], list[int]]
@@ -63,7 +63,7 @@ async def recorded_policy(
     renderer = PooledRenderer(RendererPools(), RendererKey.of(settings.renderer, config.model))
     recording = SessionSettings(session="s1", key="rollouts/r1", rollout="r1", attempt=1, mode=Mode.LINEAR)
     async with EngineClient.open(config) as client:
-        session = await Session.start(Store(root), recording, route_format=config.route_format)
+        session = await Session.start(directory_store(root), recording, route_format=config.route_format)
         yield RecordedPolicy(client, session, settings, dialect_of(config, renderer=renderer)), session
 
 
@@ -90,7 +90,7 @@ def test_a_conversation_rendered_by_a_tokenizer_is_one_sample(tmp_path: Path, co
                 messages = await conversation(policy, 3)
                 sealed = await session.seal()
         assert len(sealed.sample_lengths) == 1
-        columns = read_columns(Store(tmp_path / "store"), sealed.columns)
+        columns = read_columns(directory_store(tmp_path / "store"), sealed.columns)
         text = Tokenizer.from_file(str(directory / "tokenizer.json")).decode(
             columns.input_ids.tolist(), skip_special_tokens=False
         )

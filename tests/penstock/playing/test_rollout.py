@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.engine_clients import run
 from support.rollout_stages import attempt_of, files, loaded, stage_of
+from support.stores import directory_store
 from support.upstream import ReceivedRequest, Response, answer, serving, user
 from support.waiting import wait_until_async
 
@@ -17,7 +18,6 @@ from penstock.environments.scores import METRICS_OF_RECORDING
 from penstock.errors import BlobUnwritten, EngineUnreachable, InfrastructureFailure, PolicyFailure, StageError
 from penstock.messages import METRICS_LIMIT, RolloutResult
 from penstock.playing.rollout import play, score_group
-from penstock.store import Store
 from penstock.store.columns import read_columns
 
 DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
@@ -269,7 +269,7 @@ def test_an_environment_that_exits_or_cancels_itself_has_failed(
 
     async def main() -> None:
         with pytest.raises(StageError, match=f"could not score a group of example 0: {name}"):
-            await score_group(Store(tmp_path), loaded(Judge(one_turn)), 0, [RolloutResult(reward=1.0)])
+            await score_group(directory_store(tmp_path), loaded(Judge(one_turn)), 0, [RolloutResult(reward=1.0)])
 
     run(main)
 

@@ -17,6 +17,7 @@ from support.engine_clients import assert_idle, run
 from support.processes import children
 from support.rollout_stages import attempt_of, files, loaded
 from support.session_process import Script, SessionsProcess, running, scripted
+from support.stores import directory_store
 from support.upstream import Response, calling, tool_call, user
 from support.waiting import wait_until_async
 
@@ -29,7 +30,6 @@ from penstock.playing.agent_sessions import SessionServers
 from penstock.playing.rollout import RolloutStage, play, score_group
 from penstock.recording import Session
 from penstock.runtime.offload import in_file_thread
-from penstock.store import Store
 
 
 @dataclass
@@ -147,7 +147,11 @@ async def stage_with(server: SessionsProcess, script: Script) -> AsyncIterator[R
     engine = Engine(urls=(script.server.url,))
     async with EngineClient.open(engine) as client, SessionServers.open(Sessions(urls=(server.url,))) as sessions:
         yield RolloutStage(
-            client=client, store=Store(server.store), settings=Policy(), dialect=dialect_of(engine), sessions=sessions
+            client=client,
+            store=directory_store(server.store),
+            settings=Policy(),
+            dialect=dialect_of(engine),
+            sessions=sessions,
         )
         assert_idle(client)
 

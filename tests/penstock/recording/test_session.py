@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.conversations import LAYERS, TOPK, chat, prompt_ids, rows_of, started, talk, turn_for, user
+from support.stores import directory_store
 from support.waiting import wait_until_async
 
 from penstock.errors import (
@@ -27,9 +28,9 @@ from penstock.errors import (
 from penstock.recording import Mode, Session
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.offload import in_file_thread
-from penstock.store import Store
 from penstock.store.columns import read_columns
 from penstock.store.experts import Experts
+from penstock.store.files import FileStore
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]], *, concurrency: int = 8) -> None:
@@ -38,15 +39,15 @@ def run(main: Callable[[], Coroutine[Any, Any, None]], *, concurrency: int = 8) 
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path)
+def store(tmp_path: Path) -> FileStore:
+    return directory_store(tmp_path)
 
 
-def files(store: Store) -> list[str]:
+def files(store: FileStore) -> list[str]:
     return sorted(path.name for path in store.root.rglob("*") if path.is_file())
 
 
-def test_a_conversation_is_one_sample_with_its_rows(store: Store) -> None:
+def test_a_conversation_is_one_sample_with_its_rows(store: FileStore) -> None:
     async def main() -> None:
         session = await started(store, mode=Mode.LINEAR)
         messages = await talk(session, ["hello", "and", "bye"])
@@ -72,7 +73,7 @@ def test_a_conversation_is_one_sample_with_its_rows(store: Store) -> None:
     run(main)
 
 
-def test_without_routed_rows_there_is_no_experts_file(store: Store) -> None:
+def test_without_routed_rows_there_is_no_experts_file(store: FileStore) -> None:
     async def main() -> None:
         session = await started(store)
         await chat(session, [user("hello")], routed=False)
@@ -83,7 +84,7 @@ def test_without_routed_rows_there_is_no_experts_file(store: Store) -> None:
     run(main)
 
 
-def test_an_error_masks_the_whole_rollout(store: Store) -> None:
+def test_an_error_masks_the_whole_rollout(store: FileStore) -> None:
     async def main() -> None:
         session = await started(store)
         await talk(session, ["hello"])
@@ -94,7 +95,7 @@ def test_an_error_masks_the_whole_rollout(store: Store) -> None:
     run(main)
 
 
-def test_history_is_the_recorded_tokens_and_only_new_rows_are_requested(store: Store) -> None:
+def test_history_is_the_recorded_tokens_and_only_new_rows_are_requested(store: FileStore) -> None:
     async def main() -> None:
         session = await started(store, mode=Mode.LINEAR)
         messages = await talk(session, ["hello", "and"])
@@ -110,7 +111,7 @@ def test_history_is_the_recorded_tokens_and_only_new_rows_are_requested(store: S
     run(main)
 
 
-def test_going_back_starts_a_new_sample_and_keeps_both(store: Store) -> None:
+def test_going_back_starts_a_new_sample_and_keeps_both(store: FileStore) -> None:
     async def main() -> None:
         session = await started(store, mode=Mode.LINEAR)
         messages = await talk(session, ["hello", "and"])
@@ -129,7 +130,7 @@ def test_going_back_starts_a_new_sample_and_keeps_both(store: Store) -> None:
     run(main)
 
 
-def test_agents_may_interleave_in_mode_open(store: Store) -> None:
+def test_agents_may_interleave_in_mode_open(store: FileStore) -> None:
     async def main() -> None:
         session = await started(store)
         first = await talk(session, ["hello"])
@@ -145,7 +146,7 @@ def test_agents_may_interleave_in_mode_open(store: Store) -> None:
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_a_truncated_turn_cannot_be_continued(store: Store, mode: Mode) -> None:
+def test_a_truncated_turn_cannot_be_continued(store: FileStore, mode: Mode) -> None:
     async def main() -> None:
         session = await started(store, mode=mode, max_seq_len=12)
         messages = await talk(session, ["hello"])
@@ -157,7 +158,7 @@ def test_a_truncated_turn_cannot_be_continued(store: Store, mode: Mode) -> None:
     run(main)
 
 
-def test_token_in_token_out_records_no_messages(store: Store) -> None:
+def test_token_in_token_out_records_no_messages(store: FileStore) -> None:
     async def main() -> None:
         session = await started(store)
         messages = [user("1")]
@@ -172,7 +173,7 @@ def test_token_in_token_out_records_no_messages(store: Store) -> None:
     run(main)
 
 
-def test_a_truncated_conversation_ends(store: Store) -> None:
+def test_a_truncated_conversation_ends(store: FileStore) -> None:
     async def main() -> None:
         session = await started(store, mode=Mode.LINEAR, max_seq_len=8)
         messages = await talk(session, ["hello"])
@@ -185,7 +186,7 @@ def test_a_truncated_conversation_ends(store: Store) -> None:
     run(main)
 
 
-def test_too_many_samples_are_the_policys_failure(store: Store) -> None:
+def test_too_many_samples_are_the_policys_failure(store: FileStore) -> None:
     async def main() -> None:
         session = await started(store, max_samples=1)
         await talk(session, ["hello"])
@@ -196,7 +197,7 @@ def test_too_many_samples_are_the_policys_failure(store: Store) -> None:
     run(main)
 
 
-def test_one_chat_at_a_time(store: Store) -> None:
+def test_one_chat_at_a_time(store: FileStore) -> None:
     async def main() -> None:
         session, won, inside = await started(store), list[int](), asyncio.Event()
 
@@ -218,7 +219,7 @@ def test_one_chat_at_a_time(store: Store) -> None:
     run(main)
 
 
-def test_a_closed_session_is_not_found_even_while_claimed(store: Store) -> None:
+def test_a_closed_session_is_not_found_even_while_claimed(store: FileStore) -> None:
     async def main() -> None:
         session = await started(store)
         with session.claim() as claim:
@@ -235,7 +236,7 @@ def test_a_closed_session_is_not_found_even_while_claimed(store: Store) -> None:
     run(main)
 
 
-def test_a_turn_of_a_session_closed_meanwhile_is_not_recorded(store: Store) -> None:
+def test_a_turn_of_a_session_closed_meanwhile_is_not_recorded(store: FileStore) -> None:
     async def main() -> None:
         session = await started(store)
         with session.claim() as claim:
@@ -270,7 +271,7 @@ class BlockedPool:
         await asyncio.gather(*self.tasks)
 
 
-def test_closing_while_a_turn_is_written_removes_it(store: Store) -> None:
+def test_closing_while_a_turn_is_written_removes_it(store: FileStore) -> None:
     async def main() -> None:
         session, recorded = await started(store), list[bool]()
 
@@ -294,7 +295,7 @@ def test_closing_while_a_turn_is_written_removes_it(store: Store) -> None:
 
 
 @pytest.mark.parametrize("cancels", [1, 3])
-def test_a_cancelled_commit_completes_before_the_claim_is_released(store: Store, cancels: int) -> None:
+def test_a_cancelled_commit_completes_before_the_claim_is_released(store: FileStore, cancels: int) -> None:
     async def main() -> None:
         session = await started(store)
         async with BlockedPool() as pool:
@@ -314,7 +315,7 @@ def test_a_cancelled_commit_completes_before_the_claim_is_released(store: Store,
     run(main, concurrency=1)
 
 
-def test_after_a_cancellation_memory_and_disk_agree(store: Store) -> None:
+def test_after_a_cancellation_memory_and_disk_agree(store: FileStore) -> None:
     async def main() -> None:
         session, messages, finished = await started(store), list[dict[str, Any]](), 0
         for count in range(40):
@@ -333,7 +334,7 @@ def test_after_a_cancellation_memory_and_disk_agree(store: Store) -> None:
     run(main)
 
 
-def test_cancellation_and_errors_release_the_claim_and_commit_nothing(store: Store) -> None:
+def test_cancellation_and_errors_release_the_claim_and_commit_nothing(store: FileStore) -> None:
     async def main() -> None:
         session, never = await started(store), asyncio.Event()
 
@@ -357,7 +358,7 @@ def test_cancellation_and_errors_release_the_claim_and_commit_nothing(store: Sto
     run(main)
 
 
-def test_a_stale_claim_or_prepared_request_is_refused(store: Store) -> None:
+def test_a_stale_claim_or_prepared_request_is_refused(store: FileStore) -> None:
     async def main() -> None:
         session = await started(store)
         with session.claim() as old:
@@ -375,7 +376,7 @@ def test_a_stale_claim_or_prepared_request_is_refused(store: Store) -> None:
     run(main)
 
 
-def test_a_failed_write_keeps_the_earlier_turns(store: Store) -> None:
+def test_a_failed_write_keeps_the_earlier_turns(store: FileStore) -> None:
     async def main() -> None:
         session = await started(store)
         messages = await talk(session, ["hello"])
@@ -396,7 +397,7 @@ def test_a_failed_write_keeps_the_earlier_turns(store: Store) -> None:
     run(main)
 
 
-def test_a_failed_seal_can_be_retried(store: Store) -> None:
+def test_a_failed_seal_can_be_retried(store: FileStore) -> None:
     async def main() -> None:
         for obstacle in ("columns.safetensors", "experts.safetensors"):
             session = await started(store, key=obstacle.partition(".")[0])
@@ -415,7 +416,7 @@ def test_a_failed_seal_can_be_retried(store: Store) -> None:
     run(main)
 
 
-def test_sealing_twice_returns_the_same_result(store: Store) -> None:
+def test_sealing_twice_returns_the_same_result(store: FileStore) -> None:
     async def main() -> None:
         session = await started(store)
         with pytest.raises(NothingToTrain, match="recorded no turn"):
@@ -433,7 +434,7 @@ def test_sealing_twice_returns_the_same_result(store: Store) -> None:
     run(main)
 
 
-def test_an_idle_session_costs_its_columns(store: Store) -> None:
+def test_an_idle_session_costs_its_columns(store: FileStore) -> None:
     async def main() -> None:
         texts = [letter * 600 for letter in "abcdefghij"]
         await talk(await started(store, key="imports"), texts)

@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 import pytest
 from support.conversations import assistant, chat, conversation_of, prompt_ids, started, talk, user
+from support.stores import directory_store
 from support.waiting import wait_until
 
 from penstock.errors import BadRequest, BlobCorrupt, BlobMissing
 from penstock.recording import Mode, Session, unsealed
-from penstock.store import Store
+from penstock.store.files import FileStore
 
 T = TypeVar("T")
 
@@ -28,8 +29,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
+def store(tmp_path: Path) -> FileStore:
+    return directory_store(tmp_path / "store")
 
 
 @pytest.fixture
@@ -37,22 +38,22 @@ def undisturbed(tmp_path: Path) -> Any:
     """The sealed rollout of a process that is not killed."""
 
     async def main() -> Any:
-        session = await started(Store(tmp_path / "undisturbed"), mode=Mode.LINEAR)
+        session = await started(directory_store(tmp_path / "undisturbed"), mode=Mode.LINEAR)
         await talk(session, TEXTS)
         return await session.seal()
 
     return run(main())
 
 
-def log_of(store: Store) -> Path:
+def log_of(store: FileStore) -> Path:
     return store.root / KEY / ".columns.safetensors.log"
 
 
-def rows_of_session(store: Store) -> Path:
+def rows_of_session(store: FileStore) -> Path:
     return store.root / KEY / ".experts.safetensors.rows"
 
 
-async def recorded(store: Store, turns: int) -> Session:
+async def recorded(store: FileStore, turns: int) -> Session:
     session = await started(store, mode=Mode.LINEAR)
     await talk(session, TEXTS[:turns])
     return session
@@ -62,11 +63,12 @@ RECORDER = """
 import asyncio, sys
 from pathlib import Path
 from support.conversations import assistant, chat, started, user
-from penstock.store import Store
+from penstock.store.files import FileStore
+from support.stores import directory_store
 from penstock.recording import Mode
 
 async def main():
-    session = await started(Store(Path(sys.argv[1])), mode=Mode.LINEAR)
+    session = await started(directory_store(Path(sys.argv[1])), mode=Mode.LINEAR)
     messages = []
     for text in sys.argv[2:]:
         messages.append(user(text))
@@ -79,7 +81,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("killed_after", [0, 1, 3, 6])
-def test_all_turns_of_a_killed_process_are_recovered(store: Store, undisturbed: Any, killed_after: int) -> None:
+def test_all_turns_of_a_killed_process_are_recovered(store: FileStore, undisturbed: Any, killed_after: int) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
     command = [sys.executable, "-c", RECORDER, str(store.root), *TEXTS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as recorder:
@@ -102,7 +104,7 @@ def test_all_turns_of_a_killed_process_are_recovered(store: Store, undisturbed: 
     run(main())
 
 
-def test_a_cut_off_frame_is_discarded(store: Store, undisturbed: Any) -> None:
+def test_a_cut_off_frame_is_discarded(store: FileStore, undisturbed: Any) -> None:
     async def two_turns() -> int:
         session = await recorded(store, 1)
         whole = log_of(store).stat().st_size
@@ -135,7 +137,7 @@ def test_a_cut_off_frame_is_discarded(store: Store, undisturbed: Any) -> None:
     run(damaged_and_continued())
 
 
-def test_a_log_without_a_complete_frame_cannot_be_recovered(store: Store) -> None:
+def test_a_log_without_a_complete_frame_cannot_be_recovered(store: FileStore) -> None:
     with pytest.raises(BlobMissing, match=KEY):
         run(Session.recover(store, KEY))
     assert unsealed(store, "rollouts") == []
@@ -147,7 +149,7 @@ def test_a_log_without_a_complete_frame_cannot_be_recovered(store: Store) -> Non
         run(Session.recover(store, KEY))
 
 
-def test_damaged_rows_are_refused(store: Store) -> None:
+def test_damaged_rows_are_refused(store: FileStore) -> None:
     run(recorded(store, 2))
     rows = rows_of_session(store).read_bytes()
     rows_of_session(store).write_bytes(rows[:-1] + bytes([rows[-1] ^ 1]))
@@ -161,7 +163,7 @@ def test_damaged_rows_are_refused(store: Store) -> None:
         run(Session.recover(store, KEY))
 
 
-def test_rows_of_an_uncommitted_turn_are_discarded(store: Store) -> None:
+def test_rows_of_an_uncommitted_turn_are_discarded(store: FileStore) -> None:
     run(recorded(store, 0))
     rows_of_session(store).write_bytes(bytes(5000))
 
@@ -175,7 +177,7 @@ def test_rows_of_an_uncommitted_turn_are_discarded(store: Store) -> None:
     run(main())
 
 
-def test_a_session_killed_while_sealing_can_be_sealed_again(store: Store, undisturbed: Any, tmp_path: Path) -> None:
+def test_a_session_killed_while_sealing_can_be_sealed_again(store: FileStore, undisturbed: Any, tmp_path: Path) -> None:
     """The last two steps of sealing: the experts file is renamed, the log is removed."""
 
     async def sealed_except_for_the_last_step() -> None:
@@ -197,7 +199,7 @@ def test_a_session_killed_while_sealing_can_be_sealed_again(store: Store, undist
     run(main())
 
 
-def test_a_recovered_conversation_can_be_continued_and_reverted(store: Store) -> None:
+def test_a_recovered_conversation_can_be_continued_and_reverted(store: FileStore) -> None:
     run(recorded(store, 3))
     messages = conversation_of(TEXTS[:3])
 

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from support.conversations import started
 from support.engine_responses import request_info
 from support.plain_samples import PlainSample, PlainTurn, merge
+from support.stores import directory_store
 from support.turn_structures import turn_structures
 
 from penstock.engines.response import read_turn
 from penstock.recording import Sealed, Session
-from penstock.store import Store
 from penstock.store.columns import Columns, read_columns
 from penstock.store.experts import Experts
+from penstock.store.files import FileStore
 from penstock.turn import CheckRoutes, RouteFormat, TurnMetadata
 
 SHAPE = (1, 2)
@@ -51,7 +52,7 @@ async def record(session: Session, turn: PlainTurn, dtype: Any) -> None:
         assert await session.commit(claim, prepared, read, TurnMetadata(agent=turn.agent))
 
 
-async def recorded(store: Store, turns: list[PlainTurn], limits: Any, dtype: Any, killed_after: int) -> Sealed:
+async def recorded(store: FileStore, turns: list[PlainTurn], limits: Any, dtype: Any, killed_after: int) -> Sealed:
     """Record all turns in a session, which another process recovers after some turns."""
     session = await started(store, **limits)
     for number, turn in enumerate(turns):
@@ -61,7 +62,7 @@ async def recorded(store: Store, turns: list[PlainTurn], limits: Any, dtype: Any
     return await session.seal()
 
 
-def assert_rows(store: Store, sealed: Sealed, columns: Columns, expected: list[PlainSample], dtype: Any) -> None:
+def assert_rows(store: FileStore, sealed: Sealed, columns: Columns, expected: list[PlainSample], dtype: Any) -> None:
     if sealed.experts is None:
         assert not any(sample.rows for sample in expected)
         return
@@ -86,7 +87,7 @@ def test_blobs_of_recorded_responses_equal_the_reference(case: Any, dtype: Any, 
     turns, limits = case
     expected, _ = merge(turns, **limits)
     with tempfile.TemporaryDirectory() as root:
-        store = Store(Path(root))
+        store = directory_store(Path(root))
         sealed = asyncio.run(recorded(store, turns, limits, dtype, killed_after))
         columns = read_columns(store, sealed.columns)
         assert sealed.sample_lengths == tuple(len(sample.ids) for sample in expected)

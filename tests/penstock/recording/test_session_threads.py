@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from support.conversations import started, talk
 from support.engine_clients import run
+from support.stores import directory_store
 
 from penstock.recording import spool
-from penstock.store import Store
 
 WRITERS = ("frame", "entry_frame", "columns_of", "write_columns", "seal_experts", "routed_valid_of")
 
@@ -31,7 +31,7 @@ def test_turns_and_blobs_are_written_off_the_loop(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(spool, name, watched(name))
 
     async def main() -> None:
-        session = await started(Store(tmp_path))
+        session = await started(directory_store(tmp_path))
         await talk(session, ["hello", "and", "bye"])
         sealed = await session.seal()
         assert sealed.experts is not None
@@ -42,7 +42,7 @@ def test_turns_and_blobs_are_written_off_the_loop(tmp_path: Path, monkeypatch: p
 
 def test_two_hundred_sessions_share_eight_file_threads(tmp_path: Path) -> None:
     async def main() -> None:
-        store = Store(tmp_path)
+        store = directory_store(tmp_path)
         sessions = await asyncio.gather(*(started(store, key=f"rollouts/{number}") for number in range(200)))
         await asyncio.gather(*(talk(session, ["hello"]) for session in sessions))
         await asyncio.gather(*(session.seal() for session in sessions))

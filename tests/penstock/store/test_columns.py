@@ -5,15 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors import safe_open
+from support.stores import directory_store
 
 from penstock.errors import StageError
-from penstock.store import Store
 from penstock.store.columns import Columns, TurnTable, read_columns, write_columns
+from penstock.store.files import FileStore
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path)
+def store(tmp_path: Path) -> FileStore:
+    return directory_store(tmp_path)
 
 
 def some_columns(**changes: Any) -> Columns:
@@ -65,14 +66,14 @@ def assert_same(left: Any, right: Any) -> None:
             assert a == b
 
 
-def test_columns_survive_writing_and_reading(store: Store) -> None:
+def test_columns_survive_writing_and_reading(store: FileStore) -> None:
     columns = some_columns()
     ref = write_columns(store, "columns", columns)
     assert_same(read_columns(store, ref), columns)
     assert read_columns(store, ref).sample(1) == slice(5, 6)
 
 
-def test_empty_columns_survive_writing_and_reading(store: Store) -> None:
+def test_empty_columns_survive_writing_and_reading(store: FileStore) -> None:
     none, turns = np.empty(0, np.int32), some_columns().turns
     empty = dataclasses.replace(
         turns, **{f.name: getattr(turns, f.name)[:0] for f in dataclasses.fields(turns) if f.name != "words"}
@@ -90,7 +91,7 @@ def test_empty_columns_survive_writing_and_reading(store: Store) -> None:
     assert_same(read_columns(store, write_columns(store, "columns", columns)), columns)
 
 
-def test_the_official_reader_opens_columns(store: Store) -> None:
+def test_the_official_reader_opens_columns(store: FileStore) -> None:
     write_columns(store, "columns", some_columns())
     with safe_open(store.root / "columns", framework="np") as file:
         assert file.get_tensor("input_ids").tolist() == list(range(6))
@@ -98,7 +99,7 @@ def test_the_official_reader_opens_columns(store: Store) -> None:
         assert file.metadata()["rollout"] == '"r7"'
 
 
-def test_every_array_read_is_aligned(store: Store) -> None:
+def test_every_array_read_is_aligned(store: FileStore) -> None:
     columns = read_columns(store, write_columns(store, "columns", some_columns(extras={})))
     assert columns.sample_offsets.flags.aligned
     assert columns.turns.start.flags.aligned

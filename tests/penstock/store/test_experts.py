@@ -4,19 +4,20 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors import safe_open
+from support.stores import directory_store
 
 from penstock.errors import StageError
-from penstock.store import Store
 from penstock.store.experts import Chunk, Experts, seal_experts
+from penstock.store.files import FileStore
 from penstock.store.parts import HEAD
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path)
+def store(tmp_path: Path) -> FileStore:
+    return directory_store(tmp_path)
 
 
-def some_experts(store: Store, dtype: Any = np.uint8, layers: int = 3, topk: int = 2) -> tuple[Experts, np.ndarray]:
+def some_experts(store: FileStore, dtype: Any = np.uint8, layers: int = 3, topk: int = 2) -> tuple[Experts, np.ndarray]:
     """Two interleaved samples of 6 and 4 positions; the last of each and position 2 of the second never came."""
     high = np.iinfo(dtype).max
     rows = np.random.default_rng(1).integers(0, high, (7, layers, topk), dtype, endpoint=True)
@@ -33,7 +34,7 @@ def some_experts(store: Store, dtype: Any = np.uint8, layers: int = 3, topk: int
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_rows_are_read_by_position_when_samples_are_interleaved(store: Store, dtype: Any) -> None:
+def test_rows_are_read_by_position_when_samples_are_interleaved(store: FileStore, dtype: Any) -> None:
     experts, rows = some_experts(store, dtype)
     out = np.empty((6, 3, 2), np.int32)
     experts.read(0, 0, 6, out)
@@ -47,7 +48,7 @@ def test_rows_are_read_by_position_when_samples_are_interleaved(store: Store, dt
 
 
 @pytest.mark.parametrize("missing", [-1, 0, "dummy"])
-def test_a_range_of_positions_is_a_slice_of_all_of_them(store: Store, missing: Any) -> None:
+def test_a_range_of_positions_is_a_slice_of_all_of_them(store: FileStore, missing: Any) -> None:
     experts, _ = some_experts(store)
     for sample, length in ((0, 6), (1, 4), (2, 3)):
         whole = np.empty((length, 3, 2), np.int16)
@@ -60,14 +61,14 @@ def test_a_range_of_positions_is_a_slice_of_all_of_them(store: Store, missing: A
 
 
 @pytest.mark.parametrize("layers", [slice(1, 3), [2, 0], [1], slice(0, 0)])
-def test_a_reader_takes_the_layers_it_needs(store: Store, layers: Any) -> None:
+def test_a_reader_takes_the_layers_it_needs(store: FileStore, layers: Any) -> None:
     experts, rows = some_experts(store)
     out = np.empty((2, len(np.arange(3)[layers]), 2), np.uint8)
     experts.read(0, 3, 5, out, layers=layers, missing="dummy")
     np.testing.assert_array_equal(out, rows[5:7, layers])
 
 
-def test_dummy_rows_name_distinct_experts(store: Store) -> None:
+def test_dummy_rows_name_distinct_experts(store: FileStore) -> None:
     experts, _ = some_experts(store)
     out = np.empty((1, 3, 2), np.int16)
     experts.read(0, 5, 6, out, missing="dummy")
@@ -77,14 +78,14 @@ def test_dummy_rows_name_distinct_experts(store: Store) -> None:
 @pytest.mark.parametrize(
     ("rows", "out", "missing"), [(np.uint8, np.uint8, -1), (np.uint16, np.int16, 0), (np.uint16, np.uint8, 0)]
 )
-def test_an_array_that_cannot_hold_the_rows_is_refused(store: Store, rows: Any, out: Any, missing: Any) -> None:
+def test_an_array_that_cannot_hold_the_rows_is_refused(store: FileStore, rows: Any, out: Any, missing: Any) -> None:
     experts, _ = some_experts(store, rows)
     with pytest.raises(StageError, match="cannot hold"):
         experts.read(0, 0, 1, np.empty((1, 3, 2), out), missing=missing)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_the_official_reader_opens_experts(store: Store, dtype: Any) -> None:
+def test_the_official_reader_opens_experts(store: FileStore, dtype: Any) -> None:
     _, rows = some_experts(store, dtype)
     with safe_open(store.root / "experts", framework="np") as file:
         np.testing.assert_array_equal(file.get_tensor("rows"), rows)
@@ -93,7 +94,7 @@ def test_the_official_reader_opens_experts(store: Store, dtype: Any) -> None:
     assert (store.root / "experts").read_bytes()[HEAD:].startswith(rows.tobytes())
 
 
-def test_an_experts_part_with_missing_rows_is_not_sealed(store: Store) -> None:
+def test_an_experts_part_with_missing_rows_is_not_sealed(store: FileStore) -> None:
     part = store.part("experts", reserve_head=True)
     with pytest.raises(StageError, match="0 bytes for 2 rows"):
         seal_experts(

@@ -3,18 +3,19 @@ import resource
 from pathlib import Path
 
 import pytest
+from support.stores import directory_store
 
 from penstock.errors import BlobCorrupt
-from penstock.store import Store
+from penstock.store.files import FileStore
 from penstock.store.parts import HEAD, RESERVED_FROM, Part
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path)
+def store(tmp_path: Path) -> FileStore:
+    return directory_store(tmp_path)
 
 
-def test_a_part_is_reset_to_a_mark(store: Store) -> None:
+def test_a_part_is_reset_to_a_mark(store: FileStore) -> None:
     part = store.part("rows", reserve_head=True)
     part.append(b"kept")
     mark = part.mark()
@@ -25,7 +26,7 @@ def test_a_part_is_reset_to_a_mark(store: Store) -> None:
     assert store.open(ref)[HEAD:].tobytes() == b"kept, too"
 
 
-def test_a_part_is_continued_by_another_process(store: Store) -> None:
+def test_a_part_is_continued_by_another_process(store: FileStore) -> None:
     left = store.part("rows", suffix="part", reserve_head=True)
     left.append(b"kept")
     good = left.length
@@ -36,21 +37,21 @@ def test_a_part_is_continued_by_another_process(store: Store) -> None:
     assert store.open(ref)[HEAD:].tobytes() == b"keptmore"
 
 
-def test_a_part_shorter_than_its_recorded_length_is_refused(store: Store) -> None:
+def test_a_part_shorter_than_its_recorded_length_is_refused(store: FileStore) -> None:
     left = store.part("rows", suffix="part", reserve_head=True)
     left.append(b"kept")
     with pytest.raises(BlobCorrupt, match="has only 4100 of the 5000 bytes"):
         Part.recover(left.path, 5000)
 
 
-def test_more_pieces_than_one_system_call_accepts_are_written(store: Store) -> None:
+def test_more_pieces_than_one_system_call_accepts_are_written(store: FileStore) -> None:
     part = store.part("rows")
     part.append(*(index.to_bytes(2) for index in range(3000)))
     ref = store.commit(part, "rows")
     assert store.open(ref).tobytes() == b"".join(index.to_bytes(2) for index in range(3000))
 
 
-def test_a_bounded_number_of_descriptors_stays_open(store: Store) -> None:
+def test_a_bounded_number_of_descriptors_stays_open(store: FileStore) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     parts = [store.part(f"p{index}") for index in range(200)]
     opened = len(list(Path("/proc/self/fd").iterdir()))  # the test runner has open files too
@@ -62,7 +63,7 @@ def test_a_bounded_number_of_descriptors_stays_open(store: Store) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_committed_discarded_or_collected_part_closes_its_descriptor(store: Store) -> None:
+def test_a_committed_discarded_or_collected_part_closes_its_descriptor(store: FileStore) -> None:
     def kept() -> int:
         gc.collect()
         opened = [path for path in Path("/proc/self/fd").iterdir() if path.exists()]
@@ -78,7 +79,7 @@ def test_a_committed_discarded_or_collected_part_closes_its_descriptor(store: St
     assert kept() == 0
 
 
-def test_unused_reserved_space_is_freed_on_commit(store: Store) -> None:
+def test_unused_reserved_space_is_freed_on_commit(store: FileStore) -> None:
     part, piece = store.part("rows"), b"x" * (RESERVED_FROM // 2)
     for _ in range(4):
         part.append(piece)

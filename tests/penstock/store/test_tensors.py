@@ -4,19 +4,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.stores import directory_store
 
 from penstock.errors import BlobCorrupt
-from penstock.store import Store, tensors
+from penstock.store import tensors
 from penstock.store.columns import read_columns
 from penstock.store.experts import Experts
+from penstock.store.files import FileStore
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path)
+def store(tmp_path: Path) -> FileStore:
+    return directory_store(tmp_path)
 
 
-def test_other_blobs_are_refused_as_columns_and_experts(store: Store) -> None:
+def test_other_blobs_are_refused_as_columns_and_experts(store: FileStore) -> None:
     refs = [
         store.put("text", [b"hello"]),
         store.put("zeros", [bytes(10_000)]),
@@ -46,7 +48,7 @@ def test_other_blobs_are_refused_as_columns_and_experts(store: Store) -> None:
         '"a":7',
     ],
 )
-def test_a_header_that_contradicts_its_file_is_refused(store: Store, entry: str) -> None:
+def test_a_header_that_contradicts_its_file_is_refused(store: FileStore, entry: str) -> None:
     text = f"{{{entry}}}".encode()
     ref = store.put("lies", [len(text).to_bytes(8, "little"), text, b"1234"])
     with pytest.raises(BlobCorrupt, match="lies"):

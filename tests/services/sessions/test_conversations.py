@@ -3,9 +3,10 @@ from typing import Any
 
 import pytest
 from support.session_process import Agent, Script, SessionsProcess, running
+from support.stores import directory_store
 from support.upstream import Response, answer, calling, tool_call, user
 
-from penstock.store import BlobRef, Store
+from penstock.store import BlobRef
 from penstock.store.columns import read_columns
 
 LIMITS = {"policy__max_turns": "8", "policy__max_seq_len": "400", "policy__max_samples": "5"}
@@ -169,6 +170,6 @@ def test_samples_are_limited(free: SessionsProcess) -> None:
 def test_sampling_is_recorded_with_the_turns(linear: SessionsProcess, strict: Agent) -> None:
     strict.chat("plain")
     strict.chat("plain", temperature=0, top_p=0.5, top_k=None)
-    columns = read_columns(Store(linear.store), BlobRef(**strict.request("POST", "/seal").json["columns"]))
+    columns = read_columns(directory_store(linear.store), BlobRef(**strict.request("POST", "/seal").json["columns"]))
     assert columns.turns.temperature.tolist() == [1.0, 0.0]
     assert [columns.turns.words["sampling"][word] for word in columns.turns.sampling] == ["{}", '{"top_p":0.5}']

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
+from support.stores import directory_store
 from support.upstream import Response, Server, answer, serving, user
 from support.waiting import wait_until_async
 
@@ -18,7 +19,6 @@ from penstock.config import RunConfig
 from penstock.config.engine import Engine
 from penstock.engines.transport import ON_LOOP_BYTES
 from penstock.runtime.loop_lag import LoopLag
-from penstock.store import Store
 from services.sessions import chats
 from services.sessions.backend import Backend
 from services.sessions.chats import CUT_ON_LOOP_BYTES, is_quick
@@ -46,7 +46,7 @@ async def listening(handler: Any) -> AsyncIterator[str]:
 @asynccontextmanager
 async def sessions(directory: Path, upstream: str) -> AsyncIterator[tuple[SessionTable, str]]:
     config = RunConfig(store=f"file://{directory}", engine=Engine(urls=(upstream,)))
-    table = SessionTable(SessionDirectory(Store(directory), "test"), config, [])
+    table = SessionTable(SessionDirectory(directory_store(directory), "test"), config, [])
     async with Backend.open(config.engine) as backend:
         server = SessionServer(config, table, backend, LoopLag(process="test"))
         async with listening(server.handle) as url:

@@ -8,9 +8,10 @@ import pytest
 from support.conversations import LAYERS, TOPK, rows_of
 from support.engine_responses import compact, routed
 from support.session_process import Agent, HttpResponse, Script, SessionsProcess, running
+from support.stores import directory_store
 from support.upstream import ReceivedRequest, Response, answer, calling, content_ids, prompt_ids, tool_call, user
 
-from penstock.store import BlobRef, Store
+from penstock.store import BlobRef
 from penstock.store.columns import read_columns
 from penstock.store.experts import Experts
 
@@ -50,9 +51,9 @@ def test_the_client_gets_the_engines_bytes_without_the_routed_experts(
         assert response.body == respond(script.received("fidelity")[-1], cut=True).body
     assert [record["response"] for record in agent.request("GET").json["records"]][-1] == response.json
     sealed = agent.request("POST", "/seal").json
-    columns = read_columns(Store(agent.server.store), BlobRef(**sealed["columns"]))
+    columns = read_columns(directory_store(agent.server.store), BlobRef(**sealed["columns"]))
     assert columns.input_ids.tolist() == prompt_ids(agent.messages)[:-1]
-    experts = Experts(Store(agent.server.store), BlobRef(**sealed["experts"]))
+    experts = Experts(directory_store(agent.server.store), BlobRef(**sealed["experts"]))
     out = np.empty((columns.input_ids.size, LAYERS, TOPK), np.int32)
     experts.read(0, 0, len(out), out)
     np.testing.assert_array_equal(out[:-1], rows_of(columns.input_ids.tolist()))

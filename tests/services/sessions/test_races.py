@@ -5,10 +5,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 from support.session_process import CHAT, Agent, HttpResponse, Script, SessionsProcess
+from support.stores import directory_store
 from support.upstream import Response
 from support.waiting import wait_until
 
-from penstock.store import BlobRef, Store
+from penstock.store import BlobRef
 
 BUSY = "session already has an in-flight chat completion"
 
@@ -92,7 +93,7 @@ def test_a_chat_or_seal_beside_a_delete_is_complete_or_refused(sessions: Session
         assert chat.status in (200, 404, 409)
         assert (delete.status, seal.status in (200, 404, 409)) == (204, True)
         if seal.status == 200:
-            assert Store(sessions.store).open(BlobRef(**seal.json["columns"])).size
+            assert directory_store(sessions.store).open(BlobRef(**seal.json["columns"])).size
         else:
             assert not list(sessions.store.rglob(agent.id))
 

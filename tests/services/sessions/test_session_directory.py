@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from support.session_process import Script, running
+from support.stores import directory_store
 from typer.testing import CliRunner
 
 from cli.main import app
 from penstock.errors import ConfigError
-from penstock.store import Store
 from services.sessions.session_directory import SessionDirectory, owner_of
 
 
@@ -31,7 +31,7 @@ def test_a_killed_server_affects_only_its_own_sessions(script: Script, tmp_path:
 
 
 def test_two_servers_cannot_share_a_directory(tmp_path: Path) -> None:
-    SessionDirectory(Store(tmp_path), "ab" * 16).lock()
+    SessionDirectory(directory_store(tmp_path), "ab" * 16).lock()
     arguments = ["--port", "0", "--store", f"file://{tmp_path}", "--instance-id", "ab" * 16]
     result = CliRunner().invoke(app, ["sessions", *arguments])
     assert isinstance(result.exception, ConfigError)

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 from support.session_process import CHAT, Agent, Script, SessionsProcess
+from support.stores import directory_store
 from support.upstream import prompt_ids, user
 from typer.testing import CliRunner
 
 from cli.main import app
 from penstock.errors import ConfigError
-from penstock.store import BlobRef, Store
+from penstock.store import BlobRef
 from penstock.store.columns import read_columns
 
 ID = re.compile("[0-9a-f]{32}")
@@ -69,22 +70,24 @@ def test_sealing_returns_the_files_of_the_rollout(sessions: SessionsProcess) -> 
     sealed = agent.request("POST", "/seal")
     assert sealed.status == 200
     assert agent.request("POST", "/seal").json == sealed.json
-    columns = read_columns(Store(sessions.store), BlobRef(**sealed.json["columns"]))
+    columns = read_columns(directory_store(sessions.store), BlobRef(**sealed.json["columns"]))
     assert (columns.rollout, columns.attempt, columns.turns.temperature.tolist()) == ("r7", 2, [0.5, 0.5])
     assert columns.input_ids.tolist() == prompt_ids(agent.messages)[:-1]
     assert sealed.json["sample_lengths"] == [columns.input_ids.size]
     assert (sealed.json["version_first"], sealed.json["version_last"]) == (4, 4)
-    assert Store(sessions.store).open(BlobRef(**sealed.json["experts"])).size
+    assert directory_store(sessions.store).open(BlobRef(**sealed.json["experts"])).size
     for response in (agent.chat("three"), agent.request("GET")):
         assert (response.status, response.error) == (404, f"session not found: session_id={agent.id}")
     assert agent.request("DELETE").status == 204
-    assert Store(sessions.store).open(BlobRef(**sealed.json["columns"])).size, "sealed files outlive their session"
+    assert directory_store(sessions.store).open(BlobRef(**sealed.json["columns"])).size, (
+        "sealed files outlive their session"
+    )
 
 
 def test_a_failed_rollout_is_sealed_with_its_loss_masked(agent: Agent, sessions: SessionsProcess) -> None:
     agent.talk("one")
     sealed = agent.request("POST", "/seal", {"error": "out of time"}).json
-    columns = read_columns(Store(sessions.store), BlobRef(**sealed["columns"]))
+    columns = read_columns(directory_store(sessions.store), BlobRef(**sealed["columns"]))
     assert (columns.error, columns.loss_mask.any()) == ("out of time", False)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support import engine_process
 from support.session_process import Script, SessionsProcess, running
+from support.stores import directory_store
 from support.tokenizer_directory import tokenizer_dir
 from support.upstream import user
 from typer.testing import CliRunner
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from cli.main import app
 from penstock.errors import ConfigError
 from penstock.renderers import bytes_chatml
-from penstock.store import BlobRef, Store
+from penstock.store import BlobRef
 from penstock.store.columns import read_columns
 from penstock.store.experts import Experts
 from services.engine.expert_table import ExpertTable
@@ -66,10 +67,10 @@ def test_recorded_tokens_are_sent_as_history(tokens: SessionsProcess) -> None:
         assert shown["metadata"]["accumulated_token_ids"][: len(request["input_ids"])] == request["input_ids"]
         assert (shown["metadata"]["mode"], shown["metadata"]["turns"]) == ("linear", number + 1)
     sealed = agent.request("POST", "/seal").json
-    columns = read_columns(Store(tokens.store), BlobRef(**sealed["columns"]))
+    columns = read_columns(directory_store(tokens.store), BlobRef(**sealed["columns"]))
     assert sealed["sample_lengths"] == [columns.input_ids.size]
     out = np.empty((columns.input_ids.size, SHAPE.layers, SHAPE.topk), np.int16)
-    Experts(Store(tokens.store), BlobRef(**sealed["experts"])).read(0, 0, len(out), out)
+    Experts(directory_store(tokens.store), BlobRef(**sealed["experts"])).read(0, 0, len(out), out)
     np.testing.assert_array_equal(out[:-1], ExpertTable(SHAPE).rows(columns.input_ids))
 
 

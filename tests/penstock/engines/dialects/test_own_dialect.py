@@ -15,6 +15,7 @@ from support.engine_clients import run
 from support.engine_responses import compact, request_info, routed
 from support.rollout_stages import attempt_of, loaded, stage_of
 from support.session_process import running
+from support.stores import directory_store
 from support.upstream import ReceivedRequest, Response, Server, prompt_ids, serving, user
 from typer.testing import CliRunner
 
@@ -24,7 +25,7 @@ from penstock.environments.protocol import Policy
 from penstock.errors import ConfigError
 from penstock.messages import RolloutResult
 from penstock.playing.rollout import play
-from penstock.store import BlobRef, Store
+from penstock.store import BlobRef
 from penstock.store.columns import read_columns
 from penstock.turn import Fingerprint, OpenSample, RouteFormat
 
@@ -92,7 +93,7 @@ def played(root: Path, server: Server, *questions: str) -> RolloutResult:
 
 
 def check_recorded(root: Path, columns: BlobRef, expected: list[int]) -> None:
-    recorded = read_columns(Store(root), columns)
+    recorded = read_columns(directory_store(root), columns)
     assert recorded.input_ids.tolist() == expected
     sampled = recorded.loss_mask == 1
     assert bytes(recorded.input_ids[sampled].astype(np.uint8).tolist()) == b"answer 1answer 3"
