@@ -27,7 +27,9 @@ def sessions(
     ] = None,
     proxy_allow: Annotated[str | None, Option(help="Further paths that agents may request: /v1/embeddings,...")] = None,
     cpu_workers: Annotated[int | None, Option(help="Threads for large bodies. Default: number of cores.")] = None,
-    store: Annotated[str | None, Option(help="URL of the store: file:///... Default: the run's.")] = None,
+    store: Annotated[
+        str | None, Option(help="URL of the store: file:///... or module:Class://address. Default: the run's.")
+    ] = None,
     require_secret: Annotated[
         bool | None, Option(help="Require the session's secret. Default: unless the bind address is loopback.")
     ] = None,

@@ -31,14 +31,12 @@ def test_rollouts_of_three_environments_become_batches_and_are_released(tmp_path
             "batch": {"size": 6, "seq_len": 4096},
             "trainer": {"max_steps_ahead": 1},
         }
-        with cluster_in(tmp_path, **settings) as cluster:
+        with cluster_in(tmp_path / "a run", **settings) as cluster:  # its store has a percent-encoded URL
             cluster.config.write_text(cluster.config.read_text() + ENVIRONMENTS)
             cluster.rollout_worker()
             cluster.compute_worker()
             run = cluster.orchestrator()
-            reader = BatchReader(
-                cluster.run_dir, data_rank=0, data_ranks=1, store=f"file://{cluster.store}", timeout_s=60
-            )
+            reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
             for batch in reader:
                 rows = [micro_batch.routed_experts(layers=[0, 3], missing=-1) for micro_batch in batch.micro_batches()]
                 assert sum(map(len, rows)) >= batch.totals.tokens

@@ -99,11 +99,13 @@ class Cluster:
         self.store = directory / "store"
         self.configure(**settings)
         self.processes: list[Process] = []
+        self.variables: dict[str, str] = {}
+        """of the environment of every process"""
         self.enter: list[str] = []
         """prefix of every command: `SmallDisk.enter`"""
 
     def configure(self, **settings: Any) -> None:
-        values: dict[str, Any] = {"run_dir": str(self.run_dir), "store": f"file://{self.store}"} | DEFAULTS
+        values: dict[str, Any] = {"run_dir": str(self.run_dir), "store": self.store.as_uri()} | DEFAULTS
         for key, value in settings.items():
             values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
         self.config.write_text(toml(values))
@@ -120,6 +122,7 @@ class Cluster:
             "PENSTOCK_REDIS_URL": self.redis_server.url,
             test_hooks.SWITCH: "1",
             "PYTHONPATH": str(Path(__file__).parent.parent.parent),
+            **self.variables,
             **variables,
         }
         command = (*self.enter, *command)

@@ -6,13 +6,14 @@ Prints a line of JSON for every step, with a hash of all data; at HANG_AT_STEP i
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 
-BARE = {*sys.stdlib_module_names, "numpy", "xxhash", "penstock"}
+BARE = {*sys.stdlib_module_names, "numpy", "xxhash", "penstock", *os.environ.get("TRAINER_HAS", "").split(",")}
 
 
 class Refusing(MetaPathFinder):

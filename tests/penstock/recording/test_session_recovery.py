@@ -15,6 +15,7 @@ from support.waiting import wait_until
 
 from penstock.errors import BadRequest, BlobCorrupt, BlobMissing
 from penstock.recording import Mode, Session, unsealed
+from penstock.store import open_store
 from penstock.store.files import FileStore
 
 T = TypeVar("T")
@@ -63,7 +64,6 @@ RECORDER = """
 import asyncio, sys
 from pathlib import Path
 from support.conversations import assistant, chat, started, user
-from penstock.store.files import FileStore
 from support.stores import directory_store
 from penstock.recording import Mode
 
@@ -100,6 +100,27 @@ def test_all_turns_of_a_killed_process_are_recovered(store: FileStore, undisturb
         assert session.token_ids().tolist() == (prompt_ids(messages)[:-1] if messages else [])
         await talk(session, TEXTS[session.turns :], after=messages)
         assert await session.seal() == undisturbed
+
+    run(main())
+
+
+def test_a_session_in_a_store_without_local_files_is_recovered_on_its_host(
+    tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    memory = open_store(f"memory://{tmp_path}")
+    memory.keep_spool("server")
+
+    async def main() -> None:
+        await talk(await started(memory, mode=Mode.LINEAR), TEXTS[:3])
+        assert unsealed(memory, "rollouts") == [KEY]
+        assert list(memory.keys("rollouts")) == []
+        session = await Session.recover(memory, KEY)
+        await talk(session, TEXTS[3:], after=conversation_of(TEXTS[:3]))
+        sealed = await session.seal()
+        assert sealed == undisturbed
+        assert sorted(memory.keys("rollouts")) == sorted(ref.key for ref in (sealed.columns, sealed.experts) if ref)
+        assert unsealed(memory, "rollouts") == []
 
     run(main())
 

@@ -1,6 +1,7 @@
 """Which URLs open which stores, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from penstock.store.files import FileStore
 from penstock.store.memory import MemoryStore
 from penstock.store.opening import read_run_store_url, run_store_url, stored_url
 
+ROOT = Path(__file__).parents[3]
 SHELF = """
 from penstock.store import Store
 from penstock.store.memory import MemoryStore
@@ -41,6 +43,14 @@ def _shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "shelf_store.py").write_text(SHELF)
     (tmp_path / "broken_store.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_only_the_store_package_names_its_classes() -> None:
+    """Everything else opens a store by its URL."""
+    folders = ("penstock", "tasks", "workers", "orchestrator", "services", "cli", "bench", "examples")
+    named = re.compile(r"penstock\.store\.(files|memory)\b|\b(FileStore|MemoryStore)\b")
+    using = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if named.search(path.read_text())]
+    assert {path.parent for path in using} == {ROOT / "penstock" / "store"}
 
 
 def test_what_stands_before_the_address_names_the_class() -> None:
