@@ -137,24 +137,27 @@ def test_concurrent_episodes_share_a_process_and_stay_separate(
 def test_a_cancelled_episode_leaves_no_program_no_directory_and_no_session(
     tricks: Verifiers, stages: Any, server: SessionsProcess, on_loop: Run, marks: Path, example: Example
 ) -> None:
+    """Several times, each as soon as the program runs: the package may still be starting it."""
     pid = marks / "pid"
 
-    async def main() -> None:
+    async def main(rollout: str) -> None:
         async with stages() as stage:
-            attempt = attempt_of("cancelled")
-            playing = asyncio.create_task(play(stage, loaded(tricks), example("program"), attempt))
-            await wait_until_async(lambda: pid.exists() and pid.read_text().strip())
+            playing = asyncio.create_task(play(stage, loaded(tricks), example("program"), attempt_of(rollout)))
+            while not (pid.exists() and pid.read_text().strip()):
+                await asyncio.sleep(0)
             assert directory_of(marks).is_dir()
             playing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await playing
 
-    on_loop(main())
-    assert not directory_of(marks).exists()
-    group = int(pid.read_text())
-    wait_until(lambda: not members(group), what="the program and its children have ended")
+    for number in range(8):
+        pid.unlink(missing_ok=True)
+        on_loop(main(f"cancelled{number}"))
+        wait_until(lambda: not directory_of(marks).exists(), what="the directory is removed")
+        group = int(pid.read_text())
+        wait_until(lambda group=group: not members(group), what="the program and its children have ended")
     assert server.status()["sessions"]["open"] == 0
-    assert not (server.store / "rollouts" / "run" / "cancelled").exists()
+    assert not list((server.store / "rollouts" / "run").glob("cancelled*"))
 
 
 def test_an_episode_over_its_time_limit_is_cancelled_and_a_failure_of_the_policy(played: Played, marks: Path) -> None:

@@ -5,6 +5,7 @@ and keeps a client with connections for every URL. Here each rollout gets a copy
 connections and is dropped with the rollout.
 """
 
+import asyncio
 import contextlib
 import copy
 import importlib
@@ -13,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.environments.verifiers.episode_results import episode_result
-from penstock.environments.verifiers.wire import EpisodeRequest, EpisodeResult, Settings
+from penstock.environments.verifiers.leftovers import kill_programs_of_ended_episodes
+from penstock.environments.verifiers.wire import EpisodeRequest, EpisodeResult, Outcome, Settings
 from penstock.errors import ConfigError, StageError
+from penstock.runtime.cancellation import run_to_completion
+from penstock.runtime.offload import in_io_thread
 
 LOCAL_RUNTIME = {"type": "subprocess"}
 # One interception server serves all rollouts of the process: the package's pools are for tunnels.
@@ -30,6 +34,7 @@ class Player:
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         if settings.directory:
             _use_directory(Path(settings.directory))
+        self._directory = settings.directory
         self._environment = loaders.load_environment(_config(loaders.resolve_env_config, settings))
         self.tasks = _tasks(self._environment.taskset, settings.size)
         self._client = importlib.import_module("verifiers.v1.clients").EvalClient(self._endpoint(UNUSED_URL))
@@ -46,6 +51,16 @@ class Player:
             await self._client.close()
 
     async def play(self, request: EpisodeRequest) -> EpisodeResult:
+        result = None
+        try:
+            result = await self._play(request)
+        finally:
+            if self._directory and (result is None or result.outcome is not Outcome.SCORED):
+                killing = in_io_thread(kill_programs_of_ended_episodes, self._directory)
+                await run_to_completion(asyncio.create_task(killing))
+        return result
+
+    async def _play(self, request: EpisodeRequest) -> EpisodeResult:
         slot = self._environment.slots(self.tasks[request.example])[0]
         with self._session(request) as endpoint:
             context = self._vf.ModelContext(model=request.model, client=endpoint)

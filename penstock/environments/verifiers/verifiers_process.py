@@ -8,23 +8,20 @@ main thread, would score 0. The child ends when its socket closes, so also with 
 import asyncio
 import contextlib
 import itertools
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from penstock.environments.agent_program import inherited_variables
 from penstock.environments.protocol import AgentPolicy
+from penstock.environments.verifiers.leftovers import kill_programs_in
 from penstock.environments.verifiers.wire import (
     HANG_TIMEOUT_S,
     MAX_LINE_BYTES,
@@ -215,14 +212,5 @@ def _clean_up(process: "subprocess.Popen[bytes]", directory: str) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    for pid in _processes_in(directory):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    kill_programs_in(directory)
     shutil.rmtree(directory, ignore_errors=True)
-
-
-def _processes_in(directory: str) -> Iterator[int]:
-    for link in Path("/proc").glob("[0-9]*/cwd"):
-        with contextlib.suppress(OSError):
-            if link.readlink().is_relative_to(directory):
-                yield int(link.parent.name)
