@@ -10,10 +10,12 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
 import redis
 import redis.asyncio
@@ -214,7 +216,22 @@ def sync_executor() -> SyncExecutor:
 
 @functools.lru_cache(maxsize=1)
 def _executor_of(pid: int) -> SyncExecutor:
+    _raise_at_cold_stop()
     return SyncExecutor(settings())
+
+
+def _raise_at_cold_stop() -> None:
+    """A cold stop sends SIGTERM to the children: the running job then replies `released`. Billiard sets its own handler
+    when a child has been initialized, so this one is set at the first job. It calls billiard's, which exits."""
+    exits = signal.getsignal(signal.SIGTERM)
+
+    def stop(signum: int, frame: FrameType | None) -> NoReturn:
+        with contextlib.suppress(SystemExit):
+            if callable(exits):
+                exits(signum, frame)
+        raise WorkerStopping("stopping")
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 def _is_asked_to_stop(error: BaseException) -> bool:
