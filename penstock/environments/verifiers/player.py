@@ -51,14 +51,15 @@ class Player:
             await self._client.close()
 
     async def play(self, request: EpisodeRequest) -> EpisodeResult:
-        result = None
+        scored = False
         try:
             result = await self._play(request)
+            scored = result.outcome is Outcome.SCORED
+            return result
         finally:
-            if self._directory and (result is None or result.outcome is not Outcome.SCORED):
+            if self._directory and not scored:
                 killing = in_io_thread(kill_programs_of_ended_episodes, self._directory)
                 await run_to_completion(asyncio.create_task(killing))
-        return result
 
     async def _play(self, request: EpisodeRequest) -> EpisodeResult:
         slot = self._environment.slots(self.tasks[request.example])[0]
