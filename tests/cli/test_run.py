@@ -80,6 +80,7 @@ def test_on_a_terminal_the_run_has_a_live_view_and_a_summary(environment: dict[s
 
 
 def test_in_a_pipe_the_run_writes_plain_lines_and_a_summary(environment: dict[str, str], tmp_path: Path) -> None:
+    environment["PENSTOCK_RECOVERY__LEASE_S"] = "12"
     process = subprocess.Popen(
         [PENSTOCK, "run"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -88,6 +89,8 @@ def test_in_a_pipe_the_run_writes_plain_lines_and_a_summary(environment: dict[st
     out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0
     assert "WARNING penstock.orchestrator action=draining" in err
+    changed = "action=setting_changed recovery.lease_s was 10.0, now 12.0: restart rollouts and compute"
+    assert f"WARNING penstock.orchestrator {changed}" in err
     assert [line.partition(" ")[0] for line in out.splitlines()] == ["run", "steps", "verdict", "resume"]
     assert "\x1b" not in out + err
 
