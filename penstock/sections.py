@@ -14,7 +14,8 @@ def _split(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
-CommaSeparated = Annotated[tuple[str, ...], BeforeValidator(_split)]
+COMMAS = BeforeValidator(_split)
+CommaSeparated = Annotated[tuple[str, ...], COMMAS]
 """A list in TOML; one string, separated by commas, in an environment variable or a flag."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic_core import ErrorDetails
 
-from penstock.sections import Section, is_value, table_of
+from penstock.sections import COMMAS, Section, is_value, table_of
 
 Keys = tuple[str, ...]
 Origins = dict[Keys, str]
@@ -125,11 +125,11 @@ def is_setting(section: type[Section], keys: Sequence[str]) -> bool:
 def is_toml(section: type[Section], keys: Sequence[str]) -> bool:
     """Whether the text of a variable for `keys`, which are a setting, is TOML: tables whose keys are not Penstock's,
     and lists that are not separated by commas."""
-    annotation = _settings(section)[keys[0]]
-    table = table_of(annotation)
+    setting = section.model_fields[keys[0]]
+    table = table_of(setting.annotation)
     if table is None or table.section is None:
-        kinds = [get_origin(kind) for kind in (annotation, *get_args(annotation))]
-        return table is not None or tuple in kinds
+        kinds = [get_origin(kind) for kind in (setting.annotation, *get_args(setting.annotation))]
+        return table is not None or (tuple in kinds and COMMAS not in setting.metadata)
     below = keys[2:] if table.by_name else keys[1:]
     return bool(below) and is_toml(table.section, below)
 

@@ -186,6 +186,7 @@ def test_the_redis_url_can_be_read_without_a_configuration() -> None:
         ("FILTERS__CUSTOM__MINE", "drop", "drop"),
         ("ADVANTAGES__TOOL_WEIGHT", "2", 2.0),
         ("BATCH__EXTRAS", "a, b", ("a", "b")),
+        ("BATCH__EXTRAS", "1", ("1",)),
         ("POLICY__RENDERER__BACKEND", "renderers", "renderers"),
         ("POLICY__SAMPLING__STOP", '["a, b", "\\n"]', ("a, b", "\n")),
         ("POLICY__SAMPLING__MORE__TOP_A", "0.5", 0.5),
