@@ -56,6 +56,7 @@ def begin_or_resume(config: RunConfig) -> str:
         }
         if stored:
             _refuse_second_ledger(config, config.run_dir / stored["ledger"])
+            _refuse_second_store(config, stored["store"])
             content["changed"] = [*content["changed"], *_changed(config, stored)][-CHANGES_KEPT:]
         if content != stored:
             write_json(config.run_dir / "run.json", content, durable=True)
@@ -142,4 +143,13 @@ def _refuse_second_ledger(config: RunConfig, stored: Path) -> None:
         raise RunMismatch(
             f"the ledger of the run in {config.run_dir} is {stored}, and there is none at {config.ledger_path}: "
             "move it there, or set ledger_dir back"
+        )
+
+
+def _refuse_second_store(config: RunConfig, stored: str) -> None:
+    """Another URL is accepted only if the run's files are there."""
+    if stored_url(config.run_dir, config.store_url) != stored and open_store(config.store_url).size(OWNER) is None:
+        raise RunMismatch(
+            f"the store of the run in {config.run_dir} is {stored}, and {config.store_url} holds nothing of it: "
+            "move its files there, or set store back"
         )

@@ -193,7 +193,7 @@ class RunConfig(Section):
     """Address of Redis. Set PENSTOCK_REDIS_URL rather than writing a password to a file."""
     store: Annotated[str | None, EVERY_PROCESS, OF_HOST] = None
     """URL of the store of blobs, job inputs and batches: a shared directory, `file:///...`, or `module:Class://address`
-    for a store of your own. Default: `store` in the run directory."""
+    for a store of your own. Default: `store` in the run directory. At a resume, the run's files must be there."""
     max_store_gb: PositiveFloat | None = None
     """No rollout is started while blobs that wait for the trainer take more than this many GB (1e9 bytes)."""
     ledger_dir: Annotated[Path | None, OF_HOST] = None

@@ -1,4 +1,5 @@
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,10 @@ def test_run_json_keeps_the_id_and_names_ledger_and_store(tmp_path: Path) -> Non
 
 def test_settings_that_may_change_between_starts_are_updated(tmp_path: Path) -> None:
     opened(configured(tmp_path))
-    opened(configured(tmp_path, redis_url="redis://elsewhere:1/0", store=f"file://{tmp_path}/store", steps=99))
+    opened(configured(tmp_path, redis_url="redis://elsewhere:1/0", steps=99))
     kept = run_dir.read(tmp_path / "run")
     assert kept["redis"] == "redis://elsewhere:1/0"
-    assert kept["store"] == f"{tmp_path}/store"
+    assert kept["settings"]["steps"] == 99
 
 
 def test_a_run_may_be_moved(tmp_path: Path) -> None:
@@ -141,6 +142,20 @@ def test_a_second_ledger_is_refused(tmp_path: Path) -> None:
     config.ledger_path.rename(moved.ledger_path)
     opened(moved)
     assert run_dir.ledger_path(config.run_dir) == moved.ledger_path
+
+
+def test_a_second_store_is_refused(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    opened(config)
+    moved = configured(tmp_path, store=f"file://{tmp_path}/large")
+    with pytest.raises(
+        RunMismatch, match=rf"is store, and file://{tmp_path}/large holds nothing of it: move its files"
+    ):
+        opened(moved)
+    shutil.rmtree(tmp_path / "large")
+    (config.run_dir / "store").rename(tmp_path / "large")
+    opened(moved)
+    assert run_dir.store_url(config.run_dir) == moved.store_url
 
 
 def test_a_store_belongs_to_one_run(tmp_path: Path) -> None:
