@@ -8,7 +8,7 @@ import numpy as np
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord, GroupRecord, RolloutRecord
-from orchestrator.quotas import quantity, quotas
+from orchestrator.quotas import in_groups, quantity, quotas
 from orchestrator.staleness import Staleness
 from orchestrator.trainer import Trainer
 from penstock.advantages import ESTIMATORS, BatchValues, batch_phase, resolve
@@ -158,7 +158,7 @@ class Composer:
             for group in self._ledger.groups.values()
             if group.environment == environment and group.state is not GroupState.BATCHED
         )
-        window = self._window(quota)
+        window = self._window(environment, quota)
         taken: list[GroupRecord] = []
         held, awaited = 0, False
         for place, group in enumerate(open_groups):
@@ -172,9 +172,9 @@ class Composer:
                 awaited = True
         return taken if held >= quota else None
 
-    def _window(self, quota: int) -> float:
+    def _window(self, environment: str, quota: int) -> float:
         """The number of open groups, in planned order, that a step may choose from."""
-        if self._config.batch.order == "completion" or self._config.batch.unit == "tokens":
+        groups = in_groups(self._config, self._ledger, environment, quota)
+        if self._config.batch.order == "completion" or groups is None:
             return math.inf
-        groups = quota if self._config.batch.unit == "groups" else -(-quota // self._config.rollouts.group_size)
-        return math.ceil(self._config.batch.window * groups)
+        return math.ceil(self._config.batch.window * math.ceil(groups))

@@ -4,7 +4,9 @@ Every method is one ledger transaction: the effects of a reply and the jobs that
 """
 
 import logging
+from collections import Counter
 
+from orchestrator.causes import Causes
 from orchestrator.gates import Gates
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord, JobRecord, RolloutRecord
@@ -32,6 +34,7 @@ class Groups:
         self._config = config
         self._ledger = ledger
         self._gates = gates
+        self.causes = Causes()
         self.cancelled: list[JobRecord] = []
         """submitted jobs that are no longer needed: revoking them saves work"""
 
@@ -66,14 +69,14 @@ class Groups:
         self._ledger.event(job.id, "failed", f"attempt {job.attempt}: {error}")
         self._ledger.retry(job, error=error, failures=1)
         if job.failures >= self._config.recovery.max_failures:
-            self._kill(job, f"{job.failures} failures, the last: {error}")
+            self._kill(job, f"{job.failures} failures, the last: {error}", error)
 
     def job_lost(self, job: JobRecord, why: str) -> None:
         self._gates.probe_lost(job.kind, job.id)
         self._ledger.event(job.id, "lost", f"attempt {job.attempt}: {why}")
         self._ledger.retry(job, error=why, losses=1)
         if job.losses >= self._config.recovery.max_losses:
-            self._kill(job, f"lost {job.losses} times, the last: {why}")
+            self._kill(job, f"lost {job.losses} times, the last: {why}", why)
 
     def stop_waiting(self, group: GroupRecord) -> None:
         """Continue the group without its unfinished rollouts."""
@@ -127,6 +130,7 @@ class Groups:
         group = self._ledger.groups.get(job.subject)
         if isinstance(result, RolloutResult):
             self._ledger.generated(self._ledger.rollout(job), result)
+            self.causes.generated()
         self._ledger.end(job, JobState.SETTLED, result=result if isinstance(result, EncodeResult) else None)
         match result:
             case SurveyResult():
@@ -151,7 +155,8 @@ class Groups:
             case _:
                 raise AssertionError(f"{result.answers} does not answer a group's job")
 
-    def _kill(self, job: JobRecord, why: str) -> None:
+    def _kill(self, job: JobRecord, why: str, error: str) -> None:
+        """`why` tells how often it failed, `error` is the last one."""
         logger.error("action=dead job=%s %s", job.id, why)
         self._ledger.event(job.id, "dead", why)
         if job.kind is JobKind.SURVEY:
@@ -165,10 +170,13 @@ class Groups:
             return
         if job.kind is JobKind.ROLLOUT:
             self._collect(group)
+            self.causes.died(error)
             return
-        for rollout in group.of(RolloutState.GENERATED):
+        unfinished = group.of(RolloutState.GENERATED)
+        for rollout in unfinished:
             self._ledger.kill(rollout, why)
         self._close(group, "dead")
+        self.causes.died(error, len(unfinished))
 
     def _collect(self, group: GroupRecord) -> None:
         if group.state is not GroupState.COLLECTING:
@@ -216,21 +224,26 @@ class Groups:
             return
         for rollout in group.of(RolloutState.GENERATED):
             rollout.masked |= result.masked
-            self._admit(rollout, result.advantages[rollout.id])
+            self._admit(group, rollout, result.advantages[rollout.id])
         self._ledger.enter(group, GroupState.ADMITTED)
         self._ledger.set("dropped_in_a_row", 0)
-        self._ledger.increment("groups_admitted")
+        self.causes.admitted()
+        for counter in ("groups_admitted", f"groups_admitted:{group.environment}"):
+            self._ledger.increment(counter)
 
-    def _admit(self, rollout: RolloutRecord, advantage: float) -> None:
+    def _admit(self, group: GroupRecord, rollout: RolloutRecord, advantage: float) -> None:
         assert rollout.result is not None
         rollout.advantage = advantage
         self._ledger.move(rollout, RolloutState.ADMITTED)
-        self._ledger.increment("tokens_admitted", rollout.result.completion_tokens)
+        for counter in ("tokens_admitted", f"tokens_admitted:{group.environment}"):
+            self._ledger.increment(counter, rollout.result.completion_tokens)
 
     def _close(self, group: GroupRecord, reason: str) -> None:
         """Drop the rest of the group; the planner replaces it."""
         for rollout in group.of(RolloutState.GENERATED):
             self._ledger.drop(rollout, reason)
+        for why, number in Counter(rollout.reason for rollout in group.of(RolloutState.FILTERED)).items():
+            self.causes.dropped(why or reason, number)
         self._ledger.event(group.id, "dropped", reason)
         self._ledger.increment("dropped_in_a_row")
         self._ledger.enter(group, GroupState.CLOSED)

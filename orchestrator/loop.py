@@ -77,11 +77,11 @@ class Orchestrator:
         self.changed = asyncio.Event()
 
         self.trainer = Trainer(config, ledger)
-        self.planner = Planner(config, ledger, self.trainer)
         self.gates = Gates()
+        self.groups = Groups(config, ledger, self.gates)
+        self.planner = Planner(config, ledger, self.trainer, self.groups.causes)
         self.submitter = Submitter(config, run, ledger, broker, self.gates)
         self.replies = ReplyStream(run, broker, ledger)
-        self.groups = Groups(config, ledger, self.gates)
         self.composer = Composer(config, ledger, self.trainer)
         self.sealer = Sealer(config)
         self.reconciler = Reconciler(config, run, ledger, broker, self.groups, self.gates)

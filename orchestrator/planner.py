@@ -4,8 +4,9 @@ import math
 import operator
 from collections import Counter
 
+from orchestrator.causes import Causes
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.quotas import quantity, quotas
+from orchestrator.quotas import in_groups, quantity, quotas
 from orchestrator.submission import AT_ONCE
 from orchestrator.trainer import Trainer
 from penstock import ids
@@ -15,7 +16,8 @@ from penstock.ledger.states import GroupState, JobKind
 
 
 class Planner:
-    def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer, causes: Causes) -> None:
+        self._causes = causes
         self._config = config
         self._ledger = ledger
         self._trainer = trainer
@@ -81,7 +83,7 @@ class Planner:
             needed.update(quotas(self._config, step))
         known = [name for name in needed if self._ledger.meta.get(f"examples:{name}")]
         oversample, open_groups = self._config.rollouts.oversample, self._open_groups()
-        wanted = {name: oversample * self._in_groups(needed[name]) - open_groups[name] for name in known}
+        wanted = {name: oversample * self._in_groups(name, needed[name]) - open_groups[name] for name in known}
         return Counter({name: max(0, math.ceil(groups)) for name, groups in wanted.items()})
 
     def _storable_steps(self, first: int) -> int:
@@ -100,27 +102,18 @@ class Planner:
         for group in groups:
             if group.state is GroupState.ADMITTED:
                 admitted[group.environment] += quantity(self._config, group)
-        return {name: pending[name] + self._in_groups(admitted[name]) for name in self._config.environments}
+        return {name: pending[name] + self._in_groups(name, admitted[name]) for name in self._config.environments}
 
-    def _in_groups(self, amount: float) -> float:
-        """The number of groups that hold `amount` of `batch.unit`."""
-        if self._config.batch.unit == "groups":
-            return amount
-        if self._config.batch.unit == "rollouts":
-            return amount / self._config.rollouts.group_size
-        admitted, tokens = self._ledger.number("groups_admitted"), self._ledger.number("tokens_admitted")
-        if tokens:
-            return amount * admitted / tokens
+    def _in_groups(self, environment: str, amount: float) -> float:
+        groups = in_groups(self._config, self._ledger, environment, amount)
         # Until the first groups are admitted, their length is unknown: begin as many as may be in flight.
-        return self._config.rollouts.max_in_flight if amount else 0
+        return groups if groups is not None else self._config.rollouts.max_in_flight
 
     def groups_per_step(self) -> float:
-        return self._in_groups(self._config.batch.size)
+        step = self._ledger.number("steps_delivered")
+        return sum(self._in_groups(name, quota) for name, quota in quotas(self._config, step).items())
 
     def _stop_if_everything_is_dropped(self) -> None:
         dropped = self._ledger.number("dropped_in_a_row")
         if dropped and dropped >= self._config.batch.max_empty_batches * self.groups_per_step():
-            raise RunError(
-                f"{dropped} groups in a row were dropped, enough for {self._config.batch.max_empty_batches} batches: "
-                "the run stops. `penstock audit RUN_DIR` shows the reasons; relax that filter, or check the rewards"
-            )
+            raise RunError(f"stopped after {dropped} groups without a usable rollout. {self._causes.explain()}")

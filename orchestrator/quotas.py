@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord
 from penstock.config import RunConfig
 from penstock.ledger.states import RolloutState
@@ -35,3 +36,18 @@ def quantity(config: RunConfig, group: GroupRecord) -> int:
             return len(admitted)
         case "tokens":
             return sum(rollout.result.completion_tokens for rollout in admitted if rollout.result)
+
+
+def in_groups(config: RunConfig, ledger: Ledger, environment: str, amount: float) -> float | None:
+    """The number of groups of `environment` that hold `amount` of `batch.unit`; None while their length is unknown.
+
+    For tokens, by the mean of its admitted groups: environments differ in length.
+    """
+    match config.batch.unit:
+        case "groups":
+            return amount
+        case "rollouts":
+            return amount / config.rollouts.group_size
+        case "tokens":
+            groups, tokens = (ledger.number(f"{kind}_admitted:{environment}") for kind in ("groups", "tokens"))
+            return amount * groups / tokens if tokens else None if amount else 0

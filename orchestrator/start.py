@@ -91,6 +91,7 @@ async def _drive(orchestrator: Orchestrator) -> None:
         error = _cause(group)
         if not isinstance(error, RunLocked):
             await orchestrator.reporter.write(stopped_by=f"{error}")
+            await orchestrator.trainer.write_status(f"the run has stopped: {error}")
         raise error from group
 
 

@@ -31,7 +31,8 @@ class Trainer:
         """why a waiting trainer does not see what the run is doing"""
 
     async def read(self) -> None:
-        """Apply new acknowledgements and a new policy version."""
+        """Apply new acknowledgements and a new policy version, which is lower when a trainer resumes from an older
+        checkpoint."""
         try:
             state = await in_io_thread(read_trainer, self._run_dir)
         except BatchError as error:
@@ -40,7 +41,7 @@ class Trainer:
             self._unreadable = f"the trainer's progress cannot be read: {error}"
             return
         self._unreadable = None
-        if state.policy and state.policy.version > self._ledger.number("policy_version"):
+        if state.policy and state.policy.version != self._ledger.number("policy_version"):
             self._ledger.set("policy_version", state.policy.version)
         if state.acked > self.state.acked:
             self._ledger.train(state.acked)

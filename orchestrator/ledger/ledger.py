@@ -16,6 +16,7 @@ import orjson
 from orchestrator.ledger import restore
 from orchestrator.ledger.records import ADVANTAGES, BatchRecord, GroupRecord, JobRecord, RolloutRecord, Row, Value
 from orchestrator.ledger.writer import Writer
+from penstock.errors import LedgerError
 from penstock.ids import GroupId, RolloutId
 from penstock.ledger.states import UNGENERATED, BatchState, GroupState, JobKind, JobState, RolloutState, check
 from penstock.messages import EncodeResult, RolloutResult, shortened
@@ -292,7 +293,14 @@ class Ledger:
         self._changed, self._changed_meta, self._events, self._delivered, self._trained = {}, set(), [], [], []
         loop = asyncio.get_running_loop()
         done = self._last_commit = loop.create_future()
-        self._writer.put(changes, lambda: loop.call_soon_threadsafe(done.set_result, None))
+        self._writer.put(changes, lambda error: loop.call_soon_threadsafe(_settle, done, error))
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(LedgerError(f"the ledger cannot be written ({error}): this is a bug; nothing was delivered"))

@@ -1,7 +1,7 @@
 """The writer thread of the ledger: it commits all queued changes as one transaction.
 
 A commit that fails (disk full, I/O error) is retried until it succeeds. The orchestrator waits for its commits, so
-nothing proceeds that is not written.
+nothing proceeds that is not written. Any other error is final: it is passed to every later caller.
 """
 
 import logging
@@ -17,6 +17,8 @@ from penstock.ledger.schema import STATEMENTS, open_for_writing
 logger = logging.getLogger("penstock.ledger")
 
 Changes = dict[str, list[Row]]
+Committed = Callable[[Exception | None], object]
+"""Called on the writer thread: with None when the changes are on disk, else with the error that keeps them off it."""
 RETRY_S = 1.0
 EVENTS_KEPT = 100_000  # about 20 MB; older ones are deleted
 PRUNE_EVERY = 1_000
@@ -29,13 +31,13 @@ class Writer:
         """why commits fail at present"""
         self.commits = 0
         self._connection = open_for_writing(path)
-        self._queue: queue.SimpleQueue[tuple[Changes, Callable[[], object]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Changes, Committed] | None] = queue.SimpleQueue()
+        self._failed: Exception | None = None
         self._abandon = threading.Event()
         self._thread = threading.Thread(target=self._write_until_closed, name="penstock-ledger", daemon=True)
         self._thread.start()
 
-    def put(self, changes: Changes, committed: Callable[[], object]) -> None:
-        """`committed` is called on the writer thread when the changes are on disk."""
+    def put(self, changes: Changes, committed: Committed) -> None:
         self._queue.put((changes, committed))
 
     def close(self, *, timeout_s: float = 10.0) -> None:
@@ -57,21 +59,26 @@ class Writer:
             work = [item for item in gathered if item is not None]
             if work and self._commit_until_done([changes for changes, _ in work]):
                 for _, committed in work:
-                    committed()
+                    committed(self._failed)
 
     def _commit_until_done(self, gathered: list[Changes]) -> bool:
-        while not self._abandon.is_set():
+        """False if it was abandoned."""
+        while not self._abandon.is_set() and self._failed is None:
             try:
                 self._commit(gathered)
+            except (sqlite3.ProgrammingError, sqlite3.InterfaceError) as error:
+                self._failed = error
             except sqlite3.Error as error:
                 self._report(error)
                 self._abandon.wait(RETRY_S)
+            except Exception as error:  # noqa: BLE001  a bug: if the thread ended, callers would wait for ever
+                self._failed = error
             else:
                 if self.trouble:
                     logger.info("action=ledger_writes_again")
                 self.trouble = None
                 return True
-        return False
+        return self._failed is not None
 
     def _commit(self, gathered: list[Changes]) -> None:
         connection = self._connection

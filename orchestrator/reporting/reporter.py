@@ -160,12 +160,12 @@ class Reporter:
         }
 
     def _watch_queues(self) -> None:
-        """A queue moves when its oldest message changes, when it is empty, or when one of its jobs holds a lease."""
+        """A queue moves when its oldest message changes, when it is empty, or when a worker of its kind is busy."""
         snapshot = self._sources.snapshot()
         running = (self._ledger.jobs.get(id.job) for id in map(LeaseId.match, snapshot.leases) if id)
-        busy = {job.kind.queue for job in running if job is not None}
+        busy = {WorkerKind.of(job.kind.queue) for job in running if job is not None}
         for queue, depth in snapshot.depths.items():
-            if depth == 0 or queue in busy or snapshot.oldest[queue] != self._oldest.get(queue):
+            if depth == 0 or WorkerKind.of(queue) in busy or snapshot.oldest[queue] != self._oldest.get(queue):
                 self._moved_at[queue] = time.monotonic()
             self._oldest[queue] = snapshot.oldest[queue]
 

@@ -247,6 +247,20 @@ def test_a_step_does_not_run_ahead_of_the_groups_that_were_planned_first(ledger:
     assert [group.ordinal for group in batch.groups] == [4, 5]
 
 
+def test_a_batch_of_tokens_waits_for_the_groups_that_were_planned_first(ledger: Ledger) -> None:
+    """Without a window, steps would be made of the groups with the shortest rollouts."""
+    composer = composing(ledger, batch={"unit": "tokens", "size": 80, "window": 2})
+    ledger.set("groups_admitted:noop", 1)
+    ledger.set("tokens_admitted:noop", 40)
+    slow = [planned(ledger) for _ in range(4)]
+    short = [sampled_by(admitted(ledger), 0) for _ in range(3)]
+    assert composer.compose() is None
+    ledger.enter(slow[0], GroupState.CLOSED)
+    assert composer.compose() is None
+    ledger.enter(slow[1], GroupState.CLOSED)
+    assert composed(composer).groups == short[:2]
+
+
 def test_in_order_of_completion_no_group_is_waited_for(ledger: Ledger) -> None:
     for _ in range(9):
         planned(ledger)

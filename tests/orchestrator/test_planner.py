@@ -1,8 +1,10 @@
+from collections import Counter
 from typing import Any
 
 import pytest
 from support.ledgers import admitted, configured, submitted
 
+from orchestrator.causes import Causes
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.planner import AT_ONCE, Planner
 from orchestrator.trainer import Trainer
@@ -12,11 +14,11 @@ from penstock.messages import RolloutResult
 from penstock.store import BlobRef
 
 
-def planning(ledger: Ledger, *, examples: int = 1000, **settings: Any) -> Planner:
+def planning(ledger: Ledger, *, examples: int = 1000, causes: Causes | None = None, **settings: Any) -> Planner:
     """A planner with a surveyed environment. It does not wait for a trainer, unless `settings` change that."""
     config = configured(**{"trainer": {"max_steps_ahead": "unlimited"}} | settings)
     ledger.set("examples:noop", examples)
-    return Planner(config, ledger, Trainer(config, ledger))
+    return Planner(config, ledger, Trainer(config, ledger), causes or Causes())
 
 
 def plan_all(planner: Planner) -> None:
@@ -93,8 +95,8 @@ def test_a_batch_of_tokens_is_planned_by_how_long_groups_have_been(ledger: Ledge
     planner = planning(ledger, steps=1, batch={"unit": "tokens", "size": 900}, rollouts={"max_in_flight": 20})
     plan_all(planner)
     assert ledger.ungenerated == 20
-    ledger.set("groups_admitted", 10)
-    ledger.set("tokens_admitted", 1000)
+    ledger.set("groups_admitted:noop", 10)
+    ledger.set("tokens_admitted:noop", 1000)
     plan_all(planner)
     assert planner.groups_per_step() == 9
     assert len(ledger.groups) == 5
@@ -137,12 +139,26 @@ def test_no_group_begins_before_its_environment_is_surveyed(ledger: Ledger) -> N
     assert [group.environment for group in ledger.groups.values()] == ["maths"] * 9
 
 
+def test_a_batch_of_tokens_is_planned_by_the_lengths_of_each_environment(ledger: Ledger) -> None:
+    environments = {"maths": {"use": "noop"}, "noop": {"use": "noop"}}
+    planner = planning(ledger, steps=1, batch={"unit": "tokens", "size": 1000}, environments=environments)
+    for name, tokens in (("maths", 500), ("noop", 50)):
+        ledger.set(f"examples:{name}", 10)
+        ledger.set(f"groups_admitted:{name}", 1)
+        ledger.set(f"tokens_admitted:{name}", tokens)
+    plan_all(planner)
+    assert Counter(group.environment for group in ledger.groups.values()) == {"maths": 1, "noop": 10}
+
+
 def test_a_run_that_drops_everything_stops_with_what_to_check(ledger: Ledger) -> None:
-    planner = planning(ledger, batch={"max_empty_batches": 5})
+    causes = Causes()
+    planner = planning(ledger, causes=causes, batch={"max_empty_batches": 5})
     ledger.set("dropped_in_a_row", 9)
     planner.plan()
     ledger.set("dropped_in_a_row", 10)
-    with pytest.raises(RunError, match=r"10 groups in a row were dropped, enough for 5 batches.*penstock audit"):
+    causes.dropped("zero_variance", 36)
+    causes.dropped("overlong", 4)
+    with pytest.raises(RunError, match=r"10 groups without a usable rollout.*zero_variance 36, overlong 4\. Relax"):
         planner.plan()
 
 

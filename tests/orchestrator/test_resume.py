@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.ledgers import admitted, configured, encoded
 
+from orchestrator.causes import Causes
 from orchestrator.composer import Composer
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord
@@ -93,14 +94,14 @@ def test_a_run_that_stopped_because_everything_was_dropped_plans_again(tmp_path:
         ledger.set("examples:noop", 10)
         for _ in range(2):
             ledger.increment("dropped_in_a_row")
-        planner = Planner(config, ledger, Trainer(config, ledger))
+        planner = Planner(config, ledger, Trainer(config, ledger), Causes())
         with pytest.raises(RunError):
             planner.plan()
         await committed_and_closed(ledger)
 
     asyncio.run(stop())
     ledger = Ledger(config.ledger_path)
-    planner = Planner(config, ledger, Trainer(config, ledger))
+    planner = Planner(config, ledger, Trainer(config, ledger), Causes())
     planner.resume()
     planner.plan()
     assert ledger.groups

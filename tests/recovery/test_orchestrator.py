@@ -11,6 +11,7 @@ from support.waiting import wait_until
 
 from orchestrator.crash_points import POINTS
 from penstock import redis_keys
+from penstock.batches.signals import read_status
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,25 @@ def test_an_unreachable_engine_pauses_the_run_without_counting_failures(tmp_path
         result = cluster.finish(run)
         assert cluster.ledger("SELECT sum(failures) + sum(losses) FROM jobs") == [(0,)]
     assert result["delivered"] == 48
+
+
+def test_a_run_whose_first_rollouts_all_fail_alike_stops_with_the_error_and_is_resumed(tmp_path: Path) -> None:
+    with cluster_in(tmp_path, noop={"failure_rate": 1.0}, batch={"size": 16}) as cluster:
+        cluster.rollout_worker()
+        cluster.compute_worker()
+        run = cluster.orchestrator()
+        assert run.wait() == 2, run.text
+        stopped = cluster.status()["stopped_by"]
+        assert stopped.startswith("stopped, because the first 32 rollouts died of the same error: ")
+        assert stopped.endswith("Fix its cause and run the same command again")
+        told = read_status(cluster.run_dir)
+        assert told is not None
+        assert told.why == f"the run has stopped: {stopped}"
+        assert cluster.audit()["dead"] == 32
+        cluster.processes[0].kill()
+        cluster.configure(noop={"failure_rate": 0.0}, batch={"size": 16})
+        cluster.rollout_worker()
+        assert cluster.finish(cluster.orchestrator())["steps"] == 3
 
 
 def test_failures_are_retried_and_then_dead(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from orchestrator.reporting import reporter as module
 from orchestrator.reporting.metrics import LagPoller, Metrics
 from orchestrator.reporting.prometheus import RunCollector
 from orchestrator.reporting.reporter import Reporter, Sources
+from penstock.ledger.states import JobKind
 from penstock.messages import Queue
 from penstock.runtime.loop_lag import LoopLag
 
@@ -69,6 +70,20 @@ def test_a_queue_from_which_nothing_is_taken_is_reported(
     ]
     given.broker.trouble = "Redis does not answer"
     assert reporter.waiting_for() == [], "without Redis the queues cannot be read"
+
+
+def test_a_queue_whose_workers_are_busy_with_another_is_not_reported(ledger: Ledger, tmp_path: Path) -> None:
+    """One process serves the three compute queues, and it encodes."""
+    job = ledger.add_job("s000000f1r0", JobKind.ENCODE, "0")
+    leases = {f"run.{job.id}.1.x": "host-7:1"}
+    reporter = Reporter(
+        sources(ledger, tmp_path, Snapshot(leases=leases, depths={Queue.FILTERING: 1}, oldest={Queue.FILTERING: 5}))
+    )
+    moved_at = reporter._moved_at  # pyright: ignore[reportPrivateUsage]
+    for _ in range(2):
+        reporter._watch_queues()  # pyright: ignore[reportPrivateUsage]
+        assert reporter.waiting_for() == []
+        moved_at[Queue.FILTERING] -= 10 * module.UNATTENDED_S
 
 
 def test_a_status_that_cannot_be_written_is_reported(ledger: Ledger, tmp_path: Path) -> None:
