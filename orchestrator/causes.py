@@ -21,6 +21,8 @@ class Causes:
         """kind of error -> the last text of it"""
         self._drops = Counter[str]()
         self._succeeded = False
+        self.catching_up = False
+        """the replies that are applied were sent before this start: their cause may have been repaired since"""
 
     def generated(self) -> None:
         self._succeeded = True
@@ -35,6 +37,8 @@ class Causes:
 
     def died(self, error: str, rollouts: int = 1) -> None:
         """Raises RunError when the first rollouts of this start all die of one error."""
+        if self.catching_up:
+            return
         kind = VARYING.sub("N", error)
         if kind not in self._texts and len(self._texts) >= KINDS_MOST:
             kind = OTHERS

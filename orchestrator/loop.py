@@ -197,7 +197,9 @@ class Orchestrator:
         self.ledger.deliver(batch)
 
     async def read_replies(self) -> None:
+        sent_before = await self.replies.newest()
         while True:
+            self.groups.causes.catching_up = self.replies.behind(sent_before)
             entries = await self.replies.read()
             if not entries:
                 continue

@@ -110,8 +110,7 @@ def test_an_unreachable_engine_pauses_the_run_without_counting_failures(tmp_path
 
 def test_a_run_whose_first_rollouts_all_fail_alike_stops_with_the_error_and_is_resumed(tmp_path: Path) -> None:
     with cluster_in(tmp_path, noop={"failure_rate": 1.0}, batch={"size": 16}) as cluster:
-        cluster.rollout_worker()
-        cluster.compute_worker()
+        workers = [cluster.rollout_worker(), cluster.compute_worker()]
         run = cluster.orchestrator()
         assert run.wait() == 2, run.text
         stopped = cluster.status()["stopped_by"]
@@ -121,9 +120,11 @@ def test_a_run_whose_first_rollouts_all_fail_alike_stops_with_the_error_and_is_r
         assert told is not None
         assert told.why == f"the run has stopped: {stopped}"
         assert cluster.audit()["dead"] == 32
-        cluster.processes[0].kill()
+        for worker in workers:
+            worker.end()
         cluster.configure(noop={"failure_rate": 0.0}, batch={"size": 16})
         cluster.rollout_worker()
+        cluster.compute_worker()
         assert cluster.finish(cluster.orchestrator())["steps"] == 3
 
 
