@@ -92,7 +92,7 @@ def _turn(
     sample = NEW_SAMPLE if match is None else open_samples[match.index]
     prefix_tokens = sample.sequence.tokens
     prompt_tokens = prefix_tokens + len(new_ids)
-    sampled_ids, logprobs = _completion(response)
+    sampled_ids, logprobs = _completion(response, request.dialect)
     tokens = prompt_tokens + len(sampled_ids)
     limit = tokens if request.max_seq_len is None else request.max_seq_len
     prompt_ids = new_ids[: max(0, limit - prefix_tokens)]
@@ -125,13 +125,14 @@ def _response(text: bytes, dialect: Dialect) -> ResponseFields:
     return response
 
 
-def _completion(response: ResponseFields) -> tuple[Ids, Logprobs]:
-    """Checked again, because a dialect may come from outside the project."""
+def _completion(response: ResponseFields, dialect: Dialect) -> tuple[Ids, Logprobs]:
     ids = np.ascontiguousarray(response.completion_ids, np.int32)
     logprobs = np.ascontiguousarray(response.completion_logprobs, np.float32)
     if ids.shape != logprobs.shape or ids.ndim != 1:
         raise Upstream(f"the engine's response has ids of shape {ids.shape} but logprobs of shape {logprobs.shape}")
-    if len(ids) and not (ids.min() >= 0 and np.isfinite(logprobs.min()) and logprobs.max() <= MAX_LOGPROB):
+    if dialect.checks_values or not len(ids):
+        return ids, logprobs
+    if ids.min() < 0 or not np.isfinite(logprobs.min()) or logprobs.max() > MAX_LOGPROB:
         raise Upstream("the engine's response has negative ids, or logprobs that are above 0 or not finite")
     return ids, logprobs
 

@@ -54,7 +54,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseFields:
-    """The parts of one response. The completion is checked; raw parts are ABSENT if the server did not send them."""
+    """The parts of one response. Raw parts are ABSENT if the server did not send them."""
 
     completion_ids: Ids
     completion_logprobs: Logprobs
@@ -91,6 +91,8 @@ class Dialect(ABC):
     """
     experts_key: ClassVar[bytes] = b""
     """Text directly before the routed experts in a response (`"routed_experts":`)."""
+    checks_values: ClassVar[bool] = False
+    """Whether `read` checks each id and logprob, by `TokenId` and `Logprob`. If not, they are checked after it."""
     context_limit: ClassVar[tuple[str, ...]] = CONTEXT_LIMIT
     """Lower-case texts, one of which is in an HTTP 4xx that refuses a prompt for its length."""
 
@@ -105,7 +107,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def read(self, text: bytes) -> ResponseFields:
-        """Decode a response and check its completion. `Upstream` or msgspec's DecodeError if it is malformed.
+        """Decode a response. `Upstream` or msgspec's DecodeError if it is malformed.
 
         `text` has placeholders where the keys were found: return prompt ids and routed experts as `msgspec.Raw` of it,
         undecoded.

@@ -43,6 +43,7 @@ RESPONSE = msgspec.json.Decoder(GenerateResponse)
 
 
 class Generate(Dialect):
+    checks_values: ClassVar[bool] = True
     endpoint: ClassVar[str] = "/inference/v1/generate"
     takes_messages: ClassVar[bool] = False
     takes_tokens: ClassVar[bool] = True

@@ -53,6 +53,7 @@ RESPONSE = msgspec.json.Decoder(ChatResponse)
 
 
 class Sglang(ChatDialect):
+    checks_values: ClassVar[bool] = True
     takes_tokens: ClassVar[bool] = True
 
     def required_fields(self, prompt: Prompt) -> dict[str, Any]:

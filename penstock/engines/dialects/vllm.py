@@ -1,6 +1,6 @@
 """vLLM's chat API. The response has `token_ids`, `logprobs` and `routed_experts` on the choice."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -33,6 +33,8 @@ RESPONSE = msgspec.json.Decoder(ChatResponse)
 
 
 class Vllm(ChatDialect):
+    checks_values: ClassVar[bool] = True
+
     def required_fields(self, prompt: Prompt) -> dict[str, Any]:
         """Routed experts have no field: vLLM sends them if started with `--enable-return-routed-experts`."""
         return {"logprobs": True, "return_token_ids": True}

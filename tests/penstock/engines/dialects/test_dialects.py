@@ -1,7 +1,11 @@
 """The dialects of `engine.dialect`: each reads the fields of its own server, and a wrong name is refused."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -11,8 +15,8 @@ from support.strict_reference import ReadInputs
 
 from penstock.config import engine
 from penstock.config.engine import Engine
-from penstock.engines.dialects import Dialect, dialect_of, load_dialect
-from penstock.engines.response import read_turn
+from penstock.engines.dialects import Dialect, Prompt, ResponseFields, dialect_of, load_dialect
+from penstock.engines.response import RequestInfo, read_turn
 from penstock.errors import ConfigError, Upstream
 
 ROWS = np.arange(1, 9, dtype=np.uint8).reshape(2, 2, 2)
@@ -122,3 +126,47 @@ def test_a_class_that_cannot_be_used_is_refused(
         dialect_of(Engine(dialect=name))
     assert f'engine.dialect = "{name}"' in str(refusal.value)
     assert why in str(refusal.value)
+
+
+class Careless(Dialect):
+    """Decodes without types."""
+
+    endpoint = "/careless"
+
+    def request_fields(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def read(self, text: bytes) -> ResponseFields:
+        ids, logprobs, experts = json.loads(text)
+        made = msgspec.Raw(json.dumps(experts).encode())
+        return ResponseFields(
+            completion_ids=np.array(ids), completion_logprobs=np.array(logprobs), routed_experts=made, message=b"{}"
+        )
+
+
+CARELESS = RequestInfo(dialect=Careless(Engine()), prompt_ids=np.array([1], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "why"),
+    [
+        ([2, 3], [-1.0], "shape"),
+        ([[2]], [[-1.0]], "shape"),
+        ([2, -3], [-1.0, -1.0], "negative ids"),
+        ([2, 3], [-1.0, float("nan")], "not finite"),
+        ([2, 3], [float("-inf"), -1.0], "not finite"),
+        ([2, 3], [-1.0, 0.5], "above 0"),
+    ],
+)
+def test_values_that_a_dialect_does_not_check_are_checked_after_it(ids: Any, logprobs: Any, why: str) -> None:
+    with pytest.raises(Upstream, match=why):
+        read_turn(json.dumps([ids, logprobs, None]).encode(), request=CARELESS)
+
+
+def test_a_dialect_may_make_the_routed_experts_itself() -> None:
+    body = json.dumps([[2, 3], [-1.0, 0.0], routed(ROWS, "object")]).encode()
+    turn = read_turn(body, request=CARELESS)
+    assert (turn.completion_ids.dtype, turn.completion_logprobs.dtype) == (np.int32, np.float32)
+    assert turn.routes is not None
+    assert np.array_equal(turn.routes.rows, ROWS)
+    assert turn.routes_span is None
