@@ -107,7 +107,7 @@ def batch_plan(config: RunConfig, batch: BatchRecord) -> BatchPlan:
         rollouts=_batch_rollouts(batch),
         normalise=settings.normalise,
         logprobs_mode=config.engine.logprobs_mode,
-        extras=settings.extras,
+        fields=settings.declared_fields,
         format=settings.format,
     )
 

@@ -3,7 +3,8 @@
 `penstock.engines` makes a `Turn` from a response; `penstock.recording` keeps it. Neither imports the other.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Self
@@ -189,6 +190,8 @@ class Turn:
     """Whether the prompt alone exceeds `max_seq_len`."""
     routes_span: Span | None
     """Position of the routed experts in the body."""
+    fields: Mapping[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
+    """Declared fields for the trainer that the response has: one number, or one per completion token."""
 
     @property
     def prompt_tokens(self) -> int:

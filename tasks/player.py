@@ -51,7 +51,12 @@ class Player:
                 if dialect:
                     store = open_store(config.store_url)
                     self._stage = RolloutStage(
-                        client=client, store=store, settings=config.policy, dialect=dialect, sessions=sessions
+                        client=client,
+                        store=store,
+                        settings=config.policy,
+                        dialect=dialect,
+                        sessions=sessions,
+                        fields=config.batch.declared_fields,
                     )
                 yield self
         finally:
@@ -109,6 +114,12 @@ class Player:
             raise StageError(
                 f"environment {name!r} runs its own agent: set sessions.urls (PENSTOCK_SESSIONS__URLS) to the URL of "
                 "`penstock sessions`"
+            )
+        required = [field for field in self._config.batch.fields_of("score") if field.default is None]
+        if environment.external_agent and required:
+            raise StageError(
+                f"environment {name!r} runs its own agent, which has no Score.columns: set "
+                f"{required[0].setting}.default"
             )
         return environment
 

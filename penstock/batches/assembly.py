@@ -3,16 +3,17 @@
 Every format is written from an Assembly. Memory holds OPEN_ROLLOUTS open rollouts and one micro-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from penstock.batches.batch_columns import EXTRA, PADDING, Array, token_columns
+from penstock.batches.batch_columns import PADDING, TOKEN_FIELD, Array, token_columns
 from penstock.batches.packing import Normalise, pack, positions, segments
 from penstock.batches.plan import BatchPlan, BatchRollout
 from penstock.errors import StageError
+from penstock.fields import Per, TrainerField
 from penstock.store import Store
 from penstock.store.columns import Columns, read_columns
 
@@ -53,6 +54,7 @@ class Assembly:
         self._group_index = {group: index for index, group in enumerate(plan.groups)}
         self._env_index = {env: index for index, env in enumerate(plan.envs)}
         self._normalise = Normalise.parse(plan.normalise)
+        self._field_padding = {TOKEN_FIELD + each.name: each.filling for each in plan.fields if each.per == "token"}
         self._columns = lru_cache(maxsize=OPEN_ROLLOUTS)(self._open)
 
     def sample(self, number: int) -> Sample:
@@ -72,7 +74,7 @@ class Assembly:
             "loss_weights": loss_mask * np.float32(weight),
             "logprobs": columns.logprobs[span],
             "advantages": np.full(length, rollout.advantage, np.float32),
-            **{EXTRA + name: _extra(columns, name)[span] for name in self.plan.extras},
+            **{TOKEN_FIELD + each.name: values[span] for each, values in self._fields(columns, "token")},
         }
         row = {
             "rollout_index": index,
@@ -84,6 +86,7 @@ class Assembly:
             "rollout_loss_tokens": rollout_loss_tokens,
             "truncated": int(columns.truncated[inside] or length < rollout.sample_lengths[inside]),
             "reward": rollout.reward,
+            **{TOKEN_FIELD + each.name: values[inside] for each, values in self._fields(columns, "sample")},
         }
         prompt_length = min(length, int(columns.first_prompt_length[inside]))
         return Sample(rollout=rollout, tokens=tokens | from_turns, row=row | versions, prompt_length=prompt_length)
@@ -91,10 +94,10 @@ class Assembly:
     def micro_batch(self, numbers: Sequence[int], *, pad_id: int) -> AssembledMicroBatch:
         samples = [self.sample(number) for number in numbers]
         cu_seqlens = segments([sample.length for sample in samples], self.plan.rules.pad_to_multiple_of)
-        padding = {**PADDING, "input_ids": pad_id}
+        padding = {**PADDING, "input_ids": pad_id, **self._field_padding}
         tokens = {
             name: np.full(cu_seqlens[-1], padding.get(name, 0), dtype)
-            for name, dtype in token_columns(self.plan.extras).items()
+            for name, dtype in token_columns(self.plan.fields).items()
         }
         tokens["position_ids"] = positions(cu_seqlens)
         for sample, start in zip(samples, cu_seqlens.tolist(), strict=False):
@@ -105,6 +108,32 @@ class Assembly:
     def _trains(self, rollout: int, number: int) -> bool:
         masked = self.plan.rules.oversize == "mask" and self.packing.oversized[number]
         return not (masked or self.plan.rollouts[rollout].masked)
+
+    def _fields(self, columns: Columns, per: Per) -> Iterator[tuple[TrainerField, Array]]:
+        """The declared fields and their values in a rollout: the default if it has none. Fields that were declared when
+        it was played and are not any more are left out."""
+        given, length = (
+            (columns.token_fields, columns.input_ids.size)
+            if per == "token"
+            else (columns.sample_fields, columns.truncated.size)
+        )
+        for each in self.plan.fields:
+            if each.per != per:
+                continue
+            values = given.get(each.name)
+            if values is None:
+                if each.default is None and not columns.error:
+                    raise StageError(
+                        f"rollout {columns.rollout} has no field {each.name!r}, which is required: set "
+                        f"{each.setting}.default for rollouts that were played before it was declared"
+                    )
+                values = np.broadcast_to(each.numpy_dtype.type(each.filling), (length,))
+            elif values.dtype != each.numpy_dtype:
+                raise StageError(
+                    f"rollout {columns.rollout} has {values.dtype} in field {each.name!r}, declared as {each.dtype}: "
+                    f"set {each.setting}.dtype to what it was when the rollout was played"
+                )
+            yield each, values
 
     def _open(self, index: int) -> tuple[Columns, Array]:
         """The columns of a rollout, and the number of loss tokens of each of its samples."""
@@ -119,21 +148,12 @@ class Assembly:
             raise StageError(
                 f"{rollout.columns.key} has {columns.logprobs_mode} logprobs, the plan has {plan.logprobs_mode}"
             )
-        if unplanned := columns.extras.keys() - set(plan.extras):
-            raise StageError(
-                f"{rollout.columns.key} has the columns {sorted(unplanned)}, which the plan does not list: "
-                "add them to batch.extras"
-            )
         loss_tokens = np.zeros(len(lengths), np.int64)
         for inside, start in enumerate(columns.sample_offsets[:-1].tolist()):
             number = int(self._first_sample[index]) + inside
             if self._trains(index, number):
                 loss_tokens[inside] = np.count_nonzero(columns.loss_mask[start : start + self.packing.lengths[number]])
         return columns, loss_tokens
-
-
-def _extra(columns: Columns, name: str) -> Array:
-    return columns.extras.get(name, np.broadcast_to(np.float32(np.nan), columns.input_ids.shape))
 
 
 def _turn_columns(columns: Columns, sample: int, length: int) -> tuple[dict[str, Array], dict[str, int | float]]:

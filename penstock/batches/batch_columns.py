@@ -1,14 +1,19 @@
 """The columns of a batch file, shared by writer and reader: names, dtypes and padding values."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.fields import TrainerField
+
 Array = NDArray[Any]
 
 RANK_FORMAT = "penstock.rank.1"
-SAMPLE, EXTRA = "sample.", "extra."  # prefixes, in the file, of per-sample columns and of extras
+# Prefixes in the file: per-sample columns, and the trainer's fields per token and per sample. Readers learn the names
+# and dtypes of the fields from the file alone.
+SAMPLE, TOKEN_FIELD, SAMPLE_FIELD = "sample.", "extra.", "sample.extra."
 
 TOKEN_COLUMNS = {
     "input_ids": np.dtype("i4"),
@@ -36,6 +41,9 @@ SAMPLE_COLUMNS = {
     "reward": np.dtype("f4"),
 }
 
+OWN_COLUMNS = frozenset({*TOKEN_COLUMNS, "cu_seqlens", "max_seqlen"})
+"""What `MicroBatch.torch` returns under these names."""
+
 # Micro-batch m has the tokens, samples and entries of cu_seqlens from offset [m] to [m + 1].
 OFFSETS = ("token_offsets", "sample_offsets", "segment_offsets")
 
@@ -44,5 +52,9 @@ def rank_metadata(step: int, data_rank: int) -> dict[str, str]:
     return {"format": RANK_FORMAT, "step": str(step), "data_rank": str(data_rank)}
 
 
-def token_columns(extras: tuple[str, ...]) -> dict[str, np.dtype[Any]]:
-    return {**TOKEN_COLUMNS, **{EXTRA + name: np.dtype("f4") for name in extras}}
+def token_columns(fields: Iterable[TrainerField]) -> dict[str, np.dtype[Any]]:
+    return {**TOKEN_COLUMNS, **{TOKEN_FIELD + each.name: each.numpy_dtype for each in fields if each.per == "token"}}
+
+
+def sample_columns(fields: Iterable[TrainerField]) -> dict[str, np.dtype[Any]]:
+    return {**SAMPLE_COLUMNS, **{TOKEN_FIELD + each.name: each.numpy_dtype for each in fields if each.per == "sample"}}

@@ -4,6 +4,7 @@ Composed by the orchestrator from replies, without reading a token; every encodi
 Plans of the same rollouts are equal, in any order of arrival.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,10 +17,16 @@ import xxhash
 from penstock.batches import json_records
 from penstock.batches.packing import Ints, Normalise, PackingRules
 from penstock.errors import StageError
+from penstock.fields import TrainerField
 from penstock.store import BlobRef
 
 Format = Literal["native", "prime-rl", "prime-rl-2026-05"]
 BATCHES = "batches"  # folder of the store that holds a directory for each step
+PRIME_RL_FIELDS: dict[str, tuple[str, ...]] = {
+    "prime-rl": ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"),
+    "prime-rl-2026-05": ("ref_logprobs",),  # its teacher_logprobs
+}
+"""The fields that a format of prime-rl has a place for, each per token and f32. The native format holds any."""
 FIRST_STEP = 0  # the batch of step s is trained into policy version s + 1
 
 
@@ -55,9 +62,11 @@ class BatchPlan:
     normalise: str = "token"
     logprobs_mode: Literal["processed", "raw"] = "processed"
     extras: tuple[str, ...] = ()
-    """per-token columns of environments and estimators; NaN for rollouts that lack one"""
+    """only in manifests of release 0.1: names of per-token f32 fields"""
     format: Format = "native"
     pad_id: int = 0
+    fields: tuple[TrainerField, ...] = ()
+    """for the trainer, in order of their names"""
 
     def __post_init__(self) -> None:
         Normalise.parse(self.normalise)
@@ -66,7 +75,7 @@ class BatchPlan:
             if one.rollout == other.rollout:
                 raise StageError(f"rollout {one.rollout} is twice in the plan of step {self.step}")
         object.__setattr__(self, "rollouts", in_order)
-        object.__setattr__(self, "extras", tuple(sorted(set(self.extras))))
+        object.__setattr__(self, "fields", tuple(sorted(self.fields, key=lambda field: field.name)))
 
     @cached_property
     def groups(self) -> tuple[str, ...]:
@@ -93,6 +102,23 @@ class BatchPlan:
     @property
     def directory(self) -> str:
         return step_directory(self.step)
+
+
+def lost_by_format(batch_format: Format, normalise: str, fields: Iterable[TrainerField]) -> str | None:
+    """What the format cannot hold, and what to change; None if it holds everything."""
+    if batch_format == "native":
+        return None
+    if normalise != "token":
+        # Its rl_weights scale the loss of a token, but it always divides by the number of tokens.
+        return f'"{batch_format}" averages over tokens: set batch.normalise = "token", or use format = "native"'
+    held = PRIME_RL_FIELDS[batch_format]
+    for each in fields:
+        if each.name not in held or (each.per, each.dtype) != ("token", "f32"):
+            return (
+                f'"{batch_format}" cannot hold {each.setting} ({each.dtype} per {each.per}): it has {", ".join(held)}, '
+                'f32 per token; remove the field, or use format = "native"'
+            )
+    return None
 
 
 def files_of(batch_format: str, data_ranks: int) -> int:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from penstock.batches.assembly import AssembledMicroBatch, Assembly, Sample
-from penstock.batches.batch_columns import Array
+from penstock.batches.batch_columns import TOKEN_FIELD, Array
 from penstock.batches.manifest import Manifest
 from penstock.errors import StageError
 from penstock.store import BlobRef, Store
@@ -93,9 +93,11 @@ def encode_micro_batch(
     yield encode(tokens["temperatures"].tolist())
     yield encode([name for name, count in envs for _ in range(count)])
     yield encode(lengths.tolist())
-    yield encode(None)  # ref_logprobs
+    yield _field(tokens, "ref_logprobs")
     yield from _encode_experts(experts)
-    yield encode(None) * 5  # mm_kwargs, mm_token_type_ids, rl_weights, ce_weights, ref_kl_weights
+    yield encode(None) * 2  # mm_kwargs, mm_token_type_ids
+    for name in ("rl_weights", "ce_weights", "ref_kl_weights"):
+        yield _field(tokens, name)
 
 
 def encode_sample(
@@ -116,11 +118,17 @@ def encode_sample(
     yield encode(tokens["logprobs"][prompt_length:].tolist())
     yield encode(tokens["temperatures"][prompt_length:].tolist())
     yield encode(env)
-    yield encode(None)  # teacher_logprobs
+    yield _field(tokens, "ref_logprobs")  # teacher_logprobs, of the prompt too
     yield encode(float(advantage)) + encode(float(reward))
     yield encode(None)  # mm_kwargs
     yield from _encode_experts(experts)
     yield encode(None) + encode("rl")  # mm_token_type_ids, training_mode
+
+
+def _field(tokens: Mapping[str, Array], name: str) -> bytes:
+    """None if `[batch.fields]` does not declare it."""
+    values = tokens.get(TOKEN_FIELD + name)
+    return encode(None if values is None else values.tolist())
 
 
 def array_header(length: int) -> bytes:
@@ -152,6 +160,9 @@ def _micro_batch_pieces(assembly: Assembly, batch: AssembledMicroBatch) -> Itera
     size, lengths = int(batch.cu_seqlens[-1]), [sample.length for sample in batch.samples]
     padding = size - sum(lengths)
     padded = [*lengths[:-1], lengths[-1] + padding] if lengths else [padding]
+    for name, values in batch.tokens.items():
+        if name.startswith(TOKEN_FIELD):
+            values[size - padding :] = 0  # as prime-rl pads: its cross-entropy ignores the loss mask
     return encode_micro_batch(
         batch.tokens,
         lengths=np.array(padded),

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.batches.batch_columns import EXTRA, OFFSETS, SAMPLE, SAMPLE_COLUMNS, TOKEN_COLUMNS, Array, rank_metadata
+from penstock.batches.batch_columns import (
+    OFFSETS,
+    SAMPLE,
+    SAMPLE_COLUMNS,
+    SAMPLE_FIELD,
+    TOKEN_COLUMNS,
+    TOKEN_FIELD,
+    Array,
+    rank_metadata,
+)
 from penstock.batches.manifest import Manifest, manifest_key, read_manifest
 from penstock.batches.plan import FIRST_STEP, BatchPlan
 from penstock.batches.signals import (
@@ -169,9 +178,17 @@ class Batch:
             cu_seqlens=self._arrays["cu_seqlens"][segments],
             max_seqlen=int(self._arrays["max_seqlen"][number]),
             samples=SampleTable(**{name: self._arrays[SAMPLE + name][samples] for name in SAMPLE_COLUMNS}),
-            extras={name: self._arrays[EXTRA + name][tokens] for name in self.plan.extras},
+            fields={
+                **{name: array[tokens] for name, array in self._fields(TOKEN_FIELD)},
+                **{name: array[samples] for name, array in self._fields(SAMPLE_FIELD)},
+            },
             experts=self._experts,
         )
+
+    def _fields(self, prefix: str) -> Iterator[tuple[str, Array]]:
+        for name, array in self._arrays.items():
+            if name.startswith(prefix):
+                yield name.removeprefix(prefix), array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +211,8 @@ class MicroBatch:
     """bounds of the segments, starting with 0; padding is the last segment"""
     max_seqlen: int
     samples: "SampleTable"
-    extras: dict[str, Array]
+    fields: dict[str, Array]
+    """the fields that `[batch.fields]` declares: one entry per token, or per sample in the order of `samples`"""
     experts: "BatchExperts"
 
     def routed_experts(self, *, layers: Layers = slice(None), missing: Missing = -1) -> Array:
@@ -219,13 +237,13 @@ class MicroBatch:
         return valid
 
     def torch(self) -> dict[str, Any]:
-        """Tensors of all columns, `cu_seqlens` and extras by name. Copies, because the file is mapped read-only."""
+        """Tensors of all columns, `cu_seqlens` and fields by name. Copies, because the file is mapped read-only."""
         try:
             import torch  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise BatchError("torch is not installed here: install it, or use the NumPy arrays") from error
         columns = {name: getattr(self, name) for name in (*TOKEN_COLUMNS, "cu_seqlens")}
-        return {name: torch.from_numpy(array.copy()) for name, array in {**columns, **self.extras}.items()}
+        return {name: torch.from_numpy(array.copy()) for name, array in {**columns, **self.fields}.items()}
 
     def _segments(self) -> Iterator[tuple[int, slice, Experts | None]]:
         """Number, slice and experts of each segment; padding has no experts."""

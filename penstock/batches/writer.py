@@ -7,7 +7,7 @@ import numpy as np
 
 from penstock.batches import prime_rl
 from penstock.batches.assembly import Assembly
-from penstock.batches.batch_columns import OFFSETS, SAMPLE, SAMPLE_COLUMNS, Array, rank_metadata, token_columns
+from penstock.batches.batch_columns import OFFSETS, SAMPLE, Array, rank_metadata, sample_columns, token_columns
 from penstock.batches.manifest import EncodedRank
 from penstock.batches.packing import segments
 from penstock.batches.plan import BatchPlan
@@ -53,9 +53,9 @@ def write_rank(assembly: Assembly, data_rank: int, key: str) -> tuple[BlobRef, i
     plan, batches = assembly.plan, assembly.packing.ranks[data_rank]
     tables = _micro_batch_tables(assembly, batches)
     tokens, rows = int(tables["token_offsets"][-1]), int(tables["sample_offsets"][-1])
-    samples = {SAMPLE + name: np.zeros(rows, dtype) for name, dtype in SAMPLE_COLUMNS.items()}
+    samples = {SAMPLE + name: np.zeros(rows, dtype) for name, dtype in sample_columns(plan.fields).items()}
     small = {**tables, **samples}
-    layout = {name: (dtype, tokens) for name, dtype in token_columns(plan.extras).items()}
+    layout = {name: (dtype, tokens) for name, dtype in token_columns(plan.fields).items()}
     layout |= {name: (array.dtype, array.size) for name, array in small.items()}
     file = _ColumnFile(assembly.store, key, layout, rank_metadata(plan.step, data_rank))
     try:

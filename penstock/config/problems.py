@@ -20,6 +20,7 @@ RENAMED = {
     "batch.logprobs_mode": "engine.logprobs_mode",
     "engine.moe_layers": "engine.hidden_layers",
     "engine.check_routes": "engine.check_experts",
+    "batch.extras": "[batch.fields.NAME], one table for each field",
 }
 """Settings of release 0.1 that have another name now."""
 RENAMED_FLAGS = {

@@ -1,21 +1,33 @@
 """`RunConfig`: the settings of a run and its workers. Each setting is documented by the string below it."""
 
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from penstock.advantages import AdvantageSettings
+from penstock.batches.batch_columns import OWN_COLUMNS
 from penstock.batches.packing import Normalise, Oversize, PackingRules
-from penstock.batches.plan import Format
+from penstock.batches.plan import Format, lost_by_format
 from penstock.config.engine import Engine, EnvironmentName, EnvironmentSettings, Policy
+from penstock.config.fields import MOST_FIELDS, FieldName, FieldSettings
 from penstock.config.problems import Source
 from penstock.config.redis_address import check
 from penstock.config.sessions import Sessions
 from penstock.errors import ConfigError
+from penstock.fields import FieldSource, TrainerField
 from penstock.filters import FilterSettings
 from penstock.runtime.loop_lag import LagLimits, LagTrace, LoopLag, Publish
-from penstock.sections import FIXED, OF_HOST, CommaSeparated, Declared, Port, Reader, Section, read_by
+from penstock.sections import FIXED, OF_HOST, Declared, Port, Reader, Section, read_by
 from penstock.store import open_store
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
@@ -81,10 +93,10 @@ class BatchSettings(Section):
     """What happens to a sample longer than `seq_len`: cut it; cut it and mask its loss; drop it; fail the step."""
     normalise: str = "token"
     """What the loss is averaged over: `token`, `sample`, `rollout`, or `constant:L` (a rollout's sum over L)."""
-    extras: CommaSeparated = ()
-    """Per-token columns of the environments' scores that the batch carries."""
-    format: Annotated[Format, FOR_TRAINER] = "native"
-    """File format of the batches."""
+    fields: Annotated[dict[FieldName, FieldSettings], Field(max_length=MOST_FIELDS)] = Field(default={})
+    """The fields that the batch carries beside its own columns, by name."""
+    format: Annotated[Format, FOR_TRAINER] = "native"  # after `fields` and `normalise`, which its validator reads
+    """File format of the batches. prime-rl's cannot hold every field, and only `normalise = "token"`."""
     output_dir: Annotated[Path | None, FOR_TRAINER, OF_HOST] = None
     """Output directory of prime-rl, whose formats are written to `rollouts/step_N` below it. Default: the run
     directory."""
@@ -96,6 +108,14 @@ class BatchSettings(Section):
             pad_to_multiple_of=self.pad_to_multiple_of,
             oversize=self.oversize,
         )
+
+    @cached_property
+    def declared_fields(self) -> tuple[TrainerField, ...]:
+        """By name."""
+        return tuple(settings.named(name) for name, settings in sorted(self.fields.items()))
+
+    def fields_of(self, source: FieldSource) -> tuple[TrainerField, ...]:
+        return tuple(field for field in self.declared_fields if field.source == source)
 
     @field_validator("normalise")
     @classmethod
@@ -113,6 +133,23 @@ class BatchSettings(Section):
         except ConfigError as error:
             raise ValueError(str(error)) from error
         return self
+
+    @field_validator("fields")
+    @classmethod
+    def _check_names(cls, fields: dict[str, FieldSettings]) -> dict[str, FieldSettings]:
+        if taken := sorted(OWN_COLUMNS & fields.keys()):
+            raise ValueError(f"{', '.join(taken)}: the batch has a column of that name; choose another")
+        return fields
+
+    @field_validator("format")
+    @classmethod
+    def _check_format(cls, name: Format, info: ValidationInfo) -> Format:
+        """Nothing that is declared may be missing from the files."""
+        fields: dict[str, FieldSettings] = info.data.get("fields", {})
+        declared = tuple(settings.named(name) for name, settings in fields.items())
+        if problem := lost_by_format(name, info.data.get("normalise", "token"), declared):
+            raise ValueError(problem)
+        return name
 
 
 class Trainer(Section):

@@ -21,6 +21,7 @@ from penstock.engines.dialects.base import (
     read_ids,
     read_part,
 )
+from penstock.engines.response_fields import read_fields
 from penstock.engines.routed_experts import (
     WIRE_OBJECT,
     Wanted,
@@ -44,6 +45,8 @@ class RequestInfo:
     """First routed row that was requested (SGLang: `routed_experts_start_len`)."""
     max_seq_len: int | None = None
     """Limit of prompt and completion together; tokens beyond it are cut."""
+    fields: tuple[str, ...] = ()
+    """Fields for the trainer to look for in the response."""
 
 
 MAX_LOGPROB = np.float32(LOGPROB_ROUNDING)
@@ -86,7 +89,8 @@ def _read(
 def _turn(
     body: bytes, cuts: Cuts, open_samples: Sequence[OpenSample], request: RequestInfo, route_format: RouteFormat
 ) -> Turn:
-    response = _response(cuts.rest(body), request.dialect)
+    rest = cuts.rest(body)
+    response = _response(rest, request.dialect)
     match, new_ids = _prompt(response.prompt_ids, cuts, open_samples, request)
     payload = _payload(body, cuts, response.routed_experts)
     sample = NEW_SAMPLE if match is None else open_samples[match.index]
@@ -97,6 +101,7 @@ def _turn(
     limit = tokens if request.max_seq_len is None else request.max_seq_len
     prompt_ids = new_ids[: max(0, limit - prefix_tokens)]
     completion_ids = sampled_ids[: max(0, limit - prompt_tokens)]
+    fields = read_fields(rest, request.fields, tokens=len(sampled_ids))
     wanted = Wanted(tokens=tokens, first=sample.rows_from, until=min(tokens, limit), requested_from=request.routes_from)
     return Turn(
         extends=match.index if match else None,
@@ -113,6 +118,7 @@ def _turn(
         truncated=tokens > limit,
         overlong_prompt=prompt_tokens > limit,
         routes_span=payload.span if payload else None,
+        fields={name: values[: len(completion_ids)] if values.ndim else values for name, values in fields.items()},
     )
 
 

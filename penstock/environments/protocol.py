@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import orjson
 
 from penstock.environments.scores import AnyScore, Score
 from penstock.errors import PolicyFailure
-from penstock.turn import Message
+from penstock.turn import Ids, Message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,10 @@ class Completion:
     finish_reason: str
     truncated: bool
     """cut off at `max_seq_len`: the conversation cannot continue"""
+    token_ids: Ids = field(default_factory=lambda: np.empty(0, np.int32), repr=False, compare=False)
+    """the tokens that the policy sampled"""
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    """set declared fields for the trainer here: a number, or one for each of `token_ids`"""
 
     @property
     def content(self) -> str:
@@ -69,6 +74,10 @@ class Policy(Protocol):
         """One turn; only one may be in flight. `train=False` keeps the completion out of the loss. Pass None to unset
         a sampling default. Raises PolicyFailure at the turn or context limit, InfrastructureFailure if the engine
         fails."""
+        ...
+
+    def sample_ids(self) -> Sequence[Ids]:
+        """The tokens of each sample so far; per-token `Score.columns` have a number for each, in this order."""
         ...
 
 

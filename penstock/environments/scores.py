@@ -5,9 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from penstock.errors import StageError
 from penstock.messages import METRICS_LIMIT, NAME_CHARACTERS, REWARDS_LIMIT
 
@@ -21,8 +18,9 @@ class Score:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     """named parts of the reward, for estimators that use them separately"""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict[str, NDArray[np.float32]])
-    """one value per token, the samples concatenated; passed to the trainer unchanged"""
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """fields for the trainer, declared as `[batch.fields.NAME]`: one number per token or per sample, the samples one
+    after the other, or one number for all"""
 
 
 AnyScore = Score | float | Mapping[str, float]

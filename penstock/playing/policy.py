@@ -22,11 +22,12 @@ from penstock.engines.response import RequestInfo, read_turn
 from penstock.engines.transport import SESSION_HEADER
 from penstock.environments.protocol import Completion
 from penstock.errors import BadRequest, ContextFull, InfrastructureFailure, NotFound, PolicyFailure, Upstream
+from penstock.fields import TrainerField
 from penstock.ids import engine_session
 from penstock.playing.turns import prompt_ids, rendered_message, turn_metadata
 from penstock.recording import Prepared, Session
 from penstock.renderers.protocol import Tools, begins_with
-from penstock.turn import Message, Turn, TurnMetadata
+from penstock.turn import Ids, Message, Turn, TurnMetadata
 
 
 class RecordedPolicy:
@@ -38,12 +39,16 @@ class RecordedPolicy:
         dialect: Dialect,
         *,
         seed: int = 0,
+        fields: tuple[TrainerField, ...] = (),
     ) -> None:
         self._client = client
         self._session = session
         self._settings = settings
         self._dialect = dialect
         self._seed = seed
+        self._fields = tuple(field.name for field in fields if field.source == "turn")
+        self.turn_fields: dict[int, dict[str, Any]] = {}
+        """`Completion.fields` of each turn that the environment received."""
         self._sampling = {**settings.sampling.model_dump(exclude={"more"}), **settings.sampling.more}
         self._last_replica: Replica | None = None
         self.engine_s = 0.0
@@ -79,7 +84,17 @@ class RecordedPolicy:
             raise PolicyFailure(
                 f"context limit: the prompt has more than {self._settings.max_seq_len} tokens (policy.max_seq_len)"
             )
-        return Completion(message=message, finish_reason=turn.finish_reason or "", truncated=turn.truncated)
+        return Completion(
+            message=message,
+            finish_reason=turn.finish_reason or "",
+            truncated=turn.truncated,
+            token_ids=turn.completion_ids,
+            fields=self.turn_fields.setdefault(prepared.turns, {}),
+        )
+
+    def sample_ids(self) -> list[Ids]:
+        """The tokens of each sample so far: the layout of `Score.columns`."""
+        return self._session.sample_ids()
 
     async def _prompt(self, prepared: Prepared, messages: Sequence[Message], tools: Tools) -> Prompt:
         renderer = self._dialect.renderer
@@ -104,6 +119,7 @@ class RecordedPolicy:
             prompt_ids=prompt.ids,
             routes_from=prompt.routes_from,
             max_seq_len=self._settings.max_seq_len,
+            fields=self._fields,
         )
         read = functools.partial(
             read_turn, open_samples=prepared.open_samples, request=info, route_format=prepared.route_format

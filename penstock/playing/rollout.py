@@ -22,6 +22,7 @@ from penstock.environments.loading import LoadedEnvironment
 from penstock.environments.protocol import AgentPolicy, PlayedRollout, ScoresGroups
 from penstock.environments.scores import Score, checked_score
 from penstock.errors import BlobError, NotFound, NothingToTrain, PolicyFailure, StageError
+from penstock.fields import FieldValues, TrainerField
 from penstock.messages import POLICY_ERROR_CHARACTERS, RolloutResult, shortened
 from penstock.playing.agent_sessions import SessionServers
 from penstock.playing.policy import RecordedPolicy
@@ -64,6 +65,8 @@ class RolloutStage:
     dialect: Dialect
     sessions: SessionServers | None = None
     """For external agents; None if no session server is configured."""
+    fields: tuple[TrainerField, ...] = ()
+    """Declared fields for the trainer."""
 
 
 async def play(stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt) -> RolloutResult:
@@ -82,13 +85,18 @@ async def _play_here(
     """A rollout that fails because of the policy before its first turn has a result without files. It counts in the
     group's baseline: playing it again would select among rollouts."""
     async with _recording(stage, attempt) as session:
-        policy = RecordedPolicy(stage.client, session, stage.settings, stage.dialect, seed=attempt.seed)
+        policy = RecordedPolicy(
+            stage.client, session, stage.settings, stage.dialect, seed=attempt.seed, fields=stage.fields
+        )
         score, error = await _play_environment(environment, example, policy, stage.settings, attempt.timeout_s)
         if error and not session.turns:
             await session.close()
             return RolloutResult(reward=score.reward, policy_error=shortened(error, POLICY_ERROR_CHARACTERS))
+        fields = FieldValues(
+            declared=stage.fields, score=score.columns, turns=policy.turn_fields, required=error is None
+        )
         with error_boundary(StageError, f"environment {environment.name!r} left its rollout unfinished"):
-            sealed = await session.seal(error=error or "", extras=score.columns)
+            sealed = await session.seal(error=error or "", fields=fields)
         metrics = {"engine_s": policy.engine_s, "engine_failures": float(policy.failures)}
         return _result(environment, score, error, sealed, metrics)
 
@@ -135,7 +143,10 @@ async def score_group(
         scores = await scored if inspect.isawaitable(scored) else scored
         if len(scores) != len(members):
             raise StageError(f"{what}: {len(scores)} scores for {len(members)} rollouts")
-        return [checked_score(score) for score in scores]
+        checked = [checked_score(score) for score in scores]
+        if any(score.columns for score in checked):
+            raise StageError(f"{what}: Score.columns is not supported in score_group: return them from rollout")
+        return checked
 
     return await in_own_task(StageError, what, score)
 

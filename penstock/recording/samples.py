@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import Invariant, PolicyFailure
+from penstock.fields import Array
 from penstock.store.columns import Columns, TurnTable
 from penstock.store.experts import Chunk
 from penstock.turn import Fingerprint, Ids, Logprobs, Mask, OpenSample, Routes, Rows, Turn, TurnMetadata
@@ -43,11 +44,14 @@ class TurnDelta:
     broken_at: int | None
     """If the turn starts a sample: the position at which its prompt differs from the sample that its agent extended
     last."""
+    fields: Mapping[str, Array] = field(default_factory=dict[str, Array])
+    """Fields for the trainer that the engine's response had: one number, or one per completion token."""
 
     @property
     def nbytes(self) -> int:
         mask = 0 if self.completion_mask is None else self.completion_mask.nbytes
-        return self.prompt_ids.nbytes + self.completion_ids.nbytes + self.completion_logprobs.nbytes + mask
+        fields = sum(array.nbytes for array in self.fields.values())
+        return self.prompt_ids.nbytes + self.completion_ids.nbytes + self.completion_logprobs.nbytes + mask + fields
 
     @property
     def start(self) -> int:
@@ -57,6 +61,17 @@ class TurnDelta:
     @property
     def end(self) -> int:
         return self.start + len(self.completion_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldColumns:
+    """The trainer's fields of a rollout, see field_columns.py."""
+
+    by_token: Mapping[str, Array] = field(default_factory=dict[str, Array])
+    by_sample: Mapping[str, Array] = field(default_factory=dict[str, Array])
+
+
+NO_COLUMNS = FieldColumns()
 
 
 @dataclass(kw_only=True)
@@ -84,6 +99,10 @@ class Samples:
     def lengths(self) -> list[int]:
         """Tokens of each sample."""
         return [sample.sequence.tokens for sample in self._samples]
+
+    def offsets(self) -> Offsets:
+        """Bounds of the samples when they are one after the other."""
+        return np.cumsum([0, *self.lengths()], dtype=np.int64)
 
     def last_turns(self) -> list[int]:
         """The last turn of each sample."""
@@ -125,6 +144,7 @@ class Samples:
             overlong_prompt=turn.overlong_prompt,
             matches=turn.matches,
             broken_at=self._broken_at(turn, metadata.agent) if turn.extends is None else None,
+            fields=turn.fields,
         )
         return delta, [rows for _, rows in runs]
 
@@ -198,11 +218,11 @@ def columns_of(
     attempt: int,
     logprobs_mode: str,
     error: str = "",
-    extras: Mapping[str, NDArray[np.float32]] | None = None,
+    fields: FieldColumns = NO_COLUMNS,
     conversation: bytes = b"",
 ) -> Columns:
     """Context has loss mask 0 and logprob 0. If the rollout ended in an error, the loss mask is 0 everywhere."""
-    offsets = _offsets(samples)
+    offsets = samples.offsets()
     input_ids, logprobs = np.empty(offsets[-1], np.int32), np.zeros(offsets[-1], np.float32)
     loss_mask = np.zeros(offsets[-1], np.uint8)
     by_sample: list[list[TurnDelta]] = [[] for _ in offsets[1:]]
@@ -227,23 +247,20 @@ def columns_of(
         overlong_prompt=np.array([any(turn.overlong_prompt for turn in turns) for turns in by_sample], np.uint8),
         turns=_turn_table(samples.turns, offsets),
         metrics=samples.metrics(),
-        extras=extras or {},
+        token_fields=fields.by_token,
+        sample_fields=fields.by_sample,
         conversation=np.frombuffer(conversation, np.uint8),
     )
 
 
 def routed_valid_of(samples: Samples) -> Mask:
     """For each token, whether its routed row was received."""
-    offsets = _offsets(samples)
+    offsets = samples.offsets()
     valid = np.zeros(offsets[-1], np.uint8)
     for chunk in samples.chunks():
         first = offsets[chunk.sample] + chunk.first
         valid[first : first + chunk.rows] = 1
     return valid
-
-
-def _offsets(samples: Samples) -> Offsets:
-    return np.cumsum([0, *samples.lengths()], dtype=np.int64)
 
 
 def _turn_table(turns: Sequence[TurnDelta], offsets: Offsets) -> TurnTable:

@@ -13,9 +13,9 @@ from enum import StrEnum
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from penstock.errors import Busy, ContextFull, Invariant, NotFound, NothingToTrain
+from penstock.fields import NO_FIELDS, FieldValues
 from penstock.recording.conversation import START, Conversation, ConversationRequest, Mode
 from penstock.recording.samples import Samples
 from penstock.recording.spool import SessionSettings, Spool
@@ -139,6 +139,10 @@ class Session:
         """The sample of the last turn."""
         return self._samples.ids(self.turns - 1) if self.turns else np.empty(0, np.int32)
 
+    def sample_ids(self) -> list[Ids]:
+        """The tokens of each sample."""
+        return [self._samples.ids(turn) for turn in self._samples.last_turns()]
+
     async def records(self) -> list[bytes]:
         """The record committed with each turn; in linear mode without discarded turns."""
         self._require_open()
@@ -196,7 +200,7 @@ class Session:
         finally:
             self._recording = None
 
-    async def seal(self, *, error: str = "", extras: Mapping[str, NDArray[np.float32]] | None = None) -> Sealed:
+    async def seal(self, *, error: str = "", fields: FieldValues = NO_FIELDS) -> Sealed:
         """Write the blobs. Later calls return the same result; after a failure the session is open again."""
         if self._sealing is None:
             self._require_open()
@@ -204,7 +208,7 @@ class Session:
             if not self.turns:
                 raise NothingToTrain(f"session {self.settings.session} recorded no turn: there is nothing to train on")
             self._state = State.SEALED
-            self._sealing = asyncio.create_task(self._seal(error, extras or {}))
+            self._sealing = asyncio.create_task(self._seal(error, fields))
         return await asyncio.shield(self._sealing)
 
     async def close(self) -> None:
@@ -255,11 +259,11 @@ class Session:
             self._route_format = turn.routes.format
         return True
 
-    async def _seal(self, error: str, extras: Mapping[str, NDArray[np.float32]]) -> Sealed:
+    async def _seal(self, error: str, fields: FieldValues) -> Sealed:
         turns = self._samples.turns
         paths = [self._conversation.path_to(turn) for turn in self._samples.last_turns()]
         try:
-            columns, experts = await in_file_thread(self._spool.seal, self._samples, paths, error=error, extras=extras)
+            columns, experts = await in_file_thread(self._spool.seal, self._samples, paths, error=error, fields=fields)
         except BaseException:
             self._sealing = None
             if not self._is_closed():

@@ -6,16 +6,17 @@ first, so that the log never refers to missing rows.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import BlobCorrupt, BlobMissing, Upstream
+from penstock.fields import FieldValues
 from penstock.recording.conversation import Mode
+from penstock.recording.field_columns import field_columns
 from penstock.recording.samples import Samples, columns_of, routed_valid_of
 from penstock.recording.turn_log import Bytes, LogEntry, RowsState, entry_frame, frame, frames, read_entry
 from penstock.store import BlobRef, Store
@@ -109,7 +110,7 @@ class Spool:
         self._rows_state = state
 
     def seal(
-        self, samples: Samples, paths: Sequence[Sequence[int]], *, error: str, extras: Mapping[str, NDArray[np.float32]]
+        self, samples: Samples, paths: Sequence[Sequence[int]], *, error: str, fields: FieldValues
     ) -> tuple[BlobRef, BlobRef | None]:
         """Write the columns and, if rows were recorded, the experts. `paths` has each sample's turns."""
         settings, experts, state = self.settings, None, self._rows_state
@@ -119,7 +120,7 @@ class Spool:
             attempt=settings.attempt,
             logprobs_mode=settings.logprobs_mode,
             error=error,
-            extras=extras,
+            fields=field_columns(samples, fields),
             conversation=self._conversation(paths),
         )
         ref = write_columns(self._store, f"{settings.key}/{COLUMNS}", columns)

@@ -27,7 +27,9 @@ ALIGNMENT = 8  # bytes; frames are padded so that the arrays of a mapped log are
 
 DELTA_KEY = "addition"  # name of the delta's fields on disk; fixed, or logs of earlier releases could not be recovered
 DELTA_ARRAYS = ("prompt_ids", "completion_ids", "completion_logprobs", "completion_mask")
-DELTA_FIELDS = tuple(field.name for field in dataclass_fields(TurnDelta) if field.name not in (*DELTA_ARRAYS, "chunks"))
+ARRAY_FIELDS = (*DELTA_ARRAYS, "chunks", "fields")
+DELTA_FIELDS = tuple(field.name for field in dataclass_fields(TurnDelta) if field.name not in ARRAY_FIELDS)
+TRAINER_FIELD = "field."  # prefix of the arrays that hold `TurnDelta.fields`
 ENTRY_TEXTS = ("appended", "answer", "record")
 
 
@@ -62,6 +64,7 @@ def entry_frame(entry: LogEntry, rows: RowsState | None) -> list[Piece]:
     arrays = {name: getattr(delta, name) for name in DELTA_ARRAYS if getattr(delta, name) is not None}
     arrays["chunks"] = np.array([(chunk.first, chunk.rows) for chunk in delta.chunks], np.int64).reshape(-1, 2)
     arrays |= {name: np.frombuffer(getattr(entry, name), np.uint8) for name in ENTRY_TEXTS}
+    arrays |= {TRAINER_FIELD + name: values for name, values in delta.fields.items()}
     fields = {name: getattr(delta, name) for name in DELTA_FIELDS}
     return frame({DELTA_KEY: fields, "parent": entry.parent, "rows": rows}, arrays)
 
@@ -74,6 +77,11 @@ def read_entry(body: tensors.Tensors) -> tuple[LogEntry, RowsState | None]:
     delta = TurnDelta(
         **metadata[DELTA_KEY],
         **arrays,
+        fields={
+            name.removeprefix(TRAINER_FIELD): values.copy()
+            for name, values in body.arrays.items()
+            if name.startswith(TRAINER_FIELD)
+        },
         chunks=tuple(Chunk(sample=sample, first=first, rows=rows) for first, rows in chunks),
     )
     texts = {name: body.arrays[name].tobytes() for name in ENTRY_TEXTS}

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BlobCorrupt, StageError
+from penstock.fields import DTYPES as FIELD_DTYPES
 from penstock.store import tensors
 from penstock.store.base import BlobRef, Store
 from penstock.store.tensors import Array
 
 FORMAT = "penstock.columns.1"
-TURN, EXTRA = "turn.", "extra."  # prefixes of array names in the file
+TURN, TOKEN_FIELD, SAMPLE_FIELD = "turn.", "extra.", "sample_extra."  # prefixes of array names in the file
 
 # The dtype of every array by its axis: T tokens of all samples, S samples, S+1 their bounds, N turns.
 DTYPES = {
@@ -76,8 +77,10 @@ class Columns:
     overlong_prompt: Array
     turns: TurnTable
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    extras: Mapping[str, Array] = field(default_factory=dict[str, Array])
-    """f4[T] each"""
+    token_fields: Mapping[str, Array] = field(default_factory=dict[str, Array])
+    """[T] each: the declared fields that have a value, see penstock/fields.py"""
+    sample_fields: Mapping[str, Array] = field(default_factory=dict[str, Array])
+    """[S] each"""
     conversation: Array = field(default_factory=lambda: np.empty(0, np.uint8))
     """JSON"""
 
@@ -88,8 +91,10 @@ class Columns:
         for axis, dtypes in DTYPES.items():
             for name, dtype in dtypes.items():
                 _check(name, arrays[name], dtype, lengths[axis])
-        for name, array in self.extras.items():
-            _check(EXTRA + name, array, "f4", tokens)
+        for values, length in ((self.token_fields, tokens), (self.sample_fields, samples)):
+            for name, array in values.items():
+                if array.dtype not in FIELD_DTYPES.values() or array.shape != (length,):
+                    raise StageError(f"field {name} is {array.dtype} {array.shape}, expected ({length},)")
         offsets = self.sample_offsets
         if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 0).any():
             raise StageError(f"columns of rollout {self.rollout}: sample_offsets do not rise from 0 to {tokens}")
@@ -110,12 +115,13 @@ def read_columns(store: Store, ref: BlobRef, *, verify: bool = True) -> Columns:
     if file.metadata.pop("format", None) != FORMAT:
         raise BlobCorrupt(f"blob {ref.key} is not {FORMAT}")
     metadata = {name: json.loads(text) for name, text in file.metadata.items()}
-    own, turn, extra = dict[str, Array](), dict[str, Array](), dict[str, Array]()
+    own, turn, by_token, by_sample = (dict[str, Array]() for _ in range(4))
     for name, array in file.arrays.items():
         prefix, dot, rest = name.partition(".")
-        {TURN: turn, EXTRA: extra}.get(prefix + dot, own)[rest or name] = array
+        {TURN: turn, TOKEN_FIELD: by_token, SAMPLE_FIELD: by_sample}.get(prefix + dot, own)[rest or name] = array
     try:
-        return Columns(**own, turns=TurnTable(**turn, words=metadata.pop("words")), extras=extra, **metadata)
+        turns = TurnTable(**turn, words=metadata.pop("words"))
+        return Columns(**own, turns=turns, token_fields=by_token, sample_fields=by_sample, **metadata)
     except (KeyError, TypeError, StageError) as error:
         raise BlobCorrupt(f"blob {ref.key} is not a complete columns file: {error}") from error
 
@@ -129,7 +135,8 @@ def _arrays(columns: Columns) -> dict[str, Array]:
     """Every array by its name in the file."""
     arrays = {field.name: getattr(columns, field.name) for field in fields(columns)}
     arrays |= {TURN + field.name: getattr(columns.turns, field.name) for field in fields(columns.turns)}
-    arrays |= {EXTRA + name: array for name, array in columns.extras.items()}
+    arrays |= {TOKEN_FIELD + name: array for name, array in columns.token_fields.items()}
+    arrays |= {SAMPLE_FIELD + name: array for name, array in columns.sample_fields.items()}
     return {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
 
 

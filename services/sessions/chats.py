@@ -75,6 +75,7 @@ class Chats:
         self._backend = backend
         self._requests = requests
         self._renderer = renderer_of(config)
+        self._fields = tuple(field.name for field in config.batch.fields_of("turn"))
         self._dialect = dialect_of(config.engine, renderer=self._renderer)
 
     async def warm_up(self) -> None:
@@ -149,6 +150,7 @@ class Chats:
             prompt_ids=prompt.ids,
             routes_from=prompt.routes_from,
             max_seq_len=self._config.policy.max_seq_len,
+            fields=self._fields,
         )
         turn = read_turn(body, request=info, open_samples=prepared.open_samples, route_format=prepared.route_format)
         if turn.message is None:

@@ -20,6 +20,7 @@ from penstock import ids
 from penstock.config import RunConfig
 from penstock.engines.replicas import Replica
 from penstock.errors import BlobError, Expired, Full, NotFound
+from penstock.fields import FieldValues
 from penstock.recording import Mode, Sealed, Session, SessionSettings
 from penstock.recording.spool import COLUMNS, EXPERTS
 from penstock.runtime.offload import in_io_thread
@@ -150,7 +151,8 @@ class SessionTable:
         return entry.sealed
 
     async def _seal(self, entry: Entry, session: Session, error: str) -> None:
-        sealed = await session.seal(error=error)
+        fields = FieldValues(declared=self._config.batch.fields_of("turn"), required=not error)
+        sealed = await session.seal(error=error, fields=fields)
         entry.sealed = orjson.dumps(await in_io_thread(self._move_files, entry, sealed))
         self.counts.sealed += 1
         self._drop_session(entry)

@@ -9,16 +9,22 @@ from penstock.config.engine import Policy
 from penstock.engines.client import EngineClient
 from penstock.engines.dialects import dialect_of
 from penstock.environments.loading import LoadedEnvironment
+from penstock.fields import TrainerField
 from penstock.playing.rollout import Attempt, RolloutStage
 from support.engine_clients import assert_idle, quick_engine
 from support.stores import directory_store
 
 
 @contextlib.asynccontextmanager
-async def stage_of(root: Path, *urls: str, policy: Policy | None = None, **engine: Any) -> AsyncIterator[RolloutStage]:
+async def stage_of(
+    root: Path, *urls: str, policy: Policy | None = None, fields: tuple[TrainerField, ...] = (), **engine: Any
+) -> AsyncIterator[RolloutStage]:
     async with EngineClient.open(quick_engine(*urls, **engine)) as client:
         dialect = dialect_of(client.settings)
-        yield RolloutStage(client=client, store=directory_store(root), settings=policy or Policy(), dialect=dialect)
+        settings = policy or Policy()
+        yield RolloutStage(
+            client=client, store=directory_store(root), settings=settings, dialect=dialect, fields=fields
+        )
         assert_idle(client)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from penstock.batches import BatchPlan, BatchRollout, EncodedRank, Manifest, seal_manifest
 from penstock.batches.packing import PackingRules
 from penstock.batches.writer import encode_rank
+from penstock.fields import Per, TrainerField
 from penstock.store import BlobRef
 from penstock.store.columns import Columns, TurnTable, write_columns
 from penstock.store.experts import Chunk, seal_experts
@@ -40,7 +41,7 @@ class RolloutMaker:
     seed: int = 0
     experts: str | None = None
     """dtype of the routed experts; None for rollouts without"""
-    extras: Sequence[str] = ()
+    fields: Sequence[TrainerField] = ()
     layers: int = 2
     topk: int = 3
     rng: np.random.Generator = field(init=False)
@@ -102,9 +103,17 @@ class RolloutMaker:
                 words=words,
             ),
             metrics={"turns": float(len(turns))},
-            extras={name: self.rng.normal(size=tokens).astype(np.float32) for name in self.extras},
+            token_fields=self._fields("token", tokens),
+            sample_fields=self._fields("sample", len(samples)),
             conversation=np.frombuffer(json.dumps([{"content": rollout}], indent=1).encode(), np.uint8),
         )
+
+    def _fields(self, per: Per, length: int) -> dict[str, np.ndarray[Any, Any]]:
+        return {
+            each.name: (100 * self.rng.random(length)).astype(each.numpy_dtype)
+            for each in self.fields
+            if each.per == per
+        }
 
     def _expert_rows(self, lengths: list[int]) -> tuple[list[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]:
         """Rows of every token, and which were sent: all but the last, which is never fed forward, and 5 % at random."""

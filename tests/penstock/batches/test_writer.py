@@ -20,7 +20,16 @@ from penstock.batches import BatchPlan, BatchReader, MicroBatch
 from penstock.batches.batch_columns import TOKEN_COLUMNS
 from penstock.batches.packing import PackingRules
 from penstock.errors import BatchError, StageError
+from penstock.fields import TrainerField
+from penstock.store.columns import write_columns
 from penstock.store.files import FileStore
+
+FIELDS = (
+    TrainerField(name="ref_logprobs"),
+    TrainerField(name="level", per="sample", dtype="i32"),
+    TrainerField(name="tag", dtype="u8", default=9),
+)
+WEIGHTS = TrainerField(name="weights", default=0.5)
 
 turns = st.builds(
     MadeTurn,
@@ -51,7 +60,7 @@ def new_store() -> Iterator[FileStore]:
 
 
 def made_rollouts(store: FileStore, rollouts: list[Any], *, experts: str | None = None) -> list[MadeRollout]:
-    maker = RolloutMaker(store=store, experts=experts, extras=["ref_logprobs"])
+    maker = RolloutMaker(store=store, experts=experts, fields=FIELDS)
     return [
         maker.make(f"r{number:03d}", samples, group=f"g{number % 2}", masked=number == 3)
         for number, samples in enumerate(rollouts)
@@ -93,7 +102,8 @@ def expected_tokens(made: MadeRollout, sample: int, plan: BatchPlan) -> dict[str
             "advantages": np.float32(made.planned.advantage),
             "temperatures": columns.turns.temperature[turn],
             "versions": columns.turns.version_first[turn] if token >= columns.turns.start[turn] else -1,
-            "ref_logprobs": columns.extras["ref_logprobs"][token],
+            "tag": columns.token_fields["tag"][token],
+            "ref_logprobs": columns.token_fields["ref_logprobs"][token],
         }
         for name, value in values.items():
             expected.setdefault(name, []).append(value)
@@ -105,14 +115,17 @@ def expected_tokens(made: MadeRollout, sample: int, plan: BatchPlan) -> dict[str
 def test_a_batch_read_back_equals_its_rollouts(rollouts: list[Any], rules: PackingRules) -> None:
     with new_store() as store:
         made = made_rollouts(store, rollouts)
-        plan = plan_of(made, rules=rules, extras=("ref_logprobs",))
+        plan = plan_of(made, rules=rules, fields=FIELDS)
         manifest = seal(store, plan)
         delivered: set[tuple[int, int]] = set()
         for batch in itertools.chain.from_iterable(read_ranks(store, plan)):
             for index, (start, stop) in enumerate(bounds(batch)[: batch.samples.reward.size]):
                 rollout, sample = int(batch.samples.rollout_index[index]), int(batch.samples.sample_in_rollout[index])
                 expected = expected_tokens(made[rollout], sample, plan)
-                columns = {name: getattr(batch, name, None) for name in expected} | batch.extras
+                columns = {name: getattr(batch, name, None) for name in expected} | batch.fields
+                level = columns.pop("level")[index]
+                assert level == made[rollout].columns.sample_fields["level"][sample]
+                assert (level.dtype, columns["tag"].dtype) == (np.int32, np.uint8)
                 assert {name: column[start:stop].tolist() for name, column in columns.items()} == expected
                 delivered.add((rollout, sample))
         kept = {
@@ -129,7 +142,7 @@ def test_a_batch_read_back_equals_its_rollouts(rollouts: list[Any], rules: Packi
 @given(rollout_lists, rules_strategy)
 def test_padding_and_fillers_are_outside_the_loss(rollouts: list[Any], rules: PackingRules) -> None:
     with new_store() as store:
-        plan = plan_of(made_rollouts(store, rollouts), rules=rules, extras=("ref_logprobs",), pad_id=7)
+        plan = plan_of(made_rollouts(store, rollouts), rules=rules, fields=FIELDS, pad_id=7)
         manifest = seal(store, plan)
         ranks = read_ranks(store, plan)
         assert len({len(rank) for rank in ranks}) == 1
@@ -145,8 +158,9 @@ def test_padding_and_fillers_are_outside_the_loss(rollouts: list[Any], rules: Pa
                 assert set(batch.input_ids[start:stop].tolist()) == {7}
                 assert set(batch.versions[start:stop].tolist()) == {-1}
                 assert set(batch.temperatures[start:stop].tolist()) == {1.0}
-                for column in (batch.loss_mask, batch.loss_weights, batch.advantages, *batch.extras.values()):
+                for column in (batch.loss_mask, batch.loss_weights, batch.advantages, batch.fields["ref_logprobs"]):
                     assert not column[start:stop].any()
+                assert set(batch.fields["tag"][start:stop].tolist()) == {9}, "the declared default"
         batches = list(itertools.chain.from_iterable(ranks))
         assert manifest.totals.loss_tokens == sum(int(batch.loss_mask.sum()) for batch in batches)
         assert manifest.totals.tokens == sum(int(batch.cu_seqlens[batch.samples.reward.size]) for batch in batches)
@@ -157,8 +171,8 @@ def test_padding_and_fillers_are_outside_the_loss(rollouts: list[Any], rules: Pa
 def test_any_order_of_arrival_gives_the_same_bytes(rollouts: list[Any], rules: PackingRules, random: Any) -> None:
     with new_store() as store:
         made = made_rollouts(store, rollouts)
-        plan = plan_of(made, rules=rules, extras=("ref_logprobs",))
-        other = plan_of(random.sample(made, len(made)), rules=rules, extras=("ref_logprobs",))
+        plan = plan_of(made, rules=rules, fields=FIELDS)
+        other = plan_of(random.sample(made, len(made)), rules=rules, fields=FIELDS)
         assert encode_all(store, plan) == encode_all(store, other), "sizes and checksums included"
 
 
@@ -196,7 +210,7 @@ def test_the_weighted_loss_depends_on_neither_ranks_nor_packing_nor_order(rollou
         for step, (ranks, seq_len, multiple) in enumerate([(1, 256, 1), (3, 256, 1), (2, 192, 16)]):
             rules = PackingRules(data_ranks=ranks, seq_len=seq_len, pad_to_multiple_of=multiple)
             in_order = made if step % 2 else made[::-1]
-            plan = plan_of(in_order, step=step, rules=rules, normalise=normalise, extras=("ref_logprobs",))
+            plan = plan_of(in_order, step=step, rules=rules, normalise=normalise, fields=FIELDS)
             manifest = seal(store, plan)
             total = sum(
                 float(weight) * loss[int(token)]
@@ -245,19 +259,33 @@ def test_per_sample_columns_identify_the_rollout_of_each_sample(tmp_path: Path) 
     np.testing.assert_array_equal(rows.reward, np.float32([two.planned.reward, one.planned.reward, two.planned.reward]))
 
 
-def test_a_rollout_without_an_extra_column_has_nan_there(tmp_path: Path) -> None:
+def test_a_rollout_without_a_field_has_its_default(tmp_path: Path) -> None:
     store = directory_store(tmp_path / "store")
+    level = TrainerField(name="level", per="sample", dtype="i64", default=-1)
     made = [
-        RolloutMaker(store=store, extras=["weights"]).make("a", [[MadeTurn(context=2, completion=2)]]),
+        RolloutMaker(store=store, fields=[WEIGHTS, level]).make("a", [[MadeTurn(context=2, completion=2)]]),
         RolloutMaker(store=store).make("b", [[MadeTurn(context=2, completion=1)]]),
     ]
-    plan = plan_of(made, extras=("weights",))
+    plan = plan_of(made, fields=(WEIGHTS, level))
     seal(store, plan)
     [[batch]] = read_ranks(store, plan)
-    weights = batch.extras["weights"]
-    np.testing.assert_array_equal(weights[:4], made[0].columns.extras["weights"])
-    assert np.isnan(weights[4:7]).all()
-    assert weights[7:].tolist() == [0], "padding must not poison a sum"
+    weights = batch.fields["weights"]
+    np.testing.assert_array_equal(weights[:4], made[0].columns.token_fields["weights"])
+    assert weights[4:].tolist() == [0.5] * 4, "the other rollout and the padding"
+    assert batch.fields["level"].tolist() == [made[0].columns.sample_fields["level"][0], -1]
+
+
+def test_a_required_field_is_only_missing_from_rollouts_that_failed(tmp_path: Path) -> None:
+    store = directory_store(tmp_path / "store")
+    required = TrainerField(name="weights", default=None)
+    made = RolloutMaker(store=store).make("a", [[MadeTurn(context=2, completion=2)]])
+    with pytest.raises(StageError, match=r"rollout a has no field 'weights', which is required: set batch.fields.w"):
+        encode_all(store, plan_of([made], fields=(required,)))
+    columns = write_columns(store, "failed", dataclasses.replace(made.columns, error="timeout"))
+    plan = plan_of([made], rollouts=(dataclasses.replace(made.planned, columns=columns),), fields=(required,))
+    seal(store, plan)
+    [[batch]] = read_ranks(store, plan)
+    assert not batch.fields["weights"].any()
 
 
 def test_a_rank_file_opens_with_the_official_reader(tmp_path: Path) -> None:
@@ -289,13 +317,16 @@ def test_ranks_without_samples_get_padding_only(tmp_path: Path) -> None:
 
 def test_rollout_files_that_contradict_the_plan_are_refused(tmp_path: Path) -> None:
     store = directory_store(tmp_path / "store")
-    made = RolloutMaker(store=store, extras=["weights"]).make("a", [[MadeTurn(context=2, completion=2)]])
+    made = RolloutMaker(store=store, fields=[WEIGHTS]).make("a", [[MadeTurn(context=2, completion=2)]])
     longer = dataclasses.replace(made.planned, sample_lengths=(5,))
     for plan, reason in [
-        (plan_of([made]), r"has the columns \[.weights.\], which the plan does not list"),
-        (plan_of([made], extras=("weights",), logprobs_mode="raw"), "has processed logprobs, the plan has raw"),
         (
-            plan_of([made], extras=("weights",), rollouts=(longer,)),
+            plan_of([made], fields=(dataclasses.replace(WEIGHTS, dtype="i32"),)),
+            "has float32 in field 'weights', declared as i32",
+        ),
+        (plan_of([made], fields=(WEIGHTS,), logprobs_mode="raw"), "has processed logprobs, the plan has raw"),
+        (
+            plan_of([made], fields=(WEIGHTS,), rollouts=(longer,)),
             r"has samples of \(4,\) tokens, the plan has \(5,\)",
         ),
     ]:
@@ -309,8 +340,8 @@ def test_rollout_files_that_contradict_the_plan_are_refused(tmp_path: Path) -> N
 
 def test_torch_returns_tensors_if_torch_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = directory_store(tmp_path / "store")
-    made = RolloutMaker(store=store, extras=["weights"]).make("a", [[MadeTurn(context=2, completion=2)]])
-    plan = plan_of([made], extras=("weights",))
+    made = RolloutMaker(store=store, fields=[WEIGHTS]).make("a", [[MadeTurn(context=2, completion=2)]])
+    plan = plan_of([made], fields=(WEIGHTS,))
     seal(store, plan)
     [[batch]] = read_ranks(store, plan)
     monkeypatch.setitem(sys.modules, "torch", None)

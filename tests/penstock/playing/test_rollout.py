@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.engine_clients import run
 from support.rollout_stages import attempt_of, files, loaded, stage_of
@@ -315,7 +314,6 @@ def test_a_malformed_message_is_an_error_of_the_environment(tmp_path: Path) -> N
         (None, "the reward is None"),
         (Score(reward=1.0, metrics={"turns": 3}), "returned a metric turns, which Penstock reports"),
         (Score(reward=1.0, metrics={f"m{number}": 0.0 for number in range(30)}), "a score has 30 metrics"),
-        (Score(reward=1.0, columns={"value": np.zeros(3, np.float32)}), "column extra.value"),
     ],
 )
 def test_an_invalid_score_fails_the_rollout(tmp_path: Path, score: Any, message: str) -> None:
@@ -324,21 +322,6 @@ def test_an_invalid_score_fails_the_rollout(tmp_path: Path, score: Any, message:
         return score
 
     failing(tmp_path, scores, StageError, message)
-
-
-def test_columns_of_the_environment_are_stored(tmp_path: Path) -> None:
-    async def scores(policy: Any) -> Score:
-        await one_turn(policy)
-        return Score(reward=1.0, columns={"value": np.arange(12, dtype=np.float32)})
-
-    async def main() -> None:
-        with serving(hello) as server:
-            async with stage_of(tmp_path, server.url) as stage:
-                result = await play(stage, loaded(Talks(scores)), 0, attempt_of())
-                assert result.columns
-                assert read_columns(stage.store, result.columns).extras["value"].tolist() == list(range(12))
-
-    run(main)
 
 
 def test_a_chat_in_flight_at_the_end_fails_the_rollout(tmp_path: Path) -> None:

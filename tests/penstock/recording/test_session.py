@@ -25,6 +25,7 @@ from penstock.errors import (
     NothingToTrain,
     PolicyFailure,
 )
+from penstock.fields import FieldValues, TrainerField
 from penstock.recording import Mode, Session
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.offload import in_file_thread
@@ -54,13 +55,14 @@ def test_a_conversation_is_one_sample_with_its_rows(store: FileStore) -> None:
         ids = prompt_ids(messages)[:-1]
         assert session.token_ids().tolist() == ids
         assert len(await session.records()) == 3
-        sealed = await session.seal(extras={"reward": np.ones(len(ids), np.float32)})
+        reward = FieldValues(declared=(TrainerField(name="reward"),), score={"reward": np.ones(len(ids))})
+        sealed = await session.seal(fields=reward)
         assert sealed.sample_lengths == (len(ids),)
         assert (sealed.turns, sealed.truncated, sealed.metrics["samples"]) == (3, False, 1)
         columns = read_columns(store, sealed.columns)
         assert columns.input_ids.tolist() == ids
         assert columns.loss_mask.sum() == sealed.completion_tokens
-        assert columns.extras["reward"].sum() == len(ids)
+        assert columns.token_fields["reward"].sum() == len(ids)
         assert json.loads(columns.conversation.tobytes()) == [messages]
         assert sealed.experts
         experts, out = Experts(store, sealed.experts), np.empty((len(ids), LAYERS, TOPK), np.int16)

@@ -44,7 +44,8 @@ def some_columns(**changes: Any) -> Columns:
         overlong_prompt=np.array([0, 1], np.uint8),
         turns=turns,
         metrics={"samples": 2.0},
-        extras={"process.reward": np.linspace(0, 1, 6, dtype=np.float32)},
+        token_fields={"process.reward": np.linspace(0, 1, 6, dtype=np.float32), "tag": np.arange(6, dtype=np.uint8)},
+        sample_fields={"level": np.array([3, -4], np.int32)},
         conversation=np.frombuffer(b'[{"role":"user"}]', np.uint8),
     )
     return dataclasses.replace(columns, **changes)
@@ -58,7 +59,7 @@ def assert_same(left: Any, right: Any) -> None:
             np.testing.assert_array_equal(a, b)
         elif isinstance(a, TurnTable):
             assert_same(a, b)
-        elif field.name == "extras":
+        elif field.name in ("token_fields", "sample_fields"):
             assert a.keys() == b.keys()
             for name in a:
                 np.testing.assert_array_equal(a[name], b[name])
@@ -85,7 +86,8 @@ def test_empty_columns_survive_writing_and_reading(store: FileStore) -> None:
         turns=empty,
         **{name: none.astype(np.uint8) for name in ("loss_mask", "truncated", "overlong_prompt")},
         logprobs=none.astype(np.float32),
-        extras={},
+        token_fields={},
+        sample_fields={},
         error="no turn was made",
     )
     assert_same(read_columns(store, write_columns(store, "columns", columns)), columns)
@@ -100,7 +102,7 @@ def test_the_official_reader_opens_columns(store: FileStore) -> None:
 
 
 def test_every_array_read_is_aligned(store: FileStore) -> None:
-    columns = read_columns(store, write_columns(store, "columns", some_columns(extras={})))
+    columns = read_columns(store, write_columns(store, "columns", some_columns()))
     assert columns.sample_offsets.flags.aligned
     assert columns.turns.start.flags.aligned
     assert columns.logprobs.flags.aligned
@@ -114,7 +116,9 @@ def test_every_array_read_is_aligned(store: FileStore) -> None:
         {"sample_offsets": np.array([0, 6], np.int64)},
         {"sample_offsets": np.array([0, 7, 6], np.int64)},
         {"sample_offsets": np.array([1, 5, 6], np.int64)},
-        {"extras": {"x": np.zeros(6)}},
+        {"token_fields": {"x": np.zeros(5, np.float32)}},
+        {"token_fields": {"x": np.zeros(6, np.complex64)}},
+        {"sample_fields": {"x": np.zeros(6, np.float32)}},
         {"truncated": np.zeros(3, np.uint8)},
     ],
 )

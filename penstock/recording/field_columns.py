@@ -1,0 +1,64 @@
+"""The trainer's fields of a rollout as columns: from its score, or from what its turns carry."""
+
+import numpy as np
+
+from penstock.errors import StageError
+from penstock.fields import Array, FieldValues, TrainerField
+from penstock.recording.samples import FieldColumns, Samples
+
+
+def field_columns(samples: Samples, values: FieldValues) -> FieldColumns:
+    """A field without any value has no column: the batch has its default there. StageError for a value that is wrong,
+    missing, or of a field that is not declared."""
+    _refuse_undeclared(values)
+    by_token, by_sample = dict[str, Array](), dict[str, Array]()
+    for field in values.declared:
+        if field.source == "score":
+            column = _from_score(field, samples, values)
+        else:
+            column = _from_turns(field, samples, values)
+        if column is not None:
+            (by_token if field.per == "token" else by_sample)[field.name] = column
+    return FieldColumns(by_token=by_token, by_sample=by_sample)
+
+
+def _refuse_undeclared(values: FieldValues) -> None:
+    given = {"score": values.score.keys(), "turn": {name for turn in values.turns.values() for name in turn}}
+    for source, names in given.items():
+        declared = {field.name for field in values.declared if field.source == source}
+        if undeclared := sorted(names - declared):
+            where, name = "Score.columns" if source == "score" else "Completion.fields", undeclared[0]
+            raise StageError(
+                f'{where} has {name!r}, which is not declared: add [batch.fields.{name}] with source = "{source}"'
+            )
+
+
+def _from_score(field: TrainerField, samples: Samples, values: FieldValues) -> Array | None:
+    if field.name not in values.score:
+        if values.required and field.default is None:
+            raise StageError(f"Score.columns has no {field.name!r}: return it, or set {field.setting}.default")
+        return None
+    lengths = samples.lengths()
+    length = sum(lengths) if field.per == "token" else len(lengths)
+    converted = field.converted(values.score[field.name], "Score.columns", length=length)
+    return np.full(length, converted, field.numpy_dtype)
+
+
+def _from_turns(field: TrainerField, samples: Samples, values: FieldValues) -> Array | None:
+    """A token has the value of the turn that sampled it; a sample has that of its last turn with a value."""
+    offsets, found = samples.offsets(), False
+    column = np.full(offsets[-1] if field.per == "token" else offsets.size - 1, field.filling, field.numpy_dtype)
+    for number, turn in enumerate(samples.turns):
+        given = values.turns.get(number, {}).get(field.name, turn.fields.get(field.name))
+        if given is None:
+            if values.required and field.default is None and turn.completion_ids.size:
+                raise StageError(f"turn {number} has no field {field.name!r}: set it, or {field.setting}.default")
+            continue
+        found = True
+        if field.per == "token":
+            first = offsets[turn.sample]
+            converted = field.converted(given, f"turn {number}", length=len(turn.completion_ids))
+            column[first + turn.start : first + turn.end] = converted
+        else:
+            column[turn.sample] = field.converted(given, f"turn {number}", length=None)
+    return column if found else None
