@@ -27,6 +27,7 @@ def _line(store: Store, plan: BatchPlan, rollout: BatchRollout) -> Iterator[byte
         "truncated": bool(columns.truncated.any()),
         "error": columns.error or None,
         "metrics": dict(columns.metrics),
+        "fields": {name: values.tolist() for name, values in columns.sample_fields.items()},
     }
     head = json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False)[:-1]
     # The conversation is JSON already: copied, not parsed. Line breaks in JSON are whitespace between tokens.

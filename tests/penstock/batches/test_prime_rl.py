@@ -18,6 +18,7 @@ from penstock.batches.plan import Format
 from penstock.batches.prime_rl import array_header, binary_header, publish_prime_rl
 from penstock.batches.writer import encode_rank
 from penstock.errors import BatchError, BlobCorrupt, StageError
+from penstock.fields import TrainerField
 from penstock.store import BlobRef
 from penstock.store.files import FileStore
 
@@ -45,13 +46,13 @@ class MicroBatch(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     temperatures: list[float]
     env_names: list[str]
     seq_lens: list[int]
-    ref_logprobs: None
+    ref_logprobs: list[float] | None
     routed_experts: RoutedExperts | None
     mm_kwargs: None
     mm_token_type_ids: None
-    rl_weights: None
-    ce_weights: None
-    ref_kl_weights: None
+    rl_weights: list[float] | None
+    ce_weights: list[float] | None
+    ref_kl_weights: list[float] | None
 
 
 class TrainingSample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -64,7 +65,7 @@ class TrainingSample(msgspec.Struct, array_like=True, forbid_unknown_fields=True
     completion_logprobs: list[float]
     completion_temperatures: list[float]
     env_name: str
-    teacher_logprobs: None
+    teacher_logprobs: list[float] | None
     advantage: float
     reward: float
     mm_kwargs: None
@@ -192,6 +193,26 @@ def test_a_prime_rl_rank_holds_the_same_values_as_the_native_batch(store: FileSt
             else:
                 assert batch.routed_experts.dtype == {"uint8": "uint8", "uint16": "int16"}[str(experts)]
                 np.testing.assert_array_equal(batch.routed_experts.rows(), other.routed_experts(missing=0))
+
+
+def test_prime_rl_gets_the_fields_that_it_has(store: FileStore) -> None:
+    fields = [TrainerField(name=name, default=0.5) for name in ("ref_logprobs", "rl_weights", "ref_kl_weights")]
+    turn = MadeTurn(context=2, completion=3)
+    made = [
+        RolloutMaker(store=store, fields=fields).make("a", [[turn]]),
+        RolloutMaker(store=store).make("b", [[turn]]),
+    ]
+    [rank] = encode_all(store, plan_of(made, fields=tuple(fields), format="prime-rl"))
+    [batch] = decoded(store, rank.file, list[MicroBatch])
+    given = made[0].columns.token_fields
+    for name in given:
+        assert getattr(batch, name) == [*given[name].tolist(), *[0.5] * 5, *[0.0] * 6], "padding is 0"
+    assert batch.ce_weights is None
+    old = plan_of(made, fields=tuple(fields[:1]), format="prime-rl-2026-05")
+    [rank] = encode_all(store, old)
+    first, second = decoded(store, rank.file, TrainingBatch).examples
+    assert first.teacher_logprobs == given["ref_logprobs"].tolist(), "prompt and completion"
+    assert second.teacher_logprobs == [0.5] * 5
 
 
 def test_a_step_of_samples_splits_each_at_its_first_prompt(store: FileStore) -> None:

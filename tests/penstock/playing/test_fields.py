@@ -9,6 +9,7 @@ import orjson
 import pytest
 from support.engine_clients import run
 from support.rollout_stages import attempt_of, files, loaded, stage_of
+from support.stores import directory_store
 from support.upstream import ReceivedRequest, Response, answer, serving, user
 
 from penstock.config.engine import Policy
@@ -17,7 +18,6 @@ from penstock.errors import PolicyFailure, StageError
 from penstock.fields import TrainerField
 from penstock.messages import RolloutResult
 from penstock.playing.rollout import play, score_group
-from penstock.store import Store
 from penstock.store.columns import Columns, read_columns
 
 VALUE = TrainerField(name="value")
@@ -56,7 +56,7 @@ def played(
     run(main)
     [result] = results
     assert result.columns
-    return result, read_columns(Store(root), result.columns)
+    return result, read_columns(directory_store(root), result.columns)
 
 
 def test_values_of_scores_and_turns_are_stored_at_their_positions(tmp_path: Path) -> None:
@@ -211,6 +211,6 @@ def test_group_scores_have_no_columns(tmp_path: Path) -> None:
 
     async def main() -> None:
         with pytest.raises(StageError, match=r"Score.columns is not supported in score_group: return them from rol"):
-            await score_group(Store(tmp_path), judge, 0, [result])
+            await score_group(directory_store(tmp_path), judge, 0, [result])
 
     run(main)

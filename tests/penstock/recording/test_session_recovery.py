@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import os
 import shutil
 import signal
@@ -8,14 +9,17 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
-from support.conversations import assistant, chat, conversation_of, prompt_ids, started, talk, user
+from support.conversations import assistant, chat, conversation_of, prompt_ids, started, talk, turn_for, user
 from support.stores import directory_store
 from support.waiting import wait_until
 
 from penstock.errors import BadRequest, BlobCorrupt, BlobMissing
+from penstock.fields import FieldValues, TrainerField
 from penstock.recording import Mode, Session, unsealed
 from penstock.store import open_store
+from penstock.store.columns import read_columns
 from penstock.store.files import FileStore
 
 T = TypeVar("T")
@@ -121,6 +125,27 @@ def test_a_session_in_a_store_without_local_files_is_recovered_on_its_host(
         assert sealed == undisturbed
         assert sorted(memory.keys("rollouts")) == sorted(ref.key for ref in (sealed.columns, sealed.experts) if ref)
         assert unsealed(memory, "rollouts") == []
+
+    run(main())
+
+
+def test_fields_that_turns_carry_are_recovered(store: FileStore) -> None:
+    async def main() -> None:
+        session = await started(store, KEY)
+        with session.claim() as claim:
+            prepared = session.prepare(claim, [user("hi")])
+            turn = turn_for(prepared, [user("hi")])
+            fields = {"step": np.arange(len(turn.completion_ids)), "role": np.array(3)}
+            assert await session.commit(claim, prepared, dataclasses.replace(turn, fields=fields))
+        recovered = await Session.recover(store, KEY)
+        declared = (
+            TrainerField(name="step", source="turn", dtype="i32"),
+            TrainerField(name="role", source="turn", per="sample", dtype="u8"),
+        )
+        columns = read_columns(store, (await recovered.seal(fields=FieldValues(declared=declared))).columns)
+        start = int(columns.turns.start[0])
+        assert columns.token_fields["step"][start:].tolist() == fields["step"].tolist()
+        assert columns.sample_fields["role"].tolist() == [3]
 
     run(main())
 
