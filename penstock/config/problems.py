@@ -20,7 +20,7 @@ RENAMED = {
     "batch.logprobs_mode": "engine.logprobs_mode",
     "engine.moe_layers": "engine.hidden_layers",
     "engine.check_routes": "engine.check_experts",
-    "batch.extras": "[batch.fields.NAME], one table for each field",
+    "batch.extras": "batch.fields.NAME.source (declare a table [batch.fields.NAME] for each)",
 }
 """Settings of release 0.1 that have another name now."""
 RENAMED_FLAGS = {
