@@ -1,6 +1,6 @@
 """Gates before submission: closed while the engine or the store is unavailable, probed with one job at a time.
 
-Rollouts need the engine and a writable store, encoding needs a writable store.
+Rollouts need the engine and a writable store, filtering (its fsync) and encoding need a writable store.
 """
 
 import time
@@ -56,14 +56,16 @@ class Gate:
 class Gates:
     def __init__(self) -> None:
         self.rollouts = Gate()
+        self.filtering = Gate()
         self.encoding = Gate()
 
     def of(self, kind: JobKind) -> Gate | None:
-        return {JobKind.ROLLOUT: self.rollouts, JobKind.ENCODE: self.encoding}.get(kind)
+        gates = {JobKind.ROLLOUT: self.rollouts, JobKind.FILTER: self.filtering, JobKind.ENCODE: self.encoding}
+        return gates.get(kind)
 
     @property
     def troubles(self) -> list[str]:
-        return [gate.trouble for gate in (self.rollouts, self.encoding) if gate.trouble]
+        return [gate.trouble for gate in (self.rollouts, self.filtering, self.encoding) if gate.trouble]
 
     def probe_lost(self, kind: JobKind, job: str) -> None:
         if gate := self.of(kind):

@@ -27,7 +27,8 @@ from penstock.messages import (
 
 logger = logging.getLogger("penstock.submission")
 
-STAGES = frozenset(JobKind) - {JobKind.ENCODE, JobKind.ROLLOUT}
+GATED = (JobKind.FILTER, JobKind.ENCODE, JobKind.ROLLOUT)
+UNGATED = frozenset(JobKind) - set(GATED)
 AT_ONCE = 32  # jobs for one commit and one Redis command
 
 
@@ -49,7 +50,7 @@ class Submitter:
 
     async def submit(self, jobs: list[JobRecord]) -> None:
         """Stages before rollouts: groups are finished before new rollouts begin."""
-        for kinds in (STAGES, {JobKind.ENCODE}, {JobKind.ROLLOUT}):
+        for kinds in (UNGATED, *({kind} for kind in GATED)):
             await self._submit_kinds([job for job in jobs if job.kind in kinds])
 
     async def _submit_kinds(self, jobs: list[JobRecord]) -> None:

@@ -29,6 +29,9 @@ Each takes one message argument, so that it survives JSON.
 
 from typing import ClassVar
 
+UNWRITTEN = 507
+"""HTTP status of a session server's response when the store cannot be written"""
+
 
 class PenstockError(Exception):
     pass

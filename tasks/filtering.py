@@ -20,4 +20,4 @@ def body(job: FilterJob, config: RunConfig) -> FilterResult:
     group = job_inputs.read_group(open_store(config.store_url), job.plan)
     if hooks := noop_settings(config, group.environment):
         return noop.filtering(job, group, hooks)
-    return filter_group(open_store(config.store_url), group, config)
+    return filter_group(open_store(config.store_url), group, config, retried=job.attempt > 1)

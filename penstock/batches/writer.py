@@ -1,5 +1,6 @@
 """Encoding: one rank of a plan into one file of the store, in the plan's format. Imported by encode workers only."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -120,7 +121,8 @@ class _ColumnFile(UnfinishedFile):
         return BlobRef(key=self._key, size=self._size, checksum=digest)
 
     def discard(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of bytes that are not wanted
+            self._file.close()
         super().discard()
 
     def _write(self, content: Array, offset: int) -> None:

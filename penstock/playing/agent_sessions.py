@@ -15,7 +15,7 @@ import orjson
 
 from penstock.config.sessions import Sessions
 from penstock.engines.replicas import Replica, Replicas
-from penstock.errors import EngineUnreachable, InfrastructureFailure, NothingToTrain
+from penstock.errors import UNWRITTEN, BlobUnwritten, EngineUnreachable, InfrastructureFailure, NothingToTrain
 from penstock.recording import Sealed
 from penstock.runtime.cancellation import run_to_completion
 
@@ -51,6 +51,8 @@ class AgentSession:
                     raise InfrastructureFailure(f"the session server did not seal: {failure!r}") from failure
                 await asyncio.sleep(SEAL_PAUSE_S)
                 continue
+            if status == UNWRITTEN:
+                raise BlobUnwritten(_error(response))
             if status == NothingToTrain.status_code:
                 raise NothingToTrain(_error(response))
             if status != 200:
@@ -118,6 +120,8 @@ class SessionServers:
             if response.status == 200:
                 created = orjson.loads(body)
                 return server, AgentSession(self._http, created["base_url"], created["secret"])
+            if response.status == UNWRITTEN:
+                raise BlobUnwritten(_error(body))
             if response.status != 503:
                 raise InfrastructureFailure(f"{server.url} did not create a session: {response.status}, {_error(body)}")
             errors.append(f"{server.url}: {_error(body)}")

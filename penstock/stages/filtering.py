@@ -12,7 +12,7 @@ from penstock.store.columns import read_columns
 logger = logging.getLogger("penstock.filtering")
 
 
-def filter_group(store: Store, group: GroupInputs, config: RunConfig) -> FilterResult:
+def filter_group(store: Store, group: GroupInputs, config: RunConfig, *, retried: bool = False) -> FilterResult:
     filters = rollout_filters(config.filters, vocab_size=config.vocab_size)
     verdicts, dropped = dict[str, Verdict](), dict[str, str]()
     for member in group.members:
@@ -21,8 +21,8 @@ def filter_group(store: Store, group: GroupInputs, config: RunConfig) -> FilterR
             dropped[member.rollout] = "nothing_to_train"
             continue
         try:
+            _make_durable(store, member.result, verify=retried)
             verdicts[member.rollout] = judge(_tokens(store, member.result, group.policy_version), filters)
-            _make_durable(store, member.result)
         except (BlobMissing, BlobCorrupt) as error:
             logger.error("action=blob_corrupt rollout=%s %s", member.rollout, error)
             dropped[member.rollout] = "blob_corrupt"
@@ -34,11 +34,14 @@ def filter_group(store: Store, group: GroupInputs, config: RunConfig) -> FilterR
     )
 
 
-def _make_durable(store: Store, result: RolloutResult) -> None:
-    """fsync, off the step boundary. The experts are not read here: the reader verifies their checksum."""
-    if result.experts:
-        store.require(result.experts)
+def _make_durable(store: Store, result: RolloutResult, *, verify: bool) -> None:
+    """fsync, off the step boundary, before the columns are verified. The reader verifies the experts; they are read
+    here only with `verify`: after an fsync that failed, bytes may be lost although the next one succeeds."""
     store.sync(result.keys)
+    if result.experts and verify:
+        store.open(result.experts)
+    elif result.experts:
+        store.require(result.experts)
 
 
 def _tokens(store: Store, result: RolloutResult, policy_version: int) -> RolloutTokens:

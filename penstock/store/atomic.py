@@ -75,7 +75,12 @@ class UnfinishedFile:
     def create(self) -> None:
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                os.close(descriptor)
+            except OSError:
+                self.discard()
+                raise
 
     def discard(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -83,7 +88,8 @@ class UnfinishedFile:
 
 @contextmanager
 def writing(path: Path) -> Generator[None]:
-    """Raise BlobUnwritten for an OSError of the body."""
+    """Raise BlobUnwritten for an OSError of the body. Every write, close, fsync, rename and link of the store is in
+    one: a network file system may report a full disk or quota at any of them."""
     try:
         yield
     except OSError as error:

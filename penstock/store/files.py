@@ -85,18 +85,22 @@ class FileStore(Store):
         return replace(ref, key=key)
 
     def sync(self, keys: Iterable[str]) -> None:
-        """fsync the bytes of blobs, then every directory on the way to them once."""
+        """fsync the bytes of blobs, then every directory on the way to them once.
+
+        BlobUnwritten if that fails: bytes may be lost then, although a later fsync succeeds. Verify the blobs after it.
+        """
         paths = [self.path(key) for key in keys]
         parents = {parent for path in paths for parent in path.parents if parent.is_relative_to(self.root)}
         for path in [*paths, *sorted(parents, reverse=True)]:
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                raise BlobMissing(f"blob {path.relative_to(self.root)} is not in {self}") from None
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            with writing(path):
+                try:
+                    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                except FileNotFoundError:
+                    raise BlobMissing(f"blob {path.relative_to(self.root)} is not in {self}") from None
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
 
     # reading
 

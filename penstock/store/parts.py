@@ -3,6 +3,7 @@
 Not safe for concurrent writers: one writer per file.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -113,7 +114,8 @@ class Part(GrowingFile):
             self._digest(view)
 
     def discard(self) -> None:
-        self._close()
+        with contextlib.suppress(OSError):  # of bytes that are not wanted
+            self._close()
         super().discard()
 
     def tail_checksum(self) -> str:
@@ -130,10 +132,11 @@ class Part(GrowingFile):
     def finish(self, *, head: bytes = b"") -> tuple[int, str]:
         """Complete the file; returns size and checksum. `head` is exactly as long as the reserved space."""
         assert len(head) == (HEAD if self._head is None else 0)
-        self._close()
-        with writing(self.path), self.path.open("r+b") as file:
-            file.write(head)
-            file.truncate(self.length)
+        with writing(self.path):
+            self._close()
+            with self.path.open("r+b") as file:
+                file.write(head)
+                file.truncate(self.length)
         checksum = self._tail.copy()
         checksum.update(head or bytes(self._head or b""))
         return self.length, checksum.hexdigest()
@@ -156,9 +159,9 @@ class Part(GrowingFile):
             super()._release(descriptor)
 
     def _close(self) -> None:
-        if self._close_descriptor:
-            self._close_descriptor()
-            self._kept = self._close_descriptor = None
+        close, self._kept, self._close_descriptor = self._close_descriptor, None, None
+        if close:
+            close()
 
     def _digest(self, view: memoryview) -> None:
         if self._head is not None and len(self._head) < HEAD:
@@ -187,8 +190,10 @@ def view_of(piece: Piece) -> memoryview:
 
 
 def _close_kept(descriptor: int) -> None:
-    os.close(descriptor)
-    KEPT_OPEN.release()
+    try:
+        os.close(descriptor)
+    finally:
+        KEPT_OPEN.release()
 
 
 def _reserve(descriptor: int, length: int) -> None:

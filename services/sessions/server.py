@@ -21,7 +21,16 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from penstock.config import RunConfig
 from penstock.engines.dialects.base import CHAT_PATH
 from penstock.engines.transport import ByteBudget
-from penstock.errors import BlobMissing, ConfigError, NotFound, PenstockError, SessionError, Unauthorised
+from penstock.errors import (
+    UNWRITTEN,
+    BlobMissing,
+    BlobUnwritten,
+    ConfigError,
+    NotFound,
+    PenstockError,
+    SessionError,
+    Unauthorised,
+)
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import LoopLag
 from penstock.runtime.offload import in_io_thread
@@ -143,6 +152,9 @@ class SessionServer:
             return error_response(error.status_code, str(error))
         except BlobMissing:  # the session was closed while its files were read
             return error_response(NotFound.status_code, f"session not found: {request.path}")
+        except BlobUnwritten as error:
+            logger.error("action=store_unwritten path=%s error=%s", request.path, error)
+            return error_response(UNWRITTEN, str(error))
         except PenstockError as error:
             logger.error("action=chat_failed path=%s error=%s", request.path, error)
             return error_response(500, str(error))

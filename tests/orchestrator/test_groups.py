@@ -275,3 +275,16 @@ def test_a_reply_to_an_unknown_job_changes_nothing(scene: Scene) -> None:
     assert dict(scene.ledger.states) == before
     assert scene.ledger.number("fenced") == 1
     assert {job.kind for job in scene.ledger.jobs.values()} == {JobKind.ROLLOUT}
+
+
+def test_a_filtering_job_that_cannot_sync_waits_for_the_store(scene: Scene) -> None:
+    scene.finish_rollouts()
+    job = scene.ledger.jobs[scene.submit_stage("filter")]
+    scene.reply(job.id, Outcome.UNWRITTEN)
+    assert (job.state, job.failures) == (JobState.WAITING, 0)
+    assert [trouble.split(" (")[0] for trouble in scene.gates.troubles] == [
+        "a worker cannot write to the store: free space or repair the disk"
+    ]
+    scene.ledger.submit(job)
+    scene.reply(job.id, result=FilterResult(), attempt=2)
+    assert scene.gates.troubles == []
