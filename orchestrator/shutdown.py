@@ -8,6 +8,9 @@ from collections.abc import Coroutine
 from enum import StrEnum
 from typing import Any
 
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
+
 from orchestrator import envelope
 from orchestrator.broker import Broker
 from orchestrator.ledger.ledger import Ledger
@@ -20,10 +23,13 @@ from penstock.messages import Queue
 from penstock.runtime.offload import in_io_thread
 from penstock.store import Store, open_store
 from tasks import app
+from tasks.celery_app import broker_settings
 
 logger = logging.getLogger("penstock.orchestrator")
 
 TICK_S = 0.1
+REVOKE_S = 5.0  # publishing one message takes milliseconds
+ONE_TRY = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
 
 
 class Phase(StrEnum):
@@ -73,6 +79,7 @@ class Shutdown:
         self._ledger = ledger
         self._broker = broker
         self._replies = replies
+        self._revoking: asyncio.Task[None] | None = None
 
     async def drain(self) -> None:
         """Withdraw the queued jobs, then wait up to `drain_s` for the running ones."""
@@ -104,9 +111,14 @@ class Shutdown:
         await in_io_thread(_delete_inputs, open_store(self._config.store_url), self._run)
 
     async def revoke(self, task_ids: list[str]) -> None:
-        """Only saves work: the ledger has already settled these jobs."""
-        app.conf.update(broker_url=self._config.redis_url)
-        await in_io_thread(app.control.revoke, task_ids, terminate=True)
+        """Only saves work, so it neither fails nor waits: the ledger has already settled these jobs."""
+        if self._revoking is not None and not self._revoking.done():
+            logger.warning("action=not_revoked tasks=%d: the call before has not returned", len(task_ids))
+            return
+        app.conf.update(broker_settings(self._config.redis_url))
+        self._revoking = asyncio.create_task(in_io_thread(_revoke, task_ids))
+        if not (await asyncio.wait([self._revoking], timeout=REVOKE_S))[0]:
+            logger.warning("action=not_revoked tasks=%d: Redis has not answered in %g s", len(task_ids), REVOKE_S)
 
     def _cancel_open_work(self) -> None:
         for job in list(self._ledger.jobs.values()):
@@ -133,6 +145,15 @@ class Shutdown:
         fields: Any = await self._broker.call(lambda client: client.hkeys(redis_keys.LEASES))
         leases = (LeaseId.match(field.decode()) for field in fields)
         return [lease for lease in leases if lease and lease.run == self._run]
+
+
+def _revoke(task_ids: list[str]) -> None:
+    options = {**app.conf.broker_transport_options, **ONE_TRY}
+    try:
+        with app.connection_for_write(transport_options=options) as connection:
+            app.control.revoke(task_ids, terminate=True, connection=connection)
+    except (OperationalError, RedisError, OSError) as error:
+        logger.warning("action=not_revoked tasks=%d error=%s", len(task_ids), error)
 
 
 def _delete_inputs(store: Store, run: str) -> None:

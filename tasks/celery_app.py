@@ -14,6 +14,7 @@ from celery.signals import celeryd_init
 from kombu.serialization import register
 
 from penstock import config
+from penstock.config import redis_address
 from penstock.errors import ConfigError
 from penstock.messages import Queue
 from tasks.kinds import WorkerKind
@@ -44,19 +45,24 @@ def _dumps(value: object) -> str:
 register("orjson", _dumps, orjson.loads, CONTENT_TYPE, "utf-8")
 
 
+def broker_settings(redis_url: str) -> dict[str, Any]:
+    broker = redis_address.celery_settings(redis_url)
+    broker["broker_transport_options"] |= {
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_connect_timeout": 5,
+        "socket_keepalive": True,
+        "body_encoding": "utf-8",
+        # Delivered messages that have not started are in the worker only: leases detect those that a kill loses.
+        "ack_emulation": False,
+    }
+    return broker
+
+
 def _configuration() -> dict[str, Any]:
     return {
-        "broker_url": settings().redis_url,
+        **broker_settings(settings().redis_url),
         "broker_connection_retry_on_startup": True,
         "broker_connection_max_retries": None,
-        "broker_transport_options": {
-            "socket_timeout": SOCKET_TIMEOUT_S,
-            "socket_connect_timeout": 5,
-            "socket_keepalive": True,
-            "body_encoding": "utf-8",
-            # Delivered messages that have not started are in the worker only: leases detect those that a kill loses.
-            "ack_emulation": False,
-        },
         "task_serializer": "orjson",
         "accept_content": ["orjson", "json"],  # remote control uses `json`
         "task_ignore_result": True,

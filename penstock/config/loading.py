@@ -25,8 +25,8 @@ from penstock.config.problems import (
     setting_keys,
     unknown_variable,
 )
-from penstock.config.redis_address import check
-from penstock.config.run import DEFAULT_REDIS_URL, RunConfig
+from penstock.config.redis_address import canonical
+from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 
 PREFIX = "PENSTOCK_"
@@ -98,10 +98,9 @@ def redis_url(environ: Mapping[str, str] = os.environ) -> str | None:
     """PENSTOCK_REDIS_URL, for commands that have a run directory and no configuration."""
     url = environ.get(REDIS_VARIABLE)
     try:
-        check(url or DEFAULT_REDIS_URL)
+        return canonical(url) if url is not None else None
     except ValueError as error:
         raise ConfigError(f"environment, {REDIS_VARIABLE}: {error}") from None
-    return url
 
 
 def _read(path: Path) -> str:

@@ -1,38 +1,54 @@
-"""The address of Redis: validation, and the form without credentials that may be shown."""
+"""The address of Redis: one form for every client, its form for Celery, and the form that may be shown.
 
-from urllib.parse import parse_qsl, urlencode, urlsplit
+Accepted are the options that redis-py and Celery's transport both understand. TLS (`rediss://`) verifies the server's
+certificate and host name in both, unless `ssl_cert_reqs` or `ssl_check_hostname` say otherwise.
+"""
+
+from typing import Any
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+
+SSL_OPTIONS = frozenset(
+    {"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_password", "ssl_cert_reqs"}
+    | {"ssl_check_hostname", "ssl_ciphers"}
+)
+OPTIONS = frozenset({"db", "username", "password", "client_name"})
+VERIFIED = {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
 
 
-def check(url: str) -> None:
-    """Raise ValueError unless redis-py and Celery can use `url`. The message omits it: it may hold a password."""
+def canonical(url: str) -> str:
+    """`url` as redis-py reads it. ValueError unless redis-py and Celery can use it. The message omits the URL: it may
+    hold a password."""
+    if url.startswith("redis+socket://"):  # Celery's name of a unix socket
+        url = "unix://" + url.removeprefix("redis+socket://").replace("virtual_host=", "db=")
     if not (_well_formed(url) and _connectable(url)):
         raise ValueError(
-            "is not the address of a Redis: redis://HOST:PORT/NUMBER, rediss://HOST:PORT/NUMBER or unix:///PATH, each "
-            "with ?OPTION=VALUE of redis-py's connections; special characters in a password must be escaped "
-            "(/ is %2F, # is %23, ? is %3F, @ is %40)"
+            "is not the address of a Redis: redis://HOST:PORT/NUMBER, rediss://HOST:PORT/NUMBER or unix:///PATH?db="
+            f"NUMBER. Options: {', '.join(sorted(OPTIONS))}; with rediss also {', '.join(sorted(SSL_OPTIONS))}. "
+            "Special characters in a password must be escaped (/ is %2F, # is %23, ? is %3F, @ is %40)"
         )
+    return url
 
 
-def _well_formed(url: str) -> bool:
-    """redis-py reads a missing host as localhost and a database that is not a number as 0: both are typing errors."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return False
-    path = parts.path.strip("/")
-    if parts.scheme == "unix":
-        return bool(path)
-    return bool(parts.hostname) and (not path or path.isdecimal())
+def celery_settings(url: str) -> dict[str, Any]:
+    """Settings of a Celery app for the same server, user, database and certificates."""
+    from redis.connection import parse_url
 
-
-def _connectable(url: str) -> bool:
-    from redis import ConnectionPool
-
-    try:
-        ConnectionPool.from_url(url).make_connection()
-    except (ValueError, TypeError):  # TypeError for an unknown option
-        return False
-    return True
+    options: dict[str, Any] = {"db": 0, **parse_url(url)}
+    transport = {"client_name": options["client_name"]} if "client_name" in options else {}
+    scheme = urlsplit(url).scheme
+    login = ":".join(quote(options.get(name) or "", safe="") for name in ("username", "password"))
+    login = f"{login}@" if login != ":" else ""
+    if scheme == "unix":
+        broker_url = f"redis+socket://{login}{quote(options['path'])}?virtual_host={options['db']}"
+    else:
+        host = options["host"] if ":" not in options["host"] else f"[{options['host']}]"
+        broker_url = f"{scheme}://{login}{host}:{options.get('port', 6379)}/{options['db']}"
+    ssl = {name: value for name, value in options.items() if name in SSL_OPTIONS}
+    return {
+        "broker_url": broker_url,
+        "broker_use_ssl": VERIFIED | ssl if scheme == "rediss" else None,
+        "broker_transport_options": transport,
+    }
 
 
 def address(url: str) -> str:
@@ -46,6 +62,31 @@ def address(url: str) -> str:
 def has_password(url: str) -> bool:
     parts = urlsplit(url)
     return bool(parts.password) or any(name == "password" for name, _ in parse_qsl(parts.query))
+
+
+def _well_formed(url: str) -> bool:
+    """redis-py reads a missing host as localhost and a database that is not a number as 0: both are typing errors."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    options = {name for name, _ in parse_qsl(parts.query, keep_blank_values=True)}
+    if not options <= (OPTIONS | SSL_OPTIONS if parts.scheme == "rediss" else OPTIONS):
+        return False
+    path = parts.path.strip("/")
+    if parts.scheme == "unix":
+        return bool(path) and not parts.hostname
+    return bool(parts.hostname) and (not path or path.isdecimal())
+
+
+def _connectable(url: str) -> bool:
+    from redis import ConnectionPool, RedisError
+
+    try:
+        ConnectionPool.from_url(url).make_connection()
+    except (ValueError, TypeError, RedisError):
+        return False
+    return True
 
 
 def _is_secret(option: str) -> bool:

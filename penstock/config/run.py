@@ -21,7 +21,7 @@ from penstock.batches.plan import Format, lost_by_format
 from penstock.config.engine import Engine, EnvironmentName, EnvironmentSettings, Policy
 from penstock.config.fields import MOST_FIELDS, FieldName, FieldSettings
 from penstock.config.problems import Source
-from penstock.config.redis_address import check
+from penstock.config.redis_address import canonical
 from penstock.config.sessions import Sessions
 from penstock.errors import ConfigError
 from penstock.fields import FieldSource, TrainerField
@@ -227,7 +227,8 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), FIXED] = 0
     """Seed of the run, from which every rollout derives its own."""
     redis_url: Annotated[str, EVERY_PROCESS, OF_HOST] = DEFAULT_REDIS_URL
-    """Address of Redis. Set PENSTOCK_REDIS_URL rather than writing a password to a file."""
+    """Address of Redis: `redis://`, `rediss://` (TLS, verified) or `unix://`. Set PENSTOCK_REDIS_URL rather than
+    writing a password to a file."""
     store: Annotated[str | None, EVERY_PROCESS, OF_HOST] = None
     """URL of the store of blobs, job inputs and batches: a shared directory, `file:///...`, or `module:Class://address`
     for a store of your own. Default: `store` in the run directory. At a resume, the run's files must be there."""
@@ -263,8 +264,7 @@ class RunConfig(Section):
     @field_validator("redis_url")
     @classmethod
     def _check_redis_url(cls, redis_url: str) -> str:
-        check(redis_url)
-        return redis_url
+        return canonical(redis_url)
 
     @field_validator("store")
     @classmethod

@@ -135,11 +135,11 @@ class Cluster:
         command = [str(BIN / "celery"), "-A", "workers.rollouts", "worker", "-Q", "rollouts", "-l", "INFO", "-n", name]
         return self.start("rollout-worker", *command, "-c", str(concurrency), **variables)
 
-    def compute_worker(self, concurrency: int = 1) -> Process:
+    def compute_worker(self, concurrency: int = 1, **variables: str) -> Process:
         name = f"compute{len(self.processes)}@test"
         queues = "filtering,advantages,encoding"
         command = [str(BIN / "celery"), "-A", "workers.compute", "worker", "-Q", queues, "-l", "INFO", "-n", name]
-        return self.start("compute-worker", *command, "-c", str(concurrency))
+        return self.start("compute-worker", *command, "-c", str(concurrency), **variables)
 
     def orchestrator(self, **variables: str) -> Process:
         command = [str(BIN / "penstock"), "run", str(self.config), "--run-dir", str(self.run_dir)]

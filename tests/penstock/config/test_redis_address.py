@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.config.redis_address import address, check, has_password
+from penstock.config.redis_address import address, canonical, celery_settings, has_password
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,13 @@ from penstock.config.redis_address import address, check, has_password
     ],
 )
 def test_a_valid_address_is_accepted(url: str) -> None:
-    check(url)
+    assert canonical(url) == url
+
+
+def test_the_unix_socket_of_celery_is_that_of_redis() -> None:
+    url = "redis+socket://ada:x@/run/redis.sock?virtual_host=2"
+    assert canonical(url) == "unix://ada:x@/run/redis.sock?db=2"
+    assert celery_settings(canonical(url))["broker_url"] == url
 
 
 @pytest.mark.parametrize(
@@ -32,12 +38,17 @@ def test_a_valid_address_is_accepted(url: str) -> None:
         "redis://:hunter2/x@host:6379/0",
         "redis://:hunter2#x@host:6379/0",
         "redis://:hunter2@host:6379/0?tiemout=3",
+        "redis://:hunter2@host:6379/0?socket_timeout=3",
+        "redis://:hunter2@host:6379/0?ssl_ca_certs=/ca.pem",
+        "rediss://:hunter2@host:6379/0?ssl_cert_reqs=sometimes",
         "unix://",
+        "unix://run/redis.sock",
+        "redis+socket://",
     ],
 )
 def test_a_wrong_address_is_refused_and_not_shown(url: str) -> None:
     with pytest.raises(ValueError, match="redis://HOST:PORT/NUMBER") as refusal:
-        check(url)
+        canonical(url)
     assert "hunter2" not in str(refusal.value)
 
 
