@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from support.rollouts import MadeTurn, RolloutMaker
+from support.stores import run_store
 
 from penstock import job_inputs
 from penstock.config import RunConfig
 from penstock.errors import BlobUnwritten
 from penstock.messages import FilterJob, GroupInputs, GroupMember, RolloutResult
-from penstock.store import Store
 from tasks import filtering
 
 JOB = FilterJob(run="r", job="g0000000-filter", attempt=1, sequence=1, timeout_s=60.0, plan="plans/r.g0000000.json")
@@ -21,7 +21,7 @@ def test_a_full_quota_at_fsync_is_not_a_failure_and_costs_only_what_it_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = RunConfig.model_validate({"run_dir": tmp_path, "store": f"file://{tmp_path}/store"})
-    store = Store(config.store_dir)
+    store = run_store(config)
     maker = RolloutMaker(store=store, experts="uint8")
     made = [maker.make(f"g0000000-{number}", [[MadeTurn(context=4, completion=40)]]).planned for number in range(3)]
     members = [
@@ -29,7 +29,7 @@ def test_a_full_quota_at_fsync_is_not_a_failure_and_costs_only_what_it_damaged(
         for each in made
     ]
     group = GroupInputs(group="g0000000", environment="e", example=0, policy_version=0, members=members)
-    job_inputs.write(config.store_dir, JOB.plan, group)
+    job_inputs.write(store, JOB.plan, group)
 
     def full(descriptor: int) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))

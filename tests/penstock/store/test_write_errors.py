@@ -7,19 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.stores import directory_store
 
 from penstock.errors import BlobUnwritten
-from penstock.store import Store, atomic
+from penstock.store import atomic
+from penstock.store.files import FileStore
 from penstock.store.parts import KEPT_OPEN
 
 ERRORS = [errno.ENOSPC, errno.EDQUOT]
 
 
-def put(store: Store) -> None:
+def put(store: FileStore) -> None:
     store.put("a/b", [b"content"])
 
 
-def put_beyond_kept(store: Store) -> None:
+def put_beyond_kept(store: FileStore) -> None:
     """A part whose descriptor is closed after every append."""
     kept = 0
     while KEPT_OPEN.acquire(blocking=False):
@@ -31,23 +33,23 @@ def put_beyond_kept(store: Store) -> None:
             KEPT_OPEN.release()
 
 
-def sync(store: Store) -> None:
+def sync(store: FileStore) -> None:
     store.sync(["there"])
 
 
-def move(store: Store) -> None:
+def move(store: FileStore) -> None:
     store.move(store.put("there", [b"moved"]), "a/b")
 
 
-def write_durably(store: Store) -> None:
+def write_durably(store: FileStore) -> None:
     atomic.write_durably(store.root / "a" / "b", b"content")
 
 
-def create_durably(store: Store) -> None:
+def create_durably(store: FileStore) -> None:
     atomic.create_durably(store.root / "a" / "b", b"content")
 
 
-def fail_in_store(monkeypatch: pytest.MonkeyPatch, store: Store, call: str, code: int, skip: int) -> list[str]:
+def fail_in_store(monkeypatch: pytest.MonkeyPatch, store: FileStore, call: str, code: int, skip: int) -> list[str]:
     """Let `os.<call>` fail for the store's files, after it has done its work, except for the first `skip` calls.
     Returns the list of failed calls."""
     real, failed = getattr(os, call), list[str]()
@@ -89,9 +91,9 @@ def fail_in_store(monkeypatch: pytest.MonkeyPatch, store: Store, call: str, code
     ],
 )
 def test_every_call_that_writes_may_find_the_disk_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, body: Callable[[Store], None], skip: int, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, body: Callable[[FileStore], None], skip: int, code: int
 ) -> None:
-    store = Store(tmp_path)
+    store = directory_store(tmp_path)
     store.put("there", [b"content"])
     free = KEPT_OPEN._value
     with monkeypatch.context() as patched:
