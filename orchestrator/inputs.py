@@ -2,6 +2,7 @@
 
 import logging
 
+from orchestrator.housekeeping import delete
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord
 from penstock import job_inputs
@@ -82,8 +83,7 @@ class JobInputs:
 def _write_and_delete(store: Store, wanted: dict[str, Content], stale: set[str]) -> None:
     for key, content in wanted.items():
         job_inputs.write(store, key, content)
-    for key in stale:
-        store.delete(key)
+    delete(store, stale)
 
 
 def group_inputs(group: GroupRecord, policy_version: int) -> GroupInputs:

@@ -101,6 +101,7 @@ class Orchestrator:
             troubles=lambda: [
                 self.broker.trouble, self.ledger.trouble, *self.gates.troubles, self.submitter.inputs.trouble,
                 self.sealer.trouble, self.planner.trouble, *self.trainer.troubles, self.metrics.trouble,
+                self.releaser.trouble, self.sweeper.trouble,
             ],
         )  # fmt: skip
 

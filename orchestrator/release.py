@@ -3,18 +3,17 @@
 import asyncio
 import logging
 
+from orchestrator.housekeeping import Reported, delete
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.trainer import Trainer
 from penstock import ids
 from penstock.batches import Manifest, read_manifest
 from penstock.batches.plan import step_directory
 from penstock.config import RunConfig
-from penstock.errors import BlobError
 from penstock.ledger import queries, schema
 from penstock.ledger.states import UNGENERATED
 from penstock.runtime.offload import in_io_thread
 from penstock.store import BlobRef, Store, open_store
-from penstock.store.base import check_key
 
 logger = logging.getLogger("penstock.release")
 
@@ -33,6 +32,11 @@ class Releaser:
         self._ledger = ledger
         self._trainer = trainer
         self._lock = asyncio.Lock()
+        self._releasing = Reported("delete the files of trained steps")
+
+    @property
+    def trouble(self) -> str | None:
+        return self._releasing.trouble
 
     async def run_once(self) -> None:
         """Call after a commit: a blob is deleted only when the ledger no longer names it."""
@@ -43,9 +47,10 @@ class Releaser:
             state = self._trainer.state
             # A trainer that resumes reads every step again that it has not acknowledged, even if checkpointed.
             until = min(state.checkpointed, state.acked) if self._on == "checkpointed" else state.acked
-            for counter, behind in (("experts_released", 0), ("columns_released", self._keep_steps)):
-                for step in range(self._ledger.number(counter), until - behind + 1):
-                    await self._release(step, counter)
+            with self._releasing:
+                for counter, behind in (("experts_released", 0), ("columns_released", self._keep_steps)):
+                    for step in range(self._ledger.number(counter), until - behind + 1):
+                        await self._release(step, counter)
 
     async def _release(self, step: int, counter: str) -> None:
         """The ledger first: after a kill, the sweep finds the files that are left."""
@@ -76,15 +81,6 @@ def _kept(manifest: Manifest) -> set[str]:
     return {f"{directory}/manifest.json", *(rank.rollouts_jsonl.key for rank in manifest.ranks if rank.rollouts_jsonl)}
 
 
-def delete(store: Store, keys: list[str]) -> None:
-    for key in keys:
-        try:
-            check_key(key)  # it comes from a worker's reply
-            store.delete(key)
-        except (BlobError, OSError) as error:
-            logger.warning("action=blob_not_deleted key=%s error=%s", key, error)
-
-
 class Sweeper:
     """Deletes files of settled rollouts and delivered steps that neither ledger nor manifest names."""
 
@@ -95,11 +91,18 @@ class Sweeper:
         self._rollouts = ids.run_directory(run)
         self._ledger = ledger
         self._lock = asyncio.Lock()
+        self._sweeping = Reported("sweep the store")
+
+    @property
+    def trouble(self) -> str | None:
+        return self._sweeping.trouble
 
     async def run_once(self) -> int:
-        """The number of deleted files."""
+        """The number of deleted files; 0 if they cannot be listed at present."""
         async with self._lock:
-            return await self._run_once()
+            with self._sweeping:
+                return await self._run_once()
+        return 0
 
     async def _run_once(self) -> int:
         # In this order no file in use is unnamed: a rollout that begins after the listing is not listed; a step that is
@@ -137,4 +140,8 @@ class Sweeper:
         return named, {rollout for rollout, *keys in rows if not any(keys)}
 
     def _sweep(self, directories: list[str], named: set[str]) -> int:
-        return sum(len(self._store.sweep(directory, named=named)) for directory in directories)
+        removed = 0
+        for directory in directories:
+            with Reported(f"sweep {directory}"):
+                removed += len(self._store.sweep(directory, named=named))
+        return removed

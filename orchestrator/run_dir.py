@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from orchestrator.housekeeping import Reported
 from penstock import ids, job_inputs
 from penstock.batches.plan import BATCHES
 from penstock.config import RunConfig
@@ -62,8 +63,10 @@ def begin_or_resume(config: RunConfig) -> str:
             write_json(config.run_dir / "run.json", content, durable=True)
         store = open_store(config.store_url)
         _claim_store(store, content["run"])
-        for folder in (BATCHES, job_inputs.FOLDER):
+    for folder in (BATCHES, job_inputs.FOLDER):
+        with Reported(f"remove incomplete files of {folder}"):
             store.tidy(folder)
+    with Reported(f"remove incomplete files of {config.run_dir}"):
         atomic.sweep(config.run_dir)
         atomic.sweep(config.run_dir / "trainer", "run.json")  # the other files there are the trainer's
     return content["run"]

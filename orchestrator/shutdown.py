@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 
 from orchestrator import envelope
 from orchestrator.broker import Broker
+from orchestrator.housekeeping import Reported, delete
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.reply_stream import ReplyStream
 from penstock import job_inputs, redis_keys
@@ -157,8 +158,8 @@ def _revoke(task_ids: list[str]) -> None:
 
 
 def _delete_inputs(store: Store, run: str) -> None:
-    for key in job_inputs.keys(store, run):
-        store.delete(key)
+    with Reported("list the job inputs"):
+        delete(store, job_inputs.keys(store, run))
 
 
 async def _empty_queue(client: Any, queue: Queue) -> list[bytes]:

@@ -1,7 +1,8 @@
 """Files that ledger and manifests do not name are deleted; named files and those of running rollouts stay."""
 
 import asyncio
-from collections.abc import Iterator
+import errno
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from orchestrator.ledger.records import BatchRecord, RolloutRecord
 from orchestrator.release import Releaser, Sweeper, release_step
 from orchestrator.trainer import Trainer
 from penstock.batches import BatchReader, EncodedRank, read_manifest, seal_manifest
+from penstock.batches.signals import TrainerState
 from penstock.config import RunConfig
 from penstock.ledger import queries, schema
 from penstock.ledger.states import GroupState, JobState, RolloutState
@@ -210,3 +212,66 @@ async def _forget_results(ledger: Ledger) -> None:
         rollout = RolloutRecord(group="g0000001", index=index, step=0, state=RolloutState.DELIVERED)
         ledger._touch("rollouts", rollout)
     await ledger.committed()
+
+
+def test_a_store_that_cannot_be_listed_is_reported_and_swept_later(
+    config: RunConfig,
+    ledger: Ledger,
+    store: FileStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    put(store, submitted(ledger).rollouts[0], "1.aa")
+    sweeper = Sweeper(config, RUN, ledger)
+    with monkeypatch.context() as stale:
+        stale.setattr(FileStore, "names", stale_file_handle)
+        for _ in range(3):
+            assert asyncio.run(sweeper.run_once()) == 0
+    assert sweeper.trouble == (
+        "cannot sweep the store ([Errno 116] Stale file handle); the run goes on, and it is tried again"
+    )
+    assert caplog.text.count("action=housekeeping_failed") == 1
+    asyncio.run(sweeper.run_once())
+    assert sweeper.trouble is None
+
+
+def test_a_directory_that_cannot_be_removed_does_not_keep_the_others(
+    config: RunConfig, ledger: Ledger, store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = submitted(ledger)
+    for rollout in group.rollouts[:2]:
+        put(store, rollout, "1.aa")
+        ledger.end(ledger.jobs[rollout.id], JobState.SETTLED)
+        ledger.drop(rollout, "cancelled")
+    sweep = FileStore.sweep
+
+    def busy(self: FileStore, under: str, *, named: Collection[str]) -> list[str]:
+        if under.endswith(group.rollouts[0].id):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return sweep(self, under, named=named)
+
+    monkeypatch.setattr(FileStore, "sweep", busy)
+    assert swept(config, ledger) == 1
+
+
+def test_an_unreadable_manifest_does_not_end_the_run_that_releases_it(
+    config: RunConfig, ledger: Ledger, store: FileStore
+) -> None:
+    deliver(config, ledger, store)
+    trainer = Trainer(config, ledger)
+    trainer.state = TrainerState(acked=0, checkpointed=0)
+    releaser = Releaser(config, ledger, trainer)
+    path = store.root / "batches/step_000000/manifest.json"
+    content = path.read_bytes()
+    path.write_bytes(b"{")
+    asyncio.run(releaser.run_once())
+    assert releaser.trouble is not None
+    assert ledger.number("experts_released") == 0
+    path.write_bytes(content)
+    asyncio.run(releaser.run_once())
+    assert releaser.trouble is None
+    assert ledger.number("experts_released") == 1
+
+
+def stale_file_handle(*_: object) -> None:
+    raise OSError(errno.ESTALE, "Stale file handle")

@@ -203,3 +203,13 @@ def test_a_lock_file_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
     with pytest.raises(RunError, match="cannot be used"):
         lock_directory(tmp_path)
+
+
+def test_a_stray_file_that_cannot_be_removed_does_not_stop_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = configured(tmp_path)
+    run_dir.create_directories(config)
+    (config.run_dir / ".status.json.1234.tmp").mkdir()
+    assert run_dir.begin_or_resume(config)
+    assert "action=housekeeping_failed cannot remove incomplete files" in caplog.text
