@@ -28,7 +28,7 @@ check: setup
 	@$(BIN)/pytest --quiet tests/test_house_rules.py
 
 test: check
-	@$(BIN)/pytest --ignore tests/test_house_rules.py --ignore tests/verifiers --numprocesses 4 --dist loadfile -m 'not slow'
+	@$(BIN)/pytest --ignore tests/test_house_rules.py --ignore tests/verifiers --numprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not slow'
 
 # Long tests: the rollout worker's benchmark, two demos at once, killed demos.
 test-slow: setup

@@ -1,6 +1,7 @@
 """Options of the test suite. The defaults are short; `make chaos` and `make fuzz` run longer."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -9,10 +10,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 
 pytest.register_assert_rewrite("support.cluster")
 
+HERE = Path(__file__).parent
+LONG = {"bench", "chaos", "cli", "pipeline", "recovery", "workers"}
+"""folders of tests that start whole clusters"""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-rounds", type=int, default=1, help="random schedules of faults; 20 in `make chaos`")
     parser.addoption("--fuzz-rounds", type=int, default=40, help="rounds of every fuzz test; 1000 in `make fuzz`")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first, so that the processes of `make test` end together."""
+    items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] not in LONG)
 
 
 @pytest.fixture

@@ -1,14 +1,14 @@
 """Dockerfile and docker-compose.yml agree with the code base. Needs no Docker."""
 
-import importlib
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from celery import Celery
 from typer.main import get_command
 
 from cli.main import app
@@ -98,13 +98,18 @@ def test_commands_and_options_of_penstock_exist(name: str) -> None:
 
 def test_the_celery_apps_exist_and_every_queue_has_a_worker() -> None:
     served: list[str] = []
+    apps: list[str] = []
     for name in (*WORKERS, "flower"):
         program, flag, module, command, *arguments = SERVICES[name]["command"]
         assert (program, flag) == ("celery", "-A")
-        assert isinstance(importlib.import_module(module).app, Celery)
+        apps.append(module)
         assert command == ("worker" if name in WORKERS else "flower")
         served += arguments[arguments.index("-Q") + 1].split(",") if name in WORKERS else []
     assert sorted(served) == sorted(queue.value for queue in Queue)
+    # In a process of its own: a worker's module limits the queues of its process.
+    code = "import sys, importlib; print([type(importlib.import_module(each).app).__name__ for each in sys.argv[1:]])"
+    imported = subprocess.run([sys.executable, "-c", code, *apps], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert imported.stdout == "['Celery', 'Celery', 'Celery']\n"
 
 
 def test_the_trainer_script_exists_and_reads_the_run_directory() -> None:
