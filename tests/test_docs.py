@@ -15,7 +15,7 @@ import pytest
 import yaml
 from celery.bin.worker import worker as celery_worker
 from support.cluster import BIN, Cluster, Process, cluster_in
-from support.documents import GUIDES, LOGS, README, ROOT, Page
+from support.documents import CONTRIBUTING, GUIDES, LOGS, README, ROOT, Page
 from support.engine_clients import run
 from support.engine_process import EngineProcess
 from support.rollout_stages import attempt_of, stage_of
@@ -30,6 +30,8 @@ from penstock.messages import RolloutResult
 from penstock.playing.rollout import play
 
 MOST_LINES = 120  # of the README
+RECIPES = ("An estimator", "A filter", "An engine dialect", "A store", "A field for the trainer")
+MOST_FILES = 3  # that a recipe touches in this repository, its test included
 PACKAGES = ("penstock", "tasks", "workers", "orchestrator", "services", "cli", "bench")
 FOLDERS = (*PACKAGES, "examples", "tests", "docs", "deploy")
 
@@ -46,8 +48,11 @@ RUN_BY = {
     "redis-server": "penstock/runtime/embedded_redis.py",
 }
 """What takes long, or needs Docker: parsed here, and run by this suite or module."""
-NOT_RUN = ("vllm serve", "git clone", *(f"{word} " for word in (".", "cd", "cp", "export")))
-"""A server that needs a GPU, and what prepares a shell."""
+NOT_RUN = (
+    *("vllm serve", "git clone", "make check", "make test", "make docs"),
+    *(f"{word} " for word in (".", "cd", "cp", "export")),
+)
+"""A server that needs a GPU, what prepares a shell, and the checks themselves."""
 VLLM_FLAGS = {"--served-model-name", "--logprobs-mode", "--enable-return-routed-experts"}
 """Read from vLLM's source; no server of it runs in the tests."""
 SHELL = {".", "cd", "docker", "export", "git"}
@@ -362,6 +367,25 @@ def test_the_readme_is_short_and_links_every_page() -> None:
     assert len(README.text.splitlines()) <= MOST_LINES
     linked = {(ROOT / link).resolve() for link in README.links()}
     assert [page.name for page in GUIDES[1:] if page.path not in linked] == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_names_the_files_it_touches_and_the_test_to_copy(recipe: str) -> None:
+    text = CONTRIBUTING.text.partition(f"\n## {recipe}\n")[2].partition("\n## ")[0]
+    rows = {
+        label: re.findall(r"`([\w./]+\.py)`", cell) for label, cell in re.findall(r"^\| (.+?) \| (.+) \|$", text, re.M)
+    }
+    assert rows.keys() >= {"here", "read first", "test to copy"}
+    assert 1 <= len(rows["here"]) < MOST_FILES
+    tests = rows["test to copy"]
+    assert tests
+    assert all(name.startswith("tests/") and (ROOT / name).is_file() for name in tests)
+
+
+def test_contributing_is_one_page_and_its_code_runs() -> None:
+    assert len(CONTRIBUTING.text.splitlines()) <= MOST_LINES
+    for block in CONTRIBUTING.blocks("python"):
+        exec(compile(block, "CONTRIBUTING.md", "exec"), {"__name__": "sample"})
 
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name)

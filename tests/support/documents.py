@@ -53,6 +53,7 @@ def _commands(line: str) -> Iterator[list[str]]:
 
 
 README = Page(ROOT / "README.md")
-GUIDES = [README, *map(Page, sorted((ROOT / "docs").glob("*.md")))]
+CONTRIBUTING = Page(ROOT / "CONTRIBUTING.md")
+GUIDES = [README, CONTRIBUTING, *map(Page, sorted((ROOT / "docs").glob("*.md")))]
 LOGS = [Page(path) for path in sorted((ROOT / "docs" / "log").glob("*.md"))]
 """History: names of modules, settings and commands are those of its day."""
