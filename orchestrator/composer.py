@@ -4,34 +4,34 @@ import logging
 import math
 from collections.abc import Callable
 
-import numpy as np
-
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord, GroupRecord, RolloutRecord
 from orchestrator.quotas import in_groups, quantity, quotas
 from orchestrator.staleness import Staleness
 from orchestrator.trainer import Trainer
-from penstock.advantages import ESTIMATORS, BatchValues, batch_phase, resolve
 from penstock.batches import EncodedRank
 from penstock.batches.plan import files_of
 from penstock.config import RunConfig
 from penstock.errors import RunError
 from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
+from penstock.messages import EncodeResult, StepAdvantages
 
 logger = logging.getLogger("penstock.composer")
 
 
 class Composer:
-    def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer, *, batch_phase: bool = False) -> None:
+        """`batch_phase`: whether the estimator has one, which is a job between composing and encoding."""
         self._config = config
         self._ledger = ledger
         self._trainer = trainer
+        self._batch_phase = batch_phase
         self._staleness = Staleness(config, ledger)
         self._checked: tuple[int, set[str]] = (0, set())
         """a policy version, and the admitted groups that were checked for staleness against it"""
 
     def compose(self) -> BatchRecord | None:
-        """Compose the next step if enough is admitted, and add its encoding jobs, in one transaction."""
+        """Compose the next step if enough is admitted, and add the jobs that follow, in one transaction."""
         step = self._ledger.number("steps_delivered")
         if self._ledger.batches or step >= self._config.steps or not self._trainer.may_seal(step):
             return None
@@ -39,44 +39,42 @@ class Composer:
         groups = self._select(step)
         if groups is None:
             return None
-        batch = self._ledger.compose(step, groups, self._final_advantages(groups, RolloutState.ADMITTED))
-        for data_rank in range(self._files):
-            self._ledger.add_job(batch.job_id(data_rank), JobKind.ENCODE, str(step))
+        batch = self._ledger.compose(step, groups, final=not self._batch_phase)
+        if self._batch_phase:
+            self._ledger.add_job(batch.batch_phase_id, JobKind.BATCH_PHASE, str(step))
+        else:
+            self._encode(batch)
         return batch
 
-    def resume(self) -> None:
-        """Begin a new count of failed formations, and compute the advantages of an open step whose ledger, from an
-        older version, does not hold them."""
-        self._ledger.set("failed_formations", 0)
-        for batch in self._ledger.batches.values():
-            if not batch.advantages:
-                advantages = self._final_advantages(batch.groups, RolloutState.BATCHED)
-                self._ledger.set_advantages(batch, advantages)
+    def estimated(self, batch: BatchRecord, result: StepAdvantages) -> None:
+        """The batch phase of `batch` is done: keep its result and add the encoding jobs, in one transaction."""
+        self._ledger.set_advantages(batch, result.advantages, estimator_state=result.state)
+        self._encode(batch)
 
-    def _final_advantages(self, groups: list[GroupRecord], state: RolloutState) -> dict[str, float]:
-        """Rollout -> advantage, after the estimator's batch phase if it has one: 1 ms for 4,096 rollouts."""
-        rollouts = sorted((rollout for group in groups for rollout in group.of(state)), key=lambda rollout: rollout.id)
-        advantages = {rollout.id: rollout.advantage or 0.0 for rollout in rollouts}
-        if self._config.advantages.estimator not in ESTIMATORS:
-            return advantages  # an unknown name: the advantages jobs fail with it and list the known ones
-        recipe = resolve(self._config.advantages, group_size=self._config.rollouts.group_size)
-        if not recipe.has_batch_phase:
-            return advantages
-        tokens = [rollout.result.completion_tokens for rollout in rollouts if rollout.result]
-        values = BatchValues(
-            values=np.array(list(advantages.values()), np.float64), sampled_tokens=np.array(tokens, np.int64)
-        )
-        return dict(zip(advantages, batch_phase(values, recipe).tolist(), strict=True))
+    def _encode(self, batch: BatchRecord) -> None:
+        for data_rank in range(self._files):
+            self._ledger.add_job(batch.job_id(data_rank), JobKind.ENCODE, str(batch.step))
+
+    def resume(self) -> None:
+        """Begin a new count of failed formations, and form an open step again whose batch phase has failed, or that an
+        older version composed without advantages."""
+        self._ledger.set("failed_formations", 0)
+        for batch in list(self._ledger.batches.values()):
+            job = self._ledger.jobs.get(batch.batch_phase_id)
+            if not batch.advantages and (job is None or job.state is JobState.DEAD):
+                self.form_again(batch, "it has no advantages")
 
     def encoded(self, *, visible: int | None = None) -> tuple[BatchRecord, list[EncodedRank]] | None:
         """The open step if all its ranks are encoded. A step that cannot be encoded or became stale is formed again,
         unless it is `visible`: a trainer may be reading its manifest."""
         for batch in self._ledger.batches.values():
+            if not batch.advantages:
+                return None
             jobs = [job for rank in range(self._files) if (job := self._ledger.jobs.get(batch.job_id(rank)))]
             if len(jobs) < self._files:
                 self.form_again(batch, "batch.format has changed")
                 return None
-            results = [job.result for job in jobs if job.result is not None]
+            results = [job.result for job in jobs if isinstance(job.result, EncodeResult)]
             unreadable = {rollout for result in results for rollout in result.unreadable}
             dead = [job for job in jobs if job.state is JobState.DEAD]
             if unreadable:

@@ -11,7 +11,8 @@ POINTS = (
     "published",  # published, and nothing else has happened
     "replies_read",  # replies are read, their effects are not committed
     "replies_committed",  # committed, the stream is not trimmed
-    "composed",  # the step is in the ledger, its encoding is not submitted
+    "composed",  # the step is in the ledger, its batch phase or its encoding is not submitted
+    "estimated",  # the result of its batch phase is in the ledger, its encoding is not submitted
     "encoded",  # every rank has replied, there is no manifest
     "sealed",  # the manifest is on disk, the step is not delivered in the ledger
     "delivered",  # the step is delivered in the ledger

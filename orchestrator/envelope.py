@@ -15,6 +15,7 @@ from penstock.messages import (
     MESSAGE_LIMIT_BYTES,
     AdvantageJob,
     AnyJob,
+    BatchPhaseJob,
     EncodeJob,
     FilterJob,
     Queue,
@@ -30,6 +31,7 @@ TASKS: dict[type[AnyJob], str] = {
     SurveyJob: task_name(Queue.ROLLOUTS, "survey"),
     FilterJob: task_name(Queue.FILTERING),
     AdvantageJob: task_name(Queue.ADVANTAGES),
+    BatchPhaseJob: task_name(Queue.ADVANTAGES, "batch"),
     EncodeJob: task_name(Queue.ENCODING),
 }
 SEQUENCE_HEADER = "penstock_sequence"

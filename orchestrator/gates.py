@@ -1,11 +1,11 @@
 """Gates before submission: closed while the engine or the store is unavailable, probed with one job at a time.
 
-Rollouts need the engine and a writable store, filtering (its fsync) and encoding need a writable store.
+Rollouts need the engine and a writable store; filtering (its fsync), the batch phase and encoding need a writable store.
 """
 
 import time
 
-from penstock.ledger.states import JobKind
+from penstock.ledger.states import STEP_JOBS, JobKind
 from penstock.messages import Outcome
 
 RETRY_FIRST_S, RETRY_MOST_S = 1.0, 30.0
@@ -60,8 +60,8 @@ class Gates:
         self.encoding = Gate()
 
     def of(self, kind: JobKind) -> Gate | None:
-        gates = {JobKind.ROLLOUT: self.rollouts, JobKind.FILTER: self.filtering, JobKind.ENCODE: self.encoding}
-        return gates.get(kind)
+        gates = {JobKind.ROLLOUT: self.rollouts, JobKind.FILTER: self.filtering}
+        return self.encoding if kind in STEP_JOBS else gates.get(kind)
 
     @property
     def troubles(self) -> list[str]:

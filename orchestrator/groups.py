@@ -17,12 +17,14 @@ from penstock.ledger.states import UNGENERATED, GroupState, JobKind, JobState, R
 from penstock.messages import (
     AdvantageResult,
     AnyResult,
+    BatchPhaseResult,
     EncodeResult,
     FilterResult,
     Outcome,
     Reply,
     RolloutResult,
     ScoreResult,
+    StepResult,
     SurveyResult,
 )
 
@@ -131,12 +133,12 @@ class Groups:
         if isinstance(result, RolloutResult):
             self._ledger.generated(self._ledger.rollout(job), result)
             self.causes.generated()
-        self._ledger.end(job, JobState.SETTLED, result=result if isinstance(result, EncodeResult) else None)
+        self._ledger.end(job, JobState.SETTLED, result=result if isinstance(result, StepResult) else None)
         match result:
             case SurveyResult():
                 self._ledger.set(f"examples:{job.subject}", result.examples)
                 self._ledger.set(f"scores_groups:{job.subject}", int(result.scores_groups))
-            case EncodeResult():
+            case BatchPhaseResult() | EncodeResult():
                 pass
             case _:
                 assert group is not None
@@ -197,7 +199,8 @@ class Groups:
 
     def _scored(self, group: GroupRecord, result: ScoreResult) -> None:
         for rollout in group.of(RolloutState.GENERATED):
-            self._ledger.score(rollout, result.rewards[rollout.id])
+            named = {name: parts[rollout.id] for name, parts in result.named.items() if rollout.id in parts}
+            self._ledger.score(rollout, result.rewards[rollout.id], named)
         self._filter(group)
 
     def _filter(self, group: GroupRecord) -> None:

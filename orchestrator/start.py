@@ -17,7 +17,7 @@ from orchestrator.loop import PROCESS, Orchestrator
 from orchestrator.reporting import endpoint
 from orchestrator.reporting.reporter import StatusCallback, ignore_status
 from orchestrator.shutdown import StopRequests
-from penstock.config import RunConfig, test_hooks
+from penstock.config import RunConfig, rules, test_hooks
 from penstock.errors import ConfigError, PenstockError, RunLocked
 from penstock.ledger import schema
 from penstock.runtime import stacks
@@ -35,6 +35,7 @@ def run(config: RunConfig, *, on_status: StatusCallback = ignore_status) -> dict
     crash_points.arm(test_hooks.crash_at(config))
     if not config.environments:
         raise ConfigError('no environment to play: configure [environments.NAME] with use = "..."')
+    batch_phase = rules.check_rules(config)
     # The imports create 90,000 permanent objects: a full collection that visits them blocks the loop for 55 ms.
     gc.freeze()
     schema.refuse_network_file_system(config.ledger_path.parent)
@@ -44,11 +45,12 @@ def run(config: RunConfig, *, on_status: StatusCallback = ignore_status) -> dict
         endpoint.listening(config.http) as listener,  # before the run starts: an error may be a port in use
         asyncio.Runner(loop_factory=event_loop_factory(concurrency=IO_CONCURRENCY)) as runner,
     ):
-        return runner.run(_run(config, run_dir.begin_or_resume(config), on_status, listener))
+        run = run_dir.begin_or_resume(config)
+        return runner.run(_run(config, run, on_status, listener, batch_phase=batch_phase))
 
 
 async def _run(
-    config: RunConfig, run: str, on_status: StatusCallback, listener: socket.socket | None
+    config: RunConfig, run: str, on_status: StatusCallback, listener: socket.socket | None, *, batch_phase: bool
 ) -> dict[str, Any]:
     stacks.show_on_signal(asyncio.get_running_loop())
     broker = Broker(config.redis_url)
@@ -71,6 +73,7 @@ async def _run(
                 stop=stop,
                 on_status=on_status,
                 http_url=endpoint.url(listener),
+                batch_phase=batch_phase,
             )
             async with endpoint.serving(listener, orchestrator.endpoint()):
                 await _drive(orchestrator)

@@ -17,6 +17,7 @@ from penstock.ledger.states import JobKind, JobState
 from penstock.messages import (
     AdvantageJob,
     AnyJob,
+    BatchPhaseJob,
     EncodeJob,
     FilterJob,
     Queue,
@@ -27,7 +28,7 @@ from penstock.messages import (
 
 logger = logging.getLogger("penstock.submission")
 
-GATED = (JobKind.FILTER, JobKind.ENCODE, JobKind.ROLLOUT)
+GATED = (JobKind.FILTER, JobKind.BATCH_PHASE, JobKind.ENCODE, JobKind.ROLLOUT)
 UNGATED = frozenset(JobKind) - set(GATED)
 AT_ONCE = 32  # jobs for one commit and one Redis command
 
@@ -103,6 +104,9 @@ class Submitter:
                 return FilterJob(**common, plan=self.inputs.key(job))
             case JobKind.ADVANTAGE:
                 return AdvantageJob(**common, plan=self.inputs.key(job))
+            case JobKind.BATCH_PHASE:
+                batch = self._ledger.batches[int(job.subject)]
+                return BatchPhaseJob(**common, plan=self.inputs.key(job), step=batch.step, formation=batch.formation)
             case JobKind.ENCODE:
                 step, data_rank = int(job.subject), EncodeJobId.parse(job.id).data_rank
                 return EncodeJob(**common, plan=self.inputs.key(job), step=step, data_rank=data_rank)

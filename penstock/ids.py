@@ -3,7 +3,7 @@
 run, execution    12 hexadecimal digits
 group             g0000012                             by its ordinal, in the order of planning
 rollout           g0000012-3                           its group and its number there; also the id of its job
-other jobs        g0000012-filter, s000004f1r0, ...    of a group; of a step's formation and data rank; of a survey
+other jobs        g0000012-filter, s000004f1r0, ...    of a group; of a step's formation (and data rank); of a survey
 task              <run>.<job>.<attempt>                one submission of a job: the id of its Celery task
 lease             <run>.<job>.<attempt>.<execution>    one execution of a task, a field in Redis
 lease's value     <worker>:<beat>                      the beat changes with every renewal
@@ -92,6 +92,10 @@ def advantages_job(group: str) -> str:
     return f"{group}-advantages"
 
 
+def batch_phase_job(step: int, formation: int) -> str:
+    return f"s{step:06d}f{formation}-advantages"
+
+
 class EncodeJobId(NamedTuple):
     step: int
     formation: int
@@ -101,9 +105,14 @@ class EncodeJobId(NamedTuple):
         return f"s{self.step:06d}f{self.formation}r{self.data_rank}"
 
     @classmethod
+    def match(cls, text: str) -> Self | None:
+        matched = ENCODE_JOB.fullmatch(text)
+        return cls(*map(int, matched.groups())) if matched else None
+
+    @classmethod
     def parse(cls, text: str) -> Self:
-        if matched := ENCODE_JOB.fullmatch(text):
-            return cls(*map(int, matched.groups()))
+        if matched := cls.match(text):
+            return matched
         raise MalformedId(f"{text!r} is not the id of an encoding job, such as s000004f1r0")
 
 

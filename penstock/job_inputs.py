@@ -1,18 +1,23 @@
 """The files that jobs read: JSON in the store, named by key in a message, because groups and steps can be large.
 
 Written by the orchestrator alone, from its ledger, before it submits a job that reads one: if the content has changed,
-and at every retry, because the job may have failed for a missing file.
+and at every retry, because the job may have failed for a missing file. One file goes the other way: the advantages of a
+step, which a batch phase writes and the orchestrator reads.
 """
+
+from typing import TypeVar
 
 from pydantic import ValidationError
 
 from penstock.batches import BatchPlan, json_records
 from penstock.errors import BlobCorrupt, BlobMissing
-from penstock.messages import GroupInputs
+from penstock.messages import GroupInputs, StepAdvantages, StepValues, WireModel
 from penstock.store import Store
 from penstock.store.base import KEY
 
 FOLDER = "plans"
+Content = GroupInputs | StepValues | StepAdvantages | BatchPlan
+Model = TypeVar("Model", bound=WireModel)
 
 
 def group_key(run: str, group: str) -> str:
@@ -23,22 +28,36 @@ def step_key(run: str, step: int, formation: int) -> str:
     return f"{FOLDER}/{run}.step_{step:06d}.{formation}.json"
 
 
+def values_key(run: str, step: int, formation: int) -> str:
+    return f"{FOLDER}/{run}.step_{step:06d}.{formation}.values.json"
+
+
+def advantages_key(run: str, step: int, formation: int, execution: str) -> str:
+    """No execution overwrites the file of another."""
+    return f"{FOLDER}/{run}.step_{step:06d}.{formation}.advantages.{execution}.json"
+
+
 def keys(store: Store, run: str) -> set[str]:
     """Keys of the run's files that exist."""
     return {key for key in store.keys(FOLDER) if key.startswith(f"{FOLDER}/{run}.")}
 
 
-def write(store: Store, key: str, inputs: GroupInputs | BatchPlan) -> None:
+def write(store: Store, key: str, inputs: Content) -> None:
     """Raises BlobUnwritten."""
-    content = inputs.model_dump_json().encode() if isinstance(inputs, GroupInputs) else json_records.dumps(inputs)
+    content = json_records.dumps(inputs) if isinstance(inputs, BatchPlan) else inputs.model_dump_json().encode()
     store.write(key, content)
 
 
 def read_group(store: Store, key: str) -> GroupInputs:
-    try:
-        return GroupInputs.model_validate_json(_read(store, key))
-    except ValidationError as error:
-        raise BlobCorrupt(f"job input {key} is not a GroupInputs: {error.error_count()} errors") from error
+    return _read_model(GroupInputs, store, key)
+
+
+def read_values(store: Store, key: str) -> StepValues:
+    return _read_model(StepValues, store, key)
+
+
+def read_advantages(store: Store, key: str) -> StepAdvantages:
+    return _read_model(StepAdvantages, store, key)
 
 
 def read_step(store: Store, key: str) -> BatchPlan:
@@ -46,6 +65,13 @@ def read_step(store: Store, key: str) -> BatchPlan:
         return json_records.loads(BatchPlan, _read(store, key))
     except ValueError as error:
         raise BlobCorrupt(f"job input {key} is not a BatchPlan: {error}") from error
+
+
+def _read_model(kind: type[Model], store: Store, key: str) -> Model:
+    try:
+        return kind.model_validate_json(_read(store, key))
+    except ValidationError as error:
+        raise BlobCorrupt(f"job input {key} is not a {kind.__name__}: {error.error_count()} errors") from error
 
 
 def _read(store: Store, key: str) -> bytes:

@@ -1,4 +1,5 @@
-"""Messages between processes: jobs to the workers, replies to the orchestrator. Each is at most 4 KB of JSON.
+"""Messages between processes: jobs to the workers, replies to the orchestrator. Each is at most 4 KB of JSON, except
+the scores of a group with named rewards.
 
 No message contains a path, a class or code: keys are relative to the store of each process's own configuration, and the
 worker's own configuration resolves the names of environments.
@@ -25,12 +26,15 @@ GRACE_S = 20.0  # for a body to store its results after its own time-out
 ERROR_CHARACTERS = 600  # a cause and what to do; the traceback stays in the worker's log
 METRICS_LIMIT = 32
 REWARDS_LIMIT = 8
+AGENTS_LIMIT = 4
+AGENT_CHARACTERS = 24
 SAMPLES_LIMIT = 128  # of one rollout; a step is packed by their lengths, before any token is read
 POLICY_ERROR_CHARACTERS = 120
 UNREADABLE_LIMIT = 64  # rollouts named in one reply; the step is formed again without them and may name more
 NAME_CHARACTERS = 32
 
 Name = Annotated[str, Field(max_length=NAME_CHARACTERS)]
+AgentName = Annotated[str, Field(max_length=AGENT_CHARACTERS)]
 
 
 class Queue(StrEnum):
@@ -101,6 +105,16 @@ class AdvantageJob(Job):
     """key of the group's GroupInputs in the store"""
 
 
+class BatchPhaseJob(Job):
+    """The estimator's batch phase, over the rollouts of one step."""
+
+    queue: Literal[Queue.ADVANTAGES] = Queue.ADVANTAGES
+    plan: str
+    """key of the step's StepValues in the store"""
+    step: int
+    formation: int
+
+
 class EncodeJob(Job):
     queue: Literal[Queue.ENCODING] = Queue.ENCODING
     plan: str
@@ -109,7 +123,7 @@ class EncodeJob(Job):
     data_rank: int
 
 
-AnyJob = RolloutJob | ScoreJob | SurveyJob | FilterJob | AdvantageJob | EncodeJob
+AnyJob = RolloutJob | ScoreJob | SurveyJob | FilterJob | AdvantageJob | BatchPhaseJob | EncodeJob
 
 
 class RolloutResult(WireModel):
@@ -135,6 +149,8 @@ class RolloutResult(WireModel):
     """in later context: messages of tools and users between the turns"""
     completion_tokens: int = 0
     truncated: bool = False
+    agents: Annotated[dict[AgentName, int], Field(max_length=AGENTS_LIMIT)] = {}
+    """completion tokens of each agent that the environment named, in the order of their first turns"""
     metrics: Annotated[dict[Name, FiniteFloat], Field(max_length=METRICS_LIMIT)] = {}
 
     @property
@@ -153,6 +169,8 @@ class RolloutResult(WireModel):
 class ScoreResult(WireModel):
     answers: Literal["score"] = "score"
     rewards: dict[str, FiniteFloat]
+    named: Annotated[dict[Name, dict[str, FiniteFloat]], Field(max_length=REWARDS_LIMIT)] = {}
+    """name -> rollout -> that part of its reward"""
 
 
 class SurveyResult(WireModel):
@@ -180,6 +198,15 @@ class AdvantageResult(WireModel):
     """deliver the whole group with loss mask 0"""
 
 
+class BatchPhaseResult(WireModel):
+    answers: Literal["batch_phase"] = "batch_phase"
+    execution: str
+    """that wrote the step's StepAdvantages: part of the file's key in the store"""
+
+    def is_confined_to(self, reply: "Reply") -> bool:
+        return self.execution == reply.execution
+
+
 class EncodeResult(WireModel):
     """The rank's file, or the rollouts whose missing or damaged columns prevented it."""
 
@@ -201,7 +228,9 @@ class EncodeResult(WireModel):
         return own and self.rank.data_rank == job.data_rank
 
 
-AnyResult = RolloutResult | ScoreResult | SurveyResult | FilterResult | AdvantageResult | EncodeResult
+StepResult = BatchPhaseResult | EncodeResult
+"""Kept in the ledger until the step is sealed."""
+AnyResult = RolloutResult | ScoreResult | SurveyResult | FilterResult | AdvantageResult | StepResult
 Result = Annotated[AnyResult, Field(discriminator="answers")]
 
 
@@ -233,7 +262,7 @@ class Reply(WireModel):
     def names_own_files(self) -> bool:
         """Whether every file in its result was written by the execution that it answers for."""
         result = self.result
-        return not isinstance(result, RolloutResult | EncodeResult) or result.is_confined_to(self)
+        return not isinstance(result, RolloutResult | StepResult) or result.is_confined_to(self)
 
 
 class GroupMember(WireModel):
@@ -250,6 +279,34 @@ class GroupInputs(WireModel):
     policy_version: int
     """newest version when the file was written"""
     members: list[GroupMember]
+
+
+class StepValues(WireModel):
+    """What the batch phase reads: a step's rollouts in the order of their ids, one entry each, and the state. A file in
+    the store."""
+
+    rollouts: list[str]
+    groups: list[str]
+    environments: list[str]
+    examples: list[int]
+    values: list[float]
+    """results of the group phase"""
+    rewards: list[float]
+    named_rewards: list[dict[str, float]]
+    failed: list[bool]
+    """whether the policy failed"""
+    agents: list[dict[str, int]]
+    completion_tokens: list[int]
+    state: str | None
+    """the estimator's state after the step before: JSON text that only `penstock.advantages` reads"""
+
+
+class StepAdvantages(WireModel):
+    """What the batch phase writes: a file in the store, because a step may be large."""
+
+    advantages: dict[str, FiniteFloat]
+    state: str | None
+    """the estimator's state after this step"""
 
 
 def shortened(error: str, characters: int = ERROR_CHARACTERS) -> str:

@@ -1,25 +1,150 @@
-"""Looks up the names that a configuration uses, among built-in and custom ones."""
+"""The names that a configuration uses for code: of something built in, or `module:attribute`.
+
+A process that runs such code imports it at start (`check_here`). A process that does not, like the orchestrator, has it
+checked in a short-lived child process (`check_in_child`), so that the code never runs on its event loop.
+"""
 
 import difflib
-from collections.abc import Mapping
-from typing import TypeVar
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar, cast
 
+from penstock.error_boundary import error_boundary
 from penstock.errors import ConfigError
 
 T = TypeVar("T")
+Facts = dict[str, Any]
+"""JSON: what a check finds out about the code, e.g. whether an estimator has a batch phase."""
+
+CHECK_S = 120.0  # importing torch from a cold network disk takes a minute
+SHOWN_CHARACTERS = 2_000  # of a child's output
+VARIABLES_KEPT_BACK = "PENSTOCK_"  # settings, among them the passwords of Redis and the engine
 
 
-def extend(built_in: Mapping[str, T], custom: Mapping[str, T], *, setting: str) -> dict[str, T]:
-    """Both together. A custom name that hides a built-in one is refused, since metrics use these names."""
-    if hidden := sorted(built_in.keys() & custom.keys()):
-        raise ConfigError(f"{setting}: {', '.join(hidden)} is built in; register the custom one under another name")
-    return {**built_in, **custom}
+@dataclass(frozen=True, kw_only=True)
+class NamedCode:
+    """A setting that names code as `module:attribute`, and how the code is checked."""
+
+    setting: str
+    name: str
+    check: str
+    """`module:function` of Penstock. Called with `name` and `setting`; returns facts or raises ConfigError."""
+
+
+def is_custom(name: str) -> bool:
+    return ":" in name
 
 
 def lookup(registry: Mapping[str, T], name: str, *, setting: str) -> T:
+    """The built-in one."""
     if name in registry:
         return registry[name]
-    near = difflib.get_close_matches(name, registry, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    known = ", ".join(sorted(registry)) or "none"
-    raise ConfigError(f"{setting} = {name!r} is not known here; {hint}this process knows: {known}")
+    raise ConfigError(f"{setting} = {unknown(name, registry)}")
+
+
+def unknown(name: str, built_in: Iterable[str]) -> str:
+    """What is wrong with a name that is not built in."""
+    known = sorted(built_in)
+    return (
+        f"{name!r} is not built in; {_nearest(name, known)}built in are: {', '.join(known)}; "
+        "name your own as module:attribute"
+    )
+
+
+def import_attribute(name: str, *, setting: str) -> Any:
+    """Import `module:attribute` from this process's own sys.path."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"{setting} = {name!r}: write it as module:attribute")
+    what = f"{setting} = {name!r} cannot be imported"
+    with error_boundary(ConfigError, what):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            advice = "install it where this process runs, or add its directory to PYTHONPATH"
+            raise ConfigError(f"{what}: {error}; {advice}") from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        public = [each for each in vars(module) if not each.startswith("_")]
+        hint = _nearest(attribute, public) or "check its spelling"
+        raise ConfigError(f"{setting} = {name!r}: module {module_name} has no {attribute!r}; {hint}".rstrip())
+    return found
+
+
+def checked_function(function: object, *arguments: str, what: str) -> Callable[..., Any]:
+    """`function`, if it can be called with these arguments."""
+    if not callable(function):
+        raise ConfigError(f"{what} is a {type(function).__name__}: it must be a function of ({', '.join(arguments)})")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C, without a signature
+        return function
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise ConfigError(f"{what} takes {signature}: it must be a function of ({', '.join(arguments)})") from None
+    return function
+
+
+def check_here(wanted: Sequence[NamedCode]) -> dict[str, Facts]:
+    """Setting -> facts. Imports the code into this process. Raises one ConfigError that lists every problem."""
+    return _facts([_check(each) for each in wanted], wanted)
+
+
+def check_in_child(wanted: Sequence[NamedCode], *, timeout_s: float = CHECK_S) -> dict[str, Facts]:
+    """As `check_here`, but the code is imported by a child process with the same sys.path, without our settings."""
+    if not wanted:
+        return {}
+    names = ", ".join(f"{each.setting} = {each.name!r}" for each in wanted)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES_KEPT_BACK)}
+    program = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from penstock import registry; registry.main()"
+    command = [sys.executable, "-P", "-c", program, json.dumps(sys.path)]
+    try:
+        child = subprocess.run(
+            command, input=json.dumps([asdict(each) for each in wanted]).encode(), capture_output=True,
+            env=environment, timeout=timeout_s, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        advice = "move slow work out of the module's import"
+        raise ConfigError(f"{names}: the import took longer than {timeout_s:.0f} s; {advice}") from None
+    if child.returncode:
+        shown = child.stderr.decode(errors="replace")[-SHOWN_CHARACTERS:].strip() or "it wrote nothing"
+        raise ConfigError(f"{names}: the process that imports it ended with {child.returncode}: {shown}")
+    return _facts(json.loads(child.stdout), wanted)
+
+
+def main() -> None:
+    """The child of `check_in_child`: names on stdin, what was found on stdout. The code's own output goes to stderr."""
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    found = [_check(NamedCode(**each)) for each in json.load(sys.stdin)]
+    with os.fdopen(answer, "w") as output:
+        json.dump(found, output)
+        output.flush()
+        os._exit(0)  # threads of the imported code may not end
+
+
+def _check(named: NamedCode) -> Facts | str:
+    """The facts, or what is wrong."""
+    try:
+        check = cast("Callable[..., Facts]", import_attribute(named.check, setting=named.setting))
+        return check(named.name, setting=named.setting)
+    except ConfigError as error:
+        return str(error)
+
+
+def _facts(found: Sequence[Facts | str], wanted: Sequence[NamedCode]) -> dict[str, Facts]:
+    if problems := [each for each in found if isinstance(each, str)]:
+        raise ConfigError("\n".join(problems))
+    return {named.setting: cast(Facts, each) for named, each in zip(wanted, found, strict=True)}
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""

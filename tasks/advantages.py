@@ -1,10 +1,10 @@
-"""The queue `advantages`. Runs on prefork."""
+"""The queue `advantages`: the estimator's group phase, and its batch phase over a step. Runs on prefork."""
 
 from penstock import job_inputs
 from penstock.config import RunConfig
 from penstock.config.test_hooks import noop_settings
-from penstock.messages import AdvantageJob, AdvantageResult, Queue
-from penstock.stages.advantages import estimate_group
+from penstock.messages import AdvantageJob, AdvantageResult, BatchPhaseJob, BatchPhaseResult, Queue
+from penstock.stages.advantages import estimate_group, estimate_step
 from penstock.store import open_store
 from tasks import noop
 from tasks.celery_app import app, settings, task_name
@@ -16,8 +16,23 @@ def run(job: AdvantageJob) -> None:
     sync_executor().execute(job, lambda _: body(job, settings()))
 
 
+@app.task(name=task_name(Queue.ADVANTAGES, "batch"), pydantic=True)
+def batch(job: BatchPhaseJob) -> None:
+    sync_executor().execute(job, lambda execution: batch_body(job, settings(), execution))
+
+
 def body(job: AdvantageJob, config: RunConfig) -> AdvantageResult:
     group = job_inputs.read_group(open_store(config.store_url), job.plan)
     if hooks := noop_settings(config, group.environment):
         return noop.advantages(job, group, hooks)
     return estimate_group(group, config)
+
+
+def batch_body(job: BatchPhaseJob, config: RunConfig, execution: str) -> BatchPhaseResult:
+    store = open_store(config.store_url)
+    values = job_inputs.read_values(store, job.plan)
+    if hooks := noop_settings(config, *set(values.environments)):
+        noop.work(job, hooks)
+    key = job_inputs.advantages_key(job.run, job.step, job.formation, execution)
+    job_inputs.write(store, key, estimate_step(values, config))
+    return BatchPhaseResult(execution=execution)

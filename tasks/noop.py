@@ -49,19 +49,19 @@ async def rollout(job: RolloutJob, noop: Noop) -> RolloutResult:
 
 
 def filtering(job: FilterJob, group: GroupInputs, noop: Noop) -> FilterResult:
-    _work(job, noop)
+    work(job, noop)
     dropped = {m.rollout: "noop" for m in group.members if chance(0, m.rollout, "drop") < noop.drop_rate}
     return FilterResult(dropped=dropped)
 
 
 def advantages(job: AdvantageJob, group: GroupInputs, noop: Noop) -> AdvantageResult:
-    _work(job, noop)
+    work(job, noop)
     mean = sum(member.result.reward for member in group.members) / len(group.members)
     return AdvantageResult(advantages={member.rollout: member.result.reward - mean for member in group.members})
 
 
 def encoding(job: EncodeJob, plan: BatchPlan, noop: Noop, execution: str) -> EncodeResult:
-    _work(job, noop)
+    work(job, noop)
     mine = plan.rollouts[job.data_rank :: plan.files]
     rank = EncodedRank(
         plan=plan.digest,
@@ -80,7 +80,7 @@ def chance(seed: int, *parts: object) -> float:
     return xxhash.xxh3_64_intdigest("/".join(map(str, parts)).encode(), seed=seed & 0xFFFF_FFFF) / 2**64
 
 
-def _work(job: Job, noop: Noop) -> None:
+def work(job: Job, noop: Noop) -> None:
     _fail_sometimes(job, noop)
     if noop.stage_s:
         time.sleep(noop.stage_s)

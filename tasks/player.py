@@ -5,6 +5,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from itertools import islice
 
 from penstock import job_inputs
 from penstock.config import RunConfig
@@ -14,7 +15,7 @@ from penstock.engines.dialects import Dialect, dialect_of
 from penstock.environments import grading
 from penstock.environments.loading import LoadedEnvironment, load_environments
 from penstock.errors import ConfigError, InfrastructureFailure, StageError
-from penstock.messages import RolloutJob, RolloutResult, ScoreJob, ScoreResult, SurveyJob, SurveyResult
+from penstock.messages import REWARDS_LIMIT, RolloutJob, RolloutResult, ScoreJob, ScoreResult, SurveyJob, SurveyResult
 from penstock.playing.agent_sessions import SessionServers
 from penstock.playing.rollout import Attempt, RolloutStage, play, score_group
 from penstock.renderers import PooledRenderer, RendererKey, RendererPools
@@ -85,8 +86,15 @@ class Player:
         group = await in_io_thread(job_inputs.read_group, store, job.plan)
         results = [member.result for member in group.members]
         scores = await score_group(store, environment, group.example, results)
-        rollouts = (member.rollout for member in group.members)
-        return ScoreResult(rewards={rollout: score.reward for rollout, score in zip(rollouts, scores, strict=True)})
+        scored = dict(zip((member.rollout for member in group.members), scores, strict=True))
+        names = dict.fromkeys(name for score in scores for name in score.rewards)
+        return ScoreResult(
+            rewards={rollout: score.reward for rollout, score in scored.items()},
+            named={
+                name: {rollout: score.rewards[name] for rollout, score in scored.items() if name in score.rewards}
+                for name in islice(names, REWARDS_LIMIT)
+            },
+        )
 
     async def survey(self, job: SurveyJob) -> SurveyResult:
         if noop_settings(self._config, job.environment):

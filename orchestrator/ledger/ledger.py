@@ -14,12 +14,31 @@ from pathlib import Path
 import orjson
 
 from orchestrator.ledger import restore
-from orchestrator.ledger.records import ADVANTAGES, BatchRecord, GroupRecord, JobRecord, RolloutRecord, Row, Value
+from orchestrator.ledger.records import (
+    ADVANTAGES,
+    ESTIMATOR_STATE,
+    OPEN_STATES,
+    BatchRecord,
+    GroupRecord,
+    JobRecord,
+    RolloutRecord,
+    Row,
+    Value,
+)
 from orchestrator.ledger.writer import Writer
 from penstock.errors import LedgerError
 from penstock.ids import GroupId, RolloutId
-from penstock.ledger.states import UNGENERATED, BatchState, GroupState, JobKind, JobState, RolloutState, check
-from penstock.messages import EncodeResult, RolloutResult, shortened
+from penstock.ledger.states import (
+    STEP_JOBS,
+    UNGENERATED,
+    BatchState,
+    GroupState,
+    JobKind,
+    JobState,
+    RolloutState,
+    check,
+)
+from penstock.messages import RolloutResult, StepResult, shortened
 
 
 class Ledger:
@@ -29,7 +48,7 @@ class Ledger:
         self.groups: dict[str, GroupRecord] = restored.groups
         """open groups, in the order of planning"""
         self.jobs: dict[str, JobRecord] = restored.jobs
-        """jobs that are neither settled nor dead, and the encoding jobs of open batches"""
+        """jobs that are neither settled nor dead, and the jobs of open batches"""
         self.batches: dict[int, BatchRecord] = restored.batches
         """batches that are not delivered"""
         self.meta: dict[str, Value] = restored.meta
@@ -115,9 +134,11 @@ class Ledger:
         self.move(rollout, RolloutState.GENERATED)
         self.increment("open_bytes", result.stored_bytes)
 
-    def score(self, rollout: RolloutRecord, reward: float) -> None:
+    def score(self, rollout: RolloutRecord, reward: float, rewards: Mapping[str, float] | None = None) -> None:
+        """`rewards` are named parts of the reward; without any, those of the rollout stay."""
         assert rollout.result is not None
-        rollout.result = rollout.result.model_copy(update={"reward": reward})
+        update = {"reward": reward} | ({"rewards": dict(rewards)} if rewards else {})
+        rollout.result = rollout.result.model_copy(update=update)
         self._touch("rollouts", rollout)
 
     def mask(self, rollout: RolloutRecord) -> None:
@@ -168,30 +189,29 @@ class Ledger:
 
     def retry(self, job: JobRecord, *, error: str | None = None, failures: int = 0, losses: int = 0) -> None:
         """The attempt gave no result: `job` waits to be submitted again."""
-        job.state = JobState.WAITING
+        job.state, job.result = JobState.WAITING, None
         self.waiting[job.id] = job
         job.failures += failures
         job.losses += losses
         job.error = error or job.error
         self._touch("jobs", job)
 
-    def end(self, job: JobRecord, state: JobState, *, result: EncodeResult | None = None) -> None:
+    def end(self, job: JobRecord, state: JobState, *, result: StepResult | None = None) -> None:
         job.state, job.result = state, result
         self.waiting.pop(job.id, None)
         self._touch("jobs", job)
-        if job.kind is not JobKind.ENCODE:
+        if job.kind not in STEP_JOBS:
             self.jobs.pop(job.id)
 
     # batches
 
-    def compose(
-        self, step: int, groups: list[GroupRecord], advantages: Mapping[str, float] | None = None
-    ) -> BatchRecord:
-        """`advantages` are the final ones, by rollout; without them, those of the groups' advantage jobs."""
+    def compose(self, step: int, groups: list[GroupRecord], *, final: bool = True) -> BatchRecord:
+        """`final`: the groups' values are the advantages; else a batch phase computes these from them."""
         batch = self.batches[step] = BatchRecord(step=step, formation=self.increment("formation"), groups=groups)
         self._touch("batches", batch)
         admitted = [rollout for group in groups for rollout in group.of(RolloutState.ADMITTED)]
-        self.set_advantages(batch, advantages or {rollout.id: rollout.advantage or 0.0 for rollout in admitted})
+        if final:
+            self.set_advantages(batch, {rollout.id: rollout.advantage or 0.0 for rollout in admitted})
         for group in groups:
             self.enter(group, GroupState.BATCHED)
             for rollout in group.of(RolloutState.ADMITTED):
@@ -199,13 +219,20 @@ class Ledger:
                 self.move(rollout, RolloutState.BATCHED)
         return batch
 
-    def set_advantages(self, batch: BatchRecord, advantages: Mapping[str, float]) -> None:
-        batch.advantages = dict(advantages)
+    def set_advantages(
+        self, batch: BatchRecord, advantages: Mapping[str, float], *, estimator_state: str | None = None
+    ) -> None:
+        """The final ones, by rollout, and the estimator's state after the step."""
+        batch.advantages, batch.estimator_state = dict(advantages), estimator_state
+        self.jobs.pop(batch.batch_phase_id, None)
         self._keep_advantages()
 
     def _keep_advantages(self) -> None:
         """Store the advantages of all open steps in `meta`: 4,096 rollouts take 135 kB and 0.2 ms."""
         self.set(ADVANTAGES, orjson.dumps({str(step): b.advantages for step, b in self.batches.items()}).decode())
+        states = {str(step): b.estimator_state for step, b in self.batches.items() if b.estimator_state is not None}
+        if states or self.meta.get(OPEN_STATES):
+            self.set(OPEN_STATES, orjson.dumps(states).decode() if states else None)
 
     def dissolve(self, batch: BatchRecord) -> None:
         """Return its rollouts to admitted: the step will be formed again."""
@@ -235,6 +262,8 @@ class Ledger:
         for kind in JobKind:
             self.set(f"longest:{kind}", 0.0)
         self.set("steps_delivered", batch.step + 1)
+        if batch.estimator_state is not None:
+            self.set(ESTIMATOR_STATE, batch.estimator_state)
         self.set("formation", 0)
         self.set("failed_formations", 0)
         self._forget(batch)
@@ -250,15 +279,15 @@ class Ledger:
     def _forget(self, batch: BatchRecord) -> None:
         self.batches.pop(batch.step)
         self._keep_advantages()
-        for job in [job for job in self.jobs.values() if self._encodes(job, batch)]:
+        for job in [job for job in self.jobs.values() if self._is_of_step(job, batch)]:
             if job.state is not JobState.SETTLED:
                 self.end(job, JobState.CANCELLED)
             self.jobs.pop(job.id)
 
     @staticmethod
-    def _encodes(job: JobRecord, batch: BatchRecord) -> bool:
+    def _is_of_step(job: JobRecord, batch: BatchRecord) -> bool:
         """The kind is checked too: an environment may be named like a step."""
-        return job.kind is JobKind.ENCODE and job.subject == str(batch.step)
+        return job.kind in STEP_JOBS and job.subject == str(batch.step)
 
     # committing
 

@@ -4,7 +4,7 @@ import logging
 import sqlite3
 from contextlib import closing
 
-from orchestrator.ledger.records import BatchRecord, GroupRecord, RolloutRecord, Row
+from orchestrator.ledger.records import ESTIMATOR_STATE, BatchRecord, GroupRecord, RolloutRecord, Row
 from penstock.batches import BatchRollout, Manifest, read_manifests
 from penstock.config import RunConfig
 from penstock.ids import GroupId
@@ -54,6 +54,7 @@ def _fill(connection: sqlite3.Connection, manifests: dict[int, Manifest], group_
         "groups_planned": last_ordinal + 1_000_000,
         "steps_delivered": max(manifests) + 1,
         "delivered_bytes": sum(blob.size for blob in blobs),
+        ESTIMATOR_STATE: manifests[max(manifests)].estimator_state,
     }
     connection.executemany(STATEMENTS["meta"], [("rollouts_planned", planned), *counters.items()])
     connection.execute("COMMIT")

@@ -4,13 +4,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.ids import EncodeJobId, RolloutId, TaskId
+from penstock.ids import EncodeJobId, RolloutId, TaskId, batch_phase_job
 from penstock.ledger.states import BatchState, GroupState, JobKind, JobState, RolloutState
-from penstock.messages import EncodeResult, RolloutResult
+from penstock.messages import RolloutResult, StepResult
 
 Value = str | int | float | None
 Row = tuple[Value, ...]
 ADVANTAGES = "open_advantages"  # key in `meta`: JSON, open step -> rollout -> final advantage
+OPEN_STATES = "open_estimator_states"  # key in `meta`: JSON, open step -> state of the estimator after it
+ESTIMATOR_STATE = "estimator_state"  # key in `meta`: the state after the last delivered step
 SOLVED, UNSOLVED = 1.0, 0.0  # rewards
 
 
@@ -76,8 +78,8 @@ class JobRecord:
     failures: int = 0
     losses: int = 0
     error: str | None = None
-    result: EncodeResult | None = None
-    """encoding jobs only: sealing needs the result of every rank"""
+    result: StepResult | None = None
+    """jobs of a step only: sealing needs the result of every rank"""
 
     def task_id(self, run: str) -> str:
         """Celery's id of the newest attempt."""
@@ -96,13 +98,19 @@ class BatchRecord:
     state: BatchState = BatchState.COMPOSED
     groups: list[GroupRecord] = field(default_factory=list[GroupRecord])
     advantages: dict[str, float] = field(default_factory=dict[str, float])
-    """rollout -> its final advantage: encoded and sealed as decided when the step was composed"""
+    """rollout -> its final advantage, which is encoded and sealed; empty until the batch phase is done"""
+    estimator_state: str | None = None
+    """state of the estimator after this step"""
 
     def row(self) -> Row:
         return (self.step, self.formation, self.state)
 
     def rollouts(self) -> Iterable[RolloutRecord]:
         return (rollout for group in self.groups for rollout in group.of(RolloutState.BATCHED))
+
+    @property
+    def batch_phase_id(self) -> str:
+        return batch_phase_job(self.step, self.formation)
 
     def job_id(self, data_rank: int) -> str:
         return str(EncodeJobId(self.step, self.formation, data_rank))

@@ -7,11 +7,21 @@ from pathlib import Path
 
 import orjson
 
-from orchestrator.ledger.records import ADVANTAGES, BatchRecord, GroupRecord, JobRecord, RolloutRecord, Value
+from orchestrator.ledger.records import (
+    ADVANTAGES,
+    OPEN_STATES,
+    BatchRecord,
+    GroupRecord,
+    JobRecord,
+    RolloutRecord,
+    Value,
+)
 from penstock.ids import EncodeJobId
 from penstock.ledger import queries, schema
-from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
-from penstock.messages import EncodeResult, RolloutResult
+from penstock.ledger.states import STEP_JOBS, GroupState, JobKind, JobState, RolloutState
+from penstock.messages import BatchPhaseResult, EncodeResult, RolloutResult
+
+STEP_RESULTS = {JobKind.BATCH_PHASE: BatchPhaseResult, JobKind.ENCODE: EncodeResult}
 
 
 @dataclass(kw_only=True)
@@ -74,9 +84,14 @@ def _groups(connection: sqlite3.Connection) -> dict[str, GroupRecord]:
 def _batches(
     connection: sqlite3.Connection, groups: dict[str, GroupRecord], meta: dict[str, Value]
 ) -> dict[int, BatchRecord]:
-    advantages = orjson.loads(str(meta.get(ADVANTAGES) or "{}"))
+    advantages, states = (orjson.loads(str(meta.get(key) or "{}")) for key in (ADVANTAGES, OPEN_STATES))
     batches = {
-        step: BatchRecord(step=step, formation=formation, advantages=advantages.get(str(step), {}))
+        step: BatchRecord(
+            step=step,
+            formation=formation,
+            advantages=advantages.get(str(step), {}),
+            estimator_state=states.get(str(step)),
+        )
         for step, formation in queries.open_batches(connection)
     }
     for group in groups.values():
@@ -91,17 +106,19 @@ def _jobs(connection: sqlite3.Connection, batches: dict[int, BatchRecord]) -> di
     jobs: dict[str, JobRecord] = {}
     for row in queries.open_jobs(connection):
         id, kind, subject, attempt, sequence, state, failures, losses, error, result = row
-        if kind == JobKind.ENCODE and not _is_current(id, int(subject), batches):
+        if kind in STEP_JOBS and not _is_current(id, batches.get(int(subject))):
             continue
         jobs[id] = JobRecord(
             id=id, kind=JobKind(kind), subject=subject, attempt=attempt, sequence=sequence, state=JobState(state),
             failures=failures, losses=losses, error=error,
-            result=EncodeResult.model_validate_json(result) if result else None,
+            result=STEP_RESULTS[JobKind(kind)].model_validate_json(result) if result else None,
         )  # fmt: skip
     return jobs
 
 
-def _is_current(job: str, step: int, batches: dict[int, BatchRecord]) -> bool:
-    """Whether an encoding job belongs to the step's newest formation."""
-    batch = batches.get(step)
-    return batch is not None and EncodeJobId.parse(job).formation == batch.formation
+def _is_current(job: str, batch: BatchRecord | None) -> bool:
+    """Whether the job of a step belongs to its newest formation, and a batch phase is not done."""
+    if batch is None:
+        return False
+    match = EncodeJobId.match(job)
+    return match.formation == batch.formation if match else job == batch.batch_phase_id and not batch.advantages

@@ -23,6 +23,7 @@ from penstock.batches import read_manifest
 from penstock.config import RunConfig
 from penstock.errors import BlobError
 from penstock.ledger.states import JobKind, RolloutState
+from penstock.messages import EncodeResult
 from penstock.runtime.loop_lag import LagSummary, LoopLag, read_summaries_async
 from penstock.runtime.offload import in_io_thread
 from penstock.store import Store, open_store
@@ -99,12 +100,13 @@ class Metrics:
         ledger, now = self._ledger, time.monotonic()
         version = ledger.number("policy_version")
         jobs = map(ledger.jobs.get, map(batch.job_id, range(self._data_ranks)))
+        results = [job.result for job in jobs if job and isinstance(job.result, EncodeResult)]
         longest_s = {kind: ledger.seconds(f"longest:{kind}") for kind in JobKind}
         step_s, self._delivered_at = now - self._delivered_at, now
         return {
             "policy_version": version,
             **step_metrics.of_rollouts(batch.groups, policy_version=version),
-            **step_metrics.of_ranks(job.result.rank for job in jobs if job and job.result and job.result.rank),
+            **step_metrics.of_ranks(result.rank for result in results if result.rank),
             **step_metrics.of_window(since, groups=len(batch.groups), longest_s=longest_s, step_s=step_s),
             "time/composed_to_sealed_s": now - self._composed_at,
         }

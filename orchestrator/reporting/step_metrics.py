@@ -18,7 +18,7 @@ Counts = Mapping[str, float]
 """counter -> its total, or its increase since the last step"""
 
 NAMES_MOST = 64  # the most frequent of the environments' own metrics: one name per example would flood the file
-STAGES = (JobKind.ROLLOUT, JobKind.SCORE, JobKind.FILTER, JobKind.ADVANTAGE, JobKind.ENCODE)
+STAGES = tuple(kind for kind in JobKind if kind is not JobKind.SURVEY)
 LAG_S = ("min", "mean", "median", "p90", "p99", "max")
 
 

@@ -5,7 +5,7 @@ give the same bits. A group holds every scored rollout, dropped ones included: t
 """
 
 from penstock.advantages.estimators import ESTIMATORS, Estimator
-from penstock.advantages.phases import GroupAdvantages, batch_phase, group_phase, reward_error
+from penstock.advantages.phases import BatchAdvantages, GroupAdvantages, batch_phase, group_phase, reward_error
 from penstock.advantages.settings import AdvantageSettings, Recipe, resolve
 from penstock.advantages.shaping import Shaping
 from penstock.advantages.values import MAX_REWARD, BatchValues, Floats, GroupValues, Ints, deviation, mean
@@ -14,6 +14,7 @@ __all__ = [
     "ESTIMATORS",
     "MAX_REWARD",
     "AdvantageSettings",
+    "BatchAdvantages",
     "BatchValues",
     "Estimator",
     "Floats",

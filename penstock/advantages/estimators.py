@@ -1,8 +1,12 @@
-"""The estimators: a function of a group's shaped rewards, and for some a function of the batch's values."""
+"""The estimators: a function of a group's shaped rewards, and for some a function of the batch's values.
+
+`advantages.estimator = "module:attribute"` names one of your own: an `Estimator`, or a function for its group phase.
+"""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +22,12 @@ VARIANCE_EPSILON = 1e-8
 class Estimator:
     group: Callable[[GroupValues], Floats]
     """Maps a group with shaped rewards to one value a rollout."""
-    batch: Callable[[BatchValues], Floats] | None = None
+    batch: Callable[[BatchValues], Floats] | Callable[[BatchValues, Any], tuple[Floats, Any]] | None = None
     """Maps the values of a whole batch to advantages; None where the group's values are final."""
+    state: Any = None
+    """The state before the first step: anything that JSON can hold, None for no state. With a state, `batch` takes
+    (values, state) and returns (advantages, next state). The next state is kept with the step: a step that is formed
+    again starts from the state before it."""
     needs_variance: bool = True
     """The values are differences within a group: equal rewards give exactly 0, and the zero-variance filter applies."""
     min_reward: float = -MAX_REWARD

@@ -1,16 +1,24 @@
 """The two phases: a group's values as soon as it is complete, a batch's advantages when a step is composed."""
 
+import copy
+import json
+import logging
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.advantages.settings import Recipe
 from penstock.advantages.values import MAX_REWARD, BatchValues, Floats, GroupValues
+from penstock.error_boundary import error_boundary
 from penstock.errors import StageError
 from penstock.filters import rewards_are_equal
 
+logger = logging.getLogger("penstock.advantages")
+
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+STATE_LIMIT_BYTES = 1 << 20  # a baseline for each of 40,000 examples; in the ledger and in every manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +27,14 @@ class GroupAdvantages:
     """Final where the estimator has no batch phase, else the input of that phase."""
     shaped: Floats
     """The rewards that the zero-variance filter judges."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchAdvantages:
+    values: NDArray[np.float32]
+    """As delivered."""
+    state: str | None
+    """The estimator's next state with its name, as JSON text; None without a state. Only this module reads it."""
 
 
 def reward_error(reward: float, recipe: Recipe) -> str | None:
@@ -37,20 +53,53 @@ def group_phase(group: GroupValues, recipe: Recipe) -> GroupAdvantages:
             raise StageError(f"rollout {index} of a group should have been excluded: {error}")
     if size == 1 and recipe.group_size != 1:
         raise StageError(f"one rollout of {recipe.group_size} has no baseline: drop such groups (min_group_size)")
-    shaped = _checked(recipe.shaping(group), size, "length shaping")
+    with error_boundary(StageError, "advantages.length_shaping failed"):
+        shaped = _checked(recipe.shaping(group), size, "length shaping")
     if recipe.estimator.needs_variance and size == 1:
         values = shaped
     elif recipe.estimator.needs_variance and rewards_are_equal(shaped):
         values = np.zeros(size)
     else:
-        values = _checked(recipe.estimator.group(replace(group, rewards=shaped)), size, recipe.name)
+        with error_boundary(StageError, f"the estimator {recipe.name} failed in its group phase"):
+            values = _checked(recipe.estimator.group(replace(group, rewards=shaped)), size, recipe.name)
     return GroupAdvantages(values=values, shaped=shaped)
 
 
-def batch_phase(batch: BatchValues, recipe: Recipe) -> NDArray[np.float32]:
-    """The advantages as delivered. Without a batch phase only the type changes."""
-    values = recipe.estimator.batch(batch) if recipe.estimator.batch else batch.values
-    return _checked(values, len(batch.values), recipe.name).astype(np.float32)
+def batch_phase(batch: BatchValues, recipe: Recipe, state: str | None = None) -> BatchAdvantages:
+    """`state` is that of the step before, None for the first step. Without a batch phase only the type changes."""
+    compute, size = cast(Any, recipe.estimator.batch), len(batch.values)
+    with error_boundary(StageError, f"the estimator {recipe.name} failed in its batch phase"):
+        if recipe.estimator.state is None:
+            values, kept = compute(batch) if compute else batch.values, None
+        else:
+            values, after = compute(batch, _state(state, recipe))
+            kept = _kept(after, recipe)
+        return BatchAdvantages(values=_checked(values, size, recipe.name).astype(np.float32), state=kept)
+
+
+def _state(kept: str | None, recipe: Recipe) -> Any:
+    record: dict[str, Any] = json.loads(kept) if kept else {}
+    if record.get("estimator") == recipe.name:
+        return record["state"]
+    if record:
+        logger.warning("action=state_reset estimator=%s the state was kept by %s", recipe.name, record["estimator"])
+    return copy.deepcopy(recipe.estimator.state)
+
+
+def _kept(state: Any, recipe: Recipe) -> str:
+    try:
+        text = json.dumps({"estimator": recipe.name, "state": state}, default=_plain, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise StageError(f"{recipe.name} returned a state that is not JSON-serializable: {error}") from error
+    if len(text) > STATE_LIMIT_BYTES:
+        raise StageError(f"{recipe.name} returned a state of {len(text)} bytes: the limit is {STATE_LIMIT_BYTES}")
+    return text
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"it contains a {type(value).__name__}")
 
 
 def _checked(result: Floats, size: int, source: str) -> Floats:

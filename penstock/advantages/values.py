@@ -26,10 +26,17 @@ class GroupValues:
     input_tokens: Ints
     turns: Ints
     named_rewards: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
+    """`Score.rewards` by name. NaN where a rollout's score lacks the name; where its policy failed, its reward."""
+    agents: tuple[Mapping[str, int], ...] = ()
+    """The agents that the environment named, in the order of their first turns, with their completion tokens. `()`
+    if no rollout has any."""
+    environment: str = ""
+    example: int = -1
+    """The example's number in its environment."""
 
     def __post_init__(self) -> None:
         lengths = [len(each) for each in (self.completion_tokens, self.tool_tokens, self.input_tokens, self.turns)]
-        lengths += [len(each) for each in self.named_rewards.values()]
+        lengths += [len(each) for each in (*self.named_rewards.values(), *filter(None, [self.agents]))]
         if set(lengths) != {len(self.rewards)} or not lengths[0]:
             raise StageError(f"a group of {len(self.rewards)} rewards has columns of {lengths} entries")
 
@@ -41,11 +48,22 @@ class BatchValues:
     values: Floats
     """The results of the group phase."""
     sampled_tokens: Ints
-    agents: tuple[str, ...] = ()
+    rewards: Floats = field(default_factory=lambda: np.empty(0))
+    """Before length shaping."""
+    named_rewards: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
+    """As in GroupValues."""
+    agents: tuple[Mapping[str, int], ...] = ()
+    """As in GroupValues."""
+    groups: tuple[str, ...] = ()
+    environments: tuple[str, ...] = ()
+    examples: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.values) != len(self.sampled_tokens):
-            raise StageError(f"a batch has {len(self.values)} values, but {len(self.sampled_tokens)} token counts")
+        columns = [self.rewards, self.agents, self.groups, self.environments, self.examples]
+        lengths = [len(self.sampled_tokens), *(len(each) for each in self.named_rewards.values())]
+        lengths += [len(each) for each in columns if len(each)]
+        if set(lengths) != {len(self.values)}:
+            raise StageError(f"a batch of {len(self.values)} values has columns of {lengths} entries")
 
 
 def mean(values: Floats) -> float:

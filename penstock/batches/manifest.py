@@ -56,15 +56,19 @@ class Manifest:
     plan: BatchPlan
     totals: Totals
     ranks: tuple[EncodedRank, ...]
+    estimator_state: str | None = None
+    """state of the estimator after this step, from which a lost ledger is rebuilt: JSON text"""
 
 
 def manifest_key(step: int) -> str:
     return f"{step_directory(step)}/{NAME}"
 
 
-def seal_manifest(store: Store, plan: BatchPlan, ranks: Iterable[EncodedRank]) -> Manifest:
+def seal_manifest(
+    store: Store, plan: BatchPlan, ranks: Iterable[EncodedRank], *, estimator_state: str | None = None
+) -> Manifest:
     """Create the manifest. Repeating the call changes nothing; another content is refused with BatchError."""
-    manifest = _manifest(plan, sorted(ranks, key=lambda rank: rank.data_rank))
+    manifest = _manifest(plan, sorted(ranks, key=lambda rank: rank.data_rank), estimator_state)
     key = manifest_key(plan.step)
     if not store.create(key, json_records.dumps(manifest)) and read_manifest(store, plan.step) != manifest:
         raise BatchError(
@@ -94,7 +98,7 @@ def read_manifests(store: Store) -> dict[int, Manifest]:
     return {step: manifest for step in steps if (manifest := read_manifest(store, step))}
 
 
-def _manifest(plan: BatchPlan, ranks: list[EncodedRank]) -> Manifest:
+def _manifest(plan: BatchPlan, ranks: list[EncodedRank], estimator_state: str | None) -> Manifest:
     if [rank.data_rank for rank in ranks] != list(range(plan.files)):
         raise StageError(
             f"step {plan.step} needs files of ranks 0 to {plan.files - 1}, not of {[r.data_rank for r in ranks]}"
@@ -115,4 +119,4 @@ def _manifest(plan: BatchPlan, ranks: list[EncodedRank]) -> Manifest:
             loss_tokens=loss_tokens, samples=samples, rollouts=rollouts
         ),
     )
-    return Manifest(plan=plan, totals=totals, ranks=tuple(ranks))
+    return Manifest(plan=plan, totals=totals, ranks=tuple(ranks), estimator_state=estimator_state)

@@ -1,7 +1,6 @@
 """Loads a worker's environments from its configuration, once, before any job runs."""
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +9,10 @@ from typing import Any, cast, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.config.engine import EnvironmentSettings
-from penstock.environments.error_boundary import error_boundary
 from penstock.environments.protocol import Closes, Environment, ScoresGroups
+from penstock.error_boundary import error_boundary
 from penstock.errors import ConfigError, StageError
-from penstock.registry import lookup
+from penstock.registry import import_attribute, is_custom, lookup
 
 BUILT_INS = {
     "arithmetic": "penstock.environments.builtin.arithmetic:Arithmetic",
@@ -104,16 +103,10 @@ def load_environment(name: str, settings: EnvironmentSettings) -> LoadedEnvironm
 
 
 def _import_class(use: str) -> type[Any]:
-    module, _, name = (use if ":" in use else lookup(BUILT_INS | ADAPTERS, use, setting="use")).partition(":")
-    with error_boundary(ConfigError, f"use = {use!r} cannot be imported"):
-        try:
-            imported = getattr(importlib.import_module(module), name, None)
-        except ModuleNotFoundError as error:
-            advice = "install it where the worker runs, or add its directory to PYTHONPATH"
-            raise ConfigError(f"use = {use!r} cannot be imported: {error}; {advice}") from error
-    if not isinstance(imported, type):
-        raise ConfigError(f"use = {use!r}: module {module} has no class {name!r}")
-    return cast("type[Any]", imported)
+    found = import_attribute(use if is_custom(use) else lookup(BUILT_INS | ADAPTERS, use, setting="use"), setting="use")
+    if not isinstance(found, type):
+        raise ConfigError(f"use = {use!r} is a {type(found).__name__}: name a class")
+    return cast("type[Any]", found)
 
 
 def _validated(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from penstock.environments.error_boundary import raised_at
 from penstock.environments.protocol import Completion, ToolCall
+from penstock.error_boundary import raised_at
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.offload import in_io_thread
 from penstock.turn import Message

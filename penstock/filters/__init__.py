@@ -5,11 +5,22 @@ depends on their order. Filters change neither rollouts nor rewards: a dropped r
 """
 
 from penstock.filters.group_rules import Difficulty, GroupRewards, MatchGroup, ZeroVariance, rewards_are_equal
-from penstock.filters.judging import Filter, FilterSettings, group_filters, judge, judge_group, rollout_filters
+from penstock.filters.judging import (
+    CustomFilter,
+    CustomGroupFilter,
+    Filter,
+    FilterSettings,
+    group_filters,
+    judge,
+    judge_group,
+    rollout_filters,
+)
 from penstock.filters.token_rules import FindToken, Gibberish, Overlong, Repetition, RolloutTokens, Stale, is_stale
 from penstock.filters.verdicts import Match, Mode, Verdict, count_matches
 
 __all__ = [
+    "CustomFilter",
+    "CustomGroupFilter",
     "Difficulty",
     "Filter",
     "FilterSettings",

@@ -1,22 +1,41 @@
-"""Builds the filters that the settings select, and applies them. Custom rules are looked up by name in a registry."""
+"""Builds the filters that the settings select, and applies them. Custom rules are imported from `module:function`."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 from pydantic import Field, model_validator
 
 from penstock.errors import ConfigError
 from penstock.filters.group_rules import Difficulty, GroupRewards, MatchGroup, ZeroVariance
+from penstock.filters.loading import load_group_rule, load_token_rule
 from penstock.filters.token_rules import FindToken, Gibberish, Overlong, Repetition, RolloutTokens, Stale
 from penstock.filters.verdicts import Match, Mode, Verdict
-from penstock.registry import lookup
 from penstock.sections import Reader, Section, read_by
 
 BUILT_IN = ("gibberish", "repetition", "overlong", "stale", "zero_variance", "difficulty")
+FilterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
 Rule = TypeVar("Rule")
+
+
+class CustomFilter(Section):
+    """A token filter of your own."""
+
+    use: str
+    """`module:function` that maps a `penstock.filters.RolloutTokens` to the index of the matching token, or None."""
+    mode: Mode = Mode.MONITOR
+    """What happens to a matching rollout: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
+
+
+class CustomGroupFilter(Section):
+    """A group filter of your own."""
+
+    use: str
+    """`module:function` that maps a `penstock.filters.GroupRewards` to whether the group matches."""
+    mode: Mode = Mode.MONITOR
+    """What happens to the rollouts of a matching group: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
 
 
 class FilterSettings(Section):
@@ -30,10 +49,10 @@ class FilterSettings(Section):
     stale: Stale = Stale()
     zero_variance: ZeroVariance = ZeroVariance()
     difficulty: Difficulty = Difficulty()
-    custom: Mapping[str, Mode] = Field(default={})
-    """Modes of custom token rules, by name."""
-    custom_groups: Mapping[str, Mode] = Field(default={})
-    """Modes of custom group rules, by name."""
+    custom: dict[FilterName, CustomFilter] = Field(default={})
+    """Token filters of your own, by the name that drops and metrics use."""
+    custom_groups: dict[FilterName, CustomGroupFilter] = Field(default={})
+    """Group filters of your own, by the name that drops and metrics use."""
 
     @model_validator(mode="after")
     def _check_names(self) -> "FilterSettings":
@@ -50,9 +69,7 @@ class Filter(Generic[Rule]):
     rule: Rule
 
 
-def rollout_filters(
-    settings: FilterSettings, *, vocab_size: int, custom: Mapping[str, FindToken] | None = None
-) -> tuple[Filter[FindToken], ...]:
+def rollout_filters(settings: FilterSettings, *, vocab_size: int) -> tuple[Filter[FindToken], ...]:
     """The token filters that are not off, in order."""
     if settings.gibberish.mode != Mode.OFF and vocab_size < 1:
         raise ConfigError(f"filters.gibberish needs the model's vocab_size, not {vocab_size}: set it, or mode = 'off'")
@@ -66,26 +83,27 @@ def rollout_filters(
         Filter(name="overlong", mode=settings.overlong.mode, rule=settings.overlong.find),
         Filter(name="stale", mode=settings.stale.mode, rule=settings.stale.find),
     ]
-    return _active(built_in, settings.custom, custom or {}, setting="filters.custom")
+    own = [
+        Filter(name=name, mode=each.mode, rule=load_token_rule(each.use, setting=f"filters.custom.{name}.use"))
+        for name, each in settings.custom.items()
+        if each.mode != Mode.OFF
+    ]
+    return tuple(each for each in [*built_in, *own] if each.mode != Mode.OFF)
 
 
-def group_filters(
-    settings: FilterSettings, *, needs_variance: bool, custom: Mapping[str, MatchGroup] | None = None
-) -> tuple[Filter[MatchGroup], ...]:
+def group_filters(settings: FilterSettings, *, needs_variance: bool) -> tuple[Filter[MatchGroup], ...]:
     """The group filters that are not off, in order. `needs_variance`: see `advantages.Recipe`."""
     variance_mode = settings.zero_variance.mode if needs_variance else Mode.OFF
     built_in: list[Filter[MatchGroup]] = [
         Filter(name="zero_variance", mode=variance_mode, rule=settings.zero_variance.matches),
         Filter(name="difficulty", mode=settings.difficulty.mode, rule=settings.difficulty.matches),
     ]
-    return _active(built_in, settings.custom_groups, custom or {}, setting="filters.custom_groups")
-
-
-def _active(
-    built_in: list[Filter[Rule]], modes: Mapping[str, Mode], custom: Mapping[str, Rule], *, setting: str
-) -> tuple[Filter[Rule], ...]:
-    added = [Filter(name=name, mode=mode, rule=lookup(custom, name, setting=setting)) for name, mode in modes.items()]
-    return tuple(each for each in [*built_in, *added] if each.mode != Mode.OFF)
+    own = [
+        Filter(name=name, mode=each.mode, rule=load_group_rule(each.use, setting=f"filters.custom_groups.{name}.use"))
+        for name, each in settings.custom_groups.items()
+        if each.mode != Mode.OFF
+    ]
+    return tuple(each for each in [*built_in, *own] if each.mode != Mode.OFF)
 
 
 def judge(rollout: RolloutTokens, filters: Sequence[Filter[FindToken]]) -> Verdict:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from penstock.ledger.states import IN_FLIGHT, BatchState, JobKind, JobState, RolloutState
+from penstock.ledger.states import IN_FLIGHT, STEP_JOBS, BatchState, JobState, RolloutState
 
 Row = tuple[Any, ...]
 
@@ -194,8 +194,9 @@ def open_batches(connection: sqlite3.Connection) -> list[tuple[int, int]]:
 
 
 def open_jobs(connection: sqlite3.Connection) -> Iterator[Row]:
-    """All columns of the jobs that wait or are submitted, and of every settled or dead encoding job."""
+    """All columns of the jobs that wait or are submitted, and of every settled or dead job of a step."""
     return connection.execute(
-        "SELECT * FROM jobs WHERE state IN ('waiting', 'submitted') OR kind = ? AND state IN (?, ?) ORDER BY sequence",
-        (JobKind.ENCODE, JobState.SETTLED, JobState.DEAD),
+        "SELECT * FROM jobs WHERE state IN ('waiting', 'submitted') OR kind IN (?, ?) AND state IN (?, ?) "
+        "ORDER BY sequence",
+        (*sorted(STEP_JOBS), JobState.SETTLED, JobState.DEAD),
     )

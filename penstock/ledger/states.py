@@ -38,6 +38,7 @@ class JobKind(StrEnum):
     SCORE = "score"
     FILTER = "filter"
     ADVANTAGE = "advantage"
+    BATCH_PHASE = "batch_phase"
     ENCODE = "encode"
 
     @property
@@ -51,8 +52,11 @@ _QUEUES = {
     JobKind.SCORE: Queue.ROLLOUTS,
     JobKind.FILTER: Queue.FILTERING,
     JobKind.ADVANTAGE: Queue.ADVANTAGES,
+    JobKind.BATCH_PHASE: Queue.ADVANTAGES,
     JobKind.ENCODE: Queue.ENCODING,
 }
+STEP_JOBS = frozenset({JobKind.BATCH_PHASE, JobKind.ENCODE})
+"""Their subject is a step."""
 
 
 class JobState(StrEnum):

@@ -10,6 +10,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import orjson
 
@@ -17,13 +18,13 @@ from penstock import ids
 from penstock.config.engine import Policy
 from penstock.engines.client import EngineClient
 from penstock.engines.dialects import Dialect
-from penstock.environments.error_boundary import error_boundary, in_own_task
 from penstock.environments.loading import LoadedEnvironment
 from penstock.environments.protocol import AgentPolicy, PlayedRollout, ScoresGroups
 from penstock.environments.scores import Score, checked_score
+from penstock.error_boundary import error_boundary, in_own_task
 from penstock.errors import BlobError, NotFound, NothingToTrain, PolicyFailure, StageError
 from penstock.fields import FieldValues, TrainerField
-from penstock.messages import POLICY_ERROR_CHARACTERS, RolloutResult, shortened
+from penstock.messages import AGENT_CHARACTERS, AGENTS_LIMIT, POLICY_ERROR_CHARACTERS, RolloutResult, shortened
 from penstock.playing.agent_sessions import SessionServers
 from penstock.playing.policy import RecordedPolicy
 from penstock.recording import Mode, Sealed, Session, SessionSettings
@@ -239,8 +240,14 @@ def _result(
         tool_tokens=sum(sealed.sample_lengths) - sealed.prompt_tokens - sealed.completion_tokens,
         completion_tokens=sealed.completion_tokens,
         truncated=sealed.truncated,
+        agents=_bounded(sealed.agents),
         metrics=_rounded({**score.metrics, **metrics}),
     )
+
+
+def _bounded(agents: Mapping[str, int]) -> dict[str, int]:
+    """The first agents only, with names cut, to keep a reply small."""
+    return {name[:AGENT_CHARACTERS]: tokens for name, tokens in islice(agents.items(), AGENTS_LIMIT)}
 
 
 def _rounded(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -168,6 +168,14 @@ class Samples:
     def chunks(self) -> list[Chunk]:
         return [chunk for turn in self.turns for chunk in turn.chunks]
 
+    def tokens_by_agent(self) -> dict[str, int]:
+        """Completion tokens of each named agent, in the order of their first turns."""
+        tokens: dict[str, int] = {}
+        for turn in self.turns:
+            if turn.agent:
+                tokens[turn.agent] = tokens.get(turn.agent, 0) + len(turn.completion_ids)
+        return tokens
+
     def metrics(self) -> dict[str, float]:
         """Counts of samples, turns and prefix breaks, where the first break is, and how many tokens are repeated as
         context because of breaks. `missing_routes` counts tokens without a row, except a sample's last; it is omitted

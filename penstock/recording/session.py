@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -75,6 +75,8 @@ class Sealed:
     version_last: int
     truncated: bool
     metrics: Mapping[str, float]
+    agents: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Completion tokens of each agent that the environment named, in the order of their first turns."""
 
 
 class Session:
@@ -280,6 +282,7 @@ class Session:
             version_last=max(turn.version_last for turn in turns),
             truncated=any(turn.truncated for turn in turns),
             metrics=self._samples.metrics(),
+            agents=self._samples.tokens_by_agent(),
         )
 
     def _is_closed(self) -> bool:

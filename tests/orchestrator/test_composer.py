@@ -6,6 +6,7 @@ import pytest
 from support.ledgers import admitted, configured, generated, planned
 
 from orchestrator.composer import Composer
+from orchestrator.inputs import step_values
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord, GroupRecord
 from orchestrator.trainer import Trainer
@@ -13,21 +14,20 @@ from penstock.batches.manifest import EncodedRank
 from penstock.batches.signals import RankProgress, write_progress
 from penstock.errors import RunError
 from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
-from penstock.messages import EncodeResult, RolloutResult
+from penstock.messages import EncodeResult, RolloutResult, StepAdvantages
 from penstock.store import BlobRef
 
 
-def composing(ledger: Ledger, **settings: Any) -> Composer:
+def composing(ledger: Ledger, *, batch_phase: bool = False, **settings: Any) -> Composer:
     """A composer that does not wait for a trainer."""
     config = configured(trainer={"max_steps_ahead": "unlimited"}, **settings)
-    return Composer(config, ledger, Trainer(config, ledger))
+    return Composer(config, ledger, Trainer(config, ledger), batch_phase=batch_phase)
 
 
-def sampled_by(group: GroupRecord, version: int, *, last_tokens: int = 10) -> GroupRecord:
-    """10 tokens a rollout, the last one `last_tokens`."""
+def sampled_by(group: GroupRecord, version: int) -> GroupRecord:
+    """10 tokens a rollout."""
     for rollout in group.rollouts:
-        tokens = last_tokens if rollout is group.rollouts[-1] else 10
-        rollout.result = RolloutResult(reward=0.0, version_first=version, completion_tokens=tokens)
+        rollout.result = RolloutResult(reward=0.0, version_first=version, completion_tokens=10)
     return group
 
 
@@ -147,37 +147,57 @@ def test_a_step_too_far_ahead_of_the_trainer_waits_until_it_acknowledges(ledger:
     assert ledger.states[RolloutState.TRAINED] == 8
 
 
-WHITENED = {"estimator": "reinforce_pp"}
+def test_a_batch_phase_is_a_job_between_composing_and_encoding(ledger: Ledger) -> None:
+    admitted(ledger)
+    composer = composing(ledger, batch={"size": 1}, batch_phase=True)
+    batch = composed(composer)
+    assert [job.id for job in ledger.waiting.values()] == ["s000000f1-advantages"]
+    assert composer.encoded() is None
+    final = {rollout.id: 2.0 for rollout in batch.rollouts()}
+    composer.estimated(batch, StepAdvantages(advantages=final, state='{"kept": 1}'))
+    assert (batch.advantages, batch.estimator_state) == (final, '{"kept": 1}')
+    assert "s000000f1-advantages" not in ledger.jobs
+    assert "s000000f1r0" in ledger.waiting
 
 
-def test_the_batch_phase_is_done_when_a_step_is_composed(ledger: Ledger) -> None:
-    group = sampled_by(admitted(ledger), 0)
-    batch = composed(composing(ledger, batch={"size": 1}, advantages=WHITENED))
-    values = [batch.advantages[rollout.id] for rollout in group.rollouts]
-    assert sum(values) == pytest.approx(0, abs=1e-6)
-    assert values == sorted(values)
-    assert values != [rollout.advantage for rollout in group.rollouts]
+def test_a_step_that_is_formed_again_starts_from_the_state_before_it(ledger: Ledger) -> None:
+    composer = composing(ledger, batch={"size": 1}, batch_phase=True)
+    for state in ("first", "second"):
+        admitted(ledger)
+        batch = composed(composer)
+        composer.estimated(batch, StepAdvantages(advantages=dict.fromkeys(_ids(batch), 0.0), state=state))
+        if state == "first":
+            ledger.deliver(batch)
+    assert step_values(batch, ledger.meta["estimator_state"]).state == "first"
+    ledger.dissolve(batch)
+    again = composed(composer)
+    assert (again.step, again.formation) == (1, 2)
+    assert (again.advantages, again.estimator_state) == ({}, None)
+    assert ledger.meta["estimator_state"] == "first"
+
+
+@pytest.mark.parametrize("state", [JobState.DEAD, JobState.CANCELLED])
+def test_a_resumed_run_forms_a_step_again_whose_batch_phase_failed(ledger: Ledger, state: JobState) -> None:
+    admitted(ledger)
+    composer = composing(ledger, batch={"size": 1}, batch_phase=True)
+    batch = composed(composer)
+    composer.resume()
+    assert list(ledger.batches.values()) == [batch], "its job is waiting"
+    ledger.end(ledger.jobs[batch.batch_phase_id], state)
+    if state is JobState.CANCELLED:
+        ledger.jobs.pop(batch.batch_phase_id)
+    composer.resume()
+    assert composed(composer).formation == 2
+
+
+def _ids(batch: BatchRecord) -> list[str]:
+    return [rollout.id for rollout in batch.rollouts()]
 
 
 def test_without_a_batch_phase_the_advantages_are_those_of_the_groups(ledger: Ledger) -> None:
     group = admitted(ledger)
     batch = composed(composing(ledger, batch={"size": 1}))
     assert batch.advantages == {rollout.id: rollout.advantage for rollout in group.rollouts}
-
-
-def test_a_step_that_is_formed_again_gets_advantages_of_its_new_rollouts(ledger: Ledger) -> None:
-    composer = composing(ledger, batch={"size": 2}, advantages=WHITENED, filters={"stale": {"max_off_policy_steps": 2}})
-    old, new = sampled_by(admitted(ledger), 0), sampled_by(admitted(ledger), 1)
-    first = composed(composer)
-    ledger.dissolve(first)
-    ledger.set("policy_version", 3)
-    other = sampled_by(admitted(ledger), 1, last_tokens=30)
-    again = composed(composer)
-    assert again.groups == [new, other]
-    assert again.advantages.keys() == {rollout.id for group in (new, other) for rollout in group.rollouts}
-    kept = new.rollouts[0].id
-    assert again.advantages[kept] != first.advantages[kept]
-    assert old.state is GroupState.CLOSED
 
 
 def test_a_batch_of_tokens_takes_groups_until_it_has_enough(ledger: Ledger) -> None:

@@ -2,6 +2,8 @@ import pytest
 from pydantic import ValidationError
 
 from penstock.messages import (
+    AGENT_CHARACTERS,
+    AGENTS_LIMIT,
     MESSAGE_LIMIT_BYTES,
     METRICS_LIMIT,
     NAME_CHARACTERS,
@@ -37,6 +39,7 @@ def test_the_longest_reply_of_a_rollout_stays_below_the_limit() -> None:
         tool_tokens=10**9,
         completion_tokens=10**9,
         truncated=True,
+        agents={name[:AGENT_CHARACTERS]: 10**9 for name in named(AGENTS_LIMIT, 0.0)},
         metrics=named(METRICS_LIMIT, -1.23457e-05),
     )
     reply = Reply(

@@ -17,7 +17,8 @@ from penstock.batches.signals import read_status
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Redis and workers for several runs, one after the other."""
-    with cluster_in(tmp_path_factory.mktemp("cluster"), steps=2, noop={"drop_rate": 0.1}) as cluster:
+    settings = {"noop": {"drop_rate": 0.1}, "advantages": {"estimator": "reinforce_pp"}}  # it has a batch phase
+    with cluster_in(tmp_path_factory.mktemp("cluster"), steps=2, **settings) as cluster:
         cluster.rollout_worker()
         cluster.compute_worker()
         yield cluster

@@ -8,9 +8,11 @@ import numpy as np
 from penstock.advantages import (
     ESTIMATORS,
     AdvantageSettings,
+    Estimator,
     Floats,
     GroupValues,
     Recipe,
+    Shaping,
     group_phase,
     resolve,
 )
@@ -33,12 +35,20 @@ def group(rewards: list[float], *columns: Any, named: dict[str, list[float]] | N
     )
 
 
-def recipe(estimator: str = "dr_grpo", *, group_size: int = 8, shaping: str = "none", **custom: Any) -> Recipe:
-    return resolve(
-        AdvantageSettings(estimator=estimator, length_shaping=shaping, completion_weight=1.0, tool_weight=0.5),
-        group_size=group_size,
-        **custom,
+def recipe(
+    estimator: str | Estimator = "dr_grpo", *, group_size: int = 8, shaping: str | Shaping = "none", name: str = "mine"
+) -> Recipe:
+    """`name` is that of a custom estimator."""
+    settings = AdvantageSettings(
+        estimator=estimator if isinstance(estimator, str) else "none",
+        length_shaping=shaping if isinstance(shaping, str) else "none",
+        completion_weight=1.0,
+        tool_weight=0.5,
     )
+    resolved = resolve(settings, group_size=group_size)
+    if isinstance(estimator, Estimator):
+        resolved = replace(resolved, name=name, estimator=estimator)
+    return resolved if isinstance(shaping, str) else replace(resolved, shaping=shaping)
 
 
 def values(estimator: str, of: GroupValues | list[float]) -> Floats:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock.environments.error_boundary import error_boundary
 from penstock.environments.verifiers.player import Player
 from penstock.environments.verifiers.wire import (
     HANG_TIMEOUT_S,
@@ -33,6 +32,7 @@ from penstock.environments.verifiers.wire import (
     settings_decoder,
     worker_message_decoder,
 )
+from penstock.error_boundary import error_boundary
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import LagTrace, LoopLag

@@ -53,7 +53,7 @@ def test_estimators_equal_other_frameworks(name: str) -> None:
             of = group(row["rewards"], row["completion_tokens"], zeros, zeros, row["turns"])
             parts.append(group_phase(of, chosen).values)
         tokens = np.array([count for row in case["groups"] for count in row["completion_tokens"]])
-        advantages = batch_phase(BatchValues(values=np.concatenate(parts), sampled_tokens=tokens), chosen)
+        advantages = batch_phase(BatchValues(values=np.concatenate(parts), sampled_tokens=tokens), chosen).values
         all_rewards = np.array([reward for row in case["groups"] for reward in row["rewards"]])
         tolerance = 1e-4 if np.ptp(all_rewards) < 1e-6 else 2e-7  # two float32 steps at 1
         expected = np.concatenate(case["expected"][name])
@@ -140,7 +140,7 @@ def test_whitening_equals_exact_arithmetic_over_every_token(batch: BatchValues) 
         middle, spread = exact_mean(tokens), math.sqrt(exact_variance(tokens) + Fraction(1e-8))
         expected = [float(Fraction(value) - middle) / spread for value in batch.values.tolist()]
     for estimator in ["reinforce_pp", "reinforce_pp_baseline"]:
-        result = batch_phase(batch, recipe(estimator))
+        result = batch_phase(batch, recipe(estimator)).values
         assert result.dtype == np.float32
         np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-9)
 
@@ -181,8 +181,8 @@ def test_the_order_of_arrival_changes_no_bit(shaping: str, drawn: GroupValues, d
         before, after = group_phase(of, chosen), group_phase(moved, chosen)
         assert before.shaped[order].tobytes() == after.shaped.tobytes()
         assert before.values[order].tobytes() == after.values.tobytes(), estimator
-        one = batch_phase(BatchValues(values=before.values, sampled_tokens=of.completion_tokens), chosen)
-        other = batch_phase(BatchValues(values=after.values, sampled_tokens=moved.completion_tokens), chosen)
+        one = batch_phase(BatchValues(values=before.values, sampled_tokens=of.completion_tokens), chosen).values
+        other = batch_phase(BatchValues(values=after.values, sampled_tokens=moved.completion_tokens), chosen).values
         assert one[order].tobytes() == other.tobytes(), estimator
 
 
@@ -202,4 +202,4 @@ def test_max_rl_refuses_rollouts_with_negative_rewards() -> None:
 @pytest.mark.parametrize("sampled_tokens", [[], [0, 0], [0, 1]], ids=str)
 def test_a_batch_of_less_than_two_tokens_whitens_to_zero(sampled_tokens: list[int]) -> None:
     batch = BatchValues(values=np.arange(len(sampled_tokens)) * 1.0, sampled_tokens=np.array(sampled_tokens, np.int64))
-    assert batch_phase(batch, recipe("reinforce_pp")).tolist() == [0.0] * len(sampled_tokens)
+    assert batch_phase(batch, recipe("reinforce_pp")).values.tolist() == [0.0] * len(sampled_tokens)

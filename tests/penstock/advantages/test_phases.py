@@ -1,3 +1,4 @@
+import json
 import math
 
 import numpy as np
@@ -16,6 +17,7 @@ from penstock.advantages import (
     mean,
     reward_error,
 )
+from penstock.advantages.phases import STATE_LIMIT_BYTES
 from penstock.errors import StageError
 from penstock.filters import FilterSettings, GroupRewards, group_filters, judge_group
 
@@ -25,7 +27,7 @@ def test_without_a_batch_phase_values_are_delivered_as_float32(estimator: str) -
     assert not recipe(estimator).has_batch_phase
     delivered = batch_phase(
         BatchValues(values=np.array([0.1, -2.0]), sampled_tokens=np.array([3, 0])), recipe(estimator)
-    )
+    ).values
     assert delivered.dtype == np.float32
     assert delivered.tolist() == [np.float32(0.1), -2.0]
 
@@ -75,7 +77,7 @@ def test_the_largest_rewards_stay_finite_as_float32(estimator: str) -> None:
     lowest = max(-1e30, chosen.estimator.min_reward)
     result = group_phase(group([1e30, lowest, lowest]), chosen)
     batch = BatchValues(values=result.values, sampled_tokens=np.array([5, 0, 1]))
-    assert np.isfinite(batch_phase(batch, chosen)).all()
+    assert np.isfinite(batch_phase(batch, chosen).values).all()
 
 
 def gdpo_group(of: GroupValues) -> Floats:
@@ -88,36 +90,73 @@ def gdpo_batch(batch: BatchValues) -> Floats:
 
 
 def test_a_custom_estimator_can_use_named_rewards_and_both_phases() -> None:
-    chosen = recipe("gdpo", estimators={"gdpo": Estimator(group=gdpo_group, batch=gdpo_batch)})
+    chosen = recipe(Estimator(group=gdpo_group, batch=gdpo_batch))
     assert chosen.has_batch_phase
     of = group([1.0, 0.0], named={"right": [1.0, 0.0], "short": [0.0, 1.0]})
     result = group_phase(of, chosen)
     assert result.values.tolist() == pytest.approx([math.sqrt(0.125), -math.sqrt(0.125)])
-    delivered = batch_phase(BatchValues(values=result.values, sampled_tokens=np.array([4, 9])), chosen)
+    delivered = batch_phase(BatchValues(values=result.values, sampled_tokens=np.array([4, 9])), chosen).values
     assert delivered.tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
 
 
-def test_a_custom_estimator_can_keep_a_baseline_per_agent() -> None:
-    baselines = {"white": 0.5, "black": 0.0}
+def per_agent(batch: BatchValues, baselines: dict[str, float]) -> tuple[Floats, dict[str, float]]:
+    values = batch.values.copy()
+    for index, agent in enumerate(next(iter(agents)) for agents in batch.agents):
+        values[index] -= baselines.get(agent, 0.0)
+        baselines[agent] = 0.5 * baselines.get(agent, 0.0) + 0.5 * batch.values[index]
+    return values, baselines
 
-    def rae(batch: BatchValues) -> Floats:
-        values = batch.values.copy()
-        for index, agent in enumerate(batch.agents):
-            values[index] -= baselines[agent]
-            baselines[agent] = 0.5 * baselines[agent] + 0.5 * batch.values[index]
-        return values
 
-    own = {"rae": Estimator(group=lambda of: of.rewards, batch=rae, needs_variance=False)}
-    batch = BatchValues(
-        values=np.array([1.0, 1.0, 1.0]), sampled_tokens=np.ones(3, np.int64), agents=("white", "black", "white")
+RAE = Estimator(group=lambda of: of.rewards, batch=per_agent, needs_variance=False, state={"white": 0.5})
+
+
+def played_by(*agents: str) -> BatchValues:
+    count = len(agents)
+    return BatchValues(
+        values=np.ones(count), sampled_tokens=np.ones(count, np.int64), agents=tuple({agent: 1} for agent in agents)
     )
-    assert batch_phase(batch, recipe("rae", estimators=own)).tolist() == [0.5, 1.0, 0.25]
-    assert baselines == {"white": 0.875, "black": 0.5}
+
+
+def test_a_custom_estimator_can_keep_a_baseline_per_agent() -> None:
+    first = batch_phase(played_by("white", "black", "white"), recipe(RAE))
+    assert first.values.tolist() == [0.5, 1.0, 0.25]
+    second = batch_phase(played_by("black"), recipe(RAE), first.state)
+    assert second.values.tolist() == [0.5]
+    assert json.loads(second.state or "")["state"] == {"white": 0.875, "black": 0.75}
+    assert batch_phase(played_by("white"), recipe(RAE)).values.tolist() == [0.5], "the first state is not changed"
+
+
+def test_the_state_of_another_estimator_is_not_used() -> None:
+    other = batch_phase(played_by("white"), recipe(RAE, name="other")).state
+    assert batch_phase(played_by("white"), recipe(RAE), other).values.tolist() == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": {1, 2}}, "returned a state that is not JSON-serializable: it contains a set"),
+        ({"a": math.nan}, "returned a state that is not JSON-serializable"),
+        ("x" * STATE_LIMIT_BYTES, "returned a state of 1048610 bytes: the limit is 1048576"),
+    ],
+    ids=["set", "nan", "large"],
+)
+def test_a_state_that_cannot_be_kept_is_refused(state: object, message: str) -> None:
+    chosen = recipe(Estimator(group=lambda of: of.rewards, batch=lambda batch, _: (batch.values, state), state={}))
+    with pytest.raises(StageError, match=message):
+        batch_phase(played_by("white"), chosen)
+
+
+def test_an_error_of_an_estimator_names_its_file_and_line() -> None:
+    chosen = recipe(Estimator(group=lambda of: of.rewards / {}["missing"]))  # type: ignore[typeddict-item]
+    with pytest.raises(
+        StageError, match=r"mine failed in its group phase: KeyError: 'missing' \(.*test_phases.py, line"
+    ):
+        group_phase(group([1.0, 0.0]), chosen)
 
 
 @pytest.mark.parametrize("wrong", [[1.0], [math.nan, 0.0], [1e39, 0.0]], ids=str)
 def test_an_estimator_with_an_invalid_result_is_named(wrong: list[float]) -> None:
-    chosen = recipe("mine", estimators={"mine": Estimator(group=lambda _: np.array(wrong))})
+    chosen = recipe(Estimator(group=lambda _: np.array(wrong)))
     with pytest.raises(StageError, match=r"mine gave .* for 2 rollouts"):
         group_phase(group([1.0, 0.0]), chosen)
 
@@ -127,5 +166,5 @@ def test_columns_of_different_lengths_are_refused() -> None:
         group([1.0, 0.0], [1], [1, 1], [1, 1], [1, 1])
     with pytest.raises(StageError, match="a group of 0 rewards"):
         group([])
-    with pytest.raises(StageError, match="a batch has 2 values, but 1 token counts"):
+    with pytest.raises(StageError, match=r"a batch of 2 values has columns of \[1\] entries"):
         BatchValues(values=np.zeros(2), sampled_tokens=np.zeros(1, np.int64))

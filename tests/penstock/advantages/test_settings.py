@@ -1,29 +1,37 @@
 import math
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
 from support.advantages import recipe
 
-from penstock.advantages import ESTIMATORS, AdvantageSettings
+from penstock.advantages import AdvantageSettings
 from penstock.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("setting", "name", "message"),
     [
-        (lambda: recipe(group_size=0), "group_size is 0"),
-        (lambda: recipe("dr_gpo"), r"advantages.estimator = 'dr_gpo' is not known here; did you mean 'dr_grpo'\?"),
         (
-            lambda: recipe(shaping="words"),
-            "length_shaping = 'words' is not known here; .*none, tokens, turns",
+            "estimator",
+            "dr_gpo",
+            r"'dr_gpo' is not built in; did you mean 'dr_grpo'\? built in are: dr_grpo, grpo",
         ),
-        (lambda: recipe(estimators={"grpo": ESTIMATORS["rloo"]}), "advantages.estimator: grpo is built in"),
+        (
+            "length_shaping",
+            "words",
+            "'words' is not built in; built in are: none, tokens, turns; name your",
+        ),
     ],
 )
-def test_a_wrong_setting_is_refused_with_its_name(make: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()
+def test_an_unknown_name_is_refused_with_the_nearest(setting: str, name: str, message: str) -> None:
+    with pytest.raises(ValidationError, match=rf"{setting}\n.*{message}"):
+        AdvantageSettings.model_validate({setting: name})
+    assert getattr(AdvantageSettings.model_validate({setting: "my_package:mine"}), setting) == "my_package:mine"
+
+
+def test_a_group_has_at_least_one_rollout() -> None:
+    with pytest.raises(ConfigError, match="group_size is 0"):
+        recipe(group_size=0)
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])

@@ -23,11 +23,11 @@ def test_empty_completions_are_not_shaped() -> None:
     assert group_phase(of, recipe(shaping="tokens")).shaped.tolist() == [1.0, 0.0]
 
 
-def test_a_custom_shaping_can_be_registered() -> None:
+def test_a_custom_shaping_is_a_function_of_the_group() -> None:
     def linear(of: GroupValues) -> Floats:
         costs = [column / max(column.max(), 1) for column in (of.completion_tokens, of.input_tokens, of.turns)]
         return of.rewards - mean(of.rewards) * 0.1 * np.sum(costs, axis=0)
 
-    chosen = recipe("none", shaping="linear", shapings={"linear": linear})
+    chosen = recipe("none", shaping=linear)
     result = group_phase(group([1.0, 0.0], [10, 5], [0, 0], [4, 4], [2, 1]), chosen)
     assert result.values.tolist() == pytest.approx([1 - 0.05 * 3, -0.05 * 2])

@@ -66,7 +66,13 @@ WRONG = {
     "[filters.difficulty]\nlow = 2": (
         "line 1: filters.difficulty: low (2.0) is above high (1.0): all groups would match"
     ),
-    "[filters.custom]\nx = 'all'": "line 2: filters.custom.x: Input should be 'off', 'monitor', 'mask' or 'drop'",
+    "[filters.custom.x]\nuse = 'a:b'\nmode = 'all'": (
+        "line 3: filters.custom.x.mode: Input should be 'off', 'monitor', 'mask' or 'drop'"
+    ),
+    "[filters.custom]\nx = 'drop'": "line 2: filters.custom.x is a table: write [filters.custom.x], and its settings below",
+    "[advantages]\nestimator = 'rlooo'": (
+        "line 2: advantages.estimator: 'rlooo' is not built in; did you mean 'rloo'? built in are: dr_grpo, "
+    ),
     "[filters]\ncustom = 3": "line 2: filters.custom is a table: write [filters.custom], and its settings below",
     "[advantages]\ntool_weight = -1": "line 2: advantages.tool_weight: Input should be greater than or equal to 0",
     "[environments.a]\nuse = 'x'\nwieght = 2": (
@@ -183,7 +189,7 @@ def test_the_redis_url_can_be_read_without_a_configuration() -> None:
     ("variable", "value", "expected"),
     [
         ("FILTERS__DIFFICULTY__LOW", "0.25", 0.25),
-        ("FILTERS__CUSTOM__MINE", "drop", "drop"),
+        ("ADVANTAGES__ESTIMATOR", "my_package.mine:soft_rank", "my_package.mine:soft_rank"),
         ("ADVANTAGES__TOOL_WEIGHT", "2", 2.0),
         ("SESSIONS__APPEND_ROLES", "a, b", ("a", "b")),
         ("SESSIONS__APPEND_ROLES", "1", ("1",)),
@@ -211,7 +217,8 @@ def test_a_variable_finds_the_name_that_the_file_spells(tmp_path: Path) -> None:
 def test_a_wrong_value_in_a_variable_names_it_in_every_section(tmp_path: Path) -> None:
     for variable, value, message in [
         ("PENSTOCK_FILTERS__DIFFICULTY__LOW", "2", "filters.difficulty: low (2.0) is above high (1.0)"),
-        ("PENSTOCK_FILTERS__CUSTOM__MINE", "all", "filters.custom.mine: Input should be 'off'"),
+        ("PENSTOCK_FILTERS__CUSTOM__MINE__MODE", "all", "filters.custom.mine.mode: Input should be 'off'"),
+        ("PENSTOCK_ADVANTAGES__ESTIMATOR", "rlooo", "advantages.estimator: 'rlooo' is not built in"),
         ("PENSTOCK_ADVANTAGES__TOOL_WEIGHT", "-1", "advantages.tool_weight: Input should be greater"),
         ("PENSTOCK_ENVIRONMENTS__A__OPTIONS", "x", "environments.a.options is a table"),
         ("PENSTOCK_ENGINE", "x", "engine is a table"),

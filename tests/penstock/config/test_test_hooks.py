@@ -38,7 +38,7 @@ def test_a_hook_in_a_variable_is_refused_without_the_switch() -> None:
 def test_the_noop_environment_is_unknown_without_the_switch() -> None:
     config = load(None, environ={"PENSTOCK_ENVIRONMENTS__NOOP__USE": "noop"})
     assert noop_settings(config, "noop") is None
-    with pytest.raises(ConfigError, match="'noop' is not known here"):
+    with pytest.raises(ConfigError, match="'noop' is not built in"):
         load_environments(config.environments)
 
 

@@ -1,12 +1,17 @@
 import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 from support.filtering import group, rollout
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, StageError
 from penstock.filters import (
+    CustomFilter,
+    CustomGroupFilter,
     Difficulty,
     FilterSettings,
     Gibberish,
@@ -33,21 +38,56 @@ def test_the_first_filter_that_drops_names_the_reason() -> None:
     assert not verdict.masked
 
 
-def test_custom_filters_are_found_by_name_in_the_registry() -> None:
-    chosen = FilterSettings(custom={"short": Mode.DROP}, custom_groups={"rich": Mode.MASK})
-    registry = {"short": lambda tokens: 0 if len(tokens.input_ids) < 2 else None, "other": lambda tokens: 0}
-    filters = rollout_filters(chosen, vocab_size=VOCAB, custom=registry)
-    assert judge(rollout([-1.0]), filters).drop_reason == "short"
+MODULE = """
+def short(tokens):
+    return 0 if len(tokens.input_ids) < 2 else None
+
+def rich(group):
+    return group.rewards.max() > 9
+
+def yes(tokens):
+    return True
+
+def broken(tokens):
+    return 1 // 0
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "own_filters.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("own_filters", None)
+
+
+def own(function: str, mode: Mode = Mode.DROP) -> CustomFilter:
+    return CustomFilter(use=f"own_filters:{function}", mode=mode)
+
+
+@pytest.mark.usefixtures("module")
+def test_custom_filters_are_functions_of_a_module() -> None:
+    rich = CustomGroupFilter(use="own_filters:rich", mode=Mode.MASK)
+    chosen = FilterSettings(custom={"brief": own("short")}, custom_groups={"rich": rich})
+    filters = rollout_filters(chosen, vocab_size=VOCAB)
+    assert judge(rollout([-1.0]), filters).drop_reason == "brief"
     assert judge(rollout([-1.0, -1.0]), filters) == Verdict()
-    groups = group_filters(chosen, needs_variance=True, custom={"rich": lambda each: bool(each.rewards.max() > 9)})
-    assert judge_group(group([1.0, 10.0]), groups).masked
-    with pytest.raises(ConfigError, match=r"filters.custom = 'short' is not known here; did you mean 'shirt'\?"):
-        rollout_filters(chosen, vocab_size=VOCAB, custom={"shirt": registry["short"]})
+    assert judge_group(group([1.0, 10.0]), group_filters(chosen, needs_variance=True)).masked
+    with pytest.raises(ConfigError, match=r"filters.custom.x.use = 'own_filters:shrt': .* did you mean 'short'\?"):
+        rollout_filters(FilterSettings(custom={"x": own("shrt")}), vocab_size=VOCAB)
 
 
-def test_a_filter_that_is_off_does_not_run() -> None:
-    chosen = FilterSettings(custom={"broken": Mode.OFF}, gibberish=Gibberish(mode=Mode.OFF))
-    names = [each.name for each in rollout_filters(chosen, vocab_size=0, custom={"broken": lambda _: 1 // 0})]
+@pytest.mark.usefixtures("module")
+def test_a_custom_filter_that_fails_or_returns_no_index_is_named() -> None:
+    with pytest.raises(StageError, match=r"the filter own_filters:yes returned True: it must return the index"):
+        judge(rollout([-1.0]), rollout_filters(FilterSettings(custom={"x": own("yes")}), vocab_size=VOCAB))
+    with pytest.raises(StageError, match=r"own_filters:broken failed: ZeroDivisionError: .*own_filters.py, line 12"):
+        judge(rollout([-1.0]), rollout_filters(FilterSettings(custom={"x": own("broken")}), vocab_size=VOCAB))
+
+
+def test_a_filter_that_is_off_is_not_imported() -> None:
+    chosen = FilterSettings(custom={"missing": own("none", Mode.OFF)}, gibberish=Gibberish(mode=Mode.OFF))
+    names = [each.name for each in rollout_filters(chosen, vocab_size=0)]
     assert names == ["repetition", "overlong", "stale"]
 
 
@@ -60,7 +100,7 @@ def test_a_filter_that_is_off_does_not_run() -> None:
         (lambda: Stale(max_off_policy_steps=-1), "max_off_policy_steps\n.*greater than or equal to 0"),
         (lambda: Difficulty(low=1.0, high=0.0), r"low \(1.0\) is above high \(0.0\)"),
         (lambda: FilterSettings.model_validate({"overlong": {"mode": "skip"}}), "overlong.mode\n.*'off', 'monitor'"),
-        (lambda: FilterSettings(custom={"stale": Mode.DROP}), "stale names two filters"),
+        (lambda: FilterSettings(custom={"stale": own("short")}), "stale names two filters"),
     ],
 )
 def test_a_wrong_setting_is_refused(make: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Classifies exceptions where an environment's code is called."""
+"""Classifies exceptions where the code of an environment, an estimator or a filter is called."""
 
 import asyncio
 import contextlib

@@ -1,0 +1,42 @@
+"""The rules that a configuration names as `module:attribute`, and their check when a process starts."""
+
+from penstock.advantages import ESTIMATORS
+from penstock.config.run import RunConfig
+from penstock.filters import Mode
+from penstock.registry import NamedCode, check_here, check_in_child, is_custom
+
+
+def named_rules(config: RunConfig) -> list[NamedCode]:
+    """The rules that are not built in, without filters that are off."""
+    named = [
+        NamedCode(setting=f"advantages.{key}", name=name, check=f"penstock.advantages.loading:{check}")
+        for key, name, check in (
+            ("estimator", config.advantages.estimator, "check_estimator"),
+            ("length_shaping", config.advantages.length_shaping, "check_shaping"),
+        )
+        if is_custom(name)
+    ]
+    for key, filters, check in (
+        ("custom", config.filters.custom, "check_token_rule"),
+        ("custom_groups", config.filters.custom_groups, "check_group_rule"),
+    ):
+        named += [
+            NamedCode(setting=f"filters.{key}.{name}.use", name=each.use, check=f"penstock.filters.loading:{check}")
+            for name, each in filters.items()
+            if each.mode != Mode.OFF
+        ]
+    return named
+
+
+def import_rules(config: RunConfig) -> None:
+    """For a process that runs them. Raises one ConfigError that lists every problem."""
+    check_here(named_rules(config))
+
+
+def check_rules(config: RunConfig) -> bool:
+    """For a process that does not run them. As `import_rules`; returns whether the estimator has a batch phase."""
+    facts = check_in_child(named_rules(config))
+    estimator = config.advantages.estimator
+    if is_custom(estimator):
+        return bool(facts["advantages.estimator"]["batch_phase"])
+    return ESTIMATORS[estimator].batch is not None
