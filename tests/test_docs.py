@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from celery.bin.worker import worker as celery_worker
@@ -22,10 +23,13 @@ from support.rollout_stages import attempt_of, stage_of
 from typer.main import get_command
 
 from cli.main import app
+from penstock.advantages import BatchValues, batch_phase, resolve
 from penstock.batches import Batch, BatchReader, MicroBatch
 from penstock.config import load, reference
 from penstock.config.engine import EnvironmentSettings
+from penstock.config.rules import check_rules
 from penstock.environments import Policy, load_environments
+from penstock.filters import rollout_filters
 from penstock.messages import RolloutResult
 from penstock.playing.rollout import play
 
@@ -276,6 +280,23 @@ def test_the_environment_of_the_guide_plays(readme_run: ReadmeRun, tmp_path: Pat
     run(main)
     assert results[0].metrics["hinted"] == 1.0, "an engine without a model does not answer with a capital"
     assert results[0].policy_error is None
+
+
+def test_the_rules_of_the_guide_compute(tmp_path: Path, monkeypatch: Any) -> None:
+    guide = Page(ROOT / "docs" / "trainers.md")
+    (tmp_path / "my_package").mkdir()
+    (code,) = (block for block in guide.blocks("python") if "Estimator" in block)
+    (settings,) = (block for block in guide.blocks("toml") if "estimator" in block)
+    (tmp_path / "my_package" / "mine.py").write_text(code)
+    (tmp_path / "rules.toml").write_text(settings)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = load(tmp_path / "rules.toml", environ={})
+    assert check_rules(config), "it has a batch phase"
+    values = BatchValues(values=np.array([1.0, 2.0]), sampled_tokens=np.array([1, 1]))
+    recipe = resolve(config.advantages, group_size=2)
+    first = batch_phase(values, recipe)
+    assert batch_phase(values, recipe, first.state).values.tolist() == pytest.approx([0.85, 1.85])
+    assert [each.name for each in rollout_filters(config.filters, vocab_size=9)][-1] == "urls"
 
 
 def test_samples_of_the_environment_guide_can_be_imported() -> None:

@@ -24,7 +24,7 @@ class CustomFilter(Section):
     """A token filter of your own."""
 
     use: str
-    """`module:function` that maps a `penstock.filters.RolloutTokens` to the index of the matching token, or None."""
+    """`module:function` that maps a `RolloutTokens` (`penstock.filters`) to the index of a matching token, or None."""
     mode: Mode = Mode.MONITOR
     """What happens to a matching rollout: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
 
@@ -33,7 +33,7 @@ class CustomGroupFilter(Section):
     """A group filter of your own."""
 
     use: str
-    """`module:function` that maps a `penstock.filters.GroupRewards` to whether the group matches."""
+    """`module:function` that maps a `GroupRewards` (`penstock.filters`) to whether the group matches."""
     mode: Mode = Mode.MONITOR
     """What happens to the rollouts of a matching group: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
 

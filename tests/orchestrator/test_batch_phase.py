@@ -20,6 +20,7 @@ from penstock import job_inputs
 from penstock.errors import RunError
 from penstock.ledger.states import JobState
 from penstock.messages import BatchPhaseJob, BatchPhaseResult, Outcome, Reply, RolloutResult, StepAdvantages
+from penstock.store import open_store
 from tasks.advantages import batch_body
 
 KEY = "plans/run.step_000000.1.advantages.e1.json"
@@ -33,7 +34,7 @@ class Scene:
             store=f"file://{directory}", advantages={"estimator": "reinforce_pp"},
             trainer={"max_steps_ahead": "unlimited"}, **settings,
         )  # fmt: skip
-        self.ledger = ledger
+        self.ledger, self.store = ledger, directory
         for group in (admitted(ledger), admitted(ledger)):
             for rollout in group.rollouts:
                 rollout.result = RolloutResult(
@@ -41,8 +42,8 @@ class Scene:
                 )
         self.groups = Groups(self.config, ledger, Gates())
         self.composer = Composer(self.config, ledger, Trainer(self.config, ledger), batch_phase=True)
-        self.batch_phase = BatchPhase(self.config, ledger, self.composer, self.groups)
         self.inputs = JobInputs(self.config, "run", ledger)
+        self.batch_phase = BatchPhase(self.config, ledger, self.inputs, self.composer, self.groups)
         batch = self.composer.compose()
         assert batch is not None
         self.batch: BatchRecord = batch
@@ -56,7 +57,7 @@ class Scene:
         self.ledger.submit(self.job)
 
     def reply(self, **fields: Any) -> None:
-        values: dict[str, Any] = {"outcome": Outcome.DONE, "result": BatchPhaseResult(file=KEY)} | fields
+        values: dict[str, Any] = {"outcome": Outcome.DONE, "result": BatchPhaseResult(execution="e1")} | fields
         self.groups.apply(
             Reply(run="run", job=self.job.id, attempt=self.job.attempt, execution="e1", worker="w-1", **values)
         )
@@ -79,11 +80,11 @@ def scene(ledger: Ledger, tmp_path: Path) -> Scene:
 
 
 def test_the_job_reads_the_rollouts_of_its_step_and_its_result_is_encoded(scene: Scene) -> None:
-    values = job_inputs.read_values(scene.config.store_dir, scene.inputs.key(scene.job))
+    values = job_inputs.read_values(open_store(scene.config.store_url), scene.inputs.key(scene.job))
     assert values.rollouts == sorted(rollout.id for rollout in scene.batch.rollouts())
     assert (values.rewards[:4], values.examples[::4], values.environments[0]) == ([0, 0.25, 0.5, 0.75], [0, 1], "noop")
     assert (values.named_rewards[0], values.agents[0], values.state) == ({"right": 1.0}, {"white": 3}, None)
-    assert batch_body(scene.message(), scene.config, "e1") == BatchPhaseResult(file=KEY)
+    assert batch_body(scene.message(), scene.config, "e1") == BatchPhaseResult(execution="e1")
     scene.reply()
     assert scene.composer.encoded() is None
     scene.take()
@@ -91,12 +92,12 @@ def test_the_job_reads_the_rollouts_of_its_step_and_its_result_is_encoded(scene:
     assert sum(advantages) == pytest.approx(0, abs=1e-5)
     assert advantages[:4] == sorted(set(advantages[:4]))
     assert [job.id for job in scene.ledger.waiting.values()] == ["s000000f1r0"]
-    assert not (scene.config.store_dir / KEY).exists()
+    assert not (scene.store / KEY).exists()
 
 
 @pytest.mark.parametrize("content", [None, b"{", StepAdvantages(advantages={"g0000001-0": 1.0}, state=None)])
 def test_a_result_that_cannot_be_read_is_computed_again(scene: Scene, content: Any) -> None:
-    path = scene.config.store_dir / KEY
+    path = scene.store / KEY
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.model_dump_json().encode())
     scene.reply()
@@ -120,7 +121,7 @@ def test_a_settled_batch_phase_is_taken_after_a_restart(scene: Scene, ledger: Le
     asyncio.run(ledger.committed())
     restored = restore.read(tmp_path / "ledger.sqlite")
     job = restored.jobs[scene.batch.batch_phase_id]
-    assert (job.state, job.result) == (JobState.SETTLED, BatchPhaseResult(file=KEY))
+    assert (job.state, job.result) == (JobState.SETTLED, BatchPhaseResult(execution="e1"))
     assert asyncio.run(JobInputs(scene.config, "run", ledger).ensure([scene.job]))
     assert (tmp_path / KEY).exists(), "a new orchestrator deletes only what is not needed"
 

@@ -16,7 +16,7 @@ from penstock.batches import EncodedRank, read_manifest, read_manifests
 from penstock.config import RunConfig
 from penstock.errors import BatchError
 from penstock.ledger.states import GroupState, JobState, RolloutState
-from penstock.messages import EncodeResult, RolloutResult
+from penstock.messages import EncodeResult, RolloutResult, StepAdvantages
 from penstock.store import atomic
 from penstock.store.files import FileStore
 
@@ -60,8 +60,11 @@ def test_sealing_uses_the_advantages_that_encoding_used(tmp_path: Path) -> None:
         ledger = Ledger(before.ledger_path)
         for rollout in admitted(ledger).rollouts:
             rollout.result = RolloutResult(reward=0.0, completion_tokens=10 + rollout.index)
-        batch = Composer(before, ledger, Trainer(before, ledger)).compose()
+        composer = Composer(before, ledger, Trainer(before, ledger), batch_phase=True)
+        batch = composer.compose()
         assert batch is not None
+        final = {rollout.id: 0.25 * rollout.index for rollout in batch.rollouts()}
+        composer.estimated(batch, StepAdvantages(advantages=final, state='{"steps": 1}'))
         await ledger.committed()
         ledger.close()
         assert batch.advantages != {rollout.id: rollout.advantage for rollout in batch.rollouts()}
@@ -81,16 +84,16 @@ def test_sealing_uses_the_advantages_that_encoding_used(tmp_path: Path) -> None:
     manifest = read_manifest(run_store(after), 0)
     assert manifest is not None
     assert {rollout.rollout: rollout.advantage for rollout in manifest.plan.rollouts} == encoded_with
+    assert manifest.estimator_state == '{"steps": 1}'
 
 
-def test_an_open_step_without_stored_advantages_gets_them_when_the_run_is_resumed(tmp_path: Path) -> None:
+def test_an_open_step_without_stored_advantages_is_formed_again_when_the_run_is_resumed(tmp_path: Path) -> None:
     """A ledger that an earlier version wrote has none."""
-    config = configured(run_dir=tmp_path, batch={"size": 1}, advantages={"estimator": "reinforce_pp"})
+    config = configured(run_dir=tmp_path, batch={"size": 1})
 
     async def compose_and_resume() -> None:
         ledger = Ledger(config.ledger_path)
-        for rollout in admitted(ledger).rollouts:
-            rollout.result = RolloutResult(reward=0.0, completion_tokens=10)
+        admitted(ledger)
         batch = Composer(config, ledger, Trainer(config, ledger)).compose()
         assert batch is not None
         ledger.set(ADVANTAGES, None)
@@ -98,11 +101,13 @@ def test_an_open_step_without_stored_advantages_gets_them_when_the_run_is_resume
         ledger.close()
         resumed = Ledger(config.ledger_path)
         assert resumed.batches[0].advantages == {}
-        Composer(config, resumed, Trainer(config, resumed)).resume()
-        assert resumed.batches[0].advantages == batch.advantages
+        composer = Composer(config, resumed, Trainer(config, resumed))
+        composer.resume()
+        again = composer.compose()
+        assert again is not None
+        assert (again.formation, again.advantages) == (2, batch.advantages)
         await resumed.committed()
         resumed.close()
-        assert Ledger(config.ledger_path).batches[0].advantages == batch.advantages
 
     asyncio.run(compose_and_resume())
 

@@ -140,7 +140,7 @@ def test_a_lost_ledger_is_rebuilt_from_the_manifests(tmp_path: Path) -> None:
         ledger.move(group.rollouts[0], RolloutState.FILTERED, reason="gibberish")
         batch = ledger.compose(0, [group])
         ranks = encoded(config, batch)
-        seal_manifest(run_store(config), batch_plan(config, batch), ranks)
+        seal_manifest(run_store(config), batch_plan(config, batch), ranks, estimator_state='{"steps": 1}')
         ledger.deliver(batch)
         planned(ledger)
 
@@ -152,6 +152,7 @@ def test_a_lost_ledger_is_rebuilt_from_the_manifests(tmp_path: Path) -> None:
     assert (result["planned"], result["delivered"], result["filtered"]) == (4, 3, {"ledger_lost": 1})
     kept = restore.read(config.ledger_path)
     assert kept.meta["steps_delivered"] == 1
+    assert kept.meta["estimator_state"] == '{"steps": 1}'
     before = config.ledger_path.read_bytes()
     rebuild.rebuild_if_lost(config)
     assert config.ledger_path.read_bytes() == before, "a ledger that is there is left alone"

@@ -69,9 +69,12 @@ WRONG = {
     "[filters.custom.x]\nuse = 'a:b'\nmode = 'all'": (
         "line 3: filters.custom.x.mode: Input should be 'off', 'monitor', 'mask' or 'drop'"
     ),
-    "[filters.custom]\nx = 'drop'": "line 2: filters.custom.x is a table: write [filters.custom.x], and its settings below",
-    "[advantages]\nestimator = 'rlooo'": (
-        "line 2: advantages.estimator: 'rlooo' is not built in; did you mean 'rloo'? built in are: dr_grpo, "
+    "[filters.custom]\nx = 'drop'": (
+        "line 2: filters.custom.x is a table: write [filters.custom.x], and its settings below"
+    ),
+    "[advantages]\nlength_shaping = 'token'": (
+        "line 2: advantages.length_shaping: 'token' is not built in; did you mean 'tokens'? built in are: "
+        "none, tokens, turns; name your own as module:attribute"
     ),
     "[filters]\ncustom = 3": "line 2: filters.custom is a table: write [filters.custom], and its settings below",
     "[advantages]\ntool_weight = -1": "line 2: advantages.tool_weight: Input should be greater than or equal to 0",
