@@ -76,7 +76,7 @@ def test_a_wrong_option_is_reported_with_its_file_and_line(tmp_path: Path) -> No
     for content, line, message in [
         (text, 5, "it has no option 'sise'; the nearest is 'size'"),
         (text.replace("3", "'x'"), 4, "options.size: Input should be a valid integer"),
-        (text.replace("arithmetic", "arithmetics"), 2, "use = 'arithmetics' is not known here"),
+        (text.replace("arithmetic", "arithmetics"), 2, "use = 'arithmetics' is not built in"),
     ]:
         file.write_text(content)
         config = load(file, environ={})
