@@ -1,6 +1,6 @@
 """Gates before submission: closed while the engine or the store is unavailable, probed with one job at a time.
 
-Rollouts need the engine and a writable store; filtering (its fsync), the batch phase and encoding need a writable store.
+Rollouts need the engine and a writable store; filtering (its fsync), batch phase and encoding need a writable store.
 """
 
 import time
