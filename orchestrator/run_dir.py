@@ -15,7 +15,7 @@ from penstock.batches.plan import BATCHES
 from penstock.config import RunConfig
 from penstock.config.declared import changes, flattened, shared_settings
 from penstock.config.redis_address import address
-from penstock.errors import RunError, RunMismatch
+from penstock.errors import PenstockError, RunError, RunMismatch
 from penstock.store import Store, atomic, open_store
 from penstock.store.opening import relative_path, run_store_url, stored_url
 
@@ -36,7 +36,14 @@ def create_directories(config: RunConfig) -> None:
             directory.mkdir(parents=True, exist_ok=True)
     store = open_store(config.store_url)
     with explained(store, "store"):
-        store.check()
+        try:
+            store.check()
+        except (OSError, PenstockError):
+            raise
+        except Exception as error:  # of a store from outside the project
+            raise RunError(
+                f"the store {store} cannot be used ({error!r}): repair it, or set store to another"
+            ) from error
 
 
 def begin_or_resume(config: RunConfig) -> str:

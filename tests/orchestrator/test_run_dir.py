@@ -213,3 +213,10 @@ def test_a_stray_file_that_cannot_be_removed_does_not_stop_a_run(
     (config.run_dir / ".status.json.1234.tmp").mkdir()
     assert run_dir.begin_or_resume(config)
     assert "action=housekeeping_failed cannot remove incomplete files" in caplog.text
+
+
+def test_a_store_that_cannot_be_used_is_named_with_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    url = f"sqlite_store:SqliteStore://{tmp_path}/never/blobs.sqlite"
+    with pytest.raises(RunError, match=r"never/blobs\.sqlite cannot be used .*unable to open.*set store to another"):
+        run_dir.create_directories(RunConfig(run_dir=tmp_path / "run", store=url))
