@@ -121,7 +121,7 @@ def group_inputs(group: GroupRecord, policy_version: int) -> GroupInputs:
 
 
 def step_values(batch: BatchRecord, state: Value) -> StepValues:
-    """What the batch phase of `batch` reads, in the order of the rollouts' ids. 4,096 rollouts take 10 ms."""
+    """What the batch phase of `batch` reads, in the order of the rollouts' ids: 240 kB for 4,096 of them."""
     groups = {group.id: group for group in batch.groups}
     rollouts = sorted(batch.rollouts(), key=lambda rollout: rollout.id)
     results = [rollout.result for rollout in rollouts if rollout.result]
