@@ -128,7 +128,7 @@ class Composer:
         version, checked = self._ledger.number("policy_version"), self._checked[1]
         if version != self._checked[0]:
             checked = set[str]()
-        admitted = [group for group in self._ledger.groups.values() if group.state is GroupState.ADMITTED]
+        admitted = self._ledger.groups_in(GroupState.ADMITTED)
         for group in admitted:
             if group.id not in checked:
                 self._drop_from(group, "stale", self._staleness.drops_rollout)

@@ -83,7 +83,7 @@ class JobInputs:
         return True
 
     def _needed(self) -> set[str]:
-        groups = (group for group in self._ledger.groups.values() if group.state in READ_IN_STATES)
+        groups = self._ledger.groups_in(*READ_IN_STATES)
         steps = {job_inputs.step_key(self._run, b.step, b.formation) for b in self._ledger.batches.values()}
         phases = [job for job in self._ledger.jobs.values() if job.kind is JobKind.BATCH_PHASE]
         results = {key for job in phases if (key := self.result_key(job))}

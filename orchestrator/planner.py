@@ -1,7 +1,6 @@
 """Plans groups: what the next steps need of each environment, within the limits on rollouts in flight and storage."""
 
 import math
-import operator
 from collections import Counter
 
 from orchestrator.causes import Causes
@@ -94,14 +93,12 @@ class Planner:
 
     def _open_groups(self) -> dict[str, float]:
         """environment -> open groups. Admitted ones may be partial and count by their quantity."""
-        groups = self._ledger.groups.values()
         pending, admitted = Counter[str](), Counter[str]()
-        for (environment, state), number in Counter(map(operator.attrgetter("environment", "state"), groups)).items():
+        for (environment, state), number in self._ledger.group_counts.items():
             if state not in (GroupState.ADMITTED, GroupState.BATCHED):
                 pending[environment] += number
-        for group in groups:
-            if group.state is GroupState.ADMITTED:
-                admitted[group.environment] += quantity(self._config, group)
+        for group in self._ledger.groups_in(GroupState.ADMITTED):
+            admitted[group.environment] += quantity(self._config, group)
         return {name: pending[name] + self._in_groups(name, admitted[name]) for name in self._config.environments}
 
     def _in_groups(self, environment: str, amount: float) -> float:

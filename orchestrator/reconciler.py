@@ -132,7 +132,7 @@ class Reconciler:
         if self._config.rollouts.partial_groups == "wait":
             return
         aged = {group: self._ages_s.get(group, 0.0) + passed_s for group in running}
-        collecting = {group.id for group in self._ledger.groups.values() if group.state is GroupState.COLLECTING}
+        collecting = {group.id for group in self._ledger.groups_in(GroupState.COLLECTING)}
         self._ages_s = {group: age_s for group, age_s in (self._ages_s | aged).items() if group in collecting}
         for group, age_s in list(self._ages_s.items()):
             if age_s > self._config.rollouts.group_timeout_s:

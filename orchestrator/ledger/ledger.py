@@ -47,6 +47,11 @@ class Ledger:
         self._writer = Writer(path)
         self.groups: dict[str, GroupRecord] = restored.groups
         """open groups, in the order of planning"""
+        self._groups_in: dict[GroupState, dict[str, GroupRecord]] = {state: {} for state in GroupState}
+        self.group_counts = Counter[tuple[str, GroupState]]()
+        """(environment, state) -> open groups"""
+        for group in self.groups.values():
+            self._index(group)
         self.jobs: dict[str, JobRecord] = restored.jobs
         """jobs that are neither settled nor dead, and the jobs of open batches"""
         self.batches: dict[int, BatchRecord] = restored.batches
@@ -106,6 +111,7 @@ class Ledger:
         self.increment("rollouts_planned", size)
         self.states[RolloutState.PLANNED] += size
         self.groups[group.id] = group
+        self._index(group)
         self._touch("groups", group)
         for rollout in group.rollouts:
             self._touch("rollouts", rollout)
@@ -160,8 +166,20 @@ class Ledger:
             self.unwanted_blobs += rollout.result.keys
             self.increment("open_bytes", -rollout.result.stored_bytes)
 
+    def groups_in(self, *states: GroupState) -> list[GroupRecord]:
+        """Open groups in these states, in no order: costs what it returns, not what is open."""
+        return [group for state in states for group in self._groups_in[state].values()]
+
+    def _index(self, group: GroupRecord) -> None:
+        self._groups_in[group.state][group.id] = group
+        self.group_counts[group.environment, group.state] += 1
+
     def enter(self, group: GroupRecord, state: GroupState) -> None:
+        self._groups_in[group.state].pop(group.id)
+        self.group_counts[group.environment, group.state] -= 1
         group.state = state
+        if state is not GroupState.CLOSED:
+            self._index(group)
         self._touch("groups", group)
         if state is GroupState.FILTERING:
             self.increment(f"solved_{group.solved}:{group.environment}")  # before a filter drops the extremes

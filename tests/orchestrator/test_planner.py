@@ -203,3 +203,14 @@ def test_dropped_rollouts_do_not_count_as_stored(ledger: Ledger) -> None:
     ledger.drop(group.rollouts[0], "stale")
     assert ledger.number("open_bytes") == 300
     assert ledger.unwanted_blobs == [f"rollouts/{group.id}-0"]
+
+
+def test_the_ledger_counts_its_open_groups_by_environment_and_state(ledger: Ledger) -> None:
+    """Planning reads these counts: with 20,000 open groups, counting them at every call took 20 s."""
+    for state in (GroupState.FILTERING, GroupState.ADMITTED, GroupState.CLOSED):
+        ledger.enter(submitted(ledger), state)
+    groups = [submitted(ledger), admitted(ledger)]
+    counts = Counter((group.environment, group.state) for group in ledger.groups.values())
+    assert +ledger.group_counts == counts
+    assert ledger.groups_in(GroupState.COLLECTING) == groups[:1]
+    assert len(ledger.groups_in(GroupState.ADMITTED, GroupState.FILTERING)) == 3
