@@ -35,6 +35,8 @@ class NamedCode:
     name: str
     check: str
     """`module:function` of Penstock. Called with `name` and `setting`; returns facts or raises ConfigError."""
+    place: str = ""
+    """File and line, variable or flag that sets it."""
 
 
 def is_custom(name: str) -> bool:
@@ -140,8 +142,9 @@ def _check(named: NamedCode) -> Facts | str:
 
 
 def _facts(found: Sequence[Facts | str], wanted: Sequence[NamedCode]) -> dict[str, Facts]:
-    if problems := [each for each in found if isinstance(each, str)]:
-        raise ConfigError("\n".join(problems))
+    problems = [(named.place, each) for named, each in zip(wanted, found, strict=True) if isinstance(each, str)]
+    if problems:
+        raise ConfigError("\n".join(f"{place}: {problem}" if place else problem for place, problem in problems))
     return {named.setting: cast(Facts, each) for named, each in zip(wanted, found, strict=True)}
 
 

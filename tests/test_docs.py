@@ -396,7 +396,7 @@ def test_a_recipe_names_the_files_it_touches_and_the_test_to_copy(recipe: str) -
     rows = {
         label: re.findall(r"`([\w./]+\.py)`", cell) for label, cell in re.findall(r"^\| (.+?) \| (.+) \|$", text, re.M)
     }
-    assert rows.keys() >= {"here", "read first", "test to copy"}
+    assert rows.keys() >= {"yours", "here", "read first", "test to copy"}
     assert 1 <= len(rows["here"]) < MOST_FILES
     tests = rows["test to copy"]
     assert tests

@@ -1,5 +1,7 @@
 """The rules that a configuration names as `module:attribute`, and their check when a process starts."""
 
+from dataclasses import replace
+
 from penstock.advantages import ESTIMATORS
 from penstock.config.run import RunConfig
 from penstock.filters import Mode
@@ -25,7 +27,7 @@ def named_rules(config: RunConfig) -> list[NamedCode]:
             for name, each in filters.items()
             if each.mode != Mode.OFF
         ]
-    return named
+    return [replace(each, place=config.place_of(*each.setting.split("."))) for each in named]
 
 
 def import_rules(config: RunConfig) -> None:

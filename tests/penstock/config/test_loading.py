@@ -6,6 +6,7 @@ import pytest
 from penstock import config
 from penstock.config import RunConfig
 from penstock.config.problems import RENAMED, all_keys
+from penstock.config.rules import check_rules
 from penstock.errors import ConfigError
 
 
@@ -228,6 +229,17 @@ def test_a_wrong_value_in_a_variable_names_it_in_every_section(tmp_path: Path) -
         ("PENSTOCK_ENGINE", "x", "engine is a table"),
     ]:
         assert f"environment, {variable}: {message}" in refused(tmp_path, **{variable: value})
+
+
+def test_a_rule_that_cannot_be_imported_is_reported_with_its_line(tmp_path: Path) -> None:
+    text = "[advantages]\nestimator = 'json:dumpz'\n[filters.custom.x]\n\nuse = 'no_such_module:f'\n"
+    with pytest.raises(ConfigError) as refusal:
+        check_rules(loaded(tmp_path, text))
+    first, second = str(refusal.value).replace(f"{tmp_path}/", "").splitlines()
+    assert first.startswith(
+        "penstock.toml, line 2: advantages.estimator = 'json:dumpz': module json has no 'dumpz'; did"
+    )
+    assert second.startswith("penstock.toml, line 5: filters.custom.x.use = 'no_such_module:f' cannot be imported")
 
 
 def test_every_setting_can_be_set_by_a_variable() -> None:
