@@ -16,6 +16,7 @@ from penstock.config import RunConfig
 from penstock.config.declared import changes, flattened, shared_settings
 from penstock.config.redis_address import address
 from penstock.errors import PenstockError, RunError, RunMismatch
+from penstock.ledger import schema
 from penstock.store import Store, atomic, open_store
 from penstock.store.opening import relative_path, run_store_url, stored_url
 
@@ -52,6 +53,7 @@ def begin_or_resume(config: RunConfig) -> str:
     Refuses another value of a setting that is fixed for a run, records what else has changed, and removes files that a
     killed orchestrator left incomplete.
     """
+    store = open_store(config.store_url)
     with explained(config.run_dir):
         stored = read(config.run_dir) if (config.run_dir / "run.json").exists() else {}
         content: dict[str, Any] = {
@@ -65,10 +67,10 @@ def begin_or_resume(config: RunConfig) -> str:
         if stored:
             _refuse_second_ledger(config, config.run_dir / stored["ledger"])
             _refuse_second_store(config, stored["store"])
+            _refuse_other_release(config.ledger_path)
             content["changed"] = [*content["changed"], *_changed(config, stored)][-CHANGES_KEPT:]
         if content != stored:
             write_json(config.run_dir / "run.json", content, durable=True)
-        store = open_store(config.store_url)
         _claim_store(store, content["run"])
     for folder in (BATCHES, job_inputs.FOLDER):
         with Reported(f"remove incomplete files of {folder}"):
@@ -154,6 +156,13 @@ def _refuse_second_ledger(config: RunConfig, stored: Path) -> None:
             f"the ledger of the run in {config.run_dir} is {stored}, and there is none at {config.ledger_path}: "
             "move it there, or set ledger_dir back"
         )
+
+
+def _refuse_other_release(ledger: Path) -> None:
+    """Before anything is written: the release that can resume the run finds it as it was."""
+    if ledger.exists():
+        with schema.reading(ledger):
+            pass
 
 
 def _refuse_second_store(config: RunConfig, stored: str) -> None:

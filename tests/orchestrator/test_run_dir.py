@@ -9,8 +9,8 @@ from orchestrator import run_dir
 from orchestrator.lock import lock_directory
 from penstock.config import RunConfig
 from penstock.config.declared import declarations, shared_settings
-from penstock.errors import RunError, RunLocked, RunMismatch
-from penstock.ledger.schema import open_for_writing
+from penstock.errors import LedgerError, RunError, RunLocked, RunMismatch
+from penstock.ledger.schema import SCHEMA_VERSION, open_for_writing
 
 
 def opened(config: RunConfig) -> str:
@@ -142,6 +142,22 @@ def test_a_second_ledger_is_refused(tmp_path: Path) -> None:
     config.ledger_path.rename(moved.ledger_path)
     opened(moved)
     assert run_dir.ledger_path(config.run_dir) == moved.ledger_path
+
+
+def test_a_ledger_of_another_release_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    opened(config)
+    ledger = open_for_writing(config.ledger_path)
+    ledger.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    ledger.close()
+    (config.run_dir / "store" / "batches").mkdir()
+    (config.run_dir / "store" / "batches" / ".manifest.json.unfinished").write_text("")
+    before = {path: path.read_bytes() for path in config.run_dir.rglob("*") if path.is_file()}
+    with pytest.raises(
+        LedgerError, match=r"written by another version of Penstock \(schema \d+, not \d+\): use the version"
+    ):
+        opened(configured(tmp_path, steps=99))
+    assert {path: path.read_bytes() for path in config.run_dir.rglob("*") if path.is_file()} == before
 
 
 def test_a_second_store_is_refused(tmp_path: Path) -> None:
