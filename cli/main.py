@@ -8,6 +8,7 @@ import typer
 from cli import audit, bench, engine, run, sessions, status
 from cli.demo import command as demo
 from penstock.errors import ConfigError, PenstockError
+from penstock.runtime.privacy import forbid_inspection
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,6 +38,7 @@ def _refuse_renamed_flags(words: list[str]) -> None:
 def main() -> None:
     logging.captureWarnings(True)
     try:
+        forbid_inspection()
         _refuse_renamed_flags(sys.argv[1:])
         app()
     except PenstockError as error:

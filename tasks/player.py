@@ -3,6 +3,7 @@ configuration defines it."""
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from itertools import islice
@@ -12,7 +13,7 @@ from penstock.config import RunConfig
 from penstock.config.test_hooks import noop_settings
 from penstock.engines.client import EngineClient
 from penstock.engines.dialects import Dialect, dialect_of
-from penstock.environments import grading
+from penstock.environments import agent_program, grading
 from penstock.environments.loading import LoadedEnvironment, load_environments
 from penstock.errors import ConfigError, InfrastructureFailure, StageError
 from penstock.messages import REWARDS_LIMIT, RolloutJob, RolloutResult, ScoreJob, ScoreResult, SurveyJob, SurveyResult
@@ -43,6 +44,8 @@ class Player:
             # The built-in ones, if there are none.
             self._environments = await in_io_thread(load_environments, real, self._config.place_of)
             dialect = await _dialect(self._config)
+            agent_program.run_as(self._config.rollouts.agent_user)
+            self._warn_of_root()
         except ConfigError as error:
             self._broken = str(error)  # the reply to every job, so that the orchestrator stops with it
         config = self._config
@@ -101,6 +104,16 @@ class Player:
             return SurveyResult(examples=noop.EXAMPLES, scores_groups=False)
         environment = self._environment(job.environment)
         return SurveyResult(examples=environment.size, scores_groups=environment.scores_groups)
+
+    def _warn_of_root(self) -> None:
+        if os.geteuid() == 0 and not self._config.rollouts.agent_user:
+            agents = ",".join(name for name, each in self._environments.items() if each.external_agent)
+            if agents:
+                logger.warning(
+                    "action=agents_are_root environments=%s: their programs can read this worker's secrets; "
+                    "set rollouts.agent_user, or run the worker as another user",
+                    agents,
+                )
 
     async def _close_environments(self) -> None:
         """Concurrently: each may wait for processes."""

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from penstock.config import DEFAULT_REDIS_URL
 from penstock.messages import Queue
+from penstock.runtime import privacy
 from penstock.store import open_store
 from tasks import celery_app
 from tasks.celery_app import settings
@@ -34,9 +35,18 @@ def set_up(app: Celery, kind: WorkerKind, pool: str) -> None:
         _refuse_other_pool(kind, pool, options["pool"])
         if not _named_by_user():
             instance.hostname = f"{kind}-{os.getpid()}@{socket.gethostname()}"
+        _hide_secrets(kind)
 
     celeryd_init.connect(check_and_name, weak=False)
     worker_ready.connect(_log_configuration, weak=False)
+
+
+def _hide_secrets(kind: WorkerKind) -> None:
+    """Agents' programs run as children of rollout workers, by default as the same user."""
+    settings()
+    privacy.forbid_inspection()
+    if kind is WorkerKind.ROLLOUTS:
+        privacy.forget_variables()
 
 
 def _refuse_other_queues(kind: WorkerKind, queues: list[str]) -> None:

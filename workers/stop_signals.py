@@ -1,4 +1,4 @@
-"""Signal handlers of a worker: the first SIGTERM or SIGINT drains it; a second one, or SIGQUIT, stops it.
+"""Signal handlers of a worker: the first SIGTERM, SIGINT or SIGHUP drains it; a second one, or SIGQUIT, stops it.
 
 The handlers only set Celery's own flags, which Celery's loop and the pool's drain check. Celery's own handlers perform
 the whole cold stop inside the handler: they publish events and write to Redis, and hang if the signal interrupted a
@@ -13,7 +13,8 @@ from types import FrameType
 from celery.platforms import EX_FAILURE, EX_OK
 from celery.worker import state
 
-DRAIN, STOP = (signal.SIGTERM, signal.SIGINT), signal.SIGQUIT
+# Celery restarts itself at SIGHUP, which needs the variables that the worker has forgotten: it drains instead.
+DRAIN, STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGQUIT
 
 
 def install() -> None:

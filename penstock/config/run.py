@@ -56,6 +56,8 @@ class Rollouts(Section):
     """Groups started for every group that the next steps need. Raise it when many groups are dropped."""
     graders: Annotated[PositiveInt | None, read_by(Reader.ROLLOUTS), OF_HOST] = None
     """Processes of one worker that score completions (`graded`). Default: one per core."""
+    agent_user: Annotated[str | None, read_by(Reader.ROLLOUTS), OF_HOST] = None
+    """User that agents' programs (`run_program`) run as, if the worker runs as root. Default: the worker's own."""
 
     @property
     def smallest_group(self) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import pwd
 import select
 import signal
 import subprocess
@@ -12,15 +13,55 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.environments.protocol import AgentPolicy
+from penstock.errors import ConfigError
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.launcher import LAUNCHER
 from penstock.runtime.offload import in_io_thread
+from penstock.runtime.privacy import inherited_variables
 
 NICENESS = 10
 """Programs yield the CPU to the event loop that serves them: without it, 16 starting at once took 90 % of its time."""
 MAX_OUTPUT_BYTES = 1 << 20
 """The last bytes of a program's output are kept."""
 BLOCK_BYTES = 1 << 16  # the capacity of a pipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentUser:
+    """The user that programs run as, in place of this process's."""
+
+    uid: int
+    gid: int
+    variables: Mapping[str, str]
+
+    @property
+    def switch(self) -> str:
+        """Python that changes the user and gives it the output. Runs before PR_SET_PDEATHSIG, which it clears, and
+        after all imports: the user may have no access to this Python."""
+        ids = f"{self.uid}, {self.gid}"
+        return f"os.fchown(1, {ids}); os.setgroups([]); os.setgid({self.gid}); os.setuid({self.uid})\n"
+
+
+_user: AgentUser | None = None
+
+
+def run_as(name: str | None) -> None:
+    """Run all later programs of this process as user `name`, or as its own. Raises ConfigError."""
+    global _user
+    _user = _agent_user(name) if name else None
+
+
+def _agent_user(name: str) -> AgentUser | None:
+    try:
+        entry = pwd.getpwnam(name)
+    except KeyError:
+        raise ConfigError(f"rollouts.agent_user: this machine has no user {name!r}") from None
+    if entry.pw_uid == os.geteuid():
+        return None
+    if os.geteuid() != 0:
+        raise ConfigError(f"rollouts.agent_user = {name!r}: only a worker that runs as root can change the user")
+    variables = {"HOME": entry.pw_dir, "USER": name, "LOGNAME": name}
+    return AgentUser(uid=entry.pw_uid, gid=entry.pw_gid, variables=variables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +82,19 @@ async def run_program(
     """Run `command` with the policy's URL and key in the variables that the `openai` package reads.
 
     The program has its own process group, which is killed when this call returns, raises or is cancelled; the program
-    itself also ends with this process. It inherits this process's environment except Penstock's settings.
+    itself also ends with this process. It inherits this process's environment except Penstock's settings, and runs as
+    `rollouts.agent_user`.
     """
-    launcher = [sys.executable, "-I", "-S", "-c", f"import os; os.nice({NICENESS})\n{LAUNCHER}", str(os.getpid())]
-    environment = {**inherited_variables(), **policy.variables, **(variables or {})}
+    script = f"import ctypes, os; os.nice({NICENESS})\n{_user.switch if _user else ''}{LAUNCHER}"
+    launcher = [sys.executable, "-I", "-S", "-c", script, str(os.getpid())]
+    of_user = _user.variables if _user else {}
+    environment = {**inherited_variables(), **of_user, **policy.variables, **(variables or {})}
     # In a thread: each fork blocks its caller (380 ms when 16 programs started at once).
     starting = asyncio.create_task(in_io_thread(_start, [*launcher, *command], environment, directory))
     try:
         return await in_io_thread(_wait, await asyncio.shield(starting))
     finally:
         await run_to_completion(asyncio.create_task(_kill(starting)))
-
-
-def inherited_variables() -> dict[str, str]:
-    """This process's environment without PENSTOCK_*: the URLs of Redis and the engine contain keys and passwords."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], directory: Path | None) -> "subprocess.Popen[bytes]":

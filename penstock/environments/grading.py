@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
-from penstock.environments.agent_program import inherited_variables
 from penstock.environments.grader_child import MAX_RESULT_BYTES
 from penstock.environments.scores import Score
 from penstock.errors import InfrastructureFailure, PolicyFailure, StageError
 from penstock.runtime import offload
 from penstock.runtime.cancellation import run_to_completion
+from penstock.runtime.privacy import inherited_variables
 
 Ts = TypeVarTuple("Ts")
 R = TypeVar("R")

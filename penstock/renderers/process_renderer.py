@@ -4,7 +4,6 @@ Reading a tokenizer's file holds the GIL, and a chat template is Python: in a th
 Encoding and decoding have a pipe each, so that neither waits for the other. A child that dies or hangs is replaced.
 """
 
-import os
 import pickle
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 
 from penstock.errors import BadRequest, InfrastructureFailure, PenstockError
 from penstock.renderers.protocol import NO_IDS, Tools
+from penstock.runtime import privacy
 from penstock.turn import Ids, Message
 
 # Building takes 0.3-4 s, encoding a million tokens about 3 s. A child that takes longer than these hangs.
@@ -86,7 +86,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=descriptors,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            env={**privacy.inherited_variables(), "TOKENIZERS_PARALLELISM": "false"},
             process_group=0,
         )
         for child_socket in child_sockets:

@@ -1,4 +1,5 @@
-"""The password of Redis is only in the environment: not in a file, a log, a command line or an error."""
+"""The password of Redis is only in the environment that a process is started with: not in a file, a log, a command
+line or an error, and a rollout worker, which starts agents, forgets it."""
 
 from pathlib import Path
 
@@ -19,9 +20,14 @@ def leaks(cluster: Cluster) -> list[Path]:
 def test_the_password_is_never_shown(tmp_path: Path) -> None:
     """Also when Redis is killed, and every process logs the address that it cannot reach."""
     with cluster_in(tmp_path, password=PASSWORD, noop={"rollout_s": 60}) as cluster:
+        cluster.enter = ["env"]  # else the worker is a fork of this process, with its environment
         workers = [cluster.rollout_worker(concurrency=8), cluster.compute_worker()]
+        cluster.enter = []
+        started_with = [Path(f"/proc/{worker.pid}/environ") for worker in workers]
         cluster.orchestrator()
         cluster.wait_running(8)
+        assert [TRACE in environment.read_bytes() for environment in started_with] == [False, True]
+        assert b"PATH=" in started_with[0].read_bytes()
         with_redis = cluster.penstock("status", str(cluster.run_dir))
         assert f"redis://127.0.0.1:{cluster.redis_server.port}/0 is reachable" in with_redis.text
         cluster.redis_server.kill()

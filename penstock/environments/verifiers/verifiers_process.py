@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.environments.agent_program import inherited_variables
 from penstock.environments.protocol import AgentPolicy
 from penstock.environments.verifiers.leftovers import kill_programs_in
 from penstock.environments.verifiers.wire import (
@@ -39,6 +38,7 @@ from penstock.environments.verifiers.wire import (
 from penstock.errors import ConfigError
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_io_thread
+from penstock.runtime.privacy import inherited_variables
 
 START_TIMEOUT_S = 600.0  # the package takes 5-15 s; a taskset may read a large data set
 # A cancelled rollout waits this long, well within GRACE_S, for its sandbox to be removed; the child continues after it.
