@@ -42,6 +42,13 @@ def config(server: EmbeddedRedis, tmp_path: Path) -> RunConfig:
     return RunConfig.model_validate({"redis_url": server.url, "run_dir": tmp_path})
 
 
+@pytest.fixture
+def prefork(config: RunConfig) -> Iterator[SyncExecutor]:
+    executor = SyncExecutor(config)
+    yield executor
+    executor._leases.stop()
+
+
 def replies(client: redis.Redis) -> list[Reply]:
     entries: Any = client.xrange(redis_keys.replies("r"))
     return [Reply.model_validate_json(fields[b"reply"]) for _, fields in entries]
@@ -137,13 +144,13 @@ def test_a_cancelled_execution_is_released(config: RunConfig, client: redis.Redi
     ("error", "outcome"), [(WorkerStopping("stopping"), Outcome.RELEASED), (SystemExit(3), Outcome.FAILED)]
 )
 def test_a_prefork_child_releases_its_job_only_when_its_worker_stops(
-    config: RunConfig, client: redis.Redis, error: SystemExit, outcome: Outcome
+    prefork: SyncExecutor, client: redis.Redis, error: SystemExit, outcome: Outcome
 ) -> None:
     def body(_: str) -> Any:
         raise error
 
     with pytest.raises(SystemExit):
-        SyncExecutor(config).execute(FILTER, body)
+        prefork.execute(FILTER, body)
     assert only_reply(client).outcome is outcome
 
 
@@ -193,16 +200,15 @@ def test_a_result_that_cannot_be_sent_is_a_failure(
     assert problem in (reply.error or "")
 
 
-def test_a_prefork_result_that_cannot_be_sent_is_a_failure(config: RunConfig, client: redis.Redis) -> None:
+def test_a_prefork_result_that_cannot_be_sent_is_a_failure(prefork: SyncExecutor, client: redis.Redis) -> None:
     result = FilterResult().model_copy(update={"masked": ("\ud800",)})
     with pytest.raises(execution.StageError, match="cannot be encoded"):
-        SyncExecutor(config).execute(FILTER, lambda _: result)
+        prefork.execute(FILTER, lambda _: result)
     assert only_reply(client).outcome is Outcome.FAILED
 
 
-def test_a_prefork_reply_waits_while_redis_is_out_of_memory(config: RunConfig, client: redis.Redis) -> None:
+def test_a_prefork_reply_waits_while_redis_is_out_of_memory(prefork: SyncExecutor, client: redis.Redis) -> None:
     client.config_set("maxmemory-policy", "noeviction")
-    executor = SyncExecutor(config)
 
     def body(_: str) -> FilterResult:
         client.config_set("maxmemory", "1")
@@ -210,7 +216,7 @@ def test_a_prefork_reply_waits_while_redis_is_out_of_memory(config: RunConfig, c
         return FilterResult()
 
     try:
-        executor.execute(FILTER, body)
+        prefork.execute(FILTER, body)
     finally:
         client.config_set("maxmemory", "0")
     assert only_reply(client).outcome is Outcome.DONE

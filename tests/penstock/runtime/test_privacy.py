@@ -14,7 +14,7 @@ from penstock.environments import AgentPolicy, agent_program, run_program
 from penstock.errors import ConfigError
 
 SECRET = "hunter2"
-NOBODY = pwd.getpwnam("nobody")
+OTHER_USER = pwd.getpwnam("daemon")
 POLICY = AgentPolicy(base_url="http://127.0.0.1:9/v1", api_key="k")
 ROOT = Path(__file__).parents[3]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes the user; the tests run as root in CI")
@@ -38,14 +38,14 @@ print("kept", os.environ["OTHER"], os.environ.get("PENSTOCK_REDIS_URL"))
 URL = f"redis://:{SECRET}@127.0.0.1:6379/0"
 
 
-def worker_as_nobody(steps: str) -> list[str]:
+def worker_as_user(steps: str) -> list[str]:
     variables = {
         "PENSTOCK_REDIS_URL": URL,
         "OTHER": "PENSTOCK_REDIS_URL=stays",
         "PYTHONPATH": str(ROOT),
         "PATH": os.environ["PATH"],
     }
-    command = [sys.executable, "-c", WORKER, str(NOBODY.pw_uid), str(NOBODY.pw_gid), steps]
+    command = [sys.executable, "-c", WORKER, str(OTHER_USER.pw_uid), str(OTHER_USER.pw_gid), steps]
     worker = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
     assert worker.returncode == 0, worker.stderr
     return worker.stdout.strip().split("\n")
@@ -57,8 +57,8 @@ def worker_as_nobody(steps: str) -> list[str]:
     [("", True, True), ("forget", False, True), ("forbid", False, False), ("forget,forbid", False, False)],
 )
 def test_an_agent_of_the_same_user_sees_no_secret(steps: str, seen: bool, inspected: bool) -> None:
-    user, *lines, last = worker_as_nobody(steps)
-    assert user == str(NOBODY.pw_uid)
+    user, *lines, last = worker_as_user(steps)
+    assert user == str(OTHER_USER.pw_uid)
     assert any(SECRET in line for line in lines) is seen
     assert any(line.endswith("maps") for line in lines) is inspected
     assert last == f"kept PENSTOCK_REDIS_URL=stays {None if 'forget' in steps else URL}"
@@ -69,13 +69,13 @@ def test_the_program_of_an_agent_runs_as_another_user(tmp_path: Path) -> None:
     script = (
         f'id -u; id -G; echo "$HOME $USER"; cat /proc/{os.getpid()}/environ >/dev/null && echo read; echo > /dev/stderr'
     )
-    agent_program.run_as("nobody")
+    agent_program.run_as("daemon")
     try:
         result = asyncio.run(run_program(["/bin/sh", "-c", script], POLICY, directory=Path("/")))
     finally:
         agent_program.run_as(None)
     lines = result.output.split("\n")
-    assert lines[:3] == [str(NOBODY.pw_uid), str(NOBODY.pw_gid), f"{NOBODY.pw_dir} nobody"]
+    assert lines[:3] == [str(OTHER_USER.pw_uid), str(OTHER_USER.pw_gid), f"{OTHER_USER.pw_dir} daemon"]
     assert "Permission denied" in result.output
     assert "read" not in lines
 
@@ -86,12 +86,12 @@ def test_a_program_of_another_user_ends_with_its_rollout() -> None:
         running = asyncio.create_task(run_program(["/bin/sleep", "1000"], POLICY, directory=Path("/")))
         while not (pids := _sleepers()):
             await asyncio.sleep(0.05)
-        assert all(_owner(pid) == NOBODY.pw_uid for pid in pids)
+        assert all(_owner(pid) == OTHER_USER.pw_uid for pid in pids)
         running.cancel()
         await asyncio.wait([running])
         assert not _sleepers()
 
-    agent_program.run_as("nobody")
+    agent_program.run_as("daemon")
     try:
         asyncio.run(asyncio.wait_for(main(), 60))
     finally:
@@ -109,5 +109,5 @@ def _sleepers() -> list[int]:
 
 
 def test_an_unknown_user_is_refused() -> None:
-    with pytest.raises(ConfigError, match="this machine has no user 'nobody-here'"):
-        agent_program.run_as("nobody-here")
+    with pytest.raises(ConfigError, match="this machine has no user 'absent'"):
+        agent_program.run_as("absent")
