@@ -4,6 +4,7 @@ A lease exists before the body starts and ends after its reply is written. The t
 false (an event loop that does not tick), so a wedged worker looks like a dead one.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -70,6 +71,13 @@ class LeaseKeeper:
                 if failing_since is not None:
                     logger.info("action=lease_renewal_back after_s=%.1f", time.monotonic() - failing_since)
                 failing_since = None
+        with contextlib.suppress(redis.RedisError, OSError):
+            self._remove_ended()
+
+    def _remove_ended(self) -> None:
+        """No renewal follows that would do it."""
+        if ended := self._renewed - self._held:
+            self._client.hdel(redis_keys.LEASES, *ended)
 
     def _renew(self) -> None:
         """Renew held leases. Those that ended since the last renewal are removed: it may have re-created them."""

@@ -40,6 +40,18 @@ def test_a_late_renewal_does_not_restore_an_ended_lease(client: redis.Redis, kee
     wait_until(lambda: not client.exists(redis_keys.LEASES))
 
 
+def test_a_lease_that_the_last_renewal_restored_is_removed_at_the_stop(client: redis.Redis) -> None:
+    keeper = LeaseKeeper(client, worker="w", lease_s=0.1)
+    keeper.start()
+    keeper.hold("ended")
+    wait_until(lambda: client.hexists(redis_keys.LEASES, "ended"))
+    keeper.hold("abandoned")
+    wait_until(lambda: client.hexists(redis_keys.LEASES, "abandoned"))
+    keeper.drop("ended")
+    keeper.stop()
+    assert client.hkeys(redis_keys.LEASES) == [b"abandoned"]
+
+
 def test_a_blocked_process_renews_nothing(client: redis.Redis) -> None:
     checks: list[float] = []
     keeper = LeaseKeeper(client, worker="w", lease_s=0.1, alive=lambda: checks.append(time.monotonic()) is not None)

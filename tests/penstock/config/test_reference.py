@@ -1,3 +1,4 @@
+import functools
 import re
 
 import pytest
@@ -7,6 +8,7 @@ from penstock.config.declared import declarations
 from penstock.config.problems import all_keys
 
 
+@functools.cache
 def rows() -> dict[str, list[str]]:
     """Cells of the generated page, by setting."""
     found, section = dict[str, list[str]](), ""

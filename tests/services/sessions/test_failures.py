@@ -156,12 +156,12 @@ def test_a_body_that_cannot_be_read_is_400(agent: Agent) -> None:
     agent.assert_usable()
 
 
-def test_a_failed_write_is_500_and_the_session_stays_usable(agent: Agent) -> None:
+def test_a_failed_write_is_507_and_the_session_stays_usable(agent: Agent) -> None:
     agent.talk("hello")
     log = next(agent.server.store.rglob(f"{agent.id}/.columns*"))
     log.rename(log.with_name("elsewhere"))
     response = agent.chat("lost")
-    assert response.status == 500
+    assert response.status == 507
     assert "cannot write" in response.error
     log.with_name("elsewhere").rename(log)
     agent.assert_usable()
