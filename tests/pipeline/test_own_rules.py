@@ -156,4 +156,7 @@ def test_rules_that_cannot_be_used_are_refused_before_a_rollout_is_planned(tmp_p
                 assert message in process.text
                 assert "Traceback" not in process.text
                 assert (no_filter in process.text) == (":" in estimator)
+        run = cluster.orchestrator(PENSTOCK_ENGINE__DIALECT="own_package.rules:per_agent", **variables)
+        assert run.wait() == 2, run.text
+        assert "engine.dialect = 'own_package.rules:per_agent' is not a subclass" in run.text
         assert not cluster.run_dir.exists()

@@ -3,8 +3,6 @@
 Everything that training needs (ids, logprobs, routed experts) is requested here and cannot be switched off.
 """
 
-import difflib
-import importlib
 import inspect
 from typing import Any
 
@@ -23,6 +21,7 @@ from penstock.engines.dialects.base import (
     read_part,
 )
 from penstock.errors import ConfigError
+from penstock.registry import Facts, import_attribute
 
 __all__ = [
     "ABSENT",
@@ -33,6 +32,7 @@ __all__ = [
     "Prompt",
     "ResponseFields",
     "TokenId",
+    "check_dialect",
     "dialect_of",
     "load_dialect",
     "read_ids",
@@ -41,9 +41,12 @@ __all__ = [
 ]
 
 
+SETTING = "engine.dialect"
+
+
 def dialect_of(settings: Engine, *, renderer: AsyncRenderer | None = None) -> Dialect:
     """ConfigError if the class cannot be loaded, if it needs a renderer and has none, or cannot use one."""
-    setting = f'engine.dialect = "{settings.dialect}"'
+    setting = f"{SETTING} = {settings.dialect!r}"
     kind = load_dialect(settings.dialect)
     if renderer is None and not kind.takes_messages:
         raise ConfigError(f"{setting} sends tokens and needs a renderer: set policy.renderer")
@@ -60,25 +63,20 @@ def dialect_of(settings: Engine, *, renderer: AsyncRenderer | None = None) -> Di
 
 def load_dialect(name: str) -> type[Dialect]:
     """The class that `engine.dialect` names. Imports code of the user: only processes that use the engine call this."""
-    setting = f'engine.dialect = "{name}"'
-    module_name, _, class_name = DIALECTS.get(name, name).partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        advice = "install it where rollout workers and session servers run, or add its directory to PYTHONPATH"
-        raise ConfigError(f"{setting} cannot be imported: {error}; {advice}") from error
-    except Exception as error:
-        raise ConfigError(f"{setting} cannot be imported: {type(error).__name__}: {error}") from error
-    kind: Any = getattr(module, class_name, None)
-    if kind is None:
-        near = difflib.get_close_matches(class_name, vars(module), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{setting}: module {module_name} has no class {class_name!r}{hint}")
+    setting = f"{SETTING} = {name!r}"
+    kind: Any = import_attribute(DIALECTS.get(name, name), setting=SETTING)
     if not (isinstance(kind, type) and issubclass(kind, Dialect)):
-        raise ConfigError(f"{setting}: {class_name} is not a subclass of penstock.engines.dialects.Dialect")
+        raise ConfigError(f"{setting} is not a subclass of penstock.engines.dialects.Dialect")
     if inspect.isabstract(kind):
         missing = ", ".join(sorted(kind.__abstractmethods__))
-        raise ConfigError(f"{setting}: {class_name} does not define {missing}")
+        raise ConfigError(f"{setting}: {kind.__name__} does not define {missing}")
     if not str(getattr(kind, "endpoint", "")).startswith("/"):
-        raise ConfigError(f"{setting}: {class_name}.endpoint must be a path such as /v1/chat/completions")
+        raise ConfigError(f"{setting}: {kind.__name__}.endpoint must be a path such as /v1/chat/completions")
     return kind
+
+
+def check_dialect(name: str, *, setting: str) -> Facts:
+    """For `registry.check_in_child`."""
+    assert setting == SETTING
+    load_dialect(name)
+    return {}

@@ -108,9 +108,9 @@ class Picky(Nowhere):
     [
         ("nowhere_to_be_found:Mine", "cannot be imported: No module named 'nowhere_to_be_found'; install it"),
         ("fails_to_import:Mine", "cannot be imported: ZeroDivisionError"),
-        ("broken_dialects:Hal", "has no class 'Hal'; did you mean 'Half'?"),
-        ("broken_dialects:NotADialect", "NotADialect is not a subclass of penstock.engines.dialects.Dialect"),
-        ("broken_dialects:BROKEN", "BROKEN is not a subclass"),
+        ("broken_dialects:Hal", "has no 'Hal'; did you mean 'Half'?"),
+        ("broken_dialects:NotADialect", "is not a subclass of penstock.engines.dialects.Dialect"),
+        ("broken_dialects:BROKEN", "is not a subclass"),
         ("broken_dialects:Half", "Half does not define read"),
         ("broken_dialects:Nowhere", "Nowhere.endpoint must be a path"),
         ("broken_dialects:Picky", "cannot be constructed: RuntimeError: no licence"),
@@ -124,7 +124,7 @@ def test_a_class_that_cannot_be_used_is_refused(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError) as refusal:
         dialect_of(Engine(dialect=name))
-    assert f'engine.dialect = "{name}"' in str(refusal.value)
+    assert f"engine.dialect = '{name}'" in str(refusal.value)
     assert why in str(refusal.value)
 
 
