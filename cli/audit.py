@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,17 +16,23 @@ if TYPE_CHECKING:
     from orchestrator.ledger.audit import Progress
 
 
-def audit(run_dir: RunDir, as_json: Json = False) -> None:
+def audit(
+    run_dir: RunDir,
+    full: Annotated[bool, typer.Option("--full", help="Read every file again, not only those of new steps.")] = False,
+    as_json: Json = False,
+) -> None:
     """Check that every rollout of a run is accounted for.
 
     Every planned rollout must be delivered in exactly one step, filtered for a reason, in flight, or dead with an
-    error. Compares the ledger with the manifests, and checks the checksum of every file that they name and that is not
-    released. Changes nothing, and works while the run continues. The exit code is 1 if there is a problem.
+    error. Compares the ledger with every manifest, and checks the checksum of every file that they name and that is not
+    released; files that the end of `penstock run` has checked are read again with `--full` only. Changes nothing, and
+    works while the run continues. The exit code is 1 if there is a problem.
     """
+    from orchestrator.ledger.audit import Scope
     from orchestrator.ledger.audit import audit as audit_run
 
     with checksum_progress() as progress:
-        result = audit_run(run_dir, progress)
+        result = audit_run(run_dir, progress, Scope.FULL if full else Scope.NEW_FILES)
     if as_json:
         print_json(result)
     else:
@@ -61,7 +67,16 @@ def _facts(result: dict[str, Any]) -> Iterator[Fact]:
         yield Fact("died", f"{facts.counted(cause['jobs'], cause['kind'] + ' job')}: {cause['error']}")
     for problem in result["problems"]:
         yield Fact("problem", problem, alarm=True)
+    yield from not_read(result)
     yield verdict(result)
+
+
+def not_read(result: dict[str, Any]) -> Iterator[Fact]:
+    """What an earlier audit has checked and this one has not."""
+    if result["files_from"]:
+        what = "manifests and files" if result["manifests_from"] else "files"
+        steps = facts.counted(result["files_from"], "earlier step")
+        yield Fact("not read", f"{what} of {steps}, audited before: penstock audit --full reads them again")
 
 
 def verdict(result: dict[str, Any]) -> Fact:

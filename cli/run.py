@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from cli import facts
-from cli.audit import checksum_progress, verdict
+from cli.audit import checksum_progress, not_read, verdict
 from cli.facts import Fact
 from cli.output import CONFIG_HELP, Json, print_facts, print_json, showing_run
 
@@ -40,13 +40,13 @@ def run(
 
     settings = configuration.load(config, flags={"run_dir": run_dir, "steps": steps, "lag.trace_s": lag_trace_s})
     from orchestrator import start  # after the settings, so that a wrong one is reported before Celery is imported
-    from orchestrator.ledger.audit import audit
+    from orchestrator.ledger.audit import audit_at_end
     from penstock.store import open_store
 
     with showing_run(as_json=as_json) as on_status:
         status = start.run(settings, on_status=on_status)
     with checksum_progress() as progress:
-        result = audit(settings.run_dir, progress)
+        result = audit_at_end(settings.run_dir, progress)
     if as_json:
         print_json({**status, "audit": result})
     else:
@@ -62,6 +62,7 @@ def _summary(status: dict[str, Any], result: dict[str, Any], batches: str) -> It
     yield Fact("steps", f"{status['step']:,} of {status['steps']:,} delivered")
     if status["step"]:
         yield Fact("batches", batches)
+    yield from not_read(result)
     yield verdict(result)
     if not done:
         yield Fact("resume", shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))

@@ -12,7 +12,7 @@ from cli.demo.lifecycle import DONE, Demo
 from cli.demo.options import Options, short
 from cli.facts import Fact
 from orchestrator import run_dir
-from orchestrator.ledger.audit import audit
+from orchestrator.ledger.audit import audit_at_end
 from penstock.batches import Manifest, read_manifests, read_trainer
 from penstock.batches.manifest import manifest_key
 from penstock.ledger import queries, schema
@@ -21,7 +21,7 @@ from penstock.store import Store, open_store
 
 def collect(options: Options, demo: Demo) -> dict[str, Any]:
     """Read everything from disk, except the lag and the trainer's last line."""
-    result = audit(options.run_dir)
+    result = audit_at_end(options.run_dir)
     store = open_store(run_dir.store_url(options.run_dir))
     manifests = read_manifests(store)
     totals = [manifest.totals for manifest in manifests.values()]

@@ -1,100 +1,164 @@
 """Checks that a run adds up: the ledger against itself, against the manifests, and these against the files.
 
-Read-only; the run may continue meanwhile.
+The run may continue meanwhile. One manifest is in memory at a time, and the rollouts of one step.
 """
 
 import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from enum import StrEnum
+from heapq import merge
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from orchestrator import run_dir
-from penstock.batches import Manifest, read_manifests
+from orchestrator.housekeeping import Reported
+from penstock.batches import Manifest, manifest_steps, read_manifest
 from penstock.errors import BlobError
 from penstock.ledger import queries, schema
 from penstock.store import BlobRef, Store, open_store
 
 SHOWN_MOST = 20  # of any one kind of problem
+AUDITED = "audited.json"
+"""In the run directory: the steps that the end of an orchestrator has audited."""
 
 Progress = Callable[[int, int], None]
 """called with the bytes checked so far and the total"""
 
 
-def audit(directory: Path, progress: Progress = lambda done, total: None) -> dict[str, Any]:
-    """`balanced` is true when the counts add up and no problem was found."""
+class Scope(StrEnum):
+    """What is read beside the whole ledger. Steps are new if no orchestrator has audited them at its end."""
+
+    FULL = "full"
+    """every manifest and every file"""
+    NEW_FILES = "new files"
+    """every manifest, the files of new steps"""
+    NEW = "new"
+    """manifests and files of new steps"""
+
+
+def no_progress(done: int, total: int) -> None:
+    pass
+
+
+def audit(directory: Path, progress: Progress = no_progress, scope: Scope = Scope.FULL) -> dict[str, Any]:
+    """Read-only. `balanced` is true when the counts add up and no problem was found."""
     store = open_store(run_dir.store_url(directory))
     with schema.reading(run_dir.ledger_path(directory)) as connection:
         with queries.snapshot(connection):  # the manifests are read inside: they may only be newer than the ledger
-            rollouts = queries.progress(connection)["rollouts"]
-            manifests = read_manifests(store)
-            problems = [
-                *queries.structure_problems(connection, limit=SHOWN_MOST),
-                *_delivery_problems(connection, manifests),
-            ]
+            counts = queries.progress(connection)
+            sealed = manifest_steps(store)
+            new = min(_audited_steps(directory), counts["step"])
+            first, first_files = new if scope is Scope.NEW else 0, 0 if scope is Scope.FULL else new
+            problems = list(queries.structure_problems(connection, limit=SHOWN_MOST))
+            problems += islice(_delivery_problems(store, connection, sealed, first), SHOWN_MOST)
             dead_jobs = queries.dead_jobs(connection, limit=SHOWN_MOST)
         # Outside the snapshot: the run may release files while they are checked.
-        problems += islice(_damaged_files(store, manifests, connection, progress), SHOWN_MOST)
+        files = Files(store, connection, [step for step in sealed if step >= first_files])
+        problems += islice(files.damaged(progress), SHOWN_MOST)
     return {
-        **rollouts,
-        "balanced": rollouts["balanced"] and not problems,
+        **counts["rollouts"],
+        "balanced": counts["rollouts"]["balanced"] and not problems,
         "problems": problems,
-        "steps": len(manifests),
+        "steps": len(sealed),
+        "delivered_steps": counts["step"],
+        "manifests_from": first,
+        "files_from": first_files,
         "dead_jobs": dead_jobs,
     }
 
 
-def _delivery_problems(connection: sqlite3.Connection, manifests: dict[int, Manifest]) -> Iterator[str]:
+def audit_at_end(directory: Path, progress: Progress = no_progress) -> dict[str, Any]:
+    """Audit what is new since the last time, and remember how far it reaches if it is balanced."""
+    result = audit(directory, progress, Scope.NEW)
+    if result["balanced"] and result["delivered_steps"]:
+        with Reported(f"remember in {directory / AUDITED} what was audited"):
+            content = {"run": run_dir.read(directory)["run"], "steps": result["delivered_steps"]}
+            run_dir.write_json(directory / AUDITED, content)
+    return result
+
+
+def _audited_steps(directory: Path) -> int:
+    """0 if nothing is known."""
+    try:
+        content: Any = orjson.loads((directory / AUDITED).read_bytes())
+        return int(content["steps"]) if content["run"] == run_dir.read(directory)["run"] else 0
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0
+
+
+def _delivery_problems(store: Store, connection: sqlite3.Connection, sealed: list[int], first: int) -> Iterator[str]:
     """Each rollout is in one manifest at most, and ledger and manifests name the same ones."""
-    step_of: dict[str, int] = {}
-    for step, manifest in manifests.items():
-        for rollout in (planned.rollout for planned in manifest.plan.rollouts):
-            if rollout in step_of:
-                yield f"rollout {rollout} is in step {step_of[rollout]} and in step {step}"
-            step_of[rollout] = step
-    delivered = queries.delivered_rollouts(connection)
-    for rollout in sorted(delivered.keys() - step_of.keys())[:SHOWN_MOST]:
-        yield f"rollout {rollout} is delivered in step {delivered[rollout]}, whose manifest does not name it"
-    steps = queries.delivered_steps(connection)
-    for rollout in sorted(step_of.keys() - delivered.keys())[:SHOWN_MOST]:
-        if step_of[rollout] in steps:  # any other step was sealed after the snapshot of the ledger
-            yield f"rollout {rollout} is in the manifest of step {step_of[rollout]}, but not delivered in the ledger"
+    known = queries.delivered_steps(connection)
+    in_ledger = queries.delivered_rollouts(connection, from_step=first)
+    in_store = ((step, "") for step in sealed if step >= first)
+    for step, rows in groupby(merge(in_store, in_ledger, key=itemgetter(0)), key=itemgetter(0)):
+        delivered = {rollout for _, rollout in rows if rollout}
+        named = _named(store, step)
+        for rollout in sorted(delivered - named):
+            yield f"rollout {rollout} is delivered in step {step}, whose manifest does not name it"
+        for rollout in sorted(named - delivered):
+            other = queries.step_of(connection, rollout)
+            if other is not None and other != step:
+                yield f"rollout {rollout} is in step {other} and in step {step}"
+            elif step in known:  # any other step was sealed after the snapshot of the ledger
+                yield f"rollout {rollout} is in the manifest of step {step}, but not delivered in the ledger"
+
+
+def _named(store: Store, step: int) -> set[str]:
+    """Rollouts in the manifest of `step`."""
+    manifest = read_manifest(store, step)
+    return {planned.rollout for planned in manifest.plan.rollouts} if manifest else set()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SealedFile:
-    step: int
     ref: BlobRef
     released: str
     """the ledger's counter of steps whose files of this kind are released"""
 
 
 def _files_of(manifest: Manifest) -> Iterator[SealedFile]:
-    step = manifest.plan.step
     for rank in manifest.ranks:
-        yield SealedFile(step=step, ref=rank.file, released="columns_released")
+        yield SealedFile(ref=rank.file, released="columns_released")
         if rank.rollouts_jsonl:
-            yield SealedFile(step=step, ref=rank.rollouts_jsonl, released="")
+            yield SealedFile(ref=rank.rollouts_jsonl, released="jsonl_released")
     for rollout in manifest.plan.rollouts:
-        yield SealedFile(step=step, ref=rollout.columns, released="columns_released")
+        yield SealedFile(ref=rollout.columns, released="columns_released")
         if rollout.experts:
-            yield SealedFile(step=step, ref=rollout.experts, released="experts_released")
+            yield SealedFile(ref=rollout.experts, released="experts_released")
 
 
-def _damaged_files(
-    store: Store, manifests: dict[int, Manifest], connection: sqlite3.Connection, progress: Progress
-) -> Iterator[str]:
-    """Missing and corrupt files of the manifests, unless the run has released them."""
-    released = queries.released_steps(connection)
-    files = [each for manifest in manifests.values() for each in _files_of(manifest) if each.ref.size]
-    files = [each for each in files if each.step >= released.get(each.released, 0)]
-    done, total = 0, sum(each.ref.size for each in files)
-    for each in files:
-        try:
-            store.open(each.ref)
-        except BlobError as error:
-            if each.step >= queries.released_steps(connection).get(each.released, 0):
-                yield f"step {each.step}: {error}"
-        done += each.ref.size
-        progress(done, total)
+class Files:
+    """The files of `steps` that the run has not released."""
+
+    def __init__(self, store: Store, connection: sqlite3.Connection, steps: list[int]) -> None:
+        self._store = store
+        self._connection = connection
+        self._steps = steps
+
+    def damaged(self, progress: Progress) -> Iterator[str]:
+        """Missing and corrupt ones."""
+        done, total = 0, sum(each.ref.size for step in self._steps for each in self._of(step))
+        for step in self._steps:
+            for each in self._of(step):
+                try:
+                    self._store.open(each.ref)
+                except BlobError as error:
+                    if not self._is_released(each, step):
+                        yield f"step {step}: {error}"
+                done += each.ref.size
+                progress(done, max(done, total))
+
+    def _of(self, step: int) -> Iterator[SealedFile]:
+        released = queries.released_steps(self._connection)
+        manifest = read_manifest(self._store, step) if step >= min(released.values()) else None
+        files = _files_of(manifest) if manifest else ()
+        return (each for each in files if each.ref.size and step >= released[each.released])
+
+    def _is_released(self, file: SealedFile, step: int) -> bool:
+        return step < queries.released_steps(self._connection)[file.released]

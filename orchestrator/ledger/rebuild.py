@@ -2,10 +2,11 @@
 
 import logging
 import sqlite3
+from collections.abc import Iterator
 from contextlib import closing
 
 from orchestrator.ledger.records import ESTIMATOR_STATE, BatchRecord, GroupRecord, RolloutRecord, Row
-from penstock.batches import BatchRollout, Manifest, read_manifests
+from penstock.batches import BatchRollout, Manifest, manifest_steps, read_manifest
 from penstock.config import RunConfig
 from penstock.ids import GroupId
 from penstock.ledger.schema import STATEMENTS, open_for_writing
@@ -21,20 +22,23 @@ def rebuild_if_lost(config: RunConfig) -> None:
     """Rebuild when there is no ledger but there are manifests."""
     if config.ledger_path.exists():
         return
-    manifests = read_manifests(open_store(config.store_url))
-    if not manifests:
+    store = open_store(config.store_url)
+    steps = manifest_steps(store)
+    if not steps:
         return
-    logger.warning("action=ledger_rebuilt path=%s from_steps=%d", config.ledger_path, len(manifests))
+    logger.warning("action=ledger_rebuilt path=%s from_steps=%d", config.ledger_path, len(steps))
     replacing = atomic.replacing(config.ledger_path, suffix="rebuilding")
     with replacing as temporary, closing(open_for_writing(temporary)) as connection:
-        _fill(connection, manifests, config.rollouts.group_size)
+        _fill(connection, filter(None, (read_manifest(store, step) for step in steps)), config.rollouts.group_size)
         connection.execute("PRAGMA journal_mode = DELETE")  # a single file, so that the rename is atomic
 
 
-def _fill(connection: sqlite3.Connection, manifests: dict[int, Manifest], group_size: int) -> None:
-    planned = last_ordinal = 0
+def _fill(connection: sqlite3.Connection, manifests: Iterator[Manifest], group_size: int) -> None:
+    planned = last_ordinal = delivered_bytes = step = 0
+    estimator_state = ""
     connection.execute("BEGIN")
-    for step, manifest in manifests.items():
+    for manifest in manifests:  # in order
+        step, estimator_state = manifest.plan.step, manifest.estimator_state
         connection.execute(STATEMENTS["batches"], BatchRecord(step=step, formation=1, state=BatchState.DELIVERED).row())
         sealed = {rollout.rollout: rollout for rollout in manifest.plan.rollouts}
         for id, environment in {rollout.group: rollout.env for rollout in sealed.values()}.items():
@@ -47,14 +51,14 @@ def _fill(connection: sqlite3.Connection, manifests: dict[int, Manifest], group_
             connection.executemany(STATEMENTS["rollouts"], rows)
             planned += len(rows)
             last_ordinal = max(last_ordinal, ordinal)
+        blobs = [blob for rollout in sealed.values() for blob in (rollout.columns, rollout.experts) if blob]
+        delivered_bytes += sum(blob.size for blob in blobs)
     # The ordinals of open groups are unknown: leave room, so that no id is used twice.
-    plans = [manifest.plan for manifest in manifests.values()]
-    blobs = [blob for plan in plans for rollout in plan.rollouts for blob in (rollout.columns, rollout.experts) if blob]
     counters = {
         "groups_planned": last_ordinal + 1_000_000,
-        "steps_delivered": max(manifests) + 1,
-        "delivered_bytes": sum(blob.size for blob in blobs),
-        ESTIMATOR_STATE: manifests[max(manifests)].estimator_state,
+        "steps_delivered": step + 1,
+        "delivered_bytes": delivered_bytes,
+        ESTIMATOR_STATE: estimator_state,
     }
     connection.executemany(STATEMENTS["meta"], [("rollouts_planned", planned), *counters.items()])
     connection.execute("COMMIT")

@@ -3,7 +3,15 @@
 Imports numpy, xxhash and the standard library only, and not the writer: a trainer has nothing else installed.
 """
 
-from penstock.batches.manifest import EncodedRank, Manifest, Totals, read_manifest, read_manifests, seal_manifest
+from penstock.batches.manifest import (
+    EncodedRank,
+    Manifest,
+    Totals,
+    manifest_steps,
+    read_manifest,
+    read_manifests,
+    seal_manifest,
+)
 from penstock.batches.plan import BatchPlan, BatchRollout
 from penstock.batches.reader import Batch, BatchReader, MicroBatch
 from penstock.batches.signals import RunStatus, TrainerState, read_trainer, write_status
@@ -19,6 +27,7 @@ __all__ = [
     "RunStatus",
     "Totals",
     "TrainerState",
+    "manifest_steps",
     "read_manifest",
     "read_manifests",
     "read_trainer",

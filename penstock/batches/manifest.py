@@ -92,10 +92,14 @@ def read_manifest(store: Store, step: int) -> Manifest | None:
     return manifest
 
 
+def manifest_steps(store: Store) -> list[int]:
+    """Every sealed step, in order."""
+    return sorted(int(found[1]) for key in store.keys(BATCHES) if (found := MANIFEST.fullmatch(key)))
+
+
 def read_manifests(store: Store) -> dict[int, Manifest]:
-    """Every sealed step -> its manifest, in order."""
-    steps = sorted(int(found[1]) for key in store.keys(BATCHES) if (found := MANIFEST.fullmatch(key)))
-    return {step: manifest for step in steps if (manifest := read_manifest(store, step))}
+    """Every sealed step -> its manifest, in order. A long run's do not fit in memory: see `manifest_steps`."""
+    return {step: manifest for step in manifest_steps(store) if (manifest := read_manifest(store, step))}
 
 
 def _manifest(plan: BatchPlan, ranks: list[EncodedRank], estimator_state: str | None) -> Manifest:

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from penstock.ids import RolloutId
 from penstock.ledger.states import IN_FLIGHT, STEP_JOBS, BatchState, JobState, RolloutState
 
 Row = tuple[Any, ...]
 
 ROLLOUT = "rollouts.grp || '-' || rollouts.idx"
 """SQL for a rollout's id"""
+RELEASED = ("experts_released", "columns_released", "jsonl_released")
+"""counters of steps whose files of one kind are released"""
 STRUCTURE_CHECKS = {
     "rollout {} belongs to no group": f"""
         SELECT {ROLLOUT} FROM rollouts LEFT JOIN groups ON grp = id WHERE id IS NULL""",
@@ -104,9 +107,9 @@ def untrained_steps(connection: sqlite3.Connection) -> dict[int, int]:
 
 
 def released_steps(connection: sqlite3.Connection) -> dict[str, int]:
-    """`columns_released` and `experts_released`: the first step whose files of that kind are still there."""
-    rows = connection.execute("SELECT key, value FROM meta WHERE key IN ('columns_released', 'experts_released')")
-    return dict(rows.fetchall())
+    """Counter of RELEASED -> the first step whose files of that kind are still there."""
+    values = meta(connection)
+    return {counter: values.get(counter, 0) for counter in RELEASED}
 
 
 def dead_jobs(connection: sqlite3.Connection, *, limit: int) -> list[dict[str, Any]]:
@@ -133,10 +136,19 @@ def structure_problems(connection: sqlite3.Connection, *, limit: int) -> Iterato
             yield problem.format(subject)
 
 
-def delivered_rollouts(connection: sqlite3.Connection) -> dict[str, int]:
-    """Rollout -> the step it was delivered in, trained ones included."""
-    query = f"SELECT {ROLLOUT}, step FROM rollouts WHERE state IN ('delivered', 'trained')"
-    return dict(connection.execute(query).fetchall())
+def delivered_rollouts(connection: sqlite3.Connection, *, from_step: int = 0) -> Iterator[tuple[int, str]]:
+    """(step, rollout) of every delivered rollout, trained ones included, in the order of steps."""
+    query = f"""
+        SELECT step, {ROLLOUT} FROM rollouts WHERE state IN ('delivered', 'trained') AND step >= ? ORDER BY step"""
+    return connection.execute(query, (from_step,))
+
+
+def step_of(connection: sqlite3.Connection, rollout: str) -> int | None:
+    """The step that a rollout was delivered in."""
+    query = "SELECT step FROM rollouts WHERE grp = ? AND idx = ? AND state IN ('delivered', 'trained')"
+    group, index = RolloutId.parse(rollout)
+    row = connection.execute(query, (group, index)).fetchone()
+    return row[0] if row else None
 
 
 def delivered_steps(connection: sqlite3.Connection) -> set[int]:

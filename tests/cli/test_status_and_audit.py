@@ -124,8 +124,21 @@ def test_audit_prints_plain_lines(run: Path) -> None:
 def test_audit_prints_one_json_object(run: Path) -> None:
     assert json.loads(output_of("audit", str(run), "--json")) == {
         "planned": 8, "delivered": 0, "filtered": {}, "in_flight": 8, "dead": 0, "fenced": 0,
-        "balanced": True, "problems": [], "steps": 0, "dead_jobs": [],
+        "balanced": True, "problems": [], "steps": 0, "delivered_steps": 0, "manifests_from": 0, "files_from": 0,
+        "dead_jobs": [],
     }  # fmt: skip
+
+
+def test_audit_says_which_files_it_has_not_read(run: Path) -> None:
+    content = {"run": run_dir.read(run)["run"], "steps": 41}
+    run_dir.write_json(run / "audited.json", content)
+    with closing(sqlite3.connect(run / "ledger.sqlite", isolation_level=None)) as connection:
+        connection.execute("INSERT OR REPLACE INTO meta VALUES ('steps_delivered', 40)")
+    assert (
+        "not read   files of 40 earlier steps, audited before: penstock audit --full reads them again\n"
+        in output_of("audit", str(run))
+    )
+    assert "not read" not in output_of("audit", str(run), "--full")
 
 
 def test_audit_fails_when_a_rollout_is_not_accounted_for(run: Path) -> None:

@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "recovery": {"lease_s": 2.0, "drain_s": 20.0},
     "trainer": {"max_steps_ahead": "unlimited"},
 }
-RUN_DIR_AT_THE_END = ["ledger.sqlite", "lock", "metrics.jsonl", "run.json", "status.json", "trainer"]
+RUN_DIR_AT_THE_END = ["audited.json", "ledger.sqlite", "lock", "metrics.jsonl", "run.json", "status.json", "trainer"]
 
 
 class Process:

@@ -5,23 +5,28 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
-from support.ledgers import encoded
+from support.ledgers import admitted, encoded
 from support.stores import manifest_path, run_store
 
 from orchestrator import run_dir
 from orchestrator.gates import Gates
 from orchestrator.groups import Groups
 from orchestrator.inputs import batch_plan
-from orchestrator.ledger.audit import audit
+from orchestrator.ledger import audit as audit_module
+from orchestrator.ledger import rebuild
+from orchestrator.ledger.audit import AUDITED, Scope, audit, audit_at_end
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord
-from penstock.batches import read_manifests, seal_manifest
+from penstock.batches import Manifest, read_manifest, read_manifests, seal_manifest
 from penstock.config import RunConfig
 from penstock.errors import BlobCorrupt
 from penstock.ledger.states import GroupState, JobState, RolloutState
 from penstock.messages import RolloutResult
+from penstock.store import BlobRef, Store
+from penstock.store.files import FileStore
 
 
 @pytest.fixture
@@ -76,7 +81,8 @@ def test_a_run_that_has_planned_nothing_adds_up(config: RunConfig) -> None:
     written(config, lambda ledger: ledger.increment("epoch"))
     assert audit(config.run_dir) == {
         "planned": 0, "delivered": 0, "filtered": {}, "in_flight": 0, "dead": 0, "fenced": 0,
-        "balanced": True, "problems": [], "steps": 0, "dead_jobs": [],
+        "balanced": True, "problems": [], "steps": 0, "delivered_steps": 0, "manifests_from": 0, "files_from": 0,
+        "dead_jobs": [],
     }  # fmt: skip
 
 
@@ -159,3 +165,99 @@ def test_causes_of_dead_jobs_are_listed_by_frequency(config: RunConfig) -> None:
         {"kind": "rollout", "error": "disk", "jobs": 1},
     ]
     assert result["balanced"], result["problems"]
+
+
+def many_steps(config: RunConfig, steps: range) -> Callable[[Ledger], None]:
+    """Each of one group of two rollouts with a file of their own."""
+
+    def write(ledger: Ledger) -> None:
+        for step in steps:
+            group = admitted(ledger, size=2)
+            for rollout in group.rollouts:
+                key = f"rollouts/run/{rollout.id}/1.x/columns"
+                rollout.result = RolloutResult(reward=0.0, columns=run_store(config).put(key, [b"tokens"]))
+            batch = ledger.compose(step, [group])
+            seal(config, batch)
+            ledger.deliver(batch)
+
+    return write
+
+
+def test_an_audit_holds_one_manifest_at_a_time(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(config, many_steps(config, range(40)))
+    held = WeakSet[Manifest]()
+    most = 0
+
+    def counted(store: Store, step: int) -> Manifest | None:
+        nonlocal most
+        most = max(most, len(held))
+        if manifest := read_manifest(store, step):
+            held.add(manifest)
+        return manifest
+
+    for module in (audit_module, rebuild):
+        monkeypatch.setattr(module, "read_manifest", counted)
+    assert audit(config.run_dir)["balanced"]
+    config.ledger_path.unlink()
+    rebuild.rebuild_if_lost(config)
+    assert most <= 1, "one may be alive while the next one is read"
+    assert audit(config.run_dir)["delivered"] == 80
+
+
+def opened_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    opened, open_blob = list[str](), FileStore.open
+
+    def counted(self: FileStore, ref: BlobRef, *, verify: bool = True) -> Any:
+        opened.append(ref.key)
+        return open_blob(self, ref, verify=verify)
+
+    monkeypatch.setattr(FileStore, "open", counted)
+    return opened
+
+
+def test_the_end_of_a_run_audits_only_what_is_new(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = opened_files(monkeypatch)
+    written(config, many_steps(config, range(3)))
+    assert audit_at_end(config.run_dir)["manifests_from"] == 0
+    assert len(opened) == 6
+    written(config, many_steps(config, range(3, 5)))
+    opened.clear()
+    result = audit_at_end(config.run_dir)
+    assert (result["balanced"], result["steps"], result["manifests_from"], result["files_from"]) == (True, 5, 3, 3)
+    assert len(opened) == 4
+    opened.clear()
+    assert audit(config.run_dir, scope=Scope.NEW_FILES)["files_from"] == 5
+    assert not opened
+    assert audit(config.run_dir)["files_from"] == 0
+    assert len(opened) == 10
+
+
+def test_a_file_damaged_later_is_found_by_a_full_audit(config: RunConfig) -> None:
+    written(config, many_steps(config, range(2)))
+    audit_at_end(config.run_dir)
+    (run_store(config).root / "rollouts/run/g0000001-0/1.x/columns").write_bytes(b"broken")
+    assert audit(config.run_dir, scope=Scope.NEW_FILES)["balanced"]
+    assert "step 0: blob rollouts/run/g0000001-0/1.x/columns has checksum" in audit(config.run_dir)["problems"][0]
+
+
+def test_a_manifest_that_disappears_is_found_without_reading_files(config: RunConfig) -> None:
+    written(config, many_steps(config, range(2)))
+    audit_at_end(config.run_dir)
+    manifest_path(run_store(config), 0).unlink()
+    assert audit(config.run_dir, scope=Scope.NEW_FILES)["problems"] == [
+        f"rollout g0000001-{index} is delivered in step 0, whose manifest does not name it" for index in (0, 1)
+    ]
+
+
+def test_an_unbalanced_end_is_not_remembered(config: RunConfig) -> None:
+    written(config, many_steps(config, range(2)))
+    manifest_path(run_store(config), 0).unlink()
+    assert not audit_at_end(config.run_dir)["balanced"]
+    assert not (config.run_dir / AUDITED).exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"run": "other", "steps": 2}', '{"steps": "x"}'])
+def test_without_a_valid_memory_everything_is_new(config: RunConfig, content: str) -> None:
+    written(config, many_steps(config, range(2)))
+    (config.run_dir / AUDITED).write_text(content)
+    assert audit_at_end(config.run_dir)["files_from"] == 0

@@ -68,7 +68,9 @@ def test_bytes_of_experts_include_filtered_rollouts(connection: sqlite3.Connecti
 
 
 def test_deliveries_include_trained_rollouts(connection: sqlite3.Connection) -> None:
-    assert queries.delivered_rollouts(connection) == {"g1-0": 0, "g1-1": 0}
+    assert list(queries.delivered_rollouts(connection)) == [(0, "g1-0"), (0, "g1-1")]
+    assert list(queries.delivered_rollouts(connection, from_step=1)) == []
+    assert [queries.step_of(connection, rollout) for rollout in ("g1-1", "g2-0", "g9-0")] == [0, None, None]
     assert queries.delivered_steps(connection) == {0}
     assert queries.untrained_steps(connection) == {0: 1}
 
