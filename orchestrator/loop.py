@@ -184,6 +184,7 @@ class Orchestrator:
             self.composer.form_again(batch, f"{error}")
             return False
         crash_points.passed("sealed")
+        await self.metrics.prepare(batch)
         rollouts = sum(1 for _ in batch.rollouts())
         self.deliver(batch)
         await self.ledger.committed()

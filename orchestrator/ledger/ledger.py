@@ -64,6 +64,8 @@ class Ledger:
         """filtered rollouts by reason"""
         self.untrained: dict[int, int] = restored.untrained
         """delivered step -> its rollouts"""
+        self._dissolved: list[Row] = []
+        self._batched: list[Row] = []
         self._delivered: list[Row] = []
         self._trained: list[Row] = []
         self.unwanted_blobs: list[str] = []
@@ -232,10 +234,17 @@ class Ledger:
             self.set_advantages(batch, {rollout.id: rollout.advantage or 0.0 for rollout in admitted})
         for group in groups:
             self.enter(group, GroupState.BATCHED)
-            for rollout in group.of(RolloutState.ADMITTED):
-                rollout.step = step
-                self.move(rollout, RolloutState.BATCHED)
+            self._batched.append((step, group.id))
+        self._move_all(admitted, RolloutState.BATCHED, step)
         return batch
+
+    def _move_all(self, rollouts: list[RolloutRecord], state: RolloutState, step: int | None) -> None:
+        """Move rollouts of one state. Their rows are changed by one statement per group, which the caller adds."""
+        for rollout in rollouts:
+            check(rollout.id, rollout.state, state)
+            self.states[rollout.state] -= 1
+            rollout.state, rollout.step = state, step
+        self.states[state] += len(rollouts)
 
     def set_advantages(
         self, batch: BatchRecord, advantages: Mapping[str, float], *, estimator_state: str | None = None
@@ -254,10 +263,10 @@ class Ledger:
 
     def dissolve(self, batch: BatchRecord) -> None:
         """Return its rollouts to admitted: the step will be formed again."""
+        self._move_all(list(batch.rollouts()), RolloutState.ADMITTED, None)
+        self._batched = [row for row in self._batched if row[0] != batch.step]
         for group in batch.groups:
-            for rollout in group.of(RolloutState.BATCHED):
-                rollout.step = None
-                self.move(rollout, RolloutState.ADMITTED)
+            self._dissolved.append((group.id,))
             self.enter(group, GroupState.ADMITTED)
         self._forget(batch)
 
@@ -269,11 +278,7 @@ class Ledger:
         size = sum(rollout.result.stored_bytes for rollout in rollouts if rollout.result)
         self.increment("open_bytes", -size)
         self.increment("delivered_bytes", size)
-        # Only their state changes: one statement per group instead of one row per rollout.
-        self.states[RolloutState.BATCHED] -= len(rollouts)
-        self.states[RolloutState.DELIVERED] += len(rollouts)
-        for rollout in rollouts:
-            rollout.state = RolloutState.DELIVERED
+        self._move_all(rollouts, RolloutState.DELIVERED, batch.step)
         for group in batch.groups:
             self._delivered.append((group.id,))
             self.enter(group, GroupState.CLOSED)
@@ -331,13 +336,15 @@ class Ledger:
             changes["meta"] = [(key, self.meta[key]) for key in self._changed_meta]
         if self._events:
             changes["events"] = self._events
-        if self._delivered:
-            changes["delivered"] = self._delivered
+        # In this order, because a step may be dissolved and composed again between two commits.
+        steps = {"dissolved": self._dissolved, "batched": self._batched, "delivered": self._delivered}
+        changes |= {name: rows for name, rows in steps.items() if rows}
         if self._trained:
             changes["trained"] = changes["trained_steps"] = self._trained
         if not changes:
             return
-        self._changed, self._changed_meta, self._events, self._delivered, self._trained = {}, set(), [], [], []
+        self._changed, self._changed_meta, self._events, self._trained = {}, set(), [], []
+        self._dissolved, self._batched, self._delivered = [], [], []
         loop = asyncio.get_running_loop()
         done = self._last_commit = loop.create_future()
         self._writer.put(changes, lambda error: loop.call_soon_threadsafe(_settle, done, error))

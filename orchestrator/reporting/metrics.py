@@ -70,6 +70,8 @@ class Metrics:
             self.last = orjson.loads(line)
             self._unwritten[int(self.last["step"])] = line
         self._delivered_at = self._composed_at = time.monotonic()
+        self._prepared: tuple[BatchRecord, int, step_metrics.Values] | None = None
+        """(step, policy version, values of its rollouts), computed before the step's delivery"""
         self._changed = asyncio.Event()
         self._changed.set()
         self.trouble: str | None = None
@@ -78,6 +80,12 @@ class Metrics:
     def composed(self) -> None:
         """Call when a step has been composed."""
         self._composed_at = time.monotonic()
+
+    async def prepare(self, batch: BatchRecord) -> None:
+        """Compute what depends on the rollouts of `batch` in a thread: 8 ms for 2,048 of them."""
+        version = self._ledger.number("policy_version")
+        values = await in_io_thread(step_metrics.of_rollouts, batch.groups, policy_version=version)
+        self._prepared = batch, version, values
 
     def measure(self, batch: BatchRecord) -> None:
         """Call in the transaction that delivers `batch`, before it is delivered."""
@@ -98,14 +106,18 @@ class Metrics:
 
     def _of(self, batch: BatchRecord, since: Mapping[str, float]) -> step_metrics.Values:
         ledger, now = self._ledger, time.monotonic()
-        version = ledger.number("policy_version")
+        prepared, version, of_rollouts = self._prepared or (None, 0, {})
+        if prepared is not batch:
+            version = ledger.number("policy_version")
+            of_rollouts = step_metrics.of_rollouts(batch.groups, policy_version=version)
+        self._prepared = None
         jobs = map(ledger.jobs.get, map(batch.job_id, range(self._data_ranks)))
         results = [job.result for job in jobs if job and isinstance(job.result, EncodeResult)]
         longest_s = {kind: ledger.seconds(f"longest:{kind}") for kind in JobKind}
         step_s, self._delivered_at = now - self._delivered_at, now
         return {
             "policy_version": version,
-            **step_metrics.of_rollouts(batch.groups, policy_version=version),
+            **of_rollouts,
             **step_metrics.of_ranks(result.rank for result in results if result.rank),
             **step_metrics.of_window(since, groups=len(batch.groups), longest_s=longest_s, step_s=step_s),
             "time/composed_to_sealed_s": now - self._composed_at,

@@ -47,6 +47,8 @@ STATEMENTS = {
     "jobs": "INSERT OR REPLACE INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     "batches": "INSERT OR REPLACE INTO batches VALUES (?, ?, ?)",
     "meta": "INSERT OR REPLACE INTO meta VALUES (?, ?)",
+    "dissolved": "UPDATE rollouts SET state = 'admitted', step = NULL WHERE grp = ? AND state = 'batched'",
+    "batched": "UPDATE rollouts SET state = 'batched', step = ? WHERE grp = ? AND state = 'admitted'",
     "delivered": "UPDATE rollouts SET state = 'delivered' WHERE grp = ? AND state = 'batched'",
     "trained": "UPDATE rollouts SET state = 'trained' WHERE step = ? AND state = 'delivered'",
     "trained_steps": "UPDATE batches SET state = 'trained' WHERE step = ?",

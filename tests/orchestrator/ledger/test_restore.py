@@ -156,3 +156,31 @@ def test_a_lost_ledger_is_rebuilt_from_the_manifests(tmp_path: Path) -> None:
     before = config.ledger_path.read_bytes()
     rebuild.rebuild_if_lost(config)
     assert config.ledger_path.read_bytes() == before, "a ledger that is there is left alone"
+
+
+def test_a_step_that_is_composed_dissolved_and_composed_again_is_restored(tmp_path: Path) -> None:
+    """The rows of its rollouts are changed by statements, whatever is committed together."""
+    path = tmp_path / "ledger.sqlite"
+
+    async def run(*commit_after: int) -> tuple[dict[RolloutState, int], dict[RolloutState, int]]:
+        ledger = Ledger(path)
+        groups = [admitted(ledger), admitted(ledger)]
+        for number in range(4):
+            if number in (0, 2):
+                ledger.compose(0, groups)
+            elif number == 1:
+                ledger.dissolve(ledger.batches[0])
+                ledger.drop(groups[0].rollouts[0], "stale")
+            if number in commit_after:
+                await ledger.committed()
+        await ledger.committed()
+        ledger.close()
+        restored = Ledger(path)
+        restored.close()
+        assert {rollout.step for rollout in restored.batches[0].rollouts()} == {0}
+        path.unlink()
+        return +ledger.states, +restored.states
+
+    for commit_after in [(), (0,), (1,), (0, 1)]:
+        held, restored = asyncio.run(run(*commit_after))
+        assert held == restored == {RolloutState.BATCHED: 7, RolloutState.FILTERED: 1}
