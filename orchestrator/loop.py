@@ -120,6 +120,8 @@ class Orchestrator:
 
     async def run(self) -> None:
         """Drive the run until the last step is delivered or a stop is requested; open work then waits in the ledger."""
+        if not self.done:  # else the trainer of a finished run, whose `steps` were raised, sees its end
+            await self.trainer.write_status("the run is starting")
         await self.deliver_sealed_steps()
         self.composer.resume()
         self.planner.resume()

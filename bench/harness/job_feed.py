@@ -32,6 +32,8 @@ class JobFeed:
     submitted: int = 0
     finished: int = 0
     _position: str = field(default="0-0", init=False)
+    _open: set[str] = field(default_factory=set[str], init=False)
+    """jobs without a reply: a reply may arrive twice"""
 
     @property
     def in_flight(self) -> int:
@@ -66,6 +68,9 @@ class JobFeed:
             self.cluster.redis.xtrim(redis_keys.replies(RUN), minid=self._position)
 
     def _settle(self, reply: dict[str, Any]) -> None:
+        if reply["job"] not in self._open:
+            return
+        self._open.remove(reply["job"])
         result = reply["result"]
         if reply["outcome"] != "done" or result["policy_error"] != self.policy_error:
             raise RunError(f"a rollout ended with an unexpected outcome: {reply}")
@@ -76,9 +81,11 @@ class JobFeed:
 
     def _job(self, environment: str) -> RolloutJob:
         self.submitted += 1
+        job = f"r{self.submitted:08d}"
+        self._open.add(job)
         return RolloutJob(
             run=RUN,
-            job=f"r{self.submitted:08d}",
+            job=job,
             attempt=1,
             sequence=self.submitted,
             timeout_s=TIMEOUT_S,
