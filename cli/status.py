@@ -51,6 +51,8 @@ def _facts(result: dict[str, Any]) -> Iterator[Fact]:
             yield Fact("", f"blocked for {facts.duration(seconds)} by {culprit}", alarm=True)
     if result["http"]:
         yield Fact("http", f"{result['http']}/metrics, /status, /health")
+    for note in result["notes"] or []:
+        yield Fact("note", note)
     for cause in result["waiting_for"]:
         yield Fact("waits for", cause, alarm=True)
 

@@ -60,9 +60,8 @@ class Planner:
         if not self._store_is_full or not self._ledger.number("delivered_bytes"):
             return None
         return (
-            f"the store holds {self._stored_gb:.1f} GB of {self._config.max_store_gb:g} (max_store_gb): no rollout "
-            f"begins until the trainer has {self._config.trainer.release_on} "
-            f"step {self._ledger.number('experts_released')}"
+            f"the store holds {self._stored_gb:.1f} GB of {self._config.max_store_gb:g} (max_store_gb), and no rollout "
+            f"begins: {self._trainer.holds_because}"
         )
 
     @property

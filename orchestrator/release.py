@@ -2,15 +2,19 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
 from orchestrator.housekeeping import Reported, delete
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.trainer import Trainer
+from orchestrator.trainer import Trainer, last_released
 from penstock import ids
-from penstock.batches import Manifest, read_manifest
+from penstock.batches import Manifest, TrainerState, read_manifest
+from penstock.batches.manifest import manifest_key
 from penstock.batches.plan import step_directory
 from penstock.config import RunConfig
+from penstock.config.run import Trainer as TrainerSettings
 from penstock.ledger import queries, schema
+from penstock.ledger.queries import RELEASED
 from penstock.ledger.states import UNGENERATED
 from penstock.runtime.offload import in_io_thread
 from penstock.store import BlobRef, Store, open_store
@@ -19,6 +23,7 @@ logger = logging.getLogger("penstock.release")
 
 SWEEP_EVERY_S = 300.0  # unnamed files are rare and can wait
 SWEPT_AT_ONCE = 64  # directories: about 10 ms of a thread that shares the GIL with the loop
+HELD_STEPS = 20  # delivered and not released: most trainers checkpoint more often
 SWEPT_STEPS = 16  # the newest ones; the file of an encoder that is later than that stays until its step is released
 
 
@@ -27,8 +32,7 @@ class Releaser:
 
     def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer) -> None:
         self._store = open_store(config.store_url)
-        self._on = config.trainer.release_on
-        self._keep_steps = config.trainer.keep_steps
+        self._settings = config.trainer
         self._ledger = ledger
         self._trainer = trainer
         self._lock = asyncio.Lock()
@@ -38,47 +42,86 @@ class Releaser:
     def trouble(self) -> str | None:
         return self._releasing.trouble
 
+    @property
+    def notes(self) -> list[str]:
+        """What keeps many delivered steps in the store, although nothing waits for it."""
+        held_steps = self._ledger.number("steps_delivered") - 1 - self._trainer.last_released
+        held = self._ledger.number("delivered_bytes")
+        if held_steps < HELD_STEPS or not held:
+            return []
+        return [f"the store keeps {held / 1e9:.1f} GB of delivered steps: {self._trainer.holds_because}"]
+
     async def run_once(self) -> None:
         """Call after a commit: a blob is deleted only when the ledger no longer names it."""
         async with self._lock:
             unwanted, self._ledger.unwanted_blobs = self._ledger.unwanted_blobs, []
             if unwanted:
                 await in_io_thread(delete, self._store, unwanted)
-            state = self._trainer.state
-            # A trainer that resumes reads every step again that it has not acknowledged, even if checkpointed.
-            until = min(state.checkpointed, state.acked) if self._on == "checkpointed" else state.acked
             with self._releasing:
-                for counter, behind in (("experts_released", 0), ("columns_released", self._keep_steps)):
-                    for step in range(self._ledger.number(counter), until - behind + 1):
+                for counter, first_kept in releasable(self._settings, self._trainer.state).items():
+                    for step in range(self._ledger.number(counter), first_kept):
                         await self._release(step, counter)
 
     async def _release(self, step: int, counter: str) -> None:
         """The ledger first: after a kill, the sweep finds the files that are left."""
-        experts = counter == "experts_released"
         manifest = await in_io_thread(read_manifest, self._store, step)
         if manifest is not None:
-            self._ledger.increment("delivered_bytes", -sum(ref.size for ref in _blobs(manifest, experts=experts)))
+            self._ledger.increment("delivered_bytes", -sum(ref.size for ref in _blobs(manifest, counter)))
         self._ledger.set(counter, step + 1)
         await self._ledger.committed()
         if manifest is not None:
-            await in_io_thread(release_step, self._store, manifest, experts=experts)
+            await in_io_thread(release_step, self._store, manifest, counter)
 
 
-def release_step(store: Store, manifest: Manifest, *, experts: bool) -> None:
-    """Delete its routed experts, or everything else except the manifest and rollouts.jsonl."""
-    delete(store, [ref.key for ref in _blobs(manifest, experts=experts) if ref.size])
-    if not experts:
-        store.sweep(step_directory(manifest.plan.step), named=_kept(manifest))
+def releasable(settings: TrainerSettings, state: TrainerState) -> dict[str, int]:
+    """Counter of `queries.RELEASED` -> the first step whose files of that kind are kept."""
+    until = last_released(settings, state)
+    kept = {
+        "experts_released": 0,
+        "columns_released": settings.keep_steps,
+        "jsonl_released": settings.keep_jsonl_steps,
+    }
+    if settings.keep_manifests != "all":  # last: the other kinds are found by it
+        kept["manifests_released"] = max(settings.keep_manifests, *kept.values())
+    return {counter: max(0, until - steps + 1) for counter, steps in kept.items()}
 
 
-def _blobs(manifest: Manifest, *, experts: bool) -> list[BlobRef]:
-    refs = [rollout.experts if experts else rollout.columns for rollout in manifest.plan.rollouts]
-    return [ref for ref in refs if ref]
+def release_step(store: Store, manifest: Manifest, counter: str) -> None:
+    """Delete the files of the kind that `counter` counts. Columns: with the ranks' files, and whatever is not named."""
+    directory, jsonl = step_directory(manifest.plan.step), _jsonl(manifest)
+    match counter:
+        case "jsonl_released":
+            delete(store, jsonl)
+        case "manifests_released":
+            store.sweep(directory, named=())
+        case _:
+            delete(store, [ref.key for ref in _blobs(manifest, counter) if ref.size])
+            if counter == "columns_released":
+                store.sweep(directory, named={manifest_key(manifest.plan.step), *jsonl})
 
 
-def _kept(manifest: Manifest) -> set[str]:
-    directory = step_directory(manifest.plan.step)
-    return {f"{directory}/manifest.json", *(rank.rollouts_jsonl.key for rank in manifest.ranks if rank.rollouts_jsonl)}
+def _blobs(manifest: Manifest, counter: str) -> list[BlobRef]:
+    """Files of rollouts."""
+    kinds = {
+        "experts_released": [rollout.experts for rollout in manifest.plan.rollouts],
+        "columns_released": [rollout.columns for rollout in manifest.plan.rollouts],
+    }
+    return [ref for ref in kinds.get(counter, ()) if ref]
+
+
+def _jsonl(manifest: Manifest) -> list[str]:
+    return [rank.rollouts_jsonl.key for rank in manifest.ranks if rank.rollouts_jsonl]
+
+
+def named_files(manifest: Manifest, released: Mapping[str, int]) -> set[str]:
+    """Keys of the files that the manifest names and that are not released."""
+    step = manifest.plan.step
+    ranks = {"columns_released": [rank.file.key for rank in manifest.ranks], "jsonl_released": _jsonl(manifest)}
+    kinds = {
+        counter: [*ranks.get(counter, ()), *(ref.key for ref in _blobs(manifest, counter))] for counter in RELEASED
+    }
+    kinds["manifests_released"] = [manifest_key(step)]
+    return {key for counter, keys in kinds.items() if step >= released[counter] for key in keys}
 
 
 class Sweeper:

@@ -7,6 +7,7 @@ import time
 from orchestrator.ledger.ledger import Ledger
 from penstock.batches import RunStatus, TrainerState, read_trainer, write_status
 from penstock.config import RunConfig
+from penstock.config.run import Trainer as TrainerSettings
 from penstock.errors import BatchError, BlobUnwritten
 from penstock.runtime.offload import in_io_thread
 
@@ -16,9 +17,15 @@ AWAITED_S = 5.0  # a run waits less than this for its trainer at every step: not
 HORIZON_STEPS = 64  # with max_steps_ahead = "unlimited": enough to fill any limit on rollouts in flight
 
 
+def last_released(settings: TrainerSettings, state: TrainerState) -> int:
+    # A trainer that resumes reads every step again that it has not acknowledged, even if checkpointed.
+    return min(state.checkpointed, state.acked) if settings.release_on == "checkpointed" else state.acked
+
+
 class Trainer:
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
         self._run_dir = config.run_dir
+        self._settings = config.trainer
         self._ahead = math.inf if config.trainer.max_steps_ahead == "unlimited" else config.trainer.max_steps_ahead
         self._ledger = ledger
         self.state = TrainerState()
@@ -65,6 +72,22 @@ class Trainer:
             f"step {step} is sealed, and the trainer has not acknowledged step {self.state.acked + 1}: start a trainer "
             f"that reads {self._run_dir} (examples/toy_trainer.py), or raise trainer.max_steps_ahead "
             '("unlimited" if the trainer does not acknowledge)'
+        )
+
+    @property
+    def last_released(self) -> int:
+        """Blobs of steps up to this one may be deleted, as far as the trainer is concerned."""
+        return last_released(self._settings, self.state)
+
+    @property
+    def holds_because(self) -> str:
+        """Why the trainer still holds the blobs of the first step that is not released, and what to change."""
+        state, step = self.state, self.last_released + 1
+        if state.acked < step:
+            return f"the trainer has not acknowledged step {step}: call reader.ack(step) after each step"
+        return (
+            f"the trainer has acknowledged step {state.acked} and has not checkpointed step {step}: call "
+            'reader.checkpointed(step) after each checkpoint, or set trainer.release_on = "acked"'
         )
 
     def may_seal(self, step: int) -> bool:

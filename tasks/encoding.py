@@ -20,4 +20,10 @@ def body(job: EncodeJob, config: RunConfig, execution: str) -> EncodeResult:
     plan = job_inputs.read_step(open_store(config.store_url), job.plan)
     if hooks := noop_settings(config, *plan.envs):
         return noop.encoding(job, plan, hooks, execution)
-    return encode(open_store(config.store_url), plan, data_rank=job.data_rank, execution=execution)
+    return encode(
+        open_store(config.store_url),
+        plan,
+        data_rank=job.data_rank,
+        execution=execution,
+        rollouts_jsonl=config.batch.rollouts_jsonl,
+    )

@@ -53,7 +53,8 @@ def audit(directory: Path, progress: Progress = no_progress, scope: Scope = Scop
             counts = queries.progress(connection)
             sealed = manifest_steps(store)
             new = min(_audited_steps(directory), counts["step"])
-            first, first_files = new if scope is Scope.NEW else 0, 0 if scope is Scope.FULL else new
+            first = max(queries.released_steps(connection)["manifests_released"], new if scope is Scope.NEW else 0)
+            first_files = 0 if scope is Scope.FULL else new
             problems = list(queries.structure_problems(connection, limit=SHOWN_MOST))
             problems += islice(_delivery_problems(store, connection, sealed, first), SHOWN_MOST)
             dead_jobs = queries.dead_jobs(connection, limit=SHOWN_MOST)

@@ -58,6 +58,8 @@ class Sources:
     """Redis at the last poll"""
     troubles: Callable[[], Iterable[str | None]]
     """of every component that may hold up the run"""
+    notes: Callable[[], list[str]]
+    """what to know although the run does not wait for it"""
 
 
 class Reporter:
@@ -127,6 +129,7 @@ class Reporter:
             "running_by_worker": dict(workers),
             "stored_bytes": ledger.number("open_bytes") + ledger.number("delivered_bytes"),
             "waiting_for": self.waiting_for(),
+            "notes": sources.notes(),
             "event_loop_lag": sources.lag.summary().as_dict(),
             "other_loops": {lag.process: lag.as_dict() for lag in sources.lags.others},
         }

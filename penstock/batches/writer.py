@@ -21,7 +21,9 @@ Layout = Mapping[str, tuple[np.dtype[Any], int]]
 """array -> dtype and length"""
 
 
-def encode_rank(store: Store, plan: BatchPlan, *, data_rank: int, execution: str) -> EncodedRank:
+def encode_rank(
+    store: Store, plan: BatchPlan, *, data_rank: int, execution: str, rollouts_jsonl: bool = False
+) -> EncodedRank:
     """The names of its files contain `execution`, so no execution overwrites the files of another."""
     assembly = Assembly(store, plan)
     stem = f"{plan.directory}/rank_{data_rank:02d}.{execution}"
@@ -34,7 +36,8 @@ def encode_rank(store: Store, plan: BatchPlan, *, data_rank: int, execution: str
         case "prime-rl-2026-05":
             file, loss_tokens = prime_rl.write_step(assembly, f"{stem}.bin")
             numbers = [number for number, length in enumerate(assembly.packing.lengths) if length]
-    jsonl = write_rollouts(store, plan, f"{plan.directory}/rollouts.{execution}.jsonl") if data_rank == 0 else None
+    wanted = rollouts_jsonl and data_rank == 0
+    jsonl = write_rollouts(store, plan, f"{plan.directory}/rollouts.{execution}.jsonl") if wanted else None
     # By the process that wrote them: on a network file system no other process can.
     store.sync([ref.key for ref in (file, jsonl) if ref])
     return EncodedRank(

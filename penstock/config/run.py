@@ -97,6 +97,9 @@ class BatchSettings(Section):
     """What the loss is averaged over: `token`, `sample`, `rollout`, or `constant:L` (a rollout's sum over L)."""
     fields: Annotated[dict[FieldName, FieldSettings], Field(max_length=MOST_FIELDS)] = Field(default={})
     """The fields that the batch carries beside its own columns, by name."""
+    rollouts_jsonl: Annotated[bool, read_by(Reader.COMPUTE)] = False
+    """Write a line of JSON for each rollout, with its conversation, into `rollouts.*.jsonl` of the step. Every byte of
+    the conversations is written when the step is encoded; `trainer.keep_jsonl_steps` bounds how many are kept."""
     format: Annotated[Format, FOR_TRAINER] = "native"  # after `fields` and `normalise`, which its validator reads
     """File format of the batches. prime-rl's cannot hold every field, and only `normalise = "token"`."""
     output_dir: Annotated[Path | None, FOR_TRAINER, OF_HOST] = None
@@ -164,6 +167,11 @@ class Trainer(Section):
     """When a step's blobs are deleted: once the trainer has checkpointed the step, or once it has acknowledged it."""
     keep_steps: Annotated[int, Field(ge=0)] = 2
     """Released steps whose token columns are kept for inspection; their routed experts are deleted."""
+    keep_jsonl_steps: Annotated[int, Field(ge=0)] = 100
+    """Released steps whose `rollouts.*.jsonl` is kept, if `batch.rollouts_jsonl` writes it."""
+    keep_manifests: PositiveInt | Literal["all"] = "all"
+    """Released steps whose manifest is kept, about 0.4 kB a rollout; at least as many as keep other files. Audits and a
+    rebuilt ledger know only steps whose manifest is kept."""
 
 
 class Recovery(Section):

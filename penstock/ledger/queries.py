@@ -16,7 +16,7 @@ Row = tuple[Any, ...]
 
 ROLLOUT = "rollouts.grp || '-' || rollouts.idx"
 """SQL for a rollout's id"""
-RELEASED = ("experts_released", "columns_released", "jsonl_released")
+RELEASED = ("experts_released", "columns_released", "jsonl_released", "manifests_released")
 """counters of steps whose files of one kind are released"""
 STRUCTURE_CHECKS = {
     "rollout {} belongs to no group": f"""

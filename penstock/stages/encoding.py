@@ -9,9 +9,12 @@ from penstock.store import BlobRef, Store
 from penstock.store.columns import read_columns
 
 
-def encode(store: Store, plan: BatchPlan, *, data_rank: int, execution: str) -> EncodeResult:
+def encode(
+    store: Store, plan: BatchPlan, *, data_rank: int, execution: str, rollouts_jsonl: bool = False
+) -> EncodeResult:
     try:
-        return EncodeResult(rank=encode_rank(store, plan, data_rank=data_rank, execution=execution))
+        rank = encode_rank(store, plan, data_rank=data_rank, execution=execution, rollouts_jsonl=rollouts_jsonl)
+        return EncodeResult(rank=rank)
     except (BlobMissing, BlobCorrupt):
         unreadable = [rollout.rollout for rollout in plan.rollouts if not _readable(store, rollout.columns)]
         if not unreadable:

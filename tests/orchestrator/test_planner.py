@@ -181,7 +181,8 @@ def test_a_full_store_stops_planning_until_a_step_is_released(ledger: Ledger) ->
     plan_all(planner)
     assert ledger.groups == {}
     assert planner.trouble == (
-        "the store holds 1.0 GB of 1 (max_store_gb): no rollout begins until the trainer has checkpointed step 0"
+        "the store holds 1.0 GB of 1 (max_store_gb), and no rollout begins: the trainer has not acknowledged step 0: "
+        "call reader.ack(step) after each step"
     )
     ledger.increment("delivered_bytes", -(10**9))
     assert planner.trouble is None

@@ -13,7 +13,7 @@ from orchestrator import run_dir
 from orchestrator.inputs import batch_plan
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord, RolloutRecord
-from orchestrator.release import Releaser, Sweeper, release_step
+from orchestrator.release import Releaser, Sweeper, releasable, release_step
 from orchestrator.trainer import Trainer
 from penstock.batches import BatchReader, EncodedRank, read_manifest, seal_manifest
 from penstock.batches.signals import TrainerState
@@ -129,7 +129,7 @@ def test_a_released_step_keeps_its_manifest_and_rollouts_jsonl(
     deliver(config, ledger, store)
     manifest = read_manifest(store, 0)
     assert manifest
-    release_step(store, manifest, experts=False)
+    release_step(store, manifest, "columns_released")
     ledger.set("columns_released", 1)
     swept(config, ledger)
     assert blob_keys(store, "rollouts") == []
@@ -148,6 +148,60 @@ async def checkpointed(config: RunConfig, ledger: Ledger) -> Releaser:
     return Releaser(config, ledger, trainer)
 
 
+def test_every_kind_of_file_is_kept_as_long_as_its_setting_says(
+    config: RunConfig, ledger: Ledger, store: FileStore
+) -> None:
+    deliver(config, ledger, store, experts=True)
+    names = lambda: {key.rpartition("/")[2].partition(".")[0] for under in ("rollouts", "batches")  # noqa: E731
+                     for key in blob_keys(store, under)}  # fmt: skip
+    left = {
+        0: {"columns", "rank_00", "rollouts", "manifest"},
+        1: {"columns", "rank_00", "rollouts", "manifest"},
+        2: {"rollouts", "manifest"},
+        3: {"manifest"},
+        4: set[str](),
+    }
+    kept = {"keep_steps": 2, "keep_jsonl_steps": 3, "keep_manifests": 4}
+    trainer = Trainer(config, ledger)
+    releaser = Releaser(configured(run_dir=config.run_dir, trainer=kept), ledger, trainer)
+    for step, expected in left.items():
+        trainer.state = TrainerState(acked=step, checkpointed=step)
+        asyncio.run(releaser.run_once())
+        assert names() == expected, step
+        swept(config, ledger)
+        assert names() == expected, step
+
+
+def test_manifests_outlive_the_files_that_they_name() -> None:
+    settings = configured(trainer={"keep_jsonl_steps": 5, "keep_manifests": 1}).trainer
+    assert releasable(settings, TrainerState(acked=9, checkpointed=9)) == {
+        "experts_released": 10, "columns_released": 8, "jsonl_released": 5, "manifests_released": 5,
+    }  # fmt: skip
+    assert "manifests_released" not in releasable(configured().trainer, TrainerState(acked=9, checkpointed=9))
+
+
+def test_a_trainer_that_never_checkpoints_is_named_with_the_bytes_that_it_holds(
+    config: RunConfig, ledger: Ledger
+) -> None:
+    trainer = Trainer(config, ledger)
+    releaser = Releaser(config, ledger, trainer)
+    ledger.set("delivered_bytes", 12 * 10**9)
+    ledger.set("steps_delivered", 21)
+    trainer.state = TrainerState(acked=20, checkpointed=5)
+    assert releaser.notes == []
+    trainer.state = TrainerState(acked=20, checkpointed=-1)
+    assert releaser.notes == [
+        (
+            "the store keeps 12.0 GB of delivered steps: the trainer has acknowledged step 20 and has not checkpointed "
+            'step 0: call reader.checkpointed(step) after each checkpoint, or set trainer.release_on = "acked"'
+        )
+    ]
+    trainer.state = TrainerState(acked=-1, checkpointed=-1)
+    assert "the trainer has not acknowledged step 0: call reader.ack(step)" in releaser.notes[0]
+    ledger.set("delivered_bytes", 0)
+    assert releaser.notes == []
+
+
 def test_a_file_is_deleted_only_after_the_commit_that_releases_it(
     config: RunConfig, ledger: Ledger, store: FileStore
 ) -> None:
@@ -163,7 +217,7 @@ def test_a_file_is_deleted_only_after_the_commit_that_releases_it(
 
     asyncio.run(stopped_at_the_first_file())
     with schema.reading(config.ledger_path) as connection:
-        assert queries.released_steps(connection) == {"experts_released": 1}
+        assert queries.released_steps(connection)["experts_released"] == 1
 
 
 def test_concurrent_releases_release_a_step_once(config: RunConfig, ledger: Ledger, store: FileStore) -> None:

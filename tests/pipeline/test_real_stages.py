@@ -68,7 +68,11 @@ def assert_measured(run_dir: Path) -> None:
 
 
 def test_prime_rl_steps_are_written_where_its_trainer_reads_them(tmp_path: Path) -> None:
-    settings = {"batch": {"format": "prime-rl"}, "trainer": {"max_steps_ahead": "unlimited"}, "steps": 2}
+    settings = {
+        "batch": {"format": "prime-rl", "rollouts_jsonl": True},
+        "trainer": {"max_steps_ahead": "unlimited"},
+        "steps": 2,
+    }
     with pipeline_in(tmp_path / "pipeline", **settings) as pipeline:
         pipeline.new_run("prime-rl")
         cluster = pipeline.cluster

@@ -153,7 +153,9 @@ def plan_of(made: Sequence[MadeRollout], *, step: int = 0, data_ranks: int = 1, 
 
 
 def encode_all(store: FileStore, plan: BatchPlan, *, execution: str = "x") -> list[EncodedRank]:
-    return [encode_rank(store, plan, data_rank=rank, execution=execution) for rank in range(plan.files)]
+    return [
+        encode_rank(store, plan, data_rank=rank, execution=execution, rollouts_jsonl=True) for rank in range(plan.files)
+    ]
 
 
 def seal(store: FileStore, plan: BatchPlan) -> Manifest:

@@ -33,6 +33,7 @@ def sources(ledger: Ledger, run_dir: Path, snapshot: Snapshot | None = None, *tr
         phase=lambda: "running",
         snapshot=lambda: snapshot or Snapshot(leases={}, depths={}, oldest={}),
         troubles=lambda: troubles,
+        notes=lambda: ["the store keeps much"],
     )
 
 
