@@ -53,6 +53,9 @@ def _facts(result: dict[str, Any]) -> Iterator[Fact]:
         yield Fact("http", f"{result['http']}/metrics, /status, /health")
     for note in result["notes"] or []:
         yield Fact("note", note)
+    for why in (result["excluded_workers"] or {}).values():
+        if why not in result["waiting_for"]:
+            yield Fact("worker", why, alarm=True)
     for cause in result["waiting_for"]:
         yield Fact("waits for", cause, alarm=True)
 

@@ -23,6 +23,7 @@ from penstock.messages import (
     ScoreJob,
     SurveyJob,
 )
+from tasks.agreement import FAILED_BY_HEADER, SETTINGS_HEADER
 from tasks.celery_app import CONTENT_TYPE, task_name
 
 TASKS: dict[type[AnyJob], str] = {
@@ -41,14 +42,15 @@ HARD_LIMIT_AFTER_S = 2 * GRACE_S
 EMBED = '{"callbacks":null,"errbacks":null,"chain":null,"chord":null}'
 
 
-def encode(job: AnyJob) -> bytes:
+def encode(job: AnyJob, *, settings: str = "", failed_by: tuple[str, ...] = ()) -> bytes:
+    """`settings`: digest of those that its worker must have. `failed_by`: workers that must not take it."""
     body = f"[[{job.model_dump_json()}],{{}},{EMBED}]"
     message = orjson.dumps(
         {
             "body": body,
             "content-encoding": "utf-8",
             "content-type": CONTENT_TYPE,
-            "headers": _headers(job),
+            "headers": _headers(job) | {SETTINGS_HEADER: settings, FAILED_BY_HEADER: failed_by},
             "properties": {
                 "correlation_id": job.task_id,
                 "reply_to": "",

@@ -22,12 +22,14 @@ class Gate:
         self._next_try_at = 0.0
         self._probe: tuple[str, int] | None = None
         """(job, attempt) submitted to test whether the engine or the store is available again"""
+        self._closed_by: str | None = None
+        """the worker that could not reach the engine or the store"""
 
     @property
     def open(self) -> bool:
         return self.trouble is None
 
-    def close(self, cause: Outcome, job: str, attempt: int, error: str) -> None:
+    def close(self, cause: Outcome, job: str, attempt: int, error: str, *, node: str | None = None) -> None:
         """Only the reply of a probe lengthens the pause: other jobs were submitted before the gate closed."""
         if self.trouble is None:
             self._pause_s = RETRY_FIRST_S
@@ -35,12 +37,16 @@ class Gate:
             self._pause_s = min(2 * self._pause_s, RETRY_MOST_S)
         else:
             return
-        self._probe = None
+        self._probe, self._closed_by = None, node
         self._next_try_at = time.monotonic() + self._pause_s
         self.trouble = f"{CAUSES[cause]} ({error}); retried every {self._pause_s:.0f} s, nothing is lost"
 
     def reopen(self) -> None:
-        self.trouble = self._probe = None
+        self.trouble = self._probe = self._closed_by = None
+
+    def worker_excluded(self, node: str) -> None:
+        if self._closed_by == node:
+            self.reopen()
 
     def probe_lost(self, job: str) -> None:
         if self._probe and self._probe[0] == job:
@@ -66,6 +72,11 @@ class Gates:
     @property
     def troubles(self) -> list[str]:
         return [gate.trouble for gate in (self.rollouts, self.filtering, self.encoding) if gate.trouble]
+
+    def worker_excluded(self, node: str) -> None:
+        """Reopen the gates that only `node` has closed: the engine and the store may be fine for the others."""
+        for gate in (self.rollouts, self.encoding):
+            gate.worker_excluded(node)
 
     def probe_lost(self, kind: JobKind, job: str) -> None:
         if gate := self.of(kind):

@@ -6,6 +6,7 @@ Every method is one ledger transaction: the effects of a reply and the jobs that
 import logging
 from collections import Counter
 
+from orchestrator.attendance import Attendance
 from orchestrator.causes import Causes
 from orchestrator.gates import Gates
 from orchestrator.ledger.ledger import Ledger
@@ -32,11 +33,12 @@ logger = logging.getLogger("penstock.groups")
 
 
 class Groups:
-    def __init__(self, config: RunConfig, ledger: Ledger, gates: Gates) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, gates: Gates, attendance: Attendance) -> None:
         self._config = config
         self._ledger = ledger
         self._gates = gates
         self.causes = Causes()
+        self._attendance = attendance
         self.cancelled: list[JobRecord] = []
         """submitted jobs that are no longer needed: revoking them saves work"""
 
@@ -46,10 +48,16 @@ class Groups:
         if job is None or job.state is JobState.SETTLED:
             self._fence(reply)
             return
+        newest = job.state is JobState.SUBMITTED and reply.attempt == job.attempt
+        if not self._attendance.uses(reply, job):
+            self._fence(reply)
+            if newest:
+                self._give_back(job, reply)
+            return
+        self._attendance.note(reply)
         gate = self._gates.of(job.kind)
         if gate and reply.outcome in (Outcome.DONE, Outcome.FAILED):
             gate.reopen()
-        newest = job.state is JobState.SUBMITTED and reply.attempt == job.attempt
         error = reply.error or "the reply does not answer the job"
         match reply.outcome:
             case Outcome.DONE if reply.result is not None and self._fits(job, reply.result):
@@ -59,19 +67,33 @@ class Groups:
                 self._gates.probe_lost(job.kind, job.id)
                 self._ledger.event(job.id, "released", f"attempt {reply.attempt} by {reply.worker}")
                 self._ledger.retry(job)
+            case Outcome.DECLINED if newest:
+                self._give_back(job, reply)
             case Outcome.UNREACHABLE | Outcome.UNWRITTEN if newest and gate:
-                gate.close(reply.outcome, job.id, reply.attempt, error)
+                self._attendance.blames_job(job, reply.node)
+                if self._attendance.is_excluded(reply.node):
+                    gate.probe_lost(job.id)
+                else:
+                    gate.close(reply.outcome, job.id, reply.attempt, error, node=reply.node)
                 self._ledger.retry(job, error=error)
             case _ if newest:
-                self.job_failed(job, error)
+                self.job_failed(job, error, node=reply.node)
             case _:
                 pass
 
-    def job_failed(self, job: JobRecord, error: str) -> None:
-        self._ledger.event(job.id, "failed", f"attempt {job.attempt}: {error}")
-        self._ledger.retry(job, error=error, failures=1)
+    def job_failed(self, job: JobRecord, error: str, *, node: str | None = None) -> None:
+        """It counts for the job unless another worker may do better."""
+        counts = self._attendance.blames_job(job, node)
+        self._ledger.event(job.id, "failed", f"attempt {job.attempt}{f' on {node}' if node else ''}: {error}")
+        self._ledger.retry(job, error=error, failures=int(counts))
         if job.failures >= self._config.recovery.max_failures:
             self._kill(job, f"{job.failures} failures, the last: {error}", error)
+
+    def _give_back(self, job: JobRecord, reply: Reply) -> None:
+        self._gates.probe_lost(job.kind, job.id)
+        self._ledger.event(job.id, "declined", f"attempt {reply.attempt} by {reply.node or reply.worker}")
+        self._attendance.give_back(job)
+        self._ledger.retry(job)
 
     def job_lost(self, job: JobRecord, why: str) -> None:
         self._gates.probe_lost(job.kind, job.id)

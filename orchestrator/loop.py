@@ -13,8 +13,10 @@ raises ends them all. The Orchestrator wires the components; they do not import 
 
 import asyncio
 import logging
+import time
 
 from orchestrator import crash_points, release
+from orchestrator.attendance import Attendance
 from orchestrator.batch_phase import BatchPhase
 from orchestrator.broker import Broker
 from orchestrator.composer import Composer
@@ -81,9 +83,10 @@ class Orchestrator:
 
         self.trainer = Trainer(config, ledger)
         self.gates = Gates()
-        self.groups = Groups(config, ledger, self.gates)
+        self.attendance = Attendance(config, broker, first_sequence=ledger.number("sequence"))
+        self.groups = Groups(config, ledger, self.gates, self.attendance)
         self.planner = Planner(config, ledger, self.trainer, self.groups.causes)
-        self.submitter = Submitter(config, run, ledger, broker, self.gates)
+        self.submitter = Submitter(config, run, ledger, broker, self.gates, self.attendance)
         self.replies = ReplyStream(run, broker, ledger)
         self.composer = Composer(config, ledger, self.trainer, batch_phase=batch_phase)
         self.batch_phase = BatchPhase(config, ledger, self.submitter.inputs, self.composer, self.groups)
@@ -103,6 +106,7 @@ class Orchestrator:
             phase=lambda: "done" if self.done else self.stop.phase,
             snapshot=lambda: self.reconciler.latest,
             notes=lambda: self.releaser.notes,
+            excluded=lambda: self.attendance.excluded,
             troubles=lambda: [
                 self.broker.trouble, self.ledger.trouble, *self.gates.troubles, self.submitter.inputs.trouble,
                 self.sealer.trouble, self.planner.trouble, *self.trainer.troubles, self.metrics.trouble,
@@ -127,6 +131,7 @@ class Orchestrator:
         self.composer.resume()
         self.planner.resume()
         await self.submitter.remove_leftovers()
+        await self.attendance.exchange()
         duties = [self.read_replies, self.reconcile, self.follow_trainer, self.sweep, self.lock.keep,
                   self.reporter.run, self.metrics.run, self.lag.run, self.lags.run]  # fmt: skip
         async with asyncio.TaskGroup() as group:
@@ -163,7 +168,8 @@ class Orchestrator:
                 await self.ledger.committed()
                 crash_points.passed("composed")
             await self.batch_phase.take_result()
-            await self.submitter.submit(list(self.ledger.waiting.values()))
+            now = time.monotonic()
+            await self.submitter.submit([job for job in self.ledger.waiting.values() if job.not_before <= now])
             encoded = self.composer.encoded(visible=self.sealer.visible)
             sealed = encoded is not None and await self.seal(*encoded)
             if not sealed and not more_to_plan:
@@ -227,6 +233,8 @@ class Orchestrator:
     async def reconcile(self) -> None:
         while True:
             await asyncio.sleep(self.reconciler.poll_s)
+            for node in await self.attendance.exchange():
+                self.gates.worker_excluded(node)
             snapshot = await self.reconciler.poll()
             if not await self.caught_up_with(await self.replies.newest()):
                 continue

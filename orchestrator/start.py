@@ -8,7 +8,7 @@ import socket
 from collections.abc import Awaitable
 from typing import Any
 
-from orchestrator import crash_points, run_dir
+from orchestrator import attendance, crash_points, run_dir
 from orchestrator.broker import Broker
 from orchestrator.ledger import rebuild
 from orchestrator.ledger.ledger import Ledger
@@ -80,6 +80,7 @@ async def _run(
             return orchestrator.reporter.status()
         finally:
             await _within(LEAVE_S, ledger.committed())
+            await _within(LEAVE_S, attendance.leave(broker))
             await _within(LEAVE_S, lock.release())
     finally:
         ledger.close()

@@ -5,6 +5,7 @@ from collections import defaultdict
 from typing import Any
 
 from orchestrator import crash_points, envelope
+from orchestrator.attendance import Attendance
 from orchestrator.broker import Broker
 from orchestrator.gates import Gate, Gates
 from orchestrator.inputs import JobInputs
@@ -34,7 +35,10 @@ AT_ONCE = 32  # jobs for one commit and one Redis command
 
 
 class Submitter:
-    def __init__(self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, gates: Gates) -> None:
+    def __init__(
+        self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, gates: Gates, attendance: Attendance
+    ) -> None:
+        self._attendance = attendance
         self._config = config
         self._run = run
         self._ledger = ledger
@@ -80,13 +84,19 @@ class Submitter:
             for job in some:
                 if job.state is JobState.WAITING:
                     self._ledger.submit(job)
-                    messages[job.kind.queue].append(envelope.encode(self._message(job)))
+                    messages[job.kind.queue].append(self._encoded(job))
         await self._ledger.committed()
         crash_points.passed("submitted")
         for queue, encoded in messages.items():
             await self._broker.call(lambda client, queue=queue, encoded=encoded: client.lpush(queue, *encoded))
         crash_points.passed("published")
         return bool(messages)
+
+    def _encoded(self, job: JobRecord) -> bytes:
+        attendance = self._attendance
+        return envelope.encode(
+            self._message(job), settings=attendance.digest_for(job), failed_by=attendance.listed(job)
+        )
 
     def _message(self, job: JobRecord) -> AnyJob:
         common = self._common(job)

@@ -244,6 +244,8 @@ class Outcome(StrEnum):
     """the store could not be written: not counted, submission pauses"""
     RELEASED = "released"
     """the worker is stopping: submitted again at once, not counted"""
+    DECLINED = "declined"
+    """the worker has other settings, or failed this job before: submitted again after a pause, not counted"""
 
 
 class Reply(WireModel):
@@ -253,6 +255,11 @@ class Reply(WireModel):
     execution: str
     """random id of this execution: a message may be executed twice"""
     worker: str
+    """host and process that executed it"""
+    node: str | None = None
+    """Celery's name of that worker; release 0.1 sent none"""
+    settings: str | None = None
+    """digest of the settings that the worker used; release 0.1 sent none"""
     outcome: Outcome
     result: Result | None = None
     error: Annotated[str, Field(max_length=ERROR_CHARACTERS)] | None = None

@@ -12,6 +12,16 @@ LEASES_TTL_S = 3600  # longer than any outage that is waited for; workers renew 
 LOCK = "penstock:lock"
 """string: the orchestrator that drives the run of this database; expires"""
 
+WORKERS = "penstock:workers"
+"""hash of a worker's node name -> its `Presence`, written by each once a second; the orchestrator removes dead ones"""
+WORKERS_TTL_S = 60
+
+RUN_SETTINGS = "penstock:run-settings"
+"""hash of a kind of worker -> digest of the run's settings, and `KIND:values` -> the settings, as JSON"""
+ORDERS = "penstock:orders"
+"""hash of a worker's node name -> `Order`: the workers in quarantine"""
+ORCHESTRATOR_TTL_S = 10  # the orchestrator writes both once a second, and deletes them at its end
+
 REPLIES_TTL_S = 7 * 24 * 3600  # a run that is resumed later than this plays its open rollouts again
 
 

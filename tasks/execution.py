@@ -25,7 +25,9 @@ from penstock.config import RunConfig
 from penstock.errors import BlobUnwritten, EngineUnreachable, StageError, text_of
 from penstock.messages import GRACE_S, REPLY_LIMIT_BYTES, AnyJob, AnyResult, Outcome, Reply, RolloutJob, shortened
 from penstock.runtime.loop_lag import redis_publisher
+from tasks.agreement import Identity, identity, message_headers
 from tasks.celery_app import settings
+from tasks.kinds import WorkerKind
 from tasks.leases import LeaseKeeper
 from tasks.outbox import RETRY_FIRST_S, RETRY_MOST_S, Expiry, Outbox, Write
 
@@ -50,6 +52,7 @@ class Execution:
 
     job: AnyJob
     worker: str
+    identity: Identity
     id: str = field(default_factory=ids.new_execution)
     started: float = field(default_factory=time.monotonic)
 
@@ -82,6 +85,14 @@ class Execution:
             outcome = Outcome.FAILED
         return EncodedReply(self._reply(outcome, error=text_of(error)).model_dump_json().encode(), error)
 
+    def declined(self) -> EncodedReply | None:
+        """The reply to a message that this worker must not execute, without its lease and body."""
+        why = self.identity.declines(message_headers())
+        if why is None:
+            return None
+        logger.info("action=declined job=%s attempt=%d %s", self.job.job, self.job.attempt, why)
+        return EncodedReply(self._reply(Outcome.DECLINED, error=why).model_dump_json().encode(), None)
+
     def timed_out(self) -> BlobUnwritten | TimeoutError:
         """A rollout ends by itself at its time-out: what takes longer is the store."""
         if isinstance(self.job, RolloutJob):
@@ -95,7 +106,8 @@ class Execution:
         job = self.job
         return Reply(
             run=job.run, job=job.job, attempt=job.attempt, execution=self.id, worker=self.worker,
-            outcome=outcome, result=result, error=shortened(error) if error else None,
+            node=self.identity.node, settings=self.identity.settings, outcome=outcome, result=result,
+            error=shortened(error) if error else None,
             duration_s=round(time.monotonic() - self.started, 6),
         )  # fmt: skip
 
@@ -119,6 +131,7 @@ class AsyncExecutor:
 
     def __init__(self, config: RunConfig) -> None:
         self.name = str(ids.WorkerId.of_this_process())
+        self._identity = identity(config, WorkerKind.ROLLOUTS)
         self._sync_client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)
         # The client's own time-out swallows cancellations on Python 3.11; callers set one with asyncio.timeout.
         self._client = redis.asyncio.Redis.from_url(config.redis_url, socket_timeout=None)
@@ -126,10 +139,11 @@ class AsyncExecutor:
         self._silence_s = config.recovery.lease_s / 2
         self._outbox = Outbox(self._client)
         self._leases = LeaseKeeper(
-            self._sync_client, worker=self.name, lease_s=config.recovery.lease_s, alive=self._ticks
+            self._sync_client, worker=self.name, lease_s=config.recovery.lease_s, alive=self.ticks
         )
 
-    def _ticks(self) -> bool:
+    def ticks(self) -> bool:
+        """Whether the event loop is not blocked."""
         return time.monotonic() - self.lag.last_tick < self._silence_s
 
     @contextlib.asynccontextmanager
@@ -149,7 +163,10 @@ class AsyncExecutor:
             self._sync_client.close()
 
     async def execute(self, job: AnyJob, body: Callable[[str], Awaitable[AnyResult]]) -> None:
-        execution = Execution(job=job, worker=self.name)
+        execution = Execution(job=job, worker=self.name, identity=self._identity)
+        if refusal := execution.declined():
+            await self._outbox.write(lambda pipe: write_reply(pipe, execution, refusal.content))
+            return
         value = self._leases.hold(execution.lease)
         limit = asyncio.timeout(job.timeout_s + GRACE_S)
         try:
@@ -174,13 +191,17 @@ class SyncExecutor:
 
     def __init__(self, config: RunConfig) -> None:
         self.name = str(ids.WorkerId.of_this_process())
+        self._identity = identity(config, WorkerKind.COMPUTE)
         self._client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)
         lease_client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)
         self._leases = LeaseKeeper(lease_client, worker=self.name, lease_s=config.recovery.lease_s)
         self._leases.start()
 
     def execute(self, job: AnyJob, body: Callable[[str], AnyResult]) -> None:
-        execution = Execution(job=job, worker=self.name)
+        execution = Execution(job=job, worker=self.name, identity=self._identity)
+        if refusal := execution.declined():
+            self._write(lambda pipe: write_reply(pipe, execution, refusal.content))
+            return
         value = self._leases.hold(execution.lease)
         try:
             self._write(lambda pipe: write_lease(pipe, execution.lease, value))

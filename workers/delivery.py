@@ -16,6 +16,7 @@ from billiard.einfo import ExceptionInfo
 from celery.exceptions import SoftTimeLimitExceeded, Terminated, TimeLimitExceeded
 
 from penstock.errors import ConfigError, StageError
+from tasks.agreement import headers
 
 STOPPING, REVOKED, TIME_LIMIT = "stopping", "revoked", "time limit"
 
@@ -67,6 +68,7 @@ class Delivery:
                 f"{self.name} is not an `async def`, and queue {queue} is served by the asyncio pool, which runs "
                 "coroutines only. Route it to a queue of the compute workers, or make it a coroutine."
             )
+        headers.set(self.request)
         try:
             await self.run(*self.request["args"], **self.request["kwargs"])
         except (SystemExit, KeyboardInterrupt) as error:

@@ -14,10 +14,10 @@ from penstock.config import DEFAULT_REDIS_URL
 from penstock.messages import Queue
 from penstock.runtime import privacy
 from penstock.store import open_store
-from tasks import celery_app
+from tasks import agreement, celery_app
 from tasks.celery_app import settings
 from tasks.kinds import WorkerKind
-from workers import event_batches, remote_control
+from workers import admission, event_batches, remote_control
 
 logger = logging.getLogger("penstock.worker")
 
@@ -29,12 +29,14 @@ def set_up(app: Celery, kind: WorkerKind, pool: str) -> None:
     app.conf.task_queues = [queue for queue in app.conf.task_queues if queue.name in kind.queues]
     event_batches.install(app)
     remote_control.install(kind)
+    admission.install(app, kind)
 
     def check_and_name(instance: Any, options: dict[str, Any], **_: object) -> None:
         _refuse_other_queues(kind, options.get("queues") or [])
         _refuse_other_pool(kind, pool, options["pool"])
         if not _named_by_user():
             instance.hostname = f"{kind}-{os.getpid()}@{socket.gethostname()}"
+        agreement.node = instance.hostname
         _hide_secrets(kind)
 
     celeryd_init.connect(check_and_name, weak=False)

@@ -80,6 +80,13 @@ class JobRecord:
     error: str | None = None
     result: StepResult | None = None
     """jobs of a step only: sealing needs the result of every rank"""
+    # In memory only: a restarted orchestrator tries every worker again.
+    failed_by: list[str] = field(default_factory=list[str])
+    """workers that failed it"""
+    declines: int = 0
+    """times that a worker gave it back"""
+    not_before: float = 0.0
+    """time of the next submission, by this process's monotonic clock"""
 
     def task_id(self, run: str) -> str:
         """Celery's id of the newest attempt."""

@@ -56,6 +56,8 @@ class Sources:
     """`done`, or the phase of shutting down"""
     snapshot: Callable[[], Snapshot]
     """Redis at the last poll"""
+    excluded: Callable[[], dict[str, str]]
+    """workers that take no jobs -> why"""
     troubles: Callable[[], Iterable[str | None]]
     """of every component that may hold up the run"""
     notes: Callable[[], list[str]]
@@ -127,6 +129,7 @@ class Reporter:
             **self._open_jobs(),
             "queued": {queue.value: snapshot.depths.get(queue, 0) for queue in Queue},
             "running_by_worker": dict(workers),
+            "excluded_workers": sources.excluded(),
             "stored_bytes": ledger.number("open_bytes") + ledger.number("delivered_bytes"),
             "waiting_for": self.waiting_for(),
             "notes": sources.notes(),
@@ -142,7 +145,11 @@ class Reporter:
             for queue, moved_at in self._moved_at.items()
             if now - moved_at > UNATTENDED_S and self._sources.broker.trouble is None
         ]
-        return [cause for cause in [*self._sources.troubles(), self.trouble, *unattended] if cause]
+        return [
+            cause
+            for cause in [*self._sources.troubles(), *self._sources.excluded().values(), self.trouble, *unattended]
+            if cause
+        ]
 
     def _rates(self) -> dict[str, float]:
         """Of generated rollouts over the last ten seconds: deliveries come a step at a time."""

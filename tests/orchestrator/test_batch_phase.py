@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.attendance import unattended
 from support.ledgers import admitted, configured
 
 from orchestrator.batch_phase import BatchPhase
@@ -40,7 +41,7 @@ class Scene:
                 rollout.result = RolloutResult(
                     reward=rollout.index / 4, rewards={"right": 1.0}, agents={"white": 3}, completion_tokens=10
                 )
-        self.groups = Groups(self.config, ledger, Gates())
+        self.groups = Groups(self.config, ledger, Gates(), unattended(self.config))
         self.composer = Composer(self.config, ledger, Trainer(self.config, ledger), batch_phase=True)
         self.inputs = JobInputs(self.config, "run", ledger)
         self.batch_phase = BatchPhase(self.config, ledger, self.inputs, self.composer, self.groups)

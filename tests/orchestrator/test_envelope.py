@@ -12,6 +12,7 @@ from penstock.errors import StageError
 from penstock.messages import AdvantageJob, AnyJob, EncodeJob, FilterJob, RolloutJob
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from tasks import app
+from tasks.agreement import FAILED_BY_HEADER, SETTINGS_HEADER
 
 COMMON: dict[str, Any] = {"run": "0123456789ab", "attempt": 2, "sequence": 17, "timeout_s": 60.0}
 JOBS: list[AnyJob] = [
@@ -40,6 +41,8 @@ def test_a_message_equals_celerys(client: redis.Redis, job: AnyJob) -> None:
     ours = json.loads(envelope.encode(job))
 
     assert ours["headers"].pop(envelope.SEQUENCE_HEADER) == 17
+    assert ours["headers"].pop(SETTINGS_HEADER) == ""
+    assert ours["headers"].pop(FAILED_BY_HEADER) == []
     assert ours["headers"] | {"origin": None} == theirs["headers"] | {"origin": None}
     assert json.loads(ours["body"]) == json.loads(theirs["body"])
     for message in (ours, theirs):

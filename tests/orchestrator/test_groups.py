@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.attendance import unattended
 from support.ledgers import configured, submitted
 
 from orchestrator.gates import Gates
@@ -24,7 +25,8 @@ class Scene:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.gates = Gates()
-        self.groups = Groups(configured(recovery={"max_failures": 3}), ledger, self.gates)
+        config = configured(recovery={"max_failures": 3})
+        self.groups = Groups(config, ledger, self.gates, unattended(config))
         self.group: GroupRecord = submitted(ledger)
         self.rollout = self.group.rollouts[0]
         self.job: JobRecord = ledger.jobs[self.rollout.id]

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from support.attendance import unattended
 from support.clock import Clock
 from support.ledgers import configured, submitted
 
@@ -30,7 +31,7 @@ class Scene:
         for other in group.rollouts[1:]:
             ledger.end(ledger.jobs[other.id], JobState.CANCELLED)
         gates = Gates()
-        groups = Groups(config, ledger, gates)
+        groups = Groups(config, ledger, gates, unattended(config))
         self.reconciler = Reconciler(config, RUN, ledger, Broker("redis://unused/0"), groups, gates)
         self.poll_s = self.reconciler.poll_s
 
@@ -192,7 +193,9 @@ def test_a_job_that_is_lost_too_often_is_dead(scene: Scene) -> None:
 
 def timing_groups(ledger: Ledger, gates: Gates, **rollouts: Any) -> Reconciler:
     config = configured(rollouts={"group_timeout_s": 30} | rollouts)
-    return Reconciler(config, RUN, ledger, Broker("redis://unused/0"), Groups(config, ledger, gates), gates)
+    return Reconciler(
+        config, RUN, ledger, Broker("redis://unused/0"), Groups(config, ledger, gates, unattended(config)), gates
+    )
 
 
 def poll(reconciler: Reconciler, clock: Clock, times: int, running: str | None = None) -> None:

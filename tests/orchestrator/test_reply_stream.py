@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.attendance import unattended
 from support.ledgers import configured, submitted
 from support.stores import run_store
 
@@ -214,7 +215,7 @@ def test_a_forged_late_reply_deletes_nothing(server: EmbeddedRedis, tmp_path: Pa
     store = run_store(config)
 
     async def scene(it: Scene) -> None:
-        groups = Groups(config, it.ledger, Gates())
+        groups = Groups(config, it.ledger, Gates(), unattended(config))
         rollout = submitted(it.ledger).rollouts[0]
         own = f"rollouts/run/{rollout.id}/1.x/columns.safetensors"
         manifest, columns = store.put(MANIFEST, [b"{}"]), store.put(own, [b"tokens"])

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from support.attendance import unattended
 from support.clock import Clock
 from support.ledgers import admitted, configured, generated
 
@@ -34,8 +35,8 @@ def play(directory: Path, scene: Callable[[SimpleNamespace], Coroutine[Any, Any,
     async def run(server: EmbeddedRedis) -> None:
         config, ledger, gates = configured(run_dir=directory), Ledger(directory / "ledger.sqlite"), Gates()
         broker = InterruptedBroker(server.url)
-        submitter = Submitter(config, "run", ledger, broker, gates)
-        groups = Groups(config, ledger, gates)
+        submitter = Submitter(config, "run", ledger, broker, gates, unattended(config))
+        groups = Groups(config, ledger, gates, unattended(config))
         try:
             await scene(SimpleNamespace(ledger=ledger, gates=gates, broker=broker, submitter=submitter, groups=groups))
         finally:

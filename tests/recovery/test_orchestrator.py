@@ -52,13 +52,18 @@ def test_duplicate_and_reordered_replies_count_once(shared: Cluster) -> None:
 def test_a_paused_orchestrator_declares_no_job_lost(shared: Cluster) -> None:
     shared.new_run("paused")
     # Shorter than the lock's 10 s; longer than a busy machine delays a renewal.
-    run = shared.orchestrator(PENSTOCK_RECOVERY__LEASE_S="8")
+    patient = {"PENSTOCK_RECOVERY__LEASE_S": "8"}
+    workers = [shared.rollout_worker(**patient), shared.compute_worker(**patient)]
+    run = shared.orchestrator(**patient)
     wait_until(lambda: shared.redis.exists(redis_keys.LOCK), what="the lock")
     run.signal(signal.SIGSTOP)
     wait_until(lambda: not shared.redis.exists(redis_keys.LOCK), what="the lock to lapse")
     run.signal(signal.SIGCONT)
     shared.finish(run)
-    assert shared.events("lost") == 0
+    for worker in workers:
+        worker.end()
+    lost = shared.ledger("SELECT subject, detail FROM events WHERE action = 'lost'")
+    assert lost == []
 
 
 def test_a_lost_ledger_is_rebuilt_from_the_manifests(shared: Cluster) -> None:

@@ -7,8 +7,10 @@ import pytest
 
 from penstock.errors import BlobUnwritten, EngineUnreachable, InfrastructureFailure, PolicyFailure
 from penstock.messages import ERROR_CHARACTERS, FilterJob, Outcome, Reply, RolloutJob
+from tasks.agreement import FAILED_BY_HEADER, SETTINGS_HEADER, Identity, headers
 from tasks.execution import EncodedReply, Execution
 
+IDENTITY = Identity(node="rollouts-7@host", settings="0123")
 COMMON: dict[str, Any] = {"run": "r", "job": "g0000001-0", "attempt": 1, "sequence": 1, "timeout_s": 1.0}
 ROLLOUT = RolloutJob(**COMMON, group="g0000001", environment="noop", example=0, seed=0)
 FILTER = FilterJob(**COMMON, plan="plans/a.json")
@@ -33,23 +35,47 @@ def decoded(reply: EncodedReply) -> Reply:
 )
 def test_the_error_decides_the_outcome(error: BaseException, outcome: Outcome) -> None:
     for job in (ROLLOUT, FILTER):
-        execution = Execution(job=job, worker="w")
+        execution = Execution(job=job, worker="w", identity=IDENTITY)
         reply = decoded(execution.failed(error))
         assert (reply.outcome, reply.result) == (outcome, None)
         assert decoded(execution.failed(error, released=True)).outcome is Outcome.RELEASED
 
 
 def test_only_a_rollout_that_is_over_its_time_waits_for_the_store() -> None:
-    assert isinstance(Execution(job=ROLLOUT, worker="w").timed_out(), BlobUnwritten)
-    assert isinstance(Execution(job=FILTER, worker="w").timed_out(), TimeoutError)
+    assert isinstance(Execution(job=ROLLOUT, worker="w", identity=IDENTITY).timed_out(), BlobUnwritten)
+    assert isinstance(Execution(job=FILTER, worker="w", identity=IDENTITY).timed_out(), TimeoutError)
 
 
 def test_a_long_error_is_shortened() -> None:
-    reply = Execution(job=ROLLOUT, worker="w").failed(ValueError("x" * 10_000))
+    reply = Execution(job=ROLLOUT, worker="w", identity=IDENTITY).failed(ValueError("x" * 10_000))
     assert len(decoded(reply).error or "") == ERROR_CHARACTERS
 
 
 def test_two_executions_of_one_message_hold_two_leases() -> None:
-    leases = {Execution(job=ROLLOUT, worker="w").lease for _ in range(2)}
+    leases = {Execution(job=ROLLOUT, worker="w", identity=IDENTITY).lease for _ in range(2)}
     assert len(leases) == 2
     assert all(lease.startswith("r.g0000001-0.1.") for lease in leases)
+
+
+@pytest.mark.parametrize(
+    ("sent", "declined"),
+    [
+        ({}, False),
+        ({SETTINGS_HEADER: "", FAILED_BY_HEADER: []}, False),
+        ({SETTINGS_HEADER: "0123", FAILED_BY_HEADER: ["rollouts-8@host"]}, False),
+        ({SETTINGS_HEADER: "4567"}, True),
+        ({SETTINGS_HEADER: "0123", FAILED_BY_HEADER: ["rollouts-7@host"]}, True),
+    ],
+)
+def test_a_message_for_other_settings_or_that_lists_this_worker_is_declined(
+    sent: dict[str, Any], declined: bool
+) -> None:
+    token = headers.set(sent)
+    try:
+        reply = Execution(job=ROLLOUT, worker="w", identity=IDENTITY).declined()
+    finally:
+        headers.reset(token)
+    assert (reply is not None) == declined
+    if reply is not None:
+        read = decoded(reply)
+        assert (read.outcome, read.node, read.settings) == (Outcome.DECLINED, "rollouts-7@host", "0123")

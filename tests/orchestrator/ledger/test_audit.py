@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakSet
 
 import pytest
+from support.attendance import unattended
 from support.ledgers import admitted, encoded
 from support.stores import manifest_path, run_store
 
@@ -149,7 +150,7 @@ def test_a_damaged_manifest_is_refused(config: RunConfig) -> None:
 
 def test_causes_of_dead_jobs_are_listed_by_frequency(config: RunConfig) -> None:
     def die(ledger: Ledger) -> None:
-        groups = Groups(config, ledger, Gates())
+        groups = Groups(config, ledger, Gates(), unattended(config))
         for example in range(3):
             ledger.plan(environment="noop", example=example, size=1)
         for job, error in zip(list(ledger.jobs.values()), ["no", "disk", "no"], strict=True):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.attendance import unattended
 from support.ledgers import admitted, configured, encoded, generated
 from support.small_disk import LimitedDirectory
 from support.stores import directory_store
@@ -166,7 +167,7 @@ def test_an_unwritable_file_is_reported_and_tried_again(tmp_path: Path) -> None:
 
 
 def test_solved_groups_are_counted_before_filters(ledger: Ledger) -> None:
-    groups = Groups(configured(), ledger, None)  # type: ignore[arg-type]
+    groups = Groups(configured(), ledger, None, unattended(configured()))  # type: ignore[arg-type]
     group = generated(ledger)
     groups._collect(group)  # pyright: ignore[reportPrivateUsage]
     assert group.state is GroupState.FILTERING

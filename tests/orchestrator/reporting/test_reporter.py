@@ -32,6 +32,7 @@ def sources(ledger: Ledger, run_dir: Path, snapshot: Snapshot | None = None, *tr
         lags=LagPoller(broker, own="orchestrator"),
         phase=lambda: "running",
         snapshot=lambda: snapshot or Snapshot(leases={}, depths={}, oldest={}),
+        excluded=dict,
         troubles=lambda: troubles,
         notes=lambda: ["the store keeps much"],
     )

@@ -1,0 +1,102 @@
+"""One host that is set up wrongly beside a good one: nothing dies there, and the status names it with its error."""
+
+from pathlib import Path
+from typing import Any
+
+from support.cluster import Cluster, Process, cluster_in
+from support.waiting import wait_until
+
+
+def _excluded(cluster: Cluster, *texts: str) -> dict[str, str]:
+    """Wait until the status excludes a worker for a reason that contains `texts`."""
+
+    def found() -> dict[str, str]:
+        excluded: dict[str, str] = cluster.status().get("excluded_workers", {})
+        return {node: why for node, why in excluded.items() if all(text in why for text in texts)}
+
+    return wait_until(found, timeout_s=40, what=f"an excluded worker: {texts}")
+
+
+def _dead(cluster: Cluster) -> int:
+    return cluster.ledger("SELECT count(*) FROM rollouts WHERE state = 'dead'")[0][0]
+
+
+def _says(process: Process, text: str) -> None:
+    wait_until(lambda: text in process.text, timeout_s=30, what=f"{process.name} to say: {text}")
+
+
+def test_a_rollout_worker_of_another_run_takes_no_job_until_it_is_restarted(tmp_path: Path) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text('[environments.other]\nuse = "noop"\n')
+    with cluster_in(tmp_path, steps=12, noop={"rollout_s": 0.2}, rollouts={"max_in_flight": 32}) as cluster:
+        cluster.compute_worker()
+        bad = cluster.rollout_worker(concurrency=8, PENSTOCK_CONFIG=str(other))
+        run = cluster.orchestrator()
+        assert list(_excluded(cluster, "environments.noop.use", "environments.other.use")) == ["rollouts1@test"]
+        cluster.wait_waiting_for("rollouts1@test")
+        _says(bad, "environments.other.use")
+        cluster.rollout_worker(concurrency=8)
+        wait_until(lambda: cluster.status().get("step", 0) >= 2, timeout_s=40, what="steps of the good worker")
+        assert "penstock.rollouts" not in bad.text.partition("ready.")[2]
+        bad.kill()
+        restarted = cluster.rollout_worker(concurrency=8)
+        _says(restarted, "succeeded")
+        wait_until(lambda: cluster.status().get("excluded_workers") == {}, timeout_s=20, what="no excluded worker")
+        result = cluster.finish(run)
+        assert cluster.events("failed") == cluster.events("lost") == 0
+    assert result["delivered"] == result["planned"] == 192
+
+
+def test_a_compute_worker_without_the_store_is_quarantined_and_let_in_again(tmp_path: Path) -> None:
+    """It has the same settings, but not the same disk: paths may differ between hosts."""
+    elsewhere = tmp_path / "elsewhere"
+    with cluster_in(tmp_path, steps=12, noop={"stage_s": 0.1}, rollouts={"max_in_flight": 32}) as cluster:
+        cluster.rollout_worker(concurrency=8)
+        cluster.compute_worker()
+        bad = cluster.compute_worker(PENSTOCK_STORE=f"file://{elsewhere}")
+        run = cluster.orchestrator()
+        assert list(_excluded(cluster, "quarantined", "elsewhere")) == ["compute2@test"]
+        _says(bad, "action=quarantined")
+        penstock = cluster.penstock("status", str(cluster.run_dir))
+        assert "compute2@test is quarantined" in penstock.text
+        assert "elsewhere" in penstock.text
+        elsewhere.symlink_to(cluster.store)
+        _says(bad, "action=admitted")
+        result = cluster.finish(run)
+        assert _dead(cluster) == 0
+        assert cluster.events("failed") >= 3
+        # Before the good worker was seen for the first time, a failure counts for its job.
+        assert cluster.ledger("SELECT max(failures) FROM jobs")[0][0] <= 1
+    assert result["delivered"] == result["planned"] == 192
+
+
+def test_failures_count_when_every_worker_fails(tmp_path: Path) -> None:
+    with cluster_in(tmp_path, noop={"failure_rate": 1.0}) as cluster:
+        cluster.compute_worker()
+        for _ in range(2):
+            cluster.rollout_worker(concurrency=8)
+        run = cluster.orchestrator()
+        assert run.wait(90) != 0
+        assert "died of the same error" in run.text
+        assert "fails by configuration (noop.failure_rate)" in run.text
+        failures = cluster.ledger("SELECT DISTINCT failures FROM jobs WHERE state = 'dead'")
+    assert failures == [(3,)]
+
+
+def test_workers_that_do_not_have_a_changed_setting_are_refused_after_a_resume(tmp_path: Path) -> None:
+    few: dict[str, Any] = {"rollouts": {"max_in_flight": 16}, "noop": {"rollout_s": 0.2}, "steps": 6}
+    with cluster_in(tmp_path, **few) as cluster:
+        cluster.rollout_worker(concurrency=8)
+        old = cluster.compute_worker()
+        run = cluster.orchestrator()
+        wait_until(lambda: cluster.status().get("step", 0) >= 1, timeout_s=40, what="a step")
+        run.kill()
+        cluster.configure(**few, advantages={"estimator": "rloo"})
+        run = cluster.orchestrator()
+        assert list(_excluded(cluster, "advantages.estimator", "rloo")) == ["compute1@test"]
+        _says(old, "advantages.estimator")
+        step = cluster.status()["step"]
+        cluster.compute_worker()
+        result = cluster.finish(run)
+    assert step < 6
+    assert result["delivered"] == 96
