@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from cli import audit, bench, engine, run, sessions, status
+from cli import audit, bench, engine, gc, run, sessions, status
 from cli.demo import command as demo
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.privacy import forbid_inspection
@@ -21,6 +21,7 @@ app.command("demo")(demo.demo)
 app.command("run")(run.run)
 app.command("status")(status.status)
 app.command("audit")(audit.audit)
+app.command("gc")(gc.gc)
 app.command("sessions")(sessions.sessions)
 app.command("engine")(engine.engine)
 app.command("bench")(bench.bench)

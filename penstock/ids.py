@@ -23,6 +23,7 @@ from typing import NamedTuple, Self
 from penstock.errors import MalformedId
 
 ROLLOUTS_FOLDER = "rollouts"
+SESSIONS_FOLDER = "sessions"  # of a store: a directory for each session server
 
 NUMBER = "(0|[1-9][0-9]*)"
 GROUP = re.compile(r"g([0-9]{7,})")

@@ -47,6 +47,7 @@ RUN_BY = {
     "make demo": "tests/cli/test_demo.py",
     "penstock demo": "tests/cli/test_demo.py",
     "penstock engine": "tests/services/engine",
+    "penstock gc": "tests/orchestrator/test_leftovers.py",
     "penstock sessions": "tests/services/sessions",
     "python examples/toy_trainer.py": "tests/examples/test_toy_trainer.py",
     "redis-server": "penstock/runtime/embedded_redis.py",

@@ -150,6 +150,11 @@ class Store(ABC):
         """The first names of the keys below `under`: those of its directories."""
         return {key[len(under) + 1 :].partition("/")[0] for key in self.keys(under)}
 
+    def unnamed(self, under: str, *, named: Collection[str]) -> dict[str, int]:
+        """Name -> bytes of everything that `sweep` would delete."""
+        blobs = {key: self.size(key) or 0 for key in self.keys(under) if key not in named}
+        return blobs | scratch.unnamed(self.spool_dir, self.local_path(under), named)
+
     def sweep(self, under: str, *, named: Collection[str]) -> list[str]:
         """Delete everything below `under`, unfinished files of this host included, that `named` does not list."""
         check_key(under)

@@ -154,6 +154,9 @@ class FileStore(Store):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self.path(key).unlink()
 
+    def unnamed(self, under: str, *, named: Collection[str]) -> dict[str, int]:
+        return scratch.unnamed(self.root, self.path(under), named)
+
     def sweep(self, under: str, *, named: Collection[str]) -> list[str]:
         return scratch.sweep(self.root, self.path(under), named)
 

@@ -4,6 +4,7 @@ They lie in the directory for temporary files (TMPDIR), one for each process. Th
 processes that ended, unless they were kept under a name: a session server finds its unsealed sessions again.
 """
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -52,6 +53,16 @@ def sweep(root: Path, top: Path, named: Collection[str]) -> list[str]:
         remove_if_empty(each)
     remove_if_empty(top)
     return sorted(path.relative_to(root).as_posix() for path in removed)
+
+
+def unnamed(root: Path, top: Path, named: Collection[str]) -> dict[str, int]:
+    """Path from `root` -> bytes of every file that `sweep` would delete."""
+    sizes = dict[str, int]()
+    for path in _files(top):
+        if (name := path.relative_to(root).as_posix()) not in named:
+            with contextlib.suppress(FileNotFoundError):
+                sizes[name] = path.lstat().st_size
+    return sizes
 
 
 def remove_if_empty(directory: Path) -> bool:

@@ -9,11 +9,10 @@ import re
 import socket
 from pathlib import Path
 
+from penstock import ids
 from penstock.errors import ConfigError
 from penstock.recording import unsealed
 from penstock.store import Store
-
-FOLDER = "sessions"
 
 
 def owner_of(instance_id: str | None, port: int) -> str:
@@ -24,7 +23,7 @@ def owner_of(instance_id: str | None, port: int) -> str:
 class SessionDirectory:
     def __init__(self, store: Store, owner: str) -> None:
         self.store = store
-        self.key = f"{FOLDER}/{owner}"
+        self.key = f"{ids.SESSIONS_FOLDER}/{owner}"
         self._lock: int | None = None
 
     def lock(self) -> None:
@@ -42,11 +41,11 @@ class SessionDirectory:
 
     def recoverable(self) -> list[str]:
         """Ids of the sessions that an earlier process did not seal. Removes its other unfinished files."""
-        ids = {key.rpartition("/")[2] for key in unsealed(self.store, self.key)}
+        found = {key.rpartition("/")[2] for key in unsealed(self.store, self.key)}
         for directory in self.store.local_path(self.key).iterdir():
-            if directory.is_dir() and directory.name not in ids:
+            if directory.is_dir() and directory.name not in found:
                 _remove_unfinished(directory)
-        return sorted(ids)
+        return sorted(found)
 
     def session_key(self, session: str) -> str:
         return f"{self.key}/{session}"

@@ -29,6 +29,7 @@ def test_the_help_lists_every_command() -> None:
         "run": "Run the orchestrator: submit rollouts, form steps, recover.",
         "status": "Show the progress of a run, and what it waits for.",
         "audit": "Check that every rollout of a run is accounted for.",
+        "gc": "Delete files of a run that nothing reads again.",
         "sessions": "Serve agents and record their conversations.",
         "engine": "Simulate an inference server.",
         "bench": "Run one benchmark of Penstock against its baseline.",
@@ -43,6 +44,7 @@ def test_the_help_lists_every_command() -> None:
         ("run", "[OPTIONS] [CONFIG.toml]"),
         ("status", "[OPTIONS] {RUN_DIR}"),
         ("audit", "[OPTIONS] {RUN_DIR}"),
+        ("gc", "[OPTIONS] {RUN_DIR}"),
     ],
 )
 def test_help_of_each_command_fits_80_columns(command: str, usage: str) -> None:

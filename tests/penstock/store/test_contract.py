@@ -160,7 +160,11 @@ def test_a_sweep_removes_unnamed_blobs_and_parts(store: Store) -> None:
     store.put("rollouts/r1/2.bb/columns", [b"3"])
     other = store.put("rollouts/r10/1.cc/columns", [b"4"])
     store.part("rollouts/r1/2.bb/experts").append(b"5")
-    assert len(store.sweep("rollouts/r1", named={kept.key})) == 3
+    unnamed = store.unnamed("rollouts/r1", named={kept.key})
+    assert sorted(unnamed) == store.sweep("rollouts/r1", named={kept.key})
+    assert len(unnamed) == 3
+    assert min(unnamed.values()) > 0
+    assert store.unnamed("rollouts/r1", named={kept.key}) == {}
     assert sorted(store.keys("rollouts")) == [kept.key, other.key]
     assert unfinished(store) == []
     assert store.sweep("rollouts/r1", named=[]) == [kept.key]

@@ -1,0 +1,228 @@
+"""`penstock gc`: finds and deletes what nothing of a run reads again, by its ledger, its manifests and its settings.
+
+A file that is named by an open record of the ledger, or by the manifest of a step that is not released, is never found.
+Deleting needs the run's lock; finding only reads.
+"""
+
+import asyncio
+import fcntl
+import re
+import sqlite3
+import time
+from collections.abc import Iterator, Set
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from orchestrator import run_dir
+from orchestrator.housekeeping import Reported
+from orchestrator.ledger import restore
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.lock import lock_directory
+from orchestrator.release import Releaser, named_files, releasable
+from orchestrator.trainer import Trainer
+from penstock import ids, job_inputs
+from penstock.batches import manifest_steps, read_manifest, read_trainer
+from penstock.batches.manifest import manifest_key
+from penstock.batches.plan import BATCHES, step_directory
+from penstock.config import RunConfig
+from penstock.errors import LedgerError, RunError
+from penstock.ledger import queries, schema
+from penstock.ledger.states import UNGENERATED
+from penstock.store import Store, open_store
+
+RELEASED_STEPS = "of released steps"
+UNNAMED = "named by neither ledger nor manifest"
+OTHER_RUNS = "of other runs"
+OLD_SESSIONS = "of sessions that nothing has touched for a day"
+KINDS = (RELEASED_STEPS, UNNAMED, OTHER_RUNS, OLD_SESSIONS)
+
+SESSION_IS_OLD_S = 86_400.0
+STEP = re.compile(r"step_(\d+)")
+
+
+class Leftovers(NamedTuple):
+    """Files of one kind: `keys`, or everything below `under` that is not named."""
+
+    kind: str
+    under: str
+    named: Set[str] = frozenset()
+    keys: tuple[str, ...] = ()
+
+
+def collect(directory: Path, *, dry_run: bool) -> dict[str, Any]:
+    """Delete the leftovers of a run, or only count them; `kinds` has files and bytes of each kind."""
+    config = _settings(directory)
+    run, store = run_dir.read(directory)["run"], open_store(config.store_url)
+    found: dict[str, dict[str, Any]] = {kind: {"files": 0, "bytes": 0, "example": None} for kind in KINDS}
+    troubles = list[str]()
+    with nullcontext() if dry_run else lock_directory(directory):
+        if not dry_run:
+            asyncio.run(_record_releases(config))
+        for leftovers in Finder(config, run).find():
+            deleting = Reported(f"delete what is below {leftovers.under}")
+            with deleting:
+                _count(found[leftovers.kind], _delete(store, leftovers, dry_run=dry_run))
+            if deleting.trouble:
+                troubles.append(deleting.trouble)
+    return {
+        "run": run,
+        "store": str(store),
+        "dry_run": dry_run,
+        "kinds": found,
+        "files": sum(each["files"] for each in found.values()),
+        "bytes": sum(each["bytes"] for each in found.values()),
+        "troubles": troubles,
+    }
+
+
+def _delete(store: Store, leftovers: Leftovers, *, dry_run: bool) -> dict[str, int]:
+    """Name -> bytes of the deleted files."""
+    if leftovers.keys:
+        files = {key: store.size(key) or 0 for key in leftovers.keys}
+        for key in () if dry_run else leftovers.keys:
+            store.delete(key)
+        return files
+    files = store.unnamed(leftovers.under, named=leftovers.named)
+    if not dry_run:
+        store.sweep(leftovers.under, named=leftovers.named)
+    return files
+
+
+def _count(found: dict[str, Any], files: dict[str, int]) -> None:
+    found["files"] += len(files)
+    found["bytes"] += sum(files.values())
+    found["example"] = found["example"] or next(iter(files), None)
+
+
+def _settings(directory: Path) -> RunConfig:
+    """The settings of the run's last start that decide what is kept."""
+    content = run_dir.read(directory)
+    prefix = "trainer."
+    if "settings" not in content:
+        raise RunError(f"{directory} is a run of release 0.1, which did not record what to keep: resume it once first")
+    settings: dict[str, Any] = content["settings"]
+    of_trainer = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
+    known = {key: value for key, value in of_trainer.items() if key in type(RunConfig().trainer).model_fields}
+    ledger = run_dir.ledger_path(directory)
+    if not ledger.exists():
+        raise LedgerError(f"there is no ledger at {ledger}, which says what may be deleted: run this on its host")
+    return RunConfig.model_validate(
+        {"run_dir": directory, "store": run_dir.store_url(directory), "ledger_dir": ledger.parent, "trainer": known}
+    )
+
+
+async def _record_releases(config: RunConfig) -> None:
+    """Release what the trainer has allowed since the orchestrator ended, in the ledger and in the store."""
+    ledger = Ledger(config.ledger_path)
+    try:
+        trainer = Trainer(config, ledger)
+        await trainer.read()
+        await ledger.committed()
+        await Releaser(config, ledger, trainer).run_once()
+        await ledger.committed()
+    finally:
+        ledger.close()
+
+
+class Finder:
+    def __init__(self, config: RunConfig, run: str) -> None:
+        self._store = open_store(config.store_url)
+        self._run = run
+        # A rollout that begins after this listing is not in it; all that is read later only names more files.
+        self._rollouts = list(self._store.names(ids.run_directory(run)))
+        self._ledger = restore.read(config.ledger_path)
+        self._ledger_path = config.ledger_path
+        self._delivered = int(self._ledger.meta.get("steps_delivered") or 0)
+        allowed = releasable(config.trainer, read_trainer(config.run_dir))
+        self._released = {
+            counter: max(int(self._ledger.meta.get(counter) or 0), allowed.get(counter, 0))
+            for counter in queries.RELEASED
+        }
+        self._sealed = manifest_steps(self._store)
+
+    def find(self) -> Iterator[Leftovers]:
+        with schema.reading(self._ledger_path) as connection:
+            named, spared = self._named(connection)
+            for rollout in self._rollouts:
+                if rollout not in spared:
+                    kind = RELEASED_STEPS if self._is_released(connection, rollout) else UNNAMED
+                    yield Leftovers(kind, ids.rollout_directory(self._run, rollout), named)
+        yield from self._of_steps()
+        yield from self._of_other_runs()
+        yield from self._of_sessions()
+
+    def _named(self, connection: sqlite3.Connection) -> tuple[set[str], set[str]]:
+        """Files that stay, and rollouts of which everything stays."""
+        groups = self._ledger.groups.values()
+        named = {key for group in groups for rollout in group.rollouts if rollout.result for key in rollout.result.keys}
+        spared = {rollout.id for group in groups for rollout in group.of(*UNGENERATED)}
+        rows = queries.delivered_files(
+            connection,
+            columns_from=self._released["columns_released"],
+            experts_from=self._released["experts_released"],
+        )
+        for rollout, *keys in rows:
+            named.update(key for key in keys if key)
+            if not any(keys):  # of a rebuilt ledger
+                spared.add(rollout)
+        for step in self._sealed:
+            if step >= min(self._released["columns_released"], self._delivered):
+                named |= self._named_by(step) or set()
+        return named, spared
+
+    def _named_by(self, step: int) -> set[str] | None:
+        """Files that the step's manifest names and that are not released; None if there is no manifest."""
+        if step < min(self._released["columns_released"], self._released["jsonl_released"]):
+            return {manifest_key(step)} if step >= self._released["manifests_released"] else set()
+        manifest = read_manifest(self._store, step)
+        return named_files(manifest, self._released) if manifest else None
+
+    def _is_released(self, connection: sqlite3.Connection, rollout: str) -> bool:
+        step = queries.step_of(connection, rollout) if ids.RolloutId.match(rollout) else None
+        return step is not None and step < self._released["experts_released"]
+
+    def _of_steps(self) -> Iterator[Leftovers]:
+        """Of delivered steps: the files of an open step may be on their way into its manifest."""
+        for name in sorted(self._store.names(BATCHES)):
+            step = int(found[1]) if (found := STEP.fullmatch(name)) else self._delivered
+            if step >= self._delivered:
+                continue
+            named = self._named_by(step)
+            if named is not None:  # without its manifest nothing says what it named
+                kind = RELEASED_STEPS if step < self._released["columns_released"] else UNNAMED
+                yield Leftovers(kind, step_directory(step), named)
+
+    def _of_other_runs(self) -> Iterator[Leftovers]:
+        for run in sorted(self._store.names(ids.ROLLOUTS_FOLDER)):
+            if run != self._run:
+                yield Leftovers(OTHER_RUNS, ids.run_directory(run))
+        # The orchestrator deletes those of its own run when it starts and ends; workers may be writing some.
+        if others := set(self._store.keys(job_inputs.FOLDER)) - job_inputs.keys(self._store, self._run):
+            yield Leftovers(OTHER_RUNS, job_inputs.FOLDER, keys=tuple(sorted(others)))
+
+    def _of_sessions(self) -> Iterator[Leftovers]:
+        """Of servers that do not run. Only the store in a directory says when its files were written."""
+        for server in sorted(self._store.names(ids.SESSIONS_FOLDER)):
+            key = f"{ids.SESSIONS_FOLDER}/{server}"
+            directory = self._store.local_path(key)
+            if directory.is_dir() and not _is_locked(directory / ".lock"):
+                for session in sorted(directory.iterdir()):
+                    if session.is_dir() and _age_s(session) > SESSION_IS_OLD_S:
+                        yield Leftovers(OLD_SESSIONS, f"{key}/{session.name}")
+
+
+def _is_locked(path: Path) -> bool:
+    """Also if that cannot be found out."""
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def _age_s(directory: Path) -> float:
+    return time.time() - max(path.lstat().st_mtime for path in (directory, *directory.rglob("*")))

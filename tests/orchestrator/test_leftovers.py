@@ -1,0 +1,217 @@
+"""`penstock gc` finds and deletes what nothing reads again, and nothing else."""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ledgers import admitted, configured, submitted
+from support.stores import run_store
+from typer.testing import CliRunner
+
+from cli.main import app
+from orchestrator import leftovers, run_dir
+from orchestrator.inputs import batch_plan
+from orchestrator.ledger.audit import audit
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.leftovers import OLD_SESSIONS, OTHER_RUNS, RELEASED_STEPS, UNNAMED, collect
+from orchestrator.lock import lock_directory
+from penstock.batches import BatchReader, EncodedRank, seal_manifest
+from penstock.config import RunConfig
+from penstock.errors import RunError, RunLocked
+from penstock.ids import rollout_directory
+from penstock.messages import RolloutResult
+from penstock.store import BlobRef
+from penstock.store.files import FileStore
+
+STEPS = 4
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    config = configured(run_dir=tmp_path / "run", trainer={"keep_steps": 1, "keep_jsonl_steps": 1}, batch={"size": 1})
+    run_dir.create_directories(config)
+    run_dir.begin_or_resume(config)
+    return config
+
+
+@pytest.fixture
+def store(config: RunConfig) -> FileStore:
+    return run_store(config)
+
+
+@pytest.fixture
+def run(config: RunConfig, store: FileStore) -> Iterator[str]:
+    """Four delivered steps, a fifth that is encoded, a rollout that runs, and one that was dropped."""
+    run = run_dir.read(config.run_dir)["run"]
+    written(config, lambda ledger: fill(config, ledger, store, run))
+    yield run
+    result = audit(config.run_dir)
+    assert result["balanced"], result["problems"]
+
+
+def written(config: RunConfig, write: Callable[[Ledger], object]) -> None:
+    async def run() -> None:
+        ledger = Ledger(config.ledger_path)
+        write(ledger)
+        await ledger.committed()
+        ledger.close()
+
+    asyncio.run(run())
+
+
+def put(store: FileStore, run: str, rollout: str, name: str, execution: str = "1.aa") -> BlobRef:
+    return store.put(f"{rollout_directory(run, rollout)}/{execution}/{name}", [b"tokens"])
+
+
+def fill(config: RunConfig, ledger: Ledger, store: FileStore, run: str) -> None:
+    for step in range(STEPS + 1):
+        group = admitted(ledger)
+        for rollout in group.rollouts:
+            columns, experts = (put(store, run, rollout.id, name) for name in ("columns", "experts"))
+            put(store, run, rollout.id, "columns", "2.lost")
+            rollout.result = RolloutResult(reward=0.0, columns=columns, experts=experts, sample_lengths=(1,))
+        batch = ledger.compose(step, [group])
+        plan = batch_plan(config, batch)
+        files = [store.put(f"{plan.directory}/{name}", [b"rows"]) for name in ("rank_00.x", "rank_00.late", "jsonl")]
+        rank = EncodedRank(
+            plan=plan.digest, data_rank=0, file=files[0], rollouts_jsonl=files[2], micro_batches=1, tokens=4,
+            samples=4, loss_tokens=4,
+        )  # fmt: skip
+        if step < STEPS:
+            seal_manifest(store, plan, [rank])
+            ledger.deliver(batch)
+    put(store, run, submitted(ledger).rollouts[0].id, "columns")
+    dropped = submitted(ledger).rollouts[0]
+    put(store, run, dropped.id, "columns")
+    ledger.drop(dropped, "cancelled")
+
+
+def files(config: RunConfig) -> set[str]:
+    return {path.relative_to(config.run_dir).as_posix() for path in config.run_dir.rglob("*") if path.is_file()}
+
+
+def counts(result: dict[str, Any]) -> dict[str, int]:
+    return {kind: found["files"] for kind, found in result["kinds"].items() if found["files"]}
+
+
+def test_a_dry_run_changes_nothing_and_counts_what_is_deleted(config: RunConfig, run: str) -> None:
+    before = files(config)
+    dry = collect(config.run_dir, dry_run=True)
+    assert files(config) - {"ledger.sqlite-shm", "ledger.sqlite-wal"} == before
+    # Of each rollout in a step, the file of a lost execution; of each delivered step, a file of a late encoder.
+    assert counts(dry) == {UNNAMED: 4 * (STEPS + 1) + STEPS + 1}
+    assert dry["bytes"] == 6 * (4 * (STEPS + 1) + 1) + 4 * STEPS
+    done = collect(config.run_dir, dry_run=False)
+    assert (done["kinds"], done["troubles"]) == (dry["kinds"], [])
+    assert len(before) - len(files(config) - {"lock"}) == dry["files"]
+    assert collect(config.run_dir, dry_run=False)["files"] == 0
+
+
+def test_no_file_that_a_manifest_of_an_unreleased_step_names_is_deleted(
+    config: RunConfig, run: str, store: FileStore
+) -> None:
+    collect(config.run_dir, dry_run=False)
+    left = files(config)
+    for step in range(STEPS):
+        assert f"store/batches/step_{step:06d}/manifest.json" in left
+        assert f"store/batches/step_{step:06d}/rank_00.x" in left
+    names = ("rank_00.x", "rank_00.late", "jsonl")
+    assert {f"store/batches/step_{STEPS:06d}/{name}" for name in names} <= left, "an open step keeps everything"
+    assert sum(name.endswith("1.aa/experts") for name in left) == 4 * (STEPS + 1)
+    assert sum(name.endswith("1.aa/columns") for name in left) == 4 * (STEPS + 1) + 1, "and that of the running one"
+
+
+def test_a_lost_ledger_keeps_what_the_manifests_name(config: RunConfig, run: str) -> None:
+    """A ledger rebuilt from the manifests knows no files."""
+    from orchestrator.ledger import rebuild
+
+    config.ledger_path.unlink()
+    rebuild.rebuild_if_lost(config)
+    collect(config.run_dir, dry_run=False)
+    assert sum(name.endswith("1.aa/experts") for name in files(config)) >= 4 * STEPS
+
+
+def test_what_the_trainer_released_after_the_end_of_the_run_is_deleted(config: RunConfig, run: str) -> None:
+    reader = BatchReader(config.run_dir, data_rank=0, data_ranks=1, resume_step=2)
+    reader.checkpointed(2)
+    dry = collect(config.run_dir, dry_run=True)
+    # Experts of steps 0 to 2; columns, rank files and rollouts.jsonl of steps 0 and 1.
+    assert counts(dry)[RELEASED_STEPS] >= 3 * 4 + 2 * 4 + 2 * 3
+    collect(config.run_dir, dry_run=False)
+    left = files(config)
+    assert sum(name.endswith("1.aa/experts") for name in left) == 4 * 2
+    assert {name.rpartition("/")[2] for name in left if "step_000001" in name} == {"manifest.json"}
+    assert {name.rpartition("/")[2] for name in left if "step_000002" in name} == {
+        "manifest.json",
+        "rank_00.x",
+        "jsonl",
+    }
+
+
+def test_files_of_other_runs_and_old_sessions_are_deleted(config: RunConfig, run: str, store: FileStore) -> None:
+    store.put("rollouts/another/g0000001-0/1.aa/columns", [b"x"])
+    store.put("plans/another.g0000001.json", [b"{}"])
+    store.put(f"plans/{run}.g0000001.json", [b"{}"])
+    for session in ("old", "new"):
+        blob = store.put(f"sessions/host-1/{session}/columns", [b"x"])
+        path = store.path(blob.key)
+        path.with_name(".log").write_bytes(b"unfinished")
+        if session == "old":
+            for each in (path.parent, *path.parent.iterdir()):
+                os.utime(each, (0, 0))
+    (store.path("sessions/host-1") / ".lock").touch()
+    assert counts(collect(config.run_dir, dry_run=False)) == {
+        UNNAMED: 4 * (STEPS + 1) + STEPS + 1, OTHER_RUNS: 2, OLD_SESSIONS: 2,
+    }  # fmt: skip
+    assert list(store.keys("plans")) == [f"plans/{run}.g0000001.json"]
+    assert {name for name in files(config) if "sessions" in name} == {
+        f"store/sessions/host-1/{name}" for name in (".lock", "new/columns", "new/.log")
+    }
+
+
+def test_nothing_is_deleted_while_an_orchestrator_works(config: RunConfig, run: str) -> None:
+    with lock_directory(config.run_dir):
+        before = files(config)
+        with pytest.raises(RunLocked, match="is in use by process"):
+            collect(config.run_dir, dry_run=False)
+        assert collect(config.run_dir, dry_run=True)["files"] > 0
+        assert files(config) == before
+
+
+def test_a_directory_that_cannot_be_deleted_is_reported_and_does_not_keep_the_others(
+    config: RunConfig, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = FileStore.sweep
+
+    def busy(self: FileStore, under: str, *, named: Any) -> list[str]:
+        if under.endswith("g0000001-0"):
+            raise OSError(16, "Device or resource busy")
+        return sweep(self, under, named=named)
+
+    monkeypatch.setattr(FileStore, "sweep", busy)
+    result = collect(config.run_dir, dry_run=False)
+    assert len(result["troubles"]) == 1
+    assert "g0000001-0" in result["troubles"][0]
+    assert result["files"] == 4 * (STEPS + 1) + STEPS
+
+
+def test_a_run_of_release_0_1_is_refused(config: RunConfig) -> None:
+    stored = run_dir.read(config.run_dir)
+    del stored["settings"]
+    run_dir.write_json(config.run_dir / "run.json", {**stored, "identity": {}})
+    with pytest.raises(RunError, match="did not record what to keep: resume it once first"):
+        leftovers.collect(config.run_dir, dry_run=True)
+
+
+def test_the_command_prints_sizes_by_kind(config: RunConfig, run: str) -> None:
+    plain = CliRunner().invoke(app, ["gc", str(config.run_dir), "--dry-run"])
+    assert plain.exit_code == 0, plain.output
+    total = 4 * (STEPS + 1) + STEPS + 1
+    assert f"0.000 GB in {total} files: named by neither ledger nor manifest, e.g. rollouts/{run}/" in plain.stdout
+    assert f"in total   0.000 GB in {total} files may be deleted" in plain.stdout
+    result = json.loads(CliRunner().invoke(app, ["gc", str(config.run_dir), "--json"]).stdout)
+    assert (result["dry_run"], result["files"], result["troubles"]) == (False, total, [])
