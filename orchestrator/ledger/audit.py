@@ -27,7 +27,7 @@ AUDITED = "audited.json"
 """In the run directory: the steps that the end of an orchestrator has audited."""
 
 Progress = Callable[[int, int], None]
-"""called with the bytes checked so far and the total"""
+"""called with the bytes checked so far and an estimate of all"""
 
 
 class Scope(StrEnum):
@@ -144,16 +144,19 @@ class Files:
 
     def damaged(self, progress: Progress) -> Iterator[str]:
         """Missing and corrupt ones."""
-        done, total = 0, sum(each.ref.size for step in self._steps for each in self._of(step))
-        for step in self._steps:
-            for each in self._of(step):
+        done = 0
+        for number, step in enumerate(self._steps):
+            files = list(self._of(step))
+            # Reading every manifest first, for the exact total, would take longer than most steps' files.
+            total = done + sum(each.ref.size for each in files) * (len(self._steps) - number)
+            for each in files:
                 try:
                     self._store.open(each.ref)
                 except BlobError as error:
                     if not self._is_released(each, step):
                         yield f"step {step}: {error}"
                 done += each.ref.size
-                progress(done, max(done, total))
+                progress(done, total)
 
     def _of(self, step: int) -> Iterator[SealedFile]:
         released = queries.released_steps(self._connection)
