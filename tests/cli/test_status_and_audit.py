@@ -90,6 +90,14 @@ def test_status_shows_what_the_last_resume_changed_and_what_to_restart(run: Path
     assert re.fullmatch(r"changed    steps: 10 until .* s ago, now 11", second)
 
 
+def test_status_prints_the_notes_of_the_last_status(run: Path) -> None:
+    note = "the store keeps 12.0 GB of delivered steps"
+    process = {"host": "elsewhere", "pid": 1}
+    last = {"at": 0.0, "phase": "done", "process": process, "steps": 4, "stopped_by": None, "notes": [note]}
+    run_dir.write_json(run / "status.json", last)
+    assert f"note       {note}\n" in output_of("status", str(run))
+
+
 def test_status_prints_one_json_object(run: Path) -> None:
     result = json.loads(output_of("status", str(run), "--json"))
     assert set(result) == {

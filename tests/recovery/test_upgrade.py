@@ -4,6 +4,7 @@ Its orchestrator was killed when steps 0 and 1 were trained and step 2 was encod
 another group submitted.
 """
 
+import json
 import tarfile
 from pathlib import Path
 
@@ -46,4 +47,7 @@ def test_a_run_of_release_0_1_is_resumed_to_its_end(tmp_path: Path) -> None:
         assert [manifest_path(pipeline.store, step).read_bytes() for step in (0, 1)] == sealed
         assert cluster.ledger("SELECT * FROM rollouts WHERE state = 'trained' AND step < 2") == delivered
         assert "settings" in run_dir.read(cluster.run_dir)
+        collected = cluster.penstock("gc", str(cluster.run_dir), "--json")
+        assert json.loads(collected.text)["troubles"] == [], collected.text
+        assert cluster.audit()["balanced"], "of all files that are left"
         assert sorted(path.name for path in cluster.run_dir.iterdir()) == sorted([*RUN_DIR_AT_THE_END, "store"])
