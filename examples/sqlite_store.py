@@ -31,8 +31,10 @@ class SqliteStore(Store):
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         length = -1 if stop is None else stop - start
-        query = "SELECT substr(content, ?1 + 1, iif(?2 < 0, length(content), ?2)) FROM blobs WHERE key = ?3"
-        found = self._connection().execute(query, (start, length, key)).fetchone()
+        query = (
+            "SELECT substr(content, :start + 1, iif(:length < 0, length(content), :length)) FROM blobs WHERE key = :key"
+        )
+        found = self._connection().execute(query, {"start": start, "length": length, "key": key}).fetchone()
         if found is None:
             raise self.missing(key)
         return found[0]

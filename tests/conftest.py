@@ -1,5 +1,6 @@
 """Options of the test suite. The defaults are short; `make chaos` and `make fuzz` run longer."""
 
+import importlib.util
 import signal
 from pathlib import Path
 
@@ -9,6 +10,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("support.cluster")
+
+if importlib.util.find_spec("hypothesis"):  # not in the environment of `make test-verifiers`
+    from hypothesis import HealthCheck, settings
+
+    # A busy machine decides no test: neither by its speed, nor by examples that differ from run to run.
+    settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("steady")
 
 HERE = Path(__file__).parent
 LONG = {"bench", "chaos", "cli", "pipeline", "recovery", "workers"}

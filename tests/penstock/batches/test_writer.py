@@ -49,7 +49,7 @@ rules_strategy = st.builds(
     attention_cost=st.sampled_from([0.0, 0.1]),
 )
 
-files_written = settings(max_examples=30, deadline=None, derandomize=True)
+files_written = settings(max_examples=30)
 MEMORY = Path("/dev/shm")  # where a sync costs nothing
 
 

@@ -170,7 +170,7 @@ def npy(rows: Rows, version: tuple[int, int]) -> bytes:
     return file.getvalue()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(shape=st.tuples(*[st.integers(1, 5)] * 3), seed=st.integers(0, 99), block=st.integers(1, 200), data=st.data())
 def test_compact_lists_are_read_as_by_json(
     shape: tuple[int, int, int], seed: int, block: int, data: st.DataObject

@@ -148,7 +148,7 @@ def test_a_body_that_leaves_no_room_for_its_copies_is_received_alone() -> None:
     asyncio.run(main())
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=60)
 @given(
     bodies=st.lists(
         st.tuples(st.lists(st.integers(0, 60), min_size=1, max_size=5), st.booleans()), min_size=1, max_size=20

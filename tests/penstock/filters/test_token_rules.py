@@ -90,7 +90,7 @@ def chosen_settings(draw: st.DrawFn) -> FilterSettings:
     )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(batch=st.lists(rollouts(), max_size=4), chosen=chosen_settings())
 def test_verdicts_tokens_and_counts_equal_those_of_plain_loops(
     batch: list[RolloutTokens], chosen: FilterSettings

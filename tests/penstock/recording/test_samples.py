@@ -236,7 +236,7 @@ def as_routes(rows: dict[int, Any], dtype: Any) -> Routes | None:
     return routes_of(array, first, None if valid.all() else valid)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(case=turn_structures(), error=st.booleans(), dtype=st.sampled_from([np.uint8, np.uint16]))
 def test_samples_rows_and_validity_equal_the_reference(case: Any, error: bool, dtype: Any) -> None:
     turns, limits = case

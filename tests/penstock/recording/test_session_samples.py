@@ -77,7 +77,7 @@ def assert_rows(store: FileStore, sealed: Sealed, columns: Columns, expected: li
         assert experts.routed_valid[columns.sample(index)].tobytes() == valid
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80)
 @given(
     case=turn_structures(exact=True).filter(lambda case: bool(case[0])),
     dtype=st.sampled_from([np.uint8, np.uint16]),

@@ -50,7 +50,7 @@ def test_a_conversation_is_chatml_over_bytes() -> None:
     assert ids.max() < VOCABULARY
 
 
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(others, answers), min_size=1, max_size=4), st.booleans())
 def test_every_prompt_begins_with_the_previous_prompt_and_completion(turns: list[Any], with_tools: bool) -> None:
     """The client appends the decoded message, as the engine's response contains it."""
@@ -67,7 +67,7 @@ def test_every_prompt_begins_with_the_previous_prompt_and_completion(turns: list
         assert bytes_chatml.encode_completion(answer).tolist() == completion.tolist()
 
 
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=200)
 @given(st.lists(others | answers, max_size=4))
 def test_a_prompt_can_be_decoded_to_its_messages(messages: list[Any]) -> None:
     decoded = decode_messages(encode(messages, tools=[{"name": "f"}]))

@@ -194,7 +194,7 @@ def test_two_writers_of_one_key_never_mix(store: Store) -> None:
 
 
 @given(content=st.binary(max_size=300), chunk=st.integers(1, 100))
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_a_download_in_ranges_is_the_blob(store: Store, content: bytes, chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "BYTES_PER_READ", chunk)
