@@ -145,6 +145,11 @@ class BatchReader:
         waited = f"no {self._open_store().location(manifest_key(step))} in {self._timeout_s:g} s"
         if now is None:
             return f"{waited}, and no orchestrator has written to {self._run_dir}: is it the directory of a run?"
+        if now.last_step >= step:
+            waited += (
+                f", although step {now.last_step} is delivered: it was released (trainer.keep_manifests), or this host "
+                "does not see it yet"
+            )
         unchanged = " (unchanged since the wait began: is the orchestrator running?)" if now == before else ""
         return f"{waited}; the orchestrator reports: {now.why}{unchanged}"
 

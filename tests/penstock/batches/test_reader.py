@@ -158,6 +158,12 @@ def test_a_step_is_acked_when_every_rank_acked_it(store: FileStore) -> None:
     assert read_trainer(run_dir).acked == 0
 
 
+def test_a_step_whose_manifest_was_released_is_named_as_such(store: FileStore) -> None:
+    write_status(store.root.parent, RunStatus(why="rollouts are being generated", last_step=9))
+    with pytest.raises(Stalled, match=r"although step 9 is delivered: it was released \(trainer.keep_manifests\)"):
+        next(reader_of(store, resume_step=3))
+
+
 def test_progress_files_of_a_trainer_with_more_ranks_are_ignored(store: FileStore) -> None:
     for rank in range(4):
         reader_of(store, data_rank=rank, data_ranks=4, resume_step=9)
