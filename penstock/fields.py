@@ -21,6 +21,8 @@ FieldType = Literal["f32", "f64", "i32", "i64", "u8"]
 DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(f"{name[0]}{int(name[1:]) // 8}") for name in FieldType.__args__}
 CONVERTIBLE = {"f": "fiub", "i": "iub", "u": "iub"}
 """Kind of a field's dtype -> kinds of the values that it accepts."""
+KINDS = {"U": "text", "S": "bytes", "O": "object"}
+"""Kind of a NumPy dtype -> its name in an error, where NumPy's is a code like `<U4`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,8 @@ class TrainerField:
             raise StageError(f"{self.setting}: {what} has values that are not an array: {error}") from error
         if values.dtype.kind not in CONVERTIBLE[self.numpy_dtype.kind]:
             raise StageError(
-                f"{self.setting}: {what} has values of type {values.dtype}: the field is declared as {self.dtype}"
+                f"{self.setting}: {what} has values of type {KINDS.get(values.dtype.kind, values.dtype)}: the field is "
+                f"declared as {self.dtype}"
             )
         if values.shape not in ((), (length,)):
             expected = "one number" if length is None else f"one number or {length}"

@@ -260,7 +260,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleTable:
-    """One entry per sample of a micro-batch, in the order of its segments; padding has none."""
+    """Arrays with one entry per sample of a micro-batch, in the order of its segments; padding has none."""
 
     rollout_index: Array
     """in `batch.plan.rollouts`"""
@@ -278,6 +278,9 @@ class SampleTable:
     version_first: Array
     version_last: Array
     reward: Array
+
+    def __len__(self) -> int:
+        return len(self.reward)
 
 
 class RowKind(NamedTuple):

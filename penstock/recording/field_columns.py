@@ -1,5 +1,7 @@
 """The trainer's fields of a rollout as columns: from its score, or from what its turns carry."""
 
+import difflib
+
 import numpy as np
 
 from penstock.errors import StageError
@@ -27,10 +29,21 @@ def _refuse_undeclared(values: FieldValues) -> None:
     for source, names in given.items():
         declared = {field.name for field in values.declared if field.source == source}
         if undeclared := sorted(names - declared):
-            where, name = "Score.columns" if source == "score" else "Completion.fields", undeclared[0]
-            raise StageError(
-                f'{where} has {name!r}, which is not declared: add [batch.fields.{name}] with source = "{source}"'
+            raise StageError(_undeclared(undeclared[0], source, values.declared))
+
+
+def _undeclared(name: str, source: str, declared: tuple[TrainerField, ...]) -> str:
+    places = {"score": "Score.columns", "turn": "completion.fields"}
+    where = f"{places[source]} has {name!r}, which is"
+    for field in declared:
+        if field.name == name:
+            return (
+                f'{where} declared with source = "{field.source}": set it in {places[field.source]}, or change '
+                f"{field.setting}.source"
             )
+    near = difflib.get_close_matches(name, [field.name for field in declared if field.source == source], n=1)
+    hint = f"did you mean {near[0]!r}? Else " if near else ""
+    return f'{where} not declared: {hint}add [batch.fields.{name}] with source = "{source}"'
 
 
 def _from_score(field: TrainerField, samples: Samples, values: FieldValues) -> Array | None:

@@ -183,7 +183,7 @@ def test_a_prime_rl_rank_holds_the_same_values_as_the_native_batch(store: FileSt
             assert batch.temperatures == other.temperatures.tolist()
             assert sum(batch.seq_lens) == len(batch.input_ids) == len(batch.env_names)
             assert batch.sequence_lengths == batch.seq_lens
-            samples = other.samples.reward.size
+            samples = len(other.samples)
             assert batch.seq_lens[:-1] == np.diff(other.cu_seqlens)[: samples - 1].tolist()
             envs = [native.envs[index] for index in other.samples.env_index]
             runs = zip([*envs, ""], np.diff([*other.cu_seqlens[: samples + 1], len(batch.input_ids)]), strict=True)

@@ -108,7 +108,7 @@ def test_one_number_stands_for_all_tokens_or_samples(tmp_path: Path) -> None:
         ({"value": [[0.0], []]}, "has values that are not an array"),
         ({"value": [float("nan")] * TOKENS}, "batch.fields.value: Score.columns has NaN or infinite values"),
         ({"value": 1e300}, "has NaN or infinite values: they must be finite in f32"),
-        ({"value": ["a"] * TOKENS}, "has values of type <U1: the field is declared as f32"),
+        ({"value": ["a"] * TOKENS}, "has values of type text: the field is declared as f32"),
         (
             {"level": [0.5]},
             "batch.fields.level: Score.columns has values of type float64: the field is declared as",
@@ -119,7 +119,11 @@ def test_one_number_stands_for_all_tokens_or_samples(tmp_path: Path) -> None:
             {"weight": 1.0},
             r"Score.columns has 'weight', which is not declared: add \[batch.fields.weight\] with",
         ),
-        ({"step": 1.0}, r"Score.columns has 'step', which is not declared: .* with source = \"score\""),
+        (
+            {"step": 1.0},
+            r"Score.columns has 'step', which is declared with source = \"turn\": set it in completion.fields",
+        ),
+        ({"valeu": 1.0}, r"Score.columns has 'valeu', which is not declared: did you mean 'value'\? Else add"),
     ],
 )
 def test_a_wrong_column_fails_its_rollout_and_leaves_no_files(tmp_path: Path, columns: Any, message: str) -> None:
@@ -138,7 +142,7 @@ def test_a_wrong_column_fails_its_rollout_and_leaves_no_files(tmp_path: Path, co
         ({"step": [1.0]}, r"batch.fields.step: turn 0 has an array of shape \(1,\), expected one number or 5"),
         ({"role": [1]}, r"batch.fields.role: turn 0 has an array of shape \(1,\), expected one number$"),
         ({"role": -1}, "turn 0 has values that u8 cannot hold"),
-        ({"value": 1.0}, r"Completion.fields has 'value', which is not declared: .* with source = \"turn\""),
+        ({"value": 1.0}, r"completion.fields has 'value', which is declared with source = \"score\""),
     ],
 )
 def test_a_wrong_field_of_a_turn_fails_its_rollout(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
