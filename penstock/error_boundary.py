@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import reprlib
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Generator
@@ -42,6 +43,12 @@ async def in_own_task(kind: type[PenstockError], what: str, call: Callable[[], A
         if caller is not None and caller.cancelling():
             raise
         raise kind(f"{what}: CancelledError: the environment cancelled its own task ({raised_at(error)})") from error
+
+
+def described(result: object) -> str:
+    """What such code returned, for an error: bounded, with the type, and with the shape where it has one."""
+    kind, shape = type(result).__name__, getattr(result, "shape", ())
+    return f"{kind} of shape {shape}" if shape else f"{reprlib.repr(result)} ({kind})"
 
 
 def raised_at(error: BaseException) -> str:

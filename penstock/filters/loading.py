@@ -1,6 +1,11 @@
 """Loads custom rules from `module:function`, checks their signatures, and checks what they return."""
 
-from penstock.error_boundary import error_boundary
+import operator
+from typing import Any
+
+import numpy as np
+
+from penstock.error_boundary import described, error_boundary
 from penstock.errors import StageError
 from penstock.filters.group_rules import GroupRewards, MatchGroup
 from penstock.filters.token_rules import FindToken, RolloutTokens
@@ -13,11 +18,7 @@ def load_token_rule(use: str, *, setting: str) -> FindToken:
     def find(rollout: RolloutTokens) -> int | None:
         with error_boundary(StageError, f"the filter {use} failed"):
             token = rule(rollout)
-        if token is None:
-            return None
-        if isinstance(token, bool) or not hasattr(token, "__index__"):
-            raise StageError(f"the filter {use} returned {token!r}: it must return the index of a token, or None")
-        return int(token)
+            return None if token is None else _index(token, len(rollout.input_ids), use)
 
     return find
 
@@ -27,9 +28,24 @@ def load_group_rule(use: str, *, setting: str) -> MatchGroup:
 
     def matches(group: GroupRewards) -> bool:
         with error_boundary(StageError, f"the filter {use} failed"):
-            return bool(rule(group))
+            matched = rule(group)
+            if not isinstance(matched, bool | np.bool_):
+                raise StageError(f"the filter {use} returned {described(matched)}: it must return True or False")
+            return bool(matched)
 
     return matches
+
+
+def _index(token: Any, tokens: int, use: str) -> int:
+    """0 is also the index in a rollout without tokens, as in the built-in rules."""
+    try:
+        index = -1 if isinstance(token, bool) else operator.index(token)
+    except TypeError:
+        index = -1
+    if not 0 <= index < max(tokens, 1):
+        returned = f"{described(token)} for {tokens} tokens"
+        raise StageError(f"the filter {use} returned {returned}: it must return the index of a token, or None")
+    return index
 
 
 def check_token_rule(name: str, *, setting: str) -> Facts:

@@ -1,4 +1,5 @@
 import math
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,27 @@ def yes(tokens):
 
 def broken(tokens):
     return 1 // 0
+
+def many(tokens):
+    return tokens.input_ids
+
+def half(tokens):
+    return 0.5
+
+def behind(tokens):
+    return len(tokens.input_ids)
+
+def before(tokens):
+    return -1
+
+def scalar(tokens):
+    return tokens.sample_offsets[0]
+
+def silent(group):
+    pass
+
+def each(group):
+    return group.rewards > 9
 """
 
 
@@ -78,9 +100,39 @@ def test_custom_filters_are_functions_of_a_module() -> None:
 
 
 @pytest.mark.usefixtures("module")
-def test_a_custom_filter_that_fails_or_returns_no_index_is_named() -> None:
-    with pytest.raises(StageError, match=r"the filter own_filters:yes returned True: it must return the index"):
-        judge(rollout([-1.0]), rollout_filters(FilterSettings(custom={"x": own("yes")}), vocab_size=VOCAB))
+@pytest.mark.parametrize(
+    ("function", "returned"),
+    [
+        ("yes", "True (bool) for 2 tokens"),
+        ("many", "ndarray of shape (2,) for 2 tokens"),
+        ("half", "0.5 (float) for 2 tokens"),
+        ("behind", "2 (int) for 2 tokens"),
+        ("before", "-1 (int) for 2 tokens"),
+    ],
+)
+def test_a_token_filter_that_returns_no_index_is_named(function: str, returned: str) -> None:
+    expected = f"the filter own_filters:{function} returned {returned}: it must return the index of a token, or None"
+    with pytest.raises(StageError, match=f"^{re.escape(expected)}$"):
+        judge(rollout([-1.0, -1.0]), rollout_filters(FilterSettings(custom={"x": own(function)}), vocab_size=VOCAB))
+
+
+@pytest.mark.usefixtures("module")
+def test_an_index_may_be_numpys_and_0_in_a_rollout_without_tokens() -> None:
+    filters = rollout_filters(FilterSettings(custom={"a": own("scalar"), "b": own("short")}), vocab_size=VOCAB)
+    assert [(match.filter, match.token) for match in judge(rollout([]), filters).matches] == [("a", 0), ("b", 0)]
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(("function", "returned"), [("silent", "None (NoneType)"), ("each", "ndarray of shape (2,)")])
+def test_a_group_filter_that_returns_no_bool_is_named(function: str, returned: str) -> None:
+    chosen = FilterSettings(custom_groups={"x": CustomGroupFilter(use=f"own_filters:{function}")})
+    expected = f"the filter own_filters:{function} returned {returned}: it must return True or False"
+    with pytest.raises(StageError, match=f"^{re.escape(expected)}$"):
+        judge_group(group([1.0, 10.0]), group_filters(chosen, needs_variance=True))
+
+
+@pytest.mark.usefixtures("module")
+def test_a_custom_filter_that_fails_is_named() -> None:
     with pytest.raises(StageError, match=r"own_filters:broken failed: ZeroDivisionError: .*own_filters.py, line 12"):
         judge(rollout([-1.0]), rollout_filters(FilterSettings(custom={"x": own("broken")}), vocab_size=VOCAB))
 
