@@ -9,10 +9,12 @@ import importlib
 import inspect
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
 from typing import Any, TypeVar, cast
 
 from penstock.error_boundary import error_boundary
@@ -62,6 +64,8 @@ def unknown(name: str, built_in: Iterable[str]) -> str:
 def import_attribute(name: str, *, setting: str) -> Any:
     """Import `module:attribute` from this process's own sys.path."""
     module_name, _, attribute = name.partition(":")
+    if "/" in module_name or module_name.endswith(".py"):
+        raise ConfigError(f"{setting} = {name!r}: write it as {_of_file(module_name)}:{attribute or 'attribute'}")
     if not module_name or not attribute:
         raise ConfigError(f"{setting} = {name!r}: write it as module:attribute")
     what = f"{setting} = {name!r} cannot be imported"
@@ -69,6 +73,8 @@ def import_attribute(name: str, *, setting: str) -> Any:
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
+            if missing := _missing_submodule(module_name, error.name):
+                raise ConfigError(f"{setting} = {name!r}: {missing}") from error
             advice = "install it where this process runs, or add its directory to PYTHONPATH"
             raise ConfigError(f"{what}: {error}; {advice}") from error
     found = getattr(module, attribute, None)
@@ -79,10 +85,27 @@ def import_attribute(name: str, *, setting: str) -> Any:
     return found
 
 
-def checked_function(function: object, *arguments: str, what: str) -> Callable[..., Any]:
-    """`function`, if it can be called with these arguments."""
+def _of_file(path: str) -> str:
+    """The name of the module in a file; a path from elsewhere does not tell its package."""
+    parts = PurePosixPath(path.removesuffix(".py")).parts
+    return ".".join(parts[-1:] if {"/", ".."} & set(parts) else parts)
+
+
+def _missing_submodule(wanted: str, missing: str | None) -> str | None:
+    """What is wrong, where the package exists and lacks the module; None where another import failed."""
+    package, _, module = (missing or "").rpartition(".")
+    places = getattr(sys.modules.get(package), "__path__", None)
+    if places is None or not f"{wanted}.".startswith(f"{missing}."):
+        return None
+    hint = _nearest(module, [each.name for each in pkgutil.iter_modules(places)]) or "check its spelling"
+    return f"{package} has no module {module!r}; {hint}".rstrip()
+
+
+def checked_function(function: object, *arguments: str, what: str, advice: str = "") -> Callable[..., Any]:
+    """`function`, if it can be called with these arguments. `advice` ends the message."""
+    expected = f"it must be a function of ({', '.join(arguments)}){advice}"
     if not callable(function):
-        raise ConfigError(f"{what} is a {type(function).__name__}: it must be a function of ({', '.join(arguments)})")
+        raise ConfigError(f"{what} is a {type(function).__name__}: {expected}")
     try:
         signature = inspect.signature(function)
     except ValueError:  # written in C, without a signature
@@ -90,7 +113,7 @@ def checked_function(function: object, *arguments: str, what: str) -> Callable[.
     try:
         signature.bind(*arguments)
     except TypeError:
-        raise ConfigError(f"{what} takes {signature}: it must be a function of ({', '.join(arguments)})") from None
+        raise ConfigError(f"{what} takes {signature}: {expected}") from None
     return function
 
 

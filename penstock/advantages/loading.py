@@ -18,7 +18,8 @@ def load_estimator(name: str, *, setting: str = "advantages.estimator") -> Estim
     checked_function(found.group, "group", what=f"{what}: `group`")
     if found.batch is not None:
         arguments = ("batch",) if found.state is None else ("batch", "state")
-        checked_function(found.batch, *arguments, what=f"{what}: `batch`")
+        advice = ", or give the Estimator a `state`" if found.state is None else ""
+        checked_function(found.batch, *arguments, what=f"{what}: `batch`", advice=advice)
     elif found.state is not None:
         raise ConfigError(f"{what} has a state and no batch phase: set `batch`, a function of (batch, state)")
     return found

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.advantages.settings import Recipe
 from penstock.advantages.values import MAX_REWARD, BatchValues, Floats, GroupValues
-from penstock.error_boundary import error_boundary
+from penstock.error_boundary import described, error_boundary
 from penstock.errors import StageError
 from penstock.filters import rewards_are_equal
 
@@ -72,9 +72,17 @@ def batch_phase(batch: BatchValues, recipe: Recipe, state: str | None = None) ->
         if recipe.estimator.state is None:
             values, kept = compute(batch) if compute else batch.values, None
         else:
-            values, after = compute(batch, _state(state, recipe))
+            values, after = _pair(compute(batch, _state(state, recipe)), recipe)
             kept = _kept(after, recipe)
         return BatchAdvantages(values=_checked(values, size, recipe.name).astype(np.float32), state=kept)
+
+
+def _pair(result: object, recipe: Recipe) -> tuple[Any, Any]:
+    if isinstance(result, tuple) and len(cast("tuple[object, ...]", result)) == 2:
+        return cast("tuple[Any, Any]", result)
+    raise StageError(
+        f"{recipe.name} returned {described(result)} in its batch phase: it must return (advantages, next state)"
+    )
 
 
 def _state(kept: str | None, recipe: Recipe) -> Any:

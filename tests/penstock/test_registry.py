@@ -44,9 +44,12 @@ def waits(name, *, setting):
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, text in {"own_rules": MODULE, "own_checks": CHECKS, "stops": "raise SystemExit(3)"}.items():
         (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "ranks.py").touch()
+    (tmp_path / "own_package" / "needs.py").write_text("import own_package_2")
     monkeypatch.syspath_prepend(tmp_path)
     yield
-    for name in ("own_rules", "own_checks", "stops"):
+    for name in ("own_rules", "own_checks", "stops", "own_package", "own_package.ranks"):
         sys.modules.pop(name, None)
 
 
@@ -72,6 +75,14 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_all_built_in_ones() -> 
         ("stops:a", "cannot be imported: SystemExit: 3 ("),
         ("own_rules:", "write it as module:attribute"),
         ("own_rules", "write it as module:attribute"),
+        ("own_package.rank:soft", "own_package has no module 'rank'; did you mean 'ranks'?"),
+        ("own_package.xyz.more:soft", "own_package has no module 'xyz'; check its spelling"),
+        ("own_package.ranks.more:soft", "'own_package.ranks' is not a package; install it"),
+        ("own_package.needs:soft", "No module named 'own_package_2'; install it"),
+        ("own_package/ranks.py:soft", "write it as own_package.ranks:soft"),
+        ("./own_package/ranks:soft", "write it as own_package.ranks:soft"),
+        ("/home/me/ranks.py:soft", "write it as ranks:soft"),
+        ("ranks.py:", "write it as ranks:attribute"),
     ],
 )
 def test_code_that_cannot_be_imported_is_refused_with_the_reason(name: str, message: str) -> None:

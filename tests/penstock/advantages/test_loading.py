@@ -51,7 +51,10 @@ def test_the_check_tells_whether_there_is_a_batch_phase(name: str, batch_phase: 
     ("name", "message"),
     [
         ("with_state", r"takes \(batch, state\): it must be a function of \(group\)"),
-        ("needs_a_state", r"`batch` takes \(batch, state\): it must be a function of \(batch\)"),
+        (
+            "needs_a_state",
+            r"`batch` takes .*: it must be a function of \(batch\), or give the Estimator a `state`",
+        ),
         ("has_no_batch_phase", r"has a state and no batch phase: set `batch`"),
         ("wrong_group", r"`group` takes \(batch, state\): it must be a function of \(group\)"),
         ("number", r"is a int: it must be a function of \(group\)"),

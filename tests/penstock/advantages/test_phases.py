@@ -146,6 +146,14 @@ def test_a_state_that_cannot_be_kept_is_refused(state: object, message: str) -> 
         batch_phase(played_by("white"), chosen)
 
 
+def test_a_batch_phase_with_a_state_must_return_a_pair() -> None:
+    chosen = recipe(Estimator(group=lambda of: of.rewards, batch=lambda batch, _: batch.values, state={}))  # type: ignore[arg-type]
+    with pytest.raises(
+        StageError, match=r"mine returned ndarray of shape \(1,\) in .*: it must return \(advantages, next state\)"
+    ):
+        batch_phase(played_by("white"), chosen)
+
+
 def test_an_error_of_an_estimator_names_its_file_and_line() -> None:
     chosen = recipe(Estimator(group=lambda of: of.rewards / {}["missing"]))  # type: ignore[typeddict-item]
     with pytest.raises(
