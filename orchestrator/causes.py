@@ -10,6 +10,7 @@ SAME_ERROR_MOST = 32
 KINDS_MOST = 64
 """Errors that are told apart; further ones are counted as `OTHERS`, so that texts cannot fill the memory."""
 OTHERS = "other errors"
+ADVICE = "Fix its cause, restart the workers if their code or settings changed, and run the same command again"
 # What differs between two texts of one error: counts, addresses, ids, the attempt's number.
 VARYING = re.compile(r"0x[0-9a-f]+|\b[0-9a-f]{8,}\b|\d+")
 
@@ -46,8 +47,7 @@ class Causes:
         self._texts[kind] = error if kind != OTHERS else OTHERS
         if not self._succeeded and len(self._deaths) == 1 and self._deaths[kind] >= SAME_ERROR_MOST:
             raise RunError(
-                f"stopped, because the first {self._deaths[kind]} rollouts died of the same error: {error}. "
-                "Fix its cause and run the same command again"
+                f"stopped, because the first {self._deaths[kind]} rollouts died of the same error: {error}. {ADVICE}"
             )
 
     def explain(self) -> str:
@@ -55,9 +55,7 @@ class Causes:
         deaths, drops = self._deaths.total(), self._drops.total()
         if deaths > drops:
             kind, number = self._deaths.most_common(1)[0]
-            return (
-                f"Last error ({number} of {deaths}): {self._texts[kind]}. Fix its cause and run the same command again"
-            )
+            return f"Last error ({number} of {deaths}): {self._texts[kind]}. {ADVICE}"
         reasons = ", ".join(f"{reason} {number}" for reason, number in self._drops.most_common()) or "unknown"
         return (
             f"Rollouts dropped by reason: {reasons}. Relax that filter or check the rewards, and run the same command "

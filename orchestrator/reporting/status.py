@@ -99,7 +99,9 @@ def _troubles(result: dict[str, Any]) -> list[str]:
         case State.STOPPED:
             ended = {"running": "its process has died", None: "it has not started working yet"}
             why = result["stopped_by"] or ended.get(result["phase"], "it was stopped")
-            troubles = [f"the orchestrator is not running ({why}): `penstock run` resumes the run, nothing is lost"]
+            # An error may have cost rollouts before it stopped the run.
+            kept = "open rollouts are kept" if result["stopped_by"] else "nothing is lost"
+            troubles = [f"the orchestrator is not running ({why}): {kept}, `penstock run` resumes the run"]
         case _:
             troubles = []
     return [*troubles, result["redis"]["error"]] if result["redis"]["error"] else troubles

@@ -1,6 +1,6 @@
 import pytest
 
-from orchestrator.causes import KINDS_MOST, SAME_ERROR_MOST, Causes
+from orchestrator.causes import ADVICE, KINDS_MOST, SAME_ERROR_MOST, Causes
 from penstock.errors import RunError
 
 TOOL_CHOICE = 'the engine answered 400: "auto" tool choice requires --enable-auto-tool-choice (request {})'
@@ -10,7 +10,7 @@ def test_the_first_rollouts_that_all_die_of_one_error_stop_the_run() -> None:
     causes = Causes()
     for number in range(SAME_ERROR_MOST - 1):
         causes.died(TOOL_CHOICE.format(number))
-    with pytest.raises(RunError, match=r"first 32 rollouts died of the same error: the engine.*run the same command"):
+    with pytest.raises(RunError, match=rf"first 32 rollouts died of the same error: the engine.* {ADVICE}$"):
         causes.died(TOOL_CHOICE.format("0xff"))
 
 
@@ -21,7 +21,10 @@ def test_deaths_after_a_success_or_of_several_errors_do_not_stop_it() -> None:
     for _ in range(100):
         succeeded.died("one error")
         mixed.died("one error")
-    assert mixed.explain().startswith("Last error (100 of 101): one error. Fix its cause")
+    assert mixed.explain() == (
+        "Last error (100 of 101): one error. Fix its cause, restart the workers if their code or settings changed, and "
+        "run the same command again"
+    )
 
 
 def test_drops_are_named_by_reason_when_they_outnumber_deaths() -> None:

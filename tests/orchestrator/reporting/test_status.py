@@ -113,23 +113,21 @@ def test_a_lock_with_an_old_status_is_a_silent_run(run: Path, server: EmbeddedRe
 
 
 @pytest.mark.parametrize(
-    ("last", "why"),
+    ("last", "why", "kept"),
     [
-        ({}, "its process has died"),
-        ({"phase": "draining"}, "it was stopped"),
-        ({"stopped_by": "160 groups in a row were dropped"}, "160 groups in a row were dropped"),
+        ({}, "its process has died", "nothing is lost"),
+        ({"phase": "draining"}, "it was stopped", "nothing is lost"),
+        ({"stopped_by": "32 rollouts died"}, "32 rollouts died", "open rollouts are kept"),
     ],
 )
 def test_the_reason_of_a_stopped_run_is_reported(
-    run: Path, server: EmbeddedRedis, last: dict[str, Any], why: str
+    run: Path, server: EmbeddedRedis, last: dict[str, Any], why: str, kept: str
 ) -> None:
     write_status(run, **last)
     result = status(run, server.url)
     assert result["state"] == "stopped"
     assert result["rollouts_per_s"] == 0
-    assert result["waiting_for"] == [
-        f"the orchestrator is not running ({why}): `penstock run` resumes the run, nothing is lost"
-    ]
+    assert result["waiting_for"] == [f"the orchestrator is not running ({why}): {kept}, `penstock run` resumes the run"]
 
 
 def test_a_run_that_is_done_waits_for_nothing_even_without_redis(run: Path) -> None:
