@@ -18,9 +18,11 @@ class Authority:
         directory.mkdir()
         self.ca, self.certificate, self.key = (directory / name for name in ("ca.pem", "server.pem", "server.key"))
         ca_key, request, names = directory / "ca.key", directory / "request", directory / "names"
-        names.write_text(f"subjectAltName=IP:{HOST}\n")
+        # Python 3.13 refuses an authority without a key usage and a certificate that does not name its authority's key.
+        names.write_text(f"subjectAltName=IP:{HOST}\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n")
         new = ["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        _openssl(*new, "-x509", "-days", "2", "-subj", "/CN=authority", "-keyout", ca_key, "-out", self.ca)
+        _openssl(*new, "-x509", "-days", "2", "-subj", "/CN=authority", "-addext", "keyUsage=critical,keyCertSign",
+                 "-keyout", ca_key, "-out", self.ca)  # fmt: skip
         _openssl(*new, "-subj", "/CN=server", "-keyout", self.key, "-out", request)
         _openssl("x509", "-req", "-in", request, "-CA", self.ca, "-CAkey", ca_key, "-CAcreateserial", "-days", "2",
                  "-extfile", names, "-out", self.certificate)  # fmt: skip
