@@ -147,11 +147,11 @@ class Player:
 
 async def _dialect(config: RunConfig) -> Dialect:
     """The engine's dialect, with its renderer built before the first rollout."""
-    settings = config.policy.renderer
+    settings, place = config.policy.renderer, config.place_of("engine", "dialect")
     if settings is None:
-        return await in_io_thread(dialect_of, config.engine)
+        return await in_io_thread(dialect_of, config.engine, place=place)
     renderer = PooledRenderer(RendererPools(), RendererKey.of(settings, config.engine.model))
-    dialect = await in_io_thread(dialect_of, config.engine, renderer=renderer)
+    dialect = await in_io_thread(dialect_of, config.engine, renderer=renderer, place=place)
     try:
         await renderer.warm_up()
     except InfrastructureFailure as error:

@@ -39,8 +39,9 @@ def check_rules(config: RunConfig) -> bool:
     """For a process that runs none of them, nor the engine's dialect, which is checked too. As `import_rules`; returns
     whether the estimator has a batch phase."""
     dialect = config.engine.dialect
-    engine = [NamedCode(setting="engine.dialect", name=dialect, check="penstock.engines.dialects:check_dialect")]
-    facts = check_in_child([*named_rules(config), *(engine if is_custom(dialect) else [])])
+    check, place = "penstock.engines.dialects:check_dialect", config.place_of("engine", "dialect")
+    engine = NamedCode(setting="engine.dialect", name=dialect, check=check, place=place)
+    facts = check_in_child([*named_rules(config), *([engine] if is_custom(dialect) else [])])
     estimator = config.advantages.estimator
     if is_custom(estimator):
         return bool(facts["advantages.estimator"]["batch_phase"])

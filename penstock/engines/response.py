@@ -5,8 +5,10 @@ and the routed experts out of the bytes and decodes the rest by type; the full p
 give the same turn, and whatever the fast path rejects is read again by the full path.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import NoneType
 
 import msgspec
 import numpy as np
@@ -18,6 +20,7 @@ from penstock.engines.dialects.base import (
     Dialect,
     ResponseFields,
     compact_ids,
+    dialect_boundary,
     read_ids,
     read_part,
 )
@@ -30,7 +33,7 @@ from penstock.engines.routed_experts import (
     read_object,
     read_string,
 )
-from penstock.errors import Upstream
+from penstock.errors import StageError, Upstream
 from penstock.turn import ANY_FORMAT, Fingerprint, Ids, Logprobs, OpenSample, RouteFormat, Routes, Span, Turn
 
 
@@ -53,6 +56,20 @@ MAX_LOGPROB = np.float32(LOGPROB_ROUNDING)
 NEW_SAMPLE = OpenSample(sequence=Fingerprint(), rows_from=0)
 WRONG_CUT = "a cut does not match the field it was taken for"
 """Internal: the full path follows."""
+MALFORMED = (msgspec.DecodeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
+"""What a dialect lets pass when it decodes a malformed response."""
+RAW = "msgspec.Raw, the JSON text of the part"
+PARTS = (
+    ("completion_ids", np.ndarray, "a numpy array of int32"),
+    ("completion_logprobs", np.ndarray, "a numpy array of float32"),
+    ("prompt_ids", msgspec.Raw, RAW),
+    ("routed_experts", msgspec.Raw, RAW),
+    ("message", (bytes, NoneType), "the message as JSON in bytes, or None"),
+    ("finish_reason", (str, NoneType), "a str or None"),
+    ("version", (int, NoneType), "an int or None"),
+    ("final", bool, "True or False"),
+)
+"""The parts of `ResponseFields`, which a dialect of one's own may get wrong: name, type, what to return."""
 
 
 def read_turn(
@@ -62,13 +79,14 @@ def read_turn(
     open_samples: Sequence[OpenSample] = (),
     route_format: RouteFormat = ANY_FORMAT,
 ) -> Turn:
-    """Validate a response and return what is new in it. `Upstream` if the response is malformed."""
+    """Validate a response and return what is new in it. `Upstream` if the response is malformed, StageError if the
+    dialect is wrong."""
     dialect = request.dialect
     cuts = find_cuts(body, open_samples, route_format, experts_key=dialect.experts_key, prompt_key=dialect.prompt_key)
     if cuts.any:
         try:
             return _read(body, cuts, open_samples, request, route_format)
-        except Upstream:
+        except (Upstream, StageError):
             pass  # the cut may be wrong rather than the response: the full path decides
     return _read(body, Cuts(), open_samples, request, route_format)
 
@@ -82,7 +100,7 @@ def _read(
         raise Upstream(f"the engine's response is not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
         raise Upstream("the engine's response is nested too deeply") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, json.JSONDecodeError) as error:
         raise Upstream(f"the engine's response is malformed: {error}") from None
 
 
@@ -125,10 +143,26 @@ def _turn(
 def _response(text: bytes, dialect: Dialect) -> ResponseFields:
     if not text.isascii():
         text.decode()  # msgspec does not check the encoding of values that it skips
-    response = dialect.read(text)
+    with dialect_boundary(dialect, "read", *MALFORMED):
+        response = dialect.read(text)
+    _check_types(response, dialect)
     if not response.final:
         raise Upstream(f"the engine ended the completion early (finish reason {response.finish_reason!r})")
     return response
+
+
+def _check_types(response: object, dialect: Dialect) -> None:
+    """StageError if a dialect returns what the response cannot be blamed for, and another one would not repair."""
+    what = f"{type(dialect).__name__}.read returned"
+    if not isinstance(response, ResponseFields):
+        raise StageError(f"{what} a {type(response).__name__}: return penstock.engines.dialects.ResponseFields")
+    for name, kind, wanted in PARTS:
+        if not isinstance(value := getattr(response, name), kind):
+            raise StageError(f"{what} {name} of type {type(value).__name__}: return {wanted}")
+    for name, kinds in (("completion_ids", "iu"), ("completion_logprobs", "fiu")):
+        array: Ids | Logprobs = getattr(response, name)
+        if array.size and array.dtype.kind not in kinds:
+            raise StageError(f"{what} {name} of dtype {array.dtype}: return int32 for ids, float32 for logprobs")
 
 
 def _completion(response: ResponseFields, dialect: Dialect) -> tuple[Ids, Logprobs]:

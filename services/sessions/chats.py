@@ -76,7 +76,7 @@ class Chats:
         self._requests = requests
         self._renderer = renderer_of(config)
         self._fields = tuple(field.name for field in config.batch.fields_of("turn"))
-        self._dialect = dialect_of(config.engine, renderer=self._renderer)
+        self._dialect = dialect_of(config.engine, renderer=self._renderer, place=config.place_of("engine", "dialect"))
 
     async def warm_up(self) -> None:
         """Build the renderer before the first chat. Raises ConfigError if that cannot work."""

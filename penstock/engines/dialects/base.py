@@ -1,8 +1,9 @@
 """The base of all dialects, and the helpers that they share: for OpenAI-like chats, and for the parts of a response."""
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
@@ -11,7 +12,8 @@ import numpy as np
 import orjson
 
 from penstock.config.engine import Engine
-from penstock.errors import BadRequest, Upstream
+from penstock.error_boundary import raised_at
+from penstock.errors import BadRequest, PenstockError, StageError, Upstream, text_of
 from penstock.renderers.protocol import NextTurn, Tools
 from penstock.turn import Ids, Logprobs, Message, Turn
 
@@ -27,6 +29,7 @@ ABSENT = msgspec.Raw(b"null")
 CHAT_PATH = "/v1/chat/completions"
 CONTEXT_LIMIT = ("context length", "context_length", "maximum model length")
 """In the error messages of vLLM, SGLang and OpenAI."""
+A_DICT = "return a dict, the JSON object of the request"
 
 
 class AsyncRenderer(Protocol):
@@ -72,6 +75,19 @@ class ResponseFields:
     """False if the server stopped the completion before its end: nothing is recorded, and the request is repeated."""
 
 
+@contextlib.contextmanager
+def dialect_boundary(dialect: "Dialect", method: str, *passing: type[Exception]) -> Generator[None]:
+    """Penstock's own errors and `passing` say something about the request or the response. Any other error is the
+    dialect's: StageError, because the same request would fail again."""
+    try:
+        yield
+    except (PenstockError, *passing):
+        raise
+    except Exception as error:
+        name = f"{type(dialect).__module__}:{type(dialect).__qualname__}"
+        raise StageError(f"the dialect {name} failed in {method}: {text_of(error)} ({raised_at(error)})") from error
+
+
 class Dialect(ABC):
     """The API of one kind of server: its request, and where its response has what is recorded.
 
@@ -114,8 +130,13 @@ class Dialect(ABC):
         """
 
     def request_body(self, prompt: Prompt, sampling: Mapping[str, Any], *, model: str | None = None) -> bytes:
+        """StageError if `request_fields` fails, BadRequest if JSON has no form for what the caller passed."""
+        with dialect_boundary(self, "request_fields"):
+            fields: Any = self.request_fields(prompt, sampling)
+            if not isinstance(fields, dict):
+                raise StageError(f"{type(self).__name__}.request_fields returned a {type(fields).__name__}: {A_DICT}")
+        request = {"model": model or self.settings.model, **fields}
         try:
-            request = {"model": model or self.settings.model, **self.request_fields(prompt, sampling)}
             return orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY)
         except TypeError as error:
             raise BadRequest(f"the request is not JSON-serializable: {error}") from error

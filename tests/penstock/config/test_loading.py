@@ -242,6 +242,12 @@ def test_a_rule_that_cannot_be_imported_is_reported_with_its_line(tmp_path: Path
     assert second.startswith("penstock.toml, line 5: filters.custom.x.use = 'no_such_module:f' cannot be imported")
 
 
+def test_a_dialect_that_cannot_be_imported_is_reported_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        check_rules(loaded(tmp_path, "[engine]\nmodel = 'policy'\ndialect = 'json:dumps'\n"))
+    assert str(refusal.value).startswith(f"{tmp_path}/penstock.toml, line 3: engine.dialect = 'json:dumps' is not a")
+
+
 def test_every_setting_can_be_set_by_a_variable() -> None:
     wrong = {"PENSTOCK_" + key.replace(".", "__").upper(): "\0" for key in all_keys(RunConfig)}
     with pytest.raises(ConfigError) as refusal:

@@ -100,6 +100,40 @@ class Picky(Nowhere):
 
     def __init__(self, settings, *, renderer=None):
         raise RuntimeError("no licence")
+
+class Forgetful(Nowhere):
+    endpoint = "/x"
+
+    def __init__(self, settings, *, renderer=None):
+        pass
+
+class OneText(Nowhere):
+    endpoint = "/x"
+    context_limit = "talk exceeds window"
+
+class Loud(Nowhere):
+    endpoint = "/x"
+    context_limit = ("short", "Talk exceeds window")
+
+class TextKey(Nowhere):
+    endpoint = "/x"
+    prompt_key = '"prompt":['
+
+class NoSampling(Nowhere):
+    endpoint = "/x"
+
+    def request_fields(self, prompt):
+        return {}
+
+class Async(Nowhere):
+    endpoint = "/x"
+
+    async def read(self, text):
+        raise NotImplementedError
+
+class NotCallable(Nowhere):
+    endpoint = "/x"
+    read = 3
 """
 
 
@@ -113,7 +147,14 @@ class Picky(Nowhere):
         ("broken_dialects:BROKEN", "is not a subclass"),
         ("broken_dialects:Half", "Half does not define read"),
         ("broken_dialects:Nowhere", "Nowhere.endpoint must be a path"),
-        ("broken_dialects:Picky", "cannot be constructed: RuntimeError: no licence"),
+        ("broken_dialects:Picky", "cannot be constructed: RuntimeError: no licence ("),
+        ("broken_dialects:Forgetful", "Forgetful.__init__ must call super().__init__(settings, renderer=renderer)"),
+        ("broken_dialects:OneText", "OneText.context_limit must be a tuple of lower-case texts: 'talk exceeds window'"),
+        ("broken_dialects:Loud", "Loud.context_limit must be lower-case: write 'talk exceeds window'"),
+        ("broken_dialects:TextKey", "TextKey.prompt_key must be bytes"),
+        ("broken_dialects:NoSampling", "must be a function of (self, prompt, sampling)"),
+        ("broken_dialects:Async", "Async.read must be a plain function, not async"),
+        ("broken_dialects:NotCallable", "NotCallable.read is a int: it must be a function of (self, text)"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_refused(
@@ -123,8 +164,8 @@ def test_a_class_that_cannot_be_used_is_refused(
     (tmp_path / "fails_to_import.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError) as refusal:
-        dialect_of(Engine(dialect=name))
-    assert f"engine.dialect = '{name}'" in str(refusal.value)
+        dialect_of(Engine(dialect=name), place="penstock.toml, line 4")
+    assert str(refusal.value).startswith(f"penstock.toml, line 4: engine.dialect = '{name}'")
     assert why in str(refusal.value)
 
 
