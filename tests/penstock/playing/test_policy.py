@@ -320,9 +320,9 @@ def assert_request(dialect: str, body: Message, tokens: int) -> None:
 
 
 def test_generate_needs_a_renderer_and_vllm_refuses_one() -> None:
-    with pytest.raises(ConfigError, match=r'engine\.dialect = "generate" sends tokens and needs a renderer'):
+    with pytest.raises(ConfigError, match=r"engine\.dialect = 'generate' sends tokens and needs a renderer"):
         dialect_of(Engine(dialect="generate"))
-    with pytest.raises(ConfigError, match=r'engine\.dialect = "vllm" sends messages and cannot use policy\.renderer'):
+    with pytest.raises(ConfigError, match=r"engine\.dialect = 'vllm' sends messages and cannot use policy\.renderer"):
         dialect_of(Engine(dialect="vllm"), renderer=Bytes())
 
 
