@@ -1,6 +1,7 @@
 """Messages about wrong settings: file and line (or variable, or flag), what is wrong, the nearest setting."""
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ RENAMED_FLAGS = {
 SHOULD_BE = "Input should be "
 PLAIN = {"path_type": f"{SHOULD_BE}a path, in quotes", "tuple_type": f"{SHOULD_BE}a list"}
 """Messages of pydantic that name types of Python, in the words of TOML."""
+SHOWN_CHARACTERS = 32  # of a wrong word; only settings with a list of words show it, and none of them is a secret
+QUOTED = re.compile(r"'([^']*)'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,7 @@ def describe(problems: Iterable[ErrorDetails], model: type[Section], source: Sou
     messages: dict[Keys, str] = {}
     for problem in problems:
         keys = setting_keys(model, problem["loc"])
-        message = _message(problem["type"], problem["msg"], keys, model)
+        message = _message(problem, keys, model)
         expected = f"{'.'.join(keys)}: {SHOULD_BE}"
         if messages.setdefault(keys, message) != message and message.startswith(expected):
             messages[keys] += ", or " + message.removeprefix(expected)  # neither of two types that it may have
@@ -85,28 +88,39 @@ def unknown_variable(name: str, model: type[Section], prefix: str, others: Seque
     return f"environment: {name} is not a setting; the nearest is {_nearest(name, known)}"
 
 
-def _message(kind: str, message: str, keys: Keys, model: type[Section]) -> str:
-    name = ".".join(keys)
+def _message(problem: ErrorDetails, keys: Keys, model: type[Section]) -> str:
+    name, kind, given = ".".join(keys), problem["type"], problem["input"]
     if kind == "extra_forbidden":
         if name in RENAMED:
             return f"{name!r} has a new name: {RENAMED[name]}"
-        return f"there is no setting {name!r}; the nearest is {_nearest(name, list(all_keys(model)))!r}"
+        known = all_keys(model, tables=isinstance(given, dict))
+        return f"there is no setting {name!r}; the nearest is {_nearest(name, list(known))!r}"
     if kind in ("model_type", "model_attributes_type", "dict_type", "mapping_type"):
         return f"{name} is a table: write [{name}], and its settings below"
-    return f"{name}: {PLAIN.get(kind, message).removeprefix('Value error, ')}".removeprefix(": ")
+    message = PLAIN.get(kind, problem["msg"]).removeprefix("Value error, ")
+    if kind in ("enum", "literal_error") and isinstance(given, str) and len(given) <= SHOWN_CHARACTERS:
+        message += f", not {given!r}{_meant(given, problem.get('ctx', {}).get('expected', ''))}"
+    return f"{name}: {message}".removeprefix(": ")
+
+
+def _meant(given: str, expected: str) -> str:
+    near = difflib.get_close_matches(given, QUOTED.findall(expected), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _nearest(name: str, known: list[str]) -> str:
     return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
 
 
-def all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """The dotted names of all settings; `environments.NAME.use` stands for any environment."""
+def all_keys(section: type[Section], prefix: str = "", *, tables: bool = False) -> Iterator[str]:
+    """The dotted names of all settings, with `tables` also of tables of settings; `environments.NAME.use` stands for
+    any environment."""
     for name, annotation in _settings(section).items():
-        if is_value(annotation):
+        if tables or is_value(annotation):
             yield prefix + name
         if (table := table_of(annotation)) and table.section:
-            yield from all_keys(table.section, f"{prefix}{name}.NAME." if table.by_name else f"{prefix}{name}.")
+            below = f"{prefix}{name}.NAME." if table.by_name else f"{prefix}{name}."
+            yield from all_keys(table.section, below, tables=tables)
 
 
 def is_setting(section: type[Section], keys: Sequence[str]) -> bool:

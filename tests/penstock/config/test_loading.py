@@ -54,7 +54,7 @@ WRONG = {
     "lease_s = 3": "line 1: there is no setting 'lease_s'; the nearest is 'recovery.lease_s'",
     "recovery.leese_s = 3": "line 1: there is no setting 'recovery.leese_s'; the nearest is 'recovery.lease_s'",
     "seed = 1\nsteps = 0": "line 2: steps: Input should be greater than 0",
-    "[batch]\nunit = 'samples'": "line 2: batch.unit: Input should be 'groups', 'rollouts' or 'tokens'",
+    "[batch]\nunit = 'samples'": "line 2: batch.unit: Input should be 'groups', 'rollouts' or 'tokens', not 'samples'",
     "rollouts = 5": "line 1: rollouts is a table: write [rollouts], and its settings below",
     "[rollouts]\nmax_in_flight = 4": "line 1: rollouts: max_in_flight (4) must hold one group (8)",
     "[rollouts]\nmin_group_size = 9": "line 1: rollouts: min_group_size (9) is larger than group_size (8)",
@@ -68,8 +68,17 @@ WRONG = {
         "line 1: filters.difficulty: low (2.0) is above high (1.0): all groups would match"
     ),
     "[filters.custom.x]\nuse = 'a:b'\nmode = 'all'": (
-        "line 3: filters.custom.x.mode: Input should be 'off', 'monitor', 'mask' or 'drop'"
+        "line 3: filters.custom.x.mode: Input should be 'off', 'monitor', 'mask' or 'drop', not 'all'"
     ),
+    "[filters.stale]\nmode = 'dorp'": (
+        "line 2: filters.stale.mode: Input should be 'off', 'monitor', 'mask' or 'drop', not 'dorp'; "
+        "did you mean 'drop'?"
+    ),
+    "[batch]\norder = '0123456789abcdef0123456789abcdef0'": (
+        "line 2: batch.order: Input should be 'planned-window' or 'completion'"
+    ),
+    "[batch.field.x]\ndefault = 1": "line 1: there is no setting 'batch.field'; the nearest is 'batch.fields'",
+    "[recovry]\nlease_s = 1": "line 1: there is no setting 'recovry'; the nearest is 'recovery'",
     "[filters.custom]\nx = 'drop'": (
         "line 2: filters.custom.x is a table: write [filters.custom.x], and its settings below"
     ),
@@ -93,7 +102,7 @@ WRONG = {
     "run_dir = 3": "line 1: run_dir: Input should be a path, in quotes",
     "[rollouts]\ntimeout_s = inf": "line 2: rollouts.timeout_s: Input should be a finite number",
     "[http]\nport = 'on'": (
-        "line 2: http.port: Input should be a valid integer, unable to parse string as an integer, or 'off'"
+        "line 2: http.port: Input should be a valid integer, unable to parse string as an integer, or 'off', not 'on'"
     ),
     "[batch]\nnormalise = 'x'": (
         'line 2: batch.normalise: normalise = "x": use "token", "sample", "rollout" or "constant:L" with L above 0'
