@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import yaml
 from celery.bin.worker import worker as celery_worker
+from support import advantages, filtering
 from support.cluster import BIN, Cluster, Process, cluster_in
 from support.documents import CONTRIBUTING, GUIDES, LOGS, README, ROOT, Page
 from support.engine_clients import run
@@ -23,13 +24,13 @@ from support.rollout_stages import attempt_of, stage_of
 from typer.main import get_command
 
 from cli.main import app
-from penstock.advantages import BatchValues, batch_phase, resolve
+from penstock.advantages import AdvantageSettings, BatchValues, batch_phase, group_phase, resolve
 from penstock.batches import Batch, BatchReader, MicroBatch
 from penstock.config import load, reference
 from penstock.config.engine import EnvironmentSettings
 from penstock.config.rules import check_rules
 from penstock.environments import Policy, load_environments
-from penstock.filters import rollout_filters
+from penstock.filters import group_filters, rollout_filters
 from penstock.messages import RolloutResult
 from penstock.playing.rollout import play
 
@@ -297,7 +298,17 @@ def test_the_rules_of_the_guide_compute(tmp_path: Path, monkeypatch: Any) -> Non
     recipe = resolve(config.advantages, group_size=2)
     first = batch_phase(values, recipe)
     assert batch_phase(values, recipe, first.state).values.tolist() == pytest.approx([0.85, 1.85])
-    assert [each.name for each in rollout_filters(config.filters, vocab_size=9)][-1] == "urls"
+    (*_, urls) = rollout_filters(config.filters, vocab_size=9)
+    assert urls.name == "urls"
+    assert urls.rule(filtering.rollout([-1.0] * 3, input_ids=[2485, 1, 2485], loss_mask=[0, 1, 1])) == 2, (
+        "in completions only"
+    )
+    (*_, unanimous) = group_filters(config.filters, needs_variance=False)
+    assert [unanimous.rule(filtering.group(rewards)) for rewards in ([1.0, 1.0], [1.0, 0.0])] == [True, False]
+    ranked = resolve(AdvantageSettings(estimator="my_package.mine:soft_rank"), group_size=3)
+    assert group_phase(advantages.group([2.0, 1.0, 2.0]), ranked).values.tolist() == pytest.approx(
+        [1 / 9, -2 / 9, 1 / 9]
+    )
 
 
 def test_samples_of_the_environment_guide_can_be_imported() -> None:
