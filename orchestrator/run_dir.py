@@ -15,7 +15,8 @@ from penstock.batches.plan import BATCHES
 from penstock.config import RunConfig
 from penstock.config.declared import changes, flattened, shared_settings
 from penstock.config.redis_address import address
-from penstock.errors import PenstockError, RunError, RunMismatch
+from penstock.error_boundary import raised_at
+from penstock.errors import PenstockError, RunError, RunMismatch, text_of
 from penstock.ledger import schema
 from penstock.store import Store, atomic, open_store
 from penstock.store.opening import relative_path, run_store_url, stored_url
@@ -36,15 +37,8 @@ def create_directories(config: RunConfig) -> None:
         with explained(directory, setting):
             directory.mkdir(parents=True, exist_ok=True)
     store = open_store(config.store_url)
-    with explained(store, "store"):
-        try:
-            store.check()
-        except (OSError, PenstockError):
-            raise
-        except Exception as error:  # of a store from outside the project
-            raise RunError(
-                f"the store {store} cannot be used ({error!r}): repair it, or set store to another"
-            ) from error
+    with explained(store, "store"), _explained_store(store):
+        store.check()
 
 
 def begin_or_resume(config: RunConfig) -> str:
@@ -71,7 +65,8 @@ def begin_or_resume(config: RunConfig) -> str:
             content["changed"] = [*content["changed"], *_changed(config, stored)][-CHANGES_KEPT:]
         if content != stored:
             write_json(config.run_dir / "run.json", content, durable=True)
-        _claim_store(store, content["run"])
+        with _explained_store(store):
+            _claim_store(store, content["run"])
     for folder in (BATCHES, job_inputs.FOLDER):
         with Reported(f"remove incomplete files of {folder}"):
             store.tidy(folder)
@@ -113,6 +108,20 @@ def explained(directory: Path | Store, setting: str = "run_dir") -> Iterator[Non
     except OSError as error:
         raise RunError(
             f"the directory {directory} cannot be used ({error.strerror}): fix it, or set {setting} to another one"
+        ) from error
+
+
+@contextmanager
+def _explained_store(store: Store) -> Iterator[None]:
+    """Raise a RunError in place of any error of a store from outside the project."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RunError) or store.url.startswith("file:"):
+            raise
+        why = str(error) if isinstance(error, PenstockError) else f"{text_of(error)}, {raised_at(error)}"
+        raise RunError(
+            f"the store URL {store.url} cannot be used ({why}): repair its class, or set store to another one"
         ) from error
 
 

@@ -4,12 +4,13 @@ A store of another kind implements the six abstract methods, which fit an object
 needs a file of this host goes through `spool_dir`, by default a scratch directory that is uploaded from.
 """
 
+import contextlib
 import os
 import re
 import secrets
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
-from penstock.errors import BlobCorrupt, BlobError, BlobMissing
+from penstock.error_boundary import raised_at
+from penstock.errors import BlobCorrupt, BlobError, BlobMissing, text_of
 from penstock.store import scratch
 from penstock.store.atomic import temporary_path, writing
 from penstock.store.parts import Part, Piece, checksum, mapped
@@ -164,8 +166,9 @@ class Store(ABC):
         return sorted([*removed, *scratch.sweep(self.spool_dir, self.local_path(under), named)])
 
     def check(self) -> None:
-        """Raise an error if the store cannot be used. Called when a run begins."""
-        self.size("run")
+        """Raise an error if the store cannot be used. Called when a run begins. Here it tries the six methods on a key
+        of its own; BlobError names the one that fails or breaks the protocol."""
+        _Probe(self).run()
 
     def tidy(self, under: str) -> None:  # noqa: B027  most stores leave nothing
         """Remove what killed calls of `write` and `create` left. For the run's orchestrator, their only user."""
@@ -242,3 +245,62 @@ class Store(ABC):
             raise self.missing(key)
         for start in range(0, size, BYTES_PER_READ):
             file.write(self.read(key, start, min(size, start + BYTES_PER_READ)))
+
+
+class _Probe:
+    """Calls each of the six methods as Penstock does, on keys that no run uses."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._folder = f"probe/{secrets.token_hex(8)}"
+        self._key, self._none = f"{self._folder}/blob", f"{self._folder}/none"
+
+    def run(self) -> None:
+        try:
+            self._check_writing()
+            self._check_listing()
+            self._check_deleting()
+        finally:
+            with contextlib.suppress(Exception):  # what failed has been named
+                self._store.delete(self._key)
+
+    def _check_writing(self) -> None:
+        store, key, first, second = self._store, self._key, b"the first", b"the second one"
+        self._expect(None, "size", "of a missing key", lambda: store.size(key))
+        self._expect(True, "create", "of a missing key", lambda: store.create(key, first))
+        self._expect(False, "create", "of a key that is there", lambda: store.create(key, second))
+        self._expect(first, "read", "after create", lambda: store.read(key))
+        self._expect(first[2:5], "read", "of bytes 2 to 5", lambda: store.read(key, 2, 5))
+        self._expect(first[2:], "read", "from byte 2", lambda: store.read(key, 2))
+        self._call("write", "of a key that is there", lambda: store.write(key, memoryview(second)))
+        self._expect(second, "read", "after write", lambda: store.read(key))
+        self._expect(len(second), "size", f"of {len(second)} bytes", lambda: store.size(key))
+
+    def _check_listing(self) -> None:
+        begun = self._key[:-1]
+        self._expect([self._key], "keys", f"under {self._folder!r}", lambda: list(self._store.keys(self._folder)))
+        self._expect([], "keys", f"under {begun!r}, which no slash follows", lambda: list(self._store.keys(begun)))
+
+    def _check_deleting(self) -> None:
+        self._call("delete", "of a key that is there", lambda: self._store.delete(self._key))
+        self._call("delete", "of a missing key", lambda: self._store.delete(self._none))
+        try:
+            found = self._call("read", "of a missing key", lambda: self._store.read(self._none))
+        except BlobMissing:
+            return
+        raise BlobError(f"{self._named('read')} of a missing key returned {found!r}: it must raise BlobMissing")
+
+    def _expect(self, expected: object, method: str, what: str, call: Callable[[], object]) -> None:
+        found = self._call(method, what, call)
+        if type(found) is not type(expected) or found != expected:
+            raise BlobError(f"{self._named(method)} {what} returned {found!r}: it must return {expected!r}")
+
+    def _call(self, method: str, what: str, call: Callable[[], object]) -> object:
+        try:
+            return call()
+        except Exception as error:
+            kind = BlobMissing if isinstance(error, BlobMissing) else BlobError
+            raise kind(f"{self._named(method)} {what} raised {text_of(error)} ({raised_at(error)})") from error
+
+    def _named(self, method: str) -> str:
+        return f"{type(self._store).__name__}.{method}"

@@ -234,5 +234,22 @@ def test_a_stray_file_that_cannot_be_removed_does_not_stop_a_run(
 def test_a_store_that_cannot_be_used_is_named_with_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
     url = f"sqlite_store:SqliteStore://{tmp_path}/never/blobs.sqlite"
-    with pytest.raises(RunError, match=r"never/blobs\.sqlite cannot be used .*unable to open.*set store to another"):
+    with pytest.raises(RunError, match=r"store URL .*never/blobs\.sqlite cannot be used .*unable to open.*set store"):
         run_dir.create_directories(RunConfig(run_dir=tmp_path / "run", store=url))
+
+
+def test_a_store_without_the_protocol_is_named_with_method_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its exception is: an OSError would name a directory."""
+    for kind in ("KeyError", "OSError"):
+        module = tmp_path / f"bad_{kind.lower()}.py"
+        base = "from penstock.store.memory import MemoryStore\nclass Bad(MemoryStore):\n    shared = True\n"
+        module.write_text(f"{base}    def size(self, key):\n        raise {kind}('gone')\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        url = f"{module.stem}:Bad://bucket"
+        with pytest.raises(RunError) as refusal:
+            run_dir.create_directories(RunConfig(run_dir=tmp_path / "run", store=url))
+        message = str(refusal.value)
+        assert message.startswith(f"the store URL {url} cannot be used (Bad.size of a missing key raised {kind}: ")
+        assert f"({module}, line 5)): repair its class, or set store" in message
