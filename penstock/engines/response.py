@@ -172,6 +172,8 @@ def _completion(response: ResponseFields, dialect: Dialect) -> tuple[Ids, Logpro
         raise Upstream(f"the engine's response has ids of shape {ids.shape} but logprobs of shape {logprobs.shape}")
     if dialect.checks_values or not len(ids):
         return ids, logprobs
+    if ids is not response.completion_ids and not np.array_equal(ids, response.completion_ids):
+        raise Upstream("the engine's response has ids above 2147483647")
     if ids.min() < 0 or not np.isfinite(logprobs.min()) or logprobs.max() > MAX_LOGPROB:
         raise Upstream("the engine's response has negative ids, or logprobs that are above 0 or not finite")
     return ids, logprobs

@@ -194,6 +194,7 @@ CARELESS = RequestInfo(dialect=Careless(Engine()), prompt_ids=np.array([1], np.i
         ([2, 3], [-1.0], "shape"),
         ([[2]], [[-1.0]], "shape"),
         ([2, -3], [-1.0, -1.0], "negative ids"),
+        ([2, 2**32 + 3], [-1.0, -1.0], "ids above 2147483647"),
         ([2, 3], [-1.0, float("nan")], "not finite"),
         ([2, 3], [float("-inf"), -1.0], "not finite"),
         ([2, 3], [-1.0, 0.5], "above 0"),
