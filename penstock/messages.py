@@ -27,9 +27,9 @@ ERROR_CHARACTERS = 600  # a cause and what to do; the traceback stays in the wor
 METRICS_LIMIT = 32
 REWARDS_LIMIT = 8
 AGENTS_LIMIT = 4
-AGENT_CHARACTERS = 24
+AGENT_CHARACTERS = 16
 SAMPLES_LIMIT = 128  # of one rollout; a step is packed by their lengths, before any token is read
-POLICY_ERROR_CHARACTERS = 120
+POLICY_ERROR_CHARACTERS = 60
 UNREADABLE_LIMIT = 64  # rollouts named in one reply; the step is formed again without them and may name more
 NAME_CHARACTERS = 32
 

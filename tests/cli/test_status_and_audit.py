@@ -57,7 +57,7 @@ def test_status_prints_plain_lines(run: Path, server: EmbeddedRedis) -> None:
     id = run_dir.read(run)["run"]
     *lines, waits_for = output_of("status", str(run)).splitlines()
     assert waits_for.startswith(
-        "waits for  the orchestrator is not running (it has not started working yet): `penstock"
+        "waits for  the orchestrator is not running (it has not started working yet): nothing is lost, `penstock"
     )
     assert lines == [
         f"run        {id} in {run}",

@@ -48,6 +48,8 @@ def test_the_longest_reply_of_a_rollout_stays_below_the_limit() -> None:
         attempt=12,
         execution="0123456789ab",
         worker="a-host-with-a-rather-long-name.example-1234567",
+        node="rollouts-1234567@a-host-with-a-rather-long-name.example",
+        settings="0123456789abcdef",
         outcome=Outcome.DONE,
         result=result,
         duration_s=12345.123456,

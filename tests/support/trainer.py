@@ -33,7 +33,7 @@ def main(run_dir: str, data_rank: int, data_ranks: int, resume_step: int, hang_a
     from penstock.batches import BatchReader
 
     reader = BatchReader(
-        Path(run_dir), data_rank=data_rank, data_ranks=data_ranks, resume_step=resume_step, timeout_s=60
+        Path(run_dir), data_rank=data_rank, data_ranks=data_ranks, resume_step=resume_step, timeout_s=120
     )
     for batch in reader:
         digest = xxh3_64()

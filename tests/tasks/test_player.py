@@ -43,7 +43,10 @@ def test_the_renderer_is_built_before_the_first_job(tmp_path: Path, caplog: pyte
 
 @pytest.mark.parametrize(
     ("renderer", "why"),
-    [("/nowhere", r"/nowhere has no tokenizer\.json"), (None, r"engine\.dialect = 'generate' sends tokens")],
+    [
+        ("/nowhere", r"/nowhere has no tokenizer\.json"),
+        (None, r"configuration: engine\.dialect = 'generate' sends tokens"),
+    ],
 )
 def test_every_job_fails_with_the_error_of_an_unusable_renderer(tmp_path: Path, renderer: Any, why: str) -> None:
     async def main() -> None:
@@ -59,7 +62,7 @@ def test_every_job_fails_with_the_error_of_an_unusable_dialect(tmp_path: Path) -
 
     async def main() -> None:
         async with Player(config).ready() as player:
-            with pytest.raises(StageError, match=r"cannot play: engine\.dialect .* is not a subclass"):
+            with pytest.raises(StageError, match=r"cannot play: configuration: engine\.dialect .* is not a subclass"):
                 await player.play(JOB, "aa")
 
     run(main)
