@@ -19,17 +19,16 @@ from penstock.store import BlobRef
 from penstock.store.base import is_key
 
 MESSAGE_LIMIT_BYTES = 4096
-REPLY_LIMIT_BYTES = (
-    1 << 20
-)  # of a group's scores, which grow with `rollouts.group_size`; a rollout's reply is below 4 KB
+REPLY_LIMIT_BYTES = 1 << 20  # of a group's scores, which grow with `rollouts.group_size`
+ROLLOUT_REPLY_BYTES = 4352  # of a rollout's reply with as many metrics, samples and names as it may have
 GRACE_S = 20.0  # for a body to store its results after its own time-out
 ERROR_CHARACTERS = 600  # a cause and what to do; the traceback stays in the worker's log
 METRICS_LIMIT = 32
 REWARDS_LIMIT = 8
 AGENTS_LIMIT = 4
-AGENT_CHARACTERS = 16
+AGENT_CHARACTERS = 24
 SAMPLES_LIMIT = 128  # of one rollout; a step is packed by their lengths, before any token is read
-POLICY_ERROR_CHARACTERS = 60
+POLICY_ERROR_CHARACTERS = 120
 UNREADABLE_LIMIT = 64  # rollouts named in one reply; the step is formed again without them and may name more
 NAME_CHARACTERS = 32
 

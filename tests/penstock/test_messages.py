@@ -4,11 +4,11 @@ from pydantic import ValidationError
 from penstock.messages import (
     AGENT_CHARACTERS,
     AGENTS_LIMIT,
-    MESSAGE_LIMIT_BYTES,
     METRICS_LIMIT,
     NAME_CHARACTERS,
     POLICY_ERROR_CHARACTERS,
     REWARDS_LIMIT,
+    ROLLOUT_REPLY_BYTES,
     SAMPLES_LIMIT,
     Outcome,
     Reply,
@@ -55,7 +55,7 @@ def test_the_longest_reply_of_a_rollout_stays_below_the_limit() -> None:
         duration_s=12345.123456,
     )
     text = reply.model_dump_json()
-    assert len(text) <= MESSAGE_LIMIT_BYTES
+    assert len(text) <= ROLLOUT_REPLY_BYTES
     assert Reply.model_validate_json(text) == reply
 
 
