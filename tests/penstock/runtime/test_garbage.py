@@ -76,3 +76,44 @@ def test_automatic_collection_is_restored_afterwards() -> None:
     collecting(body)
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+
+
+def aging(body: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with garbage.aging_collection():
+            await body()
+
+    asyncio.run(main())
+
+
+def test_objects_that_live_for_long_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "AGING_S", 0.0)
+
+    async def body() -> None:
+        frozen = gc.get_freeze_count()
+        kept = [Cycle() for _ in range(1000)]
+        young = dropped_cycle()
+        await wait_until_async(lambda: gc.get_freeze_count() >= frozen + len(kept))
+        assert young() is None
+        reference = weakref.ref(kept.pop())
+        gc.collect()
+        assert reference() is not None, "it is frozen"
+
+    aging(body)
+    assert gc.get_freeze_count() == 0
+    assert gc.isenabled()
+
+
+def test_frozen_cycles_are_collected_at_long_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "AGING_S", 0.0)
+    monkeypatch.setattr(garbage, "AGING_FULL_S", 0.5)
+
+    async def body() -> None:
+        old = Cycle()
+        reference = weakref.ref(old)
+        frozen = gc.get_freeze_count()
+        await wait_until_async(lambda: gc.get_freeze_count() > frozen)
+        del old
+        await wait_until_async(lambda: reference() is None)
+
+    aging(body)
