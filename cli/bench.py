@@ -23,6 +23,7 @@ class Bench(StrEnum):
     LAG = "lag"
     BOUNDARY = "boundary"
     STEPS = "steps"
+    SCALE = "scale"
     SOAK = "soak"
     ENGINE = "engine"
     POOL = "pool"
@@ -51,6 +52,7 @@ def bench(
     lag             lag and memory of the orchestrator
     boundary        time from the last admitted rollout to the sealed step
     steps           CPU time of each step of a rollout worker's event loop
+    scale           CPU time of each step of the orchestrator's loop, with large steps and much open work
     soak            leaks of a worker over 20,000 rollouts
     engine          responses per second of the simulated engine
     pool            CPU time of a task on the asyncio pool

@@ -105,14 +105,14 @@ class Cluster:
             )
         self._starting.clear()
 
-    def orchestrator(self, **settings: object) -> Run:
+    def orchestrator(self, *, program: tuple[str, ...] = ("penstock", "run"), **settings: object) -> Run:
         """Start an orchestrator on a new run directory. Returns when it begins to plan.
 
         The previous run must have ended: its files are deleted, since a store holds one run.
         """
         shutil.rmtree(self.directory / "store", ignore_errors=True)
         directory = self.directory / f"run{self._started}"
-        process = self.start("orchestrator", "penstock", "run", run_dir=directory, **settings)
+        process = self.start("orchestrator", *program, run_dir=directory, **settings)
         run = Run(process=process, directory=directory)
         process.wait_until(run.status, what="it begins to plan", timeout_s=START_S)
         return run

@@ -17,21 +17,22 @@ from pathlib import Path
 from typing import Any
 
 from penstock.runtime import event_loop
-from workers.delivery import Delivery
 
 FILE = "steps.json"
 LONG_S = 0.001
-FIRST = Delivery.start.__qualname__
-"""the callback that starts the first job; steps before it are start-up and not counted"""
 
 
 class StepTimer:
-    def __init__(self) -> None:
+    def __init__(self, first: str) -> None:
+        """`first`: name of the first callback that counts; steps before it are start-up."""
+        self._first = first
+        self._thread = 0
         self.cpu_s = array("d")
         """of each step, garbage collection excluded"""
         self.collections_s = array("d")
         self._collected_s = self._collecting_since = 0.0
         self._long = Counter[str]()
+        self._longest_s: dict[str, float] = {}
         self._begun = False
 
     def install(self) -> None:
@@ -39,26 +40,30 @@ class StepTimer:
         run = asyncio.Handle._run  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
 
         def timed(handle: Any) -> None:
-            name = _name(handle._callback)
-            self._begun |= name == FIRST
+            names = _names(handle._callback)
+            self._begun |= names[0] == self._first
+            self._thread = threading.get_ident()
             before_s, collected_s = time.thread_time(), self._collected_s
             run(handle)
-            self._note(time.thread_time() - before_s - (self._collected_s - collected_s), name)
+            cpu_s = time.thread_time() - before_s - (self._collected_s - collected_s)
+            if self._begun:
+                self.cpu_s.append(cpu_s)
+                if cpu_s > LONG_S:
+                    self._note(cpu_s, names, _names(handle._callback))
 
         asyncio.Handle._run = timed  # pyright: ignore[reportAttributeAccessIssue]
         event_loop._fastest_loop = lambda: asyncio.SelectorEventLoop  # pyright: ignore[reportPrivateUsage]
         gc.callbacks.append(self._collector)
         atexit.register(self._write)
 
-    def _note(self, cpu_s: float, name: str) -> None:
-        if not self._begun:
-            return
-        self.cpu_s.append(cpu_s)
-        if cpu_s > LONG_S:
-            self._long[name] += 1
+    def _note(self, cpu_s: float, begun: list[str], ended: list[str]) -> None:
+        """Named by the task's coroutine, and the innermost ones in which the step began and ended."""
+        name = begun[0] if len(begun) == len(ended) == 1 else f"{begun[0]}: {begun[-1]} > {ended[-1]}"
+        self._long[name] += 1
+        self._longest_s[name] = max(cpu_s, self._longest_s.get(name, 0.0))
 
     def _collector(self, phase: str, _: dict[str, int]) -> None:
-        if threading.current_thread() is threading.main_thread():  # Celery runs in the main thread, the loop in another
+        if threading.get_ident() != self._thread:
             return
         if phase == "start":
             self._collecting_since = time.thread_time()
@@ -69,17 +74,22 @@ class StepTimer:
             self.collections_s.append(spent_s)
 
     def _write(self) -> None:
-        timings = {"cpu_s": list(self.cpu_s), "collections_s": list(self.collections_s), "long": dict(self._long)}
+        timings = {
+            "cpu_s": list(self.cpu_s),
+            "collections_s": list(self.collections_s),
+            "long": dict(self._long),
+            "longest_s": self._longest_s,
+        }
         Path(FILE).write_text(json.dumps(timings))
 
 
-def _name(callback: Any) -> str:
-    """Name of a callback; for a task, its coroutine and the innermost coroutine in which the step begins."""
+def _names(callback: Any) -> list[str]:
+    """Name of a callback; for a task, of its coroutine and those that it awaits at present."""
     task = getattr(callback, "__self__", None)
     if not isinstance(task, asyncio.Task):
-        return getattr(callback, "__qualname__", type(callback).__name__)
+        return [getattr(callback, "__qualname__", type(callback).__name__)]
     coroutine: Any = task.get_coro()
     names = [coroutine.__qualname__]
     while (coroutine := getattr(coroutine, "cr_await", None)) is not None and hasattr(coroutine, "__qualname__"):
         names.append(coroutine.__qualname__)
-    return names[0] if len(names) == 1 else f"{names[0]} > {names[-1]}"
+    return names

@@ -3,5 +3,6 @@
 from bench.harness.step_timer import StepTimer
 from tasks import app as app
 from workers import rollouts as rollouts
+from workers.delivery import Delivery
 
-StepTimer().install()
+StepTimer(first=Delivery.start.__qualname__).install()
