@@ -2,11 +2,12 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord, GroupRecord, RolloutRecord
 from orchestrator.quotas import in_groups, quantity, quotas
+from orchestrator.slices import in_slices
 from orchestrator.staleness import Staleness
 from orchestrator.trainer import Trainer
 from penstock.batches import EncodedRank
@@ -18,6 +19,8 @@ from penstock.messages import EncodeResult, StepAdvantages
 
 logger = logging.getLogger("penstock.composer")
 
+CHECKED_AT_ONCE = 128  # groups to check for staleness: about 1 ms
+
 
 class Composer:
     def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer, *, batch_phase: bool = False) -> None:
@@ -27,15 +30,13 @@ class Composer:
         self._trainer = trainer
         self._batch_phase = batch_phase
         self._staleness = Staleness(config, ledger)
-        self._checked: tuple[int, set[str]] = (0, set())
-        """a policy version, and the admitted groups that were checked for staleness against it"""
 
     def compose(self) -> BatchRecord | None:
         """Compose the next step if enough is admitted, and add the jobs that follow, in one transaction."""
         step = self._ledger.number("steps_delivered")
         if self._ledger.batches or step >= self._config.steps or not self._trainer.may_seal(step):
             return None
-        self._drop_stale()
+        self._check(self._unchecked())
         groups = self._select(step)
         if groups is None:
             return None
@@ -123,16 +124,21 @@ class Composer:
         for group in groups:
             self._drop_from(group, "blob_corrupt", lambda rollout: rollout.id in unreadable)
 
-    def _drop_stale(self) -> None:
-        """Called on every wake-up: a group is checked once per policy version."""
-        version, checked = self._ledger.number("policy_version"), self._checked[1]
-        if version != self._checked[0]:
-            checked = set[str]()
-        admitted = self._ledger.groups_in(GroupState.ADMITTED)
-        for group in admitted:
-            if group.id not in checked:
-                self._drop_from(group, "stale", self._staleness.drops_rollout)
-        self._checked = version, {group.id for group in admitted}
+    async def drop_stale(self) -> None:
+        """Drop the stale rollouts of all admitted groups, in slices: call before `compose`, which checks the groups
+        that were admitted between the slices."""
+        async for some in in_slices(self._unchecked(), CHECKED_AT_ONCE):
+            self._check(some)
+
+    def _unchecked(self) -> list[GroupRecord]:
+        """Admitted groups that were not checked against the policy version: each is checked once per version."""
+        version = self._ledger.number("policy_version")
+        return [group for group in self._ledger.groups_in(GroupState.ADMITTED) if group.checked_version != version]
+
+    def _check(self, groups: Iterable[GroupRecord]) -> None:
+        for group in groups:
+            group.checked_version = self._ledger.number("policy_version")
+            self._drop_from(group, "stale", self._staleness.drops_rollout)
 
     def _drop_from(self, group: GroupRecord, reason: str, drops: Callable[[RolloutRecord], bool]) -> None:
         for rollout in filter(drops, group.of(RolloutState.ADMITTED)):
@@ -143,7 +149,10 @@ class Composer:
     def _select(self, step: int) -> list[GroupRecord] | None:
         """The step's groups, or None if an environment does not have enough yet."""
         taken: list[GroupRecord] = []
-        for name, quota in quotas(self._config, step).items():
+        parts, unit = quotas(self._config, step), self._config.batch.unit
+        if any(self._ledger.admitted[name, unit] < quota for name, quota in parts.items()):
+            return None  # on most wake-ups, without a look at the groups
+        for name, quota in parts.items():
             part = self._select_from(name, quota)
             if part is None:
                 return None

@@ -12,6 +12,7 @@ from orchestrator.ledger.records import (
     RolloutRecord,
     Value,
 )
+from orchestrator.slices import in_slices
 from penstock import job_inputs
 from penstock.batches import BatchPlan, BatchRollout
 from penstock.config import RunConfig
@@ -26,6 +27,8 @@ logger = logging.getLogger("penstock.inputs")
 
 READ_IN_STATES = frozenset({GroupState.SCORING, GroupState.FILTERING, GroupState.ESTIMATING})
 READING_KINDS = STEP_JOBS | {JobKind.SCORE, JobKind.FILTER, JobKind.ADVANTAGE}
+LOOK_ABOVE = 64  # files that may be left although no job reads them: looking for them costs as much as is open
+LOOKED_AT_AT_ONCE = 1_000  # groups: about 1 ms
 NO_BLOB = BlobRef(key="none", size=0, checksum="")  # of rollouts without files: those of the no-op environment
 
 
@@ -37,6 +40,7 @@ class JobInputs:
         self._store = open_store(config.store_url)
         self._written: dict[str, Content | None] = dict.fromkeys(job_inputs.keys(self._store, run))
         """files in the store; None for those of an earlier orchestrator"""
+        self._look_at = 0
         self.trouble: str | None = None
         """why the files cannot be written at present"""
 
@@ -65,7 +69,7 @@ class JobInputs:
         wanted = {key: new for key, new in contents.items() if key in retried or self._written.get(key) != new}
         if not wanted:
             return True
-        stale = self._written.keys() - self._needed() - contents.keys()
+        stale = await self._stale() - contents.keys()
         try:
             await in_io_thread(_write_and_delete, self._store, wanted, stale)
         except (OSError, BlobError) as error:
@@ -82,17 +86,24 @@ class JobInputs:
         self.trouble = None
         return True
 
-    def _needed(self) -> set[str]:
-        groups = self._ledger.groups_in(*READ_IN_STATES)
-        steps = {job_inputs.step_key(self._run, b.step, b.formation) for b in self._ledger.batches.values()}
-        phases = [job for job in self._ledger.jobs.values() if job.kind is JobKind.BATCH_PHASE]
+    async def _stale(self) -> set[str]:
+        """The files that are not needed: looked for when there are twice as many as the last look has left."""
+        if len(self._written) < self._look_at:
+            return set()
+        # Only the caller's task writes files, so that no other file is needed after a slice than before it.
+        needed = self._needed_by_steps()
+        async for groups in in_slices(self._ledger.groups_in(*READ_IN_STATES), LOOKED_AT_AT_ONCE):
+            needed |= {job_inputs.group_key(self._run, group.id) for group in groups}
+        stale = self._written.keys() - needed
+        self._look_at = max(LOOK_ABOVE, 2 * (len(self._written) - len(stale)))
+        return stale
+
+    def _needed_by_steps(self) -> set[str]:
+        batches = self._ledger.batches.values()
+        steps = {job_inputs.step_key(self._run, batch.step, batch.formation) for batch in batches}
+        phases = [job for batch in batches if (job := self._ledger.jobs.get(batch.batch_phase_id))]
         results = {key for job in phases if (key := self.result_key(job))}
-        return (
-            {job_inputs.group_key(self._run, group.id) for group in groups}
-            | steps
-            | results
-            | set(map(self.key, phases))
-        )
+        return steps | results | set(map(self.key, phases))
 
     async def _content(self, job: JobRecord) -> Content:
         """Of a step in a thread: 12 ms for 2,048 rollouts. Only the caller's task changes an open step."""

@@ -13,7 +13,6 @@ raises ends them all. The Orchestrator wires the components; they do not import 
 
 import asyncio
 import logging
-import time
 
 from orchestrator import crash_points, release
 from orchestrator.attendance import Attendance
@@ -22,6 +21,7 @@ from orchestrator.broker import Broker
 from orchestrator.composer import Composer
 from orchestrator.gates import Gates
 from orchestrator.groups import Groups
+from orchestrator.leases import remove_leases
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord
 from orchestrator.lock import RunLock
@@ -38,7 +38,6 @@ from orchestrator.shutdown import Phase, Shutdown, StopRequests
 from orchestrator.slices import in_slices
 from orchestrator.submission import Submitter
 from orchestrator.trainer import Trainer
-from penstock import redis_keys
 from penstock.batches import EncodedRank, read_manifest
 from penstock.config import RunConfig
 from penstock.errors import OtherPlan
@@ -105,6 +104,7 @@ class Orchestrator:
             lag=self.lag, lags=self.lags,
             phase=lambda: "done" if self.done else self.stop.phase,
             snapshot=lambda: self.reconciler.latest,
+            running=lambda: self.reconciler.running,
             notes=lambda: self.releaser.notes,
             excluded=lambda: self.attendance.excluded,
             troubles=lambda: [
@@ -163,13 +163,13 @@ class Orchestrator:
         while self.stop.phase is Phase.RUNNING and not self.done:
             more_to_plan = self.planner.plan()
             crash_points.passed("planned")
+            await self.composer.drop_stale()
             if self.composer.compose():
                 self.metrics.composed()
                 await self.ledger.committed()
                 crash_points.passed("composed")
             await self.batch_phase.take_result()
-            now = time.monotonic()
-            await self.submitter.submit([job for job in self.ledger.waiting.values() if job.not_before <= now])
+            await self.submitter.submit_waiting()
             encoded = self.composer.encoded(visible=self.sealer.visible)
             sealed = encoded is not None and await self.seal(*encoded)
             if not sealed and not more_to_plan:
@@ -193,12 +193,10 @@ class Orchestrator:
             self.composer.form_again(batch, f"{error}")
             return False
         crash_points.passed("sealed")
-        await self.metrics.prepare(batch)
-        rollouts = sum(1 for _ in batch.rollouts())
-        self.deliver(batch)
+        await self.deliver(batch)
         await self.ledger.committed()
         crash_points.passed("delivered")
-        logger.info("action=delivered step=%d rollouts=%d", batch.step, rollouts)
+        logger.info("action=delivered step=%d rollouts=%d", batch.step, self.ledger.untrained.get(batch.step, 0))
         return True
 
     async def deliver_sealed_steps(self) -> None:
@@ -206,9 +204,11 @@ class Orchestrator:
         for batch in list(self.ledger.batches.values()):
             if manifest := await in_io_thread(read_manifest, self.store, batch.step):
                 await in_io_thread(self.sealer.publish, manifest)
-                self.deliver(batch)
+                await self.deliver(batch)
 
-    def deliver(self, batch: BatchRecord) -> None:
+    async def deliver(self, batch: BatchRecord) -> None:
+        """What takes long is computed in a thread before; the step and its metrics are one transaction."""
+        await self.metrics.prepare(batch)
         self.metrics.measure(batch)
         self.ledger.deliver(batch)
 
@@ -238,11 +238,10 @@ class Orchestrator:
             snapshot = await self.reconciler.poll()
             if not await self.caught_up_with(await self.replies.newest()):
                 continue
-            findings = self.reconciler.judge(snapshot)
+            findings = await self.reconciler.judge(snapshot)
             self.changed.set()
             await self.ledger.committed()
-            if expired := findings.expired_leases:
-                await self.broker.call(lambda client, expired=expired: client.hdel(redis_keys.LEASES, *expired))
+            await remove_leases(self.broker, findings.expired_leases)
             cancelled, self.groups.cancelled = self.groups.cancelled, []
             if revoke := findings.revoke + [job.task_id(self.run_id) for job in cancelled]:
                 await self.shutdown.revoke(revoke)

@@ -5,7 +5,7 @@ from collections import Counter
 
 from orchestrator.causes import Causes
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.quotas import in_groups, quantity, quotas
+from orchestrator.quotas import in_groups, quotas
 from orchestrator.submission import AT_ONCE
 from orchestrator.trainer import Trainer
 from penstock import ids
@@ -92,13 +92,12 @@ class Planner:
 
     def _open_groups(self) -> dict[str, float]:
         """environment -> open groups. Admitted ones may be partial and count by their quantity."""
-        pending, admitted = Counter[str](), Counter[str]()
+        pending = Counter[str]()
         for (environment, state), number in self._ledger.group_counts.items():
             if state not in (GroupState.ADMITTED, GroupState.BATCHED):
                 pending[environment] += number
-        for group in self._ledger.groups_in(GroupState.ADMITTED):
-            admitted[group.environment] += quantity(self._config, group)
-        return {name: pending[name] + self._in_groups(name, admitted[name]) for name in self._config.environments}
+        admitted, unit = self._ledger.admitted, self._config.batch.unit
+        return {name: pending[name] + self._in_groups(name, admitted[name, unit]) for name in self._config.environments}
 
     def _in_groups(self, environment: str, amount: float) -> float:
         groups = in_groups(self._config, self._ledger, environment, amount)

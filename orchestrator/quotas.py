@@ -28,14 +28,12 @@ def apportion(size: int, weights: Mapping[str, float], *, turn: int = 0) -> dict
 
 def quantity(config: RunConfig, group: GroupRecord) -> int:
     """What an admitted group adds to a step, in `batch.unit`."""
+    if config.batch.unit == "groups":
+        return 1
     admitted = group.of(RolloutState.ADMITTED)
-    match config.batch.unit:
-        case "groups":
-            return 1
-        case "rollouts":
-            return len(admitted)
-        case "tokens":
-            return sum(rollout.result.completion_tokens for rollout in admitted if rollout.result)
+    if config.batch.unit == "rollouts":
+        return len(admitted)
+    return sum([rollout.result.completion_tokens for rollout in admitted if rollout.result])
 
 
 def in_groups(config: RunConfig, ledger: Ledger, environment: str, amount: float) -> float | None:

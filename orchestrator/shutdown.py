@@ -14,9 +14,13 @@ from redis.exceptions import RedisError
 from orchestrator import envelope
 from orchestrator.broker import Broker
 from orchestrator.housekeeping import Reported, delete
+from orchestrator.leases import LEASES_AT_ONCE, read_leases, remove_leases
 from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import GroupRecord
 from orchestrator.reply_stream import ReplyStream
-from penstock import job_inputs, redis_keys
+from orchestrator.slices import in_slices
+from orchestrator.submission import MESSAGES_AT_ONCE
+from penstock import ids, job_inputs
 from penstock.config import RunConfig
 from penstock.ids import LeaseId
 from penstock.ledger.states import IN_FLIGHT, GroupState, JobState
@@ -29,6 +33,7 @@ from tasks.celery_app import broker_settings
 logger = logging.getLogger("penstock.orchestrator")
 
 TICK_S = 0.1
+CANCELLED_AT_ONCE = 16  # groups with their jobs: about 1 ms
 REVOKE_S = 5.0  # publishing one message takes milliseconds
 ONE_TRY = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
 
@@ -96,7 +101,7 @@ class Shutdown:
 
     async def finish(self) -> None:
         """After the last step: cancel open work, end running executions, remove leases, replies and job inputs."""
-        self._cancel_open_work()
+        await self._cancel_open_work()
         await self._ledger.committed()
         await self._withdraw()
         running = await self._leases()
@@ -105,9 +110,7 @@ class Shutdown:
         give_up_at = time.monotonic() + self._config.recovery.lease_s
         while await self._leases() and time.monotonic() < give_up_at:
             await asyncio.sleep(TICK_S)
-        leases = await self._leases()
-        if leases:
-            await self._broker.call(lambda client: client.hdel(redis_keys.LEASES, *map(str, leases)))
+        await remove_leases(self._broker, list(map(str, await self._leases())))
         await self._replies.delete()
         await in_io_thread(_delete_inputs, open_store(self._config.store_url), self._run)
 
@@ -121,31 +124,44 @@ class Shutdown:
         if not (await asyncio.wait([self._revoking], timeout=REVOKE_S))[0]:
             logger.warning("action=not_revoked tasks=%d: Redis has not answered in %g s", len(task_ids), REVOKE_S)
 
-    def _cancel_open_work(self) -> None:
-        for job in list(self._ledger.jobs.values()):
+    async def _cancel_open_work(self) -> None:
+        """A group at a time with all its jobs: replies are applied between the slices, and may add a job to a group."""
+        async for some in in_slices(list(self._ledger.groups.values()), CANCELLED_AT_ONCE):
+            for group in some:
+                if group.state is not GroupState.CLOSED:
+                    self._cancel(group)
+            self._ledger.commit_soon()
+        for job in list(self._ledger.jobs.values()):  # surveys
             self._ledger.end(job, JobState.CANCELLED)
-        for group in list(self._ledger.groups.values()):
-            for rollout in group.of(*IN_FLIGHT):
-                self._ledger.drop(rollout, "run_ended")
-            self._ledger.enter(group, GroupState.CLOSED)
+
+    def _cancel(self, group: GroupRecord) -> None:
+        rollouts = (rollout.id for rollout in group.rollouts)
+        for id in (*rollouts, *(job(group.id) for job in (ids.score_job, ids.filter_job, ids.advantages_job))):
+            if job := self._ledger.jobs.get(id):
+                self._ledger.end(job, JobState.CANCELLED)
+        for rollout in group.of(*IN_FLIGHT):
+            self._ledger.drop(rollout, "run_ended")
+        self._ledger.enter(group, GroupState.CLOSED)
 
     def _submitted(self) -> int:
-        return sum(job.state is JobState.SUBMITTED for job in self._ledger.jobs.values())
+        return sum(number for (_, state), number in self._ledger.job_counts.items() if state is JobState.SUBMITTED)
 
     async def _withdraw(self) -> None:
         """Empty the queues; their jobs wait again, with no failure or loss counted."""
         for queue in Queue:
-            for message in await self._broker.call(lambda client, queue=queue: _empty_queue(client, queue)):
-                task = envelope.task_of(message)
-                job = self._ledger.jobs.get(task.job) if task and task.run == self._run else None
-                if job is not None and job.state is JobState.SUBMITTED:
-                    self._ledger.retry(job)
+            while messages := await self._broker.call(lambda client, queue=queue: _take(client, queue)):
+                for task in filter(None, map(envelope.task_of, messages)):
+                    job = self._ledger.jobs.get(task.job) if task.run == self._run else None
+                    if job is not None and job.state is JobState.SUBMITTED:
+                        self._ledger.retry(job)
+                self._ledger.commit_soon()
 
     async def _leases(self) -> list[LeaseId]:
         """The leases of this run's executions."""
-        fields: Any = await self._broker.call(lambda client: client.hkeys(redis_keys.LEASES))
-        leases = (LeaseId.match(field.decode()) for field in fields)
-        return [lease for lease in leases if lease and lease.run == self._run]
+        leases: list[LeaseId] = []
+        async for some in in_slices(list(await read_leases(self._broker)), LEASES_AT_ONCE):
+            leases += [lease for lease in map(LeaseId.match, some) if lease and lease.run == self._run]
+        return leases
 
 
 def _revoke(task_ids: list[str]) -> None:
@@ -162,9 +178,10 @@ def _delete_inputs(store: Store, run: str) -> None:
         delete(store, job_inputs.keys(store, run))
 
 
-async def _empty_queue(client: Any, queue: Queue) -> list[bytes]:
+async def _take(client: Any, queue: Queue) -> list[bytes]:
+    """The next messages, which are removed. None when the queue is empty."""
     async with client.pipeline(transaction=True) as pipe:
-        pipe.lrange(queue, 0, -1)
-        pipe.delete(queue)
+        pipe.lrange(queue, 0, MESSAGES_AT_ONCE - 1)
+        pipe.ltrim(queue, MESSAGES_AT_ONCE, -1)
         messages, _ = await pipe.execute()
     return messages

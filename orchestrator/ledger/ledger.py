@@ -6,10 +6,13 @@ process before that.
 """
 
 import asyncio
+import contextlib
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
+from typing import Literal
 
 import orjson
 
@@ -23,6 +26,7 @@ from orchestrator.ledger.records import (
     JobRecord,
     RolloutRecord,
     Row,
+    Unit,
     Value,
 )
 from orchestrator.ledger.writer import Writer
@@ -50,10 +54,15 @@ class Ledger:
         self._groups_in: dict[GroupState, dict[str, GroupRecord]] = {state: {} for state in GroupState}
         self.group_counts = Counter[tuple[str, GroupState]]()
         """(environment, state) -> open groups"""
+        self.admitted = Counter[tuple[str, Unit]]()
+        """(environment, unit) -> what the admitted groups hold, in groups, rollouts and completion tokens"""
         for group in self.groups.values():
-            self._index(group)
+            self._groups_in[group.state][group.id] = group
+            self._count([group], 1)
         self.jobs: dict[str, JobRecord] = restored.jobs
         """jobs that are neither settled nor dead, and the jobs of open batches"""
+        self.job_counts = Counter((job.kind, job.state) for job in self.jobs.values())
+        """(kind, state) -> jobs in `jobs`"""
         self.batches: dict[int, BatchRecord] = restored.batches
         """batches that are not delivered"""
         self.meta: dict[str, Value] = restored.meta
@@ -112,8 +121,8 @@ class Ledger:
         group.rollouts = [RolloutRecord(group=group.id, index=index) for index in range(size)]
         self.increment("rollouts_planned", size)
         self.states[RolloutState.PLANNED] += size
-        self.groups[group.id] = group
-        self._index(group)
+        self.groups[group.id] = self._groups_in[group.state][group.id] = group
+        self._count([group], 1)
         self._touch("groups", group)
         for rollout in group.rollouts:
             self._touch("rollouts", rollout)
@@ -127,6 +136,8 @@ class Ledger:
         self, rollout: RolloutRecord, state: RolloutState, *, reason: str | None = None, error: str | None = None
     ) -> None:
         check(rollout.id, rollout.state, state)
+        if rollout.state is RolloutState.ADMITTED and state is RolloutState.FILTERED:
+            self._count_rollouts(self.groups[rollout.group].environment, [rollout], -1)
         self.states[rollout.state] -= 1
         self.states[state] += 1
         if reason:
@@ -172,36 +183,67 @@ class Ledger:
         """Open groups in these states, in no order: costs what it returns, not what is open."""
         return [group for state in states for group in self._groups_in[state].values()]
 
-    def _index(self, group: GroupRecord) -> None:
-        self._groups_in[group.state][group.id] = group
-        self.group_counts[group.environment, group.state] += 1
-
     def enter(self, group: GroupRecord, state: GroupState) -> None:
-        self._groups_in[group.state].pop(group.id)
-        self.group_counts[group.environment, group.state] -= 1
-        group.state = state
-        if state is not GroupState.CLOSED:
-            self._index(group)
-        self._touch("groups", group)
+        self._enter_all([group], state)
         if state is GroupState.FILTERING:
             self.increment(f"solved_{group.solved}:{group.environment}")  # before a filter drops the extremes
-        if state is GroupState.CLOSED:
-            self.groups.pop(group.id)
-            if not group.of(RolloutState.DELIVERED):
-                self.increment("groups_dropped")
+        if state is GroupState.CLOSED and not group.of(RolloutState.DELIVERED):
+            self.increment("groups_dropped")
+
+    def _enter_all(self, groups: list[GroupRecord], state: GroupState) -> None:
+        """For groups of one state. Those that become or were admitted have admitted rollouts at this time."""
+        self._count(groups, -1)
+        entered = self._groups_in[state]
+        for group in groups:
+            self._groups_in[group.state].pop(group.id)
+            group.state = state
+            if state is GroupState.CLOSED:
+                self.groups.pop(group.id)
+            else:
+                entered[group.id] = group
+            self._touch("groups", group)
+        if state is not GroupState.CLOSED:
+            self._count(groups, 1)
+
+    def _count(self, groups: list[GroupRecord], sign: Literal[1, -1]) -> None:
+        """Add or subtract groups of one state."""
+        by_environment = defaultdict[str, list[GroupRecord]](list)
+        for group in groups:
+            by_environment[group.environment].append(group)
+        for environment, some in by_environment.items():
+            state = some[0].state
+            self.group_counts[environment, state] += sign * len(some)
+            if state is GroupState.ADMITTED:
+                self.admitted[environment, "groups"] += sign * len(some)
+                self._count_rollouts(environment, [r for each in some for r in each.of(RolloutState.ADMITTED)], sign)
+
+    def _count_rollouts(self, environment: str, admitted: list[RolloutRecord], sign: Literal[1, -1]) -> None:
+        tokens = sum([rollout.result.completion_tokens for rollout in admitted if rollout.result])
+        self.admitted[environment, "rollouts"] += sign * len(admitted)
+        self.admitted[environment, "tokens"] += sign * tokens
 
     # jobs
 
     def add_job(self, id: str, kind: JobKind, subject: str) -> JobRecord:
         job = self.jobs[id] = self.waiting[id] = JobRecord(id=id, kind=kind, subject=subject)
+        self.job_counts[kind, job.state] += 1
         self._touch("jobs", job)
         return job
+
+    def _set_state(self, job: JobRecord, state: JobState) -> None:
+        self.job_counts[job.kind, job.state] -= 1
+        self.job_counts[job.kind, state] += 1
+        job.state = state
+
+    def _remove(self, job: JobRecord) -> None:
+        if self.jobs.pop(job.id, None):
+            self.job_counts[job.kind, job.state] -= 1
 
     def submit(self, job: JobRecord) -> None:
         """Begin the next attempt. Commit before its message is published."""
         job.attempt += 1
         job.sequence = self.increment("sequence")
-        job.state = JobState.SUBMITTED
+        self._set_state(job, JobState.SUBMITTED)
         self.waiting.pop(job.id)
         self._touch("jobs", job)
         if job.kind is JobKind.ROLLOUT and (rollout := self.rollout(job)).state is not RolloutState.SUBMITTED:
@@ -209,7 +251,8 @@ class Ledger:
 
     def retry(self, job: JobRecord, *, error: str | None = None, failures: int = 0, losses: int = 0) -> None:
         """The attempt gave no result: `job` waits to be submitted again."""
-        job.state, job.result = JobState.WAITING, None
+        self._set_state(job, JobState.WAITING)
+        job.result = None
         self.waiting[job.id] = job
         job.failures += failures
         job.losses += losses
@@ -217,11 +260,12 @@ class Ledger:
         self._touch("jobs", job)
 
     def end(self, job: JobRecord, state: JobState, *, result: StepResult | None = None) -> None:
-        job.state, job.result = state, result
+        self._set_state(job, state)
+        job.result = result
         self.waiting.pop(job.id, None)
         self._touch("jobs", job)
         if job.kind not in STEP_JOBS:
-            self.jobs.pop(job.id)
+            self._remove(job)
 
     # batches
 
@@ -232,18 +276,19 @@ class Ledger:
         admitted = [rollout for group in groups for rollout in group.of(RolloutState.ADMITTED)]
         if final:
             self.set_advantages(batch, {rollout.id: rollout.advantage or 0.0 for rollout in admitted})
-        for group in groups:
-            self.enter(group, GroupState.BATCHED)
-            self._batched.append((step, group.id))
-        self._move_all(admitted, RolloutState.BATCHED, step)
+        self._enter_all(groups, GroupState.BATCHED)
+        self._batched += [(step, group.id) for group in groups]
+        self._move_all(admitted, RolloutState.BATCHED, step, old=RolloutState.ADMITTED)
         return batch
 
-    def _move_all(self, rollouts: list[RolloutRecord], state: RolloutState, step: int | None) -> None:
-        """Move rollouts of one state. Their rows are changed by one statement per group, which the caller adds."""
+    def _move_all(
+        self, rollouts: list[RolloutRecord], state: RolloutState, step: int | None, *, old: RolloutState
+    ) -> None:
+        """Move rollouts that are all `old`. Their rows are changed by one statement per group, added by the caller."""
+        check(f"of step {step}", old, state)
         for rollout in rollouts:
-            check(rollout.id, rollout.state, state)
-            self.states[rollout.state] -= 1
             rollout.state, rollout.step = state, step
+        self.states[old] -= len(rollouts)
         self.states[state] += len(rollouts)
 
     def set_advantages(
@@ -251,7 +296,8 @@ class Ledger:
     ) -> None:
         """The final ones, by rollout, and the estimator's state after the step."""
         batch.advantages, batch.estimator_state = dict(advantages), estimator_state
-        self.jobs.pop(batch.batch_phase_id, None)
+        if phase := self.jobs.get(batch.batch_phase_id):
+            self._remove(phase)
         self._keep_advantages()
 
     def _keep_advantages(self) -> None:
@@ -263,11 +309,10 @@ class Ledger:
 
     def dissolve(self, batch: BatchRecord) -> None:
         """Return its rollouts to admitted: the step will be formed again."""
-        self._move_all(list(batch.rollouts()), RolloutState.ADMITTED, None)
+        self._move_all(list(batch.rollouts()), RolloutState.ADMITTED, None, old=RolloutState.BATCHED)
         self._batched = [row for row in self._batched if row[0] != batch.step]
-        for group in batch.groups:
-            self._dissolved.append((group.id,))
-            self.enter(group, GroupState.ADMITTED)
+        self._dissolved += [(group.id,) for group in batch.groups]
+        self._enter_all(batch.groups, GroupState.ADMITTED)
         self._forget(batch)
 
     def deliver(self, batch: BatchRecord) -> None:
@@ -275,13 +320,11 @@ class Ledger:
         self._touch("batches", batch)
         rollouts = list(batch.rollouts())
         self.untrained[batch.step] = len(rollouts)
-        size = sum(rollout.result.stored_bytes for rollout in rollouts if rollout.result)
-        self.increment("open_bytes", -size)
-        self.increment("delivered_bytes", size)
-        self._move_all(rollouts, RolloutState.DELIVERED, batch.step)
-        for group in batch.groups:
-            self._delivered.append((group.id,))
-            self.enter(group, GroupState.CLOSED)
+        self.increment("open_bytes", -batch.stored_bytes)
+        self.increment("delivered_bytes", batch.stored_bytes)
+        self._move_all(rollouts, RolloutState.DELIVERED, batch.step, old=RolloutState.BATCHED)
+        self._delivered += [(group.id,) for group in batch.groups]
+        self._enter_all(batch.groups, GroupState.CLOSED)
         for kind in JobKind:
             self.set(f"longest:{kind}", 0.0)
         self.set("steps_delivered", batch.step + 1)
@@ -302,15 +345,20 @@ class Ledger:
     def _forget(self, batch: BatchRecord) -> None:
         self.batches.pop(batch.step)
         self._keep_advantages()
-        for job in [job for job in self.jobs.values() if self._is_of_step(job, batch)]:
+        for job in list(self._jobs_of(batch)):
             if job.state is not JobState.SETTLED:
                 self.end(job, JobState.CANCELLED)
-            self.jobs.pop(job.id)
+            self._remove(job)
 
-    @staticmethod
-    def _is_of_step(job: JobRecord, batch: BatchRecord) -> bool:
-        """The kind is checked too: an environment may be named like a step."""
-        return job.kind in STEP_JOBS and job.subject == str(batch.step)
+    def _jobs_of(self, batch: BatchRecord) -> Iterator[JobRecord]:
+        """Of its batch phase and of its data ranks, which are numbered from 0."""
+        if phase := self.jobs.get(batch.batch_phase_id):
+            yield phase
+        for data_rank in count():
+            job = self.jobs.get(batch.job_id(data_rank))
+            if job is None:
+                return
+            yield job
 
     # committing
 
@@ -324,11 +372,12 @@ class Ledger:
 
     async def committed(self) -> None:
         """Return when every change so far is on disk."""
-        self._queue_changes()
+        self.commit_soon()
         if self._last_commit is not None:
             await asyncio.shield(self._last_commit)
 
-    def _queue_changes(self) -> None:
+    def commit_soon(self) -> None:
+        """Hand every change so far to the writer as one transaction: between two slices of a long piece of work."""
         changes: dict[str, list[Row]] = {}
         for table, record in self._changed.values():
             changes.setdefault(table, []).append(record.row())
@@ -347,10 +396,16 @@ class Ledger:
         self._dissolved, self._batched, self._delivered = [], [], []
         loop = asyncio.get_running_loop()
         done = self._last_commit = loop.create_future()
-        self._writer.put(changes, lambda error: loop.call_soon_threadsafe(_settle, done, error))
+        self._writer.put(changes, lambda error: _tell(loop, done, error))
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[None], error: Exception | None) -> None:
+    """On the writer thread, which must survive a loop that did not wait for its last commit."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(_settle, done, error)
 
 
 def _settle(done: asyncio.Future[None], error: Exception | None) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from penstock.ids import EncodeJobId, RolloutId, TaskId, batch_phase_job
@@ -10,6 +11,7 @@ from penstock.messages import RolloutResult, StepResult
 
 Value = str | int | float | None
 Row = tuple[Value, ...]
+Unit = Literal["groups", "rollouts", "tokens"]  # of `batch.size`
 ADVANTAGES = "open_advantages"  # key in `meta`: JSON, open step -> rollout -> final advantage
 OPEN_STATES = "open_estimator_states"  # key in `meta`: JSON, open step -> state of the estimator after it
 ESTIMATOR_STATE = "estimator_state"  # key in `meta`: the state after the last delivered step
@@ -29,10 +31,10 @@ class RolloutRecord:
     masked: bool = False
     """delivered with loss mask 0"""
     error: str | None = None
+    id: str = field(init=False)
 
-    @property
-    def id(self) -> str:
-        return str(RolloutId(self.group, self.index))
+    def __post_init__(self) -> None:
+        self.id = str(RolloutId(self.group, self.index))  # 0.7 us: composing a step would take 6 ms more for 8,192
 
     def row(self) -> Row:
         result = self.result.model_dump_json() if self.result else None
@@ -49,6 +51,9 @@ class GroupRecord:
     example: int
     state: GroupState = GroupState.COLLECTING
     rollouts: list[RolloutRecord] = field(default_factory=list[RolloutRecord])
+    # In memory only: a restarted orchestrator checks every group again.
+    checked_version: int | None = None
+    """policy version against which it was checked for staleness since it was admitted"""
 
     def row(self) -> Row:
         return (self.id, self.ordinal, self.environment, self.example, self.state)
@@ -114,6 +119,12 @@ class BatchRecord:
 
     def rollouts(self) -> Iterable[RolloutRecord]:
         return (rollout for group in self.groups for rollout in group.of(RolloutState.BATCHED))
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Of its rollouts' files. Call it first in a thread: 10 ms for 8,192 rollouts, which do not change while the
+        step is open."""
+        return sum([rollout.result.stored_bytes for rollout in self.rollouts() if rollout.result])
 
     @property
     def batch_phase_id(self) -> str:

@@ -32,6 +32,11 @@ logger = logging.getLogger("penstock.metrics")
 
 FILE_NAME = "metrics.jsonl"
 TAIL_BYTES = 1 << 20  # holds hundreds of lines; one of a hundred environments takes 50 kB
+FULL_BYTES = 64 << 20  # then a new file begins: 20,000 steps of one environment
+OLDER_FILES = 3  # that are kept
+UNWRITTEN_MOST = (
+    256  # lines in the ledger, which is rewritten with each step; of older ones, the manifest's part remains
+)
 RETRY_S = 1.0
 LAG_POLL_S = 2.0
 UNWRITTEN, COUNTED = "metrics_unwritten", "metrics_counted"
@@ -84,40 +89,45 @@ class Metrics:
     async def prepare(self, batch: BatchRecord) -> None:
         """Compute what depends on the rollouts of `batch` in a thread: 8 ms for 2,048 of them."""
         version = self._ledger.number("policy_version")
-        values = await in_io_thread(step_metrics.of_rollouts, batch.groups, policy_version=version)
+        values = await in_io_thread(_of_rollouts, batch, version)
         self._prepared = batch, version, values
 
     def measure(self, batch: BatchRecord) -> None:
         """Call in the transaction that delivers `batch`, before it is delivered."""
         counted = orjson.loads(str(self._ledger.meta.get(COUNTED) or "{}"))
-        totals = counters(self._ledger) | {"delivered": _delivered(self._ledger) + sum(1 for _ in batch.rollouts())}
+        of_rollouts = self._of_rollouts(batch)
+        totals = counters(self._ledger) | {"delivered": _delivered(self._ledger) + int(of_rollouts["rollouts"])}
         since = {key: value - counted.get(key, 0) for key, value in totals.items()}
         self.last = {
             "step": batch.step,
             "time": int(time.time()),
+            **of_rollouts,
             **self._of(batch, since),
             **step_metrics.of_totals(totals),
             **step_metrics.of_lag(self._lag.drain(), self._lags.others),
         }
         self._unwritten[batch.step] = dumps(self.last)
+        if len(self._unwritten) > UNWRITTEN_MOST:
+            self._unwritten.pop(min(self._unwritten))
         self._ledger.set(UNWRITTEN, "\n".join(self._unwritten.values()))
         self._ledger.set(COUNTED, orjson.dumps(totals).decode())
         self._changed.set()
 
+    def _of_rollouts(self, batch: BatchRecord) -> step_metrics.Values:
+        prepared, version, values = self._prepared or (None, 0, {})
+        if prepared is not batch:
+            version = self._ledger.number("policy_version")
+            values = _of_rollouts(batch, version)
+        self._prepared = None
+        return {"policy_version": version, **values}
+
     def _of(self, batch: BatchRecord, since: Mapping[str, float]) -> step_metrics.Values:
         ledger, now = self._ledger, time.monotonic()
-        prepared, version, of_rollouts = self._prepared or (None, 0, {})
-        if prepared is not batch:
-            version = ledger.number("policy_version")
-            of_rollouts = step_metrics.of_rollouts(batch.groups, policy_version=version)
-        self._prepared = None
         jobs = map(ledger.jobs.get, map(batch.job_id, range(self._data_ranks)))
         results = [job.result for job in jobs if job and isinstance(job.result, EncodeResult)]
         longest_s = {kind: ledger.seconds(f"longest:{kind}") for kind in JobKind}
         step_s, self._delivered_at = now - self._delivered_at, now
         return {
-            "policy_version": version,
-            **of_rollouts,
             **step_metrics.of_ranks(result.rank for result in results if result.rank),
             **step_metrics.of_window(since, groups=len(batch.groups), longest_s=longest_s, step_s=step_s),
             "time/composed_to_sealed_s": now - self._composed_at,
@@ -150,7 +160,7 @@ class MetricsFile:
     """metrics.jsonl: one line per delivered step, in order, appended to and never rewritten.
 
     Which lines are missing is read from the file itself, so writing is idempotent: after a kill, or while an earlier
-    attempt still runs in its thread.
+    attempt still runs in its thread. A full file is renamed to metrics.1.jsonl, that to metrics.2.jsonl, and so on.
     """
 
     def __init__(self, path: Path, store: Store) -> None:
@@ -160,15 +170,45 @@ class MetricsFile:
 
     def complete(self, lines: Mapping[int, str], *, delivered: int) -> None:
         """Cut off a partial last line and append the missing lines of all steps before `delivered`. Blocks."""
-        with self._writing, os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
-            last, end = _last_line(file)
+        with self._writing:
+            with self._opened() as file:
+                last, end = _last_line(file)
+                file.truncate(end)
+            if last < 0:
+                last = self._last_of_older()
             missing = [lines.get(step) or self._from_manifest(step) for step in range(last + 1, delivered)]
-            file.truncate(end)
+            if missing and end >= FULL_BYTES:
+                self._begin_another()
             if missing:
-                file.seek(end)
-                file.write("".join(f"{line}\n" for line in missing).encode())
-                file.flush()
-                os.fsync(file.fileno())  # the ledger drops these lines with the next step
+                self._append(missing)
+
+    def _opened(self) -> IO[bytes]:
+        return os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+
+    def _append(self, lines: list[str]) -> None:
+        with self._opened() as file:
+            file.seek(0, os.SEEK_END)
+            file.write("".join(f"{line}\n" for line in lines).encode())
+            file.flush()
+            os.fsync(file.fileno())  # the ledger drops these lines with the next step
+
+    def _older(self, number: int) -> Path:
+        return self.path.with_suffix(f".{number}{self.path.suffix}")
+
+    def _begin_another(self) -> None:
+        """A process that is killed between two renames leaves a free number, from which the next one goes on."""
+        numbers = range(1, OLDER_FILES + 1)
+        free = next((number for number in numbers if not self._older(number).exists()), OLDER_FILES)
+        for number in range(free - 1, 0, -1):
+            self._older(number).replace(self._older(number + 1))
+        self.path.replace(self._older(1))
+
+    def _last_of_older(self) -> int:
+        try:
+            with self._older(1).open("rb") as file:
+                return _last_line(file)[0]
+        except FileNotFoundError:
+            return -1
 
     def _from_manifest(self, step: int) -> str:
         """The line of a step whose ledger was lost: the manifest still has rewards and sizes."""
@@ -177,6 +217,12 @@ class MetricsFile:
         except (BlobError, OSError):
             manifest = None
         return dumps(step_metrics.of_manifest(manifest) if manifest else {"step": step})
+
+
+def _of_rollouts(batch: BatchRecord, version: int) -> step_metrics.Values:
+    """In a thread, with what `Ledger.deliver` reads of the rollouts."""
+    _ = batch.stored_bytes
+    return step_metrics.of_rollouts(batch.groups, policy_version=version)
 
 
 def dumps(values: Mapping[str, float]) -> str:

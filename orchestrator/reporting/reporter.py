@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import operator
 import os
 import socket
 import time
@@ -14,10 +13,9 @@ from typing import Any
 from orchestrator import run_dir
 from orchestrator.broker import Broker
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.reconciler import Snapshot
+from orchestrator.reconciler import Running, Snapshot
 from orchestrator.reporting.metrics import LagPoller
 from penstock.config import RunConfig
-from penstock.ids import LeaseId, LeaseValue
 from penstock.ledger.queries import balance
 from penstock.ledger.states import JobState, RolloutState
 from penstock.messages import Queue
@@ -56,6 +54,8 @@ class Sources:
     """`done`, or the phase of shutting down"""
     snapshot: Callable[[], Snapshot]
     """Redis at the last poll"""
+    running: Callable[[], Running]
+    """what the leases of that poll show"""
     excluded: Callable[[], dict[str, str]]
     """workers that take no jobs -> why"""
     troubles: Callable[[], Iterable[str | None]]
@@ -109,7 +109,6 @@ class Reporter:
 
     def status(self, *, stopped_by: str | None = None) -> dict[str, Any]:
         sources, ledger, snapshot = self._sources, self._ledger, self._sources.snapshot()
-        workers = Counter(value.worker for value in map(LeaseValue.match, snapshot.leases.values()) if value)
         planned, fenced = ledger.number("rollouts_planned"), ledger.number("fenced")
         return {
             "run": sources.run,
@@ -128,7 +127,7 @@ class Reporter:
             **self._rates(),
             **self._open_jobs(),
             "queued": {queue.value: snapshot.depths.get(queue, 0) for queue in Queue},
-            "running_by_worker": dict(workers),
+            "running_by_worker": dict(sources.running().by_worker),
             "excluded_workers": sources.excluded(),
             "stored_bytes": ledger.number("open_bytes") + ledger.number("delivered_bytes"),
             "waiting_for": self.waiting_for(),
@@ -161,8 +160,7 @@ class Reporter:
 
     def _open_jobs(self) -> dict[str, dict[str, int]]:
         jobs = Counter[tuple[Queue, JobState]]()
-        kinds_and_states = map(operator.attrgetter("kind", "state"), self._ledger.jobs.values())
-        for (kind, state), number in Counter(kinds_and_states).items():
+        for (kind, state), number in self._ledger.job_counts.items():
             jobs[kind.queue, state] += number
         return {
             f"{state}_jobs": {queue.value: jobs[queue, state] for queue in Queue}
@@ -172,15 +170,14 @@ class Reporter:
     def _watch_queues(self) -> None:
         """A queue moves when its oldest message changes, when it is empty, or when a worker of its kind is busy."""
         snapshot = self._sources.snapshot()
-        running = (self._ledger.jobs.get(id.job) for id in map(LeaseId.match, snapshot.leases) if id)
-        busy = {WorkerKind.of(job.kind.queue) for job in running if job is not None}
+        busy = set(map(WorkerKind.of, self._sources.running().queues))
         for queue, depth in snapshot.depths.items():
             if depth == 0 or WorkerKind.of(queue) in busy or snapshot.oldest[queue] != self._oldest.get(queue):
                 self._moved_at[queue] = time.monotonic()
             self._oldest[queue] = snapshot.oldest[queue]
 
     def _log_progress(self) -> None:
-        status = self.status()
+        status = self._latest
         rollouts = status["rollouts"]
         logger.info(
             "action=progress step=%d/%d planned=%d delivered=%d in_flight=%d filtered=%d dead=%d%s",

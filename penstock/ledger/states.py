@@ -6,7 +6,13 @@ from penstock.errors import IllegalTransition
 from penstock.messages import Queue
 
 
-class RolloutState(StrEnum):
+class LedgerEnum(StrEnum):
+    """Hashed as its text: `Enum.__hash__` is a Python function, and states are keys of every count."""
+
+    __hash__ = str.__hash__
+
+
+class RolloutState(LedgerEnum):
     PLANNED = "planned"
     SUBMITTED = "submitted"
     RUNNING = "running"
@@ -19,7 +25,7 @@ class RolloutState(StrEnum):
     DEAD = "dead"
 
 
-class GroupState(StrEnum):
+class GroupState(LedgerEnum):
     COLLECTING = "collecting"
     SCORING = "scoring"
     FILTERING = "filtering"
@@ -30,7 +36,7 @@ class GroupState(StrEnum):
     """delivered or dropped"""
 
 
-class JobKind(StrEnum):
+class JobKind(LedgerEnum):
     """The values are those of the results' field `answers` (`messages.py`)."""
 
     SURVEY = "survey"
@@ -59,7 +65,7 @@ STEP_JOBS = frozenset({JobKind.BATCH_PHASE, JobKind.ENCODE})
 """Their subject is a step."""
 
 
-class JobState(StrEnum):
+class JobState(LedgerEnum):
     WAITING = "waiting"
     """to be submitted, for the first time or again"""
     SUBMITTED = "submitted"
@@ -70,7 +76,7 @@ class JobState(StrEnum):
     """no longer needed"""
 
 
-class BatchState(StrEnum):
+class BatchState(LedgerEnum):
     COMPOSED = "composed"
     DELIVERED = "delivered"
     TRAINED = "trained"

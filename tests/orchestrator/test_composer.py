@@ -24,11 +24,9 @@ def composing(ledger: Ledger, *, batch_phase: bool = False, **settings: Any) -> 
     return Composer(config, ledger, Trainer(config, ledger), batch_phase=batch_phase)
 
 
-def sampled_by(group: GroupRecord, version: int) -> GroupRecord:
-    """10 tokens a rollout."""
-    for rollout in group.rollouts:
-        rollout.result = RolloutResult(reward=0.0, version_first=version, completion_tokens=10)
-    return group
+def sampled_by(ledger: Ledger, version: int) -> GroupRecord:
+    """An admitted group, 10 tokens a rollout."""
+    return admitted(ledger, version_first=version, completion_tokens=10)
 
 
 def composed(composer: Composer) -> BatchRecord:
@@ -202,9 +200,9 @@ def test_without_a_batch_phase_the_advantages_are_those_of_the_groups(ledger: Le
 
 def test_a_batch_of_tokens_takes_groups_until_it_has_enough(ledger: Ledger) -> None:
     composer = composing(ledger, batch={"unit": "tokens", "size": 41})
-    first = sampled_by(admitted(ledger), 0)
+    first = sampled_by(ledger, 0)
     assert composer.compose() is None
-    second, _ = sampled_by(admitted(ledger), 0), sampled_by(admitted(ledger), 0)
+    second, _ = sampled_by(ledger, 0), sampled_by(ledger, 0)
     assert composed(composer).groups == [first, second]
 
 
@@ -213,14 +211,13 @@ def test_a_step_takes_its_share_of_every_environment(ledger: Ledger) -> None:
     composer = composing(ledger, environments=environments)
     first, _ = admitted(ledger), admitted(ledger)
     assert composer.compose() is None
-    other = admitted(ledger)
-    other.environment = "maths"
+    other = admitted(ledger, environment="maths")
     assert composed(composer).groups == [first, other]
 
 
 def test_stale_rollouts_are_dropped_before_a_step_is_formed(ledger: Ledger) -> None:
     composer = composing(ledger, filters={"stale": {"max_off_policy_steps": 2}})
-    stale, partial, fresh = (sampled_by(admitted(ledger), version) for version in (0, 1, 1))
+    stale, partial, fresh = (sampled_by(ledger, version) for version in (0, 1, 1))
     partial.rollouts[0].result = RolloutResult(reward=0.0, version_first=0)
     ledger.set("policy_version", 3)
     assert composed(composer).groups == [partial, fresh]
@@ -232,9 +229,9 @@ def test_stale_rollouts_are_dropped_before_a_step_is_formed(ledger: Ledger) -> N
 def test_a_group_is_checked_for_staleness_when_admitted_and_at_every_version(ledger: Ledger) -> None:
     composer = composing(ledger, filters={"stale": {"max_off_policy_steps": 2}})
     ledger.set("policy_version", 3)
-    fresh = sampled_by(admitted(ledger), 1)
+    fresh = sampled_by(ledger, 1)
     assert composer.compose() is None
-    late = sampled_by(admitted(ledger), 0)
+    late = sampled_by(ledger, 0)
     assert composer.compose() is None
     assert (fresh.state, late.state) == (GroupState.ADMITTED, GroupState.CLOSED)
     ledger.set("policy_version", 4)
@@ -244,7 +241,7 @@ def test_a_group_is_checked_for_staleness_when_admitted_and_at_every_version(led
 
 def test_a_step_with_a_rollout_that_became_stale_is_formed_again(ledger: Ledger) -> None:
     composer = composing(ledger, filters={"stale": {"max_off_policy_steps": 2}})
-    old, new, next_one = (sampled_by(admitted(ledger), version) for version in (0, 1, 1))
+    old, new, next_one = (sampled_by(ledger, version) for version in (0, 1, 1))
     batch = composed(composer)
     assert batch.groups == [old, new]
     end(ledger, batch, 0, JobState.SETTLED)
@@ -273,7 +270,7 @@ def test_a_batch_of_tokens_waits_for_the_groups_that_were_planned_first(ledger: 
     ledger.set("groups_admitted:noop", 1)
     ledger.set("tokens_admitted:noop", 40)
     slow = [planned(ledger) for _ in range(4)]
-    short = [sampled_by(admitted(ledger), 0) for _ in range(3)]
+    short = [sampled_by(ledger, 0) for _ in range(3)]
     assert composer.compose() is None
     ledger.enter(slow[0], GroupState.CLOSED)
     assert composer.compose() is None
@@ -293,3 +290,46 @@ def test_groups_beyond_a_window_of_partial_groups_are_used_when_none_in_it_is_pe
     groups = [admitted(ledger) for _ in range(3)]
     ledger.drop(groups[0].rollouts[0], "stale")
     assert composed(composer).groups == groups
+
+
+def test_what_becomes_stale_between_two_slices_is_in_no_step(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the slices, a group is admitted and the trainer publishes a version."""
+    monkeypatch.setattr("orchestrator.composer.CHECKED_AT_ONCE", 1)
+    composer = composing(ledger, filters={"stale": {"max_off_policy_steps": 2}})
+    old, new = sampled_by(ledger, 0), sampled_by(ledger, 1)
+    late: list[GroupRecord] = []
+
+    async def main() -> None:
+        dropping = asyncio.create_task(composer.drop_stale())
+        for _ in range(2):
+            await asyncio.sleep(0)
+        assert (old.checked_version, new.checked_version) == (0, None)
+        late.append(sampled_by(ledger, 0))
+        ledger.set("policy_version", 3)
+        late.append(sampled_by(ledger, 1))
+        await dropping
+
+    asyncio.run(main())
+    assert composed(composer).groups == [new, late[1]]
+    assert (old.state, late[0].state) == (GroupState.CLOSED, GroupState.CLOSED)
+    assert ledger.reasons == {"stale": 8}
+
+
+def test_admitted_work_is_counted_as_it_moves(ledger: Ledger) -> None:
+    def held(environment: str) -> list[int]:
+        return [ledger.admitted[environment, unit] for unit in ("groups", "rollouts", "tokens")]
+
+    composer = composing(ledger, environments={"maths": {"use": "noop"}, "noop": {"use": "noop"}})
+    first = admitted(ledger, completion_tokens=10)
+    admitted(ledger, environment="maths", completion_tokens=5)
+    assert (held("noop"), held("maths")) == ([1, 4, 40], [1, 4, 20])
+    ledger.drop(first.rollouts[0], "stale")
+    assert held("noop") == [1, 3, 30]
+    batch = composed(composer)
+    assert (held("noop"), held("maths")) == ([0, 0, 0], [0, 0, 0])
+    composer.form_again(batch, "a test")
+    assert (held("noop"), held("maths")) == ([1, 3, 30], [1, 4, 20])
+    for rollout in first.rollouts[1:]:
+        ledger.drop(rollout, "stale")
+    ledger.enter(first, GroupState.CLOSED)
+    assert held("noop") == [0, 0, 0]

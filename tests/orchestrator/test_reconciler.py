@@ -1,5 +1,9 @@
 """Which jobs are lost: with a test clock, a real ledger, and snapshots of Redis written by hand."""
 
+import asyncio
+import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +14,21 @@ from support.ledgers import configured, submitted
 from orchestrator.broker import Broker
 from orchestrator.gates import Gates
 from orchestrator.groups import Groups
+from orchestrator.leases import LEASES_AT_ONCE, read_leases, remove_leases
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord, JobRecord
 from orchestrator.reconciler import Findings, Reconciler, Snapshot
+from penstock import redis_keys
 from penstock.ledger.states import GroupState, JobState, RolloutState
 from penstock.messages import GRACE_S, Outcome, Queue, RolloutResult
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 RUN = "run"
 LEASE_S = 10.0
+
+
+def judge(reconciler: Reconciler, snapshot: Snapshot) -> Findings:
+    return asyncio.run(reconciler.judge(snapshot))
 
 
 class Scene:
@@ -40,7 +51,7 @@ class Scene:
         leases = {f"{RUN}.{self.job.id}.{self.job.attempt}.x": lease} if lease else {}
         depths = dict.fromkeys(Queue, 0) | {Queue.ROLLOUTS: depth}
         snapshot = Snapshot(leases=leases, depths=depths, oldest=dict.fromkeys(Queue) | {Queue.ROLLOUTS: oldest})
-        return self.reconciler.judge(snapshot)
+        return judge(self.reconciler, snapshot)
 
     def pass_time(self, seconds: float, *, lease: str | None = None, depth: int = 0, oldest: int | None = None) -> None:
         """Poll repeatedly over `seconds`, with the same result."""
@@ -151,7 +162,7 @@ def test_one_beating_execution_of_a_message_is_enough(scene: Scene) -> None:
         scene.clock.advance(scene.poll_s)
         leases = {f"{name}.dead": "a:1", f"{name}.alive": f"b:{beat}"}
         snapshot = Snapshot(leases=leases, depths=dict.fromkeys(Queue, 0), oldest=dict.fromkeys(Queue))
-        scene.reconciler.judge(snapshot)
+        judge(scene.reconciler, snapshot)
     assert scene.lost == 0
 
 
@@ -162,7 +173,7 @@ def test_a_stale_lease_of_another_run_is_cleared_and_touches_no_job(scene: Scene
     expired: list[str] = []
     for _ in range(12):
         scene.clock.advance(scene.poll_s)
-        expired = scene.reconciler.judge(stale).expired_leases
+        expired = judge(scene.reconciler, stale).expired_leases
     assert expired == ["other.g0000001-0.1.x"]
     assert scene.lost == 0
 
@@ -204,7 +215,7 @@ def poll(reconciler: Reconciler, clock: Clock, times: int, running: str | None =
         clock.advance(reconciler.poll_s)
         leases = {f"{RUN}.{running}.1.x": f"worker:{clock.now}"} if running else {}
         snapshot = Snapshot(leases=leases, depths=dict.fromkeys(Queue, 1), oldest=dict.fromkeys(Queue))
-        assert reconciler.judge(snapshot).revoke == []
+        assert judge(reconciler, snapshot).revoke == []
 
 
 def one_unfinished(ledger: Ledger) -> GroupRecord:
@@ -273,3 +284,119 @@ def test_a_running_rollout_that_became_stale_is_cancelled(scene: Scene) -> None:
     assert (scene.rollout.state, scene.rollout.reason) == (RolloutState.FILTERED, "stale")
     assert scene.job.state is JobState.CANCELLED
     assert scene.rollout.id not in scene.ledger.jobs
+
+
+# Judging is done in slices: other tasks run between two of them.
+
+
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.reconciler.JUDGED_AT_ONCE", 1)
+
+
+def missing(last_sequence: float = math.inf) -> Snapshot:
+    """No job is queued or runs."""
+    depths, oldest = dict.fromkeys(Queue, 0), dict[Queue, int | None].fromkeys(Queue)
+    return Snapshot(leases={}, depths=depths, oldest=oldest, last_sequence=last_sequence)
+
+
+def judge_meanwhile(scene: Scene, snapshot: Snapshot, meanwhile: Callable[[], None], *, after: int) -> Findings:
+    """Call `meanwhile` between two slices."""
+
+    async def other() -> None:
+        for _ in range(after):
+            await asyncio.sleep(0)
+        meanwhile()
+
+    async def main() -> Findings:
+        judging = asyncio.create_task(scene.reconciler.judge(snapshot))
+        await asyncio.gather(judging, other())
+        return judging.result()
+
+    return asyncio.run(main())
+
+
+def two_jobs_about_to_be_lost(scene: Scene) -> list[JobRecord]:
+    later = submitted(scene.ledger, 1)
+    jobs = [scene.job, scene.ledger.jobs[later.rollouts[0].id]]
+    for _ in range(round(LEASE_S / scene.poll_s) + 1):
+        assert [job.losses for job in jobs] == [0, 0]
+        judge(scene.reconciler, missing())
+        scene.clock.advance(scene.poll_s)
+    return jobs
+
+
+def test_a_job_that_is_settled_between_two_slices_is_not_lost(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_at_a_time(monkeypatch)
+    first, later = two_jobs_about_to_be_lost(scene)
+    judge_meanwhile(scene, missing(), lambda: scene.ledger.end(later, JobState.SETTLED), after=1)
+    assert (first.losses, later.losses) == (1, 0)
+    assert (first.state, later.state) == (JobState.WAITING, JobState.SETTLED)
+
+
+def test_a_job_that_is_submitted_again_between_two_slices_is_not_judged_by_its_old_snapshot(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_at_a_time(monkeypatch)
+    first, later = two_jobs_about_to_be_lost(scene)
+
+    def submit_again() -> None:
+        scene.ledger.retry(later)
+        scene.ledger.submit(later)
+
+    snapshot = missing(last_sequence=scene.ledger.number("sequence"))
+    judge_meanwhile(scene, snapshot, submit_again, after=1)
+    assert (first.losses, later.losses, later.attempt) == (1, 0, 2)
+    assert later.id not in scene.reconciler._observed  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_group_that_is_complete_between_two_slices_is_not_timed_out(
+    ledger: Ledger, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_at_a_time(monkeypatch)
+    group = one_unfinished(ledger)
+    late = group.rollouts[3]
+    reconciler = timing_groups(ledger, Gates())
+    poll(reconciler, clock, 31, running=late.id)
+    clock.advance(reconciler.poll_s)
+    snapshot = Snapshot(
+        leases={f"{RUN}.{late.id}.1.x": "worker:0"}, depths=dict.fromkeys(Queue, 1), oldest=dict.fromkeys(Queue)
+    )
+
+    async def main() -> None:
+        judging = asyncio.create_task(reconciler.judge(snapshot))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        ledger.end(ledger.jobs[late.id], JobState.SETTLED)
+        ledger.generated(late, RolloutResult(reward=0.0))
+        ledger.enter(group, GroupState.FILTERING)
+        await judging
+
+    asyncio.run(main())
+    assert late.state is RolloutState.GENERATED
+    assert group.state is GroupState.FILTERING
+
+
+def test_every_lease_is_read_and_what_they_show_is_counted(ledger: Ledger, tmp_path: Path) -> None:
+    config = configured()
+    job = submitted(ledger, 1).rollouts[0].id
+
+    async def main(server: EmbeddedRedis) -> None:
+        broker = Broker(server.url)
+        groups = Groups(config, ledger, Gates(), unattended(config))
+        reconciler = Reconciler(config, RUN, ledger, broker, groups, Gates())
+        leases = {f"other.g0000001-{number}.1.x": "host-7:1" for number in range(3 * LEASES_AT_ONCE)}
+        leases[f"{RUN}.{job}.1.x"] = "host-8:1"
+        await broker.client.hset(redis_keys.LEASES, mapping=leases)
+        snapshot = await reconciler.poll()
+        assert snapshot.leases == leases
+        assert snapshot.last_sequence == 1
+        await reconciler.judge(snapshot)
+        assert reconciler.running.by_worker == {"host-7": 3 * LEASES_AT_ONCE, "host-8": 1}
+        assert reconciler.running.queues == {Queue.ROLLOUTS}
+        await remove_leases(broker, list(leases)[1:])
+        assert await read_leases(broker) == {"other.g0000001-0.1.x": "host-7:1"}
+        await ledger.committed()
+        await broker.close()
+
+    with EmbeddedRedis(tmp_path / "redis") as server:
+        asyncio.run(main(server))

@@ -5,14 +5,22 @@ import logging
 import socket
 from pathlib import Path
 
+import orjson
 import pytest
-from support.ledgers import configured
+from support.attendance import unattended
+from support.ledgers import admitted, configured, submitted
 
 from orchestrator import shutdown
 from orchestrator.broker import Broker
+from orchestrator.gates import Gates
+from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.reply_stream import ReplyStream
 from orchestrator.shutdown import Shutdown
+from orchestrator.submission import MESSAGES_AT_ONCE
+from penstock.ledger.states import GroupState, JobKind, JobState
+from penstock.messages import Outcome, Queue, Reply, RolloutResult
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 
 async def revoke(url: str, ledger: Ledger, directory: Path, *, times: int = 1) -> None:
@@ -43,3 +51,64 @@ def test_a_redis_that_is_away_ends_nothing(ledger: Ledger, tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING):
         asyncio.run(revoke("redis://127.0.0.1:9/0", ledger, tmp_path))
     assert "action=not_revoked" in caplog.text
+
+
+def test_a_group_that_advances_while_the_run_ends_leaves_no_open_job(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the slices, the last reply of a group arrives and adds its filtering job."""
+    monkeypatch.setattr(shutdown, "CANCELLED_AT_ONCE", 1)
+    config = configured(run_dir=tmp_path)
+    first, later = submitted(ledger), submitted(ledger, 2)
+    admitted(ledger)
+    groups = Groups(config, ledger, Gates(), unattended(config))
+    broker = Broker("redis://unused/0")
+    end = Shutdown(config, "run", ledger, broker, ReplyStream("run", broker, ledger))
+
+    async def main() -> None:
+        cancelling = asyncio.create_task(end._cancel_open_work())  # pyright: ignore[reportPrivateUsage]
+        for _ in range(2):
+            await asyncio.sleep(0)
+        assert (first.state, later.state) == (GroupState.CLOSED, GroupState.COLLECTING)
+        for rollout in later.rollouts:
+            reply = Reply(
+                run="run",
+                job=rollout.id,
+                attempt=1,
+                execution="x",
+                worker="w",
+                outcome=Outcome.DONE,
+                result=RolloutResult(reward=0.0),
+            )
+            groups.apply(reply)
+        assert later.state is GroupState.FILTERING
+        while not cancelling.done():  # a kill at this point leaves no job of a closed group in the ledger
+            assert {job.subject for job in ledger.jobs.values()} <= ledger.groups.keys()
+            await asyncio.sleep(0)
+        await ledger.committed()
+
+    asyncio.run(main())
+    assert (ledger.groups, ledger.jobs, ledger.waiting) == ({}, {}, {})
+    assert ledger.reasons == {"run_ended": 10}
+    assert not any(ledger.job_counts.values())
+
+
+def test_queued_jobs_wait_again_when_the_run_drains(ledger: Ledger, tmp_path: Path) -> None:
+    """More messages than are taken at once, one of them of another program; a job is running."""
+    config = configured(run_dir=tmp_path, recovery={"drain_s": 0.1})
+    groups = [submitted(ledger) for _ in range(MESSAGES_AT_ONCE // 2)]
+    jobs = [ledger.jobs[rollout.id] for group in groups for rollout in group.rollouts]
+
+    async def main(server: EmbeddedRedis) -> None:
+        broker = Broker(server.url)
+        messages = [orjson.dumps({"headers": {"id": job.task_id("run")}}) for job in jobs[1:]]
+        await broker.client.lpush(Queue.ROLLOUTS, b"of another program", *messages)
+        await Shutdown(config, "run", ledger, broker, ReplyStream("run", broker, ledger)).drain()
+        assert await broker.client.llen(Queue.ROLLOUTS) == 0
+        await ledger.committed()
+        await broker.close()
+
+    with EmbeddedRedis(tmp_path / "redis") as server:
+        asyncio.run(main(server))
+    assert [job.state for job in jobs] == [JobState.SUBMITTED, *[JobState.WAITING] * (len(jobs) - 1)]
+    assert ledger.job_counts[JobKind.ROLLOUT, JobState.SUBMITTED] == 1

@@ -72,7 +72,7 @@ def test_a_job_that_is_settled_before_its_slice_is_not_submitted(tmp_path: Path)
             )
 
         it.broker.meanwhile = a_late_reply_closes_the_last_group
-        await it.submitter.submit(jobs)
+        await it.submitter.submit_waiting()
         assert last.id not in it.ledger.groups
         assert [job.state for job in jobs] == [JobState.SUBMITTED] * AT_ONCE + [JobState.SETTLED]
         assert await it.broker.client.llen(Queue.FILTERING) == AT_ONCE
@@ -91,11 +91,11 @@ def test_a_probe_whose_input_cannot_be_written_is_submitted_later(tmp_path: Path
         blocked = tmp_path / "store" / "plans"
         blocked.parent.mkdir(exist_ok=True)
         blocked.write_text("a file where the plans' folder should be")
-        await it.submitter.submit([job])
+        await it.submitter.submit_waiting()
         assert job.state is JobState.WAITING
         assert it.submitter.inputs.trouble
         blocked.unlink()
-        await it.submitter.submit([job])
+        await it.submitter.submit_waiting()
         assert job.state is JobState.SUBMITTED
         assert it.submitter.inputs.trouble is None
 

@@ -20,27 +20,28 @@ def configured(**settings: Any) -> RunConfig:
     return RunConfig.model_validate({"environments": {"noop": {"use": "noop"}}} | values)
 
 
-def planned(ledger: Ledger, size: int = 4) -> GroupRecord:
-    return ledger.plan(environment="noop", example=ledger.number("groups_planned"), size=size)
+def planned(ledger: Ledger, size: int = 4, *, environment: str = "noop") -> GroupRecord:
+    return ledger.plan(environment=environment, example=ledger.number("groups_planned"), size=size)
 
 
-def submitted(ledger: Ledger, size: int = 4) -> GroupRecord:
-    group = planned(ledger, size)
+def submitted(ledger: Ledger, size: int = 4, *, environment: str = "noop") -> GroupRecord:
+    group = planned(ledger, size, environment=environment)
     for rollout in group.rollouts:
         ledger.submit(ledger.jobs[rollout.id])
     return group
 
 
-def generated(ledger: Ledger, size: int = 4) -> GroupRecord:
-    group = submitted(ledger, size)
+def generated(ledger: Ledger, size: int = 4, *, environment: str = "noop", **result: Any) -> GroupRecord:
+    """`result`: fields of every rollout's result."""
+    group = submitted(ledger, size, environment=environment)
     for rollout in group.rollouts:
         ledger.end(ledger.jobs[rollout.id], JobState.SETTLED)
-        ledger.generated(rollout, RolloutResult(reward=float(rollout.index)))
+        ledger.generated(rollout, RolloutResult(reward=float(rollout.index), **result))
     return group
 
 
-def admitted(ledger: Ledger, size: int = 4) -> GroupRecord:
-    group = generated(ledger, size)
+def admitted(ledger: Ledger, size: int = 4, *, environment: str = "noop", **result: Any) -> GroupRecord:
+    group = generated(ledger, size, environment=environment, **result)
     for rollout in group.rollouts:
         rollout.advantage = rollout.index - 1.5
         ledger.move(rollout, RolloutState.ADMITTED)

@@ -16,6 +16,7 @@ from orchestrator.broker import Broker
 from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord
+from orchestrator.reporting import metrics
 from orchestrator.reporting.metrics import TAIL_BYTES, LagPoller, Metrics, MetricsFile, dumps
 from orchestrator.sealing import Sealer
 from penstock.config import RunConfig
@@ -162,6 +163,65 @@ def test_an_unwritable_file_is_reported_and_tried_again(tmp_path: Path) -> None:
         assert [line["step"] for line in run.lines()] == [0, 1]
         writing.cancel()
         run.ledger.close()
+
+    asyncio.run(main())
+
+
+def lines_of(directory: Path) -> dict[str, list[int]]:
+    """File -> the steps of its lines."""
+    files = sorted(directory.glob("metrics*.jsonl"))
+    return {file.name: [json.loads(line)["step"] for line in file.read_text().splitlines()] for file in files}
+
+
+def test_a_full_file_is_renamed_and_the_oldest_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lines fill a file."""
+    monkeypatch.setattr(metrics, "FULL_BYTES", 2 * len('{"step":0}\n'))
+    for delivered in range(1, 10):
+        MetricsFile(tmp_path / "metrics.jsonl", directory_store(tmp_path)).complete({}, delivered=delivered)
+    assert lines_of(tmp_path) == {
+        "metrics.jsonl": [8],
+        "metrics.1.jsonl": [6, 7],
+        "metrics.2.jsonl": [4, 5],
+        "metrics.3.jsonl": [2, 3],
+    }
+
+
+@pytest.mark.parametrize("renames", [1, 2, 3])
+def test_a_kill_between_two_renames_loses_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    monkeypatch.setattr(metrics, "FULL_BYTES", 1)
+    file = MetricsFile(tmp_path / "metrics.jsonl", directory_store(tmp_path))
+    for delivered in range(1, 4):
+        file.complete({}, delivered=delivered)
+    for number in (2, 1, 0)[:renames]:
+        older = tmp_path / (f"metrics.{number}.jsonl" if number else "metrics.jsonl")
+        older.rename(tmp_path / f"metrics.{number + 1}.jsonl")
+    (tmp_path / "metrics.jsonl").open("a").write('{"step":')
+    file.complete({}, delivered=4)
+    assert lines_of(tmp_path) == {
+        "metrics.jsonl": [3],
+        "metrics.1.jsonl": [2],
+        "metrics.2.jsonl": [1],
+        "metrics.3.jsonl": [0],
+    }
+
+
+def test_lines_that_cannot_be_written_for_long_fill_neither_memory_nor_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "UNWRITTEN_MOST", 2)
+
+    async def main() -> None:
+        run = Run(tmp_path)
+        for _ in range(4):
+            await run.deliver(run.compose())
+        unwritten = str(run.ledger.meta[metrics.UNWRITTEN]).splitlines()
+        assert [json.loads(line)["step"] for line in unwritten] == [2, 3]
+        assert await run.metrics.write()
+        run.ledger.close()
+        assert [line["step"] for line in run.lines()] == [0, 1, 2, 3]
+        assert ["reward_mean" in line for line in run.lines()] == [False, False, True, True]
 
     asyncio.run(main())
 

@@ -1,5 +1,6 @@
 import asyncio
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,22 @@ from support.ledgers import configured, planned
 
 from orchestrator.broker import Broker
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.reconciler import Snapshot
+from orchestrator.reconciler import Running, Snapshot
 from orchestrator.reporting import reporter as module
 from orchestrator.reporting.metrics import LagPoller, Metrics
 from orchestrator.reporting.prometheus import RunCollector
 from orchestrator.reporting.reporter import Reporter, Sources
-from penstock.ledger.states import JobKind
 from penstock.messages import Queue
 from penstock.runtime.loop_lag import LoopLag
 
 
-def sources(ledger: Ledger, run_dir: Path, snapshot: Snapshot | None = None, *troubles: str | None) -> Sources:
+def sources(
+    ledger: Ledger,
+    run_dir: Path,
+    snapshot: Snapshot | None = None,
+    *troubles: str | None,
+    running: Running = Running(),  # noqa: B008  it is not changed
+) -> Sources:
     broker = Broker("redis://127.0.0.1:1/0")
     return Sources(
         config=configured(run_dir=run_dir),
@@ -32,6 +38,7 @@ def sources(ledger: Ledger, run_dir: Path, snapshot: Snapshot | None = None, *tr
         lags=LagPoller(broker, own="orchestrator"),
         phase=lambda: "running",
         snapshot=lambda: snapshot or Snapshot(leases={}, depths={}, oldest={}),
+        running=lambda: running,
         excluded=dict,
         troubles=lambda: troubles,
         notes=lambda: ["the store keeps much"],
@@ -39,12 +46,13 @@ def sources(ledger: Ledger, run_dir: Path, snapshot: Snapshot | None = None, *tr
 
 
 def test_a_status_is_read_from_its_sources(ledger: Ledger, tmp_path: Path) -> None:
-    group = planned(ledger)
+    planned(ledger)
     depths = dict.fromkeys(Queue, 0) | {Queue.ROLLOUTS: 3}
-    lease = f"run.{group.rollouts[0].id}.1.x"
-    snapshot = Snapshot(leases={lease: "host-7:1"}, depths=depths, oldest=dict.fromkeys(Queue))
+    snapshot = Snapshot(leases={}, depths=depths, oldest=dict.fromkeys(Queue))
+    running = Running(by_worker=Counter({"host-7": 1}))
     statuses: list[dict[str, Any]] = []
-    reporter = Reporter(sources(ledger, tmp_path, snapshot, None, "Redis does not answer"), statuses.append)
+    given = sources(ledger, tmp_path, snapshot, None, "Redis does not answer", running=running)
+    reporter = Reporter(given, statuses.append)
     asyncio.run(reporter.write())
     written = json.loads((tmp_path / "status.json").read_text())
     assert written == statuses[0] == reporter.latest_status()
@@ -76,11 +84,8 @@ def test_a_queue_from_which_nothing_is_taken_is_reported(
 
 def test_a_queue_whose_workers_are_busy_with_another_is_not_reported(ledger: Ledger, tmp_path: Path) -> None:
     """One process serves the three compute queues, and it encodes."""
-    job = ledger.add_job("s000000f1r0", JobKind.ENCODE, "0")
-    leases = {f"run.{job.id}.1.x": "host-7:1"}
-    reporter = Reporter(
-        sources(ledger, tmp_path, Snapshot(leases=leases, depths={Queue.FILTERING: 1}, oldest={Queue.FILTERING: 5}))
-    )
+    snapshot = Snapshot(leases={}, depths={Queue.FILTERING: 1}, oldest={Queue.FILTERING: 5})
+    reporter = Reporter(sources(ledger, tmp_path, snapshot, running=Running(queues={Queue.ENCODING})))
     moved_at = reporter._moved_at  # pyright: ignore[reportPrivateUsage]
     for _ in range(2):
         reporter._watch_queues()  # pyright: ignore[reportPrivateUsage]
