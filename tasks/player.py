@@ -32,7 +32,7 @@ class Player:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._environments: dict[str, LoadedEnvironment] = {}
+        self.environments: dict[str, LoadedEnvironment] = {}
         self._broken: str | None = None
         self._stage: RolloutStage | None = None
 
@@ -42,7 +42,7 @@ class Player:
         dialect = None
         try:
             # The built-in ones, if there are none.
-            self._environments = await in_io_thread(load_environments, real, self._config.place_of)
+            self.environments = await in_io_thread(load_environments, real, self._config.place_of)
             dialect = await _dialect(self._config)
             agent_program.run_as(self._config.rollouts.agent_user)
             self._warn_of_root()
@@ -66,10 +66,17 @@ class Player:
         finally:
             await self._close_environments()
 
+    def check(self) -> None:
+        """ConfigError if no job can be played."""
+        if self._broken is not None:
+            raise ConfigError(self._broken)
+
     async def play(self, job: RolloutJob, execution: str) -> RolloutResult:
         if hooks := noop_settings(self._config, job.environment):
             return await noop.rollout(job, hooks)
-        environment = self._environment(job.environment)
+        return await self.play_in(self._environment(job.environment), job, execution)
+
+    async def play_in(self, environment: LoadedEnvironment, job: RolloutJob, execution: str) -> RolloutResult:
         assert self._stage is not None, "`ready` opens it before the first job"
         self._stage.client.replicas.announce(job.policy_version)
         attempt = Attempt(
@@ -107,7 +114,7 @@ class Player:
 
     def _warn_of_root(self) -> None:
         if os.geteuid() == 0 and not self._config.rollouts.agent_user:
-            agents = ",".join(name for name, each in self._environments.items() if each.external_agent)
+            agents = ",".join(name for name, each in self.environments.items() if each.external_agent)
             if agents:
                 logger.warning(
                     "action=agents_are_root environments=%s: their programs can read this worker's secrets; "
@@ -117,9 +124,9 @@ class Player:
 
     async def _close_environments(self) -> None:
         """Concurrently: each may wait for processes."""
-        closing = [each.close() for each in self._environments.values()]
+        closing = [each.close() for each in self.environments.values()]
         results = await asyncio.gather(*closing, return_exceptions=True)
-        for name, error in zip(self._environments, results, strict=True):
+        for name, error in zip(self.environments, results, strict=True):
             if error is not None:
                 logger.error("action=not_closed environment=%s error=%s", name, error)
 
@@ -127,10 +134,10 @@ class Player:
         """StageError, with what to do, if this worker cannot play it."""
         if self._broken is not None:
             raise StageError(f"the worker cannot play: {self._broken}")
-        if name not in self._environments:
-            known = ", ".join(sorted(self._environments.keys() | self._config.environments.keys()))
+        if name not in self.environments:
+            known = ", ".join(sorted(self.environments.keys() | self._config.environments.keys()))
             raise StageError(f"this worker has no environment {name!r}, only {known}: add it to its configuration")
-        environment = self._environments[name]
+        environment = self.environments[name]
         if environment.external_agent and not self._config.sessions.urls:
             raise StageError(
                 f"environment {name!r} runs its own agent: set sessions.urls (PENSTOCK_SESSIONS__URLS) to the URL of "

@@ -102,6 +102,11 @@ def load_environment(name: str, settings: EnvironmentSettings) -> LoadedEnvironm
     return LoadedEnvironment(name=name, environment=environment, examples=examples)
 
 
+def runs_own_agent(use: str) -> bool:
+    """Whether the class sets `external_agent`, so that its rollouts need a session server. Imports it."""
+    return bool(getattr(_import_class(use), "external_agent", False))
+
+
 def _import_class(use: str) -> type[Any]:
     found = import_attribute(use if is_custom(use) else lookup(BUILT_INS | ADAPTERS, use, setting="use"), setting="use")
     if not isinstance(found, type):
