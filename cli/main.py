@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from cli import audit, bench, engine, gc, run, sessions, status, trial
+from cli import audit, bench, doctor, engine, gc, run, sessions, status, trial
 from cli.demo import command as demo
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.privacy import forbid_inspection
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("run")(run.run)
+app.command("doctor")(doctor.doctor)
 app.command("try")(trial.try_environments)
 app.command("status")(status.status)
 app.command("audit")(audit.audit)

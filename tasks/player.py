@@ -12,14 +12,13 @@ from penstock import job_inputs
 from penstock.config import RunConfig
 from penstock.config.test_hooks import noop_settings
 from penstock.engines.client import EngineClient
-from penstock.engines.dialects import Dialect, dialect_of
 from penstock.environments import agent_program, grading
 from penstock.environments.loading import LoadedEnvironment, load_environments
-from penstock.errors import ConfigError, InfrastructureFailure, StageError
+from penstock.errors import ConfigError, StageError
 from penstock.messages import REWARDS_LIMIT, RolloutJob, RolloutResult, ScoreJob, ScoreResult, SurveyJob, SurveyResult
 from penstock.playing.agent_sessions import SessionServers
+from penstock.playing.opening import open_dialect
 from penstock.playing.rollout import Attempt, RolloutStage, play, score_group
-from penstock.renderers import PooledRenderer, RendererKey, RendererPools
 from penstock.runtime.offload import in_io_thread
 from penstock.store import open_store
 from tasks import noop
@@ -43,7 +42,7 @@ class Player:
         try:
             # The built-in ones, if there are none.
             self.environments = await in_io_thread(load_environments, real, self._config.place_of)
-            dialect = await _dialect(self._config)
+            dialect = await open_dialect(self._config)
             agent_program.run_as(self._config.rollouts.agent_user)
             self._warn_of_root()
         except ConfigError as error:
@@ -150,17 +149,3 @@ class Player:
                 f"{required[0].setting}.default"
             )
         return environment
-
-
-async def _dialect(config: RunConfig) -> Dialect:
-    """The engine's dialect, with its renderer built before the first rollout."""
-    settings, place = config.policy.renderer, config.place_of("engine", "dialect")
-    if settings is None:
-        return await in_io_thread(dialect_of, config.engine, place=place)
-    renderer = PooledRenderer(RendererPools(), RendererKey.of(settings, config.engine.model))
-    dialect = await in_io_thread(dialect_of, config.engine, renderer=renderer, place=place)
-    try:
-        await renderer.warm_up()
-    except InfrastructureFailure as error:
-        logger.warning("action=not_warmed_up error=%s: the first rollout will retry", error)
-    return dialect

@@ -1,0 +1,174 @@
+"""The examination of an engine: the quick part of every start, and all of it for `penstock doctor`."""
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from penstock.config import RunConfig
+from penstock.doctor import probes
+from penstock.doctor.findings import Finding, note, ok, problems, wrong
+from penstock.doctor.server import ServerFacts, check_kind, check_length, check_model, read_facts
+from penstock.engines.client import EngineClient
+from penstock.errors import ConfigError, EngineUnreachable, PenstockError, StageError
+from penstock.playing.opening import open_dialect
+from penstock.playing.rollout import RolloutStage
+from penstock.store import open_store
+
+LATENCIES = 3
+AT_ONCE = 8
+TOOL_FLAGS = "start vLLM with --enable-auto-tool-choice --tool-call-parser NAME (SGLang: --tool-call-parser NAME)"
+
+
+async def quick(stage: RolloutStage) -> None:
+    """StageError, in the engine's words, if every rollout would fail or be spoilt. EngineUnreachable if no replica
+    answers; other replicas are left to the requests, which avoid what does not answer."""
+    settings, unreachable = stage.client.settings, list[str]()
+    for url in settings.urls:
+        try:
+            facts = await read_facts(settings, url)
+        except EngineUnreachable as error:
+            unreachable.append(str(error))
+            continue
+        if found := problems([check_model(facts, settings), *check_kind(facts, settings)]):
+            raise StageError(found[0].sentence)
+    if len(unreachable) == len(settings.urls):
+        raise EngineUnreachable(unreachable[0])
+    recorded = await probes.record(stage, probes.draws)
+    checks = [probes.check_logprobs_mode(recorded.columns, settings.logprobs_mode)]
+    if found := problems([*checks, *probes.check_routes(recorded, stage)]):
+        raise StageError(found[0].sentence)
+
+
+@dataclass
+class Examination:
+    """Iterate over `findings`, then read the rest."""
+
+    config: RunConfig
+    facts: list[ServerFacts] = field(default_factory=list[ServerFacts])
+    routes: tuple[int, ...] | None = None
+    mode: str | None = None
+
+    async def findings(self) -> AsyncIterator[Finding]:
+        for url in self.config.engine.urls:
+            async for finding in self._server(url):
+                yield finding
+        if not self.facts:
+            return
+        # The probes use what the block says, so that one wrong setting does not hide the next.
+        update = {"urls": (self.facts[0].url,), "model": self._model, "dialect": self._dialect, "retries": 0}
+        reached = self.config.engine.model_copy(update=update)
+        async with self._stage(self.config.model_copy(update={"engine": reached})) as stage:
+            if isinstance(stage, Finding):
+                yield stage
+                return
+            async for finding in self._recorded(stage):
+                yield finding
+
+    async def _server(self, url: str) -> AsyncIterator[Finding]:
+        engine = self.config.engine
+        try:
+            facts = await read_facts(engine, url)
+        except EngineUnreachable as error:
+            yield wrong("server", str(error))
+            return
+        self.facts.append(facts)
+        for finding in [
+            *check_kind(facts, engine),
+            check_model(facts, engine),
+            *check_length(facts, engine, self.config.policy.max_seq_len),
+        ]:
+            yield finding
+        if facts.flags:
+            yield ok("flags", ", ".join(f"{name} {value}" for name, value in sorted(facts.flags.items())))
+        if facts.weight_version is None:
+            yield note(
+                "versions",
+                f"{url} does not say which version its weights have",
+                "start vLLM with VLLM_SERVER_DEV_MODE=1; SGLang says it from 0.5.19 on",
+            )
+        else:
+            yield ok("versions", f"{url} says that its weights have version {facts.weight_version!r}")
+
+    @contextlib.asynccontextmanager
+    async def _stage(self, config: RunConfig) -> AsyncIterator[RolloutStage | Finding]:
+        try:
+            dialect = await open_dialect(config)
+        except ConfigError as error:
+            yield wrong("dialect", str(error))
+            return
+        async with EngineClient.open(config.engine) as client:
+            store = open_store(probes.STORE)
+            yield RolloutStage(client=client, store=store, settings=config.policy, dialect=dialect)
+
+    async def _recorded(self, stage: RolloutStage) -> AsyncIterator[Finding]:
+        try:
+            drawn = await probes.record(stage, probes.draws)
+        except PenstockError as error:
+            yield wrong("tokens", f"nothing can be recorded: {error}")
+            return
+        self.routes, self.mode = drawn.routes, probes.logprobs_mode(drawn.columns)
+        yield ok("tokens", "ids and logprobs of every sampled token are recorded")
+        yield probes.check_logprobs_mode(drawn.columns, stage.client.settings.logprobs_mode)
+        for finding in probes.check_routes(drawn, stage):
+            yield finding
+        async for finding in self._turns(stage):
+            yield finding
+        async for finding in self._speed(stage):
+            yield finding
+
+    async def _turns(self, stage: RolloutStage) -> AsyncIterator[Finding]:
+        try:
+            recorded = await probes.record(stage, probes.three_turns_with_tools)
+            yield ok("tools", "requests with tools are answered")
+        except PenstockError as error:
+            yield note("tools", f"environments with tools fail: {error}", TOOL_FLAGS)
+            try:
+                recorded = await probes.record(stage, probes.three_turns)
+            except PenstockError as without:
+                yield wrong("turns", f"a conversation of three turns fails: {without}")
+                return
+        yield probes.check_turns(recorded)
+
+    async def _speed(self, stage: RolloutStage) -> AsyncIterator[Finding]:
+        try:
+            single = [await probes.record(stage, probes.short) for _ in range(LATENCIES)]
+            started = time.monotonic()
+            many = await asyncio.gather(*(probes.record(stage, probes.short) for _ in range(AT_ONCE)))
+        except PenstockError as error:
+            yield wrong("speed", f"{AT_ONCE} requests at once fail: {error}")
+            return
+        passed = time.monotonic() - started
+        latency = statistics.median(each.seconds for each in single)
+        tokens = sum(map(probes.sampled, many)) / passed
+        text = f"{latency:.2f} s for a completion of {probes.sampled(single[0])} tokens"
+        yield ok("speed", f"{text}; {AT_ONCE} at once: {AT_ONCE / passed:.1f} turns/s, {tokens:.0f} tokens/s")
+
+    @property
+    def _model(self) -> str:
+        served, configured = self.facts[0].models, self.config.engine.model
+        return configured if configured in served or not served else next(iter(served))
+
+    @property
+    def _dialect(self) -> str:
+        kind, configured = self.facts[0].kind, self.config.engine.dialect
+        if kind == "sglang" and configured in ("vllm", "generate"):
+            return "sglang"
+        return "vllm" if kind == "vllm" and configured == "sglang" else configured
+
+    def block(self) -> str:
+        """A `[engine]` section that fits what was found."""
+        urls = ", ".join(_quoted(facts.url) for facts in self.facts)
+        lines = ["[engine]", f"urls = [{urls}]", f"model = {_quoted(self._model)}"]
+        lines.append(f"dialect = {_quoted(self._dialect)}")
+        if self.mode:
+            lines.append(f"logprobs_mode = {_quoted(self.mode)}")
+        if self.routes:
+            lines += ["routed_experts = true", f"hidden_layers = {self.routes[1]}"]
+        return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,183 @@
+"""Examinations of servers that differ from a good one in one thing each."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.engine_clients import quick_engine, run
+from support.upstream import ReceivedRequest, Response, answer, calling, serving, tool_call
+
+from penstock.config import RunConfig
+from penstock.config.engine import Policy
+from penstock.doctor.engine import Examination, quick
+from penstock.doctor.findings import Finding, Level
+from penstock.engines.client import EngineClient
+from penstock.engines.dialects import dialect_of
+from penstock.errors import EngineUnreachable, InfrastructureFailure, StageError
+from penstock.playing.rollout import RolloutStage
+from penstock.store import open_store
+
+Respond = Callable[[ReceivedRequest], Response]
+
+
+def engine(
+    *,
+    mode: str = "processed",
+    owned_by: str = "vllm",
+    model: str = "policy",
+    routed: bool = False,
+    refuses_tools: bool = False,
+    forgets: bool = False,
+    version: str | None = "3",
+) -> Respond:
+    """A server whose completion is a letter. `forgets`: its template drops the first message of longer chats."""
+
+    def respond(request: ReceivedRequest) -> Response:
+        match request.path:
+            case "/v1/models":
+                served = {"id": model, "owned_by": owned_by, "max_model_len": 4096}
+                return page({"object": "list", "data": [served]})
+            case "/version":
+                return page({"version": "0.32.0"})
+            case "/weight_info" if version:
+                return page({"weight_version": version})
+            case "/v1/chat/completions":
+                return chat(request)
+            case _:
+                return page({"error": "not found"}, status=404)
+
+    def chat(request: ReceivedRequest) -> Response:
+        body = request.body
+        if body["model"] != model:
+            return page({"error": {"message": f"The model `{body['model']}` does not exist."}}, status=404)
+        if body.get("tools") and refuses_tools:
+            text = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+            return page({"error": {"message": text}}, status=400)
+        if forgets and len(request.messages) > 1:
+            request = ReceivedRequest(
+                method=request.method, path=request.path, headers=request.headers,
+                body={**body, "messages": request.messages[1:]},
+            )  # fmt: skip
+        message = calling(tool_call("weather", {"city": "Oslo"})) if body.get("tools") else "ab"
+        response = json.loads(answer(request, message, routed=routed))
+        scale = 1.0 if mode == "raw" else body.get("temperature", 1.0)
+        for token in response["choices"][0]["logprobs"]["content"]:
+            token["logprob"] /= scale
+        return page(response)
+
+    return respond
+
+
+def page(content: Any, status: int = 200) -> Response:
+    return Response(body=json.dumps(content, separators=(",", ":")).encode(), status=status)
+
+
+def examined(respond: Respond, **settings: Any) -> tuple[dict[str, Finding], Examination]:
+    findings: dict[str, Finding] = {}
+    with serving(respond) as server:
+        examination = Examination(RunConfig(engine=quick_engine(server.url, **settings)))
+
+        async def main() -> None:
+            async for finding in examination.findings():
+                findings[finding.what] = finding
+
+        run(main)
+    return findings, examination
+
+
+def stage_of(client: EngineClient) -> RolloutStage:
+    store = open_store("memory://quick")
+    return RolloutStage(client=client, store=store, settings=Policy(), dialect=dialect_of(client.settings))
+
+
+def refused(respond: Respond, **settings: Any) -> str | None:
+    """What the quick part says."""
+    said: list[str] = []
+    with serving(respond) as server:
+
+        async def main() -> None:
+            async with EngineClient.open(quick_engine(server.url, **settings)) as client:
+                try:
+                    await quick(stage_of(client))
+                except (StageError, InfrastructureFailure) as error:
+                    said.append(str(error))
+
+        run(main)
+    return said[0] if said else None
+
+
+def test_a_good_engine_has_no_problem() -> None:
+    findings, examination = examined(engine(routed=True), routed_experts=True)
+    assert {finding.level for finding in findings.values()} <= {Level.OK, Level.NOTE}
+    assert [name for name, finding in findings.items() if finding.level is Level.NOTE] == ["length"]
+    assert findings["server"].text.endswith("is vllm 0.32.0")
+    assert "version '3'" in findings["versions"].text
+    assert examination.block().splitlines()[2:] == [
+        'model = "policy"', 'dialect = "vllm"', 'logprobs_mode = "processed"', "routed_experts = true",
+        "hidden_layers = 3",
+    ]  # fmt: skip
+    assert refused(engine(routed=True), routed_experts=True) is None
+
+
+@pytest.mark.parametrize(
+    ("respond", "settings", "what", "fix"),
+    [
+        (engine(model="qwen"), {}, "model", "--served-model-name policy"),
+        (engine(mode="raw"), {}, "logprobs", "--logprobs-mode processed_logprobs"),
+        (engine(), {"logprobs_mode": "raw"}, "logprobs", 'engine.logprobs_mode = "processed"'),
+        (engine(), {"routed_experts": True}, "experts", "--enable-return-routed-experts"),
+        (engine(owned_by="sglang"), {}, "dialect", 'engine.dialect = "sglang"'),
+    ],
+)
+def test_what_spoils_every_rollout_is_named_with_the_flag_and_refused_at_a_start(
+    respond: Respond, settings: dict[str, Any], what: str, fix: str
+) -> None:
+    findings, _ = examined(respond, **settings)
+    assert findings[what].level is Level.WRONG
+    assert fix in findings[what].fix
+    said = refused(respond, **settings)
+    assert said is not None
+    assert fix in said
+
+
+def test_tools_that_the_server_refuses_are_a_note_in_its_words() -> None:
+    findings, _ = examined(engine(refuses_tools=True))
+    assert findings["tools"].level is Level.NOTE
+    assert "requires --enable-auto-tool-choice" in findings["tools"].text
+    assert findings["turns"].level is Level.OK
+    assert refused(engine(refuses_tools=True)) is None
+
+
+def test_a_template_that_rewrites_history_is_noted() -> None:
+    findings, _ = examined(engine(forgets=True))
+    assert findings["turns"].level is Level.NOTE
+    assert "policy.renderer" in findings["turns"].fix
+
+
+def test_a_server_that_does_not_state_its_version_is_noted() -> None:
+    findings, _ = examined(engine(version=None))
+    assert findings["versions"].level is Level.NOTE
+
+
+def test_an_unreachable_engine_is_not_a_wrong_setting_of_a_start() -> None:
+    async def main() -> None:
+        async with EngineClient.open(quick_engine("http://127.0.0.1:1")) as client:
+            stage = RolloutStage(
+                client=client,
+                store=open_store("memory://quick"),
+                settings=Policy(),
+                dialect=dialect_of(client.settings),
+            )
+            with pytest.raises(EngineUnreachable, match=r"engine\.urls"):
+                await quick(stage)
+
+    run(main)
+    findings: list[Finding] = []
+
+    async def examine() -> None:
+        examination = Examination(RunConfig(engine=quick_engine("http://127.0.0.1:1")))
+        findings.extend([finding async for finding in examination.findings()])
+
+    run(examine)
+    assert [(finding.level, finding.what) for finding in findings] == [(Level.WRONG, "server")]
