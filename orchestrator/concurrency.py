@@ -1,0 +1,59 @@
+"""How many rollouts may be in flight: `rollouts.max_in_flight`, lowered while the engine's own queue grows.
+
+Additive increase, multiplicative decrease. A request that waits in the engine's queue gains nothing and plays with
+older weights than one that is submitted later; a preempted one is computed twice.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+
+from penstock.engines.load import Load
+
+DECREASE = 0.8
+INCREASE = 0.05  # of `most` per adjustment: from half to full in ten
+ADJUST_S = 10.0  # between two adjustments: a lower limit shows in the queue only when running rollouts have ended
+QUEUED_SHARE = 0.25  # of the running requests: with less in its queue, an engine is busy and not behind
+QUEUED_FEW = 8
+FULL_CACHE = 0.95
+
+
+class InFlightLimit:
+    def __init__(self, *, most: int, least: int) -> None:
+        self.most = most
+        self.least = min(least, most)
+        self.value = most
+        self.why: str | None = None
+        """why it is below `most`"""
+        self._preemptions: dict[str, int] = {}
+        self._adjusted_at = 0.0
+
+    def observe(self, loads: Mapping[str, Load], *, in_flight: int, now: float | None = None) -> None:
+        """`loads` by replica; without any the limit stays as it is."""
+        now = time.monotonic() if now is None else now
+        preempted = self._preempted(loads)
+        if not loads or now - self._adjusted_at < ADJUST_S:
+            return
+        if cause := preempted or _behind(list(loads.values())):
+            self._adjusted_at = now
+            self.value = max(self.least, int(min(self.value, in_flight) * DECREASE))
+            self.why = cause
+        elif self.value < self.most and in_flight >= self.value * (1 - INCREASE):
+            self._adjusted_at = now
+            self.value = min(self.most, self.value + max(1, int(self.most * INCREASE)))
+            if self.value == self.most:
+                self.why = None
+
+    def _preempted(self, loads: Mapping[str, Load]) -> str | None:
+        """A counter that has fallen is of a server that restarted."""
+        before, self._preemptions = self._preemptions, {url: load.preemptions for url, load in loads.items()}
+        rose = sum(max(0, number - before.get(url, number)) for url, number in self._preemptions.items())
+        return f"the engine has preempted {rose} requests since the last look" if rose else None
+
+
+def _behind(loads: Sequence[Load]) -> str | None:
+    waiting, running = sum(load.waiting for load in loads), sum(load.running for load in loads)
+    if waiting > max(QUEUED_FEW, QUEUED_SHARE * running):
+        return f"{waiting} requests wait in the engine's queue beside {running} running ones"
+    if waiting and max(load.cache_use for load in loads) >= FULL_CACHE:
+        return f"the engine's KV cache is full, and {waiting} requests wait"
+    return None
