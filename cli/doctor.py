@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -143,13 +143,12 @@ def _redis(config: "RunConfig") -> "list[Finding]":
     once = Retry(NoBackoff(), retries=0)
     client = redis.Redis.from_url(config.redis_url, retry=once, socket_timeout=REDIS_S, socket_connect_timeout=REDIS_S)
     try:
-        said = client.hgetall(redis_keys.WORKERS)
+        said = cast("dict[bytes, bytes]", client.hgetall(redis_keys.WORKERS))
     except redis.RedisError as error:
         return [wrong("redis", explain(config.redis_url, error))]
     finally:
         client.close()
     findings = [ok("redis", f"{address(config.redis_url)} is reachable")]
-    assert isinstance(said, dict)
     workers = {node.decode(): presence for node, content in said.items() if (presence := Presence.read(content))}
     if not workers:
         return [
