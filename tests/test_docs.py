@@ -47,9 +47,11 @@ RUN_BY = {
     "docker-compose": "tests/test_compose.py",
     "make demo": "tests/cli/test_demo.py",
     "penstock demo": "tests/cli/test_demo.py",
+    "penstock doctor": "tests/penstock/doctor",
     "penstock engine": "tests/services/engine",
     "penstock gc": "tests/orchestrator/test_leftovers.py",
     "penstock sessions": "tests/services/sessions",
+    "penstock try": "tests/cli/test_trial.py",
     "python examples/toy_trainer.py": "tests/examples/test_toy_trainer.py",
     "redis-server": "penstock/runtime/embedded_redis.py",
 }
