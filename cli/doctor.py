@@ -1,6 +1,5 @@
 """`penstock doctor`: is the engine what the configuration says, and is everything else there that a run needs?"""
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -32,6 +31,8 @@ def doctor(
     with tools, versions, speed. With a configuration, Redis, the store, the environments and the workers too. Changes
     nothing. Exits with 1 if something would kill or spoil every rollout.
     """
+    import asyncio
+
     from penstock import config as configuration
     from penstock.doctor.engine import Examination
     from penstock.doctor.findings import problems

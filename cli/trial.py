@@ -1,9 +1,6 @@
 """`penstock try CONFIG.toml`: plays a few examples of each environment against the engine, without Redis or workers."""
 
-import asyncio
 import sys
-import tempfile
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +14,8 @@ from cli.facts import Fact
 from cli.output import CONFIG_HELP, Json, print_facts, print_json
 
 if TYPE_CHECKING:
+    import asyncio
+
     from penstock.config import RunConfig
     from penstock.environments.loading import LoadedEnvironment
     from penstock.messages import RolloutJob, RolloutResult
@@ -47,6 +46,9 @@ def try_environments(
     Needs the engine only: no Redis, no workers, no run directory. Nothing is kept. Exits with 1 if a rollout failed;
     an exception of the environment is shown with its traceback.
     """
+    import asyncio
+    import tempfile
+
     from penstock import config as configuration
     from penstock.runtime.event_loop import event_loop_factory
 
@@ -96,12 +98,14 @@ class Trial:
         self._settings = settings
         self._names = names
         self._examples = examples
-        self._slots = asyncio.Semaphore(AT_ONCE)
 
     async def play(self, *, print_as_played: bool) -> list[TriedRollout]:
         """In the order of environments and examples, whatever finishes first."""
+        import asyncio
+
         from tasks.player import Player
 
+        slots = asyncio.Semaphore(AT_ONCE)
         async with Player(self._settings).ready() as player, asyncio.TaskGroup() as group:
             player.check()
             wanted = [
@@ -111,7 +115,7 @@ class Trial:
                 if example < player.environments[name].size
             ]
             playing = [
-                group.create_task(self._play_one(player, name, example, number))
+                group.create_task(self._play_one(player, name, example, number, slots))
                 for number, (name, example) in enumerate(wanted, 1)
             ]
             print(f"playing {facts.counted(len(playing), 'rollout')}", file=sys.stderr)
@@ -121,7 +125,11 @@ class Trial:
                     print_facts(_rollout_facts(rollout))
         return [task.result() for task in playing]
 
-    async def _play_one(self, player: "Player", name: str, example: int, number: int) -> TriedRollout:
+    async def _play_one(
+        self, player: "Player", name: str, example: int, number: int, slots: "asyncio.Semaphore"
+    ) -> TriedRollout:
+        import traceback
+
         from penstock.errors import PenstockError, StageError
         from penstock.runtime.offload import in_file_thread
         from penstock.store import open_store
@@ -129,7 +137,7 @@ class Trial:
         tried = TriedRollout(environment=name, example=example)
         heard: list[list[dict[str, Any]]] = []
         environment = _overheard(player.environments[name], heard)
-        async with self._slots:
+        async with slots:
             try:
                 result = await player.play_in(environment, self._job(name, example, number), f"{number:032x}")
             except PenstockError as error:
