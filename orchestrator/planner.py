@@ -28,7 +28,7 @@ class Planner:
     def survey(self) -> None:
         """Add a survey job for every environment whose number of examples is unknown."""
         surveyed = {job.subject for job in self._ledger.jobs.values() if job.kind is JobKind.SURVEY}
-        for name in self._config.environments.keys() - surveyed:
+        for name in sorted(self._config.environments.keys() - surveyed):
             if f"examples:{name}" not in self._ledger.meta:
                 # The epoch makes the id unique per start: a dead job's id is not reused.
                 self._ledger.add_job(ids.survey_job(self._ledger.number("epoch"), name), JobKind.SURVEY, name)
@@ -57,7 +57,7 @@ class Planner:
     @property
     def trouble(self) -> str | None:
         """Why no group begins although steps are needed."""
-        if not self._store_is_full or not self._ledger.number("delivered_bytes"):
+        if not self._store_is_full or not self._trainer_holds_blobs:
             return None
         return (
             f"the store holds {self._stored_gb:.1f} GB of {self._config.max_store_gb:g} (max_store_gb), and no rollout "
@@ -88,7 +88,13 @@ class Planner:
         """A full store stops planning, except for the next step when no delivered step can be released before it."""
         if not self._store_is_full:
             return self._config.steps
-        return first if self._ledger.number("delivered_bytes") else first + 1
+        return first if self._trainer_holds_blobs else first + 1
+
+    @property
+    def _trainer_holds_blobs(self) -> bool:
+        """Not those of `trainer.keep_steps`, which only later steps release."""
+        unreleased = self._trainer.last_released < self._ledger.number("steps_delivered") - 1
+        return unreleased and self._ledger.number("delivered_bytes") > 0
 
     def _open_groups(self) -> dict[str, float]:
         """environment -> open groups. Admitted ones may be partial and count by their quantity."""

@@ -8,6 +8,7 @@ from orchestrator.causes import Causes
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.planner import AT_ONCE, Planner
 from orchestrator.trainer import Trainer
+from penstock.batches import TrainerState
 from penstock.errors import RunError
 from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
 from penstock.messages import RolloutResult
@@ -196,6 +197,22 @@ def test_a_store_too_small_for_a_step_still_gets_that_step(ledger: Ledger) -> No
     plan_all(planner)
     assert len(ledger.groups) == 2
     assert planner.trouble is None
+
+
+def test_a_store_full_of_kept_columns_still_gets_the_next_step(ledger: Ledger) -> None:
+    """The trainer has released every step; `trainer.keep_steps` keeps the columns until there are later ones."""
+    config = configured(trainer={"max_steps_ahead": "unlimited", "keep_steps": 2}, max_store_gb=0.1)
+    trainer = Trainer(config, ledger)
+    planner = Planner(config, ledger, trainer, Causes())
+    ledger.set("examples:noop", 1000)
+    for _ in range(2):
+        stored(ledger, 10**9 // 8)
+    ledger.deliver(ledger.compose(0, list(ledger.groups.values())))
+    plan_all(planner)
+    assert (len(ledger.groups), planner.trouble is None) == (0, False)
+    trainer.state = TrainerState(acked=0, checkpointed=0)
+    plan_all(planner)
+    assert (len(ledger.groups), planner.trouble) == (2, None)
 
 
 def test_dropped_rollouts_do_not_count_as_stored(ledger: Ledger) -> None:
