@@ -42,7 +42,7 @@ class Trainer:
         checkpoint."""
         try:
             state = await in_io_thread(read_trainer, self._run_dir)
-        except BatchError as error:
+        except (BatchError, OSError) as error:
             if self._unreadable is None:
                 logger.error("action=trainer_unreadable %s", error)
             self._unreadable = f"the trainer's progress cannot be read: {error}"
