@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # The package `verifiers` requires another version of `openai`, so its tests have their own environment.
 VERIFIERS := .venv-verifiers
 
-.PHONY: setup demo check test test-slow test-verifiers chaos fuzz soak bench docs clean
+.PHONY: setup demo check test test-slow test-verifiers chaos simulate fuzz soak bench docs clean
 
 setup: $(STAMP)
 
@@ -50,6 +50,10 @@ $(VERIFIERS)/.installed: pyproject.toml constraints-verifiers.txt
 
 chaos: setup
 	@$(BIN)/pytest tests/chaos --chaos-rounds 20
+
+# 1,000 schedules in one process, on a simulated clock: about ten minutes.
+simulate: setup
+	@$(BIN)/pytest tests/simulation --simulations 1000 --timeout 900
 
 fuzz: setup
 	@$(BIN)/pytest tests/penstock/engines/test_response_fuzz.py --fuzz-rounds 1000 --timeout 900

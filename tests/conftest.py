@@ -26,6 +26,9 @@ LONG = {"bench", "chaos", "cli", "pipeline", "recovery", "workers"}
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-rounds", type=int, default=1, help="random schedules of faults; 20 in `make chaos`")
     parser.addoption("--fuzz-rounds", type=int, default=40, help="rounds of every fuzz test; 1000 in `make fuzz`")
+    parser.addoption("--simulations", type=int, default=25, help="simulated schedules; 1000 in `make simulate`")
+    parser.addoption("--simulation-seed", type=int, default=1, help="seed of the first simulated schedule")
+    parser.addoption("--simulation-faults", help="numbers of the faults to play, or `none`: replays a schedule")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,167 @@
+"""What must hold at every commit and at the end of every schedule."""
+
+import sqlite3
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.ledger.audit import audit
+from orchestrator.leftovers import OTHER_RUNS, collect
+from orchestrator.release import named_files
+from penstock import redis_keys
+from penstock.batches import Manifest, read_manifests
+from penstock.batches.manifest import manifest_key
+from penstock.ledger import queries, schema
+from penstock.messages import Queue
+from penstock.store.columns import read_columns
+from simulation.faults import OTHER_RUN
+from simulation.workers import length_of, reward_of
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+OPEN = ("waiting", "submitted")
+
+
+class Commits:
+    """Looks at every state of the ledger that a kill could leave."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self._attempts: dict[str, int] = {}
+        self._open = set[str]()
+        self._closed = set[str]()
+        self._manifests: dict[int, bytes] = {}
+
+    def forget(self) -> None:
+        """The ledger is lost; the manifests are not."""
+        self._attempts, self._open, self._closed = {}, set(), set()
+
+    def check(self, connection: sqlite3.Connection) -> None:
+        world = self._world
+        progress = queries.progress(connection)
+        if not progress["rollouts"]["balanced"]:
+            world.violated(f"a commit is not balanced: {progress}")
+        jobs = [row for row in queries.open_jobs(connection) if row[5] in OPEN]
+        open_jobs = {row[0] for row in jobs}
+        self._closed |= self._open - open_jobs
+        if again := open_jobs & self._closed:
+            world.violated(f"jobs are open again after they were settled, dead or cancelled: {sorted(again)}")
+        for row in jobs:
+            if row[3] < self._attempts.get(row[0], 0):
+                world.violated(f"job {row[0]} is at attempt {row[3]} after attempt {self._attempts[row[0]]}")
+            self._attempts[row[0]] = row[3]
+        self._open = open_jobs
+        self.check_manifests(progress["step"])
+
+    def check_manifests(self, delivered: int) -> None:
+        """A sealed step never changes, and the ledger delivers nothing without a manifest."""
+        world = self._world
+        for step in range(delivered + 1):
+            path = world.store_root / manifest_key(step)
+            before = self._manifests.get(step)
+            if path.exists():
+                if before is None:
+                    self._manifests[step] = path.read_bytes()
+                elif path.read_bytes() != before:
+                    world.violated(f"the manifest of step {step} has changed")
+            elif before is None and step < delivered:
+                world.violated(f"step {step} is delivered in the ledger and has no manifest")
+
+
+def check_end(world: "World") -> None:
+    """After the run is done and its command has been run once more, with every worker idle."""
+    result = audit(world.config.run_dir)
+    if not result["balanced"]:
+        world.violated(f"the audit: {result['problems'][:5]} {result}")
+    if result["in_flight"]:
+        world.violated(f"{result['in_flight']} rollouts are in flight in a run that is done")
+    manifests = read_manifests(world.store)
+    with schema.reading(world.config.ledger_path) as connection:
+        meta, released = queries.meta(connection), queries.released_steps(connection)
+        _check_ledger(world, connection, meta)
+    _check_manifests(world, manifests, released)
+    _check_files(world, manifests, released)
+    _check_bytes(world, manifests, meta, released)
+    _check_redis(world)
+    _check_environments(world, manifests, released)
+    left = collect(world.config.run_dir, dry_run=True)
+    if any(found["files"] for kind, found in left["kinds"].items() if kind != OTHER_RUNS):
+        world.violated(f"penstock gc finds files after the last sweep: {left}")
+
+
+def _check_ledger(world: "World", connection: sqlite3.Connection, meta: dict[str, Any]) -> None:
+    if left := [row for row in queries.open_jobs(connection) if row[5] in OPEN]:
+        world.violated(f"open jobs in a run that is done: {left[:5]}")
+    if left := queries.open_groups(connection):
+        world.violated(f"open groups in a run that is done: {left[:5]}")
+    states = queries.rollouts_by_state(connection)
+    if sum(states.values()) != meta["rollouts_planned"]:
+        world.violated(f"{meta['rollouts_planned']} rollouts planned, {sum(states.values())} rows")
+    if meta["steps_delivered"] != world.config.steps:
+        world.violated(f"{meta['steps_delivered']} steps delivered of {world.config.steps}")
+    if meta.get("open_bytes", 0) != 0:
+        world.violated(f"open_bytes is {meta['open_bytes']} in a run that is done")
+    world.planned, world.reasons = int(meta["groups_planned"]), dict(queries.rollouts_by_reason(connection))
+
+
+def _check_manifests(world: "World", manifests: dict[int, Manifest], released: dict[str, int]) -> None:
+    steps = set(range(released["manifests_released"], world.config.steps))
+    if manifests.keys() != steps:
+        world.violated(f"manifests of steps {sorted(manifests)}, expected {sorted(steps)}")
+    seen: dict[str, int] = {}
+    for step, manifest in manifests.items():
+        for rollout in manifest.plan.rollouts:
+            if rollout.rollout in seen:
+                world.violated(f"rollout {rollout.rollout} is in steps {seen[rollout.rollout]} and {step}")
+            seen[rollout.rollout] = step
+            if rollout.reward != reward_of(world.seed, rollout.rollout):
+                world.violated(f"rollout {rollout.rollout} was delivered with the reward {rollout.reward} of another")
+            if sum(rollout.sample_lengths) != length_of(world.seed, rollout.rollout) + 2:
+                world.violated(f"rollout {rollout.rollout} was delivered with the length of another")
+    world.delivered = sorted(seen)
+
+
+def _check_files(world: "World", manifests: dict[int, Manifest], released: dict[str, int]) -> None:
+    named = {"run"}
+    for manifest in manifests.values():
+        named |= named_files(manifest, released)
+    root = world.store_root
+    files = (path for path in root.rglob("*") if path.is_file() and OTHER_RUN not in path.parts)
+    there = {path.relative_to(root).as_posix() for path in files}
+    if missing := sorted(named - there):
+        world.violated(f"files that a manifest names are missing: {missing[:5]} of {len(missing)}")
+    if left := sorted(there - named):
+        world.violated(f"files that nothing names are left: {left[:5]} of {len(left)}")
+    if left := sorted(path.name for path in world.config.run_dir.rglob(".*")):
+        world.violated(f"unfinished files are left: {left[:5]}")
+
+
+def _check_environments(world: "World", manifests: dict[int, Manifest], released: dict[str, int]) -> None:
+    names = sorted(world.config.environments)
+    for step, manifest in manifests.items():
+        for rollout in manifest.plan.rollouts if step >= released["columns_released"] else ():
+            played = read_columns(world.store, rollout.columns).metrics["environment"]
+            if names[int(played)] != rollout.env:
+                world.violated(f"rollout {rollout.rollout} of {rollout.env} holds a rollout of {names[int(played)]}")
+
+
+def _check_bytes(
+    world: "World", manifests: dict[int, Manifest], meta: dict[str, Any], released: dict[str, int]
+) -> None:
+    held = 0
+    for step, manifest in manifests.items():
+        for rollout in manifest.plan.rollouts:
+            held += rollout.columns.size if step >= released["columns_released"] else 0
+            held += rollout.experts.size if rollout.experts and step >= released["experts_released"] else 0
+    if meta.get("delivered_bytes", 0) != held:
+        world.violated(f"delivered_bytes is {meta.get('delivered_bytes')}, the manifests name {held} bytes")
+
+
+def _check_redis(world: "World") -> None:
+    if leases := world.redis.hgetall(redis_keys.LEASES):
+        world.violated(f"leases are left: {leases}")
+    if left := {queue.value: world.redis.llen(queue) for queue in Queue if world.redis.llen(queue)}:
+        world.violated(f"messages are left: {left}")
+    kept = (redis_keys.WORKERS, redis_keys.replies(world.run), redis_keys.replies(OTHER_RUN))
+    ours = {key.decode() for key in world.redis.scan("penstock:*")} - set(kept)
+    if left := {key for key in ours if not key.startswith("penstock:lag:")}:
+        world.violated(f"keys are left in Redis: {sorted(left)}")

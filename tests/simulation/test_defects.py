@@ -1,0 +1,61 @@
+"""The simulation sees broken code: each test puts one defect into the product, and a schedule must fail."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from orchestrator.composer import Composer
+from orchestrator.housekeeping import Reported
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.planner import Planner
+from orchestrator.reconciler import Reconciler
+from orchestrator.release import Sweeper
+from orchestrator.reply_stream import ReplyStream
+from penstock.messages import Reply
+from simulation.faults import drawn
+from simulation.playing import play
+
+pytestmark = pytest.mark.slow
+SEEDS = range(100_000, 101_000)
+SCHEDULES_MOST = 60
+encoded = Composer.encoded
+
+
+async def not_waited_for(ledger: Ledger) -> None:
+    ledger._queue_changes()
+
+
+DEFECTS: dict[str, tuple[type[Any], str, Any, tuple[str, ...]]] = {
+    "the sweep does not know what manifests name": (Sweeper, "_delivered", lambda *_: (set(), set()), ()),
+    "a step with a visible manifest is formed again": (
+        Composer, "encoded", lambda self, visible=None: encoded(self), ("orchestrator_disk_fails",),
+    ),
+    "dropped groups are counted across starts": (Planner, "resume", lambda self: None, ("everything_is_dropped",)),
+    "a commit is not waited for": (Ledger, "committed", not_waited_for, ("orchestrator_killed_at_commit",)),
+    "a reply may name the files of another job": (
+        Reply, "names_own_files", property(lambda self: True), ("replies_forged",),
+    ),
+    "a job without a result is forgotten": (Ledger, "retry", lambda *_, **__: None, ()),
+    "an error of housekeeping ends the run": (
+        Reported, "__exit__", lambda *_: False, ("orchestrator_disk_fails", "orchestrator_killed"),
+    ),
+    "a lost job is never found": (Reconciler, "judge", lambda self, snapshot: None, ("queues_purged",)),
+    "a flushed stream is read on from the old position": (
+        ReplyStream, "behind", lambda self, id: False, ("redis_restarted_empty",),
+    ),
+}  # fmt: skip
+
+
+def seeds_with(faults: tuple[str, ...]) -> list[int]:
+    """Seeds whose schedules have one of `faults`."""
+    schedules = ((seed, {fault.name for fault in drawn(Random(f"{seed}/faults"))}) for seed in SEEDS)
+    return [seed for seed, names in schedules if not faults or names & set(faults)][:SCHEDULES_MOST]
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
+    owner, name, broken, faults = DEFECTS[defect]
+    monkeypatch.setattr(owner, name, broken)
+    assert any(play(seed, tmp_path).violations for seed in seeds_with(faults))

@@ -1,0 +1,101 @@
+"""The simulation itself: its clock, kills and pauses, that a seed decides everything, and that it sees broken code."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulation.loop import Killed, Process, SimulatedLoop
+from simulation.playing import play, replay_command
+
+
+def on_simulated_loop(work: Callable[[SimulatedLoop], Any]) -> Any:
+    loop = SimulatedLoop(limit_s=1e6)
+    try:
+        return loop.run_until_complete(work(loop))
+    finally:
+        loop.close()
+
+
+def test_time_jumps_to_the_next_timer() -> None:
+    async def work(loop: SimulatedLoop) -> list[float]:
+        begun, woken = loop.time(), list[float]()
+
+        async def sleeper(seconds: float) -> None:
+            await asyncio.sleep(seconds)
+            woken.append(loop.time() - begun)
+
+        await asyncio.gather(sleeper(3600), sleeper(0.5), sleeper(60))
+        return woken
+
+    assert on_simulated_loop(work) == [0.5, 60, 3600]
+
+
+def test_a_killed_process_runs_nothing_again() -> None:
+    async def work(loop: SimulatedLoop) -> list[str]:
+        process, done = Process("p", loop), list[str]()
+
+        async def forever() -> None:
+            try:
+                await asyncio.sleep(10)
+                done.append("went on")
+            finally:
+                done.append("cleaned up")
+                await asyncio.sleep(1)
+                done.append("cleaned up later")
+
+        process.start(forever())
+        await asyncio.sleep(1)
+        process.kill()
+        await asyncio.sleep(100)
+        return done
+
+    # Closing the coroutine runs it up to its next await: what it calls there is stopped by the redis, disk and threads.
+    assert on_simulated_loop(work) == ["cleaned up"]
+
+
+def test_a_paused_process_goes_on_later() -> None:
+    async def work(loop: SimulatedLoop) -> float:
+        process, begun = Process("p", loop), loop.time()
+        task = process.start(asyncio.sleep(10))
+        await asyncio.sleep(1)
+        process.pause(30)
+        await asyncio.wait([task])
+        return loop.time() - begun
+
+    assert on_simulated_loop(work) == 31
+
+
+def test_a_kill_unwinds_the_code_that_it_hits() -> None:
+    async def work(loop: SimulatedLoop) -> list[str]:
+        process, done = Process("p", loop), list[str]()
+
+        async def dies() -> None:
+            process.kill()
+            raise Killed
+
+        process.start(dies())
+        process.start(_append_later(done))
+        await asyncio.sleep(10)
+        return done
+
+    assert on_simulated_loop(work) == []
+
+
+async def _append_later(done: list[str]) -> None:
+    await asyncio.sleep(1)
+    done.append("went on")
+
+
+@pytest.mark.parametrize("seed", [3, 8])
+def test_a_seed_decides_everything(tmp_path: Path, seed: int) -> None:
+    first, second = (play(seed, tmp_path) for _ in range(2))
+    assert (first.notes, first.loop.now, first.replies_sent) == (second.notes, second.loop.now, second.replies_sent)
+
+
+def test_a_failure_names_its_replay() -> None:
+    assert replay_command(7, [0, 2]) == (
+        "replay: pytest tests/simulation --simulations 1 --simulation-seed 7 --simulation-faults 0,2"
+    )
