@@ -62,7 +62,7 @@ class Groups:
         match reply.outcome:
             case Outcome.DONE if reply.result is not None and self._fits(job, reply.result):
                 self._ledger.add_duration(job.kind, reply.duration_s)
-                self._settle(job, reply.result)
+                self._settle(job, reply, reply.result)
             case Outcome.RELEASED if newest:
                 self._gates.probe_lost(job.kind, job.id)
                 self._ledger.event(job.id, "released", f"attempt {reply.attempt} by {reply.worker}")
@@ -150,10 +150,16 @@ class Groups:
             return named.keys() >= {r.id for r in self._ledger.groups[job.subject].of(RolloutState.GENERATED)}
         return True
 
-    def _settle(self, job: JobRecord, result: AnyResult) -> None:
+    def _settle(self, job: JobRecord, reply: Reply, result: AnyResult) -> None:
         group = self._ledger.groups.get(job.subject)
         if isinstance(result, RolloutResult):
-            self._ledger.generated(self._ledger.rollout(job), result)
+            self._ledger.generated(
+                self._ledger.rollout(job),
+                result,
+                attempt=reply.attempt,
+                execution=reply.execution,
+                duration_s=reply.duration_s,
+            )
             self.causes.generated()
         self._ledger.end(job, JobState.SETTLED, result=result if isinstance(result, StepResult) else None)
         match result:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from orchestrator import run_dir
 from orchestrator.housekeeping import Reported
-from orchestrator.ledger import restore
+from orchestrator.ledger import restore, upgrade
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.lock import lock_directory
-from orchestrator.release import Releaser, named_files, releasable
+from orchestrator.release import SWEPT_AT_ONCE, Releaser, closed_files, named_files, releasable, sort_out
 from orchestrator.trainer import Trainer
 from penstock import ids, job_inputs
 from penstock.batches import manifest_steps, read_manifest, read_trainer
@@ -28,7 +28,6 @@ from penstock.batches.plan import BATCHES, step_directory
 from penstock.config import RunConfig
 from penstock.errors import LedgerError, RunError
 from penstock.ledger import queries, schema
-from penstock.ledger.states import UNGENERATED
 from penstock.store import Store, open_store
 
 RELEASED_STEPS = "of released steps"
@@ -58,6 +57,7 @@ def collect(directory: Path, *, dry_run: bool) -> dict[str, Any]:
     troubles = list[str]()
     with nullcontext() if dry_run else lock_directory(directory):
         if not dry_run:
+            upgrade.upgrade_ledger(config.ledger_path, keep_events_steps=config.trainer.keep_events_steps)
             asyncio.run(_record_releases(config))
         for leftovers in Finder(config, run).find():
             deleting = Reported(f"delete what is below {leftovers.under}")
@@ -114,7 +114,7 @@ def _settings(directory: Path) -> RunConfig:
 
 async def _record_releases(config: RunConfig) -> None:
     """Release what the trainer has allowed since the orchestrator ended, in the ledger and in the store."""
-    ledger = Ledger(config.ledger_path)
+    ledger = Ledger(config.ledger_path, keep_events_steps=config.trainer.keep_events_steps)
     try:
         trainer = Trainer(config, ledger)
         await trainer.read()
@@ -130,7 +130,7 @@ class Finder:
         self._store = open_store(config.store_url)
         self._run = run
         # A rollout that begins after this listing is not in it; all that is read later only names more files.
-        self._rollouts = list(self._store.names(ids.run_directory(run)))
+        self._rollouts = sorted(self._store.names(ids.run_directory(run)))
         self._ledger = restore.read(config.ledger_path)
         self._ledger_path = config.ledger_path
         self._delivered = int(self._ledger.meta.get("steps_delivered") or 0)
@@ -142,34 +142,25 @@ class Finder:
         self._sealed = manifest_steps(self._store)
 
     def find(self) -> Iterator[Leftovers]:
+        sealed = self._named_by_manifests()
         with schema.reading(self._ledger_path) as connection:
-            named, spared = self._named(connection)
-            for rollout in self._rollouts:
-                if rollout not in spared:
+            for first in range(0, len(self._rollouts), SWEPT_AT_ONCE):
+                found = sort_out(self._rollouts[first : first + SWEPT_AT_ONCE], self._ledger.groups)
+                of_closed, unknown = closed_files(connection, self._run, found.closed, self._released)
+                named = found.named | of_closed | sealed
+                for rollout in [*found.settled, *(name for name in found.closed if name not in unknown)]:
                     kind = RELEASED_STEPS if self._is_released(connection, rollout) else UNNAMED
                     yield Leftovers(kind, ids.rollout_directory(self._run, rollout), named)
         yield from self._of_steps()
         yield from self._of_other_runs()
         yield from self._of_sessions()
 
-    def _named(self, connection: sqlite3.Connection) -> tuple[set[str], set[str]]:
-        """Files that stay, and rollouts of which everything stays."""
-        groups = self._ledger.groups.values()
-        named = {key for group in groups for rollout in group.rollouts if rollout.result for key in rollout.result.keys}
-        spared = {rollout.id for group in groups for rollout in group.of(*UNGENERATED)}
-        rows = queries.delivered_files(
-            connection,
-            columns_from=self._released["columns_released"],
-            experts_from=self._released["experts_released"],
-        )
-        for rollout, *keys in rows:
-            named.update(key for key in keys if key)
-            if not any(keys):  # of a rebuilt ledger
-                spared.add(rollout)
+    def _named_by_manifests(self) -> set[str]:
+        named = set[str]()
         for step in self._sealed:
             if step >= min(self._released["columns_released"], self._delivered):
                 named |= self._named_by(step) or set()
-        return named, spared
+        return named
 
     def _named_by(self, step: int) -> set[str] | None:
         """Files that the step's manifest names and that are not released; None if there is no manifest."""

@@ -2,10 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import sqlite3
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from orchestrator.housekeeping import Reported, delete
 from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import GroupRecord
 from orchestrator.trainer import Trainer, last_released
 from penstock import ids
 from penstock.batches import Manifest, TrainerState, read_manifest
@@ -124,8 +127,50 @@ def named_files(manifest: Manifest, released: Mapping[str, int]) -> set[str]:
     return {key for counter, keys in kinds.items() if step >= released[counter] for key in keys}
 
 
+class SomeRollouts(NamedTuple):
+    """Names of directories in the store, and what the open records say of them."""
+
+    settled: list[str]
+    """of open groups, generated or dropped"""
+    closed: list[str]
+    """of no open group"""
+    named: set[str]
+    """files of settled ones that stay"""
+
+
+def sort_out(names: Iterable[str], groups: Mapping[str, GroupRecord]) -> SomeRollouts:
+    """Leaves out rollouts that are not generated: an execution may be writing."""
+    found = SomeRollouts([], [], set())
+    for name in names:
+        id = ids.RolloutId.match(name)
+        group = groups.get(id.group) if id else None
+        if id is None or group is None or id.number >= len(group.rollouts):
+            found.closed.append(name)
+        elif (rollout := group.rollouts[id.number]).state not in UNGENERATED:
+            found.settled.append(name)
+            found.named.update(rollout.result.keys if rollout.result else ())
+    return found
+
+
+def closed_files(
+    connection: sqlite3.Connection, run: str, closed: Collection[str], released: Mapping[str, int]
+) -> tuple[set[str], set[str]]:
+    """Of delivered rollouts among `closed`: the files that are not released, and rollouts whose files are unknown."""
+    named, unknown = set[str](), set[str]()
+    groups = {id.group for id in map(ids.RolloutId.match, closed) if id}
+    for rollout, step, columns, experts in queries.delivered_files(connection, run, groups):
+        if step >= released["columns_released"]:
+            named.update(filter(None, (columns, experts if step >= released["experts_released"] else None)))
+            if not columns and not experts:
+                unknown.add(rollout)
+    return named, unknown
+
+
 class Sweeper:
-    """Deletes files of settled rollouts and delivered steps that neither ledger nor manifest names."""
+    """Deletes files of settled rollouts and delivered steps that neither ledger nor manifest names.
+
+    A few directories at a time: the loop looks up their open records, a thread the archive and the files.
+    """
 
     def __init__(self, config: RunConfig, run: str, ledger: Ledger) -> None:
         self._ledger_path = config.ledger_path
@@ -148,43 +193,46 @@ class Sweeper:
         return 0
 
     async def _run_once(self) -> int:
-        # In this order no file in use is unnamed: a rollout that begins after the listing is not listed; a step that is
-        # delivered after the names of open groups are taken is among them, one that was delivered before is committed.
-        rollouts = await in_io_thread(self._store.names, self._rollouts)
-        groups = self._ledger.groups.values()
-        spared = {rollout.id for group in groups for rollout in group.of(*UNGENERATED)}
-        named = {key for group in groups for rollout in group.rollouts if rollout.result for key in rollout.result.keys}
-        unreleased, delivered = (self._ledger.number(name) for name in ("columns_released", "steps_delivered"))
-        steps = range(max(unreleased, delivered - SWEPT_STEPS), delivered)
-        experts_unreleased = self._ledger.number("experts_released")
-        await self._ledger.committed()
-        of_delivered, unknown = await in_io_thread(self._delivered, unreleased, experts_unreleased, steps)
-        spared |= unknown
-        named |= of_delivered
-        directories = [ids.rollout_directory(self._run, name) for name in rollouts if name not in spared]
-        directories += [step_directory(step) for step in steps]
+        rollouts = await in_io_thread(self._listed)
         removed = 0
-        for first in range(0, len(directories), SWEPT_AT_ONCE):
-            removed += await in_io_thread(self._sweep, directories[first : first + SWEPT_AT_ONCE], named)
+        for first in range(0, len(rollouts), SWEPT_AT_ONCE):
+            removed += await self._sweep_some(rollouts[first : first + SWEPT_AT_ONCE])
+        unreleased, delivered = (self._ledger.number(name) for name in ("columns_released", "steps_delivered"))
+        await self._ledger.committed()
+        for step in range(max(unreleased, delivered - SWEPT_STEPS), delivered):
+            removed += await in_io_thread(self._sweep_step, step)
         if removed:
             logger.info("action=swept files=%d", removed)
         return removed
 
-    def _delivered(self, unreleased: int, experts_unreleased: int, steps: range) -> tuple[set[str], set[str]]:
-        """Files of delivered steps, and delivered rollouts whose files a rebuilt ledger does not know."""
-        with schema.reading(self._ledger_path) as connection:
-            rows = queries.delivered_files(connection, columns_from=unreleased, experts_from=experts_unreleased)
-        named = {key for _, *keys in rows for key in keys if key}
-        for step in steps:
-            manifest = read_manifest(self._store, step)
-            ranks = manifest.ranks if manifest else ()
-            named |= {ref.key for rank in ranks for ref in (rank.file, rank.rollouts_jsonl) if ref}
-            named.add(f"{step_directory(step)}/manifest.json")
-        return named, {rollout for rollout, *keys in rows if not any(keys)}
+    def _listed(self) -> list[str]:
+        """The rollouts of a group follow each other, so that few groups are looked up at once."""
+        return sorted(self._store.names(self._rollouts))
 
-    def _sweep(self, directories: list[str], named: set[str]) -> int:
-        removed = 0
-        for directory in directories:
-            with Reported(f"sweep {directory}"):
-                removed += len(self._store.sweep(directory, named=named))
-        return removed
+    async def _sweep_some(self, names: list[str]) -> int:
+        # In this order no file in use is unnamed: a rollout that begins after the listing is not listed; one that is
+        # delivered after its open record was looked up is named by that; one that was delivered before is committed.
+        found = sort_out(names, self._ledger.groups)
+        released = {counter: self._ledger.number(counter) for counter in RELEASED}
+        await self._ledger.committed()
+        return await in_io_thread(self._sweep_rollouts, found, released)
+
+    def _sweep_rollouts(self, found: SomeRollouts, released: Mapping[str, int]) -> int:
+        named, unknown = found.named, set[str]()
+        if found.closed:
+            with schema.reading(self._ledger_path) as connection:
+                of_closed, unknown = closed_files(connection, self._run, found.closed, released)
+            named = named | of_closed
+        swept = [*found.settled, *(name for name in found.closed if name not in unknown)]
+        return sum(self._sweep(ids.rollout_directory(self._run, name), named) for name in swept)
+
+    def _sweep_step(self, step: int) -> int:
+        manifest = read_manifest(self._store, step)
+        ranks = manifest.ranks if manifest else ()
+        named = {ref.key for rank in ranks for ref in (rank.file, rank.rollouts_jsonl) if ref}
+        return self._sweep(step_directory(step), named | {manifest_key(step)})
+
+    def _sweep(self, directory: str, named: set[str]) -> int:
+        with Reported(f"sweep {directory}"):
+            return len(self._store.sweep(directory, named=named))
+        return 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator import attendance, crash_points, run_dir
 from orchestrator.broker import Broker
-from orchestrator.ledger import rebuild
+from orchestrator.ledger import rebuild, upgrade
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.lock import RunLock, lock_directory
 from orchestrator.loop import PROCESS, Orchestrator
@@ -43,6 +43,7 @@ def run(config: RunConfig, *, on_status: StatusCallback = ignore_status) -> dict
         asyncio.Runner(loop_factory=event_loop_factory(concurrency=IO_CONCURRENCY)) as runner,
     ):
         run = run_dir.begin_or_resume(config)
+        upgrade.upgrade_ledger(config.ledger_path, keep_events_steps=config.trainer.keep_events_steps)
         return runner.run(_run_collecting(_run(config, run, on_status, listener, batch_phase=batch_phase)))
 
 
@@ -59,7 +60,7 @@ async def _run(
     broker = Broker(config.redis_url)
     await broker.connect(patience_s=config.recovery.redis_patience_s)
     rebuild.rebuild_if_lost(config)
-    ledger = Ledger(config.ledger_path)
+    ledger = Ledger(config.ledger_path, keep_events_steps=config.trainer.keep_events_steps)
     try:
         lock = RunLock(config.run_dir.resolve(), broker, run=run, epoch=ledger.increment("epoch"))
         await lock.acquire()

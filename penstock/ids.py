@@ -24,6 +24,7 @@ from penstock.errors import MalformedId
 
 ROLLOUTS_FOLDER = "rollouts"
 SESSIONS_FOLDER = "sessions"  # of a store: a directory for each session server
+COLUMNS_FILE, EXPERTS_FILE = "columns.safetensors", "experts.safetensors"  # of an execution or a session
 
 NUMBER = "(0|[1-9][0-9]*)"
 GROUP = re.compile(r"g([0-9]{7,})")
@@ -32,6 +33,7 @@ ENCODE_JOB = re.compile(rf"s([0-9]{{6,}})f{NUMBER}r{NUMBER}")
 TASK = re.compile(rf"([^.]+)\.([^.]+)\.{NUMBER}")
 LEASE = re.compile(rf"{TASK.pattern}\.([^.]+)")
 LEASE_VALUE = re.compile(rf"(.+):{NUMBER}")
+EXECUTION = re.compile(rf".*/{NUMBER}\.([^./]+)/[^/]+")
 WORKER = re.compile(rf"(.+)-{NUMBER}")
 
 
@@ -197,3 +199,9 @@ def rollout_directory(run: str, rollout: str) -> str:
 def execution_directory(run: str, rollout: str, attempt: int, execution: str) -> str:
     """An execution has a directory of its own, so no execution overwrites the files of another."""
     return f"{rollout_directory(run, rollout)}/{attempt}.{execution}"
+
+
+def execution_of(key: str) -> tuple[int, str] | None:
+    """(attempt, execution) that wrote a file in an execution's directory."""
+    matched = EXECUTION.fullmatch(key)
+    return (int(matched[1]), matched[2]) if matched else None

@@ -4,6 +4,7 @@ The run may continue meanwhile. One manifest is in memory at a time, and the rol
 """
 
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,6 +21,7 @@ from orchestrator.housekeeping import Reported
 from penstock.batches import Manifest, manifest_steps, read_manifest
 from penstock.errors import BlobError
 from penstock.ledger import queries, schema
+from penstock.ledger.states import RolloutState
 from penstock.store import BlobRef, Store, open_store
 
 SHOWN_MOST = 20  # of any one kind of problem
@@ -51,19 +53,22 @@ def audit(directory: Path, progress: Progress = no_progress, scope: Scope = Scop
     with schema.reading(run_dir.ledger_path(directory)) as connection:
         with queries.snapshot(connection):  # the manifests are read inside: they may only be newer than the ledger
             counts = queries.progress(connection)
+            states, reasons = queries.counted(connection)
             sealed = manifest_steps(store)
             new = min(_audited_steps(directory), counts["step"])
             first = max(queries.released_steps(connection)["manifests_released"], new if scope is Scope.NEW else 0)
             first_files = 0 if scope is Scope.FULL else new
             problems = list(queries.structure_problems(connection, limit=SHOWN_MOST))
+            problems += islice(_count_problems(connection, states, reasons), SHOWN_MOST)
             problems += islice(_delivery_problems(store, connection, sealed, first), SHOWN_MOST)
             dead_jobs = queries.dead_jobs(connection, limit=SHOWN_MOST)
         # Outside the snapshot: the run may release files while they are checked.
         files = Files(store, connection, [step for step in sealed if step >= first_files])
         problems += islice(files.damaged(progress), SHOWN_MOST)
+    rollouts = queries.balance(counts["rollouts"]["planned"], states, reasons, counts["rollouts"]["fenced"])
     return {
-        **counts["rollouts"],
-        "balanced": counts["rollouts"]["balanced"] and not problems,
+        **rollouts,
+        "balanced": rollouts["balanced"] and not problems,
         "problems": problems,
         "steps": len(sealed),
         "delivered_steps": counts["step"],
@@ -90,6 +95,19 @@ def _audited_steps(directory: Path) -> int:
         return int(content["steps"]) if content["run"] == run_dir.read(directory)["run"] else 0
     except (OSError, ValueError, TypeError, KeyError):
         return 0
+
+
+def _count_problems(
+    connection: sqlite3.Connection, states: Counter[RolloutState], reasons: Counter[str]
+) -> Iterator[str]:
+    """The counts that the ledger keeps are those of its rows."""
+    kept_states, kept_reasons = queries.rollouts_by_state(connection), queries.rollouts_by_reason(connection)
+    for state in RolloutState:
+        if states[state] != kept_states[state]:
+            yield f"the ledger counts {kept_states[state]} rollouts as {state} and has {states[state]}"
+    for reason in sorted(reasons.keys() | kept_reasons.keys()):
+        if reasons[reason] != kept_reasons[reason]:
+            yield f"the ledger counts {kept_reasons[reason]} rollouts as {reason} and has {reasons[reason]}"
 
 
 def _delivery_problems(store: Store, connection: sqlite3.Connection, sealed: list[int], first: int) -> Iterator[str]:

@@ -6,7 +6,6 @@ process before that.
 """
 
 import asyncio
-import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Literal
 import orjson
 
 from orchestrator.ledger import restore
+from orchestrator.ledger.counts import Counts
 from orchestrator.ledger.records import (
     ADVANTAGES,
     ESTIMATOR_STATE,
@@ -29,9 +29,8 @@ from orchestrator.ledger.records import (
     Unit,
     Value,
 )
-from orchestrator.ledger.writer import Writer
-from penstock.errors import LedgerError
-from penstock.ids import GroupId, RolloutId
+from orchestrator.ledger.writer import KEEP_EVENTS_STEPS, Writer
+from penstock.ids import GroupId, RolloutId, execution_of
 from penstock.ledger.states import (
     STEP_JOBS,
     UNGENERATED,
@@ -46,9 +45,9 @@ from penstock.messages import RolloutResult, StepResult, shortened
 
 
 class Ledger:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keep_events_steps: int = KEEP_EVENTS_STEPS) -> None:
         restored = restore.read(path)
-        self._writer = Writer(path)
+        self._writer = Writer(path, keep_events_steps=keep_events_steps)
         self.groups: dict[str, GroupRecord] = restored.groups
         """open groups, in the order of planning"""
         self._groups_in: dict[GroupState, dict[str, GroupRecord]] = {state: {} for state in GroupState}
@@ -73,6 +72,9 @@ class Ledger:
         """filtered rollouts by reason"""
         self.untrained: dict[int, int] = restored.untrained
         """delivered step -> its rollouts"""
+        self._counts = Counts(self.states, self.reasons, restored.deaths)
+        self._forgotten_jobs: list[Row] = []
+        self._advantages: list[Row] = []
         self._dissolved: list[Row] = []
         self._batched: list[Row] = []
         self._delivered: list[Row] = []
@@ -111,7 +113,7 @@ class Ledger:
         return float(self.meta.get(key) or 0.0)
 
     def event(self, subject: str, action: str, detail: str = "") -> None:
-        self._events.append((time.time(), subject, action, detail))
+        self._events.append((time.time(), self.number("steps_delivered"), subject, action, detail))
 
     # groups and rollouts
 
@@ -146,12 +148,27 @@ class Ledger:
         rollout.error = shortened(error) if error else rollout.error
         self._touch("rollouts", rollout)
 
-    def generated(self, rollout: RolloutRecord, result: RolloutResult) -> None:
+    def generated(
+        self,
+        rollout: RolloutRecord,
+        result: RolloutResult,
+        *,
+        attempt: int | None = None,
+        execution: str | None = None,
+        duration_s: float | None = None,
+    ) -> None:
+        """Without an execution, its files say which one it was."""
+        if execution is None and result.keys and (named := execution_of(result.keys[0])):
+            attempt, execution = named
+        rollout.attempt, rollout.execution, rollout.duration_s = attempt, execution, duration_s
+        rollout.generated_at = time.time()
         rollout.result = result
         self.increment("rollouts_generated")
         self.increment("tokens_generated", result.completion_tokens)
         self.move(rollout, RolloutState.GENERATED)
         self.increment("open_bytes", result.stored_bytes)
+        if result.experts:
+            self.increment("experts_bytes", result.experts.size)
 
     def score(self, rollout: RolloutRecord, reward: float, rewards: Mapping[str, float] | None = None) -> None:
         """`rewards` are named parts of the reward; without any, those of the rollout stay."""
@@ -264,8 +281,18 @@ class Ledger:
         job.result = result
         self.waiting.pop(job.id, None)
         self._touch("jobs", job)
-        if job.kind not in STEP_JOBS:
+        if state is JobState.DEAD:
+            self._counts.died(job)
+        if job.kind is JobKind.SURVEY:
+            self._forget_job(job)
+        elif job.kind not in STEP_JOBS:
             self._remove(job)
+
+    def _forget_job(self, job: JobRecord) -> None:
+        """Delete its row: those of groups stay until their group is archived."""
+        self._remove(job)
+        self._changed.pop(id(job), None)
+        self._forgotten_jobs.append((job.id,))
 
     # batches
 
@@ -297,7 +324,7 @@ class Ledger:
         """The final ones, by rollout, and the estimator's state after the step."""
         batch.advantages, batch.estimator_state = dict(advantages), estimator_state
         if phase := self.jobs.get(batch.batch_phase_id):
-            self._remove(phase)
+            self._forget_job(phase)
         self._keep_advantages()
 
     def _keep_advantages(self) -> None:
@@ -319,7 +346,10 @@ class Ledger:
         batch.state = BatchState.DELIVERED
         self._touch("batches", batch)
         rollouts = list(batch.rollouts())
-        self.untrained[batch.step] = len(rollouts)
+        self.untrained[batch.step] = batch.delivered = len(rollouts)
+        # A batch phase has computed others than the groups' own, which a re-formed step would have needed.
+        finals = ((r, batch.advantages.get(r.id, r.advantage)) for r in rollouts)
+        self._advantages += [(final, r.group, r.index) for r, final in finals if final != r.advantage]
         self.increment("open_bytes", -batch.stored_bytes)
         self.increment("delivered_bytes", batch.stored_bytes)
         self._move_all(rollouts, RolloutState.DELIVERED, batch.step, old=RolloutState.BATCHED)
@@ -348,7 +378,7 @@ class Ledger:
         for job in list(self._jobs_of(batch)):
             if job.state is not JobState.SETTLED:
                 self.end(job, JobState.CANCELLED)
-            self._remove(job)
+            self._forget_job(job)
 
     def _jobs_of(self, batch: BatchRecord) -> Iterator[JobRecord]:
         """Of its batch phase and of its data ranks, which are numbered from 0."""
@@ -385,31 +415,24 @@ class Ledger:
             changes["meta"] = [(key, self.meta[key]) for key in self._changed_meta]
         if self._events:
             changes["events"] = self._events
+        if counts := self._counts.changed():
+            changes["counts"] = counts
         # In this order, because a step may be dissolved and composed again between two commits.
-        steps = {"dissolved": self._dissolved, "batched": self._batched, "delivered": self._delivered}
+        steps = {
+            "forgotten_jobs": self._forgotten_jobs,
+            "dissolved": self._dissolved,
+            "batched": self._batched,
+            "advantages": self._advantages,
+            "delivered": self._delivered,
+            "trained": self._trained,
+        }
         changes |= {name: rows for name, rows in steps.items() if rows}
-        if self._trained:
-            changes["trained"] = changes["trained_steps"] = self._trained
         if not changes:
             return
         self._changed, self._changed_meta, self._events, self._trained = {}, set(), [], []
         self._dissolved, self._batched, self._delivered = [], [], []
-        loop = asyncio.get_running_loop()
-        done = self._last_commit = loop.create_future()
-        self._writer.put(changes, lambda error: _tell(loop, done, error))
+        self._forgotten_jobs, self._advantages = [], []
+        self._last_commit = self._writer.commit(changes)
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[None], error: Exception | None) -> None:
-    """On the writer thread, which must survive a loop that did not wait for its last commit."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(_settle, done, error)
-
-
-def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(LedgerError(f"the ledger cannot be written ({error}): this is a bug; nothing was delivered"))

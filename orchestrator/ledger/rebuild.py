@@ -2,20 +2,26 @@
 
 import logging
 import sqlite3
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 
 from orchestrator.ledger.records import ESTIMATOR_STATE, BatchRecord, GroupRecord, RolloutRecord, Row
 from penstock.batches import BatchRollout, Manifest, manifest_steps, read_manifest
 from penstock.config import RunConfig
-from penstock.ids import GroupId
+from penstock.ids import GroupId, execution_of
+from penstock.ledger.archive import archive
 from penstock.ledger.schema import STATEMENTS, open_for_writing
 from penstock.ledger.states import BatchState, GroupState, RolloutState
+from penstock.messages import RolloutResult
 from penstock.store import atomic, open_store
 
 logger = logging.getLogger("penstock.ledger")
 
 UNKNOWN = -1  # manifests do not name examples
+LOST = "ledger_lost"
+RESULT = 6  # column of a rollout's result
 
 
 def rebuild_if_lost(config: RunConfig) -> None:
@@ -34,44 +40,66 @@ def rebuild_if_lost(config: RunConfig) -> None:
 
 
 def _fill(connection: sqlite3.Connection, manifests: Iterator[Manifest], group_size: int) -> None:
-    planned = last_ordinal = delivered_bytes = step = 0
+    last_ordinal = delivered_bytes = step = 0
+    states = Counter[RolloutState]()
     estimator_state = ""
     connection.execute("BEGIN")
     for manifest in manifests:  # in order
         step, estimator_state = manifest.plan.step, manifest.estimator_state
-        connection.execute(STATEMENTS["batches"], BatchRecord(step=step, formation=1, state=BatchState.DELIVERED).row())
         sealed = {rollout.rollout: rollout for rollout in manifest.plan.rollouts}
-        for id, environment in {rollout.group: rollout.env for rollout in sealed.values()}.items():
+        batch = BatchRecord(step=step, formation=1, state=BatchState.DELIVERED, delivered=len(sealed))
+        connection.execute(STATEMENTS["batches"], batch.row())
+        environments = {rollout.group: rollout.env for rollout in sealed.values()}
+        for id, environment in environments.items():
             ordinal = GroupId.parse(id).ordinal
             group = GroupRecord(
                 id=id, ordinal=ordinal, environment=environment, example=UNKNOWN, state=GroupState.CLOSED
             )
-            rows = _rollouts(id, group_size, step, sealed)
+            rollouts = _rollouts(id, group_size, step, sealed)
             connection.execute(STATEMENTS["groups"], group.row())
-            connection.executemany(STATEMENTS["rollouts"], rows)
-            planned += len(rows)
+            connection.executemany(STATEMENTS["rollouts"], map(_row, rollouts))
+            states.update(rollout.state for rollout in rollouts)
             last_ordinal = max(last_ordinal, ordinal)
+        archive(connection, at_most=len(environments), now=time.time(), history=False)
         blobs = [blob for rollout in sealed.values() for blob in (rollout.columns, rollout.experts) if blob]
         delivered_bytes += sum(blob.size for blob in blobs)
     # The ordinals of open groups are unknown: leave room, so that no id is used twice.
     counters = {
+        "rollouts_planned": states.total(),
         "groups_planned": last_ordinal + 1_000_000,
         "steps_delivered": step + 1,
         "delivered_bytes": delivered_bytes,
         ESTIMATOR_STATE: estimator_state,
     }
-    connection.executemany(STATEMENTS["meta"], [("rollouts_planned", planned), *counters.items()])
+    connection.executemany(STATEMENTS["meta"], counters.items())
+    connection.executemany(STATEMENTS["counts"], [("state", state, number) for state, number in states.items()])
+    connection.execute(STATEMENTS["counts"], ("reason", LOST, states[RolloutState.FILTERED]))
     connection.execute("COMMIT")
 
 
-def _rollouts(group: str, size: int, step: int, sealed: dict[str, BatchRollout]) -> list[Row]:
-    """Rows of a group: delivered if the manifest names the rollout, else filtered."""
-    rollouts = [
-        RolloutRecord(group=group, index=index, step=step, state=RolloutState.DELIVERED) for index in range(size)
-    ]
+def _rollouts(group: str, size: int, step: int, sealed: dict[str, BatchRollout]) -> list[RolloutRecord]:
+    """Rollouts of a group: delivered if the manifest names them, else filtered."""
+    rollouts = [RolloutRecord(group=group, index=index) for index in range(size)]
     for rollout in rollouts:
-        if rollout.id in sealed:
-            rollout.advantage = sealed[rollout.id].advantage
+        if named := sealed.get(rollout.id):
+            rollout.state, rollout.step, rollout.advantage = RolloutState.DELIVERED, step, named.advantage
+            rollout.masked = named.masked
+            rollout.result = RolloutResult(
+                reward=named.reward,
+                columns=named.columns if named.columns.size else None,
+                experts=named.experts,
+                sample_lengths=named.sample_lengths,
+                version_first=named.version_first,
+                version_last=named.version_last,
+            )
+            rollout.attempt, rollout.execution = execution_of(named.columns.key) or (None, None)
         else:
-            rollout.state, rollout.reason, rollout.step = RolloutState.FILTERED, "ledger_lost", None
-    return [rollout.row() for rollout in rollouts]
+            rollout.state, rollout.reason = RolloutState.FILTERED, LOST
+    return rollouts
+
+
+def _row(rollout: RolloutRecord) -> Row:
+    """What the manifest does not say of a result stays unknown."""
+    row = list(rollout.row())
+    row[RESULT] = rollout.result.model_dump_json(exclude_unset=True) if rollout.result else None
+    return tuple(row)

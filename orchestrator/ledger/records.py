@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 from penstock.ids import EncodeJobId, RolloutId, TaskId, batch_phase_job
+from penstock.ledger.archive import execution_code
 from penstock.ledger.states import BatchState, GroupState, JobKind, JobState, RolloutState
 from penstock.messages import RolloutResult, StepResult
 
@@ -31,6 +32,12 @@ class RolloutRecord:
     masked: bool = False
     """delivered with loss mask 0"""
     error: str | None = None
+    attempt: int | None = None
+    """that generated it; its files are named by attempt and execution"""
+    execution: str | None = None
+    generated_at: float | None = None
+    """when its result was applied, in seconds since the epoch"""
+    duration_s: float | None = None
     id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -38,8 +45,9 @@ class RolloutRecord:
 
     def row(self) -> Row:
         result = self.result.model_dump_json() if self.result else None
+        execution = execution_code(self.execution) if self.execution is not None else None
         return (self.group, self.index, self.state, self.reason, self.step, self.advantage, result, self.masked,
-                self.error)  # fmt: skip
+                self.error, self.attempt, execution, self.generated_at, self.duration_s)  # fmt: skip
 
 
 @dataclass(kw_only=True, eq=False)
@@ -113,9 +121,12 @@ class BatchRecord:
     """rollout -> its final advantage, which is encoded and sealed; empty until the batch phase is done"""
     estimator_state: str | None = None
     """state of the estimator after this step"""
+    delivered: int = 0
+    """its rollouts, when it is delivered"""
 
     def row(self) -> Row:
-        return (self.step, self.formation, self.state)
+        """With the number of its rollouts, as far as it is delivered."""
+        return (self.step, self.formation, self.state, self.delivered)
 
     def rollouts(self) -> Iterable[RolloutRecord]:
         return (rollout for group in self.groups for rollout in group.of(RolloutState.BATCHED))

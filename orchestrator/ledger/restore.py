@@ -18,6 +18,7 @@ from orchestrator.ledger.records import (
 )
 from penstock.ids import EncodeJobId
 from penstock.ledger import queries, schema
+from penstock.ledger.archive import execution_text
 from penstock.ledger.states import STEP_JOBS, GroupState, JobKind, JobState, RolloutState
 from penstock.messages import BatchPhaseResult, EncodeResult, RolloutResult
 
@@ -34,6 +35,7 @@ class Restored:
     meta: dict[str, Value] = field(default_factory=dict[str, Value])
     states: Counter[RolloutState] = field(default_factory=Counter[RolloutState])
     reasons: Counter[str] = field(default_factory=Counter[str])
+    deaths: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     untrained: dict[int, int] = field(default_factory=dict[int, int])
 
 
@@ -54,6 +56,7 @@ def read(path: Path) -> Restored:
             meta=meta,
             states=queries.rollouts_by_state(connection),
             reasons=queries.rollouts_by_reason(connection),
+            deaths=queries.deaths(connection),
             untrained=queries.untrained_steps(connection),
         )
 
@@ -64,7 +67,7 @@ def _groups(connection: sqlite3.Connection) -> dict[str, GroupRecord]:
         for id, ordinal, environment, example, state in queries.open_groups(connection)
     }
     for row in queries.rollouts_of_open_groups(connection):
-        group, index, state, reason, step, advantage, result, masked, error = row
+        group, index, state, reason, step, advantage, result, masked, error, attempt, execution, at, duration_s = row
         groups[group].rollouts.append(
             RolloutRecord(
                 group=group,
@@ -76,6 +79,10 @@ def _groups(connection: sqlite3.Connection) -> dict[str, GroupRecord]:
                 result=RolloutResult.model_validate_json(result) if result else None,
                 masked=bool(masked),
                 error=error,
+                attempt=attempt,
+                execution=execution_text(execution) if execution is not None else None,
+                generated_at=at,
+                duration_s=duration_s,
             )
         )
     return groups

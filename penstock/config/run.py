@@ -172,6 +172,10 @@ class Trainer(Section):
     keep_manifests: PositiveInt | Literal["all"] = "all"
     """Released steps whose manifest is kept, about 0.4 kB a rollout; at least as many as keep other files. Audits and a
     rebuilt ledger know only steps whose manifest is kept."""
+    keep_events_steps: Annotated[int, Field(ge=0)] = 50
+    """Delivered steps whose histories the ledger keeps: events, and the jobs and whole results of the rollouts that
+    were closed meanwhile. At most 100,000 events and 50,000 groups. Of older rollouts it keeps about 100 bytes: state,
+    reason, step, reward, advantage, lengths, versions, times and execution."""
 
 
 class Recovery(Section):

@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.errors import BlobCorrupt, BlobMissing, Upstream
 from penstock.fields import FieldValues
+from penstock.ids import COLUMNS_FILE, EXPERTS_FILE
 from penstock.recording.conversation import Mode
 from penstock.recording.field_columns import field_columns
 from penstock.recording.samples import Samples, columns_of, routed_valid_of
@@ -26,7 +27,6 @@ from penstock.store.parts import GrowingFile, Part, mapped
 from penstock.store.tensors import Tensors
 from penstock.turn import Rows
 
-COLUMNS, EXPERTS = "columns.safetensors", "experts.safetensors"
 LOG, ROWS = "log", "rows"  # suffixes of the temporary names, by which a later process finds the files
 
 
@@ -49,7 +49,7 @@ class SessionSettings:
 
 def unsealed(store: Store, under: str) -> list[str]:
     """Keys of the unsealed sessions below a directory, which a new process may recover."""
-    logs = store.local_path(under).rglob(f".{COLUMNS}.{LOG}")
+    logs = store.local_path(under).rglob(f".{COLUMNS_FILE}.{LOG}")
     return sorted(log.parent.relative_to(store.spool_dir).as_posix() for log in logs)
 
 
@@ -71,7 +71,7 @@ class Spool:
 
     @classmethod
     def create(cls, store: Store, settings: SessionSettings) -> "Spool":
-        log = GrowingFile(store.part_path(f"{settings.key}/{COLUMNS}", LOG))
+        log = GrowingFile(store.part_path(f"{settings.key}/{COLUMNS_FILE}", LOG))
         log.create()
         log.append(*frame({"settings": settings}, {}))
         return cls(store, settings, log=log)
@@ -79,7 +79,7 @@ class Spool:
     @classmethod
     def recover(cls, store: Store, key: str) -> tuple["Spool", list[LogEntry]]:
         """The session at `key` as a killed process left it, up to the last complete turn."""
-        path = store.part_path(f"{key}/{COLUMNS}", LOG)
+        path = store.part_path(f"{key}/{COLUMNS_FILE}", LOG)
         complete = list(frames(_mapped(path)))
         if not complete:
             raise BlobCorrupt(f"the log of the session at {key} has no complete frame: it cannot be recovered")
@@ -90,7 +90,7 @@ class Spool:
             store,
             msgspec.json.decode(complete[0][0].metadata["settings"], type=SessionSettings),
             log=GrowingFile(path, length=end),
-            rows=_recover_rows(store, f"{key}/{EXPERTS}", state),
+            rows=_recover_rows(store, f"{key}/{EXPERTS_FILE}", state),
             rows_state=state,
         )
         return spool, [entry for entry, _ in entries]
@@ -123,11 +123,11 @@ class Spool:
             fields=field_columns(samples, fields),
             conversation=self._conversation(paths),
         )
-        ref = write_columns(self._store, f"{settings.key}/{COLUMNS}", columns)
+        ref = write_columns(self._store, f"{settings.key}/{COLUMNS_FILE}", columns)
         if self._rows and state:
             experts = seal_experts(
                 self._store,
-                f"{settings.key}/{EXPERTS}",
+                f"{settings.key}/{EXPERTS_FILE}",
                 self._rows,
                 chunks=samples.chunks(),
                 routed_valid=routed_valid_of(samples),
@@ -159,7 +159,7 @@ class Spool:
 
     def _rows_part(self) -> Part:
         if self._rows is None:
-            self._rows = self._store.part(f"{self.settings.key}/{EXPERTS}", suffix=ROWS, reserve_head=True)
+            self._rows = self._store.part(f"{self.settings.key}/{EXPERTS_FILE}", suffix=ROWS, reserve_head=True)
         return self._rows
 
     def _append_rows(self, part: Part, rows: Sequence[Rows]) -> RowsState:

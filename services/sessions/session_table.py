@@ -22,7 +22,6 @@ from penstock.engines.replicas import Replica
 from penstock.errors import BlobError, Expired, Full, NotFound
 from penstock.fields import FieldValues
 from penstock.recording import Mode, Sealed, Session, SessionSettings
-from penstock.recording.spool import COLUMNS, EXPERTS
 from penstock.runtime.offload import in_io_thread
 from services.sessions.headers import digest
 from services.sessions.requests import NewSession
@@ -163,8 +162,8 @@ class SessionTable:
         if not files_key:
             return sealed
         store = self._directory.store
-        columns = store.move(sealed.columns, f"{files_key}/{COLUMNS}")
-        experts = sealed.experts and store.move(sealed.experts, f"{files_key}/{EXPERTS}")
+        columns = store.move(sealed.columns, f"{files_key}/{ids.COLUMNS_FILE}")
+        experts = sealed.experts and store.move(sealed.experts, f"{files_key}/{ids.EXPERTS_FILE}")
         self._directory.discard(entry.id)
         return replace(sealed, columns=columns, experts=experts)
 

@@ -153,10 +153,12 @@ def test_audit_fails_when_a_rollout_is_not_accounted_for(run: Path) -> None:
     with closing(sqlite3.connect(run / "ledger.sqlite", isolation_level=None)) as connection:
         connection.execute("DELETE FROM rollouts WHERE idx = 0")
         connection.execute("UPDATE jobs SET state = 'dead', error = 'no' WHERE id LIKE '%-1'")
+        connection.execute("INSERT INTO counts VALUES ('died:rollout', 'no', 1)")
     text = output_of("audit", str(run), exit_code=1)
     assert "problem    rollout g0000001-1 is open and has no job" in text
     assert "died       1 rollout job: no" in text
-    assert "NOT balanced, 1 problem: 8 planned = 0 delivered + 0 filtered + 7 in flight + 0 dead" in text
+    assert "problem    the ledger counts 8 rollouts as planned and has 7" in text
+    assert "NOT balanced, 2 problems: 8 planned = 0 delivered + 0 filtered + 7 in flight + 0 dead" in text
     assert json.loads(output_of("audit", str(run), "--json", exit_code=1))["balanced"] is False
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from penstock import ids
 from penstock.errors import MalformedId
 from penstock.ids import EncodeJobId, GroupId, LeaseId, LeaseValue, RolloutId, TaskId, WorkerId
+from penstock.ledger import archive
 from penstock.ledger.queries import ROLLOUT
 
 NAMES = st.from_regex(r"[A-Za-z0-9_-]{1,60}", fullmatch=True)
@@ -113,3 +114,16 @@ def test_the_formats_are_those_on_the_wire_and_on_disk() -> None:
 def test_the_ledger_formats_rollout_ids_in_sql_the_same_way() -> None:
     query = f"SELECT {ROLLOUT} FROM (SELECT 'g0000012' AS grp, 3 AS idx) AS rollouts"
     assert sqlite3.connect(":memory:").execute(query).fetchone() == (str(RolloutId("g0000012", 3)),)
+    for ordinal in (12, 123_456_789):
+        query = f"SELECT {archive.ROLLOUT} FROM (SELECT {ordinal} AS grp, 3 AS idx) AS closed_rollouts"
+        rollout = str(RolloutId(str(GroupId(ordinal)), 3))
+        assert sqlite3.connect(":memory:").execute(query).fetchone() == (rollout,)
+
+
+def test_a_file_tells_its_execution() -> None:
+    assert ids.execution_of("rollouts/run/g0000012-3/2.aa/columns.safetensors") == (2, "aa")
+    for key in ("none", "2.aa/columns", "rollouts/run/g0000012-3/aa/columns", "rollouts/run/g0000012-3/2.aa"):
+        assert ids.execution_of(key) is None
+    for execution in ("0123456789ab", "000000000000", "aa", "0123456789AB", "+12345678901", "1_2", " 12345678901"):
+        assert archive.execution_text(archive.execution_code(execution)) == execution
+    assert archive.execution_code("0123456789ab") == 0x0123456789AB

@@ -89,8 +89,8 @@ def test_the_run_waits_for_a_full_store_and_no_rollout_dies(pipeline: Pipeline, 
             assert run.wait() == 0, run.text[-2000:]
         finally:
             cluster.enter = []
-    assert cluster.ledger("SELECT count(*) FROM rollouts WHERE state = 'dead'") == [(0,)]
-    assert cluster.ledger("SELECT count(*) > 0 FROM rollouts WHERE state = 'delivered'") == [(1,)]
+    assert cluster.ledger("SELECT count(*) FROM all_rollouts WHERE state = 'dead'") == [(0,)]
+    assert cluster.ledger("SELECT count(*) > 0 FROM all_rollouts WHERE state = 'delivered'") == [(1,)]
 
 
 BLOCKING = """
@@ -150,11 +150,11 @@ def test_an_environment_that_ends_its_task_or_raises_bad_unicode_uses_up_its_fai
     cluster.compute_worker()
     assert pipeline.finish(cluster.orchestrator())["delivered"] > 0
     assert worker.exit_code is None
-    dead = cluster.ledger("SELECT DISTINCT error FROM rollouts WHERE state = 'dead'")
+    dead = cluster.ledger("SELECT DISTINCT error FROM kept_results WHERE state = 'dead'")
     for text in (
         "SystemExit: enough",
         "CancelledError: the environment cancelled its own task",
         r"the file \udcff.txt",
     ):
         assert any(text in error for (error,) in dead), dead
-    assert cluster.ledger("SELECT max(attempt), max(failures) FROM jobs WHERE kind = 'rollout'") == [(3, 3)]
+    assert cluster.ledger("SELECT max(attempt), max(failures) FROM kept_jobs WHERE kind = 'rollout'") == [(3, 3)]

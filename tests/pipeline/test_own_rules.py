@@ -78,7 +78,7 @@ def write_package(directory: Path) -> dict[str, str]:
 
 
 def results(cluster: Cluster) -> dict[str, dict[str, Any]]:
-    rows = cluster.ledger("SELECT grp || '-' || idx, result FROM rollouts WHERE result IS NOT NULL")
+    rows = cluster.ledger("SELECT id, result FROM kept_results WHERE result IS NOT NULL")
     return {rollout: json.loads(result) for rollout, result in rows}
 
 

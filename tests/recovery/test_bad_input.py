@@ -108,7 +108,7 @@ def test_a_run_directory_with_other_settings_or_damage_is_refused(cluster: Clust
         messages[name] = refused(cluster.orchestrator(PENSTOCK_SEED="1" if name == "seed" else "0"))
     assert "holds a run with other settings (seed was 0, now 1): use another run_dir, or the" in messages["seed"]
     assert "broken-run.json/run.json is damaged" in messages["run.json"]
-    assert "was written by another version of Penstock (schema 7, not 1): use the version that" in messages["version"]
+    assert "was written by another version of Penstock (schema 7, not 2): use the version that" in messages["version"]
     assert "cannot be used (file is not a database)" in messages["ledger"]
     cluster.run_dir = original
     assert cluster.audit()["in_flight"] == 48

@@ -18,7 +18,7 @@ def _excluded(cluster: Cluster, *texts: str) -> dict[str, str]:
 
 
 def _dead(cluster: Cluster) -> int:
-    return cluster.ledger("SELECT count(*) FROM rollouts WHERE state = 'dead'")[0][0]
+    return cluster.ledger("SELECT count(*) FROM all_rollouts WHERE state = 'dead'")[0][0]
 
 
 def _says(process: Process, text: str) -> None:
@@ -67,7 +67,7 @@ def test_a_compute_worker_without_the_store_is_quarantined_and_named(tmp_path: P
         assert _dead(cluster) == 0
         assert cluster.events("failed") >= 3
         # Before the good worker was seen for the first time, a failure counts for its job.
-        assert cluster.ledger("SELECT max(failures) FROM jobs")[0][0] <= 1
+        assert cluster.ledger("SELECT max(failures) FROM kept_jobs")[0][0] <= 1
     assert result["delivered"] == result["planned"] == 192
 
 
@@ -80,7 +80,7 @@ def test_failures_count_when_every_worker_fails(tmp_path: Path) -> None:
         assert run.wait() != 0
         assert "died of the same error" in run.text
         assert "fails by configuration (noop.failure_rate)" in run.text
-        failures = cluster.ledger("SELECT DISTINCT failures FROM jobs WHERE state = 'dead'")
+        failures = cluster.ledger("SELECT DISTINCT failures FROM kept_jobs WHERE state = 'dead'")
     assert failures == [(3,)]
 
 

@@ -15,6 +15,7 @@ from support.stores import manifest_path
 from orchestrator import run_dir
 
 RUN = Path(__file__).parents[1] / "vectors" / "run_of_release_0_1.tar.xz"
+TRAINED = "SELECT * FROM all_rollouts WHERE state = 'trained' AND step < 2 ORDER BY id"
 SETTINGS = {
     "batch": {"size": 2, "seq_len": 4096},
     "rollouts": {"group_size": 2, "max_in_flight": 8},
@@ -36,7 +37,7 @@ def test_a_run_of_release_0_1_is_resumed_to_its_end(tmp_path: Path) -> None:
         before = cluster.penstock("audit", str(cluster.run_dir))
         assert before.exit_code == 0, before.text
         sealed = [manifest_path(pipeline.store, step).read_bytes() for step in (0, 1)]
-        delivered = cluster.ledger("SELECT * FROM rollouts WHERE state = 'trained'")
+        delivered = cluster.ledger(TRAINED)
         cluster.rollout_worker()
         cluster.compute_worker()
         run = cluster.orchestrator()
@@ -45,7 +46,7 @@ def test_a_run_of_release_0_1_is_resumed_to_its_end(tmp_path: Path) -> None:
         assert result["steps"] == 4
         assert sorted(hashes(trainer)) == [2, 3]
         assert [manifest_path(pipeline.store, step).read_bytes() for step in (0, 1)] == sealed
-        assert cluster.ledger("SELECT * FROM rollouts WHERE state = 'trained' AND step < 2") == delivered
+        assert cluster.ledger(TRAINED) == delivered
         assert "settings" in run_dir.read(cluster.run_dir)
         collected = cluster.penstock("gc", str(cluster.run_dir), "--json")
         assert json.loads(collected.text)["troubles"] == [], collected.text

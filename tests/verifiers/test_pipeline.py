@@ -61,13 +61,13 @@ def assert_rewards(pipeline: Pipeline) -> None:
     assert {rollout.reward for rollout in played if rollout.env == "sums"} <= {0.0, 0.1, 1.0, 1.1}
     # `short` is scored by groups: the best rollout of a group gets 1, the others less.
     assert max(rollout.reward for rollout in played if rollout.env == "short") == 1.0
-    kept = pipeline.cluster.ledger("SELECT result FROM rollouts WHERE result IS NOT NULL")
+    kept = pipeline.cluster.ledger("SELECT result FROM kept_results WHERE result IS NOT NULL")
     results = [json.loads(result) for (result,) in kept]
     assert {name for result in results for name in result["rewards"]} == {"right", "at_once"}
     assert all("characters" in result["metrics"] for result in results)
 
 
 def assert_failures_were_retried(pipeline: Pipeline) -> None:
-    tried = pipeline.cluster.ledger("SELECT max(attempt), sum(failures) FROM jobs WHERE kind = 'rollout'")
+    tried = pipeline.cluster.ledger("SELECT max(attempt), sum(failures) FROM kept_jobs WHERE kind = 'rollout'")
     assert tried[0][0] > 1
     assert tried[0][1] > 0

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import pytest
 from support.attendance import unattended
-from support.ledgers import admitted, encoded
+from support.ledgers import admitted, encoded, planned
 from support.stores import manifest_path, run_store
 
 from orchestrator import run_dir
@@ -108,21 +108,32 @@ def test_a_step_sealed_after_the_last_commit_is_balanced(config: RunConfig) -> N
 
 
 DAMAGE = {
-    "DELETE FROM groups": "rollout g0000001-0 belongs to no group",
-    "DELETE FROM rollouts WHERE idx = 3": "but not delivered in the ledger",
-    "UPDATE rollouts SET state = 'generated', reason = NULL WHERE idx = 0": "is open in a closed group",
+    "DELETE FROM groups": "rollout g0000002-0 belongs to no group",
+    "UPDATE groups SET state = 'closed'": "is open in a closed group",
     "UPDATE rollouts SET state = 'batched' WHERE idx = 2": "is batched for a step that is not open",
-    "UPDATE rollouts SET state = 'admitted' WHERE idx = 2": "has a step and is in no batch",
-    "UPDATE groups SET state = 'filtering'": "group g0000001 is in a stage and has no job",
-    "UPDATE rollouts SET state = 'planned', step = NULL WHERE idx = 2": "is open and has no job",
-    "UPDATE rollouts SET state = 'delivered', step = 0 WHERE idx = 0": "whose manifest does not name it",
+    "UPDATE rollouts SET step = 1 WHERE idx = 2": "has a step and is in no batch",
+    "UPDATE groups SET state = 'filtering'": "group g0000002 is in a stage and has no job",
+    "DELETE FROM jobs": "rollout g0000002-0 is open and has no job",
+    "DELETE FROM rollouts WHERE idx = 2": "the ledger counts 4 rollouts as planned and has 3",
     "UPDATE meta SET value = 5 WHERE key = 'rollouts_planned'": "",
+    "INSERT INTO groups VALUES ('g0000001', 1, 'noop', 0, 'closed')": "group g0000001 is archived and open",
+    "DELETE FROM closed_groups": "rollout g0000001-0 is archived without its group",
+    "DELETE FROM closed_rollouts WHERE idx = 3": "but not delivered in the ledger",
+    "UPDATE closed_rollouts SET state = 'generated' WHERE idx = 0": "rollout g0000001-0 is open in the archive",
+    "UPDATE closed_rollouts SET state = 1 WHERE idx = 0": "whose manifest does not name it",
+    "UPDATE closed_rollouts SET state = 0 WHERE idx = 1": "the ledger counts 1 rollouts as dead and has 0",
+    "UPDATE closed_rollouts SET reason = NULL WHERE idx = 0": "the ledger counts 1 rollouts as gibberish and has 0",
+    "UPDATE closed_groups SET step = 1": "g0000001-2 is archived as delivered in a step that is not delivered",
+    "UPDATE batches SET state = 'trained'": "the ledger counts 2 rollouts as delivered and has 0",
+    "UPDATE counts SET number = 3 WHERE name = 'delivered'": "the ledger counts 3 rollouts as delivered and has 2",
 }
 
 
 @pytest.mark.parametrize("statement", DAMAGE)
 def test_every_inconsistency_is_reported(config: RunConfig, statement: str) -> None:
+    """Of four archived rollouts and four planned ones."""
     written(config, sealed(config))
+    written(config, planned)
     with closing(sqlite3.connect(config.ledger_path, isolation_level=None)) as connection:
         connection.execute(statement)
     result = audit(config.run_dir)

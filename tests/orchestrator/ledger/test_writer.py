@@ -38,7 +38,7 @@ def meta(key: str, value: int) -> Changes:
 
 
 def events(number: int) -> Changes:
-    return {"events": [(0.0, "subject", "action", "detail" * 20)] * number}
+    return {"events": [(0.0, 0, "subject", "action", "detail" * 20)] * number}
 
 
 def kept(path: Path, query: str = "SELECT key, value FROM meta ORDER BY key") -> list[tuple[object, ...]]:
@@ -74,7 +74,7 @@ def test_closing_commits_what_is_queued(path: Path) -> None:
 
 
 def test_old_events_are_deleted(writer: Writer, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "EVENTS_KEPT", 10)
+    monkeypatch.setitem(module.KEPT_ROWS, "events", 10)
     monkeypatch.setattr(module, "PRUNE_EVERY", 1)
     writer.put(events(50), ignore)
     writer.close()

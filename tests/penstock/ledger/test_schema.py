@@ -79,7 +79,7 @@ def test_a_ledger_of_another_version_is_refused_and_unchanged(tmp_path: Path) ->
         connection.execute("PRAGMA user_version = 7")
     before = path.read_bytes()
     for opened in (schema.open_for_reading, schema.open_for_writing):
-        with pytest.raises(LedgerError, match=r"schema 7, not 1\): use the version that started the run, or another"):
+        with pytest.raises(LedgerError, match=r"schema 7, not 2\): use the version that started the run, or another"):
             opened(path)
     assert path.read_bytes() == before
 
