@@ -91,7 +91,7 @@ class Composer:
 
     def _still_fresh(self, batch: BatchRecord) -> bool:
         """Checked again before sealing: rollouts may have become stale while the step was encoded."""
-        if not any(self._staleness.drops_rollout(rollout) for rollout in batch.rollouts()):
+        if not any(map(self._staleness.drops, {r.result.version_first for r in batch.rollouts() if r.result})):
             return True
         self.form_again(batch, "a rollout became stale while it was encoded")
         return False

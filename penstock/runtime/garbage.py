@@ -27,15 +27,18 @@ AGING_FULL_S = 3600.0
 async def paced_collection(is_busy: Callable[[], bool]) -> AsyncIterator[None]:
     """Collect the youngest generation while there is work, and everything when work ends and every minute. Objects that
     exist already are frozen: they are kept and not examined."""
-    async with _collecting(_collect_forever(is_busy)):
-        yield
+    try:
+        async with _collecting(_collect_forever(is_busy)):
+            yield
+    finally:
+        gc.unfreeze()
 
 
 @contextlib.asynccontextmanager
 async def aging_collection() -> AsyncIterator[None]:
     """Freeze whatever outlives AGING_S, so that no collection examines the records of open work: for a process that
     keeps hundreds of thousands of them, without cycles. Frozen objects are freed when nothing refers to them; cycles
-    among them, every AGING_FULL_S."""
+    among them, every AGING_FULL_S. They stay frozen at the end, which is that of the process."""
     async with _collecting(_age_forever()):
         yield
 
@@ -51,7 +54,6 @@ async def _collecting(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
     finally:
         collecting.cancel()
         gc.enable()
-        gc.unfreeze()
 
 
 async def _age_forever() -> None:
