@@ -133,7 +133,7 @@ def _measure_in_flight(size: Size, _: int, show: Show) -> Measured:
         nonlocal most
         most = max(most, sum(status["running_by_worker"].values()))
 
-    with start_cluster(**settings, steps=7, batch__size=step_groups) as cluster:
+    with start_cluster(**settings, steps=9, batch__size=step_groups) as cluster:
         cluster.rollout_worker(concurrency=size.in_flight, noop__rollout_s=size.held_s)
         cluster.compute_worker(concurrency=COMPUTE_PROCESSES)
         cluster.wait_ready()
