@@ -4,19 +4,28 @@ No-op rollouts in groups of 8 pass real workers into a real ledger; a trainer ac
 runs on a loop that times its steps and garbage collections (`harness/step_timer.py`), except where memory is measured.
 """
 
+import asyncio
 import json
+import time
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.harness.cluster import Cluster, Run, start_cluster
+from bench.harness.ledger_maker import make_ledger
 from bench.harness.procfs import cpu_s, resident_mb
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
 from bench.harness.step_timer import FILE
+from orchestrator import run_dir
 from orchestrator.ledger.audit import audit
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.release import Sweeper
+from orchestrator.reporting.status import status
+from penstock import ids
 from penstock.batches.signals import (
     Checkpoint,
     PublishedPolicy,
@@ -25,6 +34,7 @@ from penstock.batches.signals import (
     write_policy,
     write_progress,
 )
+from penstock.config import RunConfig
 from penstock.errors import RunError
 
 ROUNDS = 3
@@ -36,6 +46,8 @@ TIMED = ("python", "-m", "bench.harness.timed_orchestrator")
 NAMES_SHOWN = 4
 STOP_MS = 20.0  # for the garbage collector; 145 ms by Python's own rule
 HALVES = 1.5  # CPU of a group in the second half of planning / in the first
+MADE_STEP = 2_048  # rollouts a step in the made ledger
+SWEPT_GROUPS = 16  # that have left files
 GROWTH_KB = 2.0
 """per step; less than a rollout's record with its result"""
 
@@ -53,14 +65,25 @@ class Size:
     """of one group each"""
     limits_ms: dict[int, float]
     """rollouts a step -> the longest step of the loop"""
+    closed: int
+    """rollouts in a made ledger"""
+    starts: int
+    """orchestrators that are started on it, and on no ledger"""
 
 
 FULL = Size(
     steps={256: 8, 2_048: 4, 8_192: 3}, in_flight=20_000, held_s=60.0, open_groups=20_000, many_steps=2_000,
-    limits_ms={256: 10.0, 2_048: 10.0, 8_192: 20.0},
+    limits_ms={256: 10.0, 2_048: 10.0, 8_192: 20.0}, closed=20_000_000, starts=3,
 )  # fmt: skip
 QUICK = Size(
-    steps={16: 2, 32: 2}, in_flight=64, held_s=1.0, open_groups=24, many_steps=8, limits_ms={16: 10.0, 32: 10.0}
+    steps={16: 2, 32: 2},
+    in_flight=64,
+    held_s=1.0,
+    open_groups=24,
+    many_steps=8,
+    limits_ms={16: 10.0, 32: 10.0},
+    closed=20_000,
+    starts=1,
 )
 
 
@@ -88,7 +111,7 @@ def run(*, quick: bool) -> Report:
     figures: dict[str, float] = {}
     targets: list[Target] = []
     with progress("scale") as show:
-        for measure in (_measure_steps, _measure_in_flight, _measure_open_groups, _measure_memory):
+        for measure in (_measure_steps, _measure_in_flight, _measure_open_groups, _measure_memory, _measure_ledger):
             measured, limits = measure(size, rounds, show)
             figures |= measured
             targets += limits
@@ -206,6 +229,76 @@ def _measure_memory(size: Size, _: int, show: Show) -> Measured:
         name: growth_kb,
     }
     return figures, [Target(name=name, value=growth_kb, limit=GROWTH_KB)]
+
+
+def _measure_ledger(size: Size, _: int, show: Show) -> Measured:
+    """Start, status and sweep of a run with a ledger of many closed rollouts, which is made and not played."""
+    name = f"ledger of {size.closed} rollouts"
+    with start_cluster(rollouts__group_size=GROUP_SIZE, rollouts__max_in_flight=GROUP_SIZE) as cluster:
+        show(f"{name}: making it")
+        made, empty = cluster.directory / "made", cluster.directory / "empty"
+        made.mkdir()
+        make_ledger(made / "ledger.sqlite", size.closed, group_size=GROUP_SIZE, step_rollouts=MADE_STEP)
+        stored = (made / "ledger.sqlite").stat().st_size / size.closed
+        starts: dict[Path, list[float]] = {made: [], empty: []}
+        status_s: list[float] = []
+        for number in range(1, size.starts + 1):
+            for directory, seconds in starts.items():
+                show(f"{name}: start {number} of {size.starts}")
+                seconds.append(_start_s(cluster, directory))
+            began = time.monotonic()
+            status(made)
+            status_s.append(time.monotonic() - began)
+        steps = status(made)["step"]
+        sweep_s, swept = _sweep_s(made, steps)
+    start_s, empty_s = (median(seconds) for seconds in starts.values())
+    figures = {
+        f"{name}: delivered steps": float(steps),
+        f"{name}: bytes a rollout": stored,
+        f"{name}: start, s": start_s,
+        f"{name}: start without a ledger, s": empty_s,
+        f"{name}: status, s": median(status_s),
+        f"{name}: sweep, s": sweep_s,
+        f"{name}: files swept": float(swept),
+    }
+    return figures, [
+        Target(name=f"{name}: bytes a rollout", value=stored, limit=200.0),
+        Target(name=f"{name}: start, s more than without", value=start_s - empty_s, limit=2.0),
+        Target(name=f"{name}: status, s", value=median(status_s), limit=0.5),
+        Target(name=f"{name}: sweep, s", value=sweep_s, limit=1.0),
+    ]
+
+
+def _start_s(cluster: Cluster, directory: Path) -> float:
+    """From the start of the process until it begins to plan; then it is stopped."""
+    (directory / "status.json").unlink(missing_ok=True)
+    began = time.monotonic()
+    process = cluster.start("orchestrator", "penstock", "run", run_dir=directory, store=(directory / "store").as_uri())
+    process.wait_until((directory / "status.json").exists, what="it begins to plan", timeout_s=END_S)
+    started_s = time.monotonic() - began
+    process.terminate()  # not killed: the next one would wait until the lock of this one expires
+    process.wait_until(lambda: process.ended, what="it has ended", timeout_s=END_S)
+    return started_s
+
+
+def _sweep_s(directory: Path, step: int) -> tuple[float, int]:
+    """A sweep that finds files of closed groups, none of which the ledger names."""
+    run = run_dir.read(directory)["run"]
+    config = RunConfig(run_dir=directory, store=(directory / "store").as_uri())
+    middle = step * MADE_STEP // GROUP_SIZE // 2
+    for ordinal in range(middle, middle + SWEPT_GROUPS):
+        for number in range(GROUP_SIZE):
+            rollout = ids.rollout_directory(run, str(ids.RolloutId(str(ids.GroupId(ordinal)), number)))
+            execution = directory / "store" / rollout / f"1.{ids.new_execution()}"
+            execution.mkdir(parents=True)
+            (execution / "columns").touch()
+    ledger = Ledger(config.ledger_path)
+    try:
+        began = time.monotonic()
+        swept = asyncio.run(Sweeper(config, run, ledger).run_once())
+        return time.monotonic() - began, swept
+    finally:
+        ledger.close()
 
 
 # the figures of a run

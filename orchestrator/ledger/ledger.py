@@ -348,8 +348,9 @@ class Ledger:
         rollouts = list(batch.rollouts())
         self.untrained[batch.step] = batch.delivered = len(rollouts)
         # A batch phase has computed others than the groups' own, which a re-formed step would have needed.
-        finals = ((r, batch.advantages.get(r.id, r.advantage)) for r in rollouts)
-        self._advantages += [(final, r.group, r.index) for r, final in finals if final != r.advantage]
+        final = batch.advantages
+        others = [rollout for rollout in rollouts if final.get(rollout.id, rollout.advantage) != rollout.advantage]
+        self._advantages += [(final[rollout.id], rollout.group, rollout.index) for rollout in others]
         self.increment("open_bytes", -batch.stored_bytes)
         self.increment("delivered_bytes", batch.stored_bytes)
         self._move_all(rollouts, RolloutState.DELIVERED, batch.step, old=RolloutState.BATCHED)

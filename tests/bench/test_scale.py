@@ -1,4 +1,4 @@
-from bench.scale import QUICK, run
+from bench.scale import QUICK, SWEPT_GROUPS, run
 
 
 def test_every_size_is_played_and_its_steps_are_timed() -> None:
@@ -11,5 +11,6 @@ def test_every_size_is_played_and_its_steps_are_timed() -> None:
         assert report.figures[f"{case}: p99.9 of a step, CPU ms"] > 0
     assert report.figures[f"{QUICK.in_flight} in flight: running at once, most"] > 0
     assert report.figures[f"{QUICK.open_groups} open groups: orchestrator's memory, MB"] > 0
+    assert report.figures[f"ledger of {QUICK.closed} rollouts: files swept"] == 8 * SWEPT_GROUPS
     named = {target.name.partition(":")[0] for target in report.targets}
-    assert named == {*cases, f"{QUICK.many_steps} steps"}
+    assert named == {*cases, f"{QUICK.many_steps} steps", f"ledger of {QUICK.closed} rollouts"}
