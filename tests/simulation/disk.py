@@ -9,7 +9,7 @@ import functools
 import io
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
@@ -39,6 +39,7 @@ class Disk:
         self._random = random
         self._clock = clock
         self.error = 0
+        self._calls: Collection[str] = ()
         self.error_until = 0.0
         self.error_rate = 0.0
         self.kill_after: int | None = None
@@ -48,8 +49,9 @@ class Disk:
         self.kill_at_commit: str | None = None
         """`before` or `after` the next one"""
 
-    def fail(self, error: int, *, seconds: float, rate: float) -> None:
+    def fail(self, error: int, *, seconds: float, rate: float, calls: Collection[str] | None = None) -> None:
         self.error, self.error_until, self.error_rate = error, self._clock() + seconds, rate
+        self._calls = ERRORS[error] if calls is None else calls
 
     def called(self, call: str, path: object) -> None:
         if self.kill_after is not None:
@@ -57,7 +59,7 @@ class Disk:
             if self.kill_after < 0:
                 self.kill_after = None
                 kill_this_process()
-        failing = self._clock() < self.error_until and call in ERRORS[self.error]
+        failing = self._clock() < self.error_until and call in self._calls
         if failing and self._random.random() < self.error_rate:
             raise OSError(self.error, os.strerror(self.error), str(path))
 

@@ -143,6 +143,13 @@ def _disk_fails(world: "World", disk: Any, random: Random) -> None:
 
 
 @fault
+def orchestrator_disk_does_not_sync(world: "World", random: Random) -> None:
+    """A manifest is linked, and the sync of its directory fails: a trainer sees it before it is sealed."""
+    error, seconds = random.choice([errno.EIO, errno.EDQUOT]), world.lasting(random, 25)
+    world.disk.fail(error, seconds=seconds, rate=random.choice([0.3, 0.6]), calls=("fsync",))
+
+
+@fault
 def ledger_disk_fails(world: "World", random: Random) -> None:
     world.disk.ledger_until = world.loop.now + world.lasting(random, 10)
 

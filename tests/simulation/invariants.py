@@ -1,6 +1,7 @@
 """What must hold at every commit and at the end of every schedule."""
 
 import sqlite3
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.ledger.audit import audit
@@ -10,6 +11,7 @@ from penstock import redis_keys
 from penstock.batches import Manifest, read_manifests
 from penstock.batches.manifest import manifest_key
 from penstock.ledger import queries, schema
+from penstock.ledger.states import JobKind
 from penstock.messages import Queue
 from penstock.store.columns import read_columns
 from simulation.faults import OTHER_RUN
@@ -40,7 +42,8 @@ class Commits:
         progress = queries.progress(connection)
         if not progress["rollouts"]["balanced"]:
             world.violated(f"a commit is not balanced: {progress}")
-        jobs = [row for row in queries.open_jobs(connection) if row[5] in OPEN]
+        # A batch phase whose result the orchestrator cannot read is done again.
+        jobs = [row for row in queries.open_jobs(connection) if row[5] in OPEN and row[1] != JobKind.BATCH_PHASE]
         open_jobs = {row[0] for row in jobs}
         self._closed |= self._open - open_jobs
         if again := open_jobs & self._closed:
@@ -65,6 +68,21 @@ class Commits:
                     world.violated(f"the manifest of step {step} has changed")
             elif before is None and step < delivered:
                 world.violated(f"step {step} is delivered in the ledger and has no manifest")
+
+
+def check_counts(world: "World", status: dict[str, Any]) -> None:
+    """The counters in the memory of an orchestrator that has ended are those of its ledger's rows."""
+    with schema.reading(world.config.ledger_path) as connection:
+        states = queries.rollouts_by_state(connection)
+        jobs = Counter((JobKind(row[1]).queue.value, row[5]) for row in queries.open_jobs(connection))
+    counted = {state.value: number for state, number in states.items() if number}
+    if counted != status["states"]:
+        world.violated(f"the orchestrator counted {status['states']}, the ledger has {counted}")
+    for state in OPEN:
+        said = {queue: number for queue, number in status[f"{state}_jobs"].items() if number}
+        rows = {queue: number for (queue, in_state), number in jobs.items() if in_state == state}
+        if said != rows:
+            world.violated(f"the orchestrator counted {said} {state} jobs, the ledger has {rows}")
 
 
 def check_end(world: "World") -> None:
@@ -100,6 +118,7 @@ def _check_ledger(world: "World", connection: sqlite3.Connection, meta: dict[str
         world.violated(f"{meta['steps_delivered']} steps delivered of {world.config.steps}")
     if meta.get("open_bytes", 0) != 0:
         world.violated(f"open_bytes is {meta['open_bytes']} in a run that is done")
+    world.events.update(dict(connection.execute("SELECT action, count(*) FROM events GROUP BY action").fetchall()))
     world.planned, world.reasons = int(meta["groups_planned"]), dict(queries.rollouts_by_reason(connection))
 
 

@@ -4,11 +4,16 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from simulation.world import World
 
 MEMORY = Path("/dev/shm")  # syncing a file costs nothing there
 REPLAYS_MOST = 12
+SUMMARY = pytest.StashKey[Any]()
+"""of a session: its text is shown at the end"""
 
 
 def play(seed: int, directory: Path, only_faults: list[int] | None = None) -> World:

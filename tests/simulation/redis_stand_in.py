@@ -4,7 +4,8 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
 from fnmatch import fnmatch
 from random import Random
 from typing import Any
@@ -21,6 +22,7 @@ GROWING = frozenset({"hset", "lpush", "rpush", "set", "xadd"})
 SCANNED = 5
 """fields that one HSCAN finds"""
 Value = str | bytes | int | float
+Command = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class Stream:
@@ -41,15 +43,15 @@ class Server:
         self.away_until = 0.0
         self.silent_until = 0.0
         self.full_until = 0.0
-        self.wakers: list[asyncio.Event] = []
+        self.wakers: dict[bytes, list[asyncio.Event]] = defaultdict(list)
+        """of clients that wait for a list or a stream"""
 
     def flush(self) -> None:
         self.data.clear()
         self._expires.clear()
 
-    def _wake(self) -> None:
-        """Clients that wait for a list or a stream look again."""
-        for waker in self.wakers:
+    def _wake(self, key: Value) -> None:
+        for waker in self.wakers.get(encode(key), ()):
             waker.set()
 
     # the keyspace
@@ -159,13 +161,13 @@ class Server:
     def lpush(self, key: Value, *values: Value) -> int:
         items: list[bytes] = self.find(key, list)
         items[:0] = reversed([encode(value) for value in values])
-        self._wake()
+        self._wake(key)
         return len(items)
 
     def rpush(self, key: Value, *values: Value) -> int:
         items: list[bytes] = self.find(key, list)
         items += [encode(value) for value in values]
-        self._wake()
+        self._wake(key)
         return len(items)
 
     def rpop(self, key: Value) -> bytes | None:
@@ -214,7 +216,7 @@ class Server:
         now = (int(1000 * (self.loop.now + self.clock_skew_s)), 0)
         stream.last = now if now > stream.last else (stream.last[0], stream.last[1] + 1)
         stream.entries.append((stream.last, {encode(name): encode(value) for name, value in fields.items()}))
-        self._wake()
+        self._wake(key)
         return stream_id(stream.last)
 
     def read_stream(self, streams: dict[str, str], count: int) -> list[Any]:
@@ -275,15 +277,16 @@ class Client:
             yield key
 
     async def xread(self, streams: dict[str, str], count: int, block: int) -> list[Any]:
-        return await self._until_found(("read_stream", (streams, count), {}), block / 1000) or []
+        return await self._until_found(("read_stream", (streams, count), {}), list(streams), block / 1000) or []
 
     async def brpop(self, keys: list[Value], timeout: float) -> tuple[bytes, bytes] | None:
-        return await self._until_found(("pop_first", (keys,), {}), timeout)
+        return await self._until_found(("pop_first", (keys,), {}), keys, timeout)
 
-    async def _until_found(self, command: tuple[str, tuple[Any, ...], dict[str, Any]], seconds: float) -> Any:
+    async def _until_found(self, command: Command, keys: Sequence[Value], seconds: float) -> Any:
         """The result of a blocking command, None after `seconds`."""
-        server, waker = self._server, asyncio.Event()
-        server.wakers.append(waker)
+        wakers, waker = [self._server.wakers[encode(key)] for key in keys], asyncio.Event()
+        for each in wakers:
+            each.append(waker)
         try:
             while not (found := (await self._send([command]))[0]):
                 waker.clear()
@@ -293,9 +296,10 @@ class Client:
         except TimeoutError:
             return None
         finally:
-            server.wakers.remove(waker)
+            for each in wakers:
+                each.remove(waker)
 
-    async def _send(self, commands: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+    async def _send(self, commands: list[Command]) -> list[Any]:
         """One request and its response. If the connection breaks between the two, the commands have been executed."""
         server, process = self._server, PROCESS.get()
         if process is not None and not process.alive:
@@ -310,14 +314,15 @@ class Client:
         if server.loop.now < server.full_until and any(_grows(each) for each in commands):
             raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'. (simulated)")
         results = self._execute(commands)
-        await asyncio.sleep(_latency_s(server.delays))
+        if server.delays.random() < 0.2:
+            await asyncio.sleep(_latency_s(server.delays))
         return results
 
-    def _execute(self, commands: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+    def _execute(self, commands: list[Command]) -> list[Any]:
         return [getattr(self._server, name)(*args, **kwargs) for name, args, kwargs in commands]
 
 
-def _grows(command: tuple[str, tuple[Any, ...], dict[str, Any]]) -> bool:
+def _grows(command: Command) -> bool:
     name, arguments, _ = command
     return name in GROWING or (name == "eval" and arguments[0] == lock.HOLD)
 
@@ -327,7 +332,7 @@ class Pipeline:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._commands: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self._commands: list[Command] = []
 
     async def __aenter__(self) -> "Pipeline":
         return self

@@ -10,7 +10,7 @@ from orchestrator.composer import Composer
 from orchestrator.housekeeping import Reported
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.planner import Planner
-from orchestrator.reconciler import Reconciler
+from orchestrator.reconciler import Findings, Reconciler, Snapshot
 from orchestrator.release import Sweeper
 from orchestrator.reply_stream import ReplyStream
 from penstock.messages import Reply
@@ -24,13 +24,21 @@ encoded = Composer.encoded
 
 
 async def not_waited_for(ledger: Ledger) -> None:
-    ledger._queue_changes()
+    ledger.commit_soon()
+
+
+async def finds_nothing(reconciler: Reconciler, snapshot: Snapshot) -> Findings:
+    return Findings()
+
+
+async def position_stays(replies: ReplyStream) -> str:
+    return await replies._broker.call(replies._last_id)
 
 
 DEFECTS: dict[str, tuple[type[Any], str, Any, tuple[str, ...]]] = {
     "the sweep does not know what manifests name": (Sweeper, "_delivered", lambda *_: (set(), set()), ()),
     "a step with a visible manifest is formed again": (
-        Composer, "encoded", lambda self, visible=None: encoded(self), ("orchestrator_disk_fails",),
+        Composer, "encoded", lambda self, visible=None: encoded(self), ("orchestrator_disk_does_not_sync",),
     ),
     "dropped groups are counted across starts": (Planner, "resume", lambda self: None, ("everything_is_dropped",)),
     "a commit is not waited for": (Ledger, "committed", not_waited_for, ("orchestrator_killed_at_commit",)),
@@ -41,9 +49,9 @@ DEFECTS: dict[str, tuple[type[Any], str, Any, tuple[str, ...]]] = {
     "an error of housekeeping ends the run": (
         Reported, "__exit__", lambda *_: False, ("orchestrator_disk_fails", "orchestrator_killed"),
     ),
-    "a lost job is never found": (Reconciler, "judge", lambda self, snapshot: None, ("queues_purged",)),
+    "a lost job is never found": (Reconciler, "judge", finds_nothing, ("queues_purged",)),
     "a flushed stream is read on from the old position": (
-        ReplyStream, "behind", lambda self, id: False, ("redis_restarted_empty",),
+        ReplyStream, "newest", position_stays, ("redis_restarted_empty",),
     ),
 }  # fmt: skip
 

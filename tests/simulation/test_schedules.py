@@ -1,13 +1,12 @@
 """Schedules of faults over the real orchestrator, on a simulated clock: `make simulate` plays 1,000, `make test` 25."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from simulation.bias import Bias
-from simulation.playing import play, replay_command, shrunk
+from simulation.playing import SUMMARY, play, replay_command, shrunk
 
 
 class Played:
@@ -17,6 +16,8 @@ class Played:
         self.schedules = self.starts = self.stops = 0
         self.faults = Counter[str]()
         self.simulated_s = 0.0
+        self.events = Counter[str]()
+        self.reasons = Counter[str]()
         self.bias = Bias()
 
     def __str__(self) -> str:
@@ -26,17 +27,14 @@ class Played:
             f"{self.schedules} schedules, {self.faults.total()} faults of {len(self.faults)} kinds (each at least "
             f"{rarest} times), {self.starts} starts, {self.stops} stops by an error, {self.simulated_s / 3600:.1f} "
             f"simulated hours; delivered against planned, in standard deviations: rewards {rewards.z:+.2f} "
-            f"({rewards.schedules} schedules), log lengths {lengths.z:+.2f} ({lengths.schedules})"
+            f"({rewards.schedules} schedules), log lengths {lengths.z:+.2f} ({lengths.schedules})\n"
+            f"events: {dict(self.events.most_common())}; filtered: {dict(self.reasons.most_common())}"
         )
 
 
 @pytest.fixture(scope="module")
-def played(request: pytest.FixtureRequest) -> Iterator[Played]:
-    played = Played()
-    yield played
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.write_line(f"\n{played}")
+def played(request: pytest.FixtureRequest) -> Played:
+    return request.config.stash.setdefault(SUMMARY, Played())
 
 
 def test_a_schedule_of_faults_loses_nothing(
@@ -51,6 +49,8 @@ def test_a_schedule_of_faults_loses_nothing(
     played.stops += len(world.stops)
     played.faults.update(fault.name for fault in world.faults)
     played.simulated_s += world.simulated_s
+    played.events.update(world.events)
+    played.reasons.update(world.reasons)
     played.bias.add(world)
 
 

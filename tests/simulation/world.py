@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 import warnings
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -42,7 +43,7 @@ from simulation.workers import SimulatedWorker
 from tasks import agreement
 from tasks.kinds import WorkerKind
 
-LIMIT_S = 3600.0
+LIMIT_S = 2400.0
 """of simulated time: a run takes one or two minutes, its faults as long again"""
 STARTS_MOST = 40
 AUDIT_EVERY_S = 5.0
@@ -94,6 +95,8 @@ class World:
         """groups, at the end"""
         self.delivered: list[str] = []
         """rollouts in manifests, at the end"""
+        self.events = Counter[str]()
+        """in the ledger, at the end; and workers excluded"""
         self.reasons: dict[str, int] = {}
         """of filtered rollouts, at the end"""
         self._disks: dict[Process, Disk] = {}
@@ -308,6 +311,7 @@ class World:
             self._stopped_by(error)
             return None
         self.note(f"the orchestrator ended: {task.result()['phase']}")
+        invariants.check_counts(self, task.result())
         return task.result()["phase"]
 
     def _stopped_by(self, error: BaseException) -> None:
@@ -327,6 +331,7 @@ class World:
 
     def _on_status(self, status: dict[str, Any]) -> None:
         self._waits = status["waiting_for"]
+        self.events.update({"excluded worker (seconds)": len(status["excluded_workers"])})
         if self.loop.now > self._audited_at + AUDIT_EVERY_S:
             self._audited_at = self.loop.now
             self.later(0.0, self._audit)
