@@ -12,7 +12,7 @@ from orchestrator.ledger.records import GroupRecord
 from orchestrator.trainer import Trainer, last_released
 from penstock import ids
 from penstock.batches import Manifest, TrainerState, read_manifest
-from penstock.batches.manifest import manifest_key
+from penstock.batches.manifest import NAME, manifest_key
 from penstock.batches.plan import step_directory
 from penstock.config import RunConfig
 from penstock.config.run import Trainer as TrainerSettings
@@ -197,10 +197,14 @@ class Sweeper:
         removed = 0
         for first in range(0, len(rollouts), SWEPT_AT_ONCE):
             removed += await self._sweep_some(rollouts[first : first + SWEPT_AT_ONCE])
-        unreleased, delivered = (self._ledger.number(name) for name in ("columns_released", "steps_delivered"))
+        released, delivered = self._released, self._ledger.number("steps_delivered")
+        unreleased = released["columns_released"]
         await self._ledger.committed()
+        # A kill or an error may have left files of a released step, and a late encoder may add one.
+        for step in range(max(0, unreleased - SWEPT_STEPS), unreleased):
+            removed += await in_io_thread(self._sweep_released_step, step, released)
         for step in range(max(unreleased, delivered - SWEPT_STEPS), delivered):
-            removed += await in_io_thread(self._sweep_step, step)
+            removed += await in_io_thread(self._sweep_step, step, released)
         if removed:
             logger.info("action=swept files=%d", removed)
         return removed
@@ -213,9 +217,13 @@ class Sweeper:
         # In this order no file in use is unnamed: a rollout that begins after the listing is not listed; one that is
         # delivered after its open record was looked up is named by that; one that was delivered before is committed.
         found = sort_out(names, self._ledger.groups)
-        released = {counter: self._ledger.number(counter) for counter in RELEASED}
+        released = self._released
         await self._ledger.committed()
         return await in_io_thread(self._sweep_rollouts, found, released)
+
+    @property
+    def _released(self) -> dict[str, int]:
+        return {counter: self._ledger.number(counter) for counter in RELEASED}
 
     def _sweep_rollouts(self, found: SomeRollouts, released: Mapping[str, int]) -> int:
         named, unknown = found.named, set[str]()
@@ -226,11 +234,15 @@ class Sweeper:
         swept = [*found.settled, *(name for name in found.closed if name not in unknown)]
         return sum(self._sweep(ids.rollout_directory(self._run, name), named) for name in swept)
 
-    def _sweep_step(self, step: int) -> int:
+    def _sweep_step(self, step: int, released: Mapping[str, int]) -> int:
         manifest = read_manifest(self._store, step)
-        ranks = manifest.ranks if manifest else ()
-        named = {ref.key for rank in ranks for ref in (rank.file, rank.rollouts_jsonl) if ref}
-        return self._sweep(step_directory(step), named | {manifest_key(step)})
+        named = named_files(manifest, released) if manifest else {manifest_key(step)}
+        return self._sweep(step_directory(step), named)
+
+    def _sweep_released_step(self, step: int, released: Mapping[str, int]) -> int:
+        """Almost all have nothing but their manifest, which is not read then."""
+        left = set(self._store.names(step_directory(step))) - {NAME}
+        return self._sweep_step(step, released) if left or step < released["manifests_released"] else 0
 
     def _sweep(self, directory: str, named: set[str]) -> int:
         with Reported(f"sweep {directory}"):

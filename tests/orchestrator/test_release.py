@@ -244,6 +244,20 @@ def test_released_experts_that_a_kill_left_are_swept(config: RunConfig, ledger: 
     assert [key.rpartition("/")[2] for key in blob_keys(store, "rollouts")] == ["columns"] * 4
 
 
+def test_files_of_a_released_step_that_a_kill_or_a_late_encoder_left_are_swept(
+    config: RunConfig, ledger: Ledger, store: FileStore
+) -> None:
+    """The ledger has released the step; its files are still there."""
+    deliver(config, ledger, store)
+    ledger.set("columns_released", 1)
+    assert swept(config, ledger) == 6  # the columns of four rollouts, the ranks of two encoders
+    assert blob_keys(store, "batches") == [
+        f"batches/step_000000/{name}" for name in ("manifest.json", "rollouts.good.jsonl")
+    ]
+    store.put("batches/step_000000/rank_00.later.safetensors", [b"x"])
+    assert swept(config, ledger) == 1
+
+
 def test_two_sweeps_at_once_remove_each_file_once(config: RunConfig, ledger: Ledger, store: FileStore) -> None:
     """When a finished run is started again, its periodic sweep starts together with the final one."""
     for number in range(400):
