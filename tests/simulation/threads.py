@@ -6,6 +6,7 @@ time and every interleaving follows from the seed. It lasts until it blocks on a
 
 import asyncio
 import contextvars
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -107,11 +108,16 @@ class SimulatedQueue:
         if self._waiting is not None:
             self._waiting.wake(self, delay_s(SimulatedThread.delays))
 
-    def get(self) -> Any:
-        while not self.items:
-            self._waiting = _running
+    def get(self, timeout: float | None = None) -> Any:
+        if not self.items:
             assert _running is not None
-            _running.block(self)
+            self._waiting = _running
+            if timeout is not None:
+                _running.wake(self, timeout)
+            while not self.items:
+                _running.block(self)
+                if timeout is not None and not self.items:
+                    raise queue.Empty
         return self.items.popleft()
 
     def empty(self) -> bool:

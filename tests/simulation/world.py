@@ -382,7 +382,7 @@ class World:
             (time, "time", lambda: self.loop.now + self.wall_offset_s),
             (uuid, "uuid4", lambda: uuid.UUID(int=names.getrandbits(128), version=4)),
             (secrets, "token_hex", lambda size=8: names.randbytes(size).hex()),
-            (writer, "queue", SimpleNamespace(SimpleQueue=SimulatedQueue)),
+            (writer, "queue", SimpleNamespace(SimpleQueue=SimulatedQueue, Empty=queue.Empty)),
             (writer, "threading", SimpleNamespace(Thread=SimulatedThread, Event=SimulatedEvent)),
             (start, "Broker", SimulatedBroker),
             (shutdown, "_revoke", self._revoke),
