@@ -9,8 +9,9 @@ from contextlib import closing
 
 from orchestrator.ledger.records import ESTIMATOR_STATE, BatchRecord, GroupRecord, RolloutRecord, Row
 from penstock.batches import BatchRollout, Manifest, manifest_steps, read_manifest
+from penstock.batches.plan import FIRST_STEP
 from penstock.config import RunConfig
-from penstock.ids import GroupId, execution_of
+from penstock.ids import ROLLOUTS_FOLDER, GroupId, execution_of
 from penstock.ledger.archive import archive
 from penstock.ledger.schema import STATEMENTS, open_for_writing
 from penstock.ledger.states import BatchState, GroupState, RolloutState
@@ -25,12 +26,12 @@ RESULT = 6  # column of a rollout's result
 
 
 def rebuild_if_lost(config: RunConfig) -> None:
-    """Rebuild when there is no ledger but there are manifests."""
+    """Rebuild when there is no ledger but there are manifests, or files of rollouts: these are played under new ids."""
     if config.ledger_path.exists():
         return
     store = open_store(config.store_url)
     steps = manifest_steps(store)
-    if not steps:
+    if not steps and not store.names(ROLLOUTS_FOLDER):
         return
     logger.warning("action=ledger_rebuilt path=%s from_steps=%d", config.ledger_path, len(steps))
     replacing = atomic.replacing(config.ledger_path, suffix="rebuilding")
@@ -40,9 +41,10 @@ def rebuild_if_lost(config: RunConfig) -> None:
 
 
 def _fill(connection: sqlite3.Connection, manifests: Iterator[Manifest], group_size: int) -> None:
-    last_ordinal = delivered_bytes = step = 0
+    last_ordinal = delivered_bytes = 0
+    step = FIRST_STEP - 1
     states = Counter[RolloutState]()
-    estimator_state = ""
+    estimator_state = None
     connection.execute("BEGIN")
     for manifest in manifests:  # in order
         step, estimator_state = manifest.plan.step, manifest.estimator_state

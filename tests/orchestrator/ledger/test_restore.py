@@ -158,6 +158,20 @@ def test_a_lost_ledger_is_rebuilt_from_the_manifests(tmp_path: Path) -> None:
     assert config.ledger_path.read_bytes() == before, "a ledger that is there is left alone"
 
 
+def test_a_ledger_that_is_lost_before_the_first_step_does_not_use_its_ids_again(tmp_path: Path) -> None:
+    """A late reply to a rollout of the lost ledger would settle another one."""
+    config = configured(run_dir=tmp_path / "run")
+    run_dir.create_directories(config)
+    rebuild.rebuild_if_lost(config)
+    assert not config.ledger_path.exists(), "a run that begins has nothing to rebuild"
+    run_store(config).write("rollouts/0123456789ab/g0000001-0/1.0123456789ab/columns", b"x")
+    rebuild.rebuild_if_lost(config)
+    ids = list[str]()
+    written(config.ledger_path, lambda ledger: ids.append(planned(ledger).id))
+    kept = restore.read(config.ledger_path)
+    assert (ids, kept.meta["steps_delivered"], kept.meta["rollouts_planned"]) == (["g1000001"], 0, 4)
+
+
 def test_a_step_that_is_composed_dissolved_and_composed_again_is_restored(tmp_path: Path) -> None:
     """The rows of its rollouts are changed by statements, whatever is committed together."""
     path = tmp_path / "ledger.sqlite"
