@@ -46,7 +46,7 @@ from tasks.kinds import WorkerKind
 LIMIT_S = 2400.0
 """of simulated time: a run takes one or two minutes, its faults as long again"""
 STARTS_MOST = 40
-AUDIT_EVERY_S = 5.0
+AUDIT_EVERY_S = 10.0
 SETTLE_S = 90.0
 """after the run, at most"""
 Switch = Callable[[SimulatedWorker, bool], None]
@@ -387,7 +387,7 @@ class World:
             (start, "Broker", SimulatedBroker),
             (shutdown, "_revoke", self._revoke),
             (crash_points, "passed", self._passed),
-            (release, "SWEEP_EVERY_S", 7.0),  # often, so that it meets every other duty
+            (release, "SWEEP_EVERY_S", 11.0),  # often, so that it meets every other duty
             (loop, "TRAINER_POLL_S", 1.0),
             (agreement, "version", lambda _: "simulated"),  # parsing the package's metadata takes milliseconds
         ]
