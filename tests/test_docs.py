@@ -46,6 +46,7 @@ RUN_BY = {
     "celery -A tasks flower": "tests/recovery/test_flower.py",
     "docker-compose": "tests/test_compose.py",
     "make demo": "tests/cli/test_demo.py",
+    "make simulate": "tests/simulation/test_schedules.py",
     "penstock demo": "tests/cli/test_demo.py",
     "penstock doctor": "tests/penstock/doctor",
     "penstock engine": "tests/services/engine",
