@@ -4,9 +4,10 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 
+from orchestrator.examples import Examples
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord, GroupRecord, RolloutRecord
-from orchestrator.quotas import in_groups, quantity, quotas
+from orchestrator.quotas import in_groups, leftover, quantity, quotas
 from orchestrator.slices import in_slices
 from orchestrator.staleness import Staleness
 from orchestrator.trainer import Trainer
@@ -30,6 +31,7 @@ class Composer:
         self._trainer = trainer
         self._batch_phase = batch_phase
         self._staleness = Staleness(config, ledger)
+        self._examples = Examples(config, ledger)
 
     def compose(self) -> BatchRecord | None:
         """Compose the next step if enough is admitted, and add the jobs that follow, in one transaction."""
@@ -149,9 +151,12 @@ class Composer:
     def _select(self, step: int) -> list[GroupRecord] | None:
         """The step's groups, or None if an environment does not have enough yet."""
         taken: list[GroupRecord] = []
-        parts, unit = quotas(self._config, step), self._config.batch.unit
+        parts = quotas(self._config, step, leftover(self._config, self._ledger, self._examples))
+        unit = self._config.batch.unit
         if any(self._ledger.admitted[name, unit] < quota for name, quota in parts.items()):
             return None  # on most wake-ups, without a look at the groups
+        if sum(parts.values()) < self._config.batch.size:
+            return None  # the data has ended
         for name, quota in parts.items():
             part = self._select_from(name, quota)
             if part is None:

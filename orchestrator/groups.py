@@ -232,6 +232,11 @@ class Groups:
         self._filter(group)
 
     def _filter(self, group: GroupRecord) -> None:
+        """Rewards are counted before a filter drops the groups that are solved by all or by none."""
+        rewards = [rollout.result.reward for rollout in group.rollouts if rollout.result]
+        self._ledger.increment(f"played:{group.environment}", len(rewards))
+        total = f"played_reward:{group.environment}"
+        self._ledger.set(total, self._ledger.seconds(total) + sum(rewards))
         self._ledger.enter(group, GroupState.FILTERING)
         self._ledger.add_job(ids.filter_job(group.id), JobKind.FILTER, group.id)
 

@@ -105,7 +105,7 @@ class Orchestrator:
             phase=lambda: "done" if self.done else self.stop.phase,
             snapshot=lambda: self.reconciler.latest,
             running=lambda: self.reconciler.running,
-            notes=lambda: self.releaser.notes,
+            notes=lambda: [*filter(None, [self.planner.out_of_data]), *self.releaser.notes],
             excluded=lambda: self.attendance.excluded,
             troubles=lambda: [
                 self.broker.trouble, self.ledger.trouble, *self.gates.troubles, self.submitter.inputs.trouble,
@@ -141,12 +141,14 @@ class Orchestrator:
                 task.cancel()
         await self.metrics.write()
         await self.reporter.write()
-        why = "the run is complete" if self.done else "the orchestrator was stopped"
+        why = (self.planner.out_of_data or "the run is complete") if self.done else "the orchestrator was stopped"
         await self.trainer.write_status(why, ended=self.done)
 
     async def drive_and_shut_down(self) -> None:
         await self.drive()
         if self.done:
+            if why := self.planner.out_of_data:
+                logger.warning("action=out_of_data %s", why)
             await self.shutdown.finish()
             await self.trainer.read()
             await self.releaser.run_once()
@@ -156,7 +158,7 @@ class Orchestrator:
 
     @property
     def done(self) -> bool:
-        return self.ledger.number("steps_delivered") >= self.config.steps
+        return self.ledger.number("steps_delivered") >= self.config.steps or self.planner.out_of_data is not None
 
     async def drive(self) -> None:
         self.planner.survey()

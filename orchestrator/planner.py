@@ -4,14 +4,15 @@ import math
 from collections import Counter
 
 from orchestrator.causes import Causes
+from orchestrator.examples import Examples
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.quotas import in_groups, quotas
+from orchestrator.quotas import UNFINISHED, in_groups, leftover, quotas
 from orchestrator.submission import AT_ONCE
 from orchestrator.trainer import Trainer
 from penstock import ids
 from penstock.config import RunConfig
 from penstock.errors import RunError
-from penstock.ledger.states import GroupState, JobKind
+from penstock.ledger.states import JobKind
 
 
 class Planner:
@@ -20,6 +21,7 @@ class Planner:
         self._config = config
         self._ledger = ledger
         self._trainer = trainer
+        self._examples = Examples(config, ledger)
 
     def resume(self) -> None:
         """Begin a new count of dropped groups: the settings may have been corrected."""
@@ -46,13 +48,21 @@ class Planner:
         for _ in range(min(wanted, max(1, AT_ONCE // size))):
             name = max(missing, key=lambda name: (missing[name], name))
             missing[name] -= 1
-            self._begin(name, size)
+            self._ledger.plan(environment=name, example=self._examples.take(name), size=size)
         return wanted > max(1, AT_ONCE // size)
 
-    def _begin(self, name: str, size: int) -> None:
-        """Examples in order, starting over at the end. A group's id does not depend on its example."""
-        number = self._ledger.increment(f"begun:{name}") - 1
-        self._ledger.plan(environment=name, example=number % self._ledger.number(f"examples:{name}"), size=size)
+    @property
+    def out_of_data(self) -> str | None:
+        """What to say when every environment has played its epochs and what is left does not fill a step."""
+        step, left = self._ledger.number("steps_delivered"), leftover(self._config, self._ledger, self._examples)
+        if len(left) < len(self._config.environments) or self._ledger.batches or step >= self._config.steps:
+            return None
+        if sum(left.values()) >= self._config.batch.size:
+            return None
+        return (
+            f"every example was played as often as `epochs` allows, after {step} of {self._config.steps} steps: raise "
+            "environments.NAME.epochs and run the same command to continue"
+        )
 
     @property
     def trouble(self) -> str | None:
@@ -76,13 +86,16 @@ class Planner:
         """environment -> groups to begin, for the surveyed environments."""
         first = self._ledger.number("steps_delivered") + len(self._ledger.batches)
         steps = range(first, min(self._config.steps, self._trainer.plannable_steps(first), self._storable_steps(first)))
-        needed = Counter[str]()
+        needed, left = Counter[str](), leftover(self._config, self._ledger, self._examples)
         for step in steps:
-            needed.update(quotas(self._config, step))
+            parts = quotas(self._config, step, left)
+            needed.update(parts)
+            left = {name: number - parts[name] for name, number in left.items()}
         known = [name for name in needed if self._ledger.meta.get(f"examples:{name}")]
         oversample, open_groups = self._config.rollouts.oversample, self._open_groups()
         wanted = {name: oversample * self._in_groups(name, needed[name]) - open_groups[name] for name in known}
-        return Counter({name: max(0, math.ceil(groups)) for name, groups in wanted.items()})
+        most = {name: min(groups, self._examples.left(name)) for name, groups in wanted.items()}
+        return Counter({name: max(0, math.ceil(groups)) for name, groups in most.items()})
 
     def _storable_steps(self, first: int) -> int:
         """A full store stops planning, except for the next step when no delivered step can be released before it."""
@@ -100,7 +113,7 @@ class Planner:
         """environment -> open groups. Admitted ones may be partial and count by their quantity."""
         pending = Counter[str]()
         for (environment, state), number in self._ledger.group_counts.items():
-            if state not in (GroupState.ADMITTED, GroupState.BATCHED):
+            if state in UNFINISHED:
                 pending[environment] += number
         admitted, unit = self._ledger.admitted, self._config.batch.unit
         return {name: pending[name] + self._in_groups(name, admitted[name, unit]) for name in self._config.environments}

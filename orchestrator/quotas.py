@@ -1,16 +1,43 @@
 """Quotas: the size of a step divided among the environments, and what a group adds to it."""
 
+import math
 from collections.abc import Mapping
 
+from orchestrator.examples import Examples
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord
 from penstock.config import RunConfig
-from penstock.ledger.states import RolloutState
+from penstock.ledger.states import GroupState, RolloutState
+
+UNFINISHED = frozenset(GroupState) - {GroupState.ADMITTED, GroupState.BATCHED, GroupState.CLOSED}
 
 
-def quotas(config: RunConfig, step: int) -> dict[str, int]:
-    """environment -> its part of `batch.size`. Remainders rotate with the step, so that no environment is favoured."""
-    return apportion(config.batch.size, {name: env.weight for name, env in config.environments.items()}, turn=step)
+def quotas(config: RunConfig, step: int, most: Mapping[str, int] | None = None) -> dict[str, int]:
+    """environment -> its part of `batch.size`. Remainders rotate with the step, so that no environment is favoured.
+
+    `most`: what the environments have left whose examples are used up. The others take their place; where there is no
+    other, the parts are smaller than the step.
+    """
+    size, weights = config.batch.size, {name: env.weight for name, env in config.environments.items()}
+    parts: dict[str, int] = {}
+    while weights:
+        shares = apportion(size, weights, turn=step)
+        short = {name: most[name] for name in shares if shares[name] > most.get(name, math.inf)} if most else {}
+        if not short:
+            return parts | shares
+        parts |= short
+        size -= sum(short.values())
+        weights = {name: weight for name, weight in weights.items() if name not in short}
+    return parts
+
+
+def leftover(config: RunConfig, ledger: Ledger, examples: Examples) -> dict[str, int]:
+    """What is admitted, in `batch.unit`, of the environments whose examples are used up and whose groups are done."""
+    return {
+        name: ledger.admitted[name, config.batch.unit]
+        for name in filter(examples.used_up, config.environments)
+        if not any(ledger.group_counts[name, state] for state in UNFINISHED)
+    }
 
 
 def apportion(size: int, weights: Mapping[str, float], *, turn: int = 0) -> dict[str, int]:

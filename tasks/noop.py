@@ -25,7 +25,6 @@ from penstock.messages import (
 )
 from penstock.store import BlobRef
 
-EXAMPLES = 1_000_000
 HOLD_POLL_S = 0.5  # 1,000 held rollouts look for the file 2,000 times a second
 
 

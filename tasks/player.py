@@ -106,8 +106,8 @@ class Player:
         )
 
     async def survey(self, job: SurveyJob) -> SurveyResult:
-        if noop_settings(self._config, job.environment):
-            return SurveyResult(examples=noop.EXAMPLES, scores_groups=False)
+        if hooks := noop_settings(self._config, job.environment):
+            return SurveyResult(examples=hooks.examples, scores_groups=False)
         environment = self._environment(job.environment)
         return SurveyResult(examples=environment.size, scores_groups=environment.scores_groups)
 

@@ -41,7 +41,7 @@ RETRY_S = 1.0
 LAG_POLL_S = 2.0
 UNWRITTEN, COUNTED = "metrics_unwritten", "metrics_counted"
 """keys in the ledger: lines that the file may not have yet, and the counters at the last step"""
-COUNTERS = ("solved_", "matched:", "settled:", "seconds:")
+COUNTERS = ("solved_", "played", "matched:", "settled:", "seconds:")
 """prefixes of the ledger's keys that are counters"""
 
 

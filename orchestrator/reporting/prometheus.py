@@ -18,6 +18,7 @@ PROCESSES_MOST = 64  # those with the worst lag
 QUANTILES = {"0.5": "median_s", "0.9": "p90_s", "0.99": "p99_s", "1": "max_s"}
 LAST_STEP = {
     "reward_mean": "reward_mean",
+    "played_reward_mean": "played_reward_mean",
     "staleness_mean": "staleness_mean",
     "staleness_max": "staleness_max",
     "replaced_share": "replaced_share",

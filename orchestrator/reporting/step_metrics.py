@@ -94,6 +94,7 @@ def of_window(since: Counts, *, groups: int, longest_s: Mapping[JobKind, float],
         "groups_dropped": dropped,
         "replaced_share": _share(dropped, dropped + groups),
         **_solved(since),
+        **_played(since),
         **_timings(since, longest_s),
         "time/step_s": step_s,
         "rollouts_per_s": _share(since["generated"], step_s),
@@ -172,6 +173,19 @@ def _solved(since: Counts) -> Values:
         for solved in ("all", "none", "mixed")
     }
     return shares | {"groups_completed": by_suffix[""].total()}
+
+
+def _played(since: Counts) -> Values:
+    """Rewards of the rollouts of completed groups, before filters."""
+    numbers = _under(since, "played:")
+    totals = {name: since.get(f"played_reward:{name}", 0.0) for name in numbers}
+    if not numbers:
+        return {}
+    return {
+        "played_rollouts": sum(numbers.values()),
+        "played_reward_mean": _share(sum(totals.values()), sum(numbers.values())),
+        **{f"played_reward_mean/{name}": _share(totals[name], number) for name, number in numbers.items()},
+    }
 
 
 def _timings(since: Counts, longest_s: Mapping[JobKind, float]) -> Values:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator
 
 from penstock.messages import SAMPLES_LIMIT
+from penstock.sampling import Order
 from penstock.sections import OF_HOST, CommaSeparated, Declared, Fraction, Reader, Section, read_by
 from penstock.turn import CheckRoutes, RouteFormat
 
@@ -17,6 +18,7 @@ DIALECTS = {
 """The built-in values of `engine.dialect` and their classes."""
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
 BYTES_CHATML = "bytes-chatml"
+OF_DATA = Declared(read_by=(Reader.ORCHESTRATOR,), fixed=False)
 # Set by Penstock in every request; `n` because exactly one completion can be recorded.
 RESERVED = frozenset(
     {"model", "messages", "tools", "stream", "n", "logprobs", "token_ids", "input_ids", "sampling_params", "seed"}
@@ -34,6 +36,12 @@ class EnvironmentSettings(Section):
     """Share of the training batch, relative to the other environments."""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of the class."""
+    order: Annotated[Order, OF_DATA] = "shuffled"
+    """Order of the examples: `shuffled` anew in every epoch, by `seed`, or `in_order`. Another value holds from the
+    next epoch on."""
+    epochs: Annotated[PositiveInt | None, OF_DATA] = None
+    """Times that every example is played, in groups that are dropped too. The run ends when every environment has
+    reached its limit. Default: no limit."""
 
 
 class Engine(Section):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from penstock.config.engine import EnvironmentName, EnvironmentSettings
 from penstock.config.run import RunConfig
@@ -23,6 +23,8 @@ class Noop(Section):
 
     declared = Declared(read_by=(Reader.ROLLOUTS, Reader.COMPUTE), of_host=True)
 
+    examples: PositiveInt = 1_000_000
+    """Examples of a no-op environment."""
     rollout_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds that a rollout takes."""
     stage_s: Annotated[float, Field(ge=0)] = 0.0

@@ -67,6 +67,15 @@ def test_a_group_goes_through_filtering_and_advantages(scene: Scene) -> None:
     assert scene.ledger.jobs == {}
 
 
+def test_rewards_of_a_group_are_counted_before_it_is_dropped(scene: Scene) -> None:
+    for rollout, reward in zip(scene.group.rollouts, (1.0, 0.5, 0.0, 0.25), strict=True):
+        scene.reply(rollout.id, result=RolloutResult(reward=reward))
+    dropped = {rollout.id: "zero_variance" for rollout in scene.group.rollouts}
+    scene.reply(scene.submit_stage("filter"), result=FilterResult(dropped=dropped))
+    assert scene.group.state is GroupState.CLOSED
+    assert (scene.ledger.number("played:noop"), scene.ledger.seconds("played_reward:noop")) == (4, 1.75)
+
+
 def test_a_masked_rollout_is_admitted_and_stays_masked(scene: Scene) -> None:
     scene.finish_rollouts()
     scene.reply(scene.submit_stage("filter"), result=FilterResult(masked=(scene.rollout.id,)))

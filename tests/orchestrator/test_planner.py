@@ -31,7 +31,6 @@ def test_as_many_groups_begin_as_the_steps_need(ledger: Ledger) -> None:
     planner = planning(ledger)
     plan_all(planner)
     assert len(ledger.groups) == 6
-    assert [group.example for group in ledger.groups.values()] == list(range(6))
     plan_all(planner)
     assert ledger.number("rollouts_planned") == 24
 
@@ -117,9 +116,66 @@ def test_oversampling_begins_more_than_the_steps_need(ledger: Ledger) -> None:
     assert len(ledger.groups) == 9
 
 
-def test_examples_are_played_in_order_and_start_over(ledger: Ledger) -> None:
-    plan_all(planning(ledger, examples=4))
-    assert [group.example for group in ledger.groups.values()] == [0, 1, 2, 3, 0, 1]
+def test_every_epoch_plays_every_example_once_in_an_order_of_its_own(ledger: Ledger) -> None:
+    plan_all(planning(ledger, examples=20, steps=20))
+    epochs = [played(ledger)[:20], played(ledger)[20:]]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(20))] * 2
+    assert epochs[0] != epochs[1]
+    assert list(range(20)) not in epochs
+
+
+def played(ledger: Ledger) -> list[int]:
+    return [group.example for group in ledger.groups.values()]
+
+
+def test_examples_are_played_in_order_if_the_setting_says_so(ledger: Ledger) -> None:
+    plan_all(planning(ledger, examples=4, environments={"noop": {"use": "noop", "order": "in_order"}}))
+    assert played(ledger) == [0, 1, 2, 3, 0, 1]
+
+
+def test_an_epoch_keeps_the_order_that_it_began_with(ledger: Ledger) -> None:
+    """A run of a release that recorded no order was in the middle of an epoch."""
+    ledger.set("begun:noop", 7)
+    plan_all(planning(ledger, examples=10, steps=6))
+    assert played(ledger)[:3] == [7, 8, 9]
+    assert played(ledger)[3:] != list(range(9))
+    begun = len(ledger.groups)
+    plan_all(planning(ledger, examples=10, steps=7, environments={"noop": {"use": "noop", "order": "in_order"}}))
+    assert sorted(played(ledger)[3:13]) == list(range(10))
+    assert played(ledger)[13:] == [0]
+    assert begun == 12
+
+
+def test_no_group_begins_after_the_last_epoch(ledger: Ledger) -> None:
+    environments = {"noop": {"use": "noop", "epochs": 2}}
+    planner = planning(ledger, examples=4, steps=10, environments=environments)
+    plan_all(planner)
+    assert sorted(played(ledger)) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert planner.out_of_data is None
+    for group in list(ledger.groups.values()):
+        for rollout in group.rollouts:
+            ledger.move(rollout, RolloutState.FILTERED, reason="zero_variance")
+        ledger.enter(group, GroupState.CLOSED)
+    plan_all(planner)
+    assert not ledger.groups
+    assert "after 0 of 10 steps: raise environments.NAME.epochs" in (planner.out_of_data or "")
+    assert planning(ledger, examples=4, steps=10, environments={"noop": {"use": "noop", "epochs": 3}}).plan() is False
+    assert len(ledger.groups) == 4
+
+
+def test_environments_with_examples_left_take_the_place_of_those_without(ledger: Ledger) -> None:
+    environments = {"few": {"use": "noop", "epochs": 1}, "noop": {"use": "noop"}}
+    ledger.set("examples:few", 2)
+    planner = planning(ledger, steps=3, batch={"size": 4}, environments=environments)
+    plan_all(planner)
+    assert Counter(group.environment for group in ledger.groups.values()) == {"few": 2, "noop": 6}
+    for group in [group for group in ledger.groups.values() if group.environment == "few"]:
+        for rollout in group.rollouts:
+            ledger.move(rollout, RolloutState.FILTERED, reason="zero_variance")
+        ledger.enter(group, GroupState.CLOSED)
+    plan_all(planner)
+    assert Counter(group.environment for group in ledger.groups.values()) == {"noop": 12}
+    assert planner.out_of_data is None
 
 
 def test_groups_are_begun_one_step_beyond_those_that_may_be_sealed(ledger: Ledger) -> None:

@@ -1,7 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
+from support.ledgers import configured
 
-from orchestrator.quotas import apportion
+from orchestrator.quotas import apportion, quotas
 
 SIZES = st.integers(1, 500)
 WEIGHTS = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.01, 100), min_size=1)
@@ -30,3 +31,11 @@ def test_a_whole_quota_is_exact() -> None:
 def test_remainders_rotate() -> None:
     shares = [apportion(1, {"a": 1, "b": 1, "c": 1}, turn=turn) for turn in range(3)]
     assert [max(share, key=lambda name: share[name]) for share in shares] == ["a", "b", "c"]
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.integers(0, 20)), st.integers(0, 9))
+def test_what_one_environment_lacks_the_others_give(most: dict[str, int], step: int) -> None:
+    config = configured(batch={"size": 12}, environments={name: {"use": "noop"} for name in "abcd"})
+    parts = quotas(config, step, most)
+    assert all(part <= most.get(name, 12) for name, part in parts.items())
+    assert sum(parts.values()) == (12 if len(most) < 4 else min(12, sum(most.values())))

@@ -118,6 +118,13 @@ def test_solve_rates_in_total_and_by_environment() -> None:
     assert [values[f"solved_{how}/guess"] for how in ("all", "none", "mixed")] == [0, 1, 0]
 
 
+def test_the_reward_of_all_played_groups_stands_beside_that_of_delivered_ones() -> None:
+    values = window({"played:sums": 6, "played_reward:sums": 1.5, "played:guess": 2, "played_reward:guess": -0.5})
+    assert (values["played_rollouts"], values["played_reward_mean"]) == (8, 0.125)
+    assert (values["played_reward_mean/sums"], values["played_reward_mean/guess"]) == (0.25, -0.25)
+    assert not [key for key in window({}) if key.startswith("played")]
+
+
 @pytest.mark.parametrize(
     ("rewards", "solved"),
     [((1, 1), "all"), ((1, 1.5), "all"), ((0, 0), "none"), ((-1, 0), "none"), ((0, 1), "mixed"), ((0.5, 0.5), "mixed")],
