@@ -16,6 +16,7 @@ from penstock.messages import (
     AdvantageJob,
     AnyJob,
     BatchPhaseJob,
+    DrawJob,
     EncodeJob,
     FilterJob,
     Queue,
@@ -33,6 +34,7 @@ TASKS: dict[type[AnyJob], str] = {
     FilterJob: task_name(Queue.FILTERING),
     AdvantageJob: task_name(Queue.ADVANTAGES),
     BatchPhaseJob: task_name(Queue.ADVANTAGES, "batch"),
+    DrawJob: task_name(Queue.ADVANTAGES, "draw"),
     EncodeJob: task_name(Queue.ENCODING),
 }
 SEQUENCE_HEADER = "penstock_sequence"

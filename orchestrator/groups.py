@@ -8,6 +8,7 @@ from collections import Counter
 
 from orchestrator.attendance import Attendance
 from orchestrator.causes import Causes
+from orchestrator.examples import Examples
 from orchestrator.gates import Gates
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord, JobRecord, RolloutRecord
@@ -19,6 +20,7 @@ from penstock.messages import (
     AdvantageResult,
     AnyResult,
     BatchPhaseResult,
+    DrawResult,
     EncodeResult,
     FilterResult,
     Outcome,
@@ -38,6 +40,7 @@ class Groups:
         self._ledger = ledger
         self._gates = gates
         self.causes = Causes()
+        self._examples = Examples(config, ledger)
         self._attendance = attendance
         self.cancelled: list[JobRecord] = []
         """submitted jobs that are no longer needed: revoking them saves work"""
@@ -143,6 +146,8 @@ class Groups:
         """Whether `result` answers `job`: a worker of another version or a custom stage may send something else."""
         if result.answers != job.kind:
             return False
+        if isinstance(result, DrawResult):
+            return self._examples.fits(job.subject, result)
         if isinstance(result, EncodeResult):
             return result.rank is not None or bool(result.unreadable)
         if isinstance(result, ScoreResult) or (isinstance(result, AdvantageResult) and not result.dropped):
@@ -166,6 +171,8 @@ class Groups:
             case SurveyResult():
                 self._ledger.set(f"examples:{job.subject}", result.examples)
                 self._ledger.set(f"scores_groups:{job.subject}", int(result.scores_groups))
+            case DrawResult():
+                self._examples.settle(job.subject, result)
             case BatchPhaseResult() | EncodeResult():
                 pass
             case _:
@@ -192,6 +199,13 @@ class Groups:
         if job.kind is JobKind.SURVEY:
             self._ledger.end(job, JobState.DEAD)
             raise RunError(f"the environment {job.subject!r} cannot be used: {why}. Fix it, then start the run again")
+        if job.kind is JobKind.DRAW:
+            self._ledger.end(job, JobState.DEAD)
+            sampler = self._config.environments[job.subject].sampler
+            raise RunError(
+                f"environments.{job.subject}.sampler = {sampler!r} failed: {why}. Fix it, restart the compute workers, "
+                "then start the run again; nothing is lost"
+            )
         group = self._ledger.groups.get(job.subject)
         if job.kind is JobKind.ROLLOUT:
             self._ledger.kill(self._ledger.rollout(job), why)
@@ -262,6 +276,7 @@ class Groups:
             rollout.masked |= result.masked
             self._admit(group, rollout, result.advantages[rollout.id])
         self._ledger.enter(group, GroupState.ADMITTED)
+        self._examples.played(group)
         self._ledger.set("dropped_in_a_row", 0)
         self.causes.admitted()
         for counter in ("groups_admitted", f"groups_admitted:{group.environment}"):
@@ -280,6 +295,7 @@ class Groups:
             self._ledger.drop(rollout, reason)
         for why, number in Counter(rollout.reason for rollout in group.of(RolloutState.FILTERED)).items():
             self.causes.dropped(why or reason, number)
+        self._examples.played(group, reason)
         self._ledger.event(group.id, "dropped", reason)
         self._ledger.increment("dropped_in_a_row")
         self._ledger.enter(group, GroupState.CLOSED)

@@ -26,6 +26,7 @@ class Planner:
     def resume(self) -> None:
         """Begin a new count of dropped groups: the settings may have been corrected."""
         self._ledger.set("dropped_in_a_row", 0)
+        self._examples.resume()
 
     def survey(self) -> None:
         """Add a survey job for every environment whose number of examples is unknown."""
@@ -41,6 +42,8 @@ class Planner:
         At most as many rollouts as are submitted at once, so that each is written to the ledger once, as submitted.
         """
         self._stop_if_everything_is_dropped()
+        if self._examples.sampled:
+            self._examples.draw(self.groups_per_step())
         size = self._config.rollouts.group_size
         room = (self._config.rollouts.max_in_flight - self._ledger.ungenerated) // size
         missing = self._missing()
@@ -94,7 +97,7 @@ class Planner:
         known = [name for name in needed if self._ledger.meta.get(f"examples:{name}")]
         oversample, open_groups = self._config.rollouts.oversample, self._open_groups()
         wanted = {name: oversample * self._in_groups(name, needed[name]) - open_groups[name] for name in known}
-        most = {name: min(groups, self._examples.left(name)) for name, groups in wanted.items()}
+        most = {name: min(groups, self._examples.ready(name)) for name, groups in wanted.items()}
         return Counter({name: max(0, math.ceil(groups)) for name, groups in most.items()})
 
     def _storable_steps(self, first: int) -> int:

@@ -20,6 +20,7 @@ from penstock.messages import (
     AdvantageJob,
     AnyJob,
     BatchPhaseJob,
+    DrawJob,
     EncodeJob,
     FilterJob,
     Queue,
@@ -137,6 +138,8 @@ class Submitter:
                 return FilterJob(**common, plan=self.inputs.key(job))
             case JobKind.ADVANTAGE:
                 return AdvantageJob(**common, plan=self.inputs.key(job))
+            case JobKind.DRAW:
+                return DrawJob(**common, environment=job.subject, plan=self.inputs.key(job))
             case JobKind.BATCH_PHASE:
                 batch = self._ledger.batches[int(job.subject)]
                 return BatchPhaseJob(**common, plan=self.inputs.key(job), step=batch.step, formation=batch.formation)

@@ -3,7 +3,7 @@
 run, execution    12 hexadecimal digits
 group             g0000012                             by its ordinal, in the order of planning
 rollout           g0000012-3                           its group and its number there; also the id of its job
-other jobs        g0000012-filter, s000004f1r0, ...    of a group; of a step's formation (and data rank); of a survey
+other jobs        g0000012-filter, s000004f1r0, ...    of a group; of a step's formation (and data rank); ...
 task              <run>.<job>.<attempt>                one submission of a job: the id of its Celery task
 lease             <run>.<job>.<attempt>.<execution>    one execution of a task, a field in Redis
 lease's value     <worker>:<beat>                      the beat changes with every renewal
@@ -97,6 +97,10 @@ def advantages_job(group: str) -> str:
 
 def batch_phase_job(step: int, formation: int) -> str:
     return f"s{step:06d}f{formation}-advantages"
+
+
+def draw_job(number: int, environment: str) -> str:
+    return f"d{number}-{environment}"
 
 
 class EncodeJobId(NamedTuple):

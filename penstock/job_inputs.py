@@ -11,17 +11,21 @@ from pydantic import ValidationError
 
 from penstock.batches import BatchPlan, json_records
 from penstock.errors import BlobCorrupt, BlobMissing
-from penstock.messages import GroupInputs, StepAdvantages, StepValues, WireModel
+from penstock.messages import DrawInputs, GroupInputs, StepAdvantages, StepValues, WireModel
 from penstock.store import Store
 from penstock.store.base import KEY
 
 FOLDER = "plans"
-Content = GroupInputs | StepValues | StepAdvantages | BatchPlan
+Content = GroupInputs | DrawInputs | StepValues | StepAdvantages | BatchPlan
 Model = TypeVar("Model", bound=WireModel)
 
 
 def group_key(run: str, group: str) -> str:
     return f"{FOLDER}/{run}.{group}.json"
+
+
+def draw_key(run: str, job: str) -> str:
+    return f"{FOLDER}/{run}.{job}.json"
 
 
 def step_key(run: str, step: int, formation: int) -> str:
@@ -50,6 +54,10 @@ def write(store: Store, key: str, inputs: Content) -> None:
 
 def read_group(store: Store, key: str) -> GroupInputs:
     return _read_model(GroupInputs, store, key)
+
+
+def read_draw(store: Store, key: str) -> DrawInputs:
+    return _read_model(DrawInputs, store, key)
 
 
 def read_values(store: Store, key: str) -> StepValues:

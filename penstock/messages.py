@@ -1,5 +1,5 @@
 """Messages between processes: jobs to the workers, replies to the orchestrator. Each is at most 4 KB of JSON, except
-the scores of a group with named rewards.
+the scores of a group with named rewards and the draws of a sampler.
 
 No message contains a path, a class or code: keys are relative to the store of each process's own configuration, and the
 worker's own configuration resolves the names of environments.
@@ -15,6 +15,7 @@ from penstock.batches.manifest import EncodedRank
 from penstock.batches.plan import step_directory
 from penstock.errors import MalformedId
 from penstock.ids import TaskId
+from penstock.sampling import STATE_LIMIT_BYTES, PlayedGroup
 from penstock.store import BlobRef
 from penstock.store.base import is_key
 
@@ -31,6 +32,7 @@ SAMPLES_LIMIT = 128  # of one rollout; a step is packed by their lengths, before
 POLICY_ERROR_CHARACTERS = 120
 UNREADABLE_LIMIT = 64  # rollouts named in one reply; the step is formed again without them and may name more
 NAME_CHARACTERS = 32
+DRAWN_LIMIT = 1024  # examples of one draw
 
 Name = Annotated[str, Field(max_length=NAME_CHARACTERS)]
 AgentName = Annotated[str, Field(max_length=AGENT_CHARACTERS)]
@@ -114,6 +116,15 @@ class BatchPhaseJob(Job):
     formation: int
 
 
+class DrawJob(Job):
+    """A sampler draws the next examples of an environment."""
+
+    queue: Literal[Queue.ADVANTAGES] = Queue.ADVANTAGES
+    environment: str
+    plan: str
+    """key of the DrawInputs in the store"""
+
+
 class EncodeJob(Job):
     queue: Literal[Queue.ENCODING] = Queue.ENCODING
     plan: str
@@ -122,7 +133,7 @@ class EncodeJob(Job):
     data_rank: int
 
 
-AnyJob = RolloutJob | ScoreJob | SurveyJob | FilterJob | AdvantageJob | BatchPhaseJob | EncodeJob
+AnyJob = RolloutJob | ScoreJob | SurveyJob | FilterJob | AdvantageJob | BatchPhaseJob | DrawJob | EncodeJob
 
 
 class RolloutResult(WireModel):
@@ -197,6 +208,14 @@ class AdvantageResult(WireModel):
     """deliver the whole group with loss mask 0"""
 
 
+class DrawResult(WireModel):
+    answers: Literal["draw"] = "draw"
+    examples: Annotated[tuple[int, ...], Field(max_length=DRAWN_LIMIT)]
+    """none: the data has ended"""
+    state: Annotated[str, Field(max_length=STATE_LIMIT_BYTES)]
+    """the sampler's state after this draw: JSON text that only `penstock.sampling` reads"""
+
+
 class BatchPhaseResult(WireModel):
     answers: Literal["batch_phase"] = "batch_phase"
     execution: str
@@ -229,7 +248,7 @@ class EncodeResult(WireModel):
 
 StepResult = BatchPhaseResult | EncodeResult
 """Kept in the ledger until the step is sealed."""
-AnyResult = RolloutResult | ScoreResult | SurveyResult | FilterResult | AdvantageResult | StepResult
+AnyResult = RolloutResult | ScoreResult | SurveyResult | FilterResult | AdvantageResult | DrawResult | StepResult
 Result = Annotated[AnyResult, Field(discriminator="answers")]
 
 
@@ -285,6 +304,21 @@ class GroupInputs(WireModel):
     policy_version: int
     """newest version when the file was written"""
     members: list[GroupMember]
+
+
+class DrawInputs(WireModel):
+    """What a sampler reads. A file in the store."""
+
+    environment: str
+    size: int
+    """examples of the environment"""
+    seed: int
+    count: int
+    """examples to draw"""
+    played: list[PlayedGroup]
+    """groups that ended since the draw before"""
+    state: str | None
+    """the sampler's state after the draw before"""
 
 
 class StepValues(WireModel):

@@ -1,10 +1,11 @@
-"""The queue `advantages`: the estimator's group phase, and its batch phase over a step. Runs on prefork."""
+"""The queue `advantages`: the estimator's group phase, its batch phase over a step, and samplers' draws. Prefork."""
 
 from penstock import job_inputs
 from penstock.config import RunConfig
 from penstock.config.test_hooks import noop_settings
-from penstock.messages import AdvantageJob, AdvantageResult, BatchPhaseJob, BatchPhaseResult, Queue
+from penstock.messages import AdvantageJob, AdvantageResult, BatchPhaseJob, BatchPhaseResult, DrawJob, Queue
 from penstock.stages.advantages import estimate_group, estimate_step
+from penstock.stages.drawing import draw_examples
 from penstock.store import open_store
 from tasks import noop
 from tasks.celery_app import app, settings, task_name
@@ -19,6 +20,12 @@ def run(job: AdvantageJob) -> None:
 @app.task(name=task_name(Queue.ADVANTAGES, "batch"), pydantic=True)
 def batch(job: BatchPhaseJob) -> None:
     sync_executor().execute(job, lambda execution: batch_body(job, settings(), execution))
+
+
+@app.task(name=task_name(Queue.ADVANTAGES, "draw"), pydantic=True)
+def draw(job: DrawJob) -> None:
+    store, config = open_store(settings().store_url), settings()
+    sync_executor().execute(job, lambda _: draw_examples(job_inputs.read_draw(store, job.plan), config))
 
 
 def body(job: AdvantageJob, config: RunConfig) -> AdvantageResult:

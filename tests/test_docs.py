@@ -35,7 +35,7 @@ from penstock.messages import RolloutResult
 from penstock.playing.rollout import play
 
 MOST_LINES = 120  # of the README
-RECIPES = ("An estimator", "A filter", "An engine dialect", "A store", "A field for the trainer")
+RECIPES = ("An estimator", "A filter", "A sampler", "An engine dialect", "A store", "A field for the trainer")
 MOST_FILES = 3  # that a recipe touches in this repository, its test included
 PACKAGES = ("penstock", "tasks", "workers", "orchestrator", "services", "cli", "bench")
 FOLDERS = (*PACKAGES, "examples", "tests", "docs", "deploy")

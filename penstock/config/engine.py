@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator
 
 from penstock.messages import SAMPLES_LIMIT
-from penstock.sampling import Order
+from penstock.registry import is_custom, unknown
+from penstock.sampling import SAMPLERS, UNIFORM, Order
 from penstock.sections import OF_HOST, CommaSeparated, Declared, Fraction, Reader, Section, read_by
 from penstock.turn import CheckRoutes, RouteFormat
 
@@ -19,6 +20,7 @@ DIALECTS = {
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
 BYTES_CHATML = "bytes-chatml"
 OF_DATA = Declared(read_by=(Reader.ORCHESTRATOR,), fixed=False)
+OF_SAMPLER = Declared(read_by=(Reader.ORCHESTRATOR, Reader.COMPUTE), fixed=False)
 # Set by Penstock in every request; `n` because exactly one completion can be recorded.
 RESERVED = frozenset(
     {"model", "messages", "tools", "stream", "n", "logprobs", "token_ids", "input_ids", "sampling_params", "seed"}
@@ -40,8 +42,21 @@ class EnvironmentSettings(Section):
     """Order of the examples: `shuffled` anew in every epoch, by `seed`, or `in_order`. Another value holds from the
     next epoch on."""
     epochs: Annotated[PositiveInt | None, OF_DATA] = None
-    """Times that every example is played, in groups that are dropped too. The run ends when every environment has
-    reached its limit. Default: no limit."""
+    """Times that every example is played, in groups that are dropped too; with a sampler, that many times the number
+    of examples. The run ends when every environment has reached its limit. Default: no limit."""
+    sampler: Annotated[str, OF_SAMPLER] = UNIFORM
+    """What chooses the examples: `uniform` (each once in an epoch, by `order`), `weighted`, `solve_rate`, or
+    `module:Class`, a class of your own that compute workers import."""
+    sampler_options: Annotated[dict[str, Any], OF_SAMPLER] = Field(default={})
+    """Keyword arguments of the sampler's class: `weights` (a list or a file) for `weighted`; `skip_solved`,
+    `skip_unsolved`, `solved`, `unsolved` for `solve_rate`."""
+
+    @field_validator("sampler")
+    @classmethod
+    def _check_sampler(cls, name: str) -> str:
+        if not is_custom(name) and name not in (UNIFORM, *SAMPLERS):
+            raise ValueError(unknown(name, (UNIFORM, *SAMPLERS)))
+        return name
 
 
 class Engine(Section):

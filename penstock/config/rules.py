@@ -27,6 +27,13 @@ def named_rules(config: RunConfig) -> list[NamedCode]:
             for name, each in filters.items()
             if each.mode != Mode.OFF
         ]
+    named += [
+        NamedCode(
+            setting=f"environments.{name}.sampler", name=each.sampler, check="penstock.sampling.drawing:check_sampler"
+        )
+        for name, each in config.environments.items()
+        if is_custom(each.sampler)
+    ]
     return [replace(each, place=config.place_of(*each.setting.split("."))) for each in named]
 
 

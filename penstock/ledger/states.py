@@ -44,6 +44,7 @@ class JobKind(LedgerEnum):
     SCORE = "score"
     FILTER = "filter"
     ADVANTAGE = "advantage"
+    DRAW = "draw"
     BATCH_PHASE = "batch_phase"
     ENCODE = "encode"
 
@@ -58,6 +59,7 @@ _QUEUES = {
     JobKind.SCORE: Queue.ROLLOUTS,
     JobKind.FILTER: Queue.FILTERING,
     JobKind.ADVANTAGE: Queue.ADVANTAGES,
+    JobKind.DRAW: Queue.ADVANTAGES,
     JobKind.BATCH_PHASE: Queue.ADVANTAGES,
     JobKind.ENCODE: Queue.ENCODING,
 }

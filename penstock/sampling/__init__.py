@@ -1,5 +1,15 @@
-"""Which example is played next: an order of its own for every epoch."""
+"""Which example is played next: an order for every epoch (`uniform`), or a sampler that draws in advance.
 
+A sampler is a class made with `size` (examples), `seed` and the options of the configuration. It has one method:
+
+    def draw(self, count, played, state): return examples, next_state
+
+`played` are the groups that ended since the last draw, dropped ones too; `state` is JSON, None at first. It keeps
+nothing else between two calls: they may run in different processes, and a call may be repeated.
+"""
+
+from penstock.sampling.drawing import STATE_LIMIT_BYTES, Drawn, draw
 from penstock.sampling.order import Order, example_at
+from penstock.sampling.samplers import SAMPLERS, UNIFORM, PlayedGroup, Sampler
 
-__all__ = ["Order", "example_at"]
+__all__ = ["SAMPLERS", "STATE_LIMIT_BYTES", "UNIFORM", "Drawn", "Order", "PlayedGroup", "Sampler", "draw", "example_at"]
