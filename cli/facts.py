@@ -35,6 +35,24 @@ def progress(status: Mapping[str, Any]) -> Iterator[Fact]:
     if status["rollouts_per_s"]:
         tokens = f", {status['tokens_per_s']:,.0f} tokens/s" if status.get("tokens_per_s") else ""
         yield Fact("speed", f"{status['rollouts_per_s']:,.1f} rollouts/s{tokens}")
+    yield from evaluations(status)
+
+
+def evaluations(status: Mapping[str, Any]) -> Iterator[Fact]:
+    """The last result of each evaluation, and what is running."""
+    for name, each in (status.get("evaluations") or {}).get("names", {}).items():
+        texts: list[str] = []
+        if last := each["last"]:
+            reward = f"reward {last['reward_mean']:.4g}" if "reward_mean" in last else "no reward"
+            dead = f", {last['dead']:,} dead" if last["dead"] else ""
+            first, newest = last.get("version_first", last["version"]), last.get("version_last", last["version"])
+            versions = f"version {first}" if first == newest else f"versions {first} to {newest}"
+            texts.append(f"{versions}: {reward}, {counted(last['rollouts'], 'rollout')}{dead}")
+        if running := each["running"]:
+            texts.append(
+                f"version {running['version']} is running, {running['settled']:,} of {running['of']:,} rollouts"
+            )
+        yield Fact("evaluation", f"{name}: {'; '.join(texts) or 'none yet'}")
 
 
 def equation(rollouts: Mapping[str, Any]) -> str:

@@ -60,6 +60,7 @@ def _summary(status: dict[str, Any], result: dict[str, Any], batches: str) -> It
     ended = "done" if done else "stopped before its last step"
     yield Fact("run", f"{status['run']}: {ended} after {facts.duration(status['running_s'])}")
     yield Fact("steps", f"{status['step']:,} of {status['steps']:,} delivered")
+    yield from facts.evaluations(status)
     for note in status["notes"]:
         yield Fact("note", note)
     if status["step"]:

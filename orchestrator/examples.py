@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import GroupRecord, JobRecord
+from orchestrator.ledger.records import GroupRecord, JobRecord, Value
 from penstock import ids
 from penstock.config import RunConfig
 from penstock.ledger.states import JobKind
@@ -36,6 +36,7 @@ class Examples:
         self._ledger = ledger
         self.sampled = [name for name in config.environments if not self._is_uniform(name)]
         """environments whose examples a sampler draws"""
+        self._parsed: dict[str, tuple[Value, list[int]]] = {}
 
     def resume(self) -> None:
         """Ask samplers again that had ended or failed: their code or the data may have changed."""
@@ -142,7 +143,11 @@ class Examples:
         ]
 
     def _drawn(self, name: str) -> list[int]:
-        return self._loads(f"drawn:{name}", [])[self._ledger.number(f"taken:{name}") :]
+        text, (known, drawn) = self._ledger.meta.get(f"drawn:{name}"), self._parsed.get(name, (None, []))
+        if text is not known:  # parsed once: 1,024 examples take 0.1 ms
+            drawn = orjson.loads(str(text)) if text else []
+            self._parsed[name] = text, drawn
+        return drawn[self._ledger.number(f"taken:{name}") :]
 
     def _loads(self, key: str, default: Any) -> Any:
         text = self._ledger.meta.get(key)

@@ -66,7 +66,11 @@ class Gates:
         self.encoding = Gate()
 
     def of(self, kind: JobKind) -> Gate | None:
-        gates = {JobKind.ROLLOUT: self.rollouts, JobKind.FILTER: self.filtering}
+        gates = {
+            JobKind.ROLLOUT: self.rollouts,
+            JobKind.EVALUATION: self.rollouts,
+            JobKind.FILTER: self.filtering,
+        }
         return self.encoding if kind in STEP_JOBS else gates.get(kind)
 
     @property

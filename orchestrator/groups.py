@@ -8,6 +8,7 @@ from collections import Counter
 
 from orchestrator.attendance import Attendance
 from orchestrator.causes import Causes
+from orchestrator.evaluation import Evaluations
 from orchestrator.examples import Examples
 from orchestrator.gates import Gates
 from orchestrator.ledger.ledger import Ledger
@@ -41,6 +42,7 @@ class Groups:
         self._gates = gates
         self.causes = Causes()
         self._examples = Examples(config, ledger)
+        self.evaluations = Evaluations(config, ledger)
         self._attendance = attendance
         self.cancelled: list[JobRecord] = []
         """submitted jobs that are no longer needed: revoking them saves work"""
@@ -135,6 +137,8 @@ class Groups:
 
         None for a closed group: its results are no longer in memory, and the files may be in a batch.
         """
+        if ids.is_evaluation(rollout):
+            return result.keys  # those of the one that settled it are deleted too
         id = ids.RolloutId.match(rollout)
         group = self._ledger.groups.get(id.group) if id else None
         if group is None:
@@ -144,7 +148,7 @@ class Groups:
 
     def _fits(self, job: JobRecord, result: AnyResult) -> bool:
         """Whether `result` answers `job`: a worker of another version or a custom stage may send something else."""
-        if result.answers != job.kind:
+        if result.answers != job.kind.answer:
             return False
         if isinstance(result, DrawResult):
             return self._examples.fits(job.subject, result)
@@ -157,6 +161,11 @@ class Groups:
 
     def _settle(self, job: JobRecord, reply: Reply, result: AnyResult) -> None:
         group = self._ledger.groups.get(job.subject)
+        if job.kind is JobKind.EVALUATION:
+            assert isinstance(result, RolloutResult)
+            self._ledger.end(job, JobState.SETTLED)
+            self.evaluations.settle(job, result)
+            return
         if isinstance(result, RolloutResult):
             self._ledger.generated(
                 self._ledger.rollout(job),
@@ -206,6 +215,10 @@ class Groups:
                 f"environments.{job.subject}.sampler = {sampler!r} failed: {why}. Fix it, restart the compute workers, "
                 "then start the run again; nothing is lost"
             )
+        if job.kind is JobKind.EVALUATION:
+            self._ledger.end(job, JobState.DEAD)
+            self.evaluations.died(job, why)
+            return
         group = self._ledger.groups.get(job.subject)
         if job.kind is JobKind.ROLLOUT:
             self._ledger.kill(self._ledger.rollout(job), why)

@@ -145,7 +145,8 @@ class Finder:
         sealed = self._named_by_manifests()
         with schema.reading(self._ledger_path) as connection:
             for first in range(0, len(self._rollouts), SWEPT_AT_ONCE):
-                found = sort_out(self._rollouts[first : first + SWEPT_AT_ONCE], self._ledger.groups)
+                names = self._rollouts[first : first + SWEPT_AT_ONCE]
+                found = sort_out(names, self._ledger.groups, self._ledger.evaluations)
                 of_closed, unknown = closed_files(connection, self._run, found.closed, self._released)
                 named = found.named | of_closed | sealed
                 for rollout in [*found.settled, *(name for name in found.closed if name not in unknown)]:

@@ -30,6 +30,7 @@ from orchestrator.reconciler import Reconciler
 from orchestrator.release import Releaser, Sweeper
 from orchestrator.reply_stream import AT_ONCE, ReplyStream
 from orchestrator.reporting.endpoint import Endpoint
+from orchestrator.reporting.evaluations_file import EvaluationsFile
 from orchestrator.reporting.metrics import LagPoller, Metrics
 from orchestrator.reporting.prometheus import RunCollector
 from orchestrator.reporting.reporter import Reporter, Sources, StatusCallback
@@ -84,6 +85,7 @@ class Orchestrator:
         self.gates = Gates()
         self.attendance = Attendance(config, broker, first_sequence=ledger.number("sequence"))
         self.groups = Groups(config, ledger, self.gates, self.attendance)
+        self.evaluations = self.groups.evaluations
         self.planner = Planner(config, ledger, self.trainer, self.groups.causes)
         self.submitter = Submitter(config, run, ledger, broker, self.gates, self.attendance)
         self.replies = ReplyStream(run, broker, ledger)
@@ -96,6 +98,7 @@ class Orchestrator:
         self.shutdown = Shutdown(config, run, ledger, broker, self.replies)
         self.lags = LagPoller(broker, own=PROCESS)
         self.metrics = Metrics(config, ledger, lag, self.lags)
+        self.evaluations_file = EvaluationsFile(config, ledger)
         self.reporter = Reporter(self._sources(http_url), on_status)
 
     def _sources(self, http_url: str | None) -> Sources:
@@ -107,10 +110,11 @@ class Orchestrator:
             running=lambda: self.reconciler.running,
             notes=lambda: [*filter(None, [self.planner.out_of_data]), *self.releaser.notes],
             excluded=lambda: self.attendance.excluded,
+            evaluations=self.evaluations.status,
             troubles=lambda: [
                 self.broker.trouble, self.ledger.trouble, *self.gates.troubles, self.submitter.inputs.trouble,
                 self.sealer.trouble, self.planner.trouble, *self.trainer.troubles, self.metrics.trouble,
-                self.releaser.trouble, self.sweeper.trouble,
+                self.evaluations_file.trouble, self.releaser.trouble, self.sweeper.trouble,
             ],
         )  # fmt: skip
 
@@ -130,16 +134,20 @@ class Orchestrator:
         await self.deliver_sealed_steps()
         self.composer.resume()
         self.planner.resume()
+        self.evaluations.resume()
+        self.evaluations_file.resume()
         await self.submitter.remove_leftovers()
         await self.attendance.exchange()
         duties = [self.read_replies, self.reconcile, self.follow_trainer, self.sweep, self.lock.keep,
-                  self.reporter.run, self.metrics.run, self.lag.run, self.lags.run]  # fmt: skip
+                  self.reporter.run, self.metrics.run, self.evaluations_file.run, self.lag.run,
+                  self.lags.run]  # fmt: skip
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(duty()) for duty in duties]
             await self.stop.run_unless_stopped(self.drive_and_shut_down())
             for task in tasks:
                 task.cancel()
         await self.metrics.write()
+        await self.evaluations_file.write()
         await self.reporter.write()
         why = (self.planner.out_of_data or "the run is complete") if self.done else "the orchestrator was stopped"
         await self.trainer.write_status(why, ended=self.done)
@@ -149,6 +157,7 @@ class Orchestrator:
         if self.done:
             if why := self.planner.out_of_data:
                 logger.warning("action=out_of_data %s", why)
+            self.evaluations.cancel()
             await self.shutdown.finish()
             await self.trainer.read()
             await self.releaser.run_once()
@@ -162,8 +171,9 @@ class Orchestrator:
 
     async def drive(self) -> None:
         self.planner.survey()
-        while self.stop.phase is Phase.RUNNING and not self.done:
-            more_to_plan = self.planner.plan()
+        while self.stop.phase is Phase.RUNNING and (not self.done or self.evaluations.awaited_at_end()):
+            more_to_plan = self.evaluations.plan(ending=self.done)
+            more_to_plan |= self.planner.plan()
             crash_points.passed("planned")
             await self.composer.drop_stale()
             if self.composer.compose():

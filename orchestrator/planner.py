@@ -31,7 +31,7 @@ class Planner:
     def survey(self) -> None:
         """Add a survey job for every environment whose number of examples is unknown."""
         surveyed = {job.subject for job in self._ledger.jobs.values() if job.kind is JobKind.SURVEY}
-        for name in sorted(self._config.environments.keys() - surveyed):
+        for name in sorted((self._config.environments.keys() | self._config.evaluation.keys()) - surveyed):
             if f"examples:{name}" not in self._ledger.meta:
                 # The epoch makes the id unique per start: a dead job's id is not reused.
                 self._ledger.add_job(ids.survey_job(self._ledger.number("epoch"), name), JobKind.SURVEY, name)

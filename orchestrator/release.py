@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from orchestrator.housekeeping import Reported, delete
+from orchestrator.ledger.evaluations import EvaluationRecord, is_open
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord
 from orchestrator.trainer import Trainer, last_released
@@ -138,10 +139,16 @@ class SomeRollouts(NamedTuple):
     """files of settled ones that stay"""
 
 
-def sort_out(names: Iterable[str], groups: Mapping[str, GroupRecord]) -> SomeRollouts:
+def sort_out(
+    names: Iterable[str], groups: Mapping[str, GroupRecord], evaluations: Mapping[int, EvaluationRecord]
+) -> SomeRollouts:
     """Leaves out rollouts that are not generated: an execution may be writing."""
     found = SomeRollouts([], [], set())
     for name in names:
+        if ids.is_evaluation(name):
+            if not is_open(evaluations, name):
+                found.settled.append(name)
+            continue
         id = ids.RolloutId.match(name)
         group = groups.get(id.group) if id else None
         if id is None or group is None or id.number >= len(group.rollouts):
@@ -216,7 +223,7 @@ class Sweeper:
     async def _sweep_some(self, names: list[str]) -> int:
         # In this order no file in use is unnamed: a rollout that begins after the listing is not listed; one that is
         # delivered after its open record was looked up is named by that; one that was delivered before is committed.
-        found = sort_out(names, self._ledger.groups)
+        found = sort_out(names, self._ledger.groups, self._ledger.evaluations)
         released = self._released
         await self._ledger.committed()
         return await in_io_thread(self._sweep_rollouts, found, released)

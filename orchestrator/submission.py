@@ -14,7 +14,7 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import JobRecord
 from orchestrator.slices import in_slices
 from penstock.config import RunConfig
-from penstock.ids import EncodeJobId
+from penstock.ids import EncodeJobId, RolloutId
 from penstock.ledger.states import JobKind, JobState
 from penstock.messages import (
     AdvantageJob,
@@ -31,7 +31,7 @@ from penstock.messages import (
 
 logger = logging.getLogger("penstock.submission")
 
-GATED = (JobKind.FILTER, JobKind.BATCH_PHASE, JobKind.ENCODE, JobKind.ROLLOUT)
+GATED = (JobKind.FILTER, JobKind.BATCH_PHASE, JobKind.ENCODE, JobKind.EVALUATION, JobKind.ROLLOUT)
 UNGATED = tuple(kind for kind in JobKind if kind not in GATED)
 AT_ONCE = 32  # jobs for one commit and one Redis command
 LOOKED_AT_AT_ONCE = 4_000  # waiting jobs: about 1 ms. Thousands wait when the engine is away or a run is resumed
@@ -131,6 +131,12 @@ class Submitter:
                 group, version = self._ledger.groups[job.subject], self._ledger.number("policy_version")
                 common |= {"group": group.id, "environment": group.environment, "example": group.example}
                 return RolloutJob(**common, seed=self._config.seed, policy_version=version)
+            case JobKind.EVALUATION:
+                evaluation = self._ledger.evaluations[int(job.subject)]
+                id, version = RolloutId.parse(job.id), self._ledger.number("policy_version")
+                example = id.number // evaluation.rollouts
+                common |= {"group": id.group, "environment": evaluation.name, "example": example}
+                return RolloutJob(**common, seed=self._config.seed, policy_version=version)
             case JobKind.SCORE:
                 environment = self._ledger.groups[job.subject].environment
                 return ScoreJob(**common, environment=environment, plan=self.inputs.key(job))
@@ -158,7 +164,8 @@ class Submitter:
 
 
 def timeout_s(config: RunConfig, kind: JobKind) -> float:
-    return config.rollouts.timeout_s if kind is JobKind.ROLLOUT else config.recovery.stage_timeout_s
+    plays = kind in (JobKind.ROLLOUT, JobKind.EVALUATION)
+    return config.rollouts.timeout_s if plays else config.recovery.stage_timeout_s
 
 
 async def _remove(client: Any, queue: Queue, message: bytes) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import islice
 
 from penstock import job_inputs
@@ -37,11 +38,9 @@ class Player:
 
     @asynccontextmanager
     async def ready(self) -> AsyncGenerator["Player"]:
-        real = {name: each for name, each in self._config.environments.items() if not noop_settings(self._config, name)}
         dialect = None
         try:
-            # The built-in ones, if there are none.
-            self.environments = await in_io_thread(load_environments, real, self._config.place_of)
+            self.environments = await in_io_thread(_load_environments, self._config)
             dialect = await open_dialect(self._config)
             agent_program.run_as(self._config.rollouts.agent_user)
             self._warn_of_root()
@@ -87,7 +86,18 @@ class Player:
             timeout_s=job.timeout_s,
             policy_version=job.policy_version,
         )
-        return await play(self._stage, environment, job.example, attempt)
+        return await play(self._stage_of(job.environment), environment, job.example, attempt)
+
+    def _stage_of(self, environment: str) -> RolloutStage:
+        """An evaluation has sampling parameters of its own, and nothing for the trainer is missing in it."""
+        assert self._stage is not None, "`ready` opens it before the first job"
+        evaluation = self._config.evaluation.get(environment)
+        if evaluation is None:
+            return self._stage
+        settings = self._stage.settings
+        if evaluation.sampling is not None:
+            settings = settings.model_copy(update={"sampling": evaluation.sampling})
+        return replace(self._stage, settings=settings, trained=False)
 
     async def score(self, job: ScoreJob) -> ScoreResult:
         environment = self._environment(job.environment)
@@ -143,9 +153,17 @@ class Player:
                 "`penstock sessions`"
             )
         required = [field for field in self._config.batch.fields_of("score") if field.default is None]
-        if environment.external_agent and required:
+        if environment.external_agent and required and name not in self._config.evaluation:
             raise StageError(
                 f"environment {name!r} runs its own agent, which has no Score.columns: set "
                 f"{required[0].setting}.default"
             )
         return environment
+
+
+def _load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
+    """Those of the run, or the built-in ones if there are none; and those of evaluations. Blocks."""
+    real = {name: each for name, each in config.environments.items() if not noop_settings(config, name)}
+    loaded = load_environments(real, config.place_of)
+    evaluated = {name: each for name, each in config.evaluation.items() if not noop_settings(config, name)}
+    return loaded | (load_environments(evaluated, config.place_of, section="evaluation") if evaluated else {})

@@ -20,7 +20,7 @@ from orchestrator import run_dir
 from orchestrator.housekeeping import Reported
 from penstock.batches import Manifest, manifest_steps, read_manifest
 from penstock.errors import BlobError
-from penstock.ledger import queries, schema
+from penstock.ledger import evaluations, queries, schema
 from penstock.ledger.states import RolloutState
 from penstock.store import BlobRef, Store, open_store
 
@@ -60,6 +60,7 @@ def audit(directory: Path, progress: Progress = no_progress, scope: Scope = Scop
             first_files = 0 if scope is Scope.FULL else new
             problems = list(queries.structure_problems(connection, limit=SHOWN_MOST))
             problems += islice(_count_problems(connection, states, reasons), SHOWN_MOST)
+            problems += evaluations.problems(connection, limit=SHOWN_MOST)
             problems += islice(_delivery_problems(store, connection, sealed, first), SHOWN_MOST)
             dead_jobs = queries.dead_jobs(connection, limit=SHOWN_MOST)
         # Outside the snapshot: the run may release files while they are checked.

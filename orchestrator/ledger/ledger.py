@@ -17,6 +17,7 @@ import orjson
 
 from orchestrator.ledger import restore
 from orchestrator.ledger.counts import Counts
+from orchestrator.ledger.evaluations import ClosedEvaluation, EvaluationRecord, EvaluationRollout
 from orchestrator.ledger.records import (
     ADVANTAGES,
     ESTIMATOR_STATE,
@@ -42,6 +43,12 @@ from penstock.ledger.states import (
     check,
 )
 from penstock.messages import RolloutResult, StepResult, shortened
+
+FORGOTTEN = frozenset({JobKind.SURVEY, JobKind.DRAW, JobKind.EVALUATION})
+"""Their rows are deleted when they end: other records have what they did."""
+AnyRecord = (
+    RolloutRecord | GroupRecord | JobRecord | BatchRecord | EvaluationRecord | EvaluationRollout | ClosedEvaluation
+)
 
 
 class Ledger:
@@ -75,13 +82,15 @@ class Ledger:
         self._counts = Counts(self.states, self.reasons, restored.deaths)
         self._forgotten_jobs: list[Row] = []
         self._advantages: list[Row] = []
+        self.evaluations: dict[int, EvaluationRecord] = restored.evaluations
+        """open evaluations by number"""
         self._dissolved: list[Row] = []
         self._batched: list[Row] = []
         self._delivered: list[Row] = []
         self._trained: list[Row] = []
         self.unwanted_blobs: list[str] = []
         """keys of blobs to delete after the next commit"""
-        self._changed: dict[int, tuple[str, RolloutRecord | GroupRecord | JobRecord | BatchRecord]] = {}
+        self._changed: dict[int, tuple[str, AnyRecord]] = {}
         self._changed_meta: set[str] = set()
         self._events: list[Row] = []
         self._last_commit: asyncio.Future[None] | None = None
@@ -283,7 +292,7 @@ class Ledger:
         self._touch("jobs", job)
         if state is JobState.DEAD:
             self._counts.died(job)
-        if job.kind is JobKind.SURVEY:
+        if job.kind in FORGOTTEN:
             self._forget_job(job)
         elif job.kind not in STEP_JOBS:
             self._remove(job)
@@ -398,7 +407,11 @@ class Ledger:
         """Why commits fail at present."""
         return self._writer.trouble
 
-    def _touch(self, table: str, record: RolloutRecord | GroupRecord | JobRecord | BatchRecord) -> None:
+    def keep(self, table: str, record: EvaluationRecord | EvaluationRollout | ClosedEvaluation) -> None:
+        """Write the record of an evaluation with the next commit."""
+        self._touch(table, record)
+
+    def _touch(self, table: str, record: AnyRecord) -> None:
         self._changed[id(record)] = (table, record)
 
     async def committed(self) -> None:

@@ -69,6 +69,8 @@ def _fill(connection: sqlite3.Connection, manifests: Iterator[Manifest], group_s
     counters = {
         "rollouts_planned": states.total(),
         "groups_planned": last_ordinal + 1_000_000,
+        "evaluations": 1_000_000,  # for the same reason
+        "draws": 1_000_000,
         "steps_delivered": step + 1,
         "delivered_bytes": delivered_bytes,
         ESTIMATOR_STATE: estimator_state,

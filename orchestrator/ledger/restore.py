@@ -7,6 +7,7 @@ from pathlib import Path
 
 import orjson
 
+from orchestrator.ledger.evaluations import EvaluationRecord, read_open
 from orchestrator.ledger.records import (
     ADVANTAGES,
     OPEN_STATES,
@@ -37,6 +38,7 @@ class Restored:
     reasons: Counter[str] = field(default_factory=Counter[str])
     deaths: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     untrained: dict[int, int] = field(default_factory=dict[int, int])
+    evaluations: dict[int, EvaluationRecord] = field(default_factory=dict[int, EvaluationRecord])
 
 
 def read(path: Path) -> Restored:
@@ -58,6 +60,7 @@ def read(path: Path) -> Restored:
             reasons=queries.rollouts_by_reason(connection),
             deaths=queries.deaths(connection),
             untrained=queries.untrained_steps(connection),
+            evaluations={each.number: each for each in read_open(connection)},
         )
 
 

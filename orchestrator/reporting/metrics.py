@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import orjson
 
+from orchestrator import evaluation
 from orchestrator.broker import Broker
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord
@@ -104,6 +105,7 @@ class Metrics:
             **of_rollouts,
             **self._of(batch, since),
             **step_metrics.of_totals(totals),
+            **evaluation.unreported(self._ledger),
             **step_metrics.of_lag(self._lag.drain(), self._lags.others),
         }
         self._unwritten[batch.step] = dumps(self.last)
@@ -172,7 +174,7 @@ class MetricsFile:
         """Cut off a partial last line and append the missing lines of all steps before `delivered`. Blocks."""
         with self._writing:
             with self._opened() as file:
-                last, end = _last_line(file)
+                last, end = last_line(file, "step")
                 file.truncate(end)
             if last < 0:
                 last = self._last_of_older()
@@ -206,7 +208,7 @@ class MetricsFile:
     def _last_of_older(self) -> int:
         try:
             with self._older(1).open("rb") as file:
-                return _last_line(file)[0]
+                return last_line(file, "step")[0]
         except FileNotFoundError:
             return -1
 
@@ -251,8 +253,8 @@ def _delivered(ledger: Ledger) -> int:
     return ledger.states[RolloutState.DELIVERED] + ledger.states[RolloutState.TRAINED]
 
 
-def _last_line(file: IO[bytes]) -> tuple[int, int]:
-    """Step of the last complete line (-1 without one), and the offset of its end."""
+def last_line(file: IO[bytes], key: str) -> tuple[int, int]:
+    """`key`, a number, of the last complete line (-1 without one), and the offset of its end."""
     size = file.seek(0, os.SEEK_END)
     start = max(0, size - TAIL_BYTES)
     file.seek(start)
@@ -260,15 +262,15 @@ def _last_line(file: IO[bytes]) -> tuple[int, int]:
     end = tail.rfind(b"\n") + 1
     while end > 0:
         begin = tail.rfind(b"\n", 0, end - 1) + 1
-        if (step := _step(tail[begin : end - 1])) is not None:
-            return step, start + end
+        if (number := _number(tail[begin : end - 1], key)) is not None:
+            return number, start + end
         end = begin
     return -1, start
 
 
-def _step(line: bytes) -> int | None:
+def _number(line: bytes, key: str) -> int | None:
     try:
         values: Any = orjson.loads(line)
-        return int(values["step"])
+        return int(values[key])
     except (ValueError, TypeError, KeyError):
         return None

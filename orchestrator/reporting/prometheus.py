@@ -26,6 +26,8 @@ LAST_STEP = {
     "composed_to_sealed_seconds": "time/composed_to_sealed_s",
 }
 """series -> key of metrics.jsonl"""
+EVALUATED = ("reward_mean", "solved_rate", "version", "version_first", "version_last", "dead", "duration_s")
+"""keys of evaluations.jsonl"""
 
 Labelled = Iterable[tuple[str, float]]
 
@@ -59,6 +61,7 @@ class RunCollector(Collector):
         yield from _rollouts(self._ledger.states, counts)
         yield from _jobs(status, counts)
         yield from _rates(status)
+        yield from _evaluations(status.get("evaluations") or {})
         yield from _lags([self._lag.summary(), *self._lags.others])
         for name, key in LAST_STEP.items():
             if key in last:
@@ -96,6 +99,17 @@ def _jobs(status: Mapping[str, Any], counts: Mapping[str, float]) -> Iterator[Me
     yield GaugeMetricFamily("penstock_workers_busy", "Worker processes that run a job.", len(running))
     yield _counters("penstock_jobs", "Settled jobs.", "kind", _under(counts, "settled:"))
     yield _counters("penstock_job_seconds", "Duration of settled jobs.", "kind", _under(counts, "seconds:"))
+
+
+def _evaluations(status: Mapping[str, Any]) -> Iterator[Metric]:
+    if not status:
+        return
+    counts = [(state, n) for state, n in status["rollouts"].items() if state not in ("planned", "balanced")]
+    yield _gauges("penstock_evaluation_rollouts", "Rollouts of evaluations by state.", "state", counts)
+    last = {name: each["last"] for name, each in status["names"].items() if each["last"]}
+    for key in EVALUATED:
+        found = [(name, values[key]) for name, values in last.items() if key in values]
+        yield _gauges(f"penstock_evaluation_{key}", f"`{key}` of the last evaluation.", "evaluation", found)
 
 
 def _rates(status: Mapping[str, Any]) -> Iterator[Metric]:

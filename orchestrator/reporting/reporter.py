@@ -60,6 +60,8 @@ class Sources:
     """workers that take no jobs -> why"""
     troubles: Callable[[], Iterable[str | None]]
     """of every component that may hold up the run"""
+    evaluations: Callable[[], dict[str, Any]] = dict
+    """`Evaluations.status`"""
     notes: Callable[[], list[str]]
     """what to know although the run does not wait for it"""
 
@@ -132,6 +134,7 @@ class Reporter:
             "stored_bytes": ledger.number("open_bytes") + ledger.number("delivered_bytes"),
             "waiting_for": self.waiting_for(),
             "notes": sources.notes(),
+            "evaluations": sources.evaluations(),
             "event_loop_lag": sources.lag.summary().as_dict(),
             "other_loops": {lag.process: lag.as_dict() for lag in sources.lags.others},
         }

@@ -29,7 +29,7 @@ SILENT_S = 10.0  # ten statuses are missing
 REDIS_TIMEOUT_S = 2.0
 FULL_BYTES = 1 << 20
 FROM_LAST_STATUS = ("phase", "stopped_by", "process", "running_s", "step", "steps", "rollouts", "states",
-                    "rollouts_per_s", "tokens_per_s", "http", "notes", "excluded_workers")  # fmt: skip
+                    "rollouts_per_s", "tokens_per_s", "http", "notes", "excluded_workers", "evaluations")  # fmt: skip
 
 
 class State(StrEnum):

@@ -27,17 +27,22 @@ RESERVED = frozenset(
 )
 
 
-class EnvironmentSettings(Section):
+class EnvironmentCode(Section):
+    """The code of an environment."""
+
+    use: str
+    """A built-in environment (`arithmetic`, `guess`, `distinct`, `program`), `verifiers`, or `module:Class`."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of the class."""
+
+
+class EnvironmentSettings(EnvironmentCode):
     """One environment, under the name that jobs and metrics use."""
 
     declared = Declared(read_by=(Reader.ORCHESTRATOR, Reader.ROLLOUTS), fixed=True)
 
-    use: str
-    """A built-in environment (`arithmetic`, `guess`, `distinct`, `program`), `verifiers`, or `module:Class`."""
     weight: Annotated[PositiveFloat, read_by(Reader.ORCHESTRATOR)] = 1.0
     """Share of the training batch, relative to the other environments."""
-    options: dict[str, Any] = Field(default={})
-    """Keyword arguments of the class."""
     order: Annotated[Order, OF_DATA] = "shuffled"
     """Order of the examples: `shuffled` anew in every epoch, by `seed`, or `in_order`. Another value holds from the
     next epoch on."""

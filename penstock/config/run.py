@@ -19,6 +19,7 @@ from penstock.batches.batch_columns import OWN_COLUMNS
 from penstock.batches.packing import Normalise, Oversize, PackingRules
 from penstock.batches.plan import Format, lost_by_format
 from penstock.config.engine import Engine, EnvironmentName, EnvironmentSettings, Policy
+from penstock.config.evaluation import EvaluationSettings
 from penstock.config.fields import MOST_FIELDS, FieldName, FieldSettings
 from penstock.config.problems import Source
 from penstock.config.redis_address import canonical
@@ -254,6 +255,8 @@ class RunConfig(Section):
     """Vocabulary size of the model, which the gibberish filter compares probabilities with."""
     environments: dict[EnvironmentName, EnvironmentSettings] = Field(default={})
     """The environments to play, by name. A run needs at least one; a worker without any loads the built-in ones."""
+    evaluation: dict[EnvironmentName, EvaluationSettings] = Field(default={})
+    """The evaluations, by name."""
     engine: Engine = Engine()
     policy: Policy = Policy()
     sessions: Sessions = Sessions()
@@ -274,6 +277,15 @@ class RunConfig(Section):
     def place_of(self, *keys: str) -> str:
         """The file and line, variable or flag that sets `keys`, for messages about its value."""
         return self._source.place_of(keys)
+
+    @field_validator("evaluation")
+    @classmethod
+    def _check_evaluation(
+        cls, evaluation: dict[str, EvaluationSettings], info: ValidationInfo
+    ) -> dict[str, EvaluationSettings]:
+        if taken := sorted(evaluation.keys() & info.data.get("environments", {}).keys()):
+            raise ValueError(f"{', '.join(taken)}: an environment has that name; choose another for the evaluation")
+        return evaluation
 
     @field_validator("redis_url")
     @classmethod

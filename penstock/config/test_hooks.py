@@ -68,7 +68,8 @@ def noop_settings(config: RunConfig, *environments: str) -> Noop | None:
     """The settings of no-op stages, if `environments` are all no-ops."""
     if not isinstance(config, HookedRunConfig):
         return None
-    used = [config.environments[name].use for name in environments if name in config.environments]
+    known = {**config.environments, **config.evaluation}
+    used = [known[name].use for name in environments if name in known]
     return config.noop if used == [NOOP] * len(environments) else None
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from penstock.config.engine import EnvironmentSettings
+from penstock.config.engine import EnvironmentCode, EnvironmentSettings
 from penstock.environments.protocol import Closes, Environment, ScoresGroups
 from penstock.error_boundary import error_boundary
 from penstock.errors import ConfigError, StageError
@@ -68,10 +68,10 @@ PlaceOf = Callable[..., str]
 
 
 def load_environments(
-    settings: Mapping[str, EnvironmentSettings], place_of: PlaceOf | None = None
+    settings: Mapping[str, EnvironmentCode], place_of: PlaceOf | None = None, *, section: str = "environments"
 ) -> dict[str, LoadedEnvironment]:
-    """Load the configured environments, or all built-in ones if none is configured. Blocks while it imports and builds.
-    Raises one ConfigError that lists every problem, with its place in the configuration."""
+    """Load the environments of `section`, or all built-in ones if none is configured. Blocks while it imports and
+    builds. Raises one ConfigError that lists every problem, with its place in the configuration."""
     wanted = settings or {name: EnvironmentSettings(use=name) for name in BUILT_INS}
     loaded, problems = dict[str, LoadedEnvironment](), list[str]()
     for name, each in wanted.items():
@@ -79,14 +79,14 @@ def load_environments(
             loaded[name] = load_environment(name, each)
         except ConfigError as error:
             wrong = ("options", error.option) if isinstance(error, WrongOption) else ("use",)
-            place = f"{place_of('environments', name, *wrong)}: " if place_of else ""
-            problems.append(f"{place}[environments.{name}]: {error}")
+            place = f"{place_of(section, name, *wrong)}: " if place_of else ""
+            problems.append(f"{place}[{section}.{name}]: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
     return loaded
 
 
-def load_environment(name: str, settings: EnvironmentSettings) -> LoadedEnvironment:
+def load_environment(name: str, settings: EnvironmentCode) -> LoadedEnvironment:
     kind = _import_class(settings.use)
     options = _validated(kind, settings.options)
     with error_boundary(ConfigError, "it cannot be constructed"):

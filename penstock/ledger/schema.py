@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from penstock.errors import LedgerError
-from penstock.ledger import archive
+from penstock.ledger import archive, evaluations
 
 SCHEMA_VERSION = 2
 OLD_VERSION = 1
@@ -54,6 +54,7 @@ PRAGMA journal_mode = WAL;
 PRAGMA synchronous = FULL;
 PRAGMA temp_store = MEMORY;
 {archive.CLOSING};
+{evaluations.TABLES}
 """
 CREATE = f"BEGIN; {TABLES} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
 UNFINISHED = ("rollouts", "groups", "jobs", "batches", "events", "meta")
@@ -97,6 +98,7 @@ STATEMENTS = {
     "advantages": "UPDATE rollouts SET advantage = ? WHERE grp = ? AND idx = ?",
     "trained": "UPDATE batches SET state = 'trained' WHERE step = ?",
     "events": "INSERT INTO events (at, step, subject, action, detail) VALUES (?, ?, ?, ?, ?)",
+    **evaluations.STATEMENTS,
 }
 # SQLite's locks and shared memory do not hold across hosts, and several of these lose writes silently.
 NETWORK_FILE_SYSTEMS = frozenset(

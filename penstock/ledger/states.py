@@ -37,16 +37,23 @@ class GroupState(LedgerEnum):
 
 
 class JobKind(LedgerEnum):
-    """The values are those of the results' field `answers` (`messages.py`)."""
+    """The values are those of the results' field `answers` (`messages.py`), but for EVALUATION."""
 
     SURVEY = "survey"
     ROLLOUT = "rollout"
+    EVALUATION = "evaluation"
+    """a rollout of an evaluation: its result is that of a rollout"""
     SCORE = "score"
     FILTER = "filter"
     ADVANTAGE = "advantage"
     DRAW = "draw"
     BATCH_PHASE = "batch_phase"
     ENCODE = "encode"
+
+    @property
+    def answer(self) -> str:
+        """`answers` of its result."""
+        return JobKind.ROLLOUT if self is JobKind.EVALUATION else self
 
     @property
     def queue(self) -> Queue:
@@ -56,6 +63,7 @@ class JobKind(LedgerEnum):
 _QUEUES = {
     JobKind.SURVEY: Queue.ROLLOUTS,
     JobKind.ROLLOUT: Queue.ROLLOUTS,
+    JobKind.EVALUATION: Queue.ROLLOUTS,
     JobKind.SCORE: Queue.ROLLOUTS,
     JobKind.FILTER: Queue.FILTERING,
     JobKind.ADVANTAGE: Queue.ADVANTAGES,

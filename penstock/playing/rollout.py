@@ -68,6 +68,8 @@ class RolloutStage:
     """For external agents; None if no session server is configured."""
     fields: tuple[TrainerField, ...] = ()
     """Declared fields for the trainer."""
+    trained: bool = True
+    """Whether a field without a value and a default is an error."""
 
 
 async def play(stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt) -> RolloutResult:
@@ -93,9 +95,8 @@ async def _play_here(
         if error and not session.turns:
             await session.close()
             return RolloutResult(reward=score.reward, policy_error=shortened(error, POLICY_ERROR_CHARACTERS))
-        fields = FieldValues(
-            declared=stage.fields, score=score.columns, turns=policy.turn_fields, required=error is None
-        )
+        required = error is None and stage.trained
+        fields = FieldValues(declared=stage.fields, score=score.columns, turns=policy.turn_fields, required=required)
         with error_boundary(StageError, f"environment {environment.name!r} left its rollout unfinished"):
             sealed = await session.seal(error=error or "", fields=fields)
         metrics = {"engine_s": policy.engine_s, "engine_failures": float(policy.failures)}

@@ -98,12 +98,26 @@ def test_status_prints_the_notes_of_the_last_status(run: Path) -> None:
     assert f"note       {note}\n" in output_of("status", str(run))
 
 
+def test_status_prints_each_evaluation(run: Path) -> None:
+    done = {"version": 10, "version_first": 10, "version_last": 11, "rollouts": 63, "dead": 1, "reward_mean": 0.53125}
+    names = {
+        "held_out": {"last": done, "running": {"version": 20, "settled": 12, "of": 64}},
+        "hard": {"last": None, "running": None},
+    }
+    process = {"host": "elsewhere", "pid": 1}
+    last = {"at": 0.0, "phase": "done", "process": process, "steps": 4, "stopped_by": None, "notes": []}
+    run_dir.write_json(run / "status.json", last | {"evaluations": {"names": names}})
+    shown = output_of("status", str(run))
+    assert "held_out: versions 10 to 11: reward 0.5312, 63 rollouts, 1 dead; version 20 is running, 12 of 64" in shown
+    assert "hard: none yet" in shown
+
+
 def test_status_prints_one_json_object(run: Path) -> None:
     result = json.loads(output_of("status", str(run), "--json"))
     assert set(result) == {
         "run", "run_dir", "state", "status_age_s", "phase", "stopped_by", "process", "running_s", "step", "steps",
         "rollouts", "states", "rollouts_per_s", "tokens_per_s", "queued", "workers", "event_loop_lag", "http", "redis",
-        "ledger", "waiting_for", "changed_settings", "notes", "excluded_workers",
+        "ledger", "waiting_for", "changed_settings", "notes", "excluded_workers", "evaluations",
     }  # fmt: skip
     assert result["state"] == "stopped"
     assert result["rollouts"]["in_flight"] == 8

@@ -1,0 +1,229 @@
+"""Evaluations: examples that are played every few policy versions and never trained on.
+
+Their rollouts are jobs on the queue `rollouts`, with records and counts of their own: no step has one. Files are
+deleted as soon as a rollout's score is in. One evaluation of each name is open at a time.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import orjson
+
+from orchestrator.evaluation_values import kept, values
+from orchestrator.ledger.evaluations import ClosedEvaluation, EvaluationRecord, EvaluationRollout
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import JobRecord
+from penstock import ids
+from penstock.config import RunConfig
+from penstock.config.evaluation import EvaluationSettings
+from penstock.errors import RunError
+from penstock.ledger.evaluations import EvaluationState, PlayState
+from penstock.ledger.states import JobKind, JobState
+from penstock.messages import RolloutResult, shortened
+
+logger = logging.getLogger("penstock.evaluation")
+
+AT_ONCE = 32  # rollouts that begin between two waits of the loop
+UNREPORTED = "evaluations_unreported"
+"""key in the ledger: JSON, name -> values of the evaluations that ended since the last step"""
+COUNTS = {state: f"evaluation_rollouts_{state}" for state in PlayState if state is not PlayState.OPEN}
+PLANNED, FINISHED = "evaluation_rollouts_planned", "evaluations_finished"
+
+
+class Evaluations:
+    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+        self._settings = config.evaluation
+        self._max_in_flight = config.rollouts.max_in_flight
+        self._ledger = ledger
+        self.ended = asyncio.Event()
+        """set when an evaluation ends; a reader clears it"""
+        self._ending_since: float | None = None
+
+    def resume(self) -> None:
+        """Cancel the open ones that are no longer configured."""
+        for record in [each for each in self._ledger.evaluations.values() if each.name not in self._settings]:
+            self._cancel(record, "not configured any more")
+
+    def plan(self, *, ending: bool = False) -> bool:
+        """Begin the evaluations that are due, unless the run is `ending`, and rollouts of the open ones. True when
+        more could begin at once."""
+        more = False
+        for name, settings in self._settings.items():
+            record = self._open(name) or (None if ending else self._begin_if_due(name, settings))
+            if record is not None:
+                more |= self._begin_rollouts(record, settings)
+        return more
+
+    def _open(self, name: str) -> EvaluationRecord | None:
+        return next((record for record in self._ledger.evaluations.values() if record.name == name), None)
+
+    def _begin_if_due(self, name: str, settings: EvaluationSettings) -> EvaluationRecord | None:
+        size, version = self._ledger.number(f"examples:{name}"), self._ledger.number("policy_version")
+        if not size:  # not surveyed yet
+            return None
+        last = self._ledger.meta.get(f"evaluated:{name}")
+        before = self._ledger.number(f"evaluated:{name}")
+        due = settings.at_start if last is None else version // settings.every > before // settings.every
+        if last is None or due or version < before:  # a trainer that resumes publishes older versions again
+            self._ledger.set(f"evaluated:{name}", version)
+        if not due:
+            return None
+        if self._ledger.number(f"scores_groups:{name}"):
+            raise RunError(
+                f"[evaluation.{name}] cannot be used: its environment scores whole groups (score_group), and an "
+                "evaluation has none. Name an environment whose `rollout` returns the score"
+            )
+        record = EvaluationRecord(
+            number=self._ledger.increment("evaluations"),
+            name=name,
+            version=version,
+            examples=size if settings.examples == "all" else min(settings.examples, size),
+            rollouts=settings.rollouts,
+            started_at=time.time(),
+        )
+        self._ledger.evaluations[record.number] = record
+        self._ledger.keep("evaluations", record)
+        logger.info("action=evaluation_begins name=%s version=%d rollouts=%d", name, version, record.size)
+        return record
+
+    def _begin_rollouts(self, record: EvaluationRecord, settings: EvaluationSettings) -> bool:
+        """As many as its share of the rollouts in flight allows."""
+        limit = max(1, int(settings.share * self._max_in_flight))
+        room = min(limit - len(record.open), record.size - record.begun)
+        for index in range(record.begun, record.begun + min(room, AT_ONCE)):
+            record.open.add(index)
+            self._ledger.keep(
+                "evaluation_rollouts",
+                EvaluationRollout(evaluation=record.number, index=index, state=PlayState.OPEN),
+            )
+            job = ids.evaluation_rollout(record.number, index)
+            self._ledger.add_job(job, JobKind.EVALUATION, str(record.number))
+            self._ledger.increment(PLANNED)
+            record.begun += 1
+        return room > AT_ONCE
+
+    # what the groups apply
+
+    def settle(self, job: JobRecord, result: RolloutResult) -> None:
+        self._ledger.unwanted_blobs += result.keys
+        record, score = self._ledger.evaluations[int(job.subject)], kept(result)
+        record.scores[ids.RolloutId.parse(job.id).number] = score
+        self._close(record, job, PlayState.EVALUATED, orjson.dumps(score).decode())
+
+    def died(self, job: JobRecord, why: str) -> None:
+        """The attempts of a rollout are used up: the evaluation is without it."""
+        error = orjson.dumps({"error": shortened(why)}).decode()
+        self._close(self._ledger.evaluations[int(job.subject)], job, PlayState.DEAD, error)
+
+    def _close(self, record: EvaluationRecord, job: JobRecord, state: PlayState, result: str) -> None:
+        index = ids.RolloutId.parse(job.id).number
+        record.open.discard(index)
+        self._ledger.keep(
+            "evaluation_rollouts",
+            EvaluationRollout(evaluation=record.number, index=index, state=state, result=result),
+        )
+        self._ledger.increment(COUNTS[state])
+        if record.begun == record.size and not record.open:
+            self._finish(record)
+
+    def _finish(self, record: EvaluationRecord) -> None:
+        found = values(record, now=time.time())
+        record.finished = self._ledger.increment(FINISHED)
+        record.result = orjson.dumps({"evaluation": record.finished, "name": record.name, **found}).decode()
+        self._ledger.set(f"evaluation:{record.name}", record.result)
+        unreported = orjson.loads(str(self._ledger.meta.get(UNREPORTED) or "{}"))
+        self._ledger.set(UNREPORTED, orjson.dumps(unreported | {record.name: found}).decode())
+        self._end(record, EvaluationState.DONE)
+        logger.info("action=evaluated name=%s %s", record.name, " ".join(f"{k}={v:g}" for k, v in found.items()))
+
+    def _end(self, record: EvaluationRecord, state: EvaluationState) -> None:
+        record.state = state
+        self._ledger.keep("evaluations", record)
+        self._ledger.keep("closed_evaluations", ClosedEvaluation(number=record.number))
+        self._ledger.evaluations.pop(record.number)
+        self.ended.set()
+
+    # what the end of a run and an update of the weights wait for
+
+    def awaited_at_end(self) -> bool:
+        """Call when the last step is delivered: whether an open evaluation still has time (`hold_s`)."""
+        self._ending_since = self._ending_since or time.monotonic()
+        return bool(self._held(self._ending_since))
+
+    async def hold(self) -> None:
+        """Call before the engine's weights are updated: returns when no evaluation is open, or `hold_s` later. Those
+        that are due for the present version begin first."""
+        self.plan()
+        began = time.monotonic()
+        while held := self._held(began):
+            longest_s = max(self._settings[record.name].hold_s for record in held)
+            self.ended.clear()
+            try:
+                async with asyncio.timeout(began + longest_s - time.monotonic()):
+                    await self.ended.wait()
+            except TimeoutError:
+                pass
+
+    def _held(self, since: float) -> list[EvaluationRecord]:
+        waited_s = time.monotonic() - since
+        return [each for each in self._ledger.evaluations.values() if waited_s < self._settings[each.name].hold_s]
+
+    def cancel(self) -> None:
+        """The run has ended."""
+        for record in list(self._ledger.evaluations.values()):
+            self._cancel(record, "the run has ended")
+
+    def _cancel(self, record: EvaluationRecord, why: str) -> None:
+        logger.warning("action=evaluation_cancelled name=%s version=%d %s", record.name, record.version, why)
+        self._ledger.event(f"evaluation {record.number}", "cancelled", f"{record.name}: {why}")
+        for index in sorted(record.open):
+            job = self._ledger.jobs.get(ids.evaluation_rollout(record.number, index))
+            if job is not None:
+                self._ledger.end(job, JobState.CANCELLED)
+            self._ledger.keep(
+                "evaluation_rollouts",
+                EvaluationRollout(evaluation=record.number, index=index, state=PlayState.CANCELLED),
+            )
+            self._ledger.increment(COUNTS[PlayState.CANCELLED])
+        record.open.clear()
+        self._end(record, EvaluationState.CANCELLED)
+
+    # what status and metrics show
+
+    def status(self) -> dict[str, Any]:
+        """`names`: the last result of each and what is running. `rollouts`: planned = evaluated + dead + cancelled + in
+        flight."""
+        if not self._settings:
+            return {}
+        number = self._ledger.number
+        counts = {state.value: number(key) for state, key in COUNTS.items()}
+        in_flight = sum(len(record.open) for record in self._ledger.evaluations.values())
+        return {
+            "rollouts": {
+                "planned": number(PLANNED),
+                **counts,
+                "in_flight": in_flight,
+                "balanced": number(PLANNED) == sum(counts.values()) + in_flight,
+            },
+            "names": {name: self._status_of(name) for name in self._settings},
+        }
+
+    def _status_of(self, name: str) -> dict[str, Any]:
+        record, last = self._open(name), self._ledger.meta.get(f"evaluation:{name}")
+        return {
+            "last": orjson.loads(str(last)) if last else None,
+            "running": {"version": record.version, "settled": record.begun - len(record.open), "of": record.size}
+            if record
+            else None,
+        }
+
+
+def unreported(ledger: Ledger) -> dict[str, float]:
+    """Values of the evaluations that ended since the last step, for its line in metrics.jsonl. Call in the transaction
+    that delivers the step: the next line does not have them."""
+    found: dict[str, dict[str, float]] = orjson.loads(str(ledger.meta.get(UNREPORTED) or "{}"))
+    if found:
+        ledger.set(UNREPORTED, None)
+    return {f"evaluation/{name}/{key}": value for name, values in found.items() for key, value in values.items()}

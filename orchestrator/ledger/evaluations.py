@@ -1,0 +1,87 @@
+"""The records of open evaluations, and how they are read back when a run is resumed."""
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from orchestrator.ledger.records import Row
+from penstock import ids
+from penstock.ledger import evaluations as queries
+from penstock.ledger.evaluations import EvaluationState, PlayState
+
+
+@dataclass(kw_only=True, eq=False)
+class EvaluationRecord:
+    number: int
+    name: str
+    version: int
+    """newest policy version when it began"""
+    examples: int
+    rollouts: int
+    """of each example"""
+    started_at: float
+    """seconds since the epoch"""
+    state: EvaluationState = EvaluationState.OPEN
+    finished: int | None = None
+    result: str | None = None
+    """JSON: its values when it is done"""
+    begun: int = 0
+    """rollouts that have a job or had one"""
+    open: set[int] = field(default_factory=set[int])
+    """numbers of its rollouts that have no result yet"""
+    scores: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    """number of a rollout -> what is kept of its result"""
+
+    @property
+    def size(self) -> int:
+        return self.examples * self.rollouts
+
+    def row(self) -> Row:
+        return (self.number, self.name, self.version, self.examples, self.rollouts, self.started_at, self.state,
+                self.finished, self.result)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvaluationRollout:
+    evaluation: int
+    index: int
+    state: PlayState
+    result: str | None = None
+
+    def row(self) -> Row:
+        return (self.evaluation, self.index, self.state, self.result)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ClosedEvaluation:
+    number: int
+
+    def row(self) -> Row:
+        return (self.number,)
+
+
+def read_open(connection: sqlite3.Connection) -> Iterator[EvaluationRecord]:
+    for number, name, version, examples, rollouts, started_at, state, finished, result in queries.open_evaluations(
+        connection
+    ):
+        record = EvaluationRecord(
+            number=number, name=name, version=version, examples=examples, rollouts=rollouts, started_at=started_at,
+            state=EvaluationState(state), finished=finished, result=result,
+        )  # fmt: skip
+        for index, played, score in queries.rollouts_of(connection, number):
+            record.begun += 1
+            if played == PlayState.OPEN:
+                record.open.add(index)
+            elif played == PlayState.EVALUATED:
+                record.scores[index] = orjson.loads(score)
+        yield record
+
+
+def is_open(evaluations: Mapping[int, EvaluationRecord], rollout: str) -> bool:
+    """Whether the files of this rollout of an evaluation are in use."""
+    id = ids.RolloutId.parse(rollout)
+    record = evaluations.get(int(id.group[1:]))
+    return record is not None and id.number in record.open

@@ -1,0 +1,303 @@
+"""When evaluations begin, what they count, and what a resumed run has of them."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.attendance import unattended
+from support.clock import Clock
+from support.ledgers import configured
+
+from orchestrator.evaluation import AT_ONCE, Evaluations, unreported
+from orchestrator.gates import Gates
+from orchestrator.groups import Groups
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import JobRecord
+from penstock.config import RunConfig
+from penstock.errors import RunError
+from penstock.ledger import evaluations as queries
+from penstock.ledger.schema import reading
+from penstock.ledger.states import JobKind, RolloutState
+from penstock.messages import Outcome, Reply, RolloutResult
+from penstock.store import BlobRef
+
+
+class Scene:
+    def __init__(self, ledger: Ledger, **settings: Any) -> None:
+        self.ledger = ledger
+        self.config: RunConfig = configured(
+            rollouts={"max_in_flight": 40},
+            recovery={"max_failures": 1},
+            evaluation={"held_out": {"use": "noop", "every": 5, "examples": 3, "rollouts": 2} | settings},
+        )
+        self.groups = Groups(self.config, ledger, Gates(), unattended(self.config))
+        self.evaluations: Evaluations = self.groups.evaluations
+        ledger.set("examples:held_out", 10)
+
+    def jobs(self) -> list[JobRecord]:
+        return [job for job in self.ledger.jobs.values() if job.kind is JobKind.EVALUATION]
+
+    def plan(self, version: int = 0) -> list[str]:
+        """The rollouts that begin at this version."""
+        self.ledger.set("policy_version", version)
+        before = {job.id for job in self.jobs()}
+        while self.evaluations.plan():
+            pass
+        return [job.id for job in self.jobs() if job.id not in before]
+
+    def reply(self, job: JobRecord, outcome: Outcome = Outcome.DONE, **result: Any) -> None:
+        if job.id in self.ledger.waiting:
+            self.ledger.submit(job)
+        done = RolloutResult(**{"reward": 1.0} | result) if outcome is Outcome.DONE else None
+        self.groups.apply(Reply(run="run", job=job.id, attempt=job.attempt, execution="x", worker="w", outcome=outcome,
+                                result=done, error=None if done else "it broke"))  # fmt: skip
+
+    def finish(self) -> None:
+        for job in self.jobs():
+            self.reply(job)
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.evaluations.status()["names"]["held_out"]["last"]
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        return self.evaluations.status()["rollouts"]
+
+
+@pytest.fixture
+def scene(ledger: Ledger) -> Scene:
+    return Scene(ledger)
+
+
+def test_every_few_versions_the_same_examples_are_played(scene: Scene) -> None:
+    assert scene.plan() == [f"v000001-{index}" for index in range(6)]
+    assert scene.plan(5) == []  # the first is still running
+    scene.finish()
+    assert len(scene.plan(6)) == 6
+    scene.finish()
+    assert scene.plan(9) == []
+    assert len(scene.plan(23)) == 6
+    assert scene.evaluations.status()["names"]["held_out"]["running"] == {"version": 23, "settled": 0, "of": 6}
+
+
+def test_the_first_version_is_left_out_if_the_setting_says_so(ledger: Ledger) -> None:
+    scene = Scene(ledger, at_start=False)
+    assert scene.plan(2) == []
+    assert scene.plan(4) == []
+    assert len(scene.plan(5)) == 6
+
+
+def test_versions_are_evaluated_again_when_a_trainer_resumes_from_an_older_checkpoint(scene: Scene) -> None:
+    for version in (0, 5, 10):
+        assert scene.plan(version)
+        scene.finish()
+    assert scene.plan(7) == []
+    assert scene.plan(9) == []
+    assert len(scene.plan(10)) == 6
+
+
+def test_nothing_begins_before_the_survey_nor_when_the_run_is_ending(scene: Scene) -> None:
+    scene.ledger.set("examples:held_out", 0)
+    assert scene.plan() == []
+    scene.ledger.set("examples:held_out", 10)
+    assert scene.evaluations.plan(ending=True) is False
+    assert not scene.jobs()
+
+
+@pytest.mark.parametrize(("examples", "rollouts"), [(4, 4), ("all", 10), (99, 10)])
+def test_no_more_examples_are_played_than_there_are(ledger: Ledger, examples: Any, rollouts: int) -> None:
+    scene = Scene(ledger, examples=examples, rollouts=1)
+    assert len(scene.plan()) == rollouts
+
+
+def test_its_share_of_the_rollouts_in_flight_is_bounded(ledger: Ledger) -> None:
+    scene = Scene(ledger, examples="all", rollouts=6, share=0.25)
+    scene.plan()
+    assert len(scene.jobs()) == 10
+    scene.reply(scene.jobs()[0])
+    scene.plan()
+    assert len(scene.jobs()) == 10
+    assert scene.counts == {
+        "planned": 11, "evaluated": 1, "dead": 0, "cancelled": 0, "in_flight": 10, "balanced": True,
+    }  # fmt: skip
+
+
+def test_a_large_evaluation_begins_in_small_pieces(ledger: Ledger) -> None:
+    scene = Scene(ledger, examples="all", rollouts=9, share=1.0)
+    assert scene.evaluations.plan()
+    assert len(scene.jobs()) == AT_ONCE
+    assert not scene.evaluations.plan()
+    assert len(scene.jobs()) == 40
+
+
+def test_no_count_of_training_includes_an_evaluation(scene: Scene) -> None:
+    scene.plan()
+    scene.finish()
+    assert scene.ledger.number("rollouts_planned") == 0
+    assert scene.ledger.number("rollouts_generated") == 0
+    assert not any(scene.ledger.states[state] for state in RolloutState)
+    assert not scene.ledger.groups
+
+
+def test_values_are_means_over_rollouts_and_examples(scene: Scene) -> None:
+    scene.plan(7)
+    results = [(1.0, 7, 7), (0.0, 7, 8), (0.0, 8, 8), (0.0, 8, 9), (0.5, 8, 8), (1.5, 8, 8)]
+    for job, (reward, first, last) in zip(scene.jobs(), results, strict=True):
+        scene.reply(
+            job, reward=reward, version_first=first, version_last=last, completion_tokens=10, truncated=reward == 0.5,
+            metrics={"hints": reward}, rewards={"right": 2 * reward},
+        )  # fmt: skip
+    last = scene.last
+    assert (last["version"], last["version_first"], last["version_last"]) == (7, 7, 9)
+    assert (last["examples"], last["rollouts"], last["dead"]) == (3, 6, 0)
+    assert (last["reward_mean"], last["rewards/right"], last["metrics/hints"]) == (0.5, 1.0, 0.5)
+    assert last["reward_std"] == pytest.approx(0.57735, abs=1e-5)
+    assert last["solved_rate"] == pytest.approx(2 / 6, abs=1e-6)
+    assert last["solved_any_rate"] == pytest.approx(2 / 3, abs=1e-6)
+    assert (last["completion_tokens"], last["policy_error_rate"]) == (10, 0)
+    assert last["truncated_rate"] == pytest.approx(1 / 6, abs=1e-6)
+    values = unreported(scene.ledger)
+    assert values["evaluation/held_out/reward_mean"] == 0.5
+    assert unreported(scene.ledger) == {}
+
+
+def test_files_of_a_rollout_are_deleted_when_its_score_is_in(scene: Scene) -> None:
+    scene.plan()
+    job, *_ = scene.jobs()
+    blob = BlobRef(key=f"rollouts/run/{job.id}/1.x/columns.safetensors", size=3, checksum="")
+    scene.reply(job, columns=blob)
+    assert scene.ledger.unwanted_blobs == [blob.key]
+    late = BlobRef(key=f"rollouts/run/{job.id}/2.y/columns.safetensors", size=3, checksum="")
+    scene.reply(job, columns=late)
+    assert scene.ledger.unwanted_blobs == [blob.key, late.key]
+    assert scene.counts["evaluated"] == 1
+
+
+def test_an_evaluation_ends_without_rollouts_that_died(scene: Scene) -> None:
+    scene.plan()
+    for job in scene.jobs()[:2]:
+        scene.reply(job, Outcome.FAILED)
+    scene.finish()
+    assert (scene.last["rollouts"], scene.last["dead"], scene.last["reward_mean"]) == (4, 2, 1.0)
+    scene.plan(5)
+    for job in scene.jobs():
+        scene.reply(job, Outcome.FAILED)
+    assert (scene.last["rollouts"], scene.last["dead"]) == (0, 6)
+    assert "reward_mean" not in scene.last
+    assert scene.counts["dead"] == 8
+    assert scene.counts["balanced"]
+
+
+def test_an_environment_that_scores_groups_is_refused(scene: Scene) -> None:
+    scene.ledger.set("scores_groups:held_out", 1)
+    with pytest.raises(RunError, match=r"\[evaluation.held_out\] cannot be used: its environment scores whole groups"):
+        scene.plan()
+
+
+def test_a_resumed_run_has_the_open_evaluation_with_its_scores(tmp_path: Path) -> None:
+    path = tmp_path / "killed.sqlite"
+
+    async def begin() -> None:
+        ledger = Ledger(path)
+        scene = Scene(ledger)
+        scene.plan(5)
+        first, second, *_ = scene.jobs()
+        scene.reply(first, reward=4.0)
+        scene.reply(second, Outcome.FAILED)
+        await ledger.committed()
+        ledger.close()
+
+    asyncio.run(begin())
+    ledger = Ledger(path)
+    scene = Scene(ledger)
+    scene.evaluations.resume()
+    assert [job.id for job in scene.jobs()] == [f"v000001-{index}" for index in range(2, 6)]
+    assert scene.counts["balanced"]
+    scene.finish()
+    assert (scene.last["version"], scene.last["rollouts"], scene.last["dead"]) == (5, 5, 1)
+    assert scene.last["reward_mean"] == pytest.approx(8 / 5)
+    assert scene.plan(9) == []
+    ledger.close()
+
+
+def test_an_evaluation_that_is_not_configured_any_more_is_cancelled(scene: Scene) -> None:
+    scene.plan()
+    scene.reply(scene.jobs()[0])
+    others = Evaluations(configured(evaluation={"another": {"use": "noop"}}), scene.ledger)
+    others.resume()
+    assert not scene.jobs()
+    assert not scene.ledger.evaluations
+    assert scene.counts == {
+        "planned": 6, "evaluated": 1, "dead": 0, "cancelled": 5, "in_flight": 0, "balanced": True,
+    }  # fmt: skip
+    assert scene.last is None
+
+
+def test_the_end_of_a_run_waits_for_open_evaluations(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("orchestrator.evaluation.time.monotonic", lambda: clock.now)
+    assert not scene.evaluations.awaited_at_end()
+    scene.plan()
+    assert scene.evaluations.awaited_at_end()
+    clock.now += 599
+    assert scene.evaluations.awaited_at_end()
+    clock.now += 2
+    assert not scene.evaluations.awaited_at_end()
+    scene.evaluations.cancel()
+    assert scene.counts["cancelled"] == 6
+
+
+def test_an_update_of_the_weights_is_held_until_the_evaluations_of_this_version_end(ledger: Ledger) -> None:
+    async def update() -> list[str]:
+        scene, order = Scene(ledger, hold_s=60.0), list[str]()
+
+        async def weights() -> None:
+            await scene.evaluations.hold()
+            order.append("updated")
+
+        updating = asyncio.create_task(weights())
+        while not scene.jobs():
+            await asyncio.sleep(0)
+        for job in scene.jobs():
+            order.append(job.id)
+            scene.reply(job)
+            await asyncio.sleep(0)
+        await updating
+        return order
+
+    assert asyncio.run(update()) == [*(f"v000001-{index}" for index in range(6)), "updated"]
+
+
+def test_no_update_is_held_for_longer_than_the_setting(ledger: Ledger) -> None:
+    scene = Scene(ledger, hold_s=0.0)
+    asyncio.run(scene.evaluations.hold())
+    assert len(scene.jobs()) == 6
+
+
+def test_the_ledger_keeps_the_rewards_of_closed_evaluations_and_finds_rollouts_without_a_job(tmp_path: Path) -> None:
+    path = tmp_path / "kept.sqlite"
+
+    async def play() -> None:
+        ledger = Ledger(path)
+        scene = Scene(ledger)
+        scene.plan()
+        scene.finish()
+        scene.plan(5)
+        ledger.jobs.pop("v000002-3")
+        ledger.waiting.pop("v000002-3")
+        for changed in [
+            key for key, (_, record) in ledger._changed.items() if getattr(record, "id", "") == "v000002-3"
+        ]:
+            ledger._changed.pop(changed)
+        await ledger.committed()
+        ledger.close()
+
+    asyncio.run(play())
+    with reading(path) as connection:
+        assert [row[1:] for row in queries.rollouts_of(connection, 1)] == [("evaluated", "1.0")] * 6
+        ((number, line),) = queries.results_after(connection, 0)
+        assert (number, json.loads(line)["name"]) == (1, "held_out")
+        assert queries.problems(connection, limit=5) == ["rollout 3 of evaluation 2 is open and has no job"]
