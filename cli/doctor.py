@@ -124,6 +124,8 @@ def _environments(config: "RunConfig") -> "Finding":
         return wrong("plays", "no environment is configured", 'add [environments.NAME] with use = "module:Class"')
     try:
         loaded = load_environments(config.environments, config.place_of)
+        if config.evaluation:
+            loaded |= load_environments(config.evaluation, config.place_of, section="evaluation")
     except ConfigError as error:
         return wrong("plays", str(error))
     sizes = ", ".join(f"{name} ({each.size:,} examples)" for name, each in loaded.items())

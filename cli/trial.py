@@ -206,7 +206,7 @@ def _chosen(settings: "RunConfig", wanted: Sequence[str]) -> list[str]:
     from penstock.environments.loading import BUILT_INS
     from penstock.errors import ConfigError
 
-    known = list(settings.environments or BUILT_INS)
+    known = [*(settings.environments or BUILT_INS), *settings.evaluation]
     if unknown := [name for name in wanted if name not in known]:
         raise ConfigError(f"--environment {unknown[0]}: the configuration has only {', '.join(known)}")
     return list(wanted)
@@ -217,6 +217,7 @@ def _needs_sessions(settings: "RunConfig", names: Sequence[str]) -> bool:
     from penstock.environments.loading import BUILT_INS, runs_own_agent
 
     uses = {name: each.use for name, each in settings.environments.items()} or {name: name for name in BUILT_INS}
+    uses |= {name: each.use for name, each in settings.evaluation.items()}
     return not settings.sessions.urls and any(runs_own_agent(uses[name]) for name in names or uses)
 
 

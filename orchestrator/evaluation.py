@@ -18,17 +18,17 @@ from orchestrator.ledger.records import JobRecord
 from penstock import ids
 from penstock.config import RunConfig
 from penstock.config.evaluation import EvaluationSettings
-from penstock.errors import RunError
 from penstock.ledger.evaluations import EvaluationState, PlayState
 from penstock.ledger.states import JobKind, JobState
-from penstock.messages import RolloutResult, shortened
+from penstock.messages import GroupInputs, GroupMember, RolloutResult, ScoreResult, shortened
 
 logger = logging.getLogger("penstock.evaluation")
 
 AT_ONCE = 32  # rollouts that begin between two waits of the loop
 UNREPORTED = "evaluations_unreported"
 """key in the ledger: JSON, name -> values of the evaluations that ended since the last step"""
-COUNTS = {state: f"evaluation_rollouts_{state}" for state in PlayState if state is not PlayState.OPEN}
+COUNTED = (PlayState.EVALUATED, PlayState.DEAD, PlayState.CANCELLED)
+COUNTS = {state: f"evaluation_rollouts_{state}" for state in COUNTED}
 PLANNED, FINISHED = "evaluation_rollouts_planned", "evaluations_finished"
 
 
@@ -70,11 +70,6 @@ class Evaluations:
             self._ledger.set(f"evaluated:{name}", version)
         if not due:
             return None
-        if self._ledger.number(f"scores_groups:{name}"):
-            raise RunError(
-                f"[evaluation.{name}] cannot be used: its environment scores whole groups (score_group), and an "
-                "evaluation has none. Name an environment whose `rollout` returns the score"
-            )
         record = EvaluationRecord(
             number=self._ledger.increment("evaluations"),
             name=name,
@@ -107,18 +102,84 @@ class Evaluations:
     # what the groups apply
 
     def settle(self, job: JobRecord, result: RolloutResult) -> None:
-        self._ledger.unwanted_blobs += result.keys
-        record, score = self._ledger.evaluations[int(job.subject)], kept(result)
-        record.scores[ids.RolloutId.parse(job.id).number] = score
-        self._close(record, job, PlayState.EVALUATED, orjson.dumps(score).decode())
+        record, index = self._record(job), ids.RolloutId.parse(job.id).number
+        if not self._ledger.number(f"scores_groups:{record.name}"):
+            self._evaluated(record, index, result)
+            return
+        record.unscored[index] = result
+        rollout = EvaluationRollout(
+            evaluation=record.number, index=index, state=PlayState.GENERATED, result=result.model_dump_json()
+        )
+        self._ledger.keep("evaluation_rollouts", rollout)
+        self._score_if_complete(record, index // record.rollouts)
 
     def died(self, job: JobRecord, why: str) -> None:
-        """The attempts of a rollout are used up: the evaluation is without it."""
-        error = orjson.dumps({"error": shortened(why)}).decode()
-        self._close(self._ledger.evaluations[int(job.subject)], job, PlayState.DEAD, error)
-
-    def _close(self, record: EvaluationRecord, job: JobRecord, state: PlayState, result: str) -> None:
+        """The attempts of a rollout are used up: the evaluation is without it. Those of a score: without its
+        rollouts."""
+        record, error = self._record(job), orjson.dumps({"error": shortened(why)}).decode()
+        if job.kind is JobKind.EVALUATION_SCORE:
+            for index in self._unscored(record, job):
+                self._ledger.unwanted_blobs += record.unscored.pop(index).keys
+                self._close(record, index, PlayState.DEAD, error)
+            return
         index = ids.RolloutId.parse(job.id).number
+        self._close(record, index, PlayState.DEAD, error)
+        self._score_if_complete(record, index // record.rollouts)
+
+    def score_inputs(self, job: JobRecord) -> GroupInputs:
+        record = self._record(job)
+        members = [(ids.evaluation_rollout(record.number, index), index) for index in self._unscored(record, job)]
+        return GroupInputs(
+            group=job.id,
+            environment=record.name,
+            example=_example(job),
+            policy_version=self._ledger.number("policy_version"),
+            members=[GroupMember(rollout=id, result=record.unscored[index]) for id, index in members],
+        )
+
+    def scored(self, job: JobRecord, result: ScoreResult) -> None:
+        record = self._record(job)
+        for index in self._unscored(record, job):
+            id = ids.evaluation_rollout(record.number, index)
+            named = {name: parts[id] for name, parts in result.named.items() if id in parts}
+            update = {"reward": result.rewards[id]} | ({"rewards": named} if named else {})
+            self._evaluated(record, index, record.unscored.pop(index).model_copy(update=update))
+
+    def score_jobs(self) -> set[str]:
+        """The jobs that score examples, and those that will."""
+        records = self._ledger.evaluations.values()
+        unscored = ((record, index) for record in records for index in record.unscored)
+        return {ids.evaluation_score(record.number, index // record.rollouts) for record, index in unscored}
+
+    def fits(self, job: JobRecord, result: ScoreResult) -> bool:
+        record = self._record(job)
+        wanted = {ids.evaluation_rollout(record.number, index) for index in self._unscored(record, job)}
+        return result.rewards.keys() >= wanted
+
+    def _record(self, job: JobRecord) -> EvaluationRecord:
+        return self._ledger.evaluations[int(job.subject)]
+
+    def _unscored(self, record: EvaluationRecord, job: JobRecord) -> list[int]:
+        return [index for index in record.of_example(_example(job)) if index in record.unscored]
+
+    def _score_if_complete(self, record: EvaluationRecord, example: int) -> None:
+        """Add the job that scores the example when none of its rollouts is played any more."""
+        indices = record.of_example(example)
+        waiting = [index for index in indices if index in record.unscored]
+        if (
+            waiting
+            and indices.stop <= record.begun
+            and all(index in waiting for index in indices if index in record.open)
+        ):
+            job = ids.evaluation_score(record.number, example)
+            self._ledger.add_job(job, JobKind.EVALUATION_SCORE, str(record.number))
+
+    def _evaluated(self, record: EvaluationRecord, index: int, result: RolloutResult) -> None:
+        self._ledger.unwanted_blobs += result.keys
+        record.scores[index] = kept(result)
+        self._close(record, index, PlayState.EVALUATED, orjson.dumps(record.scores[index]).decode())
+
+    def _close(self, record: EvaluationRecord, index: int, state: PlayState, result: str) -> None:
         record.open.discard(index)
         self._ledger.keep(
             "evaluation_rollouts",
@@ -178,10 +239,13 @@ class Evaluations:
     def _cancel(self, record: EvaluationRecord, why: str) -> None:
         logger.warning("action=evaluation_cancelled name=%s version=%d %s", record.name, record.version, why)
         self._ledger.event(f"evaluation {record.number}", "cancelled", f"{record.name}: {why}")
+        of_evaluations = (JobKind.EVALUATION, JobKind.EVALUATION_SCORE)
+        jobs = [job for job in self._ledger.jobs.values() if job.kind in of_evaluations]
+        for job in [job for job in jobs if job.subject == str(record.number)]:
+            self._ledger.end(job, JobState.CANCELLED)
         for index in sorted(record.open):
-            job = self._ledger.jobs.get(ids.evaluation_rollout(record.number, index))
-            if job is not None:
-                self._ledger.end(job, JobState.CANCELLED)
+            if index in record.unscored:
+                self._ledger.unwanted_blobs += record.unscored.pop(index).keys
             self._ledger.keep(
                 "evaluation_rollouts",
                 EvaluationRollout(evaluation=record.number, index=index, state=PlayState.CANCELLED),
@@ -218,6 +282,11 @@ class Evaluations:
             if record
             else None,
         }
+
+
+def _example(job: JobRecord) -> int:
+    """Of the job that scores it."""
+    return int(job.id.rpartition("-e")[2])
 
 
 def unreported(ledger: Ledger) -> dict[str, float]:

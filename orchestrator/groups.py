@@ -150,6 +150,8 @@ class Groups:
         """Whether `result` answers `job`: a worker of another version or a custom stage may send something else."""
         if result.answers != job.kind.answer:
             return False
+        if job.kind is JobKind.EVALUATION_SCORE:
+            return isinstance(result, ScoreResult) and self.evaluations.fits(job, result)
         if isinstance(result, DrawResult):
             return self._examples.fits(job.subject, result)
         if isinstance(result, EncodeResult):
@@ -161,10 +163,12 @@ class Groups:
 
     def _settle(self, job: JobRecord, reply: Reply, result: AnyResult) -> None:
         group = self._ledger.groups.get(job.subject)
-        if job.kind is JobKind.EVALUATION:
-            assert isinstance(result, RolloutResult)
+        if job.kind in (JobKind.EVALUATION, JobKind.EVALUATION_SCORE):
             self._ledger.end(job, JobState.SETTLED)
-            self.evaluations.settle(job, result)
+            if isinstance(result, RolloutResult):
+                self.evaluations.settle(job, result)
+            elif isinstance(result, ScoreResult):
+                self.evaluations.scored(job, result)
             return
         if isinstance(result, RolloutResult):
             self._ledger.generated(
@@ -215,7 +219,7 @@ class Groups:
                 f"environments.{job.subject}.sampler = {sampler!r} failed: {why}. Fix it, restart the compute workers, "
                 "then start the run again; nothing is lost"
             )
-        if job.kind is JobKind.EVALUATION:
+        if job.kind in (JobKind.EVALUATION, JobKind.EVALUATION_SCORE):
             self._ledger.end(job, JobState.DEAD)
             self.evaluations.died(job, why)
             return

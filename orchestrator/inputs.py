@@ -2,6 +2,7 @@
 
 import logging
 
+from orchestrator.evaluation import Evaluations
 from orchestrator.examples import Examples
 from orchestrator.housekeeping import delete
 from orchestrator.ledger.ledger import Ledger
@@ -27,7 +28,9 @@ from penstock.store import BlobRef, Store, open_store
 logger = logging.getLogger("penstock.inputs")
 
 READ_IN_STATES = frozenset({GroupState.SCORING, GroupState.FILTERING, GroupState.ESTIMATING})
-READING_KINDS = STEP_JOBS | {JobKind.SCORE, JobKind.FILTER, JobKind.ADVANTAGE, JobKind.DRAW}
+BY_JOB = frozenset({JobKind.DRAW, JobKind.EVALUATION_SCORE})
+"""Their files are named by the job."""
+READING_KINDS = STEP_JOBS | BY_JOB | {JobKind.SCORE, JobKind.FILTER, JobKind.ADVANTAGE}
 LOOK_ABOVE = 64  # files that may be left although no job reads them: looking for them costs as much as is open
 LOOKED_AT_AT_ONCE = 1_000  # groups: about 1 ms
 NO_BLOB = BlobRef(key="none", size=0, checksum="")  # of rollouts without files: those of the no-op environment
@@ -39,6 +42,7 @@ class JobInputs:
         self._run = run
         self._ledger = ledger
         self._examples = Examples(config, ledger)
+        self._evaluations = Evaluations(config, ledger)
         self._store = open_store(config.store_url)
         self._written: dict[str, Content | None] = dict.fromkeys(job_inputs.keys(self._store, run))
         """files in the store; None for those of an earlier orchestrator"""
@@ -51,8 +55,8 @@ class JobInputs:
             batch = self._ledger.batches[int(job.subject)]
             key_of = job_inputs.step_key if job.kind is JobKind.ENCODE else job_inputs.values_key
             return key_of(self._run, batch.step, batch.formation)
-        if job.kind is JobKind.DRAW:
-            return job_inputs.draw_key(self._run, job.id)
+        if job.kind in BY_JOB:
+            return job_inputs.job_key(self._run, job.id)
         return job_inputs.group_key(self._run, job.subject)
 
     def result_key(self, job: JobRecord) -> str | None:
@@ -95,7 +99,8 @@ class JobInputs:
         if len(self._written) < self._look_at:
             return set()
         # Only the caller's task writes files, so that no other file is needed after a slice than before it.
-        needed = self._needed_by_steps() | {job_inputs.draw_key(self._run, job) for job in self._examples.open_draws()}
+        by_job = [*self._examples.open_draws(), *self._evaluations.score_jobs()]
+        needed = self._needed_by_steps() | {job_inputs.job_key(self._run, job) for job in by_job}
         async for groups in in_slices(self._ledger.groups_in(*READ_IN_STATES), LOOKED_AT_AT_ONCE):
             needed |= {job_inputs.group_key(self._run, group.id) for group in groups}
         stale = self._written.keys() - needed
@@ -118,6 +123,8 @@ class JobInputs:
             return await in_io_thread(step_values, batch, state)
         if job.kind is JobKind.DRAW:
             return self._examples.draw_inputs(job)
+        if job.kind is JobKind.EVALUATION_SCORE:
+            return self._evaluations.score_inputs(job)
         return group_inputs(self._ledger.groups[job.subject], self._ledger.number("policy_version"))
 
 

@@ -63,7 +63,7 @@ class Planner:
         if sum(left.values()) >= self._config.batch.size:
             return None
         return (
-            f"every example was played as often as `epochs` allows, after {step} of {self._config.steps} steps: raise "
+            f"the examples of every environment are used up after {step} of {self._config.steps} steps: raise "
             "environments.NAME.epochs and run the same command to continue"
         )
 

@@ -140,6 +140,9 @@ class Submitter:
             case JobKind.SCORE:
                 environment = self._ledger.groups[job.subject].environment
                 return ScoreJob(**common, environment=environment, plan=self.inputs.key(job))
+            case JobKind.EVALUATION_SCORE:
+                environment = self._ledger.evaluations[int(job.subject)].name
+                return ScoreJob(**common, environment=environment, plan=self.inputs.key(job))
             case JobKind.FILTER:
                 return FilterJob(**common, plan=self.inputs.key(job))
             case JobKind.ADVANTAGE:

@@ -84,6 +84,10 @@ def evaluation_rollout(evaluation: int, index: int) -> str:
     return str(RolloutId(f"v{evaluation:06d}", index))
 
 
+def evaluation_score(evaluation: int, example: int) -> str:
+    return f"v{evaluation:06d}-e{example}"
+
+
 def is_evaluation(rollout: str) -> bool:
     """Whether it is a rollout of an evaluation."""
     return EVALUATION_ROLLOUT.fullmatch(rollout) is not None

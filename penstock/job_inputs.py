@@ -24,7 +24,7 @@ def group_key(run: str, group: str) -> str:
     return f"{FOLDER}/{run}.{group}.json"
 
 
-def draw_key(run: str, job: str) -> str:
+def job_key(run: str, job: str) -> str:
     return f"{FOLDER}/{run}.{job}.json"
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import orjson
 
-from orchestrator.ledger.records import Row
+from orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord, Row
 from penstock import ids
 from penstock.ledger import evaluations as queries
 from penstock.ledger.evaluations import EvaluationState, PlayState
+from penstock.messages import RolloutResult
 
 
 @dataclass(kw_only=True, eq=False)
@@ -31,13 +32,19 @@ class EvaluationRecord:
     begun: int = 0
     """rollouts that have a job or had one"""
     open: set[int] = field(default_factory=set[int])
-    """numbers of its rollouts that have no result yet"""
+    """numbers of its rollouts that have no score yet"""
+    unscored: dict[int, RolloutResult] = field(default_factory=dict[int, RolloutResult])
+    """number of an open rollout -> its result, which waits for the score of its example"""
     scores: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     """number of a rollout -> what is kept of its result"""
 
     @property
     def size(self) -> int:
         return self.examples * self.rollouts
+
+    def of_example(self, example: int) -> range:
+        """Numbers of its rollouts."""
+        return range(example * self.rollouts, (example + 1) * self.rollouts)
 
     def row(self) -> Row:
         return (self.number, self.name, self.version, self.examples, self.rollouts, self.started_at, self.state,
@@ -63,6 +70,12 @@ class ClosedEvaluation:
         return (self.number,)
 
 
+AnyRecord = (
+    RolloutRecord | GroupRecord | JobRecord | BatchRecord | EvaluationRecord | EvaluationRollout | ClosedEvaluation
+)
+"""of the ledger: each returns its row"""
+
+
 def read_open(connection: sqlite3.Connection) -> Iterator[EvaluationRecord]:
     for number, name, version, examples, rollouts, started_at, state, finished, result in queries.open_evaluations(
         connection
@@ -73,8 +86,10 @@ def read_open(connection: sqlite3.Connection) -> Iterator[EvaluationRecord]:
         )  # fmt: skip
         for index, played, score in queries.rollouts_of(connection, number):
             record.begun += 1
-            if played == PlayState.OPEN:
+            if played in (PlayState.OPEN, PlayState.GENERATED):
                 record.open.add(index)
+            if played == PlayState.GENERATED:
+                record.unscored[index] = RolloutResult.model_validate_json(score)
             elif played == PlayState.EVALUATED:
                 record.scores[index] = orjson.loads(score)
         yield record

@@ -17,7 +17,7 @@ import orjson
 
 from orchestrator.ledger import restore
 from orchestrator.ledger.counts import Counts
-from orchestrator.ledger.evaluations import ClosedEvaluation, EvaluationRecord, EvaluationRollout
+from orchestrator.ledger.evaluations import AnyRecord, EvaluationRecord
 from orchestrator.ledger.records import (
     ADVANTAGES,
     ESTIMATOR_STATE,
@@ -33,6 +33,7 @@ from orchestrator.ledger.records import (
 from orchestrator.ledger.writer import KEEP_EVENTS_STEPS, Writer
 from penstock.ids import GroupId, RolloutId, execution_of
 from penstock.ledger.states import (
+    FORGOTTEN_JOBS,
     STEP_JOBS,
     UNGENERATED,
     BatchState,
@@ -43,12 +44,6 @@ from penstock.ledger.states import (
     check,
 )
 from penstock.messages import RolloutResult, StepResult, shortened
-
-FORGOTTEN = frozenset({JobKind.SURVEY, JobKind.DRAW, JobKind.EVALUATION})
-"""Their rows are deleted when they end: other records have what they did."""
-AnyRecord = (
-    RolloutRecord | GroupRecord | JobRecord | BatchRecord | EvaluationRecord | EvaluationRollout | ClosedEvaluation
-)
 
 
 class Ledger:
@@ -292,7 +287,7 @@ class Ledger:
         self._touch("jobs", job)
         if state is JobState.DEAD:
             self._counts.died(job)
-        if job.kind in FORGOTTEN:
+        if job.kind in FORGOTTEN_JOBS:
             self._forget_job(job)
         elif job.kind not in STEP_JOBS:
             self._remove(job)
@@ -407,7 +402,7 @@ class Ledger:
         """Why commits fail at present."""
         return self._writer.trouble
 
-    def keep(self, table: str, record: EvaluationRecord | EvaluationRollout | ClosedEvaluation) -> None:
+    def keep(self, table: str, record: AnyRecord) -> None:
         """Write the record of an evaluation with the next commit."""
         self._touch(table, record)
 

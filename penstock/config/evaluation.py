@@ -30,5 +30,5 @@ class EvaluationSettings(EnvironmentCode):
     hold_s: Annotated[NonNegativeFloat, BY_ORCHESTRATOR] = 600.0
     """Seconds that the end of the run waits for it, and the next update of the weights where Penstock makes it. Under
     a trainer's own updates, the versions that played it are reported."""
-    sampling: Annotated[Sampling | None, read_by(Reader.ROLLOUTS)] = None
+    sampling: Sampling | None = None
     """Sampling parameters of its requests, all of them. Default: those of `policy.sampling`."""

@@ -153,7 +153,12 @@ def _default(value: Any) -> str:
 
 
 def _attribute_docs(section: type[Section]) -> dict[str, str]:
-    """The string under each attribute, on one line."""
+    """The string under each attribute, on one line, those of base classes too."""
+    bases = (base for base in reversed(section.__mro__) if issubclass(base, Section) and base is not Section)
+    return {name: text for base in bases for name, text in _own_docs(base).items()}
+
+
+def _own_docs(section: type[Section]) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}

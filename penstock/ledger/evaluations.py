@@ -18,6 +18,8 @@ class PlayState(StrEnum):
     """Of a rollout of an evaluation."""
 
     OPEN = "open"
+    GENERATED = "generated"
+    """its example's rollouts are scored together when all are in"""
     EVALUATED = "evaluated"
     DEAD = "dead"
     CANCELLED = "cancelled"

@@ -37,13 +37,15 @@ class GroupState(LedgerEnum):
 
 
 class JobKind(LedgerEnum):
-    """The values are those of the results' field `answers` (`messages.py`), but for EVALUATION."""
+    """The values are those of the results' field `answers` (`messages.py`), but for those of evaluations."""
 
     SURVEY = "survey"
     ROLLOUT = "rollout"
     EVALUATION = "evaluation"
     """a rollout of an evaluation: its result is that of a rollout"""
     SCORE = "score"
+    EVALUATION_SCORE = "evaluation_score"
+    """of the rollouts of one example of an evaluation"""
     FILTER = "filter"
     ADVANTAGE = "advantage"
     DRAW = "draw"
@@ -53,7 +55,7 @@ class JobKind(LedgerEnum):
     @property
     def answer(self) -> str:
         """`answers` of its result."""
-        return JobKind.ROLLOUT if self is JobKind.EVALUATION else self
+        return {JobKind.EVALUATION: "rollout", JobKind.EVALUATION_SCORE: "score"}.get(self, self.value)
 
     @property
     def queue(self) -> Queue:
@@ -65,12 +67,15 @@ _QUEUES = {
     JobKind.ROLLOUT: Queue.ROLLOUTS,
     JobKind.EVALUATION: Queue.ROLLOUTS,
     JobKind.SCORE: Queue.ROLLOUTS,
+    JobKind.EVALUATION_SCORE: Queue.ROLLOUTS,
     JobKind.FILTER: Queue.FILTERING,
     JobKind.ADVANTAGE: Queue.ADVANTAGES,
     JobKind.DRAW: Queue.ADVANTAGES,
     JobKind.BATCH_PHASE: Queue.ADVANTAGES,
     JobKind.ENCODE: Queue.ENCODING,
 }
+FORGOTTEN_JOBS = frozenset({JobKind.SURVEY, JobKind.DRAW, JobKind.EVALUATION, JobKind.EVALUATION_SCORE})
+"""Their rows are deleted when they end: other records have what they did."""
 STEP_JOBS = frozenset({JobKind.BATCH_PHASE, JobKind.ENCODE})
 """Their subject is a step."""
 

@@ -55,7 +55,7 @@ def draw(
     sampler = _made(name, json.dumps(dict(options), sort_keys=True), setting, size, seed)
     what = f"the sampler {name} of environment {environment!r}"
     with error_boundary(StageError, f"{what} failed"):
-        result: object = sampler.draw(count, played, _state(state, name))
+        result = cast(object, sampler.draw(count, played, _state(state, name)))
         if not isinstance(result, tuple) or len(cast("tuple[object, ...]", result)) != 2:
             raise StageError(f"{what} returned {described(result)}: it must return (examples, next state)")
         examples, after = cast("tuple[Any, Any]", result)

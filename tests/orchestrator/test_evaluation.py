@@ -13,14 +13,14 @@ from support.ledgers import configured
 from orchestrator.evaluation import AT_ONCE, Evaluations, unreported
 from orchestrator.gates import Gates
 from orchestrator.groups import Groups
+from orchestrator.ledger.evaluations import is_open
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import JobRecord
 from penstock.config import RunConfig
-from penstock.errors import RunError
 from penstock.ledger import evaluations as queries
 from penstock.ledger.schema import reading
 from penstock.ledger.states import JobKind, RolloutState
-from penstock.messages import Outcome, Reply, RolloutResult
+from penstock.messages import Outcome, Reply, RolloutResult, ScoreResult
 from penstock.store import BlobRef
 
 
@@ -191,10 +191,89 @@ def test_an_evaluation_ends_without_rollouts_that_died(scene: Scene) -> None:
     assert scene.counts["balanced"]
 
 
-def test_an_environment_that_scores_groups_is_refused(scene: Scene) -> None:
+def columns(job: JobRecord) -> BlobRef:
+    return BlobRef(key=f"rollouts/run/{job.id}/1.x/columns.safetensors", size=3, checksum="")
+
+
+def score_jobs(scene: Scene) -> list[JobRecord]:
+    return [job for job in scene.ledger.jobs.values() if job.kind is JobKind.EVALUATION_SCORE]
+
+
+def score(scene: Scene, job: JobRecord, **rewards: float) -> None:
+    scene.ledger.submit(job)
+    named = {rollout.replace("_", "-"): reward for rollout, reward in rewards.items()}
+    scene.groups.apply(Reply(run="run", job=job.id, attempt=1, execution="x", worker="w", outcome=Outcome.DONE,
+                             result=ScoreResult(rewards=named)))  # fmt: skip
+
+
+def test_the_rollouts_of_an_example_are_scored_together_by_an_environment_that_scores_groups(scene: Scene) -> None:
     scene.ledger.set("scores_groups:held_out", 1)
-    with pytest.raises(RunError, match=r"\[evaluation.held_out\] cannot be used: its environment scores whole groups"):
+    scene.plan()
+    jobs = scene.jobs()
+    for job in (jobs[2], jobs[1], jobs[3]):
+        scene.reply(job, columns=columns(job))
+    scene.reply(jobs[0], Outcome.FAILED)  # the other rollout of the first example is scored alone
+    assert [job.id for job in score_jobs(scene)] == ["v000001-e1", "v000001-e0"]
+    assert not scene.ledger.unwanted_blobs
+    inputs = scene.evaluations.score_inputs(score_jobs(scene)[0])
+    assert (inputs.environment, inputs.example) == ("held_out", 1)
+    assert [member.rollout for member in inputs.members] == ["v000001-2", "v000001-3"]
+    second, first = score_jobs(scene)
+    score(scene, first, v000001_1=0.25)
+    score(scene, second, v000001_2=0.5, v000001_3=0.75)
+    assert sorted(scene.ledger.unwanted_blobs) == sorted(columns(job).key for job in jobs[1:4])
+    for job in jobs[4:]:
+        scene.reply(job)
+    score(scene, score_jobs(scene)[0], v000001_4=1.0, v000001_5=0.0)
+    assert (scene.last["rollouts"], scene.last["dead"], scene.last["reward_mean"]) == (5, 1, 0.5)
+    assert scene.counts["balanced"]
+
+
+def test_rollouts_whose_score_failed_are_dead(scene: Scene) -> None:
+    scene.ledger.set("scores_groups:held_out", 1)
+    scene.plan()
+    scene.finish()
+    for job in score_jobs(scene):
+        scene.reply(job, Outcome.FAILED)
+    assert (scene.last["rollouts"], scene.last["dead"]) == (0, 6)
+    assert scene.counts == {
+        "planned": 6, "evaluated": 0, "dead": 6, "cancelled": 0, "in_flight": 0, "balanced": True,
+    }  # fmt: skip
+
+
+def test_a_score_without_every_rollout_does_not_answer(scene: Scene) -> None:
+    scene.ledger.set("scores_groups:held_out", 1)
+    scene.plan()
+    scene.finish()
+    score(scene, score_jobs(scene)[0], v000001_0=1.0)
+    assert scene.counts["dead"] == 2  # max_failures is 1
+
+
+def test_a_resumed_run_has_the_results_that_wait_for_their_score(tmp_path: Path) -> None:
+    path = tmp_path / "killed.sqlite"
+
+    async def begin() -> None:
+        ledger = Ledger(path)
+        scene = Scene(ledger)
+        ledger.set("scores_groups:held_out", 1)
         scene.plan()
+        for job in scene.jobs()[:3]:
+            scene.reply(job, columns=columns(job))
+        await ledger.committed()
+        ledger.close()
+
+    asyncio.run(begin())
+    ledger = Ledger(path)
+    scene = Scene(ledger)
+    (job,) = score_jobs(scene)
+    assert [member.rollout for member in scene.evaluations.score_inputs(job).members] == ["v000001-0", "v000001-1"]
+    assert [is_open(ledger.evaluations, f"v000001-{index}") for index in range(7)] == [True] * 6 + [False]
+    assert not is_open(ledger.evaluations, "v000002-0")
+    scene.evaluations.cancel()
+    assert sorted(ledger.unwanted_blobs) == [f"rollouts/run/v000001-{n}/1.x/columns.safetensors" for n in range(3)]
+    assert not ledger.jobs
+    assert scene.counts["cancelled"] == 6
+    ledger.close()
 
 
 def test_a_resumed_run_has_the_open_evaluation_with_its_scores(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def configured(name: str, **more: Any) -> dict[str, Any]:
 
 
 def played(cluster: Cluster) -> list[int]:
-    return [example for (example,) in cluster.ledger("SELECT example FROM groups ORDER BY ordinal")]
+    query = "SELECT ordinal, example FROM groups UNION SELECT ordinal, example FROM closed_groups ORDER BY ordinal"
+    return [example for _, example in cluster.ledger(query)]
 
 
 def told(cluster: Cluster) -> list[Any]:
@@ -96,7 +97,7 @@ def test_a_sampler_that_cannot_be_used_stops_the_run_before_a_rollout(tmp_path: 
         cluster.rollout_worker(**variables)
         cluster.compute_worker(**variables)
         run = cluster.orchestrator(**variables)
-        assert run.wait() == 1, run.text[-2000:]
+        assert run.wait() == 2, run.text[-2000:]
         assert "environments.noop.sampler = 'own_package.data:Failing' failed" in run.text
         assert "ValueError: no data today" in run.text
-        assert cluster.ledger("SELECT count(*) FROM rollouts") == [(0,)]
+        assert cluster.ledger("SELECT count(*) FROM all_rollouts") == [(0,)]

@@ -19,7 +19,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def played(cluster: Cluster) -> list[int]:
-    return [example for (example,) in cluster.ledger("SELECT example FROM groups ORDER BY ordinal")]
+    query = "SELECT ordinal, example FROM groups UNION SELECT ordinal, example FROM closed_groups ORDER BY ordinal"
+    return [example for _, example in cluster.ledger(query)]
 
 
 def test_a_killed_run_plays_the_examples_of_its_seed_and_ends_with_them(shared: Cluster) -> None:

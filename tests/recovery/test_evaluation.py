@@ -36,7 +36,7 @@ def test_killed_processes_neither_lose_nor_repeat_a_rollout_of_an_evaluation(tmp
     settings = {"evaluation.held_out": EVALUATION, "noop": {"hold_while": str(hold)}}
     with cluster_in(tmp_path, steps=4, **settings) as cluster:
         hold.touch()
-        worker = cluster.rollout_worker()
+        worker = cluster.rollout_worker(concurrency=128)  # more than there are rollouts
         cluster.compute_worker()
         for point in ("submitted:2", "published"):  # the first submission is the survey's
             crashed = cluster.orchestrator(PENSTOCK_TESTING__CRASH_AT=point)
