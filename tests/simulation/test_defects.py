@@ -17,7 +17,7 @@ from penstock.messages import Reply
 from simulation.faults import drawn
 from simulation.playing import play
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SEEDS = range(100_000, 101_000)
 SCHEDULES_MOST = 60
 encoded = Composer.encoded

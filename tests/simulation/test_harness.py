@@ -9,6 +9,7 @@ import pytest
 
 from simulation.loop import Killed, Process, SimulatedLoop
 from simulation.playing import play, replay_command
+from simulation.world import World
 
 
 def on_simulated_loop(work: Callable[[SimulatedLoop], Any]) -> Any:
@@ -82,6 +83,21 @@ def test_a_kill_unwinds_the_code_that_it_hits() -> None:
         return done
 
     assert on_simulated_loop(work) == []
+
+
+def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
+    """The dying process asks for it."""
+    world = World(1, tmp_path)
+    process, done = Process("p", world.loop), list[str]()
+
+    async def dies() -> None:
+        world.later(1, lambda: done.append("replaced"))
+        process.kill()
+
+    process.start(dies())
+    world.loop.run_until_complete(asyncio.sleep(10))
+    world.loop.close()
+    assert done == ["replaced"]
 
 
 async def _append_later(done: list[str]) -> None:

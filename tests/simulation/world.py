@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import queue
 import secrets
 import shutil
@@ -151,7 +152,8 @@ class World:
         return store
 
     def later(self, seconds: float, call: Callable[[], object]) -> None:
-        self.loop.call_later(seconds, call)
+        """Also if the process that calls this is dead by then."""
+        self.loop.call_later(seconds, call, context=contextvars.Context())
 
     def lasting(self, random: Random, most_s: float) -> float:
         return random.uniform(0.5, most_s)
