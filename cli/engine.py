@@ -29,11 +29,13 @@ def engine(
     form: Annotated[Form | None, Option(help="Encoding of routed experts. Default: that of the dialect.")] = None,
     failures: Annotated[str, Option(help="Shares of failing requests: error=S,malformed=S,hang=S,disconnect=S.")] = "",
     max_model_len: Annotated[int, Option(min=1, help="Largest number of tokens of prompt and completion.")] = 131_072,
+    dev_mode: Annotated[bool, Option(help="Serve the control endpoints, as with VLLM_SERVER_DEV_MODE=1.")] = True,
 ) -> None:
     """Simulate an inference server. No model and no GPU are needed.
 
     Serves the chat API of vLLM or SGLang, and /inference/v1/generate. A completion depends only on the request and
-    the seed. POST /update_weights {"weight_version": N} publishes a policy version.
+    the seed, and on the weights: a directory with weights.json, {"version": N}, which the control endpoints of vLLM
+    and SGLang load.
     """
     from services.engine import server, settings
 
@@ -53,5 +55,6 @@ def engine(
             routed_experts=routed_experts,
             failures=settings.FailureRates.parse(failures),
             max_model_len=max_model_len,
+            dev_mode=dev_mode,
         )
     )

@@ -1,6 +1,8 @@
-"""Generated tokens: a pure function of the prompt's tokens, the request's seed and the engine's settings."""
+"""Generated tokens: a pure function of the prompt's tokens, the request's seed, the weights' version and the engine's
+settings."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +32,39 @@ class Generation:
     message: Message
     finish_reason: str
     latency_s: float
+    filler: int = 0
+    """first tokens that are filler: they depend on the weights"""
 
     @property
     def cut(self) -> bool:
         return self.finish_reason == "length"
+
+    @property
+    def ended_early(self) -> bool:
+        return self.finish_reason in ("length", "abort")
+
+    def sampled_by(self, versions: Sequence[tuple[int, int, int]]) -> "Generation":
+        """The completion whose tokens `[start, end)` were sampled by weights of a version, for each (version, start,
+        end). Version 0 changes nothing."""
+        if not any(version for version, _, _ in versions):
+            return self
+        ids = self.completion_ids.copy()
+        for version, start, end in versions:
+            filler = slice(start, min(end, self.filler))
+            ids[filler] = shifted(ids[filler], version)
+        return replace(self, completion_ids=ids, message=bytes_chatml.decode_completion(ids))
+
+    def stopped_at(self, tokens: int) -> "Generation":
+        """Aborted after some tokens."""
+        ids = self.completion_ids[:tokens]
+        message = bytes_chatml.decode_completion(ids)
+        return replace(self, completion_ids=ids, levels=self.levels[:tokens], message=message, finish_reason="abort")
+
+
+def shifted(ids: Ids, version: int) -> Ids:
+    """Filler as the weights of a version write it: its letters are moved along the alphabet."""
+    letters = (ids >= ord("a")) & (ids <= ord("z"))
+    return np.where(letters, (ids - ord("a") + version) % 26 + ord("a"), ids).astype(np.int32)
 
 
 def draws_of(request: CompletionRequest, settings: EngineSettings, session: bytes) -> Draws:
@@ -64,6 +95,7 @@ def generate(request: CompletionRequest, draws: Draws, settings: EngineSettings)
         message=message,
         finish_reason="length" if length > limit else "tool_calls" if message.get("tool_calls") else "stop",
         latency_s=settings.latency_s.at(draws.uniform("latency")),
+        filler=len(filler),
     )
 
 

@@ -3,7 +3,7 @@
 A body is a list of parts, mostly views of bytes that exist already; nothing large goes through a JSON encoder.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ from services.engine.expert_table import ExpertTable, Part
 from services.engine.generation import LOGPROB_LEVELS, Generation
 from services.engine.requests import CompletionRequest
 from services.engine.settings import ExpertForm
+from services.engine.weights import TokenSpan
 
 CREATED = 1762300000
 """Seconds since 1970, constant: the same request gets the same bytes."""
@@ -31,7 +32,8 @@ class ResponseContent:
     request: CompletionRequest
     generation: Generation
     model: str
-    version: int
+    spans: Sequence[TokenSpan]
+    """which weights sampled which tokens"""
     experts: ExpertTable | None
 
     @property
@@ -75,7 +77,7 @@ def sglang_chat_body(content: ResponseContent) -> list[Part]:
         b',"prompt_token_ids":%b' % _ids(request.prompt_ids) if request.token_ids else b"",
         *(_sglang_meta_info(content) if request.meta_info else []),
         b'}],"usage":%b' % orjson.dumps(_usage(content) | {"reasoning_tokens": 0}),
-        b',"metadata":{"weight_version":"%d"}}' % content.version,
+        b',"metadata":{"weight_version":%b}}' % _label(content),
     ]
 
 
@@ -83,9 +85,18 @@ def _sglang_meta_info(content: ResponseContent) -> list[Part]:
     generation, request = content.generation, content.request
     tokens = len(generation.completion_ids)
     ended: Json = {"type": "length", "length": tokens} if generation.cut else {"type": "stop", "matched": MESSAGE_END}
+    if generation.finish_reason == "abort":
+        ended = {"type": "abort", "message": "Aborted"}
     return [
-        b',"meta_info":{"id":"%b","finish_reason":%b,"prompt_tokens":%d,"weight_version":"%d","total_retractions":0'
-        % (generation.id.encode(), orjson.dumps(ended), len(request.prompt_ids), content.version),
+        b',"meta_info":{"id":"%b","finish_reason":%b,"prompt_tokens":%d,"weight_version":%b,"weight_versions":%b'
+        % (
+            generation.id.encode(),
+            orjson.dumps(ended),
+            len(request.prompt_ids),
+            _label(content),
+            _weight_versions(content),
+        ),
+        b',"total_retractions":0',
         b',"output_token_logprobs":[%b]' % _tokens(generation, _sglang_pair) if request.logprobs else b"",
         b',"completion_tokens":%d,"cached_tokens":0' % tokens,
         *_routed_experts(content, ExpertForm.BARE),
@@ -98,11 +109,20 @@ def generate_body(content: ResponseContent) -> list[Part]:
     return [
         b'{"request_id":%b,"choices":[{"index":0' % orjson.dumps(content.request.request_id or generation.id),
         b',"logprobs":%b' % _logprobs(content, _named_token),
-        b',"finish_reason":"%b"' % (b"length" if generation.cut else b"stop"),
+        b',"finish_reason":"%b"' % (generation.finish_reason.encode() if generation.ended_early else b"stop"),
         b',"token_ids":%b' % _ids(generation.completion_ids),
         *(_routed_experts(content, ExpertForm.OBJECT) or [b',"routed_experts":null']),
+        b',"weight_versions":%b' % _weight_versions(content),
         b'}],"prompt_logprobs":null,"kv_transfer_params":null,"usage":%b}' % orjson.dumps(_usage(content)),
     ]
+
+
+def _label(content: ResponseContent) -> bytes:
+    return orjson.dumps(content.spans[-1].state.label)
+
+
+def _weight_versions(content: ResponseContent) -> bytes:
+    return orjson.dumps([{"version": span.state.label, "start": span.start, "end": span.end} for span in content.spans])
 
 
 def _ids(ids: Ids) -> bytes:

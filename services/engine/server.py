@@ -10,7 +10,6 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from penstock.engines.dialects.generate import Generate
@@ -19,12 +18,14 @@ from penstock.engines.transport import RETRY_HEADER, SESSION_HEADER
 from penstock.errors import BadRequest, ConfigError
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import LoopLag
+from services.engine.control import ControlEndpoints
 from services.engine.draws import Draws
 from services.engine.expert_table import ExpertTable, Part
-from services.engine.generation import draws_of, generate
+from services.engine.generation import Generation, draws_of, generate
 from services.engine.requests import CompletionRequest, read_chat, read_generate
 from services.engine.responses import CREATED, ResponseContent, generate_body, sglang_chat_body, vllm_chat_body
 from services.engine.settings import Dialect, EngineSettings, FailureRates
+from services.engine.weights import Flight, TokenSpan, Weights
 
 logger = logging.getLogger("penstock.engine")
 
@@ -42,17 +43,9 @@ ERROR_PAGE = b"<html><body><h1>502 Bad Gateway</h1></body></html>"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class NewVersion(msgspec.Struct):
-    weight_version: int | None = None
-    """None: the next version"""
-
-
-NEW_VERSION = msgspec.json.Decoder(NewVersion)
-
-
 class Engine:
     def __init__(self, settings: EngineSettings) -> None:
-        self.version = 0
+        self._weights = Weights()
         self._settings = settings
         self._experts = ExpertTable(settings.routed_experts) if settings.routed_experts.layers else None
         self._chat_body = sglang_chat_body if settings.dialect is Dialect.SGLANG else vllm_chat_body
@@ -61,8 +54,8 @@ class Engine:
         app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[_errors_as_json])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/weight_version", self._weight_version)
-        app.router.add_post("/update_weights", self._update_weights)
+        if self._settings.dev_mode:
+            app.router.add_routes(ControlEndpoints(self._weights, self._settings.dialect).routes())
         app.router.add_post(Vllm.endpoint, self._chat)
         app.router.add_post(Generate.endpoint, self._generate)
         return app
@@ -73,20 +66,8 @@ class Engine:
     async def _models(self, _: web.Request) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": CREATED, "owned_by": "penstock", "root": MODEL}
         model |= {"parent": None, "max_model_len": self._settings.max_model_len}
-        return web.json_response({"object": "list", "data": [model]})
-
-    async def _weight_version(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.version})
-
-    async def _update_weights(self, request: web.Request) -> web.Response:
-        """Only the version number in responses changes: there are no weights."""
-        try:
-            new = NEW_VERSION.decode(await request.read() or b"{}")
-        except msgspec.DecodeError as error:
-            raise BadRequest(f'send {{"weight_version": N}}, or an empty body for the next version: {error}') from None
-        self.version = self.version + 1 if new.weight_version is None else new.weight_version
-        logger.info("action=new_version weight_version=%d", self.version)
-        return web.json_response({"success": True, "weight_version": self.version})
+        adapters = [model | {"id": name, "parent": MODEL} for name in self._weights.adapters]
+        return web.json_response({"object": "list", "data": [model, *adapters]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         chat = read_chat(await request.read(), self._settings.dialect)
@@ -105,7 +86,12 @@ class Engine:
         failure = failure_of(Draws(b"%d" % draws.seed, session, retry), self._settings.failures)
         if failure is Failure.HANG:
             await asyncio.Event().wait()  # until the client disconnects
-        await asyncio.sleep(generation.latency_s)
+        flight = await self._weights.begin(completion.request_id or generation.id, completion.model)
+        try:
+            await self._weights.sample(flight, generation.latency_s)
+            generation, spans = self._sampled(flight, generation)
+        finally:
+            self._weights.end(flight)
         if failure is Failure.ERROR:
             return _error(500, "failure injected by --failures")
         parts = body(
@@ -113,7 +99,7 @@ class Engine:
                 request=completion,
                 generation=generation,
                 model=completion.model or MODEL,
-                version=self.version,
+                spans=spans,
                 experts=self._experts,
             )
         )
@@ -122,6 +108,14 @@ class Engine:
         if failure is Failure.DISCONNECT:
             return await _send(request, parts, whole=False)
         return await _send(request, parts)
+
+    def _sampled(self, flight: Flight, generation: Generation) -> tuple[Generation, list[TokenSpan]]:
+        if flight.aborted:
+            generation = generation.stopped_at(len(generation.completion_ids) // 2)
+        spans = flight.spans(self._weights.state, len(generation.completion_ids))
+        if flight.adapter is not None:
+            return generation.sampled_by([(flight.adapter, 0, len(generation.completion_ids))]), spans
+        return generation.sampled_by([(span.state.version, span.start, span.end) for span in spans]), spans
 
 
 class Failure(StrEnum):

@@ -82,3 +82,5 @@ class EngineSettings:
     routed_experts: ExpertShape
     failures: FailureRates
     max_model_len: int
+    dev_mode: bool = True
+    """whether there are control endpoints: vLLM has them with VLLM_SERVER_DEV_MODE=1"""

@@ -174,8 +174,8 @@ SGLANG_FIELDS = (
     "id object created model choices usage metadata / "
     "index message logprobs finish_reason matched_stop prompt_token_ids meta_info / "
     "role content reasoning_content tool_calls / token bytes logprob top_logprobs / "
-    "id finish_reason prompt_tokens weight_version total_retractions output_token_logprobs completion_tokens "
-    "cached_tokens routed_experts e2e_latency"
+    "id finish_reason prompt_tokens weight_version weight_versions total_retractions output_token_logprobs "
+    "completion_tokens cached_tokens routed_experts e2e_latency"
 )
 
 

@@ -33,27 +33,6 @@ def test_it_listens_on_this_machine_only(engine: EngineProcess) -> None:
     assert listening == [f"0100007F:{port:04X}"]
 
 
-def test_responses_carry_the_published_version(tmp_path: Path) -> None:
-    with running(tmp_path, "--dialect", "sglang") as engine:
-
-        def version() -> int | None:
-            return read_turn(
-                engine.answer(CHAT, HELLO | RECORDED_FIELDS["sglang"]), request=request_info("sglang")
-            ).version
-
-        assert version() == 0
-        assert json.loads(engine.answer("/update_weights", {"weight_version": 7})) == {
-            "success": True,
-            "weight_version": 7,
-        }
-        assert version() == 7
-        engine.answer("/update_weights", None)
-        assert version() == 8
-        assert json.loads(engine.request("/weight_version", method="GET")[1]) == {"weight_version": 8}
-        assert engine.request("/update_weights", {"weight_version": "new"})[0] == 400
-        assert version() == 8
-
-
 @pytest.mark.parametrize(
     ("path", "request_", "why"),
     [
@@ -75,7 +54,7 @@ def test_responses_carry_the_published_version(tmp_path: Path) -> None:
         (GENERATE, {"token_ids": [1, -1], "sampling_params": {}}, "token_ids"),
         (GENERATE, {"token_ids": [1, True], "sampling_params": {}}, "token_ids"),
         (GENERATE, {"token_ids": [1]}, "sampling_params"),
-        ("/update_weights", {"weight_version": "x"}, "weight_version"),
+        ("/update_weight_version", {"new_version": 7}, "new_version"),
     ],
 )
 def test_a_bad_request_is_refused_with_the_reason(engine: EngineProcess, path: str, request_: Any, why: str) -> None:
