@@ -76,6 +76,8 @@ class RolloutJob(Job):
     seed: int
     policy_version: int = 0
     """newest version that the trainer had published at submission"""
+    least_version: int = 0
+    """replicas with older weights serve nothing that is trained on"""
 
 
 class ScoreJob(Job):
@@ -150,8 +152,11 @@ class RolloutResult(WireModel):
     sample_lengths: Annotated[tuple[int, ...], Field(max_length=SAMPLES_LIMIT)] = ()
     """tokens of each sample"""
     version_first: int = 0
-    """policy version that sampled the first token"""
+    """lowest policy version that may have sampled one of its tokens"""
     version_last: int = 0
+    """the highest one"""
+    inexact_tokens: int = 0
+    """completion tokens whose version is a range, or was not said by the engine"""
     turns: int = 0
     prompt_tokens: int = 0
     """in the prompts of the turns that began a sample"""

@@ -161,6 +161,24 @@ class OpenSample:
     """First token position whose routed row is still needed: normally `sequence.tokens - 1`."""
 
 
+@dataclass(frozen=True)
+class SaidVersion:
+    """The policy version of a replica's weights at one moment."""
+
+    version: int
+    exact: bool
+    """Whether the replica itself named it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionSpan:
+    """Completion tokens `[start, end)`, sampled by the weights of one policy version."""
+
+    version: int
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Turn:
     """What one response adds to its sample. Its arrays do not reference the response body."""
@@ -181,7 +199,7 @@ class Turn:
     """Of the whole prompt and completion."""
     finish_reason: str | None
     version: int | None
-    """Policy version, if the engine states one."""
+    """Policy version when the completion ended, if the response states only that."""
     message: bytes | None
     """The assistant's message as JSON; None from token-in/token-out."""
     truncated: bool
@@ -192,6 +210,8 @@ class Turn:
     """Position of the routed experts in the body."""
     fields: Mapping[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
     """Declared fields for the trainer that the response has: one number, or one per completion token."""
+    version_spans: tuple[VersionSpan, ...] = ()
+    """The policy versions of all completion tokens, in order, if the response states them."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -209,9 +229,11 @@ class TurnMetadata:
     agent: str = ""
     engine: str = ""
     """URL of the replica."""
-    version_sent: int = 0
-    """The replica's policy version when the request was sent. Used if the response states no version."""
-    version_received: int = 0
+    version: SaidVersion = SaidVersion(0, exact=False)
+    """Of the replica's weights before the request left. Used if the response states none."""
+    answered_at: float | None = None
+    """When the response had come, by the monotonic clock: what the replica says after that decides about `version` when
+    the session is sealed. None if nothing is to be asked."""
     temperature: float = 1.0
     sampling: str = "{}"
     """Sampling fields that change the distribution (top_p and others), as JSON."""

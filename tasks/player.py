@@ -13,6 +13,7 @@ from penstock import job_inputs
 from penstock.config import RunConfig
 from penstock.config.test_hooks import noop_settings
 from penstock.engines.client import EngineClient
+from penstock.engines.replicas import Orders
 from penstock.environments import agent_program, grading
 from penstock.environments.loading import LoadedEnvironment, load_environments
 from penstock.errors import ConfigError, StageError
@@ -76,7 +77,8 @@ class Player:
 
     async def play_in(self, environment: LoadedEnvironment, job: RolloutJob, execution: str) -> RolloutResult:
         assert self._stage is not None, "`ready` opens it before the first job"
-        self._stage.client.replicas.announce(job.policy_version)
+        orders = Orders(run=job.run, sequence=job.sequence, version=job.policy_version, least_version=job.least_version)
+        self._stage.client.replicas.follow(orders)
         attempt = Attempt(
             run=job.run,
             rollout=job.job,
@@ -84,7 +86,7 @@ class Player:
             execution=execution,
             seed=job.seed,
             timeout_s=job.timeout_s,
-            policy_version=job.policy_version,
+            orders=orders,
         )
         return await play(self._stage_of(job.environment), environment, job.example, attempt)
 

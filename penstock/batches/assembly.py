@@ -157,7 +157,10 @@ class Assembly:
 
 
 def _turn_columns(columns: Columns, sample: int, length: int) -> tuple[dict[str, Array], dict[str, int | float]]:
-    """Temperature and version of each of a sample's first `length` tokens; the sample's first and last version."""
+    """Temperature and version of each of a sample's first `length` tokens; the sample's first and last version.
+
+    A token whose version is a range has the lower one.
+    """
     turns, span = columns.turns, columns.sample(sample)
     indices = np.flatnonzero(turns.sample == sample)
     # A turn is two runs of tokens: context, which was not sampled, then its completion.
@@ -166,9 +169,15 @@ def _turn_columns(columns: Columns, sample: int, length: int) -> tuple[dict[str,
     if not indices.size or edges[-1] != span.stop or (runs < 0).any():
         raise StageError(f"the turns of sample {sample} of rollout {columns.rollout} do not cover its tokens")
     versions = np.stack([np.full(indices.size, -1, np.int32), turns.version_first[indices]], axis=1).ravel()
+    exact = np.stack([np.zeros(indices.size, np.uint8), turns.version_exact[indices]], axis=1).ravel()
+    by_token = np.repeat(versions, runs)
+    for turn, start, version in zip(columns.span_turn, columns.span_start, columns.span_version, strict=True):
+        if turns.sample[turn] == sample:  # in order: a later version of the turn overwrites the rest of it
+            by_token[start - span.start : turns.end[turn] - span.start] = version
     tokens = {
         "temperatures": np.repeat(np.repeat(turns.temperature[indices], 2), runs)[:length],
-        "versions": np.repeat(versions, runs)[:length],
+        "versions": by_token[:length],
+        "version_exact": np.repeat(exact, runs)[:length],
     }
     row = {"version_first": int(turns.version_first[indices[0]]), "version_last": int(turns.version_last[indices[-1]])}
     return tokens, dict[str, int | float](row)

@@ -24,7 +24,10 @@ TOKEN_COLUMNS = {
     "advantages": np.dtype("f4"),
     "temperatures": np.dtype("f4"),
     "versions": np.dtype("i4"),
+    "version_exact": np.dtype("u1"),
 }
+ADDED_COLUMNS = frozenset({"version_exact"})
+"""0 in files of releases that did not have them."""
 PADDING = {"temperatures": 1, "versions": -1}  # other columns are padded with 0, input_ids with the plan's pad_id
 
 SAMPLE_COLUMNS = {

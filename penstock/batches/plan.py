@@ -38,13 +38,16 @@ class BatchRollout:
     reward: float
     advantage: float
     version_first: int
-    """policy version that sampled its first token"""
+    """lowest policy version that may have sampled one of its tokens"""
     version_last: int
+    """the highest one"""
     sample_lengths: tuple[int, ...]
     columns: BlobRef
     experts: BlobRef | None = None
     masked: bool = False
     """delivered with loss mask 0; still counts in its group and in the denominator"""
+    inexact_tokens: int = 0
+    """completion tokens whose version is a range, or was not said by the engine"""
 
     def __post_init__(self) -> None:
         for name in ("reward", "advantage"):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.batches.batch_columns import (
+    ADDED_COLUMNS,
     OFFSETS,
     SAMPLE,
     SAMPLE_COLUMNS,
@@ -179,7 +180,7 @@ class Batch:
     def _micro_batch(self, number: int) -> "MicroBatch":
         tokens, samples, segments = (slice(*self._arrays[name][number : number + 2].tolist()) for name in OFFSETS)
         return MicroBatch(
-            **{name: self._arrays[name][tokens] for name in TOKEN_COLUMNS},
+            **{name: self._token_column(name)[tokens] for name in TOKEN_COLUMNS},
             cu_seqlens=self._arrays["cu_seqlens"][segments],
             max_seqlen=int(self._arrays["max_seqlen"][number]),
             samples=SampleTable(**{name: self._arrays[SAMPLE + name][samples] for name in SAMPLE_COLUMNS}),
@@ -189,6 +190,11 @@ class Batch:
             },
             experts=self._experts,
         )
+
+    def _token_column(self, name: str) -> Array:
+        if name in ADDED_COLUMNS and name not in self._arrays:
+            return np.zeros(self._arrays["input_ids"].shape, TOKEN_COLUMNS[name])
+        return self._arrays[name]
 
     def _fields(self, prefix: str) -> Iterator[tuple[str, Array]]:
         for name, array in self._arrays.items():
@@ -211,7 +217,9 @@ class MicroBatch:
     advantages: Array
     temperatures: Array
     versions: Array
-    """-1 on context"""
+    """policy version of the weights that sampled the token; -1 on context"""
+    version_exact: Array
+    """0 where the version is the lower end of a range, or was not said by the engine; 0 on context"""
     cu_seqlens: Array
     """bounds of the segments, starting with 0; padding is the last segment"""
     max_seqlen: int

@@ -23,6 +23,7 @@ def _line(store: Store, plan: BatchPlan, rollout: BatchRollout) -> Iterator[byte
         "advantage": rollout.advantage,
         "masked": rollout.masked,
         "versions": [rollout.version_first, rollout.version_last],
+        "inexact_tokens": rollout.inexact_tokens,
         "sample_lengths": rollout.sample_lengths,
         "truncated": bool(columns.truncated.any()),
         "error": columns.error or None,

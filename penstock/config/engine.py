@@ -3,7 +3,7 @@
 import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
 from penstock.messages import SAMPLES_LIMIT
 from penstock.registry import is_custom, unknown
@@ -25,6 +25,9 @@ OF_SAMPLER = Declared(read_by=(Reader.ORCHESTRATOR, Reader.COMPUTE), fixed=False
 RESERVED = frozenset(
     {"model", "messages", "tools", "stream", "n", "logprobs", "token_ids", "input_ids", "sampling_params", "seed"}
 )
+
+
+OF_ENGINE = read_by(Reader.ORCHESTRATOR, Reader.ROLLOUTS, Reader.SESSIONS)
 
 
 class EnvironmentCode(Section):
@@ -69,21 +72,31 @@ class Engine(Section):
 
     declared = read_by(Reader.ROLLOUTS, Reader.SESSIONS)
 
-    urls: Annotated[CommaSeparated, OF_HOST] = ("http://127.0.0.1:8000",)
+    urls: Annotated[CommaSeparated, OF_HOST, OF_ENGINE] = ("http://127.0.0.1:8000",)
     """Base URLs of the replicas, without `/v1`. Separated by commas in an environment variable or a flag."""
     model: str = "policy"
     """Model name sent with every request."""
-    dialect: str = "vllm"
+    dialect: Annotated[str, OF_ENGINE] = "vllm"
     """API of the engine: `vllm` or `sglang` (chat), `generate` (token ids in and out, `/inference/v1/generate`), or
-    `module:Class`, a class of your own that rollout workers and session servers import."""
-    api_key: Annotated[SecretStr | None, OF_HOST] = None
+    `module:Class`, a class of your own that the orchestrator, rollout workers and session servers import."""
+    api_key: Annotated[SecretStr | None, OF_HOST, OF_ENGINE] = None
     """Bearer token sent to the engine. Set PENSTOCK_ENGINE__API_KEY rather than writing it to a file."""
     connections: Annotated[PositiveInt, OF_HOST] = 1024
     """Most open connections of one process; further requests wait."""
     received_bytes: Annotated[PositiveInt, OF_HOST] = 1 << 30
     """Most bytes of response bodies that one process receives at once; above it, reads wait."""
-    connect_timeout_s: PositiveFloat = 5.0
+    connect_timeout_s: Annotated[PositiveFloat, OF_ENGINE] = 5.0
     """Seconds to wait for a connection."""
+    versions: Annotated[Literal["reported", "announced"], OF_ENGINE] = "reported"
+    """Where the policy version of a turn comes from: what the engine says of itself, or, for an engine that says
+    nothing, what the trainer announced. Announced versions are never exact, and a replica that restarted with its first
+    weights is not noticed."""
+    weight_update: Annotated[Literal["trainer", "penstock"], OF_ENGINE] = "trainer"
+    """Who loads new weights into the engine: the trainer, before it calls `publish_policy(version)`, or the
+    orchestrator, from the directory of `publish_policy(version, weights=DIR)`."""
+    weight_update_timeout_s: Annotated[PositiveFloat, read_by(Reader.ORCHESTRATOR)] = 300.0
+    """Seconds within which a replica must have a published version. After that it serves nothing that is trained on,
+    until it has it; with `weight_update = "penstock"` also the time limit of one update."""
     silence_s: PositiveFloat = 600.0
     """Seconds without a byte after which a request has failed. Must exceed the longest generation."""
     retries: NonNegativeInt = 4
@@ -94,9 +107,7 @@ class Engine(Section):
     """Seconds before the first retry; each further one waits twice as long."""
     retry_most_s: PositiveFloat = 10.0
     """Most seconds before a retry."""
-    logprobs_mode: Annotated[
-        Literal["processed", "raw"], read_by(Reader.ORCHESTRATOR, Reader.ROLLOUTS, Reader.SESSIONS)
-    ] = "processed"
+    logprobs_mode: Annotated[Literal["processed", "raw"], OF_ENGINE] = "processed"
     """Kind of logprobs that the engine returns (vLLM: `--logprobs-mode processed_logprobs`); recorded in the batch."""
     routed_experts: bool = False
     """Whether to request the experts that every token was routed to."""
@@ -107,6 +118,10 @@ class Engine(Section):
     check_experts: CheckRoutes = CheckRoutes.SAMPLE
     """Which new rows of routed experts are checked for zeros, which an engine sends where it captured nothing:
     `sample`, `all` or `off`."""
+
+    lora: Annotated[bool, OF_ENGINE] = False
+    """With `weight_update = "penstock"`: what the trainer publishes are LoRA adapters. Each version is loaded under a
+    name of its own, and requests name it as their model."""
 
     @property
     def route_format(self) -> RouteFormat:
@@ -121,6 +136,14 @@ class Engine(Section):
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"{dialect!r} is not known; {hint}built in: {', '.join(DIALECTS)}; or module:Class")
         return dialect
+
+    @model_validator(mode="after")
+    def _check_versions(self) -> "Engine":
+        if self.lora and self.weight_update != "penstock":
+            raise ValueError('lora = true needs weight_update = "penstock": requests name the adapters that it loads')
+        if self.weight_update == "penstock" and self.versions == "announced":
+            raise ValueError('weight_update = "penstock" needs versions = "reported": updates are checked by them')
+        return self
 
     @field_validator("urls")
     @classmethod

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import (
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     PrivateAttr,
@@ -161,9 +162,10 @@ class BatchSettings(Section):
 class Trainer(Section):
     """How far the run may be ahead of the trainer, and when its files are deleted."""
 
-    max_steps_ahead: PositiveInt | Literal["unlimited"] = 1
-    """Most sealed steps that wait for the trainer, beside the one it works on. `"unlimited"`: do not wait for a
-    trainer."""
+    max_steps_ahead: NonNegativeInt | Literal["unlimited"] = 1
+    """Most sealed steps that wait for the trainer, beside the one it works on. 0 is strictly on-policy: rollouts of a
+    step begin when every replica has the version that the step before was trained into. `"unlimited"`: do not wait for
+    a trainer."""
     release_on: Literal["checkpointed", "acked"] = "checkpointed"
     """When a step's blobs are deleted: once the trainer has checkpointed the step, or once it has acknowledged it."""
     keep_steps: Annotated[int, Field(ge=0)] = 2

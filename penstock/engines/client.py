@@ -25,6 +25,7 @@ from penstock.engines.transport import (
 )
 from penstock.errors import EngineUnreachable, InfrastructureFailure, PolicyFailure, Upstream
 from penstock.runtime.offload import in_cpu_thread
+from penstock.turn import SaidVersion
 
 T = TypeVar("T")
 
@@ -38,6 +39,8 @@ class Request:
     dialect: Dialect
     body: bytes
     headers: Mapping[str, str]
+    version: SaidVersion | None = None
+    """Of the adapter that the request names: the response cannot be of another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +48,10 @@ class Response(Generic[T]):
     value: T
     """What `read` returned."""
     replica: Replica
-    version_sent: int
-    """Version of the replica's weights when the request was sent."""
-    version_received: int
+    version: SaidVersion
+    """Of the replica's weights before the request left."""
+    answered_at: float | None
+    """For `TurnMetadata`."""
     failures: int
     """Failed attempts before this one."""
 
@@ -63,14 +67,20 @@ class EngineClient(EngineConnection):
         retries, failed = Retries(self.settings), None
         while True:
             replica = self.replicas.choose(preferred, failed=failed)
-            version_sent = replica.version
+            version = await self.replicas.before(replica)
             try:
+                if refusal := self.replicas.refusal(replica):
+                    raise EngineUnreachable(refusal)
                 value = await self._send_once(replica, request, read, attempts=retries.attempts)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 raise_if_out_of_descriptors(error)
                 replica.mark_unreachable()
                 retries.count_unreachable(error)
                 if not self.replicas.all_avoided:
+                    continue
+            except EngineUnreachable as error:
+                retries.count_unreachable(error)
+                if not self.replicas.all_refused:
                     continue
             except (aiohttp.ClientError, Upstream) as error:
                 failed = replica
@@ -79,8 +89,8 @@ class EngineClient(EngineConnection):
                 return Response(
                     value=value,
                     replica=replica,
-                    version_sent=version_sent,
-                    version_received=replica.version,
+                    version=request.version or version,
+                    answered_at=None if request.version else self.replicas.answered_at(),
                     failures=retries.failures,
                 )
             await retries.pause()
@@ -125,11 +135,14 @@ class Retries:
             ) from error
 
     def count_unreachable(self, error: Exception) -> None:
-        """A replica could not be connected to."""
+        """A replica could not be connected to, or may not serve."""
         self.attempts += 1
         now = time.monotonic()
         self._unreachable_since = self._unreachable_since or now
         if now - self._unreachable_since >= self._settings.unreachable_s:
+            if isinstance(error, EngineUnreachable):
+                waited_s = self._settings.unreachable_s
+                raise EngineUnreachable(f"no replica may serve for {waited_s:g} s, the last asked: {error}") from error
             raise EngineUnreachable(
                 f"no replica of the engine could be connected to for {self._settings.unreachable_s:g} s, the last "
                 f"time: {_text(error)}; is it running, and is engine.urls right?"

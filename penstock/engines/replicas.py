@@ -1,24 +1,78 @@
-"""The replicas of a server: requests in flight, version of the weights, and when each was last unreachable."""
+"""The replicas of a server: requests in flight, what each says of its weights, and which of them may serve.
 
+`before` a request is what a poll that has finished said; after it, what the first poll says that began once the
+response had come. `control.VersionPoller` polls.
+"""
+
+import asyncio
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from penstock.engines.weight_labels import START_VERSION, WeightLabel
+from penstock.errors import EngineUnreachable
+from penstock.turn import SaidVersion
 
 # How long an unreachable replica is the last choice. A restart takes longer; after this, one request at a time finds
 # out whether the replica is back.
 AVOIDED_S = 5.0
+# Kept of a replica's labels, one for each change: more updates than a rollout can see.
+LABELS_KEPT = 1024
+# A poll takes milliseconds; while weights are loaded, vLLM answers none.
+FIRST_POLL_S = 5.0
+AFTER_POLL_S = 30.0
+GIVE_UP_POLLS = 10  # failed in a row: the replica is gone, and says nothing more about what it sampled
+# Returns to an earlier version among this many polls: several servers answer at one address. One server that restarts
+# twice needs longer.
+ROUTER_RETURNS, ROUTER_POLLS = 2, 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What a run asks of its replicas. Jobs carry it; the newest one holds for the whole process."""
+
+    run: str = ""
+    sequence: int = 0
+    """Of the job."""
+    version: int = START_VERSION
+    """The newest that was published."""
+    least_version: int = START_VERSION
+    """Replicas with older weights serve nothing that is trained on."""
+
+
+NO_ORDERS = Orders()
+
+
+@dataclass(kw_only=True)
+class Answers:
+    """Consecutive polls with the same answer."""
+
+    label: WeightLabel | None
+    """None if the server does not say."""
+    last_began: float
 
 
 @dataclass(kw_only=True, eq=False)
 class Replica:
     url: str
-    version: int = 0
-    """Of its weights, as last announced."""
     in_flight: int = 0
     unreachable_at: float = -math.inf
     """When a connection last failed, by the monotonic clock."""
+    answers: deque[Answers] = field(default_factory=lambda: deque[Answers](maxlen=LABELS_KEPT))
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to poll at once."""
+    failed_polls: int = 0
+    """Since the last one that succeeded."""
+    router: bool = False
+    """Whether several servers answer at this address: nothing that one says holds for the next."""
+    _polled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by the next poll."""
+    _polls: int = 0
+    _highest: int = START_VERSION
+    _returns: deque[int] = field(default_factory=lambda: deque[int](maxlen=ROUTER_RETURNS))
 
     @property
     def avoided(self) -> bool:
@@ -36,27 +90,187 @@ class Replica:
         finally:
             self.in_flight -= 1
 
+    @property
+    def label(self) -> WeightLabel | None:
+        """By the last poll that finished."""
+        return self.answers[-1].label if self.answers else None
+
+    def hear(self, label: WeightLabel | None, *, began: float) -> None:
+        """A poll that began at `began` has finished."""
+        self._polls += 1
+        self.failed_polls = 0
+        last = self.answers[-1] if self.answers else None
+        if last and last.label == label:
+            last.last_began = began
+        else:
+            self._watch_for_router(label)
+            self.answers.append(Answers(label=label, last_began=began))
+        self._end_poll()
+
+    def poll_failed(self) -> None:
+        """The replica could not be asked: it may be restarting."""
+        self.failed_polls += 1
+        self._returns.clear()
+        self._end_poll()
+
+    async def polled(self, *, within_s: float) -> None:
+        """Poll at once, and wait until a poll has ended, whatever its result."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                self.asked.set()
+                await self._polled.wait()
+
+    def _end_poll(self) -> None:
+        polled, self._polled = self._polled, asyncio.Event()
+        polled.set()
+
+    async def said_after(self, at: float, *, within_s: float) -> WeightLabel | None:
+        """The answer of the first poll that began after `at`; None if there is none in time, or it says nothing."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while True:
+                    answer = next((answer for answer in self.answers if answer.last_began > at), None)
+                    if answer and not (answer.label and answer.label.unfit == "loading"):
+                        return answer.label
+                    if answer:  # between two versions: the next one decides
+                        at = answer.last_began
+                        continue
+                    if self.failed_polls >= GIVE_UP_POLLS:
+                        break
+                    self.asked.set()
+                    await self._polled.wait()
+        return None
+
+    def why_refused(self, orders: Orders) -> str | None:
+        """Why it serves nothing that is trained on, as far as this process knows."""
+        label = self.label
+        if not self.answers:
+            return None
+        if label is None:
+            return f"{self.url} does not say which weights it has" if orders.least_version > START_VERSION else None
+        if label.unfit:
+            return f"{self.url} has weights that it calls {label.text!r}: they were not loaded completely"
+        if label.run is not None and orders.run and label.run != orders.run:
+            return f"{self.url} has weights of another run, {label.text!r}"
+        if label.version < orders.least_version:
+            return f"{self.url} has weights that it calls {label.text!r}, older than version {orders.least_version}"
+        if label.version < min(self._highest, orders.version) and not self.router:
+            return f"{self.url} has gone back from version {self._highest} to {label.text!r}: it has restarted"
+        return None
+
+    def _watch_for_router(self, label: WeightLabel | None) -> None:
+        if label is None or label.unfit:  # an update: not one server beside another
+            self._returns.clear()
+            return
+        version, before = label.version, self.label
+        updated = before is None or before.unfit
+        if not updated and version >= self._highest and any(entry.label == label for entry in self.answers):
+            self._returns.append(self._polls)
+            recent = self._polls - self._returns[0] <= ROUTER_POLLS
+            self.router = self.router or (len(self._returns) == ROUTER_RETURNS and recent)
+        self._highest = max(self._highest, version)
+
 
 class Replicas:
-    def __init__(self, urls: Sequence[str]) -> None:
+    def __init__(self, urls: Sequence[str], *, reported: bool = False, lora: bool = False) -> None:
+        """`reported`: whether replicas are polled for their versions. `lora`: whether a request names the version."""
+        self._lora = lora
         self.all = [Replica(url=url) for url in urls]
+        self.orders = NO_ORDERS
+        self._reported = reported
+        self._ordered_at = -math.inf
 
     @property
     def all_avoided(self) -> bool:
         return all(replica.avoided for replica in self.all)
 
+    @property
+    def all_refused(self) -> bool:
+        return all(self.refusal(replica) for replica in self.all)
+
     def choose(self, preferred: Replica | None = None, *, failed: Replica | None = None) -> Replica:
-        """`preferred`, whose prefix cache has the conversation, unless it is avoided or just failed; otherwise the
-        replica with the fewest requests in flight, round robin among equals."""
-        if preferred and preferred is not failed and not preferred.avoided:
+        """`preferred`, whose prefix cache has the conversation, unless it is refused or avoided or just failed;
+        otherwise the replica with the fewest requests in flight, round robin among equals."""
+        if preferred and preferred is not failed and not preferred.avoided and not self.refusal(preferred):
             return preferred
-        chosen = min(self.all, key=lambda replica: (replica.avoided, replica is failed, replica.in_flight))
+        chosen = min(
+            self.all,
+            key=lambda replica: (
+                self.refusal(replica) is not None,
+                replica.avoided,
+                replica is failed,
+                replica.in_flight,
+            ),
+        )
         self.all.remove(chosen)
         self.all.append(chosen)
         return chosen
 
-    def announce(self, version: int, *, url: str | None = None) -> None:
-        """Set the version of one replica's weights, or of all. After a resumption it may be an older one."""
+    def refusal(self, replica: Replica) -> str | None:
+        return replica.why_refused(self.orders) if self._reported else None
+
+    def follow(self, orders: Orders) -> None:
+        """Those of an older job of the same run change nothing: jobs may arrive in any order."""
+        before = self.orders
+        if orders.run == before.run and orders.sequence < before.sequence:
+            return
+        if (orders.run, orders.version) != (before.run, before.version):
+            self._ordered_at = time.monotonic()
+        self.orders = orders
+
+    async def before(self, replica: Replica) -> SaidVersion:
+        """The replica's version before a request. Waits for a poll only if there was none, or if the replica was behind
+        in all polls before the newest version became known here."""
+        if not self._reported:
+            return SaidVersion(self.orders.version, exact=False)
+        for _ in range(2):  # the poll under way may have begun before the orders came
+            if not self._must_ask(replica):
+                break
+            await replica.polled(within_s=FIRST_POLL_S)
+        return self._said(replica, replica.label)
+
+    async def adapter(self) -> WeightLabel | None:
+        """The newest LoRA adapter that every replica that may serve has; None before the first, or without LoRA."""
+        if not self._lora:
+            return None
         for replica in self.all:
-            if url in (None, replica.url):
-                replica.version = version
+            await self.before(replica)
+        serving = [replica.label for replica in self.all if replica.label and not self.refusal(replica)]
+        label = min(serving, key=lambda label: label.version, default=None)
+        return label if label and label.numbered else None
+
+    def _must_ask(self, replica: Replica) -> bool:
+        if not replica.answers:
+            return True
+        last = replica.answers[-1]
+        behind = last.label is not None and last.label.version < self.orders.version
+        return behind and last.last_began < self._ordered_at
+
+    def answered_at(self) -> float | None:
+        """For `TurnMetadata`, when a response has come."""
+        return time.monotonic() if self._reported else None
+
+    async def after(self, url: str, before: int, answered_at: float) -> SaidVersion | None:
+        """What the replica said once the response of a turn had come; None if nothing is known. EngineUnreachable if
+        it has restarted since, or its weights were not loaded completely: the turn cannot be trained on."""
+        replica = next((replica for replica in self.all if replica.url == url), None)
+        if replica is None:
+            return None
+        # The clock of another start of the machine may be ahead of ours.
+        at = min(answered_at, time.monotonic())
+        label = await replica.said_after(at, within_s=AFTER_POLL_S)
+        if label is None:
+            return None
+        if label.unfit or (label.version < before and not replica.router):
+            raise EngineUnreachable(
+                f"{url} went from version {before} to weights that it calls {label.text!r} while it served the "
+                "rollout: it has restarted, or an update failed"
+            )
+        return self._said(replica, label)
+
+    def _said(self, replica: Replica, label: WeightLabel | None) -> SaidVersion:
+        """An unnumbered label is a version only while nothing was published: a trainer may update without naming."""
+        if label is None:
+            return SaidVersion(START_VERSION, exact=False)
+        known = label.numbered or self.orders.version == START_VERSION
+        return SaidVersion(label.version, exact=known and not label.unfit and not replica.router)

@@ -7,7 +7,7 @@ give the same turn, and whatever the fast path rejects is read again by the full
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType
 
 import msgspec
@@ -34,7 +34,18 @@ from penstock.engines.routed_experts import (
     read_string,
 )
 from penstock.errors import StageError, Upstream
-from penstock.turn import ANY_FORMAT, Fingerprint, Ids, Logprobs, OpenSample, RouteFormat, Routes, Span, Turn
+from penstock.turn import (
+    ANY_FORMAT,
+    Fingerprint,
+    Ids,
+    Logprobs,
+    OpenSample,
+    RouteFormat,
+    Routes,
+    Span,
+    Turn,
+    VersionSpan,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +78,7 @@ PARTS = (
     ("message", (bytes, NoneType), "the message as JSON in bytes, or None"),
     ("finish_reason", (str, NoneType), "a str or None"),
     ("version", (int, NoneType), "an int or None"),
+    ("version_spans", tuple, "a tuple of VersionSpan"),
     ("final", bool, "True or False"),
 )
 """The parts of `ResponseFields`, which a dialect of one's own may get wrong: name, type, what to return."""
@@ -132,6 +144,7 @@ def _turn(
         sequence=sample.sequence.extended(prompt_ids, completion_ids),
         finish_reason=response.finish_reason,
         version=response.version,
+        version_spans=_spans(response.version_spans, len(sampled_ids), len(completion_ids)),
         message=response.message,
         truncated=tokens > limit,
         overlong_prompt=prompt_tokens > limit,
@@ -177,6 +190,16 @@ def _completion(response: ResponseFields, dialect: Dialect) -> tuple[Ids, Logpro
     if ids.min() < 0 or not np.isfinite(logprobs.min()) or logprobs.max() > MAX_LOGPROB:
         raise Upstream("the engine's response has negative ids, or logprobs that are above 0 or not finite")
     return ids, logprobs
+
+
+def _spans(spans: tuple[VersionSpan, ...], tokens: int, kept: int) -> tuple[VersionSpan, ...]:
+    """The spans of the first `kept` tokens, checked to cover all of them once, in order."""
+    if not spans:
+        return ()
+    bounds = [0, *(span.end for span in spans)]
+    if [*(span.start for span in spans), tokens] != bounds or bounds != sorted(bounds):
+        raise Upstream(f"the engine's weight versions do not cover the {tokens} tokens of its response, in order")
+    return tuple(replace(span, end=min(span.end, kept)) for span in spans if span.start < kept)
 
 
 def _prompt(

@@ -19,8 +19,9 @@ from typing import Self
 import aiohttp
 
 from penstock.config.engine import Engine
+from penstock.engines.control import EngineControl, VersionPoller
 from penstock.engines.replicas import Replicas
-from penstock.errors import InfrastructureFailure
+from penstock.errors import ConfigError, InfrastructureFailure
 from penstock.runtime.offload import cores
 
 logger = logging.getLogger("penstock.engines")
@@ -152,7 +153,7 @@ class EngineConnection:
 
     def __init__(self, settings: Engine, http: aiohttp.ClientSession) -> None:
         self.settings = settings
-        self.replicas = Replicas(settings.urls)
+        self.replicas = Replicas(settings.urls, reported=settings.versions == "reported", lora=settings.lora)
         self.budget = ByteBudget(
             settings.received_bytes, copies=cores(), buffered=BUFFERED_BYTES, fragmentation=FRAGMENTATION
         )
@@ -161,8 +162,13 @@ class EngineConnection:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, settings: Engine) -> AsyncIterator[Self]:
-        async with open_http(settings) as http:
-            yield cls(settings, http)
+        async with open_http(settings) as http, contextlib.AsyncExitStack() as stack:
+            connection = cls(settings, http)
+            if settings.versions == "reported":
+                with contextlib.suppress(ConfigError):  # reported where the dialect is used
+                    control = await stack.enter_async_context(EngineControl.open(settings))
+                    await stack.enter_async_context(VersionPoller(control, connection.replicas.all).running())
+            yield connection
 
 
 def sendable(body: bytes) -> bytes | io.BytesIO:

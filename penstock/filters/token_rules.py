@@ -33,7 +33,7 @@ class RolloutTokens:
     overlong_prompt: NDArray[np.uint8]
     """[S], not 0 where its prompt alone was over the limit."""
     version_first: int
-    """Policy version of the first generated token; -1 where nothing was generated."""
+    """Lowest policy version that may have sampled one of its tokens; -1 where nothing was generated."""
     version_now: int
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class Stale(Section):
     mode: Mode = Mode.DROP
     """What happens to a matching rollout: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
     max_off_policy_steps: NonNegativeInt = 8
-    """How many policy versions a rollout's first generated token may be behind the newest one."""
+    """How many policy versions the lowest version of a rollout's tokens may be behind the newest one."""
 
     def find(self, rollout: RolloutTokens) -> int | None:
         """The first sampled token, whose version decides."""
@@ -132,7 +132,7 @@ class Stale(Section):
 def is_stale(*, version_first: int, version_now: int, max_off_policy_steps: int) -> bool:
     """The one rule, for the filter, for rollouts in flight, for composing and for sealing.
 
-    `version_first` is the policy version of the first generated token; -1, where nothing was generated, is never stale.
+    `version_first` is the lowest policy version of its tokens; -1, where nothing was generated, is never stale.
     """
     return version_first >= 0 and version_now - version_first > max_off_policy_steps
 

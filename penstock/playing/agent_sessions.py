@@ -15,7 +15,14 @@ import orjson
 
 from penstock.config.sessions import Sessions
 from penstock.engines.replicas import Replica, Replicas
-from penstock.errors import UNWRITTEN, BlobUnwritten, EngineUnreachable, InfrastructureFailure, NothingToTrain
+from penstock.errors import (
+    UNWRITTEN,
+    BlobUnwritten,
+    EngineUnreachable,
+    InfrastructureFailure,
+    NothingToTrain,
+    Upstream,
+)
 from penstock.recording import Sealed
 from penstock.runtime.cancellation import run_to_completion
 
@@ -53,6 +60,8 @@ class AgentSession:
                 continue
             if status == UNWRITTEN:
                 raise BlobUnwritten(_error(response))
+            if status == Upstream.status_code:
+                raise EngineUnreachable(_error(response))
             if status == NothingToTrain.status_code:
                 raise NothingToTrain(_error(response))
             if status != 200:

@@ -24,7 +24,7 @@ from penstock.environments.protocol import Completion
 from penstock.errors import BadRequest, ContextFull, InfrastructureFailure, NotFound, PolicyFailure, Upstream
 from penstock.fields import TrainerField
 from penstock.ids import engine_session
-from penstock.playing.turns import prompt_ids, rendered_message, turn_metadata
+from penstock.playing.turns import named_adapter, prompt_ids, rendered_message, turn_metadata
 from penstock.recording import Prepared, Session
 from penstock.renderers.protocol import Tools, begins_with
 from penstock.turn import Ids, Message, Turn, TurnMetadata
@@ -109,9 +109,11 @@ class RecordedPolicy:
     ) -> Response[tuple[Turn, Message | None]]:
         seed = {"seed": self._turn_seed()} if self._settings.seeded else {}
         session = self._session.settings
+        model, version = await named_adapter(self._dialect, self._client.replicas)
         request = Request(
             dialect=self._dialect,
-            body=self._dialect.request_body(prompt, {**sampling, **seed}),
+            body=self._dialect.request_body(prompt, {**sampling, **seed}, model=model),
+            version=version,
             headers={SESSION_HEADER: engine_session(session.rollout, session.attempt)},
         )
         info = RequestInfo(
@@ -192,8 +194,8 @@ def _metadata(
     return turn_metadata(
         sampling,
         response.replica,
-        version_sent=response.version_sent,
-        version_received=response.version_received,
+        version=response.version,
+        answered_at=response.answered_at,
         agent=agent,
         completion_mask=None if train else np.zeros(len(turn.completion_ids), np.uint8),
     )

@@ -18,6 +18,7 @@ from penstock import ids
 from penstock.config.engine import Policy
 from penstock.engines.client import EngineClient
 from penstock.engines.dialects import Dialect
+from penstock.engines.replicas import NO_ORDERS, Orders
 from penstock.environments.loading import LoadedEnvironment
 from penstock.environments.protocol import AgentPolicy, PlayedRollout, ScoresGroups
 from penstock.environments.scores import Score, checked_score
@@ -47,8 +48,8 @@ class Attempt:
     seed: int
     timeout_s: float
     """After this the rollout ends with the turns it has, as a failure of the policy."""
-    policy_version: int = 0
-    """The newest when the rollout was submitted."""
+    orders: Orders = NO_ORDERS
+    """What the run asks of the engine's replicas."""
 
     @property
     def key(self) -> str:
@@ -98,7 +99,8 @@ async def _play_here(
         required = error is None and stage.trained
         fields = FieldValues(declared=stage.fields, score=score.columns, turns=policy.turn_fields, required=required)
         with error_boundary(StageError, f"environment {environment.name!r} left its rollout unfinished"):
-            sealed = await session.seal(error=error or "", fields=fields)
+            after = stage.client.replicas.after
+            sealed = await session.seal(error=error or "", fields=fields, version_after=after)
         metrics = {"engine_s": policy.engine_s, "engine_failures": float(policy.failures)}
         return _result(environment, score, error, sealed, metrics)
 
@@ -115,7 +117,9 @@ async def _play_agent(
         "attempt": attempt.attempt,
         "execution": attempt.execution,
         "sampling": sampling,
-        "policy_version": attempt.policy_version,
+        "policy_version": attempt.orders.version,
+        "least_version": attempt.orders.least_version,
+        "sequence": attempt.orders.sequence,
     }
     async with stage.sessions.session(request) as session:
         policy = AgentPolicy(base_url=session.base_url, api_key=session.secret, model=stage.client.settings.model)
@@ -236,6 +240,7 @@ def _result(
         sample_lengths=sealed.sample_lengths,
         version_first=sealed.version_first,
         version_last=sealed.version_last,
+        inexact_tokens=sealed.inexact_tokens,
         turns=sealed.turns,
         prompt_tokens=sealed.prompt_tokens,
         tool_tokens=sum(sealed.sample_lengths) - sealed.prompt_tokens - sealed.completion_tokens,

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from penstock.engines.dialects.base import AsyncRenderer, Dialect, Prompt
-from penstock.engines.replicas import Replica
+from penstock.engines.replicas import Replica, Replicas
 from penstock.engines.sampling import altered_sampling
 from penstock.errors import Upstream
 from penstock.recording import Prepared
 from penstock.renderers import NextTurn
 from penstock.renderers.protocol import Tools
-from penstock.turn import Ids, Mask, Message, Turn, TurnMetadata
+from penstock.turn import Ids, Mask, Message, SaidVersion, Turn, TurnMetadata
 
 
 async def prompt_ids(renderer: AsyncRenderer, prepared: Prepared, messages: Sequence[Message], tools: Tools) -> Ids:
@@ -38,12 +38,20 @@ async def rendered_message(dialect: Dialect, prompt: Prompt, turn: Turn) -> Mess
     return {"role": "assistant", **rendered}
 
 
+async def named_adapter(dialect: Dialect, replicas: Replicas) -> tuple[str | None, SaidVersion | None]:
+    """The model that a request names, and the version that this makes sure of; None where weights are not adapters."""
+    label = await replicas.adapter()
+    if label is None:
+        return None, None
+    return dialect.control.adapter_model(dialect.settings.model, label.text), SaidVersion(label.version, exact=True)
+
+
 def turn_metadata(
     sampling: Mapping[str, Any],
     replica: Replica,
     *,
-    version_sent: int,
-    version_received: int,
+    version: SaidVersion,
+    answered_at: float | None,
     agent: str = "",
     completion_mask: Mask | None = None,
 ) -> TurnMetadata:
@@ -52,8 +60,8 @@ def turn_metadata(
     return TurnMetadata(
         agent=agent,
         engine=replica.url,
-        version_sent=version_sent,
-        version_received=version_received,
+        version=version,
+        answered_at=answered_at,
         temperature=1.0 if temperature is None else float(temperature),
         sampling=altered_sampling(sampling),
         completion_mask=completion_mask,

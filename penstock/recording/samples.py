@@ -5,7 +5,8 @@ Only what a turn adds is kept. Its routed rows are placed by absolute token posi
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,19 @@ from penstock.errors import Invariant, PolicyFailure
 from penstock.fields import Array
 from penstock.store.columns import Columns, TurnTable
 from penstock.store.experts import Chunk
-from penstock.turn import Fingerprint, Ids, Logprobs, Mask, OpenSample, Routes, Rows, Turn, TurnMetadata
+from penstock.turn import (
+    Fingerprint,
+    Ids,
+    Logprobs,
+    Mask,
+    OpenSample,
+    Routes,
+    Rows,
+    SaidVersion,
+    Turn,
+    TurnMetadata,
+    VersionSpan,
+)
 
 Offsets = NDArray[np.int64]
 
@@ -33,7 +46,9 @@ class TurnDelta:
     agent: str
     engine: str
     version_first: int
+    """The lowest policy version that may have sampled one of its tokens."""
     version_last: int
+    """The highest one."""
     temperature: float
     sampling: str
     finish_reason: str
@@ -46,6 +61,12 @@ class TurnDelta:
     last."""
     fields: Mapping[str, Array] = field(default_factory=dict[str, Array])
     """Fields for the trainer that the engine's response had: one number, or one per completion token."""
+    version_exact: bool = False
+    """Whether every token was sampled by `version_first`, or by the version that `version_spans` names."""
+    version_spans: tuple[VersionSpan, ...] = ()
+    """If the response states several versions."""
+    answered_at: float | None = None
+    """As in `TurnMetadata`, until the version is settled."""
 
     @property
     def nbytes(self) -> int:
@@ -135,8 +156,7 @@ class Samples:
             chunks=tuple(Chunk(sample=index, first=first, rows=len(rows)) for first, rows in runs),
             agent=metadata.agent,
             engine=metadata.engine,
-            version_first=metadata.version_sent if turn.version is None else turn.version,
-            version_last=metadata.version_received if turn.version is None else turn.version,
+            **_versions(turn, metadata),
             temperature=metadata.temperature,
             sampling=metadata.sampling,
             finish_reason=turn.finish_reason or "",
@@ -159,6 +179,26 @@ class Samples:
             sample.rows_until = delta.chunks[-1].first + delta.chunks[-1].rows
         self.turns.append(delta)
         self.nbytes += delta.nbytes
+
+    def unsettled(self) -> list[int]:
+        """Turns whose version depends on what their replica says after the response."""
+        return [index for index, turn in enumerate(self.turns) if turn.answered_at is not None]
+
+    def settle_version(self, index: int, after: SaidVersion | None) -> None:
+        """`after` is what the turn's replica said after its response; None if it said nothing."""
+        turn = self.turns[index]
+        versions = {turn.version_first, turn.version_last, after.version if after else turn.version_first}
+        self.turns[index] = replace(
+            turn,
+            version_first=min(versions),
+            version_last=max(versions),
+            version_exact=turn.version_exact and after is not None and after.exact and len(versions) == 1,
+            answered_at=None,
+        )
+
+    def inexact_tokens(self) -> int:
+        """Completion tokens whose version is a range, or was not said by the engine."""
+        return sum(len(turn.completion_ids) for turn in self.turns if not turn.version_exact or turn.answered_at)
 
     def ids(self, turn: int) -> Ids:
         """The sample of a turn up to the end of its completion."""
@@ -200,6 +240,23 @@ class Samples:
         held = self.ids(before)[: len(turn.prompt_ids)]
         differs = held != turn.prompt_ids[: len(held)]
         return int(np.argmax(differs)) if differs.any() else len(held)
+
+
+def _versions(turn: Turn, metadata: TurnMetadata) -> dict[str, Any]:
+    """A response that states the versions of its tokens is exact. One that states where it ended is, if the replica
+    said the same before."""
+    before = metadata.version
+    said = before.version, turn.version if turn.version is not None else before.version
+    if turn.version_spans:
+        said = tuple(span.version for span in turn.version_spans)
+    pending = not turn.version_spans and turn.version is None
+    return {
+        "version_first": min(said),
+        "version_last": max(said),
+        "version_exact": bool(turn.version_spans) or (before.exact and len(set(said)) == 1),
+        "version_spans": turn.version_spans if len(turn.version_spans) > 1 else (),
+        "answered_at": metadata.answered_at if pending else None,
+    }
 
 
 def _cut_mask(mask: Mask | None, length: int) -> Mask | None:
@@ -254,6 +311,7 @@ def columns_of(
         truncated=np.array([any(turn.truncated for turn in turns) for turns in by_sample], np.uint8),
         overlong_prompt=np.array([any(turn.overlong_prompt for turn in turns) for turns in by_sample], np.uint8),
         turns=_turn_table(samples.turns, offsets),
+        **_span_columns(samples.turns, offsets),
         metrics=samples.metrics(),
         token_fields=fields.by_token,
         sample_fields=fields.by_sample,
@@ -289,7 +347,17 @@ def _turn_table(turns: Sequence[TurnDelta], offsets: Offsets) -> TurnTable:
         end=offsets[sample] + np.array([turn.end for turn in turns], np.int64),
         version_first=np.array([turn.version_first for turn in turns], np.int32),
         version_last=np.array([turn.version_last for turn in turns], np.int32),
+        version_exact=np.array([turn.version_exact and turn.answered_at is None for turn in turns], np.uint8),
         temperature=np.array([turn.temperature for turn in turns], np.float32),
         **numbers,
         words=words,
     )
+
+
+def _span_columns(turns: Sequence[TurnDelta], offsets: Offsets) -> dict[str, Array]:
+    spans = [(index, turn, span) for index, turn in enumerate(turns) for span in turn.version_spans]
+    return {
+        "span_turn": np.array([index for index, _, _ in spans], np.int32),
+        "span_start": np.array([offsets[turn.sample] + turn.start + span.start for _, turn, span in spans], np.int64),
+        "span_version": np.array([span.version for _, _, span in spans], np.int32),
+    }

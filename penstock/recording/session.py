@@ -7,7 +7,7 @@ in threads by the holder of the session's claim. A turn is in memory only if it 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -23,11 +23,13 @@ from penstock.recording.turn_log import LogEntry
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_file_thread
 from penstock.store import BlobRef, Store
-from penstock.turn import ANY_FORMAT, Ids, Message, OpenSample, RouteFormat, Turn, TurnMetadata
+from penstock.turn import ANY_FORMAT, Ids, Message, OpenSample, RouteFormat, SaidVersion, Turn, TurnMetadata
 
 logger = logging.getLogger(__name__)
 
 NO_METADATA = TurnMetadata()
+VersionAfter = Callable[[str, int, float], Awaitable[SaidVersion | None]]
+"""Engine, version before the request, time of the response -> what the replica said after it (`Replicas.after`)."""
 
 
 class State(StrEnum):
@@ -72,9 +74,13 @@ class Sealed:
     """Of the turns that started a sample."""
     completion_tokens: int
     version_first: int
+    """The lowest policy version that may have sampled one of its tokens."""
     version_last: int
+    """The highest one."""
     truncated: bool
     metrics: Mapping[str, float]
+    inexact_tokens: int = 0
+    """Completion tokens whose version is a range, or was not said by the engine."""
     agents: Mapping[str, int] = field(default_factory=dict[str, int])
     """Completion tokens of each agent that the environment named, in the order of their first turns."""
 
@@ -202,15 +208,20 @@ class Session:
         finally:
             self._recording = None
 
-    async def seal(self, *, error: str = "", fields: FieldValues = NO_FIELDS) -> Sealed:
-        """Write the blobs. Later calls return the same result; after a failure the session is open again."""
+    async def seal(
+        self, *, error: str = "", fields: FieldValues = NO_FIELDS, version_after: VersionAfter | None = None
+    ) -> Sealed:
+        """Write the blobs. Later calls return the same result; after a failure the session is open again.
+
+        `version_after` settles the versions of turns whose responses did not state them.
+        """
         if self._sealing is None:
             self._require_open()
             self._require_unclaimed()
             if not self.turns:
                 raise NothingToTrain(f"session {self.settings.session} recorded no turn: there is nothing to train on")
             self._state = State.SEALED
-            self._sealing = asyncio.create_task(self._seal(error, fields))
+            self._sealing = asyncio.create_task(self._seal(error, fields, version_after))
         return await asyncio.shield(self._sealing)
 
     async def close(self) -> None:
@@ -261,16 +272,17 @@ class Session:
             self._route_format = turn.routes.format
         return True
 
-    async def _seal(self, error: str, fields: FieldValues) -> Sealed:
-        turns = self._samples.turns
+    async def _seal(self, error: str, fields: FieldValues, version_after: VersionAfter | None) -> Sealed:
         paths = [self._conversation.path_to(turn) for turn in self._samples.last_turns()]
         try:
+            await self._settle_versions(version_after)
             columns, experts = await in_file_thread(self._spool.seal, self._samples, paths, error=error, fields=fields)
         except BaseException:
             self._sealing = None
             if not self._is_closed():
                 self._state = State.OPEN
             raise
+        turns = self._samples.turns
         return Sealed(
             columns=columns,
             experts=experts,
@@ -282,8 +294,16 @@ class Session:
             version_last=max(turn.version_last for turn in turns),
             truncated=any(turn.truncated for turn in turns),
             metrics=self._samples.metrics(),
+            inexact_tokens=self._samples.inexact_tokens(),
             agents=self._samples.tokens_by_agent(),
         )
+
+    async def _settle_versions(self, version_after: VersionAfter | None) -> None:
+        for index in self._samples.unsettled():
+            turn = self._samples.turns[index]
+            assert turn.answered_at is not None
+            ask = version_after and version_after(turn.engine, turn.version_first, turn.answered_at)
+            self._samples.settle_version(index, await ask if ask else None)
 
     def _is_closed(self) -> bool:
         return self._state is State.CLOSED

@@ -19,6 +19,7 @@ from penstock.recording.samples import TurnDelta
 from penstock.store import tensors
 from penstock.store.experts import Chunk
 from penstock.store.parts import Piece, view_of
+from penstock.turn import VersionSpan
 
 Bytes = NDArray[np.uint8]
 
@@ -74,6 +75,9 @@ def read_entry(body: tensors.Tensors) -> tuple[LogEntry, RowsState | None]:
     metadata: dict[str, Any] = {name: orjson.loads(text) for name, text in body.metadata.items()}
     sample, chunks = metadata[DELTA_KEY]["sample"], body.arrays["chunks"].tolist()
     arrays: dict[str, Any] = {name: body.arrays[name].copy() for name in DELTA_ARRAYS if name in body.arrays}
+    metadata[DELTA_KEY]["version_spans"] = tuple(
+        VersionSpan(**span) for span in metadata[DELTA_KEY].get("version_spans", ())
+    )
     delta = TurnDelta(
         **metadata[DELTA_KEY],
         **arrays,

@@ -19,7 +19,8 @@ from penstock.store.tensors import Array
 FORMAT = "penstock.columns.1"
 TURN, TOKEN_FIELD, SAMPLE_FIELD = "turn.", "extra.", "sample_extra."  # prefixes of array names in the file
 
-# The dtype of every array by its axis: T tokens of all samples, S samples, S+1 their bounds, N turns.
+# The dtype of every array by its axis: T tokens of all samples, S samples, S+1 their bounds, N turns, V versions of
+# turns that were sampled by several.
 DTYPES = {
     "T": {"input_ids": "i4", "loss_mask": "u1", "logprobs": "f4"},
     "S": {"first_prompt_length": "i4", "truncated": "u1", "overlong_prompt": "u1"},
@@ -30,12 +31,14 @@ DTYPES = {
         "turn.end": "i8",
         "turn.version_first": "i4",
         "turn.version_last": "i4",
+        "turn.version_exact": "u1",
         "turn.temperature": "f4",
         "turn.finish_reason": "i4",
         "turn.agent": "i4",
         "turn.engine": "i4",
         "turn.sampling": "i4",
     },
+    "V": {"span_turn": "i4", "span_start": "i8", "span_version": "i4"},
 }
 
 
@@ -48,7 +51,11 @@ class TurnTable:
     """where its completion begins in T"""
     end: Array
     version_first: Array
+    """lowest policy version that may have sampled one of its tokens"""
     version_last: Array
+    """the highest one"""
+    version_exact: Array
+    """1 if every token was sampled by `version_first`, or by what `span_version` names"""
     temperature: Array
     finish_reason: Array
     """this and the next three are indices into `words[<field name>]`"""
@@ -83,10 +90,15 @@ class Columns:
     """[S] each"""
     conversation: Array = field(default_factory=lambda: np.empty(0, np.uint8))
     """JSON"""
+    span_turn: Array = field(default_factory=lambda: np.empty(0, np.int32))
+    """turns that the engine says were sampled by several versions, one entry per version, in order"""
+    span_start: Array = field(default_factory=lambda: np.empty(0, np.int64))
+    """where in T that version begins; it ends with the next entry of the turn, or with the turn"""
+    span_version: Array = field(default_factory=lambda: np.empty(0, np.int32))
 
     def __post_init__(self) -> None:
         tokens, samples, turns = self.input_ids.size, self.truncated.size, self.turns.sample.size
-        lengths = {"T": tokens, "S": samples, "S+1": samples + 1, "N": turns}
+        lengths = {"T": tokens, "S": samples, "S+1": samples + 1, "N": turns, "V": self.span_turn.size}
         arrays = _arrays(self)
         for axis, dtypes in DTYPES.items():
             for name, dtype in dtypes.items():
@@ -119,6 +131,8 @@ def read_columns(store: Store, ref: BlobRef, *, verify: bool = True) -> Columns:
     for name, array in file.arrays.items():
         prefix, dot, rest = name.partition(".")
         {TURN: turn, TOKEN_FIELD: by_token, SAMPLE_FIELD: by_sample}.get(prefix + dot, own)[rest or name] = array
+    if "version_exact" not in turn and "sample" in turn:  # of releases that recorded the job's version
+        turn["version_exact"] = np.zeros(turn["sample"].shape, np.uint8)
     try:
         turns = TurnTable(**turn, words=metadata.pop("words"))
         return Columns(**own, turns=turns, token_fields=by_token, sample_fields=by_sample, **metadata)

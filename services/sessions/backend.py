@@ -21,6 +21,7 @@ from penstock.engines.transport import (
     sendable,
 )
 from penstock.errors import InfrastructureFailure, Upstream
+from penstock.turn import SaidVersion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class EngineRequest:
     """path and query, already percent-encoded"""
     body: bytes
     headers: Mapping[str, str]
+    version: SaidVersion | None = None
+    """of the adapter that the request names: the response cannot be of another one"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +42,10 @@ class EngineResponse:
     chunks: list[bytes]
     """the body as received; `joined` empties the list"""
     replica: Replica
-    version_sent: int
-    """version of the replica's weights when the request was sent"""
+    version: SaidVersion
+    """of the replica's weights before the request left"""
+    answered_at: float | None
+    """for `TurnMetadata`"""
 
     def joined(self) -> bytes:
         body = b"".join(self.chunks)
@@ -67,7 +72,9 @@ class Backend(EngineConnection):
             yield response
 
     async def _receive(self, replica: Replica, request: EngineRequest, reservation: Reservation) -> EngineResponse:
-        version = replica.version
+        version = await self.replicas.before(replica)
+        if refusal := self.replicas.refusal(replica):
+            raise Upstream(f"{UNREACHABLE}: {refusal}")
         url = URL(replica.url + request.target, encoded=True)
         try:
             async with self._http.request(
@@ -82,7 +89,8 @@ class Backend(EngineConnection):
             headers=response.headers,
             chunks=chunks,
             replica=replica,
-            version_sent=version,
+            version=request.version or version,
+            answered_at=None if request.version else self.replicas.answered_at(),
         )
 
 

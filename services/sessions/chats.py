@@ -17,7 +17,7 @@ from penstock.engines.response import RequestInfo, read_turn
 from penstock.engines.transport import ON_LOOP_BYTES, SESSION_HEADER, ByteBudget
 from penstock.errors import BadRequest, Invariant, PolicyFailure
 from penstock.ids import engine_session
-from penstock.playing.turns import prompt_ids, rendered_message, turn_metadata
+from penstock.playing.turns import named_adapter, prompt_ids, rendered_message, turn_metadata
 from penstock.recording import Claim, Prepared, Session
 from penstock.renderers import PooledRenderer, RendererKey, RendererPools
 from penstock.renderers.protocol import begins_with
@@ -92,12 +92,15 @@ class Chats:
             chat = await _by_size(len(body), read_chat, body, metadata.sampling)
             prepared = self._prepare(session, claim, chat)
             prompt = await self._prompt(prepared, chat)
-            model = chat.fields.get("model")
+            model, version = chat.fields.get("model"), None
+            if model in (None, self._config.engine.model):
+                adapter, version = await named_adapter(self._dialect, self._backend.replicas)
+                model = adapter or model
             sent = await _by_size(len(body), self._dialect.request_body, prompt, chat.sampling, model=model)
             del body
             passed = self._headers(request, session, metadata)
             target = self._dialect.endpoint
-            engine_request = EngineRequest(method="POST", target=target, body=sent, headers=passed)
+            engine_request = EngineRequest(method="POST", target=target, body=sent, headers=passed, version=version)
             async with self._backend.send(engine_request, preferred=entry.last_replica) as response:
                 entry.last_replica = response.replica
                 if response.status != 200:
@@ -107,8 +110,8 @@ class Chats:
                 turn_info = turn_metadata(
                     chat.fields,
                     response.replica,
-                    version_sent=response.version_sent,
-                    version_received=response.replica.version,
+                    version=response.version,
+                    answered_at=response.answered_at,
                 )
                 await self._commit(session, claim, prepared, read, turn_info)
             return _client_response(response, read, stream=chat.stream)

@@ -35,7 +35,11 @@ class NewSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     sampling: dict[str, Any] = {}
     """default fields of every chat"""
     policy_version: Count | None = None
-    """current version of the weights, for engines that do not report one"""
+    """newest version that was published"""
+    least_version: Count = 0
+    """replicas with older weights serve no session that is trained on"""
+    sequence: Count = 0
+    """of the job: the versions of the newest one hold"""
 
 
 class SealRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

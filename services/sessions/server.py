@@ -20,16 +20,19 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from penstock.config import RunConfig
 from penstock.engines.dialects.base import CHAT_PATH
-from penstock.engines.transport import ByteBudget
+from penstock.engines.replicas import Orders
+from penstock.engines.transport import UNREACHABLE, ByteBudget
 from penstock.errors import (
     UNWRITTEN,
     BlobMissing,
     BlobUnwritten,
     ConfigError,
+    EngineUnreachable,
     NotFound,
     PenstockError,
     SessionError,
     Unauthorised,
+    Upstream,
 )
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import LoopLag
@@ -155,6 +158,8 @@ class SessionServer:
         except BlobUnwritten as error:
             logger.error("action=store_unwritten path=%s error=%s", request.path, error)
             return error_response(UNWRITTEN, str(error))
+        except EngineUnreachable as error:
+            return error_response(Upstream.status_code, f"{UNREACHABLE}: {error}")
         except PenstockError as error:
             logger.error("action=chat_failed path=%s error=%s", request.path, error)
             return error_response(500, str(error))
@@ -192,7 +197,13 @@ class SessionServer:
         new = read_new_session(await self._body(request))
         entry, secret = await self.table.create(new)
         if new.policy_version is not None:
-            self._backend.replicas.announce(new.policy_version)
+            orders = Orders(
+                run=new.run or "",
+                sequence=new.sequence,
+                version=new.policy_version,
+                least_version=new.least_version,
+            )
+            self._backend.replicas.follow(orders)
         base_url = f"{request.scheme}://{request.host}/sessions/{entry.id}/v1"
         return _json(orjson.dumps({"session_id": entry.id, "base_url": base_url, "secret": secret}))
 
@@ -222,7 +233,7 @@ class SessionServer:
 
     async def _seal(self, request: web.BaseRequest, entry: Entry, _: SessionMetadata) -> web.Response:
         seal = read_seal(await self._body(request))
-        return _json(await self.table.seal(entry, seal.error))
+        return _json(await self.table.seal(entry, seal.error, version_after=self._backend.replicas.after))
 
     async def _proxy(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
         body = await self._body(request)

@@ -22,6 +22,7 @@ from penstock.engines.replicas import Replica
 from penstock.errors import BlobError, Expired, Full, NotFound
 from penstock.fields import FieldValues
 from penstock.recording import Mode, Sealed, Session, SessionSettings
+from penstock.recording.session import VersionAfter
 from penstock.runtime.offload import in_io_thread
 from services.sessions.headers import digest
 from services.sessions.requests import NewSession
@@ -140,18 +141,18 @@ class SessionTable:
             if entry.session.spooled_bytes > self._settings.session_bytes:
                 self._expire(entry, "bytes")
 
-    async def seal(self, entry: Entry, error: str) -> bytes:
+    async def seal(self, entry: Entry, error: str, *, version_after: VersionAfter) -> bytes:
         """Seal the session. Idempotent: later calls return the first result."""
         if entry.sealed is None and (entry.sealing is None or entry.sealing.done()):
-            entry.sealing = asyncio.create_task(self._seal(entry, opened(entry), error))
+            entry.sealing = asyncio.create_task(self._seal(entry, opened(entry), error, version_after))
         if entry.sealing:
             await asyncio.shield(entry.sealing)
         assert entry.sealed is not None
         return entry.sealed
 
-    async def _seal(self, entry: Entry, session: Session, error: str) -> None:
+    async def _seal(self, entry: Entry, session: Session, error: str, version_after: VersionAfter) -> None:
         fields = FieldValues(declared=self._config.batch.fields_of("turn"), required=not error)
-        sealed = await session.seal(error=error, fields=fields)
+        sealed = await session.seal(error=error, fields=fields, version_after=version_after)
         entry.sealed = orjson.dumps(await in_io_thread(self._move_files, entry, sealed))
         self.counts.sealed += 1
         self._drop_session(entry)

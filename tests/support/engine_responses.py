@@ -29,6 +29,8 @@ class ResponseSpec:
     start: int = 0
     dialect: str = "vllm"
     form: str = "object"
+    versions: list[dict[str, Any]] | None = None
+    """Of the weights, as SGLang and `generate` state them."""
     content: str = 'Grüße, "Welt" \\ {"routed_experts":"x"}\n'
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,6 +83,7 @@ def sglang_response(spec: ResponseSpec) -> dict[str, Any]:
         "finish_reason": {"type": "stop", "matched": 2},
         "prompt_tokens": len(spec.prompt),
         "weight_version": "7",
+        **({"weight_versions": spec.versions} if spec.versions is not None else {}),
         "output_token_logprobs": tokens,
         "completion_tokens": len(spec.completion),
         **_routed(spec),
@@ -96,6 +99,7 @@ def generate_response(spec: ResponseSpec) -> dict[str, Any]:
         "logprobs": {"content": _content(spec, [f"token_id:{token}" for token in spec.completion])},
         "finish_reason": "length",
         "token_ids": spec.completion,
+        "weight_versions": spec.versions,
         **_routed(spec),
     }
     return {"request_id": "1", "choices": [choice], "prompt_logprobs": None, "kv_transfer_params": None}

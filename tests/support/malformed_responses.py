@@ -30,7 +30,8 @@ class Removed:
 
 
 def valid_response(dialect: str, form: str = "object") -> ResponseSpec:
-    return ResponseSpec(prompt=PROMPT, completion=COMPLETION, rows=ROWS, dialect=dialect, form=form)
+    split = [{"version": "6", "start": 0, "end": 1}, {"version": "7@r1", "start": 1, "end": len(COMPLETION)}]
+    return ResponseSpec(prompt=PROMPT, completion=COMPLETION, rows=ROWS, dialect=dialect, form=form, versions=split)
 
 
 def changed(response: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
@@ -172,6 +173,9 @@ SGLANG: list[tuple[str, str, Any, str]] = [
     ("completion_tokens too many", f"{META}.completion_tokens", 4, "completion_tokens 4"),
     ("weight_version negative", f"{META}.weight_version", -1, "weight_version"),
     ("weight_version a list", f"{META}.weight_version", [], "weight_version"),
+    ("weights that are not loaded", f"{META}.weight_version", "loading 8@r1", "not loaded completely"),
+    ("spans a list of numbers", f"{META}.weight_versions", [7], "weight_versions"),
+    ("a span that ends early", f"{META}.weight_versions", [{"version": "7", "start": 0, "end": 2}], "do not cover"),
     ("experts bare, too short to divide", f"{META}.routed_experts", routed(ROWS[:5], "bare"), "not a whole number"),
     ("experts bare, not base64", f"{META}.routed_experts", "?" * 128, "not base64"),
     ("experts bare, negative", f"{META}.routed_experts", routed(-ROWS.astype(np.int32), "bare"), "below 0"),

@@ -55,6 +55,7 @@ def reference_turn(turn: Turn) -> reference.ReferenceTurn:
         rows=rows,
         finish_reason=turn.finish_reason,
         version=turn.version,
+        spans=[(span.version, span.start, span.end) for span in turn.version_spans],
         message=None if turn.message is None else json.loads(turn.message),
         truncated=turn.truncated,
         overlong_prompt=turn.overlong_prompt,

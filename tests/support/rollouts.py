@@ -98,6 +98,7 @@ class RolloutMaker:
                 end=ends.reshape(len(turns)),
                 version_first=of_turns("i4", [turn.version for _, turn in turns]),
                 version_last=of_turns("i4", [turn.version + 1 for _, turn in turns]),
+                version_exact=of_turns("u1", [turn.version % 2 for _, turn in turns]),
                 temperature=of_turns("f4", [turn.temperature for _, turn in turns]),
                 **{name: of_turns("i4", [0] * len(turns)) for name in words},
                 words=words,

@@ -53,6 +53,8 @@ class ReferenceTurn:
     """By token position; rows of zeros, where top-k is above 1, are left out."""
     finish_reason: str | None
     version: int | None
+    spans: list[tuple[int, int, int]]
+    """(version, start, end) of the completion"""
     message: Any
     truncated: bool
     overlong_prompt: bool
@@ -92,6 +94,7 @@ def read(body: bytes, inputs: ReadInputs) -> ReferenceTurn:
         rows={at: row for at, row in rows.items() if at < min(tokens, limit)},
         finish_reason=choice.get("finish_reason"),
         version=version(meta_info.get("weight_version")),
+        spans=spans((meta_info if sglang else choice).get("weight_versions"), len(completion), kept),
         message=None if inputs.dialect == "generate" else choice["message"],
         truncated=tokens > limit,
         overlong_prompt=len(prompt) > limit,
@@ -120,6 +123,8 @@ def only_choice(response: dict[str, Any]) -> dict[str, Any]:
 
 def check_shapes(choice: dict[str, Any], dialect: str) -> None:
     need(isinstance(choice.get("finish_reason"), str | None), "finish_reason")
+    if dialect == "generate":
+        check_spans(choice.get("weight_versions"))
     if dialect == "sglang":
         need(isinstance(choice.get("meta_info"), dict | None), "meta_info")
         check_meta_info(choice.get("meta_info") or {})
@@ -131,9 +136,22 @@ def check_shapes(choice: dict[str, Any], dialect: str) -> None:
 
 def check_meta_info(meta_info: dict[str, Any]) -> None:
     need(type(meta_info.get("completion_tokens")) in (int, type(None)), "completion_tokens")
-    weight_version = meta_info.get("weight_version")
-    need(isinstance(weight_version, str | None) or type(weight_version) is int, "weight_version")
-    need(not isinstance(weight_version, int) or 0 <= weight_version <= MAX_ID, "weight_version")
+    if meta_info.get("weight_version") is not None:
+        check_version(meta_info["weight_version"])
+    check_spans(meta_info.get("weight_versions"))
+
+
+def check_spans(stated: Any) -> None:
+    need(isinstance(stated, list | None), "weight_versions")
+    for span in stated or []:
+        need(isinstance(span, dict) and {"version", "start", "end"} <= span.keys(), "a span")
+        check_version(span["version"])
+        need(type(span["start"]) is int and type(span["end"]) is int, "bounds of a span")
+
+
+def check_version(stated: Any) -> None:
+    need(isinstance(stated, str) or (type(stated) is int and 0 <= stated <= MAX_ID), "a version")
+    need(re.fullmatch("(loading|failed) [0-9]{1,10}(@[A-Za-z0-9_-]{1,100})?", str(stated)) is None, "not loaded")
 
 
 def check_message(message: Any) -> None:
@@ -191,8 +209,23 @@ def logprob(value: Any) -> float:
 
 def version(stated: str | int | None) -> int | None:
     if isinstance(stated, str):
-        return int(stated) if re.fullmatch("[0-9]{1,10}", stated) and int(stated) <= MAX_ID else None
+        number = re.fullmatch("([0-9]{1,10})(@[A-Za-z0-9_-]{1,100})?", stated)
+        return int(number[1]) if number and int(number[1]) <= MAX_ID else None
     return stated
+
+
+def spans(stated: list[dict[str, Any]] | None, tokens: int, kept: int) -> list[tuple[int, int, int]]:
+    """(version, start, end) of the first `kept` tokens; empty if no version is named."""
+    if not stated or all(version(span["version"]) is None for span in stated):
+        return []
+    covered = [token for span in stated for token in range(span["start"], min(span["end"], tokens + 1))]
+    need(covered == list(range(tokens)) and all(0 <= span["start"] <= span["end"] for span in stated), "spans")
+    need([span["start"] for span in stated[1:]] == [span["end"] for span in stated[:-1]], "spans")
+    return [
+        (version(span["version"]) or 0, span["start"], min(span["end"], kept))
+        for span in stated
+        if span["start"] < kept
+    ]
 
 
 def first_not_none(*values: Any) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from penstock.engines.cuts import longest_in_ids
-from penstock.turn import Fingerprint, Ids, Logprobs, OpenSample, Routes, Turn
+from penstock.turn import Fingerprint, Ids, Logprobs, OpenSample, Routes, Turn, VersionSpan
 
 
 def turn_of_ids(
@@ -15,6 +15,8 @@ def turn_of_ids(
     routes: Routes | None = None,
     max_seq_len: int | None = None,
     finish_reason: str | None = None,
+    spans: Sequence[tuple[int, int, int]] = (),
+    ended: int | None = None,
 ) -> Turn:
     """The turn of a response with these tokens. `routes` may include rows that the sample has already."""
     match = longest_in_ids(prompt_ids, [sample.sequence for sample in open_samples])
@@ -33,7 +35,8 @@ def turn_of_ids(
         routes=routes,
         sequence=before.extended(kept_prompt, kept_completion),
         finish_reason=finish_reason,
-        version=None,
+        version=ended,
+        version_spans=tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in spans),
         message=None,
         truncated=tokens > limit,
         overlong_prompt=len(prompt_ids) > limit,

@@ -52,6 +52,7 @@ class Response:
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
+VERSION_PATHS = frozenset({"/weight_info", "/model_info", "/get_model_info", "/get_weight_version"})
 Respond = Callable[[ReceivedRequest], Response]
 
 
@@ -61,6 +62,8 @@ class Server:
 
     respond: Respond
     port: int = 0
+    weights: str | None = None
+    """what it calls its weights when it is asked; None: it does not say. Such requests are not in `received`."""
     received: list[ReceivedRequest] = field(default_factory=list[ReceivedRequest])
     answering: int = 0
     most_answering: int = 0
@@ -102,6 +105,8 @@ class Server:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
+        if request.path in VERSION_PATHS:
+            return web.json_response({"weight_version": self.weights}, status=200 if self.weights else 404)
         headers = {**request.headers, "peer": str(request.transport.get_extra_info("peername"))}
         body = json.loads(await request.read() or b"null")
         received = ReceivedRequest(method=request.method, path=request.path, body=body, headers=headers)

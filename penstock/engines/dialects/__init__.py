@@ -20,6 +20,7 @@ from penstock.engines.dialects.base import (
     read_message,
     read_part,
 )
+from penstock.engines.dialects.control_calls import Call, ControlCalls
 from penstock.error_boundary import error_boundary
 from penstock.errors import ConfigError
 from penstock.registry import Facts, checked_function, import_attribute
@@ -27,7 +28,9 @@ from penstock.registry import Facts, checked_function, import_attribute
 __all__ = [
     "ABSENT",
     "AsyncRenderer",
+    "Call",
     "ChatDialect",
+    "ControlCalls",
     "Dialect",
     "Logprob",
     "Prompt",
@@ -104,6 +107,9 @@ def _check_values(kind: type[Dialect], setting: str) -> None:
         raise ConfigError(f"{setting}: {kind.__name__}.context_limit must be a tuple of lower-case texts: {given!r}")
     if wrong := [text for text in texts if text != text.lower()]:
         raise ConfigError(f"{setting}: {kind.__name__}.context_limit must be lower-case: write {wrong[0].lower()!r}")
+    control: Any = kind.control
+    if not isinstance(control, ControlCalls):
+        raise ConfigError(f"{setting}: {kind.__name__}.control must be a ControlCalls: {control!r}")
     for name in ("prompt_key", "experts_key"):
         if not isinstance(getattr(kind, name), bytes):
             raise ConfigError(f"{setting}: {kind.__name__}.{name} must be bytes: {getattr(kind, name)!r}")

@@ -12,19 +12,19 @@ import numpy as np
 import orjson
 
 from penstock.config.engine import Engine
+from penstock.engines.dialects.control_calls import ControlCalls
 from penstock.error_boundary import raised_at
 from penstock.errors import BadRequest, PenstockError, StageError, Upstream, text_of
 from penstock.renderers.protocol import NextTurn, Tools
-from penstock.turn import Ids, Logprobs, Message, Turn
+from penstock.turn import Ids, Logprobs, Message, Turn, VersionSpan
 
-MAX_TOKEN_ID = MAX_VERSION = 2**31 - 1
-"""Both are stored as i32."""
+MAX_TOKEN_ID = 2**31 - 1
+"""Stored as i32."""
 LOGPROB_ROUNDING = 1e-3
 """Engines round: a logprob may exceed 0 by this much."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 Logprob = Annotated[float, msgspec.Meta(ge=float(np.finfo(np.float32).min), le=LOGPROB_ROUNDING)]
-Version = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 ABSENT = msgspec.Raw(b"null")
 CHAT_PATH = "/v1/chat/completions"
 CONTEXT_LIMIT = ("context length", "context_length", "maximum model length")
@@ -70,7 +70,9 @@ class ResponseFields:
     """The assistant's message as JSON; None from token-in/token-out, where the renderer makes it."""
     finish_reason: str | None = None
     version: int | None = None
-    """Policy version of the weights, if the response states one."""
+    """Policy version of the weights when the completion ended, if the response states only that."""
+    version_spans: tuple[VersionSpan, ...] = ()
+    """The versions of all completion tokens, in order, if the response states them: they are then exact."""
     final: bool = True
     """False if the server stopped the completion before its end: nothing is recorded, and the request is repeated."""
 
@@ -111,6 +113,8 @@ class Dialect(ABC):
     """Whether `read` checks each id and logprob, by `TokenId` and `Logprob`. If not, they are checked after it."""
     context_limit: ClassVar[tuple[str, ...]] = CONTEXT_LIMIT
     """Lower-case texts, one of which is in an HTTP 4xx that refuses a prompt for its length."""
+    control: ClassVar[ControlCalls] = ControlCalls()
+    """How the server says which weights it has, and loads others."""
 
     def __init__(self, settings: Engine, *, renderer: AsyncRenderer | None = None) -> None:
         self.settings = settings

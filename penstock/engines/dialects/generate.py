@@ -14,6 +14,8 @@ from penstock.engines.dialects.base import (
     only_choice,
     read_completion,
 )
+from penstock.engines.dialects.control_calls import ControlCalls, VllmCalls
+from penstock.engines.weight_labels import LabelSpan, read_spans
 from penstock.errors import Upstream
 from penstock.turn import Ids, ids_text
 
@@ -32,6 +34,8 @@ class Choice(msgspec.Struct):
     token_ids: msgspec.Raw = ABSENT
     routed_experts: msgspec.Raw = ABSENT
     finish_reason: str | None = None
+    weight_versions: list[LabelSpan] | None = None
+    """From vLLM 0.32 on."""
 
 
 class GenerateResponse(msgspec.Struct):
@@ -44,6 +48,7 @@ RESPONSE = msgspec.json.Decoder(GenerateResponse)
 
 class Generate(Dialect):
     checks_values: ClassVar[bool] = True
+    control: ClassVar[ControlCalls] = VllmCalls()
     endpoint: ClassVar[str] = "/inference/v1/generate"
     takes_messages: ClassVar[bool] = False
     takes_tokens: ClassVar[bool] = True
@@ -66,6 +71,7 @@ class Generate(Dialect):
             completion_logprobs=logprobs,
             routed_experts=choice.routed_experts,
             finish_reason=choice.finish_reason,
+            version_spans=read_spans(choice.weight_versions),
         )
 
 

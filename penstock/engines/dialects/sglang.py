@@ -7,16 +7,16 @@ import numpy as np
 
 from penstock.engines.dialects.base import (
     ABSENT,
-    MAX_VERSION,
     ChatDialect,
     Logprob,
     Prompt,
     ResponseFields,
     TokenId,
-    Version,
     only_choice,
     read_message,
 )
+from penstock.engines.dialects.control_calls import ControlCalls, SglangCalls
+from penstock.engines.weight_labels import LabelSpan, Version, read_label, read_spans
 from penstock.errors import Upstream
 from penstock.turn import Ids, Logprobs
 
@@ -32,6 +32,9 @@ class MetaInfo(msgspec.Struct):
     output_token_logprobs: list[OutputToken] | None = None
     completion_tokens: int | None = None
     weight_version: str | Version | None = None
+    """When the completion ended."""
+    weight_versions: list[LabelSpan] | None = None
+    """From 0.5.19 on."""
     routed_experts: msgspec.Raw = ABSENT
 
 
@@ -54,6 +57,7 @@ RESPONSE = msgspec.json.Decoder(ChatResponse)
 
 class Sglang(ChatDialect):
     checks_values: ClassVar[bool] = True
+    control: ClassVar[ControlCalls] = SglangCalls()
     takes_tokens: ClassVar[bool] = True
 
     def required_fields(self, prompt: Prompt) -> dict[str, Any]:
@@ -75,7 +79,8 @@ class Sglang(ChatDialect):
             routed_experts=meta_info.routed_experts,
             message=read_message(choice.message),
             finish_reason=choice.finish_reason,
-            version=read_version(meta_info.weight_version),
+            version=read_label(meta_info.weight_version),
+            version_spans=read_spans(meta_info.weight_versions),
         )
 
 
@@ -89,11 +94,3 @@ def read_output_tokens(meta_info: MetaInfo) -> tuple[Ids, Logprobs]:
         )
     ids = np.array([token.token_id for token in tokens], np.int32)
     return ids, np.array([token.logprob for token in tokens], np.float32)
-
-
-def read_version(stated: str | int | None) -> int | None:
-    """`weight_version` is free text: a number if the trainer numbers its updates."""
-    if not isinstance(stated, str):
-        return stated
-    numeric = stated.isascii() and stated.isdecimal() and len(stated) <= len(str(MAX_VERSION))
-    return int(stated) if numeric and int(stated) <= MAX_VERSION else None

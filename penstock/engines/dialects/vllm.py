@@ -14,6 +14,7 @@ from penstock.engines.dialects.base import (
     read_completion,
     read_message,
 )
+from penstock.engines.dialects.control_calls import ControlCalls, VllmCalls
 
 
 class Choice(msgspec.Struct):
@@ -34,6 +35,7 @@ RESPONSE = msgspec.json.Decoder(ChatResponse)
 
 class Vllm(ChatDialect):
     checks_values: ClassVar[bool] = True
+    control: ClassVar[ControlCalls] = VllmCalls()
 
     def required_fields(self, prompt: Prompt) -> dict[str, Any]:
         """Routed experts have no field: vLLM sends them if started with `--enable-return-routed-experts`."""

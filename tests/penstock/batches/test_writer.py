@@ -16,12 +16,14 @@ from safetensors.numpy import load_file
 from support.rollouts import MadeRollout, MadeTurn, RolloutMaker, encode_all, plan_of, seal
 from support.stores import blob_keys, directory_store
 
-from penstock.batches import BatchPlan, BatchReader, MicroBatch
+from penstock.batches import Batch, BatchPlan, BatchReader, MicroBatch
+from penstock.batches.assembly import Assembly
 from penstock.batches.batch_columns import TOKEN_COLUMNS
 from penstock.batches.packing import PackingRules
 from penstock.errors import BatchError, StageError
 from penstock.fields import TrainerField
-from penstock.store.columns import write_columns
+from penstock.store import tensors
+from penstock.store.columns import read_columns, write_columns
 from penstock.store.files import FileStore
 
 FIELDS = (
@@ -102,6 +104,7 @@ def expected_tokens(made: MadeRollout, sample: int, plan: BatchPlan) -> dict[str
             "advantages": np.float32(made.planned.advantage),
             "temperatures": columns.turns.temperature[turn],
             "versions": columns.turns.version_first[turn] if token >= columns.turns.start[turn] else -1,
+            "version_exact": columns.turns.version_exact[turn] if token >= columns.turns.start[turn] else 0,
             "tag": columns.token_fields["tag"][token],
             "ref_logprobs": columns.token_fields["ref_logprobs"][token],
         }
@@ -353,3 +356,37 @@ def test_torch_returns_tensors_if_torch_is_installed(tmp_path: Path, monkeypatch
     tensors = batch.torch()
     assert tensors["input_ids"] == ("tensor", True, batch.input_ids.tolist()), "torch must not share a read-only map"
     assert tensors.keys() == {*TOKEN_COLUMNS, "cu_seqlens", "weights"}
+
+
+def test_a_token_has_the_version_that_the_engine_names_for_it(tmp_path: Path) -> None:
+    """Two turns in one sample: the first of one version, the second of two, of which a part is cut off."""
+    store = directory_store(tmp_path)
+    maker = RolloutMaker(store=store, seed=1)
+    turns = [MadeTurn(context=2, completion=3, version=5), MadeTurn(context=1, completion=4, version=5)]
+    made = maker.make("r1", [turns])
+    columns = dataclasses.replace(
+        read_columns(store, made.planned.columns),
+        span_turn=np.array([1, 1, 1], np.int32),
+        span_start=np.array([6, 7, 9], np.int64),
+        span_version=np.array([5, 6, 8], np.int32),
+    )
+    planned = dataclasses.replace(
+        made.planned, columns=write_columns(store, "rollouts/split/columns.safetensors", columns)
+    )
+    plan = BatchPlan(step=0, rules=PackingRules(data_ranks=1, seq_len=9, oversize="cut"), rollouts=(planned,))
+    sample = Assembly(store, plan).sample(0)
+    assert sample.tokens["versions"].tolist() == [-1, -1, 5, 5, 5, -1, 5, 6, 6]
+    assert sample.tokens["version_exact"].tolist() == [0, 0, 1, 1, 1, 0, 1, 1, 1]
+
+
+def test_a_rank_file_of_an_earlier_release_has_no_exact_versions(tmp_path: Path) -> None:
+    store = directory_store(tmp_path)
+    plan = plan_of([RolloutMaker(store=store, seed=1).make("r1", [[MadeTurn(context=2, completion=3)]])])
+    manifest = seal(store, plan)
+    file = tensors.read(store, manifest.ranks[0].file)
+    arrays = {name: array for name, array in file.arrays.items() if name != "version_exact"}
+    older = tensors.write(store, f"{plan.directory}/older.safetensors", arrays, file.metadata)
+    rank = dataclasses.replace(manifest.ranks[0], file=older)
+    (mb,) = Batch(store, dataclasses.replace(manifest, ranks=(rank,)), 0).micro_batches()
+    assert mb.versions.max() == 3
+    assert mb.version_exact.tolist() == [0] * mb.input_ids.size

@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -14,10 +15,11 @@ from support.waiting import wait_until_async
 
 from penstock.engines import transport
 from penstock.engines.client import ON_LOOP_BYTES, EngineClient, Request
+from penstock.engines.replicas import Orders
 from penstock.engines.response import read_turn
 from penstock.errors import EngineUnreachable, InfrastructureFailure, PolicyFailure, Upstream
 from penstock.runtime.offload import cores
-from penstock.turn import Turn
+from penstock.turn import SaidVersion, Turn
 
 MEGABYTE = 1 << 20
 CHAT = request_info()
@@ -192,18 +194,73 @@ def test_a_refused_request_is_not_retried(refusal: Response, failure: type[Excep
     run(main)
 
 
-def test_versions_are_read_when_sending_and_when_receiving() -> None:
+def test_a_version_is_what_the_replica_says_before_and_after() -> None:
     async def main() -> None:
         with serving(hello) as server:
+            server.weights = "4"
             async with client_of(server.url) as client:
-                client.replicas.announce(4)
 
                 def read_late(body: bytes) -> bytes:
-                    client.replicas.announce(5)
+                    server.weights = "5"
                     return content_of(body)
 
                 response = await client.send(REQUEST, read_late)
-                assert (response.version_sent, response.version_received) == (4, 5)
+                assert response.version == SaidVersion(4, exact=True)
+                assert response.answered_at is not None
+                after = await client.replicas.after(server.url, 4, response.answered_at)
+                assert after == SaidVersion(5, exact=True)
+
+    run(main)
+
+
+def test_nothing_is_known_of_a_replica_that_is_gone() -> None:
+    async def main() -> None:
+        with serving(hello) as server:
+            server.weights = "4"
+            async with client_of(server.url) as client:
+                response = await client.send(REQUEST, content_of)
+                server.stop()
+                assert response.answered_at is not None
+                assert await client.replicas.after(server.url, 4, response.answered_at) in (
+                    None,
+                    SaidVersion(4, exact=True),  # a poll was under way
+                )
+                assert await client.replicas.after(server.url, 4, time.monotonic()) is None
+
+    run(main)
+
+
+def test_a_newer_version_of_a_job_is_asked_for_before_the_request() -> None:
+    """The run submits jobs of version 5 once its replicas say so: the worker's own last poll may be older."""
+
+    async def main() -> None:
+        with serving(hello) as server:
+            server.weights = "4"
+            async with client_of(server.url) as client:
+                client.replicas.follow(Orders(run="r", sequence=1, version=4))
+                assert (await client.send(REQUEST, content_of)).version == SaidVersion(4, exact=True)
+                server.weights = "5"
+                client.replicas.follow(Orders(run="r", sequence=2, version=5, least_version=5))
+                assert (await client.send(REQUEST, content_of)).version == SaidVersion(5, exact=True)
+
+    run(main)
+
+
+def test_no_request_goes_to_a_replica_without_the_weights_of_the_run() -> None:
+    async def main() -> None:
+        with serving(hello) as behind, serving(hello) as current:
+            behind.weights, current.weights = "default", "7"
+            orders = Orders(run="r", sequence=1, version=7, least_version=7)
+            async with client_of(behind.url, current.url) as client:
+                client.replicas.follow(orders)
+                for _ in range(4):
+                    assert (await client.send(REQUEST, content_of)).replica.url == current.url
+            assert behind.received == []
+            async with client_of(behind.url) as client:
+                client.replicas.follow(orders)
+                with pytest.raises(EngineUnreachable, match="calls 'default', older than version 7"):
+                    await client.send(REQUEST, content_of)
+            assert behind.received == []
 
     run(main)
 

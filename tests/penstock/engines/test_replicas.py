@@ -1,4 +1,11 @@
-from penstock.engines.replicas import Replicas
+import asyncio
+
+import pytest
+
+from penstock.engines.replicas import NO_ORDERS, Orders, Replica, Replicas
+from penstock.engines.weight_labels import WeightLabel
+from penstock.errors import EngineUnreachable
+from penstock.turn import SaidVersion
 
 
 def test_the_least_busy_replica_is_chosen_round_robin_among_equals() -> None:
@@ -24,10 +31,107 @@ def test_the_preferred_replica_is_chosen_unless_it_is_unreachable_or_failed() ->
         assert replicas.choose(preferred).url == "b"
 
 
-def test_a_version_is_announced_for_one_replica_or_all() -> None:
+def labelled(*labels: str, orders: Orders = NO_ORDERS) -> tuple[Replicas, Replica]:
+    """A replica that has given these answers, at times 1, 2, ..."""
+    replicas = Replicas(["a"], reported=True)
+    for at, label in enumerate(labels, 1):
+        replicas.all[0].hear(WeightLabel.parse(label), began=at)
+    replicas.follow(orders)
+    return replicas, replicas.all[0]
+
+
+def published(version: int, *, least: int = 0, sequence: int = 1) -> Orders:
+    return Orders(run="r1", sequence=sequence, version=version, least_version=least)
+
+
+def test_orders_of_an_older_job_do_not_lower_the_version() -> None:
     replicas = Replicas(["a", "b"])
-    replicas.announce(3)
-    replicas.announce(4, url="b")
-    assert {replica.url: replica.version for replica in replicas.all} == {"a": 3, "b": 4}
-    replicas.announce(2)
-    assert {replica.version for replica in replicas.all} == {2}
+    replicas.follow(published(5, sequence=8))
+    replicas.follow(published(4, sequence=7))
+    assert asyncio.run(replicas.before(replicas.all[0])) == SaidVersion(5, exact=False)
+    replicas.follow(published(3, sequence=9))
+    assert asyncio.run(replicas.before(replicas.all[0])) == SaidVersion(3, exact=False)
+    replicas.follow(Orders(run="r2", sequence=1, version=1))
+    assert asyncio.run(replicas.before(replicas.all[0])) == SaidVersion(1, exact=False)
+
+
+@pytest.mark.parametrize(
+    ("labels", "orders", "why"),
+    [
+        (["7"], published(7, least=7), None),
+        (["7@r1"], published(7, least=7), None),
+        (["8"], published(7, least=7), None),
+        (["default"], published(0), None),
+        (["default"], published(1), None),
+        (["default"], published(1, least=1), "older than version 1"),
+        (["6"], published(7, least=7), "older than version 7"),
+        (["6"], published(7, least=6), None),
+        (["7", "default"], published(7), "has gone back from version 7 to 'default'"),
+        (["7", "default", "7"], published(7), None),
+        (["70", "60"], published(60), None),
+        (["loading 8@r1"], published(7), "not loaded completely"),
+        (["failed 8@r1"], published(8), "not loaded completely"),
+        (["7@other"], published(7), "weights of another run"),
+    ],
+)
+def test_a_replica_without_the_weights_of_the_run_is_refused(
+    labels: list[str], orders: Orders, why: str | None
+) -> None:
+    replicas, replica = labelled(*labels, orders=orders)
+    refusal = replicas.refusal(replica)
+    assert (refusal is None) == (why is None)
+    assert (why or "") in (refusal or "")
+
+
+def test_a_replica_that_stops_saying_its_version_is_refused() -> None:
+    replicas, replica = labelled("7", orders=published(7, least=7))
+    replica.hear(None, began=2.0)
+    assert "does not say which weights" in (replicas.refusal(replica) or "")
+    unasked = Replicas(["a"], reported=True)
+    unasked.follow(published(7, least=7))
+    assert unasked.refusal(unasked.all[0]) is None
+
+
+def test_a_refused_replica_is_the_last_choice() -> None:
+    replicas = Replicas(["a", "b"], reported=True)
+    a, b = replicas.all
+    a.hear(WeightLabel.parse("3"), began=1.0)
+    b.hear(WeightLabel.parse("4"), began=1.0)
+    replicas.follow(published(4, least=4))
+    assert {replicas.choose(a).url for _ in range(3)} == {"b"}
+    assert not replicas.all_refused
+    b.hear(WeightLabel.parse("default"), began=2.0)
+    assert replicas.all_refused
+
+
+@pytest.mark.parametrize(("answered_at", "version"), [(0.5, 5), (1.5, 5), (2.0, 6), (2.9, 6), (3.0, 7)])
+def test_the_first_poll_that_began_after_a_response_counts(answered_at: float, version: int) -> None:
+    replicas, _ = labelled("5", "5", "6", "7")
+    assert asyncio.run(replicas.after("a", 5, answered_at)) == SaidVersion(version, exact=True)
+
+
+def test_an_unnumbered_name_is_exact_only_until_a_version_is_published() -> None:
+    replicas, _ = labelled("default", "default")
+    assert asyncio.run(replicas.after("a", 0, 0.5)) == SaidVersion(0, exact=True)
+    replicas.follow(published(1))
+    assert asyncio.run(replicas.after("a", 0, 0.5)) == SaidVersion(0, exact=False)
+
+
+def test_weights_that_are_being_loaded_are_waited_for() -> None:
+    replicas, _ = labelled("5", "loading 6@r1", "6@r1")
+    assert asyncio.run(replicas.after("a", 5, 1.5)) == SaidVersion(6, exact=True)
+
+
+@pytest.mark.parametrize("label", ["default", "failed 6@r1", "4"])
+def test_a_turn_of_a_replica_that_went_back_cannot_be_trained_on(label: str) -> None:
+    replicas, _ = labelled("5", label)
+    with pytest.raises(EngineUnreachable, match="while it served the rollout"):
+        asyncio.run(replicas.after("a", 5, 1.5))
+
+
+def test_versions_that_alternate_are_those_of_a_router() -> None:
+    replicas, replica = labelled("7", "6", "7", "6", "7", orders=published(7))
+    assert replica.router
+    assert asyncio.run(replicas.after("a", 7, 1.5)) == SaidVersion(6, exact=False)
+    _, updated = labelled("6", "loading 7@r1", "7@r1", "default", "loading 7@r1", "7@r1", "default", "7@r1")
+    assert not updated.router

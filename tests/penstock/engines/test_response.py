@@ -14,7 +14,7 @@ from support.strict_reference import ReadInputs
 from penstock.engines.dialects.base import without_routes
 from penstock.engines.response import read_turn
 from penstock.errors import Upstream
-from penstock.turn import OpenSample, RouteFormat, Rows, Turn
+from penstock.turn import OpenSample, RouteFormat, Rows, Turn, VersionSpan
 
 ids = st.integers(0, 200_000)
 token_lists = st.lists(ids, min_size=1, max_size=12)
@@ -157,7 +157,16 @@ def test_token_in_token_out_uses_the_prompt_of_the_request() -> None:
 
 @pytest.mark.parametrize(
     ("stated", "version"),
-    [("12", 12), (12, 12), ("default", None), (None, None), ("\u0663", None), ("9" * 5000, None), ("2147483648", None)],
+    [
+        ("12", 12),
+        (12, 12),
+        ("12@r1", 12),
+        ("default", None),
+        (None, None),
+        ("\u0663", None),
+        ("9" * 5000, None),
+        ("2147483648", None),
+    ],
 )
 def test_sglang_states_the_version_of_its_weights(stated: str | int | None, version: int | None) -> None:
     response = ResponseSpec(prompt=[1], completion=[2], dialect="sglang").as_dict()
@@ -166,6 +175,35 @@ def test_sglang_states_the_version_of_its_weights(stated: str | int | None, vers
         read_turn(compact(response), request=request_info("sglang", prompt_ids=np.array([1], np.int32))).version
         == version
     )
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "generate"])
+def test_a_response_states_which_weights_sampled_which_tokens(dialect: str) -> None:
+    split = [{"version": "6", "start": 0, "end": 2}, {"version": "7@r1", "start": 2, "end": 5}]
+    response = ResponseSpec(prompt=[1], completion=[2, 3, 4, 5, 6], dialect=dialect, versions=split)
+    request = request_info(dialect, prompt_ids=np.array([1], np.int32))
+    spans = read_turn(response.body(), request=request).version_spans
+    assert spans == (VersionSpan(version=6, start=0, end=2), VersionSpan(version=7, start=2, end=5))
+    cut = read_turn(response.body(), request=replace(request, max_seq_len=4)).version_spans
+    assert cut == (VersionSpan(version=6, start=0, end=2), VersionSpan(version=7, start=2, end=3))
+    unnamed = replace(response, versions=[{"version": "default", "start": 0, "end": 5}])
+    assert read_turn(unnamed.body(), request=request).version_spans == ()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "why"),
+    [
+        ([(0, 2), (3, 5)], "do not cover"),
+        ([(0, 5), (5, 6)], "do not cover"),
+        ([(0, 4), (4, 3), (3, 5)], "do not cover"),
+        ([(1, 5)], "do not cover"),
+    ],
+)
+def test_spans_that_do_not_cover_the_completion_are_refused(bounds: list[tuple[int, int]], why: str) -> None:
+    spans = [{"version": str(6 + at), "start": start, "end": end} for at, (start, end) in enumerate(bounds)]
+    response = ResponseSpec(prompt=[1], completion=[2, 3, 4, 5, 6], dialect="generate", versions=spans)
+    with pytest.raises(Upstream, match=why):
+        read_turn(response.body(), request=request_info("generate", prompt_ids=np.array([1], np.int32)))
 
 
 def test_a_message_may_have_tool_calls_instead_of_content() -> None:

@@ -73,8 +73,8 @@ def failing(
 def test_a_rollout_becomes_a_result_and_its_files(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(hello) as server:
+            server.weights = "5"
             async with stage_of(tmp_path, server.url, model="routed") as stage:
-                stage.client.replicas.announce(5)
                 result = await play(stage, loaded(Talks(two_turns)), 0, attempt_of("g1-3", attempt=2))
                 assert result.columns
                 assert result.experts
@@ -83,6 +83,7 @@ def test_a_rollout_becomes_a_result_and_its_files(tmp_path: Path) -> None:
         assert result.columns.key == "rollouts/run/g1-3/2.aa/columns.safetensors"
         assert (result.reward, result.rewards, result.policy_error) == (0.5, {"right": 0.5}, None)
         assert (result.turns, result.completion_tokens, result.version_first, result.version_last) == (2, 10, 5, 5)
+        assert (result.inexact_tokens, columns.turns.version_exact.tolist()) == (0, [1, 1])
         assert result.sample_lengths == (columns.input_ids.size,)
         assert result.prompt_tokens == columns.first_prompt_length[0]
         assert result.prompt_tokens + result.tool_tokens + result.completion_tokens == columns.input_ids.size

@@ -13,7 +13,7 @@ from support.turns import turn_of_ids
 
 from penstock.errors import Invariant, PolicyFailure
 from penstock.recording.samples import Samples, columns_of, routed_valid_of
-from penstock.turn import RouteFormat, Routes, TurnMetadata
+from penstock.turn import RouteFormat, Routes, SaidVersion, TurnMetadata
 
 VECTORS = [json.loads(line) for line in (Path(__file__).parents[2] / "vectors" / "merge.jsonl").open()]
 
@@ -33,6 +33,8 @@ class Recorder:
             np.array([-1.0] * len(completion) if logprobs is None else logprobs, np.float32),
             open_samples=self.samples.open_samples(),
             routes=more.pop("routes", None),
+            spans=more.pop("spans", ()),
+            ended=more.pop("ended", None),
             max_seq_len=self.max_seq_len,
         )
         delta, rows = self.samples.place(turn, TurnMetadata(**more))
@@ -211,11 +213,53 @@ def test_an_environment_may_mask_tokens_of_a_completion() -> None:
         recorder.turn([7], [2, 3, 4], completion_mask=np.array([0], np.uint8))
 
 
-def test_versions_are_those_of_the_replica_if_the_engine_states_none() -> None:
-    recorder = Recorder()
-    recorder.turn([1], [2], version_sent=4, version_received=5)
+def versions(recorder: Recorder) -> tuple[list[int], list[int], list[int]]:
     table = recorder.columns().turns
-    assert (table.version_first.tolist(), table.version_last.tolist()) == ([4], [5])
+    return table.version_first.tolist(), table.version_last.tolist(), table.version_exact.tolist()
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        (SaidVersion(4, exact=True), (4, 4, 1)),
+        (SaidVersion(6, exact=True), (4, 6, 0)),
+        (SaidVersion(4, exact=False), (4, 4, 0)),
+        (None, (4, 4, 0)),
+    ],
+)
+def test_a_version_is_exact_where_the_replica_said_the_same_before_and_after(
+    after: SaidVersion | None, expected: tuple[int, int, int]
+) -> None:
+    recorder = Recorder()
+    recorder.turn([1], [2, 3], version=SaidVersion(4, exact=True), answered_at=1.0)
+    assert recorder.samples.unsettled() == [0]
+    assert versions(recorder) == ([4], [4], [0])
+    recorder.samples.settle_version(0, after)
+    assert recorder.samples.unsettled() == []
+    assert versions(recorder) == tuple([value] for value in expected)
+    assert recorder.samples.inexact_tokens() == (0 if expected[2] else 2)
+
+
+def test_versions_that_a_response_states_for_its_tokens_are_exact() -> None:
+    recorder = Recorder()
+    recorder.turn([1], [2, 3], spans=[(5, 0, 2)], version=SaidVersion(4, exact=True), answered_at=1.0)
+    recorder.turn([1, 2, 3, 7], [4, 5, 6], spans=[(5, 0, 1), (6, 1, 3)], version=SaidVersion(4, exact=True))
+    assert recorder.samples.unsettled() == []
+    assert versions(recorder) == ([5, 5], [5, 6], [1, 1])
+    columns = recorder.columns()
+    assert columns.span_turn.tolist() == [1, 1]
+    assert columns.span_start.tolist() == [4, 5]
+    assert columns.span_version.tolist() == [5, 6]
+
+
+@pytest.mark.parametrize(("before", "ended", "expected"), [(4, 4, (4, 4, 1)), (4, 6, (4, 6, 0))])
+def test_a_response_that_states_its_last_version_is_compared_with_what_came_before(
+    before: int, ended: int, expected: tuple[int, int, int]
+) -> None:
+    recorder = Recorder()
+    recorder.turn([1], [2], ended=ended, version=SaidVersion(before, exact=True), answered_at=1.0)
+    assert recorder.samples.unsettled() == []
+    assert versions(recorder) == tuple([value] for value in expected)
 
 
 def test_recorded_arrays_are_copies() -> None:

@@ -24,6 +24,7 @@ def some_columns(**changes: Any) -> Columns:
         end=np.array([3, 6, 5], np.int64),
         version_first=np.array([3, 3, 4], np.int32),
         version_last=np.array([3, 4, 4], np.int32),
+        version_exact=np.array([1, 0, 1], np.uint8),
         temperature=np.array([0.7, 1.0, 0.7], np.float32),
         finish_reason=np.array([0, 0, 1], np.int32),
         agent=np.array([0, 1, 0], np.int32),

@@ -63,8 +63,9 @@ def test_other_fields_and_defaults_reach_the_engine(sessions: SessionsProcess, s
     assert script.received("named")[-1].body["model"] == "adapter-1"
 
 
-def test_sealing_returns_the_files_of_the_rollout(sessions: SessionsProcess) -> None:
-    agent = sessions.agent(rollout="r7", attempt=2, sampling={"temperature": 0.5}, policy_version=4)
+def test_sealing_returns_the_files_of_the_rollout(sessions: SessionsProcess, script: Script) -> None:
+    script.server.weights = "4"
+    agent = sessions.agent(rollout="r7", attempt=2, sampling={"temperature": 0.5}, run="run", policy_version=4)
     agent.talk("one")
     agent.talk("two")
     sealed = agent.request("POST", "/seal")
@@ -74,7 +75,8 @@ def test_sealing_returns_the_files_of_the_rollout(sessions: SessionsProcess) -> 
     assert (columns.rollout, columns.attempt, columns.turns.temperature.tolist()) == ("r7", 2, [0.5, 0.5])
     assert columns.input_ids.tolist() == prompt_ids(agent.messages)[:-1]
     assert sealed.json["sample_lengths"] == [columns.input_ids.size]
-    assert (sealed.json["version_first"], sealed.json["version_last"]) == (4, 4)
+    assert (sealed.json["version_first"], sealed.json["version_last"], sealed.json["inexact_tokens"]) == (4, 4, 0)
+    script.server.weights = None
     assert directory_store(sessions.store).open(BlobRef(**sealed.json["experts"])).size
     for response in (agent.chat("three"), agent.request("GET")):
         assert (response.status, response.error) == (404, f"session not found: session_id={agent.id}")

@@ -1,0 +1,159 @@
+"""Control endpoints against engines as processes."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from support.engine_clients import quick_engine, run
+from support.engine_process import CHAT, EngineProcess, running, user
+from support.waiting import wait_until_async
+from support.weights import write_weights
+
+from penstock.engines.client import EngineClient
+from penstock.engines.control import UNREACHABLE, EngineControl
+from penstock.engines.dialects import dialect_of
+from penstock.engines.replicas import Orders
+from penstock.errors import InfrastructureFailure
+from penstock.playing.turns import named_adapter
+from penstock.turn import SaidVersion
+
+DIALECTS = ("vllm", "sglang")
+HELLO = {"messages": [user("hi")], "seed": 1}
+
+
+@pytest.fixture(scope="module", params=DIALECTS)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    directory = tmp_path_factory.mktemp(request.param)
+    with running(directory, "--dialect", request.param, "--length", "constant:60") as engine:
+        yield engine
+
+
+def url_of(engine: EngineProcess) -> str:
+    host, port = engine.address
+    return f"http://{host}:{port}"
+
+
+@contextlib.asynccontextmanager
+async def control_of(engine: EngineProcess) -> AsyncIterator[EngineControl]:
+    url = url_of(engine)  # waits until the engine listens and has logged its dialect
+    dialect = "sglang" if "dialect=sglang" in engine.text else "vllm"
+    async with EngineControl.open(quick_engine(url, dialect=dialect)) as control:
+        yield control
+
+
+def content(engine: EngineProcess, **fields: str) -> str:
+    return json.loads(engine.answer(CHAT, HELLO | fields))["choices"][0]["message"]["content"]
+
+
+def test_loaded_weights_have_the_name_of_version_and_run(engine: EngineProcess, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with control_of(engine) as control:
+            before = content(engine)
+            weights = str(write_weights(tmp_path, 7))
+            await control.load(url_of(engine), weights=weights, version=7, run="r1", timeout_s=20)
+            label = await control.label(url_of(engine))
+            assert label is not None
+            assert (label.text, label.version, label.run, label.unfit) == ("7@r1", 7, "r1", None)
+            assert content(engine) != before
+
+    run(main)
+
+
+def test_an_engine_that_cannot_load_says_so_and_generates_on(engine: EngineProcess, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with control_of(engine) as control:
+            with pytest.raises(InfrastructureFailure, match="cannot load weights from /nowhere"):
+                await control.load(url_of(engine), weights="/nowhere", version=8, run="r1", timeout_s=20)
+            label = await control.label(url_of(engine))
+            assert label is not None
+            assert (label.text, label.unfit) == ("failed 8@r1", "failed")
+            assert content(engine)
+            weights = str(write_weights(tmp_path, 8))
+            await control.load(url_of(engine), weights=weights, version=8, run="r1", timeout_s=20)
+            label = await control.label(url_of(engine))
+            assert label is not None
+            assert label.text == "8@r1"
+
+    run(main)
+
+
+def test_an_update_that_is_cancelled_leaves_an_engine_that_generates(tmp_path: Path) -> None:
+    async def main() -> None:
+        with running(tmp_path) as engine:
+            async with control_of(engine) as control:
+                weights = str(write_weights(tmp_path, 2))
+                loading = asyncio.create_task(
+                    control.load(url_of(engine), weights=weights, version=2, run="r1", timeout_s=20)
+                )
+                await asyncio.sleep(0)
+                loading.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await loading
+                label = await control.label(url_of(engine))
+                assert label is not None
+                assert label.text == "failed 2@r1"
+                assert content(engine)
+
+    run(main)
+
+
+def test_a_server_without_control_endpoints_says_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        with running(tmp_path, "--no-dev-mode") as engine:
+            async with control_of(engine) as control:
+                assert await control.label(url_of(engine)) is None
+                with pytest.raises(InfrastructureFailure, match="VLLM_SERVER_DEV_MODE=1"):
+                    await control.load(url_of(engine), weights="/w", version=1, run="r1", timeout_s=20)
+            engine.end()
+            async with control_of(engine) as control:
+                with pytest.raises(UNREACHABLE):
+                    await control.label(url_of(engine))
+
+    run(main)
+
+
+def test_requests_are_held_while_weights_are_loaded(tmp_path: Path) -> None:
+    """A request in flight has tokens of both versions, and none of the time between."""
+
+    async def main() -> None:
+        with running(tmp_path, "--latency", "constant:600", "--length", "constant:60", "--dialect", "sglang") as engine:
+            fields = {"logprobs": True, "return_meta_info": True}
+            answer = asyncio.create_task(asyncio.to_thread(engine.answer, CHAT, HELLO | fields))
+            await wait_until_async(
+                lambda: b'running_reqs{model_name="scripted"} 1.0' in engine.request("/metrics", method="GET")[1]
+            )
+            async with control_of(engine) as control:
+                weights = str(write_weights(tmp_path, 3))
+                await control.load(url_of(engine), weights=weights, version=3, run="r1", timeout_s=20)
+            spans = json.loads(await answer)["choices"][0]["meta_info"]["weight_versions"]
+            assert [span["version"] for span in spans] == ["default", "3@r1"]
+
+    run(main)
+
+
+@pytest.mark.parametrize(("dialect", "model"), [("vllm", "5@r1"), ("sglang", "policy:5@r1")])
+def test_each_version_of_an_adapter_has_a_name_that_requests_use(tmp_path: Path, dialect: str, model: str) -> None:
+    """The newest three are kept; a turn has the version of the adapter that its request names."""
+
+    async def main() -> None:
+        with running(tmp_path, "--dialect", dialect, "--length", "constant:60") as engine:
+            url = url_of(engine)
+            settings = quick_engine(url, dialect=dialect, lora=True, weight_update="penstock")
+            async with EngineControl.open(settings) as control, EngineClient.open(settings) as client:
+                assert await named_adapter(dialect_of(settings), client.replicas) == (None, None)
+                for version in range(1, 6):
+                    weights = str(write_weights(tmp_path, version))
+                    await control.load(url, weights=weights, version=version, run="r1", timeout_s=20)
+                models = json.loads(engine.request("/v1/models", method="GET")[1])["data"]
+                assert [each["id"] for each in models] == ["scripted", "3@r1", "4@r1", "5@r1"]
+                with pytest.raises(InfrastructureFailure, match="cannot load weights from /nowhere"):
+                    await control.load(url, weights="/nowhere", version=6, run="r1", timeout_s=20)
+                client.replicas.follow(Orders(run="r1", sequence=1, version=5, least_version=5))
+                named = await named_adapter(dialect_of(settings), client.replicas)
+                assert named == (model, SaidVersion(5, exact=True))
+                assert content(engine, model=model) != content(engine)
+
+    run(main)
