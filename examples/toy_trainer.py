@@ -6,7 +6,9 @@ Needs numpy, xxhash and the files of the run. Needs neither Redis nor Celery.
 """
 
 import argparse
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -35,6 +37,14 @@ def train(batch: Batch) -> StepSums:
     return sums
 
 
+def save_weights(run_dir: Path, version: int) -> Path:
+    """Weights as `penstock engine` loads them. With engine.weight_update = "penstock", the run loads them."""
+    directory = run_dir.resolve() / "weights" / f"version_{version}"
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "weights.json").write_text(json.dumps({"version": version}))
+    return directory
+
+
 def line(batch: Batch, sums: StepSums) -> str:
     totals = batch.totals
     return (
@@ -55,8 +65,8 @@ def main() -> None:
     for batch in reader:  # waits for the next batch; ends with the run
         print(line(batch, train(batch)), flush=True)
         reader.ack(batch.step)
-        # A real trainer pushes the new weights to the engine here, so that rollouts use the next version.
-        reader.publish_policy(batch.step + 1)
+        version = batch.step + 1
+        reader.publish_policy(version, weights=save_weights(Path(options.run_dir), version))
         if options.checkpoint_every and (batch.step + 1) % options.checkpoint_every == 0:
             reader.checkpointed(batch.step)  # after the checkpoint is on disk: blobs up to this step may be deleted
 

@@ -21,6 +21,8 @@ from penstock.messages import EncodeResult, StepAdvantages
 logger = logging.getLogger("penstock.composer")
 
 CHECKED_AT_ONCE = 128  # groups to check for staleness: about 1 ms
+COMPOSED_STEP, COMPOSED_VERSION = "composed_step", "composed_version"
+"""keys in the ledger: the newest composed step, and the policy version then"""
 
 
 class Composer:
@@ -43,6 +45,8 @@ class Composer:
         if groups is None:
             return None
         batch = self._ledger.compose(step, groups, final=not self._batch_phase)
+        self._ledger.set(COMPOSED_STEP, step)
+        self._ledger.set(COMPOSED_VERSION, self._ledger.number("policy_version"))
         if self._batch_phase:
             self._ledger.add_job(batch.batch_phase_id, JobKind.BATCH_PHASE, str(step))
         else:

@@ -203,4 +203,5 @@ def _batch_rollout(rollout: RolloutRecord, environment: str, advantage: float) -
         columns=result.columns or NO_BLOB,
         experts=result.experts,
         masked=rollout.masked,
+        inexact_tokens=result.inexact_tokens,
     )

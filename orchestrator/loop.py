@@ -5,6 +5,7 @@
     reconcile       find lost jobs and have them submitted again
     follow_trainer  read acknowledgements and policy versions, release blobs
     sweep           delete files that the ledger does not name
+    engine, weights ask the replicas which weights they have; load others
 
 and in addition: renew the run's lock (`lock.keep`), report (`reporter`, `metrics`), measure event loop lag (`lag`, and
 `lags` of other processes). `drive` sleeps until a reply, a loss, the trainer or half a second wakes it. A duty that
@@ -28,6 +29,7 @@ from orchestrator.lock import RunLock
 from orchestrator.planner import Planner
 from orchestrator.reconciler import Reconciler
 from orchestrator.release import Releaser, Sweeper
+from orchestrator.replicas import ReplicaWatch
 from orchestrator.reply_stream import AT_ONCE, ReplyStream
 from orchestrator.reporting.endpoint import Endpoint
 from orchestrator.reporting.evaluations_file import EvaluationsFile
@@ -39,6 +41,7 @@ from orchestrator.shutdown import Phase, Shutdown, StopRequests
 from orchestrator.slices import in_slices
 from orchestrator.submission import Submitter
 from orchestrator.trainer import Trainer
+from orchestrator.weights import WeightUpdates
 from penstock.batches import EncodedRank, read_manifest
 from penstock.config import RunConfig
 from penstock.errors import OtherPlan
@@ -86,8 +89,12 @@ class Orchestrator:
         self.attendance = Attendance(config, broker, first_sequence=ledger.number("sequence"))
         self.groups = Groups(config, ledger, self.gates, self.attendance)
         self.evaluations = self.groups.evaluations
-        self.planner = Planner(config, ledger, self.trainer, self.groups.causes)
-        self.submitter = Submitter(config, run, ledger, broker, self.gates, self.attendance)
+        self.engine = ReplicaWatch(config, run, ledger, self.trainer)
+        self.weights = WeightUpdates(config, run, self.trainer, self.engine)
+        self.planner = Planner(config, ledger, self.trainer, self.groups.causes, may_begin=self.engine.may_begin)
+        self.submitter = Submitter(
+            config, run, ledger, broker, self.gates, self.attendance, least_version=lambda: self.engine.least_version
+        )
         self.replies = ReplyStream(run, broker, ledger)
         self.composer = Composer(config, ledger, self.trainer, batch_phase=batch_phase)
         self.batch_phase = BatchPhase(config, ledger, self.submitter.inputs, self.composer, self.groups)
@@ -110,11 +117,13 @@ class Orchestrator:
             running=lambda: self.reconciler.running,
             notes=lambda: [*filter(None, [self.planner.out_of_data]), *self.releaser.notes],
             excluded=lambda: self.attendance.excluded,
+            replicas=lambda: self.engine.status(),
             evaluations=self.evaluations.status,
             troubles=lambda: [
                 self.broker.trouble, self.ledger.trouble, *self.gates.troubles, self.submitter.inputs.trouble,
                 self.sealer.trouble, self.planner.trouble, *self.trainer.troubles, self.metrics.trouble,
-                self.evaluations_file.trouble, self.releaser.trouble, self.sweeper.trouble,
+                self.evaluations_file.trouble, self.releaser.trouble, self.sweeper.trouble, *self.engine.troubles,
+                *self.weights.troubles,
             ],
         )  # fmt: skip
 
@@ -138,8 +147,8 @@ class Orchestrator:
         self.evaluations_file.resume()
         await self.submitter.remove_leftovers()
         await self.attendance.exchange()
-        duties = [self.read_replies, self.reconcile, self.follow_trainer, self.sweep, self.lock.keep,
-                  self.reporter.run, self.metrics.run, self.evaluations_file.run, self.lag.run,
+        duties = [self.read_replies, self.reconcile, self.follow_trainer, self.sweep, self.lock.keep, self.engine.run,
+                  self.weights.run, self.reporter.run, self.metrics.run, self.evaluations_file.run, self.lag.run,
                   self.lags.run]  # fmt: skip
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(duty()) for duty in duties]

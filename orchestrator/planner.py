@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 from orchestrator.causes import Causes
 from orchestrator.examples import Examples
@@ -16,7 +17,17 @@ from penstock.ledger.states import JobKind
 
 
 class Planner:
-    def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer, causes: Causes) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        ledger: Ledger,
+        trainer: Trainer,
+        causes: Causes,
+        *,
+        may_begin: Callable[[int], bool] = lambda _: True,
+    ) -> None:
+        """`may_begin`: whether the engine has the weights that rollouts of a step need."""
+        self._may_begin = may_begin
         self._causes = causes
         self._config = config
         self._ledger = ledger
@@ -91,9 +102,10 @@ class Planner:
         steps = range(first, min(self._config.steps, self._trainer.plannable_steps(first), self._storable_steps(first)))
         needed, left = Counter[str](), leftover(self._config, self._ledger, self._examples)
         for step in steps:
-            parts = quotas(self._config, step, left)
-            needed.update(parts)
-            left = {name: number - parts[name] for name, number in left.items()}
+            if self._may_begin(step):
+                parts = quotas(self._config, step, left)
+                needed.update(parts)
+                left = {name: number - parts[name] for name, number in left.items()}
         known = [name for name in needed if self._ledger.meta.get(f"examples:{name}")]
         oversample, open_groups = self._config.rollouts.oversample, self._open_groups()
         wanted = {name: oversample * self._in_groups(name, needed[name]) - open_groups[name] for name in known}

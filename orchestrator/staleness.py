@@ -9,14 +9,16 @@ from penstock.filters import Mode, is_stale
 class Staleness:
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
         self._rule = config.filters.stale
+        self._strict = config.trainer.max_steps_ahead == 0
         self._ledger = ledger
 
     def drops(self, version_first: int) -> bool:
-        """Whether a rollout whose first token is of `version_first` is dropped now. Only mode "drop" drops."""
-        return self._rule.mode is Mode.DROP and is_stale(
+        """Whether a rollout whose lowest version is `version_first` is dropped now. Only mode "drop" drops, and
+        `trainer.max_steps_ahead = 0`, which leaves nothing of an older version."""
+        return (self._strict or self._rule.mode is Mode.DROP) and is_stale(
             version_first=version_first,
             version_now=self._ledger.number("policy_version"),
-            max_off_policy_steps=self._rule.max_off_policy_steps,
+            max_off_policy_steps=0 if self._strict else self._rule.max_off_policy_steps,
         )
 
     def drops_rollout(self, rollout: RolloutRecord) -> bool:

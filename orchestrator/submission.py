@@ -3,6 +3,7 @@
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from orchestrator import crash_points, envelope
@@ -40,8 +41,18 @@ MESSAGES_AT_ONCE = 100  # to parse: about 1 ms
 
 class Submitter:
     def __init__(
-        self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, gates: Gates, attendance: Attendance
+        self,
+        config: RunConfig,
+        run: str,
+        ledger: Ledger,
+        broker: Broker,
+        gates: Gates,
+        attendance: Attendance,
+        *,
+        least_version: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`least_version`: of the weights that may serve a job that is submitted now."""
+        self._least_version = least_version
         self._attendance = attendance
         self._config = config
         self._run = run
@@ -130,13 +141,15 @@ class Submitter:
             case JobKind.ROLLOUT:
                 group, version = self._ledger.groups[job.subject], self._ledger.number("policy_version")
                 common |= {"group": group.id, "environment": group.environment, "example": group.example}
-                return RolloutJob(**common, seed=self._config.seed, policy_version=version)
+                common |= {"policy_version": version, "least_version": self._least_version()}
+                return RolloutJob(**common, seed=self._config.seed)
             case JobKind.EVALUATION:
                 evaluation = self._ledger.evaluations[int(job.subject)]
                 id, version = RolloutId.parse(job.id), self._ledger.number("policy_version")
                 example = id.number // evaluation.rollouts
                 common |= {"group": id.group, "environment": evaluation.name, "example": example}
-                return RolloutJob(**common, seed=self._config.seed, policy_version=version)
+                common |= {"policy_version": version, "least_version": self._least_version()}
+                return RolloutJob(**common, seed=self._config.seed)
             case JobKind.SCORE:
                 environment = self._ledger.groups[job.subject].environment
                 return ScoreJob(**common, environment=environment, plan=self.inputs.key(job))

@@ -14,6 +14,7 @@ from penstock.runtime.offload import in_io_thread
 logger = logging.getLogger("penstock.trainer")
 
 AWAITED_S = 5.0  # a run waits less than this for its trainer at every step: not worth reporting
+PUBLISHED = "policy_published"  # key in the ledger
 HORIZON_STEPS = 64  # with max_steps_ahead = "unlimited": enough to fill any limit on rollouts in flight
 
 
@@ -50,6 +51,8 @@ class Trainer:
         self._unreadable = None
         if state.policy and state.policy.version != self._ledger.number("policy_version"):
             self._ledger.set("policy_version", state.policy.version)
+        if state.policy and not self._ledger.number(PUBLISHED):
+            self._ledger.set(PUBLISHED, 1)
         if state.acked > self.state.acked:
             self._ledger.train(state.acked)
         self.state = state
@@ -57,6 +60,11 @@ class Trainer:
             self._awaited_since = None
         else:
             self._awaited_since = self._awaited_since or time.monotonic()
+
+    @property
+    def published(self) -> bool:
+        """Whether a trainer has published a version in this run."""
+        return bool(self._ledger.number(PUBLISHED)) or self.state.policy is not None
 
     @property
     def troubles(self) -> list[str]:

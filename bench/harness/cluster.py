@@ -45,8 +45,10 @@ class Cluster:
         self.redis = redis.Redis.from_url(server.url)
         self._server = server
         self.store = (directory / "store").absolute().as_uri()
-        # By default a benchmark does not wait for a trainer, and may play no-op stages (PENSTOCK_TEST_HOOKS).
+        # By default a benchmark does not wait for a trainer, and may play no-op stages (PENSTOCK_TEST_HOOKS). A trainer
+        # announces versions and loads no weights.
         defaults: dict[str, object] = {"trainer__max_steps_ahead": "unlimited", "test_hooks": 1}
+        defaults |= {"engine__versions": "announced"}
         self._settings = {"redis_url": server.url, "store": self.store, **defaults, **settings}
         self._processes: list[tuple[str, Process]] = []
         self._starting: list[tuple[Process, str, str]] = []

@@ -58,6 +58,8 @@ class Sources:
     """what the leases of that poll show"""
     excluded: Callable[[], dict[str, str]]
     """workers that take no jobs -> why"""
+    replicas: Callable[[], dict[str, Any]]
+    """URL -> which weights it has, and whether it serves"""
     troubles: Callable[[], Iterable[str | None]]
     """of every component that may hold up the run"""
     evaluations: Callable[[], dict[str, Any]] = dict
@@ -131,6 +133,7 @@ class Reporter:
             "queued": {queue.value: snapshot.depths.get(queue, 0) for queue in Queue},
             "running_by_worker": dict(sources.running().by_worker),
             "excluded_workers": sources.excluded(),
+            "replicas": sources.replicas(),
             "stored_bytes": ledger.number("open_bytes") + ledger.number("delivered_bytes"),
             "waiting_for": self.waiting_for(),
             "notes": sources.notes(),

@@ -36,6 +36,9 @@ def of_rollouts(groups: Sequence[GroupRecord], *, policy_version: int) -> Values
         "masked_rate": _share(sum(rollout.masked for _, rollout in played), len(played)),
         "staleness_mean": _share(sum(staleness), len(staleness)),
         "staleness_max": max(staleness, default=0),
+        "version_inexact_rate": _share(
+            sum(result.inexact_tokens for result in results), sum(result.completion_tokens for result in results)
+        ),
         **_rewards([(environment, r.result.reward) for environment, r in played if r.result]),
         **_named(played),
     }

@@ -42,6 +42,7 @@ class Pipeline:
         cluster.store = cluster.run_dir / "store"
         host, port = self.engine.address
         engine = {"urls": [f"http://{host}:{port}"], "routed_experts": True, "unreachable_s": 0.5}
+        engine["versions"] = "announced"  # the trainer of the tests loads no weights
         values = DEFAULTS | {"engine": engine} | self._settings
         for key, value in settings.items():
             values[key] = values.get(key, {}) | value if isinstance(value, dict) else value

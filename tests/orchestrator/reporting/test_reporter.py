@@ -40,6 +40,7 @@ def sources(
         snapshot=lambda: snapshot or Snapshot(leases={}, depths={}, oldest={}),
         running=lambda: running,
         excluded=dict,
+        replicas=dict,
         troubles=lambda: troubles,
         notes=lambda: ["the store keeps much"],
     )

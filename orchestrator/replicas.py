@@ -1,0 +1,179 @@
+"""The engine's replicas as the run sees them: which weights each reports, and which of them may serve.
+
+Asks every replica once a second. Jobs carry `least_version`, and workers send nothing to a replica with older weights.
+It rises to a published version when every replica that answers has it, or after `weight_update_timeout_s`.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from orchestrator.composer import COMPOSED_STEP, COMPOSED_VERSION
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.trainer import Trainer
+from penstock.config import RunConfig
+from penstock.engines.control import START_VERSION, EngineControl, Replica, VersionPoller
+from penstock.errors import RunError
+
+logger = logging.getLogger("penstock.replicas")
+
+JUDGE_S = 0.25
+LEAST, REPORTED = "least_version", "version_reported"
+"""keys in the ledger: the oldest weights that may serve, and whether a replica ever reported a published version"""
+PUBLISH = "load the weights into it and name them (vLLM: POST /update_weight_version)"
+
+
+class ReplicaWatch:
+    def __init__(self, config: RunConfig, run: str, ledger: Ledger, trainer: Trainer) -> None:
+        self._settings = config.engine
+        self._strict = config.trainer.max_steps_ahead == 0
+        self._run = run
+        self._ledger = ledger
+        self._trainer = trainer
+        self._version = ledger.number("policy_version")
+        self._published_at = time.monotonic()
+        """since when this process knows `_version`"""
+        self._refused: dict[str, str] = {}
+        self.all = [Replica(url=url) for url in config.engine.urls]
+
+    @property
+    def reported(self) -> bool:
+        """Whether versions are what replicas say."""
+        return self._settings.versions == "reported"
+
+    async def run(self) -> None:
+        if not self.reported:
+            return
+        async with EngineControl.open(self._settings) as control, VersionPoller(control, self.all).running():
+            while True:
+                self.judge(time.monotonic())
+                await asyncio.sleep(JUDGE_S)
+
+    def judge(self, now: float) -> None:
+        """Decide anew which replicas may serve. RunError if none can be used at all."""
+        self._refuse_other_runs()
+        self._take_start_version()
+        version = self._ledger.number("policy_version")
+        if version != self._version:
+            self._version, self._published_at = version, now
+            self._ledger.set(LEAST, min(version, self._ledger.number(LEAST)))
+        late = now - self._published_at > self._settings.weight_update_timeout_s
+        answering = [replica for replica in self.all if replica.answers]
+        current = [replica for replica in answering if self._has(replica, version)]
+        if version > START_VERSION and current and not self._ledger.number(REPORTED):
+            self._ledger.set(REPORTED, 1)
+        if late and answering and not self._ledger.number(REPORTED) and version > START_VERSION:
+            self._stop_without_versions(answering[0])
+        if answering and self._ledger.number(LEAST) < version and (late or len(current) == len(answering)):
+            self._ledger.set(LEAST, version)
+        self._tell_refused()
+
+    @property
+    def least_version(self) -> int:
+        """Of the weights that may serve a job that is submitted now."""
+        if not self.reported:
+            return START_VERSION
+        return self._ledger.number("policy_version" if self._strict else LEAST)
+
+    def may_begin(self, step: int) -> bool:
+        """Whether rollouts of `step` may begin. With `max_steps_ahead = 0`, every replica that serves must have the
+        version that the step before was trained into."""
+        return not self._strict or self._awaited(step) is None
+
+    @property
+    def troubles(self) -> list[str]:
+        awaited = self._awaited(self._ledger.number("steps_delivered")) if self._strict else None
+        routers = [
+            f"{replica.url} is a router: several servers answer there, with different versions. Name the servers "
+            "themselves in engine.urls; until then versions are not exact"
+            for replica in self.all
+            if replica.router
+        ]
+        return [*self._refused.values(), *routers, *([awaited] if awaited else [])]
+
+    def status(self) -> dict[str, Any]:
+        return {
+            replica.url: {
+                "weights": replica.label.text if replica.label else None,
+                "serves": bool(replica.answers) and replica.url not in self._refused,
+            }
+            for replica in self.all
+        }
+
+    def refused(self, replica: Replica) -> str | None:
+        """Why it serves nothing that is trained on."""
+        if not replica.answers:
+            return None
+        label, least = replica.label, self.least_version
+        if label is None:
+            return f"{replica.url} does not say which weights it has" if least > START_VERSION else None
+        if label.unfit:
+            return f"{replica.url} calls its weights {label.text!r}: they were not loaded completely"
+        if label.version < least:
+            return (
+                f"{replica.url} calls its weights {label.text!r}, and version {self._version} is published: it has "
+                f"restarted, or was not updated; {PUBLISH}"
+            )
+        return None
+
+    def _has(self, replica: Replica, version: int) -> bool:
+        label = replica.label
+        named = label is not None and (label.numbered or version == START_VERSION)
+        return label is not None and named and not label.unfit and label.version >= version
+
+    def _awaited(self, step: int) -> str | None:
+        """What rollouts of `step` wait for."""
+        version = self._ledger.number("policy_version")
+        if self._ledger.number(COMPOSED_STEP) < step and version <= self._ledger.number(COMPOSED_VERSION):
+            if step == 0:
+                return None
+            return f"step {step} begins when the trainer has published version {step} (trainer.max_steps_ahead = 0)"
+        if not self.reported:
+            return None
+        behind = [
+            replica.url
+            for replica in self.all
+            if replica.answers and not replica.failed_polls and not self._has(replica, version)
+        ]
+        if behind:
+            return f"step {step} begins when every replica has version {version}: {', '.join(behind)} has not"
+        return None
+
+    def _tell_refused(self) -> None:
+        before = self._refused
+        self._refused = {replica.url: why for replica in self.all if (why := self.refused(replica))}
+        for url, why in self._refused.items():
+            if url not in before:
+                logger.warning("action=replica_refused %s", why)
+        for url in before.keys() - self._refused.keys():
+            logger.info("action=replica_admitted url=%s", url)
+
+    def _take_start_version(self) -> None:
+        """What replicas say before the first publication is the version that the run starts with."""
+        if self._trainer.published or self._ledger.number("policy_version") > START_VERSION:
+            return
+        said = [replica.label.version for replica in self.all if replica.label and replica.label.numbered]
+        if max(said, default=START_VERSION) > START_VERSION:
+            self._ledger.set("policy_version", max(said))
+
+    def _refuse_other_runs(self) -> None:
+        for replica in self.all:
+            label = replica.label
+            if label and label.run not in (None, self._run):
+                raise RunError(
+                    f"{replica.url} has weights that run {label.run} loaded ({label.text!r}): two runs cannot load "
+                    "weights into one engine. If that run has ended, restart the engine, or name its weights "
+                    '"default" (POST /update_weight_version)'
+                )
+
+    def _stop_without_versions(self, replica: Replica) -> None:
+        if self._settings.weight_update == "penstock":
+            return
+        says = f"calls its weights {replica.label.text!r}" if replica.label else "does not say which weights it has"
+        raise RunError(
+            f"version {self._version} was published {self._settings.weight_update_timeout_s:g} s ago "
+            f"(engine.weight_update_timeout_s), and no replica has reported a published version: {replica.url} {says}. "
+            f"Let the trainer name the weights that it loads (vLLM 0.32 with VLLM_SERVER_DEV_MODE=1: POST "
+            '/update_weight_version), or set engine.versions = "announced" if the engine cannot say'
+        )

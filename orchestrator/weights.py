@@ -1,0 +1,87 @@
+"""Loads published weights into every replica, with `engine.weight_update = "penstock"`.
+
+A replica is brought up to date whenever it calls its weights by another name than the published version's: after a
+publication, after its own restart, and after a failed update, again and again. Meanwhile its name for them keeps it
+from serving.
+"""
+
+import asyncio
+import logging
+
+from orchestrator.replicas import ReplicaWatch
+from orchestrator.trainer import Trainer
+from penstock.batches.signals import PublishedPolicy
+from penstock.config import RunConfig
+from penstock.engines.control import UNREACHABLE, EngineControl, Replica, label_of
+from penstock.errors import InfrastructureFailure
+
+logger = logging.getLogger("penstock.weights")
+
+CHECK_S = 0.1
+RETRY_FIRST_S, RETRY_MOST_S = 1.0, 30.0
+
+
+class WeightUpdates:
+    def __init__(self, config: RunConfig, run: str, trainer: Trainer, replicas: ReplicaWatch) -> None:
+        self._settings = config.engine
+        self._run = run
+        self._trainer = trainer
+        self._replicas = replicas
+        self._failed: dict[str, str] = {}
+        """replica -> why its last update failed"""
+
+    async def run(self) -> None:
+        if self._settings.weight_update != "penstock":
+            return
+        async with EngineControl.open(self._settings) as control, asyncio.TaskGroup() as group:
+            for replica in self._replicas.all:
+                group.create_task(self._keep_current(control, replica))
+
+    @property
+    def troubles(self) -> list[str]:
+        policy = self._trainer.state.policy
+        if self._settings.weight_update == "penstock" and policy and policy.weights is None:
+            published = f"version {policy.version} was published without weights"
+            return [f'{published}: call publish_policy(version, weights=DIR), or set engine.weight_update = "trainer"']
+        return [f"{url} could not be updated and serves nothing: {why}" for url, why in self._failed.items()]
+
+    async def _keep_current(self, control: EngineControl, replica: Replica) -> None:
+        resumed, pause_s = False, RETRY_FIRST_S
+        while True:
+            await asyncio.sleep(CHECK_S)
+            policy, label = self._trainer.state.policy, replica.label
+            if label is None or policy is None or policy.weights is None:
+                continue
+            if label.text == label_of(policy.version, self._run):
+                if not resumed:  # an orchestrator may have been killed between loading and resuming
+                    resumed = await self._resume(control, replica)
+                continue
+            if await self._update(control, replica, policy):
+                resumed, pause_s = True, RETRY_FIRST_S
+            else:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MOST_S)
+
+    async def _update(self, control: EngineControl, replica: Replica, policy: PublishedPolicy) -> bool:
+        assert policy.weights is not None
+        limit_s = self._settings.weight_update_timeout_s
+        try:
+            await control.load(
+                replica.url, weights=policy.weights, version=policy.version, run=self._run, timeout_s=limit_s
+            )
+        except InfrastructureFailure as error:
+            self._failed[replica.url] = f"version {policy.version} from {policy.weights}: {error}"
+            logger.warning("action=update_failed url=%s version=%d error=%s", replica.url, policy.version, error)
+        else:
+            self._failed.pop(replica.url, None)
+            logger.info("action=weights_loaded url=%s version=%d", replica.url, policy.version)
+        await replica.polled(within_s=limit_s)
+        return replica.url not in self._failed
+
+    async def _resume(self, control: EngineControl, replica: Replica) -> bool:
+        try:
+            await control.resume(replica.url)
+        except (*UNREACHABLE, InfrastructureFailure) as error:
+            logger.warning("action=resume_failed url=%s error=%s", replica.url, error)
+            return False
+        return True

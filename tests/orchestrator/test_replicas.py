@@ -1,0 +1,177 @@
+"""Which replicas may serve, by what they say of their weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ledgers import configured
+
+from orchestrator.composer import COMPOSED_STEP, COMPOSED_VERSION
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.replicas import ReplicaWatch
+from orchestrator.trainer import Trainer
+from penstock.batches import TrainerState
+from penstock.batches.signals import PublishedPolicy
+from penstock.engines.control import WeightLabel
+from penstock.errors import RunError
+
+TIMEOUT_S = 10.0
+
+
+class Scene:
+    def __init__(self, ledger: Ledger, **settings: Any) -> None:
+        engine = {"urls": ["http://a", "http://b"], "weight_update_timeout_s": TIMEOUT_S, **settings.pop("engine", {})}
+        config = configured(engine=engine, **settings)
+        self.ledger = ledger
+        self.trainer = Trainer(config, ledger)
+        self.watch = ReplicaWatch(config, "r1", ledger, self.trainer)
+        self.at = self.watch._published_at
+
+    def publish(self, version: int) -> None:
+        self.trainer.state = TrainerState(policy=PublishedPolicy(version=version, weights=None))
+        self.ledger.set("policy_version", version)
+
+    def say(self, *labels: str | None, after_s: float = 0.0) -> None:
+        """Answers of the first replicas, judged some seconds later."""
+        self.at += after_s
+        for replica, label in zip(self.watch.all, labels, strict=False):
+            replica.hear(None if label is None else WeightLabel.parse(label), began=self.at)
+        self.watch.judge(self.at)
+
+    @property
+    def refused(self) -> list[str]:
+        return [url for url, state in self.watch.status().items() if not state["serves"]]
+
+
+def test_a_published_version_is_required_once_every_replica_has_it(ledger: Ledger) -> None:
+    scene = Scene(ledger)
+    scene.say("default", "default")
+    assert (scene.watch.least_version, scene.refused) == (0, [])
+    scene.publish(1)
+    scene.say("1", "default", after_s=1)
+    assert (scene.watch.least_version, scene.refused) == (0, [])
+    scene.say("1", "1", after_s=1)
+    assert (scene.watch.least_version, scene.refused) == (1, [])
+    scene.say("1", "default", after_s=1)
+    assert scene.refused == ["http://b"]
+    assert "http://b calls its weights 'default', and version 1 is published" in str(scene.watch.troubles)
+    scene.say("1", "1", after_s=1)
+    assert (scene.refused, scene.watch.troubles) == ([], [])
+
+
+def test_a_replica_that_stays_behind_is_refused_after_the_time_limit(ledger: Ledger) -> None:
+    scene = Scene(ledger)
+    scene.publish(1)
+    scene.say("1", "default")
+    scene.say("1", "default", after_s=TIMEOUT_S / 2)
+    assert scene.refused == []
+    scene.say("1", "default", after_s=TIMEOUT_S)
+    assert scene.refused == ["http://b"]
+
+
+def test_what_was_required_survives_a_restart_of_the_orchestrator(ledger: Ledger) -> None:
+    scene = Scene(ledger)
+    scene.publish(3)
+    scene.say("3", "3")
+    again = Scene(ledger)
+    again.say("3", "default")
+    assert (again.watch.least_version, again.refused) == (3, ["http://b"])
+
+
+def test_a_trainer_that_goes_back_lowers_what_is_required(ledger: Ledger) -> None:
+    scene = Scene(ledger)
+    scene.publish(7)
+    scene.say("7", "7")
+    scene.publish(5)
+    scene.say("5", "7", after_s=1)
+    assert (scene.watch.least_version, scene.refused) == (5, [])
+
+
+@pytest.mark.parametrize("label", ["loading 2@r1", "failed 2@r1"])
+def test_weights_that_were_not_loaded_completely_serve_nothing(ledger: Ledger, label: str) -> None:
+    scene = Scene(ledger)
+    scene.say(label, "default")
+    assert scene.refused == ["http://a"]
+
+
+def test_what_replicas_say_before_the_first_publication_is_the_start_version(ledger: Ledger) -> None:
+    scene = Scene(ledger)
+    scene.say("default", "12")
+    assert ledger.number("policy_version") == 12
+    scene.say("12", "12", after_s=1)
+    assert scene.watch.least_version == 12
+
+
+def test_weights_of_another_run_stop_this_one(ledger: Ledger) -> None:
+    scene = Scene(ledger)
+    with pytest.raises(RunError, match="two runs cannot load weights into one engine"):
+        scene.say("4@r2")
+
+
+@pytest.mark.parametrize("label", ["default", None])
+def test_a_run_whose_engine_names_no_version_stops_and_names_the_setting(ledger: Ledger, label: str | None) -> None:
+    scene = Scene(ledger)
+    scene.publish(1)
+    scene.say(label)
+    with pytest.raises(RunError, match=r'set engine\.versions = "announced"'):
+        scene.say(label, after_s=TIMEOUT_S + 1)
+    Scene(ledger, engine={"versions": "announced"})
+
+
+def test_an_engine_that_cannot_be_reached_stops_nothing(ledger: Ledger) -> None:
+    scene = Scene(ledger)
+    scene.publish(1)
+    scene.say(after_s=TIMEOUT_S + 1)
+    scene.watch.all[0].poll_failed()
+    scene.say(after_s=TIMEOUT_S + 1)
+
+
+def test_a_replica_that_has_reported_before_and_restarts_does_not_stop_the_run(ledger: Ledger) -> None:
+    scene = Scene(ledger)
+    scene.publish(1)
+    scene.say("1")
+    scene.publish(2)
+    scene.say("default", after_s=1)
+    scene.say("default", after_s=TIMEOUT_S + 1)
+    assert scene.refused[0] == "http://a"
+
+
+def test_a_router_is_told(ledger: Ledger) -> None:
+    scene = Scene(ledger)
+    for label in ("2", "1", "2", "1", "2"):
+        scene.say(label, after_s=1)
+    assert "http://a is a router" in str(scene.watch.troubles)
+
+
+def test_strict_rollouts_begin_when_every_replica_has_the_new_version(ledger: Ledger) -> None:
+    scene = Scene(ledger, trainer={"max_steps_ahead": 0})
+    scene.say("default", "default")
+    assert scene.watch.may_begin(0)
+    ledger.set(COMPOSED_STEP, 0)
+    ledger.set(COMPOSED_VERSION, 0)
+    assert scene.watch.may_begin(0), "the step may be formed again"
+    assert not scene.watch.may_begin(1)
+    scene.publish(1)
+    scene.say("1", "default", after_s=1)
+    assert not scene.watch.may_begin(1)
+    assert "begins when every replica has version 1: http://b has not" in str(
+        [scene.watch._awaited(1), *scene.watch.troubles]
+    )
+    scene.watch.all[1].poll_failed()
+    assert scene.watch.may_begin(1), "a replica that cannot be reached does not serve"
+    scene.say("1", "1", after_s=1)
+    assert scene.watch.may_begin(1)
+    assert scene.watch.least_version == 1
+
+
+def test_announced_versions_are_not_waited_for(ledger: Ledger) -> None:
+    scene = Scene(ledger, trainer={"max_steps_ahead": 0}, engine={"versions": "announced"})
+    ledger.set(COMPOSED_STEP, 0)
+    assert not scene.watch.may_begin(1)
+    scene.publish(1)
+    assert scene.watch.may_begin(1)
+    assert scene.watch.least_version == 0
+
+
+def test_steps_may_begin_early_unless_strict(ledger: Ledger, tmp_path: Path) -> None:
+    assert Scene(ledger).watch.may_begin(1)

@@ -1,0 +1,196 @@
+"""Weights that change while a run plays: every trained token was sampled by the version that the batch names.
+
+The scripted engine's filler text depends on the weights that are loaded, so a batch shows which version made a token.
+"""
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.cluster import Cluster, Process, cluster_in
+from support.engine_process import EngineProcess
+from support.waiting import wait_until
+from support.weights import write_weights
+
+from penstock.batches import BatchReader, MicroBatch
+from penstock.renderers import bytes_chatml
+from services.engine.generation import FILLER, shifted
+
+FILLER_TEXT = bytes_chatml.decode(np.resize(FILLER, 3 * len(FILLER)))
+ANSWER = ord("\n")
+"""Ends the filler of a completion."""
+ENGINE = ("--length", "constant:60", "--latency", "uniform:0.05:0.2")
+
+
+class Replicas:
+    def __init__(self, directory: Path, count: int, *arguments: str) -> None:
+        self._directory, self._arguments = directory, (*ENGINE, *arguments)
+        self.processes = [EngineProcess(directory, *self._arguments) for _ in range(count)]
+        self.ports = [process.address[1] for process in self.processes]
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self.ports]
+
+    def restart(self, index: int) -> None:
+        """Another process at the same address, with the first weights."""
+        self.processes[index].kill()
+        self.processes[index] = EngineProcess(self._directory, "--port", str(self.ports[index]), *self._arguments)
+        assert self.processes[index].address[1] == self.ports[index]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.end()
+
+
+@contextmanager
+def run_of(
+    directory: Path, *arguments: str, replicas: int = 1, **settings: Any
+) -> Iterator[tuple[Cluster, Replicas, Process]]:
+    engines = Replicas(directory, replicas, *arguments)
+    engine = {"urls": engines.urls, "unreachable_s": 0.5, **settings.pop("engine", {})}
+    defaults: dict[str, Any] = {
+        "steps": 4,
+        "batch": {"size": 4, "seq_len": 4096},
+        "trainer": {"max_steps_ahead": 1},
+        "environments.sums": {"use": "arithmetic"},
+    }
+    try:
+        with cluster_in(directory / "cluster", engine=engine, **defaults | settings) as cluster:
+            cluster.store = cluster.run_dir / "store"
+            cluster.configure(engine=engine, **defaults | settings)
+            cluster.rollout_worker(concurrency=8)
+            cluster.compute_worker()
+            yield cluster, engines, cluster.orchestrator()
+    finally:
+        engines.end()
+
+
+def checked_versions(mb: MicroBatch) -> list[int]:
+    """The version of every exact token of filler, checked against its text."""
+    checked: list[int] = []
+    for start, end in zip(mb.cu_seqlens[:-1], mb.cu_seqlens[1:], strict=True):
+        ids, versions, exact = (values[start:end] for values in (mb.input_ids, mb.versions, mb.version_exact))
+        for span in completions(versions):
+            filler = span[: int(np.argmax(ids[span] == ANSWER))]
+            for version in np.unique(versions[filler]):
+                part = filler[(versions[filler] == version) & (exact[filler] == 1)]
+                text = bytes_chatml.decode(shifted(ids[part], -int(version)))
+                assert text in FILLER_TEXT, f"not sampled by version {version}: {bytes_chatml.decode(ids[part])}"
+                checked += [int(version)] * len(part)
+    return checked
+
+
+def completions(versions: np.ndarray) -> list[np.ndarray]:
+    sampled = np.flatnonzero(versions >= 0)
+    return [run for run in np.split(sampled, np.flatnonzero(np.diff(sampled) > 1) + 1) if len(run)]
+
+
+def post(url: str, body: Any = None) -> None:
+    request = urllib.request.Request(url, json.dumps(body or {}).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        assert response.status == 200
+
+
+def metrics(cluster: Cluster) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (cluster.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_run_loads_weights_and_brings_a_restarted_replica_up_to_date(tmp_path: Path) -> None:
+    settings = {"engine": {"weight_update": "penstock"}, "trainer": {"max_steps_ahead": 0}}
+    with run_of(tmp_path, replicas=2, **settings) as (cluster, engines, run):
+        reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
+        for batch in reader:
+            versions = [version for mb in batch.micro_batches() for version in checked_versions(mb)]
+            assert set(versions) == {batch.step}, "strictly on-policy"
+            reader.ack(batch.step)
+            reader.publish_policy(batch.step + 1, weights=write_weights(tmp_path, batch.step + 1))
+            if batch.step == 1:
+                wait_until(lambda: labels(cluster) == {"2"}, what="both replicas to have version 2")
+                engines.restart(0)
+            reader.checkpointed(batch.step)
+        assert run.wait() == 0, run.text[-3000:]
+        assert cluster.audit()["balanced"]
+        loaded = re.findall(r"action=weights_loaded url=(\S+) version=(\d)", run.text)
+        assert loaded.count((engines.urls[0], "2")) == 2, "again after its restart"
+        assert loaded.count((engines.urls[1], "2")) == 1
+        assert [line["staleness_max"] for line in metrics(cluster)] == [0, 0, 0, 0]
+
+
+def labels(cluster: Cluster) -> set[str]:
+    """What the serving replicas call their weights, without the run's id."""
+    return {str(state["weights"]).partition("@")[0] for state in cluster.status().get("replicas", {}).values()}
+
+
+@pytest.mark.parametrize("dialect", ["generate", "vllm"])
+def test_updates_by_the_trainer_in_the_middle_of_responses(tmp_path: Path, dialect: str) -> None:
+    """`generate` states the version of each token; of a chat across an update, only a range is known."""
+    policy = {"renderer": "bytes-chatml"} if dialect == "generate" else {}
+    with run_of(tmp_path, engine={"dialect": dialect}, policy=policy) as (cluster, engines, run):
+        url = engines.urls[0]
+        reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
+        versions: set[int] = set()
+        exact = tokens = 0
+        for batch in reader:
+            for mb in batch.micro_batches():
+                versions |= set(checked_versions(mb))
+                exact, tokens = exact + int(mb.version_exact.sum()), tokens + int((mb.versions >= 0).sum())
+            reader.ack(batch.step)
+            version = batch.step + 1
+            post(f"{url}/pause?mode=keep")
+            weights = {"weights_path": str(write_weights(tmp_path, version))}
+            post(f"{url}/collective_rpc", {"method": "reload_weights", "kwargs": weights})
+            post(f"{url}/update_weight_version", {"new_version": str(version)})
+            post(f"{url}/resume")
+            reader.publish_policy(version)
+            reader.checkpointed(batch.step)
+        assert run.wait() == 0, run.text[-3000:]
+        assert len(versions) > 1
+        assert tokens * 0.5 < exact
+        assert (exact == tokens) or dialect == "vllm"
+        played = [(line, line["completion_tokens/mean"] * line["rollouts"]) for line in metrics(cluster)]
+        inexact = sum(line["version_inexact_rate"] * sampled for line, sampled in played)
+        assert round(inexact) == tokens - exact
+
+
+def test_a_restarted_engine_serves_nothing_until_the_trainer_has_loaded_its_weights(tmp_path: Path) -> None:
+    with run_of(tmp_path, steps=3, engine={"weight_update_timeout_s": 1.0}) as (cluster, engines, run):
+        url = engines.urls[0]
+        reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
+
+        def load(version: int) -> None:
+            weights = {"weights_path": str(write_weights(tmp_path, version))}
+            post(f"{url}/collective_rpc", {"method": "reload_weights", "kwargs": weights})
+            post(f"{url}/update_weight_version", {"new_version": str(version)})
+
+        for batch in reader:
+            versions = {version for mb in batch.micro_batches() for version in checked_versions(mb)}
+            assert batch.step == 0 or 0 not in versions or batch.step == 1
+            load(batch.step + 1)
+            reader.publish_policy(batch.step + 1)
+            if batch.step == 0:
+                wait_until(lambda: labels(cluster) == {"1"}, what="the status to show version 1")
+                engines.restart(0)
+                cluster.wait_waiting_for("calls its weights 'default', and version 1 is published")
+                load(1)
+            reader.ack(batch.step)
+            reader.checkpointed(batch.step)
+        assert run.wait() == 0, run.text[-3000:]
+        assert cluster.audit()["dead"] == 0
+
+
+def test_an_engine_that_names_no_version_stops_the_run_and_names_the_setting(tmp_path: Path) -> None:
+    with run_of(tmp_path, "--no-dev-mode", engine={"weight_update_timeout_s": 0.5}) as (cluster, _, run):
+        reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
+        batch = next(reader)
+        assert all(not mb.version_exact.any() for mb in batch.micro_batches())
+        reader.ack(batch.step)
+        reader.publish_policy(1)
+        assert run.wait() == 1
+        assert 'set engine.versions = "announced"' in run.text
