@@ -79,7 +79,10 @@ class ReplicaWatch:
     def may_begin(self, step: int) -> bool:
         """Whether rollouts of `step` may begin. With `max_steps_ahead = 0`, every replica that serves must have the
         version that the step before was trained into."""
-        return not self._strict or self._awaited(step) is None
+        if not self._strict:
+            return True
+        first = self._ledger.number("steps_delivered") + len(self._ledger.batches)
+        return step <= first and self._awaited(step) is None
 
     @property
     def troubles(self) -> list[str]:

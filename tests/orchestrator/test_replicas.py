@@ -150,6 +150,7 @@ def test_strict_rollouts_begin_when_every_replica_has_the_new_version(ledger: Le
     ledger.set(COMPOSED_STEP, 0)
     ledger.set(COMPOSED_VERSION, 0)
     assert scene.watch.may_begin(0), "the step may be formed again"
+    ledger.set("steps_delivered", 1)
     assert not scene.watch.may_begin(1)
     scene.publish(1)
     scene.say("1", "default", after_s=1)
@@ -161,12 +162,13 @@ def test_strict_rollouts_begin_when_every_replica_has_the_new_version(ledger: Le
     assert scene.watch.may_begin(1), "a replica that cannot be reached does not serve"
     scene.say("1", "1", after_s=1)
     assert scene.watch.may_begin(1)
+    assert not scene.watch.may_begin(2)
     assert scene.watch.least_version == 1
 
 
 def test_announced_versions_are_not_waited_for(ledger: Ledger) -> None:
     scene = Scene(ledger, trainer={"max_steps_ahead": 0}, engine={"versions": "announced"})
-    ledger.set(COMPOSED_STEP, 0)
+    ledger.set("steps_delivered", 1)
     assert not scene.watch.may_begin(1)
     scene.publish(1)
     assert scene.watch.may_begin(1)
