@@ -243,7 +243,7 @@ class Replicas:
         if not replica.answers:
             return True
         last = replica.answers[-1]
-        behind = last.label is not None and last.label.version < self.orders.version
+        behind = last.label is None or last.label.version < self.orders.version
         return behind and last.last_began < self._ordered_at
 
     def answered_at(self) -> float | None:

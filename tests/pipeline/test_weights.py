@@ -191,5 +191,5 @@ def test_an_engine_that_names_no_version_stops_the_run_and_names_the_setting(tmp
         assert all(not mb.version_exact.any() for mb in batch.micro_batches())
         reader.ack(batch.step)
         reader.publish_policy(1)
-        assert run.wait() == 1
+        assert run.wait() == 2
         assert 'set engine.versions = "announced"' in run.text
