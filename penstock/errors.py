@@ -15,6 +15,7 @@ PenstockError
  |    +-- BadRequest 400, Unauthorised 401, NotFound 404, TooSlow 408, Busy 409, Expired 410, TooLarge 413,
  |    |   NothingToTrain 422, Invariant 500, Upstream 502, Full 503
  |    +-- ContextFull 400        a BadRequest: the conversation was truncated and cannot continue
+ |    +-- Aborted 503            an Upstream: the engine ended the completion before the policy did
  +-- InfrastructureFailure       retried, counted towards `recovery.max_failures`
  |    +-- EngineUnreachable      retried, not counted: submission pauses
  +-- PolicyFailure               an error of the policy: scored, never retried
@@ -123,6 +124,10 @@ class Invariant(SessionError):
 
 class Upstream(SessionError):
     status_code = 502
+
+
+class Aborted(Upstream):
+    status_code = 503
 
 
 class Full(SessionError):

@@ -21,10 +21,10 @@ from penstock.store.base import is_key
 
 MESSAGE_LIMIT_BYTES = 4096
 REPLY_LIMIT_BYTES = 1 << 20  # of a group's scores, which grow with `rollouts.group_size`
-ROLLOUT_REPLY_BYTES = 4352  # of a rollout's reply with as many metrics, samples and names as it may have
+ROLLOUT_REPLY_BYTES = 4608  # of a rollout's reply with as many metrics, samples and names as it may have
 GRACE_S = 20.0  # for a body to store its results after its own time-out
 ERROR_CHARACTERS = 600  # a cause and what to do; the traceback stays in the worker's log
-METRICS_LIMIT = 32
+METRICS_LIMIT = 35
 REWARDS_LIMIT = 8
 AGENTS_LIMIT = 4
 AGENT_CHARACTERS = 24
@@ -164,6 +164,8 @@ class RolloutResult(WireModel):
     """in later context: messages of tools and users between the turns"""
     completion_tokens: int = 0
     truncated: bool = False
+    hit_max_tokens: bool = False
+    """whether a limit of tokens ended the last turn: `max_tokens`, or the engine's context length"""
     agents: Annotated[dict[AgentName, int], Field(max_length=AGENTS_LIMIT)] = {}
     """completion tokens of each agent that the environment named, in the order of their first turns"""
     metrics: Annotated[dict[Name, FiniteFloat], Field(max_length=METRICS_LIMIT)] = {}

@@ -26,6 +26,8 @@ Rows = NDArray[np.uint8] | NDArray[np.uint16]
 Span = tuple[int, int]
 """Start and end within a body, in bytes."""
 
+HIT_MAX_TOKENS = "length"
+"""Finish reason of a completion that a limit of tokens ended: `max_tokens`, or the engine's context length."""
 WIRE_DTYPES = {name: np.dtype(name) for name in ("uint8", "uint16", "uint32", "int16", "int32", "int64")}
 WIRE_RANGES = {name: (np.iinfo(dtype).min, np.iinfo(dtype).max) for name, dtype in WIRE_DTYPES.items()}
 
@@ -153,6 +155,27 @@ class Routes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplingMask:
+    """For each completion token, the tokens that it was drawn from: ragged, one set after the other."""
+
+    ids: Ids
+    lengths: Ids
+    """Of the sets, one per completion token."""
+
+    @classmethod
+    def empty(cls) -> Self:
+        return cls(ids=np.empty(0, np.int32), lengths=np.empty(0, np.int32))
+
+    def first(self, tokens: int) -> "SamplingMask":
+        return SamplingMask(ids=self.ids[: int(self.lengths[:tokens].sum())], lengths=self.lengths[:tokens])
+
+    def followed_by(self, other: "SamplingMask") -> "SamplingMask":
+        return SamplingMask(
+            ids=np.concatenate([self.ids, other.ids]), lengths=np.concatenate([self.lengths, other.lengths])
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class OpenSample:
     """A sample that the next turn may extend."""
 
@@ -206,12 +229,26 @@ class Turn:
     """Whether tokens beyond `max_seq_len` were cut."""
     overlong_prompt: bool
     """Whether the prompt alone exceeds `max_seq_len`."""
-    routes_span: Span | None
-    """Position of the routed experts in the body."""
+    routes_spans: tuple[Span, ...] = ()
+    """Positions of the routed experts in the body; SGLang to 0.5.18 sends them twice."""
+    aborted: bool = False
+    """Whether the engine ended the completion before the policy did. Such a turn is continued, never recorded."""
+    completion_mask: Mask | None = None
+    """Which completion tokens may be trained on; None for all."""
+    unknown_logprobs: int = 0
+    """Completion tokens without a logprob: masked."""
+    routes_absent: bool = False
+    """Whether routed experts were requested and the response has none of the new rows."""
+    sampling_mask: SamplingMask | None = None
+    """With `engine.sampling_masks`."""
     fields: Mapping[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
     """Declared fields for the trainer that the response has: one number, or one per completion token."""
     version_spans: tuple[VersionSpan, ...] = ()
     """The policy versions of all completion tokens, in order, if the response states them."""
+
+    @property
+    def hit_max_tokens(self) -> bool:
+        return self.finish_reason == HIT_MAX_TOKENS
 
     @property
     def prompt_tokens(self) -> int:

@@ -32,6 +32,7 @@ def of_rollouts(groups: Sequence[GroupRecord], *, policy_version: int) -> Values
         "groups": len(groups),
         **_lengths(results),
         "truncated_rate": _share(sum(result.truncated for result in results), len(results)),
+        "max_tokens_rate": _share(sum(result.hit_max_tokens for result in results), len(results)),
         "policy_error_rate": _share(sum(result.policy_error is not None for result in results), len(results)),
         "masked_rate": _share(sum(rollout.masked for _, rollout in played), len(played)),
         "staleness_mean": _share(sum(staleness), len(staleness)),

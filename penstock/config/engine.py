@@ -1,6 +1,7 @@
 """The sections about how rollouts are generated: `[environments.NAME]`, `[engine]`, `[policy]`."""
 
 import difflib
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
@@ -67,6 +68,14 @@ class EnvironmentSettings(EnvironmentCode):
         return name
 
 
+class AbsentRoutes(StrEnum):
+    """What follows when routed experts were requested and a response has none."""
+
+    ERROR = "error"
+    MASK = "mask"
+    DROP = "drop"
+
+
 class Engine(Section):
     """The inference server."""
 
@@ -112,7 +121,11 @@ class Engine(Section):
     routed_experts: bool = False
     """Whether to request the experts that every token was routed to."""
     hidden_layers: PositiveInt | None = None
-    """Hidden layers of the model, dense ones included. Needed for SGLang, whose routed experts carry no shape."""
+    """Hidden layers of the model, dense ones included (`num_hidden_layers`). Needed with `experts_per_token` for
+    SGLang, whose routed experts carry no shape."""
+    experts_per_token: PositiveInt | None = None
+    """Experts that a token is routed to in one layer (`num_experts_per_tok`, top-k). Every response is checked
+    against it."""
     moe_experts: PositiveInt | None = None
     """Experts of one layer. Up to 256, an expert is stored in one byte, else in two."""
     check_experts: CheckRoutes = CheckRoutes.SAMPLE
@@ -122,10 +135,37 @@ class Engine(Section):
     lora: Annotated[bool, OF_ENGINE] = False
     """With `weight_update = "penstock"`: what the trainer publishes are LoRA adapters. Each version is loaded under a
     name of its own, and requests name it as their model."""
+    sampling_masks: bool = False
+    """Whether to record, for each sampled token, the tokens that it was drawn from (top-k, top-p, min-p). vLLM sends
+    them with `dialect = "generate"` and `--return-sampling-mask`, SGLang on request."""
+    absent_routes: Annotated[AbsentRoutes, read_by(Reader.ROLLOUTS, Reader.SESSIONS, Reader.COMPUTE)] = (
+        AbsentRoutes.ERROR
+    )
+    """With `routed_experts`, what follows from a response without them: `error` (the request is repeated, on another
+    replica if there is one; then the rollout has failed), `mask` (the turn is kept out of the loss) or `drop` (the
+    rollout is dropped)."""
 
     @property
     def route_format(self) -> RouteFormat:
-        return RouteFormat(layers=self.hidden_layers, experts=self.moe_experts, check=self.check_experts)
+        return RouteFormat(
+            layers=self.hidden_layers,
+            topk=self.experts_per_token,
+            experts=self.moe_experts,
+            check=self.check_experts,
+        )
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> "Engine":
+        if self.dialect == "sglang" and self.routed_experts and None in (self.hidden_layers, self.experts_per_token):
+            raise ValueError(
+                "SGLang's routed experts carry no shape: set hidden_layers (num_hidden_layers of the model's "
+                "config.json, dense layers included) and experts_per_token (num_experts_per_tok)"
+            )
+        if self.dialect == "vllm" and self.sampling_masks:
+            raise ValueError(
+                'vLLM sends sampling masks with dialect = "generate" only: set it, or remove sampling_masks'
+            )
+        return self
 
     @field_validator("dialect")
     @classmethod

@@ -166,7 +166,8 @@ class Examination:
         if self.mode:
             lines.append(f"logprobs_mode = {_quoted(self.mode)}")
         if self.routes:
-            lines += ["routed_experts = true", f"hidden_layers = {self.routes[1]}"]
+            _, layers, topk = self.routes
+            lines += ["routed_experts = true", f"hidden_layers = {layers}", f"experts_per_token = {topk}"]
         return "\n".join(lines)
 
 

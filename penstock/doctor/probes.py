@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from penstock.config.engine import AbsentRoutes
 from penstock.doctor.findings import Finding, note, ok, wrong
+from penstock.engines.dialects import dialect_of
 from penstock.environments.loading import LoadedEnvironment
 from penstock.environments.protocol import Completion
 from penstock.errors import NothingToTrain, PolicyFailure
@@ -72,7 +74,10 @@ class Script:
 
 async def record(stage: RolloutStage, converse: Converse) -> Recorded:
     """Any error of the engine is raised in its own words."""
-    stage = replace(stage, store=open_store(STORE), fields=())
+    # Absent routed experts are a finding of their own, not a response to be asked for again.
+    engine = stage.dialect.settings.model_copy(update={"absent_routes": AbsentRoutes.MASK})
+    dialect = dialect_of(engine, renderer=stage.dialect.renderer)
+    stage = replace(stage, store=open_store(STORE), fields=(), dialect=dialect)
     environment: Any = Script(converse)
     loaded = LoadedEnvironment(name="doctor", environment=environment, examples=[None])
     rollout = str(RolloutId(str(GroupId(1)), 0))

@@ -23,7 +23,7 @@ from penstock.engines.transport import (
     receive,
     sendable,
 )
-from penstock.errors import EngineUnreachable, InfrastructureFailure, PolicyFailure, Upstream
+from penstock.errors import Aborted, EngineUnreachable, InfrastructureFailure, PolicyFailure, Upstream
 from penstock.runtime.offload import in_cpu_thread
 from penstock.turn import SaidVersion
 
@@ -54,6 +54,8 @@ class Response(Generic[T]):
     """For `TurnMetadata`."""
     failures: int
     """Failed attempts before this one."""
+    aborts: int
+    """Those of them that the engine aborted."""
 
 
 class EngineClient(EngineConnection):
@@ -92,6 +94,7 @@ class EngineClient(EngineConnection):
                     version=request.version or version,
                     answered_at=None if request.version else self.replicas.answered_at(),
                     failures=retries.failures,
+                    aborts=retries.aborts,
                 )
             await retries.pause()
 
@@ -120,7 +123,7 @@ class Retries:
         self._settings = settings
         self.attempts = 0
         """Unsuccessful attempts of both kinds."""
-        self.failures = 0
+        self.failures = self.aborts = 0
         self._pause_s = settings.retry_first_s
         self._unreachable_since: float | None = None
 
@@ -129,6 +132,7 @@ class Retries:
         self.attempts += 1
         self._unreachable_since = None
         self.failures += 1
+        self.aborts += isinstance(error, Aborted)
         if self.failures > self._settings.retries:
             raise InfrastructureFailure(
                 f"the engine failed {self.failures} times at one request, the last time: {_text(error)}"

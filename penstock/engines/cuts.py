@@ -49,6 +49,8 @@ class PromptCut:
 class Cuts:
     experts: Span | None = None
     """The base64 text without its quotes, or nested lists with their brackets."""
+    experts_copy: Span | None = None
+    """The second copy of the base64 text, if the dialect says that there may be one."""
     prompt: PromptCut | None = None
 
     @property
@@ -63,6 +65,7 @@ class Cuts:
         """The body with the mark in place of each cut."""
         view, parts, done = memoryview(body), list[bytes | memoryview](), 0
         marks = [(self.experts, MARKED if self.lists(body) else MARK)] if self.experts else []
+        marks += [(self.experts_copy, MARK)] if self.experts_copy else []
         marks += [(self.prompt.span, MARKED)] if self.prompt else []
         for (start, end), mark in sorted(marks):
             parts += [view[done:start], mark]
@@ -77,11 +80,13 @@ def find_cuts(
     *,
     experts_key: bytes,
     prompt_key: bytes,
+    experts_copied: bool = False,
 ) -> Cuts:
     """The keys are the texts directly before the routed experts and before the first prompt id; b"" is not searched."""
     experts = _find_experts(body, experts_key, open_samples, route_format) if experts_key else None
+    copy = _find_copy(body, experts_key, experts) if experts and experts_copied else None
     prompt = _find_prompt(body, prompt_key, open_samples, experts or (0, 0)) if open_samples and prompt_key else None
-    return Cuts(experts=experts, prompt=prompt)
+    return Cuts(experts=experts, experts_copy=copy, prompt=prompt)
 
 
 def longest_in_text(text: memoryview, sequences: Sequence[Fingerprint]) -> Match | None:
@@ -143,6 +148,14 @@ def _find_experts(
     else:
         end = _base64_end(body, start, open_samples, route_format.row_bytes)
     return (start, end) if end >= 0 else None
+
+
+def _find_copy(body: bytes, key: bytes, experts: Span) -> Span | None:
+    """A string as long as `experts`, behind the same key."""
+    found = body.find(key + b'"', experts[1])
+    start = found + len(key) + 1
+    end = start + experts[1] - experts[0]
+    return (start, end) if found >= 0 and body.startswith(b'"', end) else None
 
 
 def _npy_end(body: bytes, start: int, route_format: RouteFormat) -> int:

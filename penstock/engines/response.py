@@ -13,6 +13,7 @@ from types import NoneType
 import msgspec
 import numpy as np
 
+from penstock.config.engine import AbsentRoutes
 from penstock.engines.cuts import MARK, MARKED, Cuts, Match, find_cuts, longest_in_ids
 from penstock.engines.dialects.base import (
     ABSENT,
@@ -33,15 +34,18 @@ from penstock.engines.routed_experts import (
     read_object,
     read_string,
 )
-from penstock.errors import StageError, Upstream
+from penstock.engines.sampling_masks import read_sampling_mask
+from penstock.errors import Aborted, StageError, Upstream
 from penstock.turn import (
     ANY_FORMAT,
     Fingerprint,
     Ids,
     Logprobs,
+    Mask,
     OpenSample,
     RouteFormat,
     Routes,
+    SamplingMask,
     Span,
     Turn,
     VersionSpan,
@@ -61,9 +65,17 @@ class RequestInfo:
     """Limit of prompt and completion together; tokens beyond it are cut."""
     fields: tuple[str, ...] = ()
     """Fields for the trainer to look for in the response."""
+    continues: bool = False
+    """Whether the caller continues an aborted completion. Otherwise one raises `Aborted`."""
 
 
 MAX_LOGPROB = np.float32(LOGPROB_ROUNDING)
+NO_LOGPROB = np.float32(-9999.0)
+"""What vLLM sends for a logprob that is missing, NaN or minus infinity. No model gives a token so little."""
+KEEP = (
+    'pause the engine so that it keeps what it generates (vLLM: /pause?mode=keep, SGLang: /pause_generation with mode "'
+    'in_place"), or lower the number of weight updates'
+)
 NEW_SAMPLE = OpenSample(sequence=Fingerprint(), rows_from=0)
 WRONG_CUT = "a cut does not match the field it was taken for"
 """Internal: the full path follows."""
@@ -75,6 +87,8 @@ PARTS = (
     ("completion_logprobs", np.ndarray, "a numpy array of float32"),
     ("prompt_ids", msgspec.Raw, RAW),
     ("routed_experts", msgspec.Raw, RAW),
+    ("routed_experts_copy", msgspec.Raw, RAW),
+    ("sampling_mask", msgspec.Raw, RAW),
     ("message", (bytes, NoneType), "the message as JSON in bytes, or None"),
     ("finish_reason", (str, NoneType), "a str or None"),
     ("version", (int, NoneType), "an int or None"),
@@ -94,10 +108,19 @@ def read_turn(
     """Validate a response and return what is new in it. `Upstream` if the response is malformed, StageError if the
     dialect is wrong."""
     dialect = request.dialect
-    cuts = find_cuts(body, open_samples, route_format, experts_key=dialect.experts_key, prompt_key=dialect.prompt_key)
+    cuts = find_cuts(
+        body,
+        open_samples,
+        route_format,
+        experts_key=dialect.experts_key,
+        prompt_key=dialect.prompt_key,
+        experts_copied=dialect.experts_copied,
+    )
     if cuts.any:
         try:
             return _read(body, cuts, open_samples, request, route_format)
+        except Aborted:
+            raise
         except (Upstream, StageError):
             pass  # the cut may be wrong rather than the response: the full path decides
     return _read(body, Cuts(), open_samples, request, route_format)
@@ -120,19 +143,24 @@ def _turn(
     body: bytes, cuts: Cuts, open_samples: Sequence[OpenSample], request: RequestInfo, route_format: RouteFormat
 ) -> Turn:
     rest = cuts.rest(body)
-    response = _response(rest, request.dialect)
+    response = _response(rest, request)
     match, new_ids = _prompt(response.prompt_ids, cuts, open_samples, request)
-    payload = _payload(body, cuts, response.routed_experts)
+    payload = _payload(body, cuts.experts, response.routed_experts, cuts)
+    copy = _payload(body, cuts.experts_copy, response.routed_experts_copy, cuts)
     sample = NEW_SAMPLE if match is None else open_samples[match.index]
     prefix_tokens = sample.sequence.tokens
     prompt_tokens = prefix_tokens + len(new_ids)
-    sampled_ids, logprobs = _completion(response, request.dialect)
+    sampled_ids, logprobs, mask = _completion(response, request.dialect)
     tokens = prompt_tokens + len(sampled_ids)
     limit = tokens if request.max_seq_len is None else request.max_seq_len
     prompt_ids = new_ids[: max(0, limit - prefix_tokens)]
     completion_ids = sampled_ids[: max(0, limit - prompt_tokens)]
     fields = read_fields(rest, request.fields, tokens=len(sampled_ids))
     wanted = Wanted(tokens=tokens, first=sample.rows_from, until=min(tokens, limit), requested_from=request.routes_from)
+    routes = _routes(body, cuts, payload, wanted, route_format) if payload else None
+    absent = routes is None and response.final and _expects_routes(wanted, request.dialect)
+    masks_absent = request.dialect.settings.absent_routes is AbsentRoutes.MASK
+    mask = None if mask is None else mask[: len(completion_ids)]
     return Turn(
         extends=match.index if match else None,
         matches=match.matches if match else 0,
@@ -140,7 +168,7 @@ def _turn(
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
         completion_logprobs=logprobs[: len(completion_ids)],
-        routes=_routes(body, cuts, payload, wanted, route_format) if payload else None,
+        routes=routes,
         sequence=sample.sequence.extended(prompt_ids, completion_ids),
         finish_reason=response.finish_reason,
         version=response.version,
@@ -148,19 +176,44 @@ def _turn(
         message=response.message,
         truncated=tokens > limit,
         overlong_prompt=prompt_tokens > limit,
-        routes_span=payload.span if payload else None,
+        routes_spans=tuple(sorted(each.span for each in (payload, copy) if each and each.span)),
+        aborted=not response.final,
+        completion_mask=np.zeros(len(completion_ids), np.uint8) if absent and masks_absent else mask,
+        unknown_logprobs=0 if mask is None else int(np.count_nonzero(mask == 0)),
+        routes_absent=absent,
+        sampling_mask=_sampling_mask(response, request, sampled_ids, len(completion_ids)),
         fields={name: values[: len(completion_ids)] if values.ndim else values for name, values in fields.items()},
     )
 
 
-def _response(text: bytes, dialect: Dialect) -> ResponseFields:
+def _expects_routes(wanted: Wanted, dialect: Dialect) -> bool:
+    """Whether the response must have new rows. `Upstream` if that is an error: it has none."""
+    settings = dialect.settings
+    if not settings.routed_experts or min(wanted.tokens - 1, wanted.until) <= wanted.first:
+        return False
+    if settings.absent_routes is AbsentRoutes.ERROR:
+        raise Upstream(
+            "the engine sent no routed experts, and engine.routed_experts is true: start vLLM (0.22.0 or newer) or "
+            "SGLang (0.5.19 or newer) with --enable-return-routed-experts, or set engine.absent_routes"
+        )
+    return True
+
+
+def _sampling_mask(response: ResponseFields, request: RequestInfo, ids: Ids, kept: int) -> SamplingMask | None:
+    if not request.dialect.settings.sampling_masks:
+        return None
+    return read_sampling_mask(response.sampling_mask, ids).first(kept)
+
+
+def _response(text: bytes, request: RequestInfo) -> ResponseFields:
+    dialect = request.dialect
     if not text.isascii():
         text.decode()  # msgspec does not check the encoding of values that it skips
     with dialect_boundary(dialect, "read", *MALFORMED):
         response = dialect.read(text)
     _check_types(response, dialect)
-    if not response.final:
-        raise Upstream(f"the engine ended the completion early (finish reason {response.finish_reason!r})")
+    if not response.final and not request.continues:
+        raise Aborted(f"the engine aborted the completion (finish reason {response.finish_reason!r}): {KEEP}")
     return response
 
 
@@ -178,7 +231,16 @@ def _check_types(response: object, dialect: Dialect) -> None:
             raise StageError(f"{what} {name} of dtype {array.dtype}: return int32 for ids, float32 for logprobs")
 
 
-def _completion(response: ResponseFields, dialect: Dialect) -> tuple[Ids, Logprobs]:
+def _completion(response: ResponseFields, dialect: Dialect) -> tuple[Ids, Logprobs, Mask | None]:
+    """Ids and logprobs, checked; and which tokens have a logprob, if not all. The others get 0, as context has."""
+    ids, logprobs = _checked_completion(response, dialect)
+    known = logprobs > NO_LOGPROB
+    if known.all():
+        return ids, logprobs, None
+    return ids, np.where(known, logprobs, np.float32(0)), known.astype(np.uint8)
+
+
+def _checked_completion(response: ResponseFields, dialect: Dialect) -> tuple[Ids, Logprobs]:
     ids = np.ascontiguousarray(response.completion_ids, np.int32)
     logprobs = np.ascontiguousarray(response.completion_logprobs, np.float32)
     if ids.shape != logprobs.shape or ids.ndim != 1:
@@ -232,17 +294,18 @@ class _Payload:
     """In the body; None if the dialect made the value itself."""
 
 
-def _payload(body: bytes, cuts: Cuts, raw: msgspec.Raw) -> _Payload | None:
-    if cuts.experts is not None:
+def _payload(body: bytes, cut: Span | None, raw: msgspec.Raw, cuts: Cuts) -> _Payload | None:
+    """`cut` is the span that was cut out of this value, if one was."""
+    if cut is not None:
         before, mark, after = bytes(raw).partition(MARK)
         if not mark:
             raise Upstream(WRONG_CUT)
         if cuts.lists(body):
-            return _Payload(json=bytes(raw), span=cuts.experts)
-        return _Payload(json=bytes(raw), span=(cuts.experts[0] - len(before), cuts.experts[1] + len(after)))
+            return _Payload(json=bytes(raw), span=cut)
+        return _Payload(json=bytes(raw), span=(cut[0] - len(before), cut[1] + len(after)))
     if raw == ABSENT:
         return None
-    if cuts.prompt is not None:
+    if cuts.any:
         raise Upstream(WRONG_CUT)  # the cut moved the rest: only the full path can locate the payload
     start = _address(raw) - _address(body)
     span = start, start + len(memoryview(raw))

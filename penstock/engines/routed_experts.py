@@ -152,20 +152,22 @@ def base64_length(size: int) -> int:
 
 
 def _bare(text: Text, wanted: Wanted, route_format: RouteFormat) -> Payload:
-    """SGLang's string without a shape: the layers are configured, and division gives top-k."""
-    layers, size = route_format.layers, len(text) // 4 * 3 - bytes(text[-2:]).count(b"=")
-    if layers is None:
-        raise Upstream("routed experts: a bare string has no shape; set engine.hidden_layers (dense ones included)")
+    """SGLang's string without a shape. Both sides of it are configured: 6 layers of 2 experts divide as 4 of 3 do."""
+    layers, topk, size = route_format.layers, route_format.topk, len(text) // 4 * 3 - bytes(text[-2:]).count(b"=")
+    if layers is None or topk is None:
+        raise Upstream(
+            "routed experts: a bare string has no shape; set engine.hidden_layers (dense ones included) and "
+            "engine.experts_per_token"
+        )
     for missing in (1, 0):
         for start in (wanted.requested_from, 0):
             rows = wanted.tokens - missing - start
-            row_values = layers * (route_format.topk or (size // 4 // max(rows * layers, 1)))
-            if rows >= 0 and row_values and size == rows * row_values * 4:
-                learned = route_format.learned(layers=layers, topk=row_values // layers, wire=SHAPELESS_WIRE)
+            if rows >= 0 and size == rows * layers * topk * 4:
+                learned = route_format.learned(layers=layers, topk=topk, wire=SHAPELESS_WIRE)
                 return Payload(text=text, rows=rows, start=start, format=learned)
     raise Upstream(
-        f"routed experts: {size} bytes are not a whole number of int32 rows of {layers} layers for "
-        f"{wanted.tokens} tokens"
+        f"routed experts: {size} bytes are not int32 rows of {layers} layers and {topk} experts for {wanted.tokens} "
+        "tokens; check engine.hidden_layers and engine.experts_per_token against the model's config.json"
     )
 
 

@@ -12,7 +12,7 @@ import orjson
 
 from penstock.environments.scores import AnyScore, Score
 from penstock.errors import PolicyFailure
-from penstock.turn import Ids, Message
+from penstock.turn import HIT_MAX_TOKENS, Ids, Message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,11 @@ class Completion:
     """the tokens that the policy sampled"""
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
     """set declared fields for the trainer here: a number, or one for each of `token_ids`"""
+
+    @property
+    def hit_max_tokens(self) -> bool:
+        """Ended by `max_tokens` or the engine's context length rather than by the policy."""
+        return self.finish_reason == HIT_MAX_TOKENS
 
     @property
     def content(self) -> str:

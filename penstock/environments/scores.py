@@ -8,7 +8,7 @@ from typing import Any
 from penstock.errors import StageError
 from penstock.messages import METRICS_LIMIT, NAME_CHARACTERS, REWARDS_LIMIT
 
-METRICS_OF_RECORDING = 9
+METRICS_OF_RECORDING = 12
 """metrics that the worker adds to the environment's in a rollout's reply"""
 
 

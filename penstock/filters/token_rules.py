@@ -16,6 +16,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from penstock.errors import StageError
 from penstock.filters.verdicts import Mode
 from penstock.sections import Reader, Section, read_by
+from penstock.turn import HIT_MAX_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class RolloutTokens:
     version_first: int
     """Lowest policy version that may have sampled one of its tokens; -1 where nothing was generated."""
     version_now: int
+    finish_reason: str = ""
+    """Of the rollout's last turn, as the engine states it: `stop`, `length`, `tool_calls`, `repetition`, ..."""
 
     def __post_init__(self) -> None:
         tokens, samples = len(self.input_ids), len(self.truncated)
@@ -47,6 +50,9 @@ class RolloutTokens:
                 f"sample_offsets {self.sample_offsets}"
             )
 
+
+REPETITION = "repetition"
+"""Finish reason of vLLM's repetition detection."""
 
 FindToken = Callable[[RolloutTokens], int | None]
 """A token rule: the index of the token where the rollout matches, or None."""
@@ -71,7 +77,8 @@ class Gibberish(Section):
 
 
 class Repetition(Section):
-    """A long run of sampled tokens that were almost certain. Context between turns does not end the run."""
+    """A long run of sampled tokens that were almost certain. Context between turns does not end the run. A rollout
+    whose last turn the engine ended for its repetition matches too."""
 
     mode: Mode = Mode.MONITOR
     """What happens to a matching rollout: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
@@ -82,6 +89,8 @@ class Repetition(Section):
 
     def find(self, rollout: RolloutTokens) -> int | None:
         """The token that completes the first window."""
+        if rollout.finish_reason == REPETITION:
+            return max(len(rollout.input_ids) - 1, 0)
         sampled = rollout.loss_mask != 0
         unsure = sampled & ~(rollout.logprobs > float32_at_most(math.log(self.prob_threshold)))
         if no_gap(unsure, self.window):
@@ -97,7 +106,8 @@ class Repetition(Section):
 
 
 class Overlong(Section):
-    """A sample that was cut at `policy.max_seq_len`."""
+    """A sample that was cut at `policy.max_seq_len`, or a rollout whose last turn ended at a limit of tokens:
+    `max_tokens`, or the engine's context length."""
 
     mode: Mode = Mode.MASK
     """What happens to a matching rollout: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
@@ -105,7 +115,10 @@ class Overlong(Section):
     def find(self, rollout: RolloutTokens) -> int | None:
         """The last token before the first cut."""
         sample = first_true(rollout.truncated | rollout.overlong_prompt)
-        return None if sample is None else max(int(rollout.sample_offsets[sample + 1]) - 1, 0)
+        if sample is None and rollout.finish_reason != HIT_MAX_TOKENS:
+            return None
+        end = len(rollout.input_ids) if sample is None else int(rollout.sample_offsets[sample + 1])
+        return max(end - 1, 0)
 
 
 class Stale(Section):

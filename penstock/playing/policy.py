@@ -16,9 +16,17 @@ import xxhash
 
 from penstock.config.engine import RESERVED, Policy
 from penstock.engines.client import EngineClient, Request, Response
+from penstock.engines.continuation import (
+    MAX_CONTINUATIONS,
+    can_continue,
+    continued_prompt,
+    joined,
+    open_sample_of,
+    remaining,
+)
 from penstock.engines.dialects import Dialect, Prompt
 from penstock.engines.replicas import Replica
-from penstock.engines.response import RequestInfo, read_turn
+from penstock.engines.response import KEEP, RequestInfo, read_turn
 from penstock.engines.transport import SESSION_HEADER
 from penstock.environments.protocol import Completion
 from penstock.errors import BadRequest, ContextFull, InfrastructureFailure, NotFound, PolicyFailure, Upstream
@@ -27,7 +35,10 @@ from penstock.ids import engine_session
 from penstock.playing.turns import named_adapter, prompt_ids, rendered_message, turn_metadata
 from penstock.recording import Prepared, Session
 from penstock.renderers.protocol import Tools, begins_with
-from penstock.turn import Ids, Message, Turn, TurnMetadata
+from penstock.turn import Ids, Message, OpenSample, RouteFormat, SaidVersion, Turn, TurnMetadata
+
+Exchanged = Response[tuple[Turn, Message | None]]
+"""A response, read; without a message from token-in/token-out."""
 
 
 class RecordedPolicy:
@@ -55,6 +66,8 @@ class RecordedPolicy:
         """Time spent waiting for the engine."""
         self.failures = 0
         """Failed attempts that were retried."""
+        self.aborts = 0
+        """Answers that the engine aborted: continued, or asked for again."""
 
     async def chat(
         self,
@@ -104,15 +117,46 @@ class RecordedPolicy:
         routes_from = prepared.routes_from if begins_with(ids, prepared.history_ids) else 0
         return Prompt(messages=messages, tools=tools, ids=ids, routes_from=routes_from)
 
-    async def _send(
-        self, prepared: Prepared, prompt: Prompt, sampling: Mapping[str, Any]
-    ) -> Response[tuple[Turn, Message | None]]:
-        seed = {"seed": self._turn_seed()} if self._settings.seeded else {}
+    async def _send(self, prepared: Prepared, prompt: Prompt, sampling: Mapping[str, Any]) -> Exchanged:
+        """The engine's answer. An aborted one is continued if possible: the parts become one turn."""
+        continues = can_continue(prompt, sampling)
+        open_samples, route_format = prepared.open_samples, prepared.route_format
+        response = await self._exchange(prompt, self._seeded(sampling), open_samples, route_format, continues=continues)
+        continuations = 0
+        while (turn := response.value[0]).aborted:
+            self.aborts += 1
+            rest_sampling = remaining(sampling, len(turn.completion_ids))
+            if turn.truncated or rest_sampling is None:  # it has all the tokens that it may have
+                whole = replace(turn, aborted=False, finish_reason="length", message=None)
+                return replace(response, value=(whole, None))
+            continuations += 1
+            if continuations > MAX_CONTINUATIONS:
+                raise InfrastructureFailure(f"the engine aborted one completion {continuations} times: {KEEP}")
+            sample = open_sample_of(turn, open_samples)
+            rest = await self._exchange(
+                continued_prompt(prompt, turn, sample),
+                self._seeded(rest_sampling, continuation=continuations),
+                [sample],
+                turn.routes.format if turn.routes else route_format,
+                continues=True,
+            )
+            response = _joined(response, rest)
+        return response
+
+    async def _exchange(
+        self,
+        prompt: Prompt,
+        sampling: Mapping[str, Any],
+        open_samples: Sequence[OpenSample],
+        route_format: RouteFormat,
+        *,
+        continues: bool,
+    ) -> Exchanged:
         session = self._session.settings
         model, version = await named_adapter(self._dialect, self._client.replicas)
         request = Request(
             dialect=self._dialect,
-            body=self._dialect.request_body(prompt, {**sampling, **seed}, model=model),
+            body=self._dialect.request_body(prompt, sampling, model=model),
             version=version,
             headers={SESSION_HEADER: engine_session(session.rollout, session.attempt)},
         )
@@ -122,10 +166,9 @@ class RecordedPolicy:
             routes_from=prompt.routes_from,
             max_seq_len=self._settings.max_seq_len,
             fields=self._fields,
+            continues=continues,
         )
-        read = functools.partial(
-            read_turn, open_samples=prepared.open_samples, request=info, route_format=prepared.route_format
-        )
+        read = functools.partial(read_turn, open_samples=open_samples, request=info, route_format=route_format)
         started = time.monotonic()
         try:
             response = await self._client.send(
@@ -135,6 +178,7 @@ class RecordedPolicy:
             self.engine_s += time.monotonic() - started
         self._last_replica = response.replica
         self.failures += response.failures
+        self.aborts += response.aborts
         return response
 
     async def _with_rendered_message(self, prompt: Prompt, turn: Turn, message: Message | None) -> tuple[Turn, Message]:
@@ -153,9 +197,12 @@ class RecordedPolicy:
             )
         return fields
 
-    def _turn_seed(self) -> int:
-        """Depends on rollout and turn, not on the attempt."""
-        text = f"{self._session.settings.rollout}/{self._session.turns}"
+    def _seeded(self, sampling: Mapping[str, Any], *, continuation: int = 0) -> dict[str, Any]:
+        return {**sampling, "seed": self._turn_seed(continuation)} if self._settings.seeded else dict(sampling)
+
+    def _turn_seed(self, continuation: int) -> int:
+        """Depends on rollout and turn, not on the attempt. A continuation must not draw what its beginning drew."""
+        text = f"{self._session.settings.rollout}/{self._session.turns}{f'/{continuation}' if continuation else ''}"
         return xxhash.xxh3_64_intdigest(text.encode(), seed=self._seed & 0xFFFF_FFFF) & 0x7FFF_FFFF
 
 
@@ -170,6 +217,18 @@ def _classified_failures() -> Generator[None]:
         raise InfrastructureFailure(str(error)) from error
 
 
+def _joined(first: Exchanged, rest: Exchanged) -> Exchanged:
+    """Where the answers do not state the versions of their tokens, those of the parts are a range."""
+    turn, parts = joined(first.value[0], rest.value[0]), (first, rest)
+    stated = [part.value[0].version for part in parts if part.value[0].version is not None]
+    before = [part.version.version for part in parts]
+    return replace(
+        rest,
+        value=(replace(turn, version=max(before + stated)), None),
+        version=SaidVersion(min(before), exact=False),
+    )
+
+
 def _with_message(turn: Turn) -> tuple[Turn, Message | None]:
     """The turn and its message, checked as far as environments rely on it. Empty fields are removed: not every engine
     accepts them in the next request."""
@@ -177,7 +236,8 @@ def _with_message(turn: Turn) -> tuple[Turn, Message | None]:
         return turn, None
     decoded: Message = orjson.loads(turn.message)
     given = {name: value for name, value in decoded.items() if value}
-    message: Message = {"role": "assistant", "content": None, **given}
+    content = None if decoded.get("tool_calls") else ""
+    message: Message = {"role": "assistant", "content": content, **given}
     for call in message.get("tool_calls") or []:
         function = call.get("function")
         if not isinstance(function, dict) or not all(
@@ -187,9 +247,7 @@ def _with_message(turn: Turn) -> tuple[Turn, Message | None]:
     return turn, message
 
 
-def _metadata(
-    response: Response[tuple[Turn, Message | None]], sampling: Mapping[str, Any], *, agent: str, train: bool
-) -> TurnMetadata:
+def _metadata(response: Exchanged, sampling: Mapping[str, Any], *, agent: str, train: bool) -> TurnMetadata:
     turn, _ = response.value
     return turn_metadata(
         sampling,

@@ -101,7 +101,11 @@ async def _play_here(
         with error_boundary(StageError, f"environment {environment.name!r} left its rollout unfinished"):
             after = stage.client.replicas.after
             sealed = await session.seal(error=error or "", fields=fields, version_after=after)
-        metrics = {"engine_s": policy.engine_s, "engine_failures": float(policy.failures)}
+        metrics = {
+            "engine_s": policy.engine_s,
+            "engine_failures": float(policy.failures),
+            "engine_aborts": float(policy.aborts),
+        }
         return _result(environment, score, error, sealed, metrics)
 
 
@@ -246,6 +250,7 @@ def _result(
         tool_tokens=sum(sealed.sample_lengths) - sealed.prompt_tokens - sealed.completion_tokens,
         completion_tokens=sealed.completion_tokens,
         truncated=sealed.truncated,
+        hit_max_tokens=sealed.hit_max_tokens,
         agents=_bounded(sealed.agents),
         metrics=_rounded({**score.metrics, **metrics}),
     )

@@ -56,6 +56,10 @@ class TurnDelta:
     overlong_prompt: bool
     matches: int
     """Number of samples that the prompt begins with."""
+    unknown_logprobs: int = 0
+    """Completion tokens without a logprob: masked."""
+    routes_absent: bool = False
+    """Whether routed experts were requested and the response had none of the new rows."""
     broken_at: int | None
     """If the turn starts a sample: the position at which its prompt differs from the sample that its agent extended
     last."""
@@ -67,12 +71,16 @@ class TurnDelta:
     """If the response states several versions."""
     answered_at: float | None = None
     """As in `TurnMetadata`, until the version is settled."""
+    support_ids: Ids | None = None
+    """The tokens that each completion token was drawn from, one set after the other."""
+    support_lengths: Ids | None = None
 
     @property
     def nbytes(self) -> int:
-        mask = 0 if self.completion_mask is None else self.completion_mask.nbytes
-        fields = sum(array.nbytes for array in self.fields.values())
-        return self.prompt_ids.nbytes + self.completion_ids.nbytes + self.completion_logprobs.nbytes + mask + fields
+        optional = (self.completion_mask, self.support_ids, self.support_lengths)
+        arrays = [array for array in optional if array is not None] + list(self.fields.values())
+        arrays += [self.prompt_ids, self.completion_ids, self.completion_logprobs]
+        return sum(array.nbytes for array in arrays)
 
     @property
     def start(self) -> int:
@@ -152,7 +160,7 @@ class Samples:
             prompt_ids=turn.prompt_ids.copy(),  # a view would keep the whole array alive
             completion_ids=turn.completion_ids.copy(),
             completion_logprobs=turn.completion_logprobs.copy(),
-            completion_mask=_cut_mask(metadata.completion_mask, len(turn.completion_ids)),
+            completion_mask=_mask_of(turn, metadata.completion_mask),
             chunks=tuple(Chunk(sample=index, first=first, rows=len(rows)) for first, rows in runs),
             agent=metadata.agent,
             engine=metadata.engine,
@@ -163,8 +171,12 @@ class Samples:
             truncated=turn.truncated,
             overlong_prompt=turn.overlong_prompt,
             matches=turn.matches,
+            unknown_logprobs=turn.unknown_logprobs,
+            routes_absent=turn.routes_absent,
             broken_at=self._broken_at(turn, metadata.agent) if turn.extends is None else None,
             fields=turn.fields,
+            support_ids=turn.sampling_mask.ids.copy() if turn.sampling_mask else None,
+            support_lengths=turn.sampling_mask.lengths.copy() if turn.sampling_mask else None,
         )
         return delta, [rows for _, rows in runs]
 
@@ -218,10 +230,10 @@ class Samples:
 
     def metrics(self) -> dict[str, float]:
         """Counts of samples, turns and prefix breaks, where the first break is, and how many tokens are repeated as
-        context because of breaks. `missing_routes` counts tokens without a row, except a sample's last; it is omitted
-        if no rows were recorded."""
+        context because of breaks. `missing_routes` counts tokens without a row, except a sample's last, and
+        `absent_routes` the turns without any; both are omitted if no rows were requested or sent."""
         broken_at = [turn.broken_at for turn in self.turns if turn.broken_at is not None]
-        rows = sum(chunk.rows for chunk in self.chunks())
+        rows, absent = sum(chunk.rows for chunk in self.chunks()), sum(turn.routes_absent for turn in self.turns)
         expected = sum(max(sample.rows_until, sample.sequence.tokens - 1) for sample in self._samples)
         return {
             "samples": len(self._samples),
@@ -230,7 +242,8 @@ class Samples:
             **({"first_break_position": broken_at[0]} if broken_at else {}),
             "wasted_tokens": sum(broken_at),
             "ambiguous_turns": sum(turn.matches > 1 for turn in self.turns),
-            **({"missing_routes": expected - rows} if rows else {}),
+            "unknown_logprobs": sum(turn.unknown_logprobs for turn in self.turns),
+            **({"missing_routes": expected - rows, "absent_routes": absent} if rows or absent else {}),
         }
 
     def _broken_at(self, turn: Turn, agent: str) -> int | None:
@@ -259,10 +272,13 @@ def _versions(turn: Turn, metadata: TurnMetadata) -> dict[str, Any]:
     }
 
 
-def _cut_mask(mask: Mask | None, length: int) -> Mask | None:
-    if mask is not None and len(mask) < length:
-        raise Invariant(f"a completion mask of {len(mask)} entries for {length} tokens")
-    return None if mask is None else mask[:length].copy()
+def _mask_of(turn: Turn, wanted: Mask | None) -> Mask | None:
+    """The tokens to train on: those that the caller wants and that the response has everything for."""
+    length = len(turn.completion_ids)
+    if wanted is not None and len(wanted) < length:
+        raise Invariant(f"a completion mask of {len(wanted)} entries for {length} tokens")
+    masks = [mask[:length] for mask in (wanted, turn.completion_mask) if mask is not None]
+    return np.minimum.reduce(masks) if masks else None
 
 
 def _runs(routes: Routes, first: int, until: int) -> list[tuple[int, Rows]]:
@@ -298,6 +314,7 @@ def columns_of(
         logprobs[start:end] = turn.completion_logprobs
         if not error:
             loss_mask[start:end] = 1 if turn.completion_mask is None else turn.completion_mask
+    support_ids, support_offsets = _support(by_sample, offsets)
     return Columns(
         rollout=rollout,
         attempt=attempt,
@@ -316,7 +333,20 @@ def columns_of(
         token_fields=fields.by_token,
         sample_fields=fields.by_sample,
         conversation=np.frombuffer(conversation, np.uint8),
+        support_ids=support_ids,
+        support_offsets=support_offsets,
     )
+
+
+def _support(by_sample: Sequence[Sequence[TurnDelta]], offsets: Offsets) -> tuple[Ids | None, Offsets | None]:
+    """The sets that the tokens were drawn from, in the order of the tokens; context has empty ones."""
+    lengths, ids = np.zeros(offsets[-1], np.int64), list[Ids]()
+    for start, turns in zip(offsets, by_sample, strict=False):
+        for turn in turns:
+            if turn.support_ids is not None and turn.support_lengths is not None:
+                lengths[start + turn.start : start + turn.end] = turn.support_lengths
+                ids.append(turn.support_ids)
+    return (np.concatenate(ids), np.concatenate([[0], np.cumsum(lengths)])) if ids else (None, None)
 
 
 def routed_valid_of(samples: Samples) -> Mask:

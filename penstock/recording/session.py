@@ -23,7 +23,17 @@ from penstock.recording.turn_log import LogEntry
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_file_thread
 from penstock.store import BlobRef, Store
-from penstock.turn import ANY_FORMAT, Ids, Message, OpenSample, RouteFormat, SaidVersion, Turn, TurnMetadata
+from penstock.turn import (
+    ANY_FORMAT,
+    HIT_MAX_TOKENS,
+    Ids,
+    Message,
+    OpenSample,
+    RouteFormat,
+    SaidVersion,
+    Turn,
+    TurnMetadata,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +88,8 @@ class Sealed:
     version_last: int
     """The highest one."""
     truncated: bool
+    hit_max_tokens: bool = False
+    """Whether a limit of tokens ended the last turn."""
     metrics: Mapping[str, float]
     inexact_tokens: int = 0
     """Completion tokens whose version is a range, or was not said by the engine."""
@@ -293,6 +305,7 @@ class Session:
             version_first=min(turn.version_first for turn in turns),
             version_last=max(turn.version_last for turn in turns),
             truncated=any(turn.truncated for turn in turns),
+            hit_max_tokens=turns[-1].finish_reason == HIT_MAX_TOKENS,
             metrics=self._samples.metrics(),
             inexact_tokens=self._samples.inexact_tokens(),
             agents=self._samples.tokens_by_agent(),

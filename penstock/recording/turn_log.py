@@ -27,7 +27,14 @@ PREAMBLE = struct.Struct("<QQ")  # length and xxh3 of the body
 ALIGNMENT = 8  # bytes; frames are padded so that the arrays of a mapped log are aligned
 
 DELTA_KEY = "addition"  # name of the delta's fields on disk; fixed, or logs of earlier releases could not be recovered
-DELTA_ARRAYS = ("prompt_ids", "completion_ids", "completion_logprobs", "completion_mask")
+DELTA_ARRAYS = (
+    "prompt_ids",
+    "completion_ids",
+    "completion_logprobs",
+    "completion_mask",
+    "support_ids",
+    "support_lengths",
+)
 ARRAY_FIELDS = (*DELTA_ARRAYS, "chunks", "fields")
 DELTA_FIELDS = tuple(field.name for field in dataclass_fields(TurnDelta) if field.name not in ARRAY_FIELDS)
 TRAINER_FIELD = "field."  # prefix of the arrays that hold `TurnDelta.fields`

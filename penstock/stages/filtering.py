@@ -3,6 +3,7 @@
 import logging
 
 from penstock.config import RunConfig
+from penstock.config.engine import AbsentRoutes
 from penstock.errors import BlobCorrupt, BlobMissing
 from penstock.filters import RolloutTokens, Verdict, count_matches, judge, rollout_filters
 from penstock.messages import FilterResult, GroupInputs, RolloutResult
@@ -14,6 +15,7 @@ logger = logging.getLogger("penstock.filtering")
 
 def filter_group(store: Store, group: GroupInputs, config: RunConfig, *, retried: bool = False) -> FilterResult:
     filters = rollout_filters(config.filters, vocab_size=config.vocab_size)
+    drops_absent = config.engine.absent_routes is AbsentRoutes.DROP
     verdicts, dropped = dict[str, Verdict](), dict[str, str]()
     for member in group.members:
         if member.result.columns is None:
@@ -23,6 +25,8 @@ def filter_group(store: Store, group: GroupInputs, config: RunConfig, *, retried
         try:
             _make_durable(store, member.result, verify=retried)
             verdicts[member.rollout] = judge(_tokens(store, member.result, group.policy_version), filters)
+            if drops_absent and member.result.metrics.get("absent_routes"):
+                dropped[member.rollout] = "absent_routes"
         except (BlobMissing, BlobCorrupt) as error:
             logger.error("action=blob_corrupt rollout=%s %s", member.rollout, error)
             dropped[member.rollout] = "blob_corrupt"
@@ -56,4 +60,5 @@ def _tokens(store: Store, result: RolloutResult, policy_version: int) -> Rollout
         overlong_prompt=columns.overlong_prompt,
         version_first=result.version_first,
         version_now=policy_version,
+        finish_reason=columns.turns.last_finish_reason,
     )

@@ -65,6 +65,10 @@ class TurnTable:
     """top_p and other parameters, a JSON object"""
     words: Mapping[str, list[str]]
 
+    @property
+    def last_finish_reason(self) -> str:
+        return self.words["finish_reason"][self.finish_reason[-1]] if len(self.finish_reason) else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
@@ -95,6 +99,10 @@ class Columns:
     span_start: Array = field(default_factory=lambda: np.empty(0, np.int64))
     """where in T that version begins; it ends with the next entry of the turn, or with the turn"""
     span_version: Array = field(default_factory=lambda: np.empty(0, np.int32))
+    support_ids: Array | None = None
+    """with `engine.sampling_masks`: the tokens that each token was drawn from, see `support`"""
+    support_offsets: Array | None = None
+    """[T + 1]: their bounds in `support_ids`"""
 
     def __post_init__(self) -> None:
         tokens, samples, turns = self.input_ids.size, self.truncated.size, self.turns.sample.size
@@ -110,6 +118,16 @@ class Columns:
         offsets = self.sample_offsets
         if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 0).any():
             raise StageError(f"columns of rollout {self.rollout}: sample_offsets do not rise from 0 to {tokens}")
+
+        if self.support_ids is not None and self.support_offsets is not None:
+            _check("support_offsets", self.support_offsets, "i8", tokens + 1)
+            _check("support_ids", self.support_ids, "i4", int(self.support_offsets[-1]))
+
+    def support(self, token: int) -> Array:
+        """The tokens that a token was drawn from; empty for context, and without sampling masks."""
+        if self.support_ids is None or self.support_offsets is None:
+            return np.empty(0, np.int32)
+        return self.support_ids[slice(*self.support_offsets[token : token + 2])]
 
     def sample(self, index: int) -> slice:
         """Where a sample lies in T."""

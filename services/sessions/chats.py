@@ -15,7 +15,7 @@ from penstock.config import RunConfig
 from penstock.engines.dialects import Prompt, dialect_of
 from penstock.engines.response import RequestInfo, read_turn
 from penstock.engines.transport import ON_LOOP_BYTES, SESSION_HEADER, ByteBudget
-from penstock.errors import BadRequest, Invariant, PolicyFailure
+from penstock.errors import Aborted, BadRequest, Invariant, PolicyFailure
 from penstock.ids import engine_session
 from penstock.playing.turns import named_adapter, prompt_ids, rendered_message, turn_metadata
 from penstock.recording import Claim, Prepared, Session
@@ -35,6 +35,7 @@ T = TypeVar("T")
 CUT_ON_LOOP_BYTES = 1 << 21
 """Joining, cutting and decoding the new rows of a response of 1.3 MB takes 0.6 ms; in a thread, a chat of that size
 cost a fifth more CPU (302-314 instead of 245-273 chats/s)."""
+EXCERPT_BYTES = 64
 HEAD_CHUNKS = 2
 """of up to 256 KiB: a socket's first read may be short"""
 
@@ -45,6 +46,8 @@ class ChatCounts:
     recorded: int = 0
     refused_upstream: int = 0
     """the engine answered with a status other than 200"""
+    aborted: int = 0
+    """the engine aborted the completion: nothing was recorded, and the client got 503"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +109,12 @@ class Chats:
                 if response.status != 200:
                     self.counts.refused_upstream += 1
                     return forwarded(response)
-                read = await self._read(response, Exchange(chat=chat, prompt=prompt, prepared=prepared, sent=sent))
+                exchange = Exchange(chat=chat, prompt=prompt, prepared=prepared, sent=sent)
+                try:
+                    read = await self._read(response, exchange)
+                except Aborted:  # 503: the client's SDK sends the request again
+                    self.counts.aborted += 1
+                    raise
                 turn_info = turn_metadata(
                     chat.fields,
                     response.replica,
@@ -214,14 +222,25 @@ def _client_response(response: EngineResponse, read: ReadResponse, *, stream: bo
 
 
 def is_quick(chunks: list[bytes], experts_key: bytes) -> bool:
-    """Whether reading a response takes less time than a thread switch. The cost is in what precedes the routed experts,
-    all in the first chunks: base64 is cut out unread."""
+    """Whether reading a response takes less time than a thread switch. The cost is in the logprobs before or behind the
+    routed experts: base64 is cut out unread, and known prompt ids are hashed."""
     size = sum(map(len, chunks))
     if size <= ON_LOOP_BYTES:
         return True
     before = b"".join(chunks[:HEAD_CHUNKS])[:ON_LOOP_BYTES] if size <= CUT_ON_LOOP_BYTES else b""
     key = before.find(experts_key) if experts_key else -1
-    return key >= 0 and before[key + len(experts_key) :][:1] in (b'"', b"{")
+    quoted = key >= 0 and before[key + len(experts_key) :][:1] in (b'"', b"{")
+    return quoted and b'"' not in _excerpt(chunks, ON_LOOP_BYTES)
+
+
+def _excerpt(chunks: list[bytes], distance: int) -> bytes:
+    """A few bytes at a distance from the end. Within logprobs they have a quote, within base64 and ids none."""
+    for chunk in reversed(chunks):
+        if len(chunk) >= distance:
+            at = len(chunk) - distance
+            return chunk[at : at + EXCERPT_BYTES]
+        distance -= len(chunk)
+    return b""
 
 
 async def _by_size(size: int, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -31,6 +31,8 @@ class ResponseSpec:
     form: str = "object"
     versions: list[dict[str, Any]] | None = None
     """Of the weights, as SGLang and `generate` state them."""
+    named_by_id: bool = False
+    """Whether `generate` names the tokens of its logprobs by number, as vLLM does from 0.32 on."""
     content: str = 'Grüße, "Welt" \\ {"routed_experts":"x"}\n'
 
     def as_dict(self) -> dict[str, Any]:
@@ -94,9 +96,13 @@ def sglang_response(spec: ResponseSpec) -> dict[str, Any]:
 
 
 def generate_response(spec: ResponseSpec) -> dict[str, Any]:
+    content = _content(spec, [f"token_id:{token}" for token in spec.completion])
+    if spec.named_by_id:
+        numbered = zip(spec.completion, _logprobs(spec), strict=True)
+        content = [{"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []} for token, value in numbered]
     choice = {
         "index": 0,
-        "logprobs": {"content": _content(spec, [f"token_id:{token}" for token in spec.completion])},
+        "logprobs": {"content": content},
         "finish_reason": "length",
         "token_ids": spec.completion,
         "weight_versions": spec.versions,

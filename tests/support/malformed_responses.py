@@ -66,7 +66,6 @@ VLLM: list[tuple[str, str, Any, str]] = [
     ("no message", MESSAGE, Removed, "of message"),
     ("message null", MESSAGE, None, "of message"),
     ("message a string", MESSAGE, "hello", "of message"),
-    ("content null, no tool calls", f"{MESSAGE}.content", None, "neither content nor tool calls"),
     ("content missing, no tool calls", f"{MESSAGE}.content", Removed, "neither content nor tool calls"),
     ("content a number", f"{MESSAGE}.content", 5, "content"),
     ("tool calls an object", f"{MESSAGE}.tool_calls", {}, "tool_calls"),
@@ -176,7 +175,12 @@ SGLANG: list[tuple[str, str, Any, str]] = [
     ("weights that are not loaded", f"{META}.weight_version", "loading 8@r1", "not loaded completely"),
     ("spans a list of numbers", f"{META}.weight_versions", [7], "weight_versions"),
     ("a span that ends early", f"{META}.weight_versions", [{"version": "7", "start": 0, "end": 2}], "do not cover"),
-    ("experts bare, too short to divide", f"{META}.routed_experts", routed(ROWS[:5], "bare"), "not a whole number"),
+    (
+        "experts bare, too short to divide",
+        f"{META}.routed_experts",
+        routed(ROWS[:5], "bare"),
+        "80 bytes are not int32 rows",
+    ),
     ("experts bare, not base64", f"{META}.routed_experts", "?" * 128, "not base64"),
     ("experts bare, negative", f"{META}.routed_experts", routed(-ROWS.astype(np.int32), "bare"), "below 0"),
     ("message gone", MESSAGE, Removed, "of message"),
@@ -185,8 +189,13 @@ SGLANG: list[tuple[str, str, Any, str]] = [
 GENERATE: list[tuple[str, str, Any, str]] = [
     ("names other tokens", f"{LOGPROBS}.content.0.token", "token_id:22", "other tokens"),
     ("names tokens by text", f"{LOGPROBS}.content.0.token", " the", "other tokens"),
-    ("names no token", f"{LOGPROBS}.content.0.token", Removed, "token"),
-    ("token name null", f"{LOGPROBS}.content.0.token", None, "got `null`"),
+    ("names no token", f"{LOGPROBS}.content.0.token", Removed, "other tokens"),
+    ("token name null", f"{LOGPROBS}.content.0.token", None, "other tokens"),
+    ("token name a number", f"{LOGPROBS}.content.0.token", 21, "got `int`"),
+    ("token_id of another token", f"{LOGPROBS}.content.0.token_id", 22, "other tokens"),
+    ("token_id a bool", f"{LOGPROBS}.content.0.token_id", True, "got `bool`"),
+    ("token_id negative", f"{LOGPROBS}.content.0.token_id", -21, ">= 0"),
+    ("token_id of some tokens only", f"{LOGPROBS}.content.0.token_id", 21, "other tokens"),
     ("no token ids", IDS, Removed, "no token_ids"),
 ]
 

@@ -52,6 +52,7 @@ def reference_turn(turn: Turn) -> reference.ReferenceTurn:
         prompt=turn.prompt_ids.tolist(),
         completion=turn.completion_ids.tolist(),
         logprobs=turn.completion_logprobs.tolist(),
+        untrained=[] if turn.completion_mask is None else np.flatnonzero(turn.completion_mask == 0).tolist(),
         rows=rows,
         finish_reason=turn.finish_reason,
         version=turn.version,
@@ -91,8 +92,7 @@ def check_sequence_and_span(body: bytes, inputs: reference.ReadInputs, turn: Tur
     for_client = without_routes(body, turn)
     choice = json.loads(for_client)["choices"][0]
     assert choice.get("routed_experts") is None or (choice.get("meta_info") or {}).get("routed_experts") is None
-    if turn.routes_span is None:
-        assert for_client == body
-    else:
-        start, end = turn.routes_span
+    assert len(turn.routes_spans) <= 1
+    for start, end in turn.routes_spans:
         assert for_client == body[:start] + b"null" + body[end:]
+    assert turn.routes_spans or for_client == body

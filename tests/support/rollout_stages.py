@@ -11,6 +11,7 @@ from penstock.engines.dialects import dialect_of
 from penstock.environments.loading import LoadedEnvironment
 from penstock.fields import TrainerField
 from penstock.playing.rollout import Attempt, RolloutStage
+from penstock.renderers import PooledRenderer, RendererKey, RendererPools
 from support.engine_clients import assert_idle, quick_engine
 from support.stores import directory_store
 
@@ -20,8 +21,9 @@ async def stage_of(
     root: Path, *urls: str, policy: Policy | None = None, fields: tuple[TrainerField, ...] = (), **engine: Any
 ) -> AsyncIterator[RolloutStage]:
     async with EngineClient.open(quick_engine(*urls, **engine)) as client:
-        dialect = dialect_of(client.settings)
         settings = policy or Policy()
+        renderer = settings.renderer and RendererKey.of(settings.renderer, client.settings.model)
+        dialect = dialect_of(client.settings, renderer=renderer and PooledRenderer(RendererPools(), renderer))
         yield RolloutStage(
             client=client, store=directory_store(root), settings=settings, dialect=dialect, fields=fields
         )

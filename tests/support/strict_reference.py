@@ -14,6 +14,7 @@ from typing import Any, Never
 import numpy as np
 
 MAX_ID = 2**31 - 1
+NO_LOGPROB = -9999.0
 FLOAT32_MIN = -3.4028234663852886e38
 SIZES = {"uint8": 1, "uint16": 2, "uint32": 4, "int16": 2, "int32": 4, "int64": 8}
 NPY = re.compile(
@@ -49,6 +50,8 @@ class ReferenceTurn:
     prompt: list[int]
     completion: list[int]
     logprobs: list[float]
+    untrained: list[int]
+    """Completion tokens without a logprob."""
     rows: dict[int, list[list[int]]]
     """By token position; rows of zeros, where top-k is above 1, are left out."""
     finish_reason: str | None
@@ -81,7 +84,11 @@ def read(body: bytes, inputs: ReadInputs) -> ReferenceTurn:
     held, rows_from = ([], 0) if extends is None else inputs.open_samples[extends]
     tokens = len(prompt) + len(completion)
     limit = tokens if inputs.max_seq_len is None else inputs.max_seq_len
+    need(choice.get("finish_reason") != "abort" and ended(meta_info) != "abort", "aborted")
+    need(inputs.dialect != "vllm" or response.get("prompt_routed_experts") is None, "too old")
     payload = (meta_info if sglang else choice).get("routed_experts")
+    if sglang:
+        payload = extension(response) if payload is None else payload
     rows = {} if payload is None else routed(payload, tokens, rows_from, inputs)
     kept = max(0, limit - len(prompt))
     return ReferenceTurn(
@@ -90,7 +97,8 @@ def read(body: bytes, inputs: ReadInputs) -> ReferenceTurn:
         prefix_tokens=len(held),
         prompt=prompt[len(held) : limit],
         completion=completion[:kept],
-        logprobs=[float(np.float32(value)) for value in logprobs[:kept]],
+        logprobs=[float(np.float32(value)) if value > NO_LOGPROB else 0.0 for value in logprobs[:kept]],
+        untrained=[at for at, value in enumerate(logprobs[:kept]) if value <= NO_LOGPROB],
         rows={at: row for at, row in rows.items() if at < min(tokens, limit)},
         finish_reason=choice.get("finish_reason"),
         version=version(meta_info.get("weight_version")),
@@ -99,6 +107,14 @@ def read(body: bytes, inputs: ReadInputs) -> ReferenceTurn:
         truncated=tokens > limit,
         overlong_prompt=len(prompt) > limit,
     )
+
+
+def ended(meta_info: dict[str, Any]) -> Any:
+    return (meta_info.get("finish_reason") or {}).get("type")
+
+
+def extension(response: dict[str, Any]) -> Any:
+    return (response.get("sglext") or {}).get("routed_experts")
 
 
 def parsed(body: bytes) -> dict[str, Any]:
@@ -136,6 +152,8 @@ def check_shapes(choice: dict[str, Any], dialect: str) -> None:
 
 def check_meta_info(meta_info: dict[str, Any]) -> None:
     need(type(meta_info.get("completion_tokens")) in (int, type(None)), "completion_tokens")
+    reason = meta_info.get("finish_reason")
+    need(isinstance(reason, dict | None) and isinstance((reason or {}).get("type"), str | None), "finish_reason")
     if meta_info.get("weight_version") is not None:
         check_version(meta_info["weight_version"])
     check_spans(meta_info.get("weight_versions"))
@@ -159,7 +177,7 @@ def check_message(message: Any) -> None:
     calls = message.get("tool_calls")
     need(isinstance(message.get("content"), str | None), "content")
     need(calls is None or (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)), "calls")
-    need(message.get("content") is not None or bool(calls), "neither content nor calls")
+    need("content" in message or bool(calls), "neither content nor calls")
 
 
 def sglang_completion(meta_info: dict[str, Any]) -> tuple[list[int], list[float]]:
@@ -173,8 +191,13 @@ def completed(choice: dict[str, Any], dialect: str) -> tuple[list[int], list[flo
     tokens, named = ids(choice["token_ids"]), listed(choice["logprobs"], dialect)
     need(len(tokens) == len(named), "lengths")
     if dialect == "generate":
-        need(all(name == f"token_id:{token}" for token, (name, _) in zip(tokens, named, strict=True)), "names")
+        by_id = bool(named) and named[0][0].get("token_id") is not None
+        need(all(names(entry, token, by_id) for token, (entry, _) in zip(tokens, named, strict=True)), "names")
     return tokens, [value for _, value in named]
+
+
+def names(entry: dict[str, Any], token: int, by_id: bool) -> bool:
+    return entry.get("token_id") == token if by_id else entry.get("token") == f"token_id:{token}"
 
 
 def listed(logprobs: Any, dialect: str) -> list[tuple[Any, float]]:
@@ -182,8 +205,9 @@ def listed(logprobs: Any, dialect: str) -> list[tuple[Any, float]]:
     entries = logprobs["content"]
     need(all(isinstance(entry, dict) for entry in entries), "logprobs.content")
     if dialect == "generate":
-        need(all(isinstance(entry.get("token"), str) for entry in entries), "token")
-    return [(entry.get("token"), logprob(entry.get("logprob"))) for entry in entries]
+        need(all(isinstance(entry.get("token"), str | None) for entry in entries), "token")
+        ids([entry["token_id"] for entry in entries if entry.get("token_id") is not None])
+    return [(entry, logprob(entry.get("logprob"))) for entry in entries]
 
 
 def output_tokens(tokens: Any) -> list[tuple[float, int]]:
@@ -280,15 +304,15 @@ def npy_or_bare(text: str, tokens: int, inputs: ReadInputs) -> tuple[int, list[i
         need(match is not None, "header")
         assert match is not None
         return header_bytes, [int(n) for n in match.groups()[1:]], np.dtype(match[1].decode()).name
-    need(inputs.layers is not None and len(text) % 4 == 0, "bare")
+    need(inputs.layers is not None and inputs.topk is not None and len(text) % 4 == 0, "bare")
     assert inputs.layers is not None
+    assert inputs.topk is not None
     size = len(text) // 4 * 3 - text[-2:].count("=")
     for missing in (1, 0):
         for start in (inputs.routes_from, 0):
             rows = tokens - missing - start
-            topk = inputs.topk or (size // 4 // (rows * inputs.layers) if rows > 0 else 0)
-            if rows >= 0 and topk and rows * inputs.layers * topk * 4 == size:
-                return 0, [rows, inputs.layers, topk], "int32"
+            if rows >= 0 and rows * inputs.layers * inputs.topk * 4 == size:
+                return 0, [rows, inputs.layers, inputs.topk], "int32"
     raise Rejected("bare size")
 
 

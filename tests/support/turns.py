@@ -40,5 +40,4 @@ def turn_of_ids(
         message=None,
         truncated=tokens > limit,
         overlong_prompt=len(prompt_ids) > limit,
-        routes_span=None,
     )

@@ -11,9 +11,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
-from penstock.turn import Message
+from penstock.renderers import NextTurn
+from penstock.turn import Ids, Message
 from support.conversations import ROLES, rows_of
 from support.engine_responses import ResponseSpec, compact
 from support.waiting import HANG_S
@@ -168,6 +170,18 @@ def prompt_ids(messages: Sequence[Message]) -> list[int]:
 def content_ids(message: Message) -> list[int]:
     calls = message.get("tool_calls")
     return list(((message.get("content") or "") + (json.dumps(calls) if calls else "")).encode())
+
+
+class Bytes:
+    """A renderer with the tokens of the test server."""
+
+    async def prompt_ids(self, turn: NextTurn) -> Ids:
+        history = [turn.prompt_ids, turn.completion_ids]
+        new = turn.messages[-turn.appended :] if len(turn.prompt_ids) else turn.messages
+        return np.concatenate([*history, np.array(prompt_ids(new), np.int32)])
+
+    async def message(self, completion_ids: Ids, **_: Any) -> Message:
+        return {"content": bytes(completion_ids.tolist()).decode()}
 
 
 def answer(

@@ -26,6 +26,9 @@ LOGPROB_ROUNDING = 1e-3
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 Logprob = Annotated[float, msgspec.Meta(ge=float(np.finfo(np.float32).min), le=LOGPROB_ROUNDING)]
 ABSENT = msgspec.Raw(b"null")
+NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
+ABORT = "abort"
+"""The finish reason of both servers for a completion that they ended: a pause, an abort request, a shutdown."""
 CHAT_PATH = "/v1/chat/completions"
 CONTEXT_LIMIT = ("context length", "context_length", "maximum model length")
 """In the error messages of vLLM, SGLang and OpenAI."""
@@ -66,6 +69,10 @@ class ResponseFields:
     """A JSON list. If absent, the ids of the request are used."""
     routed_experts: msgspec.Raw = field(default_factory=lambda: ABSENT)
     """In any form that `penstock.engines.routed_experts` reads."""
+    routed_experts_copy: msgspec.Raw = field(default_factory=lambda: ABSENT)
+    """The same again, if the server sends it twice: not read, and not passed on to a session's client."""
+    sampling_mask: msgspec.Raw = field(default_factory=lambda: ABSENT)
+    """A JSON list of lists: for each completion token, the ids that it was drawn from."""
     message: bytes | None = None
     """The assistant's message as JSON; None from token-in/token-out, where the renderer makes it."""
     finish_reason: str | None = None
@@ -74,7 +81,7 @@ class ResponseFields:
     version_spans: tuple[VersionSpan, ...] = ()
     """The versions of all completion tokens, in order, if the response states them: they are then exact."""
     final: bool = True
-    """False if the server stopped the completion before its end: nothing is recorded, and the request is repeated."""
+    """False if the server aborted the completion: it is continued from its tokens, or the request is repeated."""
 
 
 @contextlib.contextmanager
@@ -109,6 +116,8 @@ class Dialect(ABC):
     """
     experts_key: ClassVar[bytes] = b""
     """Text directly before the routed experts in a response (`"routed_experts":`)."""
+    experts_copied: ClassVar[bool] = False
+    """Whether a response may have the routed experts twice behind `experts_key`."""
     checks_values: ClassVar[bool] = False
     """Whether `read` checks each id and logprob, by `TokenId` and `Logprob`. If not, they are checked after it."""
     context_limit: ClassVar[tuple[str, ...]] = CONTEXT_LIMIT
@@ -179,7 +188,10 @@ class ChatDialect(Dialect):
 
     def request_fields(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
         tools = {"tools": prompt.tools} if prompt.tools else {}
-        return {"messages": prompt.messages, **tools, **sampling, **self.required_fields(prompt)}
+        fields = {"messages": prompt.messages, **tools, **sampling, **self.required_fields(prompt)}
+        if fields.get("top_logprobs", 0) is None:  # an agent's null; vLLM to 0.28 then sends no logprobs
+            del fields["top_logprobs"]
+        return fields
 
     def chat_completion(self, body: bytes, turn: Turn) -> bytes:
         return without_routes(body, turn)
@@ -200,7 +212,7 @@ class AnyObject(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    content: str | None = None
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
     tool_calls: list[AnyObject] | None = None
 
 
@@ -216,10 +228,18 @@ def only_choice(choices: Sequence[Value]) -> Value:
     return choices[0]
 
 
-def read_completion(token_ids: msgspec.Raw, content: Sequence[TokenLogprob] | None) -> tuple[Ids, Logprobs]:
-    """A choice's `token_ids` and `logprobs.content`, as arrays of equal length."""
+def read_completion(
+    token_ids: msgspec.Raw, content: Sequence[TokenLogprob] | None, finish_reason: str | None = None
+) -> tuple[Ids, Logprobs]:
+    """A choice's `token_ids` and `logprobs.content`, as arrays of equal length. One that was aborted before its first
+    token may have neither."""
     if token_ids == ABSENT or content is None:
-        raise Upstream("the engine's response has no token_ids with logprobs; is engine.dialect right?")
+        if finish_reason == ABORT:
+            return NO_IDS, NO_LOGPROBS
+        raise Upstream(
+            "the engine's response has no token_ids with logprobs; is engine.dialect right? vLLM must be 0.22.0 or "
+            "newer"
+        )
     ids = read_ids(bytes(token_ids), "token_ids")
     if len(ids) != len(content):
         raise Upstream(f"the engine's response has {len(ids)} token_ids but {len(content)} logprobs")
@@ -227,9 +247,9 @@ def read_completion(token_ids: msgspec.Raw, content: Sequence[TokenLogprob] | No
 
 
 def read_message(raw: msgspec.Raw) -> bytes:
-    """The assistant's message as JSON."""
+    """The assistant's message as JSON. Null content is valid: a reasoning parser sends it while the thought goes on."""
     message = read_part(raw, MESSAGE, "message")
-    if message.content is None and not message.tool_calls:
+    if message.content is msgspec.UNSET and not message.tool_calls:
         raise Upstream("the engine's message has neither content nor tool calls")
     return bytes(raw)
 
@@ -261,8 +281,10 @@ def read_part(raw: bytes | memoryview | msgspec.Raw, decoder: msgspec.json.Decod
 
 def without_routes(body: bytes, turn: Turn) -> bytes:
     """The engine's body, byte for byte, with `null` in place of the routed experts."""
-    if turn.routes_span is None:
+    if not turn.routes_spans:
         return body
-    start, end = turn.routes_span
-    view = memoryview(body)
-    return b"".join([view[:start], b"null", view[end:]])
+    view, parts, done = memoryview(body), list[bytes | memoryview](), 0
+    for start, end in turn.routes_spans:
+        parts += [view[done:start], b"null"]
+        done = end
+    return b"".join([*parts, view[done:]])

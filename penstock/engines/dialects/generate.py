@@ -1,4 +1,7 @@
-"""Token-in/token-out: vLLM's `/inference/v1/generate`. The response has no message, and names tokens by their id."""
+"""Token-in/token-out: vLLM's `/inference/v1/generate`. The response has no message, and names tokens by their id.
+
+Each logprob names its token: from vLLM 0.32 on by `token_id`, before by `token`, the text `token_id:<id>`.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -6,10 +9,12 @@ from typing import Any, ClassVar
 import msgspec
 
 from penstock.engines.dialects.base import (
+    ABORT,
     ABSENT,
     Dialect,
     Prompt,
     ResponseFields,
+    TokenId,
     TokenLogprob,
     only_choice,
     read_completion,
@@ -21,8 +26,8 @@ from penstock.turn import Ids, ids_text
 
 
 class NamedLogprob(TokenLogprob, gc=False):
-    token: str
-    """`token_id:<id>`"""
+    token_id: TokenId | None = None
+    token: str | None = None
 
 
 class NamedLogprobs(msgspec.Struct):
@@ -33,6 +38,7 @@ class Choice(msgspec.Struct):
     logprobs: NamedLogprobs | None = None
     token_ids: msgspec.Raw = ABSENT
     routed_experts: msgspec.Raw = ABSENT
+    sampling_mask: msgspec.Raw = ABSENT
     finish_reason: str | None = None
     weight_versions: list[LabelSpan] | None = None
     """From vLLM 0.32 on."""
@@ -63,20 +69,28 @@ class Generate(Dialect):
         response = RESPONSE.decode(text)
         choice = only_choice(response.choices)
         content = choice.logprobs.content if choice.logprobs else None
-        ids, logprobs = read_completion(choice.token_ids, content)
+        ids, logprobs = read_completion(choice.token_ids, content, choice.finish_reason)
         check_names(content or (), ids)
         return ResponseFields(
             prompt_ids=response.prompt_token_ids,
             completion_ids=ids,
             completion_logprobs=logprobs,
             routed_experts=choice.routed_experts,
+            sampling_mask=choice.sampling_mask,
             finish_reason=choice.finish_reason,
             version_spans=read_spans(choice.weight_versions),
+            final=choice.finish_reason != ABORT,
         )
 
 
 def check_names(content: Sequence[NamedLogprob], ids: Ids) -> None:
     """`Upstream` if the logprobs name other tokens than `ids`."""
-    names = b"token_id:" + ids_text(ids).replace(b",", b",token_id:") if len(ids) else b""
-    if ",".join([token.token for token in content]).encode() != names:
+    if not content:
+        return
+    if content[0].token_id is not None:
+        agree = [token.token_id for token in content] == ids.tolist()
+    else:
+        names = b"token_id:" + ids_text(ids).replace(b",", b",token_id:")
+        agree = ",".join([token.token or "" for token in content]).encode() == names
+    if not agree:
         raise Upstream("the engine's response has logprobs of other tokens than its token_ids")

@@ -6,7 +6,10 @@ import msgspec
 import numpy as np
 
 from penstock.engines.dialects.base import (
+    ABORT,
     ABSENT,
+    NO_IDS,
+    NO_LOGPROBS,
     ChatDialect,
     Logprob,
     Prompt,
@@ -28,7 +31,12 @@ class OutputToken(msgspec.Struct, array_like=True, gc=False):
     token_id: TokenId
 
 
+class FinishReason(msgspec.Struct):
+    type: str | None = None
+
+
 class MetaInfo(msgspec.Struct):
+    finish_reason: FinishReason | None = None
     output_token_logprobs: list[OutputToken] | None = None
     completion_tokens: int | None = None
     weight_version: str | Version | None = None
@@ -36,6 +44,7 @@ class MetaInfo(msgspec.Struct):
     weight_versions: list[LabelSpan] | None = None
     """From 0.5.19 on."""
     routed_experts: msgspec.Raw = ABSENT
+    output_token_sampling_mask: msgspec.Raw = ABSENT
 
 
 NO_META_INFO = MetaInfo()
@@ -48,8 +57,17 @@ class Choice(msgspec.Struct):
     meta_info: MetaInfo | None = None
 
 
+class Extension(msgspec.Struct):
+    routed_experts: msgspec.Raw = ABSENT
+
+
+NO_EXTENSION = Extension()
+
+
 class ChatResponse(msgspec.Struct):
     choices: list[Choice]
+    sglext: Extension | None = None
+    """To 0.5.18 it repeats the routed experts of `meta_info`."""
 
 
 RESPONSE = msgspec.json.Decoder(ChatResponse)
@@ -59,6 +77,7 @@ class Sglang(ChatDialect):
     checks_values: ClassVar[bool] = True
     control: ClassVar[ControlCalls] = SglangCalls()
     takes_tokens: ClassVar[bool] = True
+    experts_copied: ClassVar[bool] = True
 
     def required_fields(self, prompt: Prompt) -> dict[str, Any]:
         fields: dict[str, Any] = {"logprobs": True, "return_meta_info": True, "return_prompt_token_ids": True}
@@ -66,28 +85,42 @@ class Sglang(ChatDialect):
             fields["input_ids"] = prompt.ids
         if self.settings.routed_experts:
             fields |= {"return_routed_experts": True, "routed_experts_start_len": prompt.routes_from}
+        if self.settings.sampling_masks:
+            fields["return_sampling_mask"] = True
         return fields
 
     def read(self, text: bytes) -> ResponseFields:
-        choice = only_choice(RESPONSE.decode(text).choices)
-        meta_info = choice.meta_info or NO_META_INFO
-        ids, logprobs = read_output_tokens(meta_info)
+        response = RESPONSE.decode(text)
+        choice = only_choice(response.choices)
+        meta_info, extension = choice.meta_info or NO_META_INFO, response.sglext or NO_EXTENSION
+        ended = meta_info.finish_reason.type if meta_info.finish_reason else None
+        aborted = ABORT in (choice.finish_reason, ended)
+        experts = [raw for raw in (meta_info.routed_experts, extension.routed_experts) if raw != ABSENT]
+        ids, logprobs = read_output_tokens(meta_info, aborted=aborted)
         return ResponseFields(
             prompt_ids=choice.prompt_token_ids,
             completion_ids=ids,
             completion_logprobs=logprobs,
-            routed_experts=meta_info.routed_experts,
+            routed_experts=experts[0] if experts else ABSENT,
+            routed_experts_copy=experts[1] if len(experts) > 1 else ABSENT,
+            sampling_mask=meta_info.output_token_sampling_mask,
             message=read_message(choice.message),
-            finish_reason=choice.finish_reason,
+            finish_reason=ABORT if aborted else choice.finish_reason,
+            final=not aborted,
             version=read_label(meta_info.weight_version),
             version_spans=read_spans(meta_info.weight_versions),
         )
 
 
-def read_output_tokens(meta_info: MetaInfo) -> tuple[Ids, Logprobs]:
+def read_output_tokens(meta_info: MetaInfo, *, aborted: bool = False) -> tuple[Ids, Logprobs]:
     tokens = meta_info.output_token_logprobs
+    if tokens is None and aborted:
+        return NO_IDS, NO_LOGPROBS
     if tokens is None:
-        raise Upstream("the engine's response has no meta_info.output_token_logprobs; is engine.dialect right?")
+        raise Upstream(
+            "the engine's response has no meta_info.output_token_logprobs; is engine.dialect right? SGLang must be "
+            "0.5.19 or newer"
+        )
     if meta_info.completion_tokens != len(tokens):
         raise Upstream(
             f"meta_info has {len(tokens)} output_token_logprobs but completion_tokens {meta_info.completion_tokens}"

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from penstock.engines.dialects.base import (
+    ABORT,
     ABSENT,
     ChatDialect,
     Prompt,
@@ -15,6 +16,7 @@ from penstock.engines.dialects.base import (
     read_message,
 )
 from penstock.engines.dialects.control_calls import ControlCalls, VllmCalls
+from penstock.errors import Upstream
 
 
 class Choice(msgspec.Struct):
@@ -28,8 +30,11 @@ class Choice(msgspec.Struct):
 class ChatResponse(msgspec.Struct):
     choices: list[Choice]
     prompt_token_ids: msgspec.Raw = ABSENT
+    prompt_routed_experts: msgspec.Raw = ABSENT
+    """In vLLM 0.21 only, which sends the prompt's rows here and those of the completion on the choice."""
 
 
+TOO_OLD = "the engine sends routed experts as vLLM 0.21 did; upgrade it to 0.22.0 or newer"
 RESPONSE = msgspec.json.Decoder(ChatResponse)
 
 
@@ -38,13 +43,17 @@ class Vllm(ChatDialect):
     control: ClassVar[ControlCalls] = VllmCalls()
 
     def required_fields(self, prompt: Prompt) -> dict[str, Any]:
-        """Routed experts have no field: vLLM sends them if started with `--enable-return-routed-experts`."""
-        return {"logprobs": True, "return_token_ids": True}
+        """Routed experts have no field: vLLM sends them if started with `--enable-return-routed-experts`. With a
+        reasoning parser and `include_reasoning: false`, ids and logprobs would be left out with the reasoning."""
+        return {"logprobs": True, "return_token_ids": True, "include_reasoning": True}
 
     def read(self, text: bytes) -> ResponseFields:
         response = RESPONSE.decode(text)
         choice = only_choice(response.choices)
-        ids, logprobs = read_completion(choice.token_ids, choice.logprobs.content if choice.logprobs else None)
+        if response.prompt_routed_experts != ABSENT:
+            raise Upstream(TOO_OLD)
+        content = choice.logprobs.content if choice.logprobs else None
+        ids, logprobs = read_completion(choice.token_ids, content, choice.finish_reason)
         return ResponseFields(
             prompt_ids=response.prompt_token_ids,
             completion_ids=ids,
@@ -52,4 +61,5 @@ class Vllm(ChatDialect):
             routed_experts=choice.routed_experts,
             message=read_message(choice.message),
             finish_reason=choice.finish_reason,
+            final=choice.finish_reason != ABORT,
         )

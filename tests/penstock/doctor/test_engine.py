@@ -115,7 +115,7 @@ def test_a_good_engine_has_no_problem() -> None:
     assert "version '3'" in findings["versions"].text
     assert examination.block().splitlines()[2:] == [
         'model = "policy"', 'dialect = "vllm"', 'logprobs_mode = "processed"', "routed_experts = true",
-        "hidden_layers = 3",
+        "hidden_layers = 3", "experts_per_token = 2",
     ]  # fmt: skip
     assert refused(engine(routed=True), routed_experts=True) is None
 

@@ -94,7 +94,7 @@ def twice_behind(body: bytes, key: bytes, last: bytes) -> bytes:
 @pytest.mark.parametrize("form", FORMS)
 def test_escaped_slashes_are_unescaped(form: str) -> None:
     body = spec(form=form, rows=ROWS if form in ("object", "npy") else ROWS.astype(np.int32)).body()
-    inputs = ReadInputs(open_samples=ONE_SAMPLE.open_samples, layers=2)
+    inputs = ReadInputs(open_samples=ONE_SAMPLE.open_samples, layers=2, topk=2)
     read(body, inputs)
     read(body.replace(b"/", b"\\/"), inputs)
 

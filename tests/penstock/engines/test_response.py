@@ -43,7 +43,15 @@ def exchanges(draw: st.DrawFn) -> tuple[ResponseSpec, ReadInputs]:
     if draw(st.booleans()):
         rows = drawn_rows(draw, tokens - start - draw(st.sampled_from([0, 1])), form)
         start = min(start, tokens - len(rows))
-    spec = ResponseSpec(prompt=prompt, completion=completion, rows=rows, start=start, dialect=dialect, form=form)
+    spec = ResponseSpec(
+        prompt=prompt,
+        completion=completion,
+        rows=rows,
+        start=start,
+        dialect=dialect,
+        form=form,
+        named_by_id=draw(st.booleans()),
+    )
     format_known = rows is not None and draw(st.booleans())
     inputs = ReadInputs(
         dialect=dialect,
@@ -52,7 +60,7 @@ def exchanges(draw: st.DrawFn) -> tuple[ResponseSpec, ReadInputs]:
         routes_from=requested_from,
         max_seq_len=draw(st.none() | st.integers(1, tokens + 1)),
         layers=rows.shape[1] if rows is not None and (form == "bare" or format_known) else None,
-        topk=rows.shape[2] if rows is not None and format_known else None,
+        topk=rows.shape[2] if rows is not None and (form == "bare" or format_known) else None,
         wire=rows.dtype.name if rows is not None and format_known else None,
         experts=draw(st.sampled_from([None, 6] if format_known else [None, 6, 300])),
     )
@@ -249,9 +257,8 @@ def test_without_routes_only_the_routed_experts_are_replaced(dialect: str, form:
     spec = ResponseSpec(prompt=[1, 2], completion=[3, 4], rows=ROWS[:3], dialect=dialect, form=form)
     request = request_info(dialect, prompt_ids=np.array([1, 2], np.int32))
     for body in (spec.body(), json.dumps(spec.as_dict(), indent=1).encode()):
-        turn = read_turn(body, request=request, route_format=RouteFormat(layers=3))
-        assert turn.routes_span is not None
-        start, end = turn.routes_span
+        turn = read_turn(body, request=request, route_format=RouteFormat(layers=3, topk=2))
+        ((start, end),) = turn.routes_spans
         assert without_routes(body, turn) == body[:start] + b"null" + body[end:]
         expected = spec.as_dict()
         holder = expected["choices"][0]["meta_info"] if dialect == "sglang" else expected["choices"][0]

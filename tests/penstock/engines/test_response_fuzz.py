@@ -52,13 +52,20 @@ def starts() -> list[Start]:
                 rows = None if form is None else rng.integers(0, 9, (TOKENS - 1, 2, 2)).astype(dtype)
                 collected.append(
                     Start(
-                        ResponseSpec(prompt=PROMPT, completion=COMPLETION, rows=rows, dialect=dialect, form=form or ""),
+                        ResponseSpec(
+                            prompt=PROMPT,
+                            completion=COMPLETION,
+                            rows=rows,
+                            dialect=dialect,
+                            form=form or "",
+                            named_by_id=format_known,
+                        ),
                         ReadInputs(
                             dialect=dialect,
                             open_samples=open_samples,
                             prompt=None if dialect == "vllm" else PROMPT,
                             layers=2 if form == "bare" or format_known else None,
-                            topk=2 if format_known else None,
+                            topk=2 if form == "bare" or format_known else None,
                             wire=str(dtype) if format_known else None,
                             experts=9 if rng.random() < 0.5 else None,
                         ),

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from support.malformed_responses import LAYERS, PROMPT, TABLE, Malformed, valid_response
+from support.malformed_responses import LAYERS, PROMPT, TABLE, TOPK, Malformed, valid_response
 from support.reference_comparison import agree, read_with
 from support.strict_reference import ReadInputs
 
@@ -16,6 +16,7 @@ def inputs(dialect: str, open_samples: list[tuple[list[int], int]] | None = None
         open_samples=open_samples or [],
         prompt=None if dialect == "vllm" else PROMPT,
         layers=LAYERS if dialect == "sglang" else None,
+        topk=TOPK if dialect == "sglang" else None,
     )
 
 

@@ -91,13 +91,14 @@ def test_an_expert_id_out_of_range_is_rejected(wire: str, experts: int | None, b
     )
 
 
-def test_top_k_of_a_bare_string_follows_from_its_length() -> None:
-    routes = read("bare", ROWS, wanted(31), RouteFormat(layers=3))
+def test_a_bare_string_has_the_configured_shape_or_is_refused() -> None:
+    routes = read("bare", ROWS, wanted(31), RouteFormat(layers=3, topk=5))
     assert routes is not None
-    assert routes.format.topk == 5
     assert routes.format.row_bytes == 3 * 5 * 4
-    with pytest.raises(Upstream, match="not a whole number"):
-        read("bare", ROWS, wanted(31), RouteFormat(layers=4))
+    with pytest.raises(Upstream, match="not int32 rows of 4 layers and 5 experts"):
+        read("bare", ROWS, wanted(31), RouteFormat(layers=4, topk=5))
+    with pytest.raises(Upstream, match=r"engine\.experts_per_token"):
+        read("bare", ROWS, wanted(31), RouteFormat(layers=3))
 
 
 def test_later_rows_must_have_the_format_of_the_first() -> None:

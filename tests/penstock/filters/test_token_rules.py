@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -149,6 +150,15 @@ def test_a_run_of_exactly_the_window_is_found_at_every_position(window: int) -> 
 @pytest.mark.parametrize("flags", [{"truncated": [0, 1]}, {"overlong_prompt": [0, 1]}], ids=str)
 def test_overlong_matches_at_the_last_token_before_the_cut(flags: Mapping[str, list[int]]) -> None:
     assert matched_tokens(rollout([-1.0] * 5, sample_offsets=[0, 2, 5], **flags), FilterSettings()) == {"overlong": 4}
+
+
+@pytest.mark.parametrize(
+    ("reason", "matched"),
+    [("length", {"overlong": 4}), ("repetition", {"repetition": 4}), ("stop", {}), ("tool_calls", {}), ("", {})],
+)
+def test_the_last_turns_finish_reason_decides_too(reason: str, matched: dict[str, int]) -> None:
+    tokens = dataclasses.replace(rollout([-1.0] * 5, sample_offsets=[0, 2, 5]), finish_reason=reason)
+    assert matched_tokens(tokens, FilterSettings()) == matched
 
 
 def test_stale_matches_at_the_first_sampled_token() -> None:

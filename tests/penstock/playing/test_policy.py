@@ -13,6 +13,7 @@ from support.engine_clients import assert_idle, quick_engine, run
 from support.engine_responses import compact
 from support.stores import directory_store
 from support.upstream import (
+    Bytes,
     ReceivedRequest,
     Response,
     answer,
@@ -31,22 +32,9 @@ from penstock.engines.sampling import warn_once
 from penstock.errors import BadRequest, Busy, ConfigError, InfrastructureFailure, PolicyFailure
 from penstock.playing.policy import RecordedPolicy
 from penstock.recording import Mode, Session, SessionSettings
-from penstock.renderers import NextTurn
 from penstock.store.columns import Columns, read_columns
 from penstock.store.experts import Experts
-from penstock.turn import Ids, Message
-
-
-class Bytes:
-    """A renderer with the tokens of the test server."""
-
-    async def prompt_ids(self, turn: NextTurn) -> Ids:
-        history = [turn.prompt_ids, turn.completion_ids]
-        new = turn.messages[-turn.appended :] if len(turn.prompt_ids) else turn.messages
-        return np.concatenate([*history, np.array(prompt_ids(new), np.int32)])
-
-    async def message(self, completion_ids: Ids, **_: Any) -> Message:
-        return {"content": bytes(completion_ids.tolist()).decode()}
+from penstock.turn import Message
 
 
 @contextlib.asynccontextmanager
@@ -287,6 +275,7 @@ def test_every_dialect_records_the_same_tokens_and_rows(tmp_path: Path, dialect:
     async def main() -> None:
         renderer = Bytes() if dialect == "generate" else None
         engine = {"dialect": dialect, "routed_experts": True, "hidden_layers": LAYERS, "moe_experts": 256}
+        engine |= {"experts_per_token": TOPK}
         with serving(responding(text, dialect=dialect, routed=True)) as server:
             async with recorded_policy(tmp_path, server.url, renderer=renderer, **engine) as (policy, session):
                 messages = await conversation(policy, 3)

@@ -116,7 +116,7 @@ def test_two_agents_interleaved_give_two_samples() -> None:
     assert [columns.turns.words["agent"][index] for index in columns.turns.agent] == ["a", "a", "b", "a"]
     assert recorder.samples.tokens_by_agent() == {"a": 3, "b": 1}
     assert recorder.samples.metrics() == {
-        "samples": 2, "turns": 4, "breaks": 0, "wasted_tokens": 0, "ambiguous_turns": 0
+        "samples": 2, "turns": 4, "breaks": 0, "wasted_tokens": 0, "ambiguous_turns": 0, "unknown_logprobs": 0
     }  # fmt: skip
 
 

@@ -108,6 +108,26 @@ def test_a_response_without_choices_is_502(agent: Agent, script: Script) -> None
     agent.assert_usable()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_aborted_answer_is_503_and_not_recorded(agent: Agent, script: Script, stream: bool) -> None:
+    """An SDK repeats the request after a 503. A finished answer would be taken for the policy's."""
+
+    def abort(request: Any) -> Response:
+        body = json.loads(script.body(request))
+        body["choices"][0]["finish_reason"] = "abort"
+        return Response(body=json.dumps(body).encode())
+
+    script.responses["abort"] = abort
+    before = agent.server.status()["chats"]["aborted"]
+    response = agent.chat("abort", stream=stream)
+    assert response.status == 503
+    assert "the engine aborted the completion" in response.error
+    assert "mode=keep" in response.error
+    assert agent.turns() == 0
+    assert agent.server.status()["chats"]["aborted"] == before + 1
+    agent.assert_usable()
+
+
 def test_rows_of_another_shape_are_502(agent: Agent, script: Script) -> None:
     agent.talk("hello")
 

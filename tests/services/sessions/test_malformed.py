@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from support.malformed_responses import LAYERS, PROMPT, TABLE, Malformed
+from support.malformed_responses import LAYERS, PROMPT, TABLE, TOPK, Malformed
 from support.session_process import Script, SessionsProcess, running, scripted
 from support.upstream import Response
 
@@ -18,6 +18,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     directory = tmp_path_factory.mktemp("sessions")
     with scripted() as vllm, scripted("sglang") as sglang:
         settings = {"engine__dialect": "sglang", "engine__hidden_layers": str(LAYERS)}
+        settings |= {"engine__experts_per_token": str(TOPK), "engine__absent_routes": "mask"}
         with (
             running(directory, vllm.server.url) as one,
             running(directory, sglang.server.url, "--engine-routed-experts", store="other", **settings) as other,

@@ -23,6 +23,7 @@ from services.engine.settings import ExpertShape
 
 SHAPE = ExpertShape(layers=3, topk=2, experts=16)
 SETTINGS = {"engine__dialect": "sglang", "engine__hidden_layers": "3", "engine__moe_experts": "16"}
+SETTINGS |= {"engine__experts_per_token": "2"}
 
 
 def test_an_engine_of_tokens_only_serves_sessions(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_renderer_that_cannot_be_used_is_refused(tmp_path: Path, renderer: str
 
 def test_a_tokenizer_directory_renders_appended_messages_only(script: Script, tmp_path: Path) -> None:
     directory = tokenizer_dir(tmp_path / "tokenizer")
-    settings = {"engine__dialect": "sglang", "engine__hidden_layers": "2"}
+    settings = {"engine__dialect": "sglang", "engine__hidden_layers": "3", "engine__experts_per_token": "2"}
     script.dialect = "sglang"
     with running(tmp_path, script.server.url, "--policy-renderer", str(directory), **settings) as server:
         agent = server.agent()
