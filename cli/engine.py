@@ -27,7 +27,16 @@ def engine(
     topk: Annotated[int, Option(help="Experts per token and layer.")] = 8,
     experts: Annotated[int, Option(help="Experts per layer.")] = 128,
     form: Annotated[Form | None, Option(help="Encoding of routed experts. Default: that of the dialect.")] = None,
-    failures: Annotated[str, Option(help="Shares of failing requests: error=S,malformed=S,hang=S,disconnect=S.")] = "",
+    release: Annotated[
+        str | None, Option(help="Release whose responses are imitated. Default: vLLM 0.32, SGLang 0.5.19.")
+    ] = None,
+    failures: Annotated[
+        str,
+        Option(
+            help="Shares of failing requests (error=S,malformed=S,hang=S,disconnect=S) and of odd answers "
+            "(abort=S,thought=S,sentinel=S,no_experts=S)."
+        ),
+    ] = "",
     max_model_len: Annotated[int, Option(min=1, help="Largest number of tokens of prompt and completion.")] = 131_072,
     dev_mode: Annotated[bool, Option(help="Serve the control endpoints, as with VLLM_SERVER_DEV_MODE=1.")] = True,
 ) -> None:
@@ -56,5 +65,6 @@ def engine(
             failures=settings.FailureRates.parse(failures),
             max_model_len=max_model_len,
             dev_mode=dev_mode,
+            older=settings.is_older(settings.Dialect(dialect), release) if release else False,
         )
     )

@@ -1,5 +1,8 @@
 """Generated tokens: a pure function of the prompt's tokens, the request's seed, the weights' version and the engine's
-settings."""
+settings.
+
+A prompt that ends in the middle of an answer is continued: an answer in parts has the same tokens as one in a piece.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +26,10 @@ LOGPROB_LEVELS = [-float(f"{level:.6f}") for level in np.geomspace(1e-4, 8, 32)]
 """Few distinct logprobs, so that every token's JSON can be prepared."""
 
 
+OPENING = bytes_chatml.encode([])
+"""The end of a prompt: an opened message of the assistant."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     id: str
@@ -34,10 +41,17 @@ class Generation:
     latency_s: float
     filler: int = 0
     """first tokens that are filler: they depend on the weights"""
+    reasoning: str | None = None
+    unknown_logprobs: int = 0
+    """last tokens whose logprob is sent as -9999.0"""
 
     @property
     def cut(self) -> bool:
         return self.finish_reason == "length"
+
+    @property
+    def aborted(self) -> bool:
+        return self.finish_reason == "abort"
 
     @property
     def ended_early(self) -> bool:
@@ -52,13 +66,29 @@ class Generation:
         for version, start, end in versions:
             filler = slice(start, min(end, self.filler))
             ids[filler] = shifted(ids[filler], version)
-        return replace(self, completion_ids=ids, message=bytes_chatml.decode_completion(ids))
+        message = bytes_chatml.decode_completion(ids)
+        if self.reasoning is not None:
+            return replace(self, completion_ids=ids, reasoning=message["content"])
+        return replace(self, completion_ids=ids, message=message)
 
     def stopped_at(self, tokens: int) -> "Generation":
         """Aborted after some tokens."""
+        return replace(self._first(tokens), finish_reason="abort")
+
+    def thinking(self) -> "Generation":
+        """The first half, as a thought that `max_tokens` cut off: a reasoning parser finds no content in it."""
+        half = self._first(max(1, len(self.completion_ids) // 2))
+        message: Message = {"role": "assistant", "content": None}
+        return replace(half, reasoning=half.message["content"], message=message, finish_reason="length")
+
+    def without_last_logprob(self) -> "Generation":
+        return replace(self, unknown_logprobs=1)
+
+    def _first(self, tokens: int) -> "Generation":
         ids = self.completion_ids[:tokens]
-        message = bytes_chatml.decode_completion(ids)
-        return replace(self, completion_ids=ids, levels=self.levels[:tokens], message=message, finish_reason="abort")
+        return replace(
+            self, completion_ids=ids, levels=self.levels[:tokens], message=bytes_chatml.decode_completion(ids)
+        )
 
 
 def shifted(ids: Ids, version: int) -> Ids:
@@ -67,10 +97,19 @@ def shifted(ids: Ids, version: int) -> Ids:
     return np.where(letters, (ids - ord("a") + version) % 26 + ord("a"), ids).astype(np.int32)
 
 
+def answer_from(prompt_ids: Ids) -> int:
+    """Where the answer begins that the prompt has opened; its end if the prompt is not ChatML."""
+    starts = np.flatnonzero(prompt_ids == bytes_chatml.MESSAGE_START)
+    opened = int(starts[-1]) + len(OPENING) if len(starts) else len(prompt_ids)
+    is_open = np.array_equal(prompt_ids[opened - len(OPENING) : opened], OPENING)
+    return opened if is_open and bytes_chatml.MESSAGE_END not in prompt_ids[opened:] else len(prompt_ids)
+
+
 def draws_of(request: CompletionRequest, settings: EngineSettings, session: bytes) -> Draws:
     """A request without a seed is seeded by its session, so that rollouts of one example differ."""
     seed = session if request.seed is None else b"seed %d" % request.seed
-    return Draws(request.prompt_ids.tobytes(), seed, b"%d" % settings.seed)
+    prompt_ids = request.prompt_ids[: answer_from(request.prompt_ids)]
+    return Draws(prompt_ids.tobytes(), seed, b"%d" % settings.seed)
 
 
 def generate(request: CompletionRequest, draws: Draws, settings: EngineSettings) -> Generation:
@@ -82,20 +121,24 @@ def generate(request: CompletionRequest, draws: Draws, settings: EngineSettings)
         text=""
     )
     answer_ids = bytes_chatml.encode_completion({"content": answer.text, "tool_calls": answer.calls})
-    length = max(round(settings.completion_tokens.at(draws.uniform("length"))), len(answer_ids))
-    limit = min(room, request.max_tokens or room)
+    begun = request.prompt_ids[answer_from(request.prompt_ids) :]
+    length = round(settings.completion_tokens.at(draws.uniform("length")))
+    length = max(length, len(answer_ids), len(begun) + 1)  # another seed may have begun a longer answer
+    limit = len(begun) + min(room, request.max_tokens or room)
     place = draws.integer("thoughts", 0, len(FILLER) - 1)
     filler = np.resize(FILLER[place:], min(limit, length - len(answer_ids)))
-    ids = np.concatenate([filler, answer_ids])[:limit]
+    whole = np.concatenate([filler, answer_ids])[:limit]
+    levels = _levels(len(whole), draws)
+    ids, levels = whole[len(begun) :], levels[len(begun) :]
     message = bytes_chatml.decode_completion(ids)
     return Generation(
         id=f"{draws.seed:016x}",
         completion_ids=ids,
-        levels=_levels(len(ids), draws),
+        levels=levels,
         message=message,
         finish_reason="length" if length > limit else "tool_calls" if message.get("tool_calls") else "stop",
         latency_s=settings.latency_s.at(draws.uniform("latency")),
-        filler=len(filler),
+        filler=max(0, len(filler) - len(begun)),
     )
 
 

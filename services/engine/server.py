@@ -82,8 +82,10 @@ class Engine:
         session, retry = _header(request, SESSION_HEADER), _header(request, RETRY_HEADER) or b"0"
         draws = draws_of(completion, self._settings, session)
         generation = generate(completion, draws, self._settings)
-        # The retry count is part of the draw, so a retry may succeed.
-        failure = failure_of(Draws(b"%d" % draws.seed, session, retry), self._settings.failures)
+        # The retry count and the prompt's length are part of the draw, so a retry or a continuation may succeed.
+        chance = Draws(b"%d" % draws.seed, session, retry, b"%d" % len(completion.prompt_ids))
+        failure = failure_of(chance, self._settings.failures)
+        generation = altered(generation, failure, chance)
         if failure is Failure.HANG:
             await asyncio.Event().wait()  # until the client disconnects
         flight = await self._weights.begin(completion.request_id or generation.id, completion.model)
@@ -100,7 +102,8 @@ class Engine:
                 generation=generation,
                 model=completion.model or MODEL,
                 spans=spans,
-                experts=self._experts,
+                experts=None if failure is Failure.NO_EXPERTS or generation.aborted else self._experts,
+                older=self._settings.older,
             )
         )
         if failure is Failure.MALFORMED:
@@ -125,6 +128,22 @@ class Failure(StrEnum):
     MALFORMED = "malformed"
     HANG = "hang"
     DISCONNECT = "disconnect"
+    ABORT = "abort"
+    THOUGHT = "thought"
+    SENTINEL = "sentinel"
+    NO_EXPERTS = "no_experts"
+
+
+def altered(generation: Generation, failure: Failure | None, chance: Draws) -> Generation:
+    match failure:
+        case Failure.ABORT:
+            return generation.stopped_at(chance.integer("aborted", 0, max(0, len(generation.completion_ids) - 1)))
+        case Failure.THOUGHT:
+            return generation.thinking()
+        case Failure.SENTINEL:
+            return generation.without_last_logprob()
+        case _:
+            return generation
 
 
 def failure_of(draws: Draws, rates: FailureRates) -> Failure | None:

@@ -1,6 +1,7 @@
 """Settings of the engine, as the command line gives them."""
 
-from dataclasses import dataclass, fields
+import re
+from dataclasses import astuple, dataclass, fields
 from enum import StrEnum
 
 from penstock.errors import ConfigError
@@ -30,7 +31,7 @@ class ExpertShape:
     topk: int
     experts: int
     form: ExpertForm | None = None
-    """None: stock vLLM's chat sends `npy`, SGLang's `bare`, `/inference/v1/generate` `object`"""
+    """None: vLLM sends `npy`, SGLang `bare`; prime-rl's fork of vLLM sends `object`"""
 
     def __post_init__(self) -> None:
         if self.layers < 0 or self.topk < 1 or not 2 <= self.experts <= 65536:
@@ -39,7 +40,7 @@ class ExpertShape:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRates:
-    """Share of requests that fail, by kind of failure."""
+    """Share of requests that fail or are answered oddly, by kind."""
 
     error: float = 0.0
     """answered with status 500"""
@@ -49,9 +50,17 @@ class FailureRates:
     """never answered"""
     disconnect: float = 0.0
     """the connection closes in the middle of the body"""
+    abort: float = 0.0
+    """status 200 with finish reason `abort`, and the first tokens or none"""
+    thought: float = 0.0
+    """cut off while it thinks: a reasoning parser finds no content"""
+    sentinel: float = 0.0
+    """the last token has no logprob: it is sent as -9999.0"""
+    no_experts: float = 0.0
+    """sent without routed experts"""
 
     def __post_init__(self) -> None:
-        rates = (self.error, self.malformed, self.hang, self.disconnect)
+        rates = astuple(self)
         if not all(rate >= 0 for rate in rates) or sum(rates) > 1:
             raise ConfigError(f"--failures: rates must not be negative, nor more than 1 together; they are {rates}")
 
@@ -64,6 +73,19 @@ class FailureRates:
         except (TypeError, ValueError):
             names = ", ".join(field.name for field in fields(cls))
             raise ConfigError(f"--failures: cannot read {text!r}: write NAME=SHARE,... with {names}") from None
+
+
+NEWEST = {Dialect.VLLM: "0.32", Dialect.SGLANG: "0.5.19"}
+"""The releases whose responses are imitated. Before them, vLLM's `generate` names the tokens of its logprobs by text,
+and SGLang sends routed experts twice."""
+
+
+def is_older(dialect: Dialect, release: str) -> bool:
+    """Whether a release of the dialect's server is older than NEWEST. ConfigError if it is not a number."""
+    if not re.fullmatch(r"\d+(\.\d+)*", release):
+        raise ConfigError(f"--release: {release!r} is not a release: write for example {NEWEST[dialect]}")
+    parts, newest = ([int(part) for part in text.split(".")] for text in (release, NEWEST[dialect]))
+    return parts < newest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,3 +106,5 @@ class EngineSettings:
     max_model_len: int
     dev_mode: bool = True
     """whether there are control endpoints: vLLM has them with VLLM_SERVER_DEV_MODE=1"""
+    older: bool = False
+    """responses as the server wrote them before its newest release, see NEWEST"""

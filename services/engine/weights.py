@@ -139,7 +139,8 @@ class Weights:
 
     def abort(self, request_ids: list[str] | None) -> int:
         """All requests, if None."""
-        ended = [flight for flight in self.flights if request_ids is None or flight.request_id in request_ids]
+        flights = [flight for flight in self.flights if not flight.aborted]
+        ended = [flight for flight in flights if request_ids is None or flight.request_id in request_ids]
         for flight in ended:
             flight.aborted = True
             flight.released.set()

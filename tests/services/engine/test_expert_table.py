@@ -24,7 +24,7 @@ def read(table: ExpertTable, form: ExpertForm, tokens: np.ndarray, first: int) -
     text = b"".join(table.encoded(form, tokens, first))
     json.loads(text)
     shape = table.shape
-    known = RouteFormat(layers=shape.layers, experts=shape.experts, check=CheckRoutes.ALL)
+    known = RouteFormat(layers=shape.layers, topk=shape.topk, experts=shape.experts, check=CheckRoutes.ALL)
     wanted = Wanted(tokens=len(tokens), first=first, until=len(tokens), requested_from=first)
     if form is ExpertForm.LISTS:
         return read_lists(text, wanted, known)

@@ -19,7 +19,7 @@ from services.engine.settings import ExpertShape
 Engines = dict[tuple[str, str], EngineProcess]
 
 TABLE = ExpertTable(ExpertShape(layers=3, topk=2, experts=16))
-FORMAT = RouteFormat(layers=3, experts=16, check=CheckRoutes.ALL)
+FORMAT = RouteFormat(layers=3, topk=2, experts=16, check=CheckRoutes.ALL)
 QUESTION = "What is 12 + 3 * 4 - 5? Think it through, then end with a line `Answer: N`, where N is a whole number."
 GAME = "The boxes A, B each hold a whole number from 1 to 100. Find every number. You have 8 turns."
 START_FIELD = {"vllm": "routed_experts_prompt_start", "sglang": "routed_experts_start_len"}
@@ -121,7 +121,7 @@ def test_every_turn_of_a_game_extends_the_previous_one(engines: Engines, dialect
         sequence = np.concatenate([sequence, turn.prompt_ids, turn.completion_ids])
         turns.append(turn)
         message = json.loads(turn.message or b"")
-        messages += [message, *(tool_answer(call, hidden) for call in message["tool_calls"] or [])]
+        messages += [message, *(tool_answer(call, hidden) for call in message.get("tool_calls") or [])]
     assert len(turns) > 2
     assert content(turns[-1]).endswith("DONE")
     assert np.array_equal(np.concatenate(rows), TABLE.rows(sequence))
@@ -167,8 +167,15 @@ def test_fields_that_were_not_requested_are_not_sent(engines: Engines) -> None:
 
 VLLM_FIELDS = (
     "id object created model choices service_tier system_fingerprint usage prompt_logprobs prompt_token_ids "
-    "kv_transfer_params / index message logprobs finish_reason stop_reason token_ids routed_experts / "
-    "role content refusal annotations audio function_call tool_calls reasoning / token logprob bytes top_logprobs"
+    "prompt_text kv_transfer_params ec_transfer_params metrics / "
+    "index message logprobs finish_reason stop_reason token_ids routed_experts / "
+    "role content refusal annotations audio function_call reasoning / token logprob bytes top_logprobs"
+)
+GENERATE_FIELDS = (
+    "request_id model created usage prompt_logprobs prompt_token_id_logprobs prompt_token_ids mm_placeholders metrics "
+    "kv_transfer_params ec_transfer_params output_mode choices / "
+    "index finish_reason stop_reason token_ids routed_experts sampling_mask weight_versions logprobs / "
+    "token_id logprob rank top_logprobs"
 )
 SGLANG_FIELDS = (
     "id object created model choices usage metadata / "
@@ -179,12 +186,17 @@ SGLANG_FIELDS = (
 )
 
 
-@pytest.mark.parametrize(("dialect", "fields"), [("vllm", VLLM_FIELDS), ("sglang", SGLANG_FIELDS)])
+@pytest.mark.parametrize(
+    ("dialect", "fields"), [("vllm", VLLM_FIELDS), ("sglang", SGLANG_FIELDS), ("generate", GENERATE_FIELDS)]
+)
 def test_fields_and_their_order_match_the_real_engine(engines: Engines, dialect: str, fields: str) -> None:
-    body = engines[dialect, "npy"].answer(CHAT, {"messages": [user("hi")], **RECORDED_FIELDS[dialect]})
+    if dialect == "generate":
+        body = engines["vllm", "npy"].answer(GENERATE, generate_request(bytes_chatml.encode([user("hi")])))
+    else:
+        body = engines[dialect, "npy"].answer(CHAT, {"messages": [user("hi")], **RECORDED_FIELDS[dialect]})
     response = json.loads(body)
     choice = response["choices"][0]
-    objects = [response, choice, choice["message"], choice["logprobs"]["content"][0], choice.get("meta_info")]
+    objects = [response, choice, choice.get("message"), choice["logprobs"]["content"][0], choice.get("meta_info")]
     assert " / ".join(" ".join(each) for each in objects if each) == fields
     assert body == json.dumps(response, separators=(",", ":"), ensure_ascii=False).encode(), "compact, as they print it"
 
