@@ -63,6 +63,9 @@ class Generate(Dialect):
 
     def request_fields(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
         routes = {"routed_experts_prompt_start": prompt.routes_from} if self.settings.routed_experts else {}
+        sampling = dict(sampling)
+        if (limit := sampling.pop("max_completion_tokens", None)) is not None:  # OpenAI's name, which vLLM ignores here
+            sampling["max_tokens"] = limit
         return {"token_ids": prompt.ids, "sampling_params": {**sampling, "logprobs": 1, **routes}}
 
     def read(self, text: bytes) -> ResponseFields:

@@ -146,6 +146,12 @@ def test_ids_and_logprobs_cannot_be_switched_off() -> None:
     assert orjson.loads(dialect.request_body(Prompt(messages=[]), {"top_logprobs": 5}))["top_logprobs"] == 5
 
 
+def test_generate_gets_an_agents_limit_under_the_name_that_it_reads() -> None:
+    prompt = Prompt(messages=[], ids=np.array(PROMPT, np.int32))
+    sent = orjson.loads(info("generate").dialect.request_body(prompt, {"max_completion_tokens": 5, "temperature": 1.0}))
+    assert sent["sampling_params"] == {"temperature": 1.0, "max_tokens": 5, "logprobs": 1}
+
+
 def test_rows_of_six_layers_and_two_experts_are_never_read_as_four_and_three() -> None:
     rows = np.arange(1, 1 + 5 * 12, dtype=np.int32).reshape(5, 6, 2)
     body = compact(sglang_chat(rows=rows))
