@@ -29,7 +29,6 @@ def engine(
     routed: bool = False,
     refuses_tools: bool = False,
     forgets: bool = False,
-    version: str | None = "3",
 ) -> Respond:
     """A server whose completion is a letter. `forgets`: its template drops the first message of longer chats."""
 
@@ -40,8 +39,6 @@ def engine(
                 return page({"object": "list", "data": [served]})
             case "/version":
                 return page({"version": "0.32.0"})
-            case "/weight_info" if version:
-                return page({"weight_version": version})
             case "/v1/chat/completions":
                 return chat(request)
             case _:
@@ -73,9 +70,10 @@ def page(content: Any, status: int = 200) -> Response:
     return Response(body=json.dumps(content, separators=(",", ":")).encode(), status=status)
 
 
-def examined(respond: Respond, **settings: Any) -> tuple[dict[str, Finding], Examination]:
+def examined(respond: Respond, *, weights: str | None = "3", **settings: Any) -> tuple[dict[str, Finding], Examination]:
     findings: dict[str, Finding] = {}
     with serving(respond) as server:
+        server.weights = weights
         examination = Examination(RunConfig(engine=quick_engine(server.url, **settings)))
 
         async def main() -> None:
@@ -156,7 +154,7 @@ def test_a_template_that_rewrites_history_is_noted() -> None:
 
 
 def test_a_server_that_does_not_state_its_version_is_noted() -> None:
-    findings, _ = examined(engine(version=None))
+    findings, _ = examined(engine(), weights=None)
     assert findings["versions"].level is Level.NOTE
 
 
