@@ -33,14 +33,14 @@ Progress = Callable[[int, int], None]
 
 
 class Scope(StrEnum):
-    """What is read beside the whole ledger. Steps are new if no orchestrator has audited them at its end."""
+    """What is read. Steps are new if no orchestrator has audited them at its end."""
 
     FULL = "full"
-    """every manifest and every file"""
+    """every rollout, every manifest and every file"""
     NEW_FILES = "new files"
-    """every manifest, the files of new steps"""
+    """every rollout and every manifest, the files of new steps"""
     NEW = "new"
-    """manifests and files of new steps"""
+    """open rollouts, those of new steps, and the ledger's own counts; manifests and files of new steps"""
 
 
 def no_progress(done: int, total: int) -> None:
@@ -53,13 +53,15 @@ def audit(directory: Path, progress: Progress = no_progress, scope: Scope = Scop
     with schema.reading(run_dir.ledger_path(directory)) as connection:
         with queries.snapshot(connection):  # the manifests are read inside: they may only be newer than the ledger
             counts = queries.progress(connection)
-            states, reasons = queries.counted(connection)
+            kept = queries.rollouts_by_state(connection), queries.rollouts_by_reason(connection)
+            whole = scope is not Scope.NEW
+            states, reasons = queries.counted(connection) if whole else kept
             sealed = manifest_steps(store)
             new = min(_audited_steps(directory), counts["step"])
             first = max(queries.released_steps(connection)["manifests_released"], new if scope is Scope.NEW else 0)
             first_files = 0 if scope is Scope.FULL else new
-            problems = list(queries.structure_problems(connection, limit=SHOWN_MOST))
-            problems += islice(_count_problems(connection, states, reasons), SHOWN_MOST)
+            problems = list(queries.structure_problems(connection, limit=SHOWN_MOST, archive=whole))
+            problems += islice(_count_problems(kept, states, reasons), SHOWN_MOST)
             problems += evaluations.problems(connection, limit=SHOWN_MOST)
             problems += islice(_delivery_problems(store, connection, sealed, first), SHOWN_MOST)
             dead_jobs = queries.dead_jobs(connection, limit=SHOWN_MOST)
@@ -99,10 +101,10 @@ def _audited_steps(directory: Path) -> int:
 
 
 def _count_problems(
-    connection: sqlite3.Connection, states: Counter[RolloutState], reasons: Counter[str]
+    kept: tuple[Counter[RolloutState], Counter[str]], states: Counter[RolloutState], reasons: Counter[str]
 ) -> Iterator[str]:
     """The counts that the ledger keeps are those of its rows."""
-    kept_states, kept_reasons = queries.rollouts_by_state(connection), queries.rollouts_by_reason(connection)
+    kept_states, kept_reasons = kept
     for state in RolloutState:
         if states[state] != kept_states[state]:
             yield f"the ledger counts {kept_states[state]} rollouts as {state} and has {states[state]}"

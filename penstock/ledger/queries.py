@@ -45,6 +45,9 @@ STRUCTURE_CHECKS = {
         WHERE rollouts.state = 'batched' AND coalesce(batches.state, '') != 'composed'""",
     "rollout {} has a step and is in no batch": f"""
         SELECT {ROLLOUT} FROM rollouts WHERE step IS NOT NULL AND state NOT IN ('batched', 'delivered', 'trained')""",
+}
+"""problem -> query for the ids that have it. Every rollout has a group; every open one has a job that will move it."""
+ARCHIVE_CHECKS = {
     "rollout {} is archived without its group": f"""
         SELECT {archive.ROLLOUT} FROM closed_rollouts LEFT JOIN closed_groups ON ordinal = grp WHERE ordinal IS NULL""",
     "rollout {} is open in the archive": f"""
@@ -55,7 +58,7 @@ STRUCTURE_CHECKS = {
     "group {} is archived and open": """
         SELECT groups.id FROM groups JOIN closed_groups USING (ordinal)""",
 }
-"""problem -> query for the ids that have it. Every rollout has a group; every open one has a job that will move it."""
+"""the same for closed groups; each reads the whole archive"""
 
 
 @contextmanager
@@ -178,9 +181,9 @@ def last_event_at(connection: sqlite3.Connection, action: str) -> float | None:
 # checks: what audit compares
 
 
-def structure_problems(connection: sqlite3.Connection, *, limit: int) -> Iterator[str]:
+def structure_problems(connection: sqlite3.Connection, *, limit: int, archive: bool = True) -> Iterator[str]:
     """At most `limit` problems of each kind."""
-    for problem, query in STRUCTURE_CHECKS.items():
+    for problem, query in (STRUCTURE_CHECKS | (ARCHIVE_CHECKS if archive else {})).items():
         for (subject,) in connection.execute(f"{query} LIMIT {limit}"):
             yield problem.format(subject)
 

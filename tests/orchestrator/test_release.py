@@ -6,13 +6,14 @@ import sqlite3
 from collections.abc import Collection, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.ledgers import configured, submitted
 from support.stores import blob_keys, run_store
 from support.waiting import wait_until
 
-from orchestrator import run_dir
+from orchestrator import release, run_dir
 from orchestrator.inputs import batch_plan
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord, RolloutRecord
@@ -268,6 +269,44 @@ def test_two_sweeps_at_once_remove_each_file_once(config: RunConfig, ledger: Led
         return await asyncio.gather(sweep.run_once(), sweep.run_once())
 
     assert asyncio.run(sweep_twice()) == [400, 0]
+
+
+def test_a_sweep_looks_up_a_few_rollouts_at_a_time_and_only_those_that_have_files(
+    config: RunConfig, ledger: Ledger, store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the loop, which 20,000 open groups must not block; in the archive, which may hold millions."""
+    groups = [submitted(ledger) for _ in range(60)]
+    for group in groups:
+        for rollout in group.rollouts:
+            ledger.end(ledger.jobs[rollout.id], JobState.SETTLED)
+            ledger.generated(rollout, RolloutResult(reward=0.0, columns=put(store, rollout, "1.aa")))
+    with_files = groups[:40]
+    for group in groups[20:]:
+        for rollout in group.rollouts:
+            ledger.drop(rollout, "stale")
+            if group not in with_files:
+                store.sweep(f"rollouts/{RUN}/{rollout.id}", named=())
+        ledger.enter(group, GroupState.CLOSED)
+    ledger.unwanted_blobs.clear()
+    archived(config, ledger)
+    looked_up, asked = list[int](), list[str]()
+    sort_out, delivered_files = release.sort_out, queries.delivered_files
+
+    def counted(names: list[str], *arguments: Any) -> release.SomeRollouts:
+        looked_up.append(len(names))
+        return sort_out(names, *arguments)
+
+    def asking(connection: sqlite3.Connection, run: str, groups: Collection[str]) -> Iterator[queries.DeliveredFiles]:
+        asked.extend(groups)
+        return delivered_files(connection, run, groups)
+
+    monkeypatch.setattr(release, "sort_out", counted)
+    monkeypatch.setattr(queries, "delivered_files", asking)
+    assert swept(config, ledger) == 20 * 4
+    assert sum(looked_up) == 40 * 4
+    assert max(looked_up) <= release.SWEPT_AT_ONCE
+    assert set(asked) == {group.id for group in groups[20:40]}
+    assert len(blob_keys(store, f"rollouts/{RUN}")) == 20 * 4
 
 
 def test_files_unknown_to_a_rebuilt_ledger_are_kept(config: RunConfig, ledger: Ledger, store: FileStore) -> None:

@@ -244,6 +244,17 @@ def test_the_end_of_a_run_audits_only_what_is_new(config: RunConfig, monkeypatch
     assert len(opened) == 10
 
 
+def test_the_end_of_a_run_does_not_read_the_archive(config: RunConfig) -> None:
+    """Twenty million closed rollouts take a minute to count."""
+    written(config, sealed(config))
+    with closing(sqlite3.connect(config.ledger_path, isolation_level=None)) as connection:
+        connection.execute("DELETE FROM closed_rollouts WHERE idx = 0")
+    assert audit_at_end(config.run_dir)["balanced"]
+    assert audit(config.run_dir, scope=Scope.NEW_FILES)["problems"] == [
+        "the ledger counts 1 rollouts as filtered and has 0", "the ledger counts 1 rollouts as gibberish and has 0",
+    ]  # fmt: skip
+
+
 def test_a_file_damaged_later_is_found_by_a_full_audit(config: RunConfig) -> None:
     written(config, many_steps(config, range(2)))
     audit_at_end(config.run_dir)
