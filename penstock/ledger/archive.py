@@ -62,6 +62,8 @@ CLOSING = "CREATE TEMP TABLE closing (id TEXT PRIMARY KEY, ordinal INTEGER NOT N
 """the groups that are being archived"""
 SELECT_CLOSING = """
 INSERT INTO temp.closing SELECT id, ordinal FROM groups WHERE state = 'closed' ORDER BY ordinal LIMIT ?"""
+# A commit that SQLite reports as failed may be on disk. When it is repeated, some of its groups are archived already.
+FORGET_ARCHIVED = "DELETE FROM temp.closing WHERE ordinal IN (SELECT ordinal FROM main.closed_groups)"
 
 
 def _file(kind: str, name: str) -> str:
@@ -127,7 +129,10 @@ def archive(connection: sqlite3.Connection, *, at_most: int, now: float, history
     moved = connection.execute(SELECT_CLOSING, (at_most,)).rowcount
     if moved:
         row = connection.execute("SELECT value FROM meta WHERE key = 'steps_delivered'").fetchone()
+        connection.execute(FORGET_ARCHIVED)
         copy_closing(connection, closed_at=int(now), step=(row[0] if row else 0) if history else None)
+        connection.execute("DELETE FROM temp.closing")
+        connection.execute(SELECT_CLOSING, (at_most,))
         for statement in FORGET:
             connection.execute(statement)
         connection.execute("DELETE FROM temp.closing")

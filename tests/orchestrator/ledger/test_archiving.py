@@ -104,6 +104,49 @@ def test_a_killed_process_leaves_the_rest_to_the_next_one(path: Path, monkeypatc
     ledger.close()
 
 
+class FailsAfterCommit:
+    """A connection whose first commits are on disk although SQLite reports an error."""
+
+    def __init__(self, connection: sqlite3.Connection, failures: int) -> None:
+        self._connection = connection
+        self.failures = failures
+
+    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        cursor = self._connection.execute(sql, *values)
+        if sql == "COMMIT" and self.failures:
+            self.failures -= 1
+            raise sqlite3.OperationalError("disk I/O error")
+        return cursor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+
+def test_a_commit_that_is_repeated_archives_a_group_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "RETRY_S", 0.01)
+
+    async def work(ledger: Ledger) -> None:
+        groups = [admitted(ledger, 2), admitted(ledger, 2)]
+        await ledger.committed()
+        failing = FailsAfterCommit(ledger._writer._connection, failures=2)
+        ledger._writer._connection = failing  # pyright: ignore[reportAttributeAccessIssue]
+        drop(ledger, groups.pop())
+        ledger.deliver(ledger.compose(0, groups))
+        await ledger.committed()
+        assert failing.failures == 0
+
+    run(path, work)
+    assert sizes(path) == {
+        "rollouts": 0, "groups": 0, "jobs": 0, "closed_groups": 2, "closed_rollouts": 4, "histories": 2,
+    }  # fmt: skip
+    assert rows(path, "SELECT id, state, reason, step FROM all_rollouts") == [
+        ("g0000001-0", "delivered", None, 0),
+        ("g0000001-1", "delivered", None, 0),
+        ("g0000002-0", "filtered", "zero_variance", None),
+        ("g0000002-1", "filtered", "zero_variance", None),
+    ]
+
+
 def test_a_closed_rollout_keeps_what_an_audit_and_a_sweep_need(path: Path) -> None:
     async def work(ledger: Ledger) -> None:
         group = submitted(ledger, 3)
