@@ -74,8 +74,11 @@ class Disk:
             raise sqlite3.OperationalError("disk I/O error (simulated)")
 
     def committed(self) -> None:
+        """The commit may be on disk although SQLite reports an error."""
         if self.kill_at_commit == "after":
             kill_this_process()
+        if self._clock() < self.ledger_until and self._random.random() < 0.5:
+            raise sqlite3.OperationalError("disk I/O error after the commit (simulated)")
 
 
 def kill_this_process() -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from orchestrator import release
 from orchestrator.composer import Composer
 from orchestrator.housekeeping import Reported
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.planner import Planner
 from orchestrator.reconciler import Findings, Reconciler, Snapshot
-from orchestrator.release import Sweeper
 from orchestrator.reply_stream import ReplyStream
 from penstock.messages import Reply
 from simulation.faults import drawn
@@ -35,8 +35,8 @@ async def position_stays(replies: ReplyStream) -> str:
     return await replies._broker.call(replies._last_id)
 
 
-DEFECTS: dict[str, tuple[type[Any], str, Any, tuple[str, ...]]] = {
-    "the sweep does not know what manifests name": (Sweeper, "_delivered", lambda *_: (set(), set()), ()),
+DEFECTS: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
+    "the sweep does not know what manifests name": (release, "closed_files", lambda *_: (set(), set()), ()),
     "a step with a visible manifest is formed again": (
         Composer, "encoded", lambda self, visible=None: encoded(self), ("orchestrator_disk_does_not_sync",),
     ),
