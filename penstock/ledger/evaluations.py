@@ -42,7 +42,7 @@ STATEMENTS = {
     "evaluation_rollouts": "INSERT OR REPLACE INTO evaluation_rollouts VALUES (?, ?, ?, ?)",
     # The evaluation has the means; of each rollout, the reward is kept.
     "closed_evaluations": "UPDATE evaluation_rollouts SET result = json_extract(result, '$.reward') "
-    "WHERE evaluation = ? AND state = 'evaluated'",
+    "WHERE evaluation = ? AND state = 'evaluated' AND json_type(result) = 'object'",
 }
 
 
