@@ -36,6 +36,7 @@ from penstock.batches.signals import (
     RunStatus,
     read_progress,
     read_status,
+    remove_leftovers,
     write_checkpoint,
     write_policy,
     write_progress,
@@ -77,6 +78,7 @@ class BatchReader:
         self._store_url = store
         self._open_store()  # a store that cannot be opened is refused here, not after the first wait
         self._timeout_s = timeout_s
+        remove_leftovers(self._run_dir, data_rank)
         before = read_progress(self._run_dir, data_rank)
         self._delivered = resumed
         self._progress = RankProgress(

@@ -6,6 +6,7 @@ checkpoint.json     by the trainer: the newest step that it will not read again
 run.json            by the orchestrator: what the run waits for, and whether it has ended
 """
 
+import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +16,7 @@ from penstock.batches.plan import FIRST_STEP
 from penstock.errors import BatchError
 from penstock.store import atomic
 
+FOLDER, POLICY, CHECKPOINT = "trainer", "policy.json", "checkpoint.json"
 NOTHING = FIRST_STEP - 1  # stands for "no step yet"
 Signal = TypeVar("Signal")
 
@@ -73,25 +75,33 @@ def read_status(run_dir: Path) -> RunStatus | None:
 
 
 def write_progress(run_dir: Path, progress: RankProgress) -> None:
-    _write(run_dir, f"rank_{progress.data_rank:02d}.json", progress)
+    _write(run_dir, _rank_name(progress.data_rank), progress)
+
+
+def remove_leftovers(run_dir: Path, data_rank: int) -> None:
+    """Remove the incomplete signals of a killed trainer; rank 0 also those that any rank may write."""
+    names = [_rank_name(data_rank), *((POLICY, CHECKPOINT) if data_rank == 0 else ())]
+    for name in names:
+        with contextlib.suppress(OSError):  # a file that stays does not keep a trainer from its batches
+            atomic.sweep(run_dir / FOLDER, name)
 
 
 def read_progress(run_dir: Path, data_rank: int) -> RankProgress | None:
-    return _read(run_dir, f"rank_{data_rank:02d}.json", RankProgress)
+    return _read(run_dir, _rank_name(data_rank), RankProgress)
 
 
 def write_policy(run_dir: Path, policy: PublishedPolicy) -> None:
-    _write(run_dir, "policy.json", policy)
+    _write(run_dir, POLICY, policy)
 
 
 def write_checkpoint(run_dir: Path, checkpoint: Checkpoint) -> None:
-    _write(run_dir, "checkpoint.json", checkpoint)
+    _write(run_dir, CHECKPOINT, checkpoint)
 
 
 def read_trainer(run_dir: Path) -> TrainerState:
-    checkpoint = _read(run_dir, "checkpoint.json", Checkpoint)
+    checkpoint = _read(run_dir, CHECKPOINT, Checkpoint)
     state = TrainerState(
-        checkpointed=checkpoint.step if checkpoint else NOTHING, policy=_read(run_dir, "policy.json", PublishedPolicy)
+        checkpointed=checkpoint.step if checkpoint else NOTHING, policy=_read(run_dir, POLICY, PublishedPolicy)
     )
     first = read_progress(run_dir, 0)
     if first is None:
@@ -108,12 +118,16 @@ def read_trainer(run_dir: Path) -> TrainerState:
     )
 
 
+def _rank_name(data_rank: int) -> str:
+    return f"rank_{data_rank:02d}.json"
+
+
 def _write(run_dir: Path, name: str, signal: object) -> None:
-    atomic.write_durably(run_dir / "trainer" / name, json_records.dumps(signal))
+    atomic.write_durably(run_dir / FOLDER / name, json_records.dumps(signal))
 
 
 def _read(run_dir: Path, name: str, kind: type[Signal]) -> Signal | None:
-    path = run_dir / "trainer" / name
+    path = run_dir / FOLDER / name
     try:
         return json_records.loads(kind, path.read_bytes())
     except FileNotFoundError:

@@ -105,6 +105,19 @@ def test_a_trainer_that_resumes_20_steps_back_gets_the_same_batches(store: FileS
     assert next(resumed).step == 25, "then the run continues"
 
 
+def test_a_new_reader_removes_the_incomplete_signals_of_a_killed_trainer(store: FileStore) -> None:
+    trainer = store.root.parent / "trainer"
+    trainer.mkdir()
+    names = ["rank_00.json", "rank_01.json", "policy.json", "checkpoint.json", "run.json"]
+    leftovers = [trainer / f".{name}.0a1b2c3d.tmp" for name in names]
+    for leftover in leftovers:
+        leftover.touch()
+    reader_of(store, data_rank=1, data_ranks=2)
+    assert [leftover.exists() for leftover in leftovers] == [True, False, True, True, True]
+    reader_of(store, data_ranks=2)
+    assert [leftover.exists() for leftover in leftovers] == [False, False, False, False, True]
+
+
 def test_a_reader_waits_for_the_next_step(store: FileStore) -> None:
     steps: list[int] = []
     reader = BatchReader(store.root.parent, data_rank=0, data_ranks=1, timeout_s=60)
