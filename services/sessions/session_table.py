@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -34,6 +35,10 @@ EXPIRED_S = 3600.0
 """How long requests for an expired session get 410; later ones get 404."""
 MAX_EXPIRED = 100_000
 """Expired ids that are remembered: 20 MB of ids and times."""
+MAX_UNDELETED = 10_000
+"""Sessions whose files could not be removed and are tried again. A restart finds the files of others."""
+DELETED_AT_ONCE = 64
+"""Of these: about 10 ms of a thread."""
 CHECK_S = 1.0
 """Interval of the check for idle and overdue sessions."""
 
@@ -88,6 +93,7 @@ class SessionTable:
         self._by_use = OrderedDict.fromkeys(recoverable)  # longest unused first
         self._expired: OrderedDict[str, float] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
+        self._undeleted: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -115,6 +121,7 @@ class SessionTable:
             )
         except BaseException:
             self._forget(entry)
+            self._in_background(self._close(entry))
             raise
         self.counts.created += 1
         return entry, secret
@@ -185,6 +192,7 @@ class SessionTable:
                 self._expire(entry, "idle" if entry.deadline > now else "lifetime")
             while self._expired and (next(iter(self._expired.values())) <= now or len(self._expired) > MAX_EXPIRED):
                 self._expired.popitem(last=False)
+            await self._delete_again()
 
     async def finish(self) -> None:
         """Wait for sessions that are being closed. Open sessions stay on disk for the next process."""
@@ -228,13 +236,30 @@ class SessionTable:
         if entry.sealing:
             await asyncio.wait([entry.sealing])
         session = entry.session
+        # Sealed files that belong into another directory and could not be moved there are of no use.
+        moves = entry.metadata is not None and entry.metadata.files_key is not None
+        unwanted = entry.sealed is None and (moves or not (session and session.sealed))
         try:
             if session is not None:
                 await session.close()
-            if entry.sealed is None and not (session and session.sealed):
+            if unwanted:
                 await in_io_thread(self._directory.discard, entry.id)
         except (BlobError, OSError) as error:
-            logger.warning("action=not_discarded session=%s error=%r", entry.id, error)
+            logger.warning("action=not_discarded session=%s error=%r: tried again", entry.id, error)
+            if unwanted:
+                self._undeleted[entry.id] = None
+                while len(self._undeleted) > MAX_UNDELETED:
+                    self._undeleted.popitem(last=False)
+
+    async def _delete_again(self) -> None:
+        """Remove files that could not be removed. The longest waiting ones first, those that fail again last."""
+        for id in list(islice(self._undeleted, DELETED_AT_ONCE)):
+            try:
+                await in_io_thread(self._directory.discard, id)
+            except (BlobError, OSError):
+                self._undeleted.move_to_end(id)
+            else:
+                self._undeleted.pop(id)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -78,7 +78,7 @@ class Process:
 def _started(
     command: list[str], environment: dict[str, str], log: Path, directory: Path
 ) -> "Forked | subprocess.Popen[bytes]":
-    if is_program(command):
+    if is_program(command) and environment.get("LD_PRELOAD") == os.environ.get("LD_PRELOAD"):
         return Forked(command, environment, log, directory)
     with log.open("wb") as output:
         return subprocess.Popen(

@@ -76,6 +76,8 @@ def _become(command: list[str], environment: dict[str, str], log: Path, director
     os.environ.update(environment)
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.argv = command
+    if "FAULT_CONTROL" in environment:  # preloaded into the server, which has no such variable
+        ctypes.CDLL(None).fault_shim_open()
     try:
         _run(Path(command[0]).name)
     finally:

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,11 +45,20 @@ class HttpResponse:
 
 
 class SessionsProcess(Process):
-    def __init__(self, directory: Path, backend: str, *arguments: str, store: str = "store", **settings: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        backend: str,
+        *arguments: str,
+        store: str = "store",
+        variables: Mapping[str, str] | None = None,
+        **settings: str,
+    ) -> None:
         self.store = directory / store
         command = [PENSTOCK, "sessions", "--port", "0", "--engine-urls", backend, "--store", f"file://{self.store}"]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
         environment |= {f"PENSTOCK_{key.upper()}": value for key, value in settings.items()}
+        environment |= variables or {}
         name = f"sessions-{len(list(directory.iterdir()))}"
         super().__init__(name, [*command, *arguments], environment, directory)
 
