@@ -1,9 +1,11 @@
 """One host that is set up wrongly beside a good one: nothing dies there, and the status names it with its error."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
 from support.cluster import Cluster, Process, cluster_in
+from support.fault_shim import Calls, Faults
 from support.waiting import wait_until
 
 
@@ -69,6 +71,35 @@ def test_a_compute_worker_without_the_store_is_quarantined_and_named(tmp_path: P
         # Before the good worker was seen for the first time, a failure counts for its job.
         assert cluster.ledger("SELECT max(failures) FROM kept_jobs")[0][0] <= 1
     assert result["delivered"] == result["planned"] == 192
+
+
+def test_a_repaired_worker_is_let_in_again_after_a_probe(tmp_path: Path) -> None:
+    """In the run that has quarantined it, and without a restart: no file can be opened on its host for a while."""
+    host = Faults(tmp_path / "faults")
+    with cluster_in(tmp_path, steps=1000, noop={"stage_s": 0.05}, rollouts={"max_in_flight": 32}) as cluster:
+        cluster.rollout_worker(concurrency=8)
+        cluster.compute_worker()
+        bad = cluster.compute_worker(**host.variables)
+        with host.failing("EIO", Calls.OPEN, cluster.store):
+            run = cluster.orchestrator()
+            assert list(_excluded(cluster, "quarantined", "Input/output error")) == ["compute2@test"]
+            _says(bad, "action=quarantined")
+            assert "action=admitted" not in bad.text
+        _says(bad, "action=trial")
+        _says(bad, "action=admitted")
+
+        def done() -> int:
+            """Jobs after its admission. A message that it declines, because it has failed that job, succeeds too."""
+            text = bad.text.partition("action=admitted")[2]
+            assert "raised unexpected" not in text
+            return text.count("succeeded") - text.count("action=declined")
+
+        wait_until(lambda: done() >= 3, what="jobs after its admission")
+        wait_until(lambda: cluster.status().get("excluded_workers") == {}, what="no excluded worker")
+        run.signal(signal.SIGINT)
+        assert run.wait() == 0, run.text
+        assert _dead(cluster) == 0
+        assert cluster.audit()["balanced"]
 
 
 def test_failures_count_when_every_worker_fails(tmp_path: Path) -> None:

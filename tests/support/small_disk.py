@@ -97,13 +97,13 @@ def small_disk(directory: Path) -> Iterator[SmallDisk | LimitedDirectory]:
     yield LimitedDirectory(directory)
 
 
-def held(command: list[str]) -> subprocess.Popen[bytes] | None:
-    """A process that holds the mount namespace; it ends with this one."""
+def held(command: list[str], says: bytes = b"mounted\n") -> subprocess.Popen[bytes] | None:
+    """A process that holds a namespace; it ends with this one. None if it does not say that it has one."""
     launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), "/usr/bin/env"]
     holder = subprocess.Popen([*launcher, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert holder.stdout is not None
     with holder.stdout as output:
-        if output.readline() == b"mounted\n":
+        if output.readline() == says:
             return holder
     holder.wait()
     return None
