@@ -48,8 +48,10 @@ $(VERIFIERS)/.installed: pyproject.toml constraints-verifiers.txt
 	@$(VERIFIERS)/bin/python -c 'import verifiers.v1'
 	@touch $@
 
+# Two hours of CPU. Interrupted, it continues with the schedules that its log does not have.
+CHAOS_LOG ?= $(VENV)/chaos.jsonl
 chaos: setup
-	@$(BIN)/pytest tests/chaos --chaos-rounds 20
+	@$(BIN)/pytest tests/chaos --chaos-rounds 200 --chaos-faults 10 --chaos-log $(CHAOS_LOG) --numprocesses 2
 
 # 1,000 schedules in one process, on a simulated clock: about ten minutes.
 simulate: setup

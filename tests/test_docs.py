@@ -114,7 +114,7 @@ def celery_problem(arguments: list[str]) -> str | None:
         known = {name for parameter in celery_worker.params for name in parameter.opts}
         unknown = [word for word in rest if word.startswith("-") and word not in known]
         return f"unknown {unknown}" if unknown else None
-    return None if command in ("flower", "inspect") else f"unknown command {command}"
+    return None if command in ("flower", "inspect", "purge") else f"unknown command {command}"
 
 
 def make_problem(arguments: list[str]) -> str | None:

@@ -83,7 +83,7 @@ def recover_turns(agent: Agent, server: Server) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["open", "linear"])
 def test_a_restarted_server_recovers_every_turn(request: pytest.FixtureRequest, tmp_path: Path, mode: str) -> None:
-    rounds: int = request.config.getoption("--chaos-rounds")
+    rounds = min(20, request.config.getoption("--chaos-rounds"))
     sessions, kills, seeded = 10 * rounds, 1 + rounds // 4, random.Random(rounds)
     instance = ["--instance-id", "cd" * 16, "--mode", mode]
     progress: list[int] = []

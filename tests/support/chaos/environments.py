@@ -1,0 +1,62 @@
+"""Environments of the schedules with an engine: how long a rollout is depends on its example alone, its reward on what
+the engine has generated, so that what a schedule should deliver is known."""
+
+import time
+from pathlib import Path
+
+import aiohttp
+import xxhash
+
+from penstock.environments import AgentPolicy
+from penstock.environments.protocol import Policy
+from penstock.errors import InfrastructureFailure
+
+EXAMPLES = 100_000
+LEAST_TOKENS, MOST_TOKENS = 16, 115
+QUESTION = "Example {:06d}: say something."
+
+
+def tokens_of(example: int) -> int:
+    """Completion tokens of each rollout of an example."""
+    return LEAST_TOKENS + xxhash.xxh3_64_intdigest(str(example).encode()) % (MOST_TOKENS - LEAST_TOKENS + 1)
+
+
+def reward_of(example: int, completion: str) -> float:
+    """Uniform in [0, 1)."""
+    return xxhash.xxh3_64_intdigest(f"{example}/{completion}".encode()) / 2**64
+
+
+class Speaking:
+    """Chats with the policy in the worker."""
+
+    def __init__(self, wedge_while: str) -> None:
+        self.examples = range(EXAMPLES)
+        self._wedge = Path(wedge_while)
+
+    def _pass_wedge(self) -> None:
+        while self._wedge.exists():
+            time.sleep(0.05)
+
+    async def rollout(self, example: int, policy: Policy) -> float:
+        self._pass_wedge()
+        messages = [{"role": "user", "content": QUESTION.format(example)}]
+        completion = await policy.chat(messages, max_tokens=tokens_of(example))
+        return reward_of(example, completion.content)
+
+
+class Calling(Speaking):
+    """The same through a session server, as an agent that is given a URL."""
+
+    external_agent = True
+
+    async def rollout(self, example: int, policy: AgentPolicy) -> float:  # type: ignore[override]
+        self._pass_wedge()
+        body = {"messages": [{"role": "user", "content": QUESTION.format(example)}], "max_tokens": tokens_of(example)}
+        url, headers = f"{policy.base_url}/chat/completions", {"Authorization": f"Bearer {policy.api_key}"}
+        try:
+            async with aiohttp.ClientSession(headers=headers) as http, http.post(url, json=body) as response:
+                response.raise_for_status()
+                answer = await response.json()
+        except aiohttp.ClientError as error:
+            raise InfrastructureFailure(f"the session server does not answer: {error!r}") from error
+        return reward_of(example, answer["choices"][0]["message"]["content"])
