@@ -21,6 +21,7 @@ from penstock.recording.field_columns import field_columns
 from penstock.recording.samples import Samples, columns_of, routed_valid_of
 from penstock.recording.turn_log import Bytes, LogEntry, RowsState, entry_frame, frame, frames, read_entry
 from penstock.store import BlobRef, Store
+from penstock.store.atomic import writing
 from penstock.store.columns import write_columns
 from penstock.store.experts import seal_experts
 from penstock.store.parts import GrowingFile, Part, mapped
@@ -35,6 +36,8 @@ class SessionSettings:
     session: str
     key: str
     """Directory of the session's files in the store. It names an execution, so that no two write the same files."""
+    sealed_key: str | None = None
+    """Directory of the sealed blobs. Default: `key`."""
     rollout: str
     attempt: int
     mode: Mode = Mode.OPEN
@@ -45,6 +48,9 @@ class SessionSettings:
     logprobs_mode: str = "processed"
     notes: str = ""
     """Returned when the session is recovered. Opaque here."""
+
+    def blob(self, name: str) -> str:
+        return f"{self.sealed_key or self.key}/{name}"
 
 
 def unsealed(store: Store, under: str) -> list[str]:
@@ -68,6 +74,8 @@ class Spool:
         self._log = log
         self._rows = rows
         self._rows_state = rows_state
+        self._experts: BlobRef | None = None
+        """sealed, although sealing may have failed afterwards"""
 
     @classmethod
     def create(cls, store: Store, settings: SessionSettings) -> "Spool":
@@ -86,11 +94,12 @@ class Spool:
         entries = [read_entry(body) for body, _ in complete[1:]]
         state, end = entries[-1][1] if entries else None, complete[-1][1]
         os.truncate(path, end)
+        settings = msgspec.json.decode(complete[0][0].metadata["settings"], type=SessionSettings)
         spool = cls(
             store,
-            msgspec.json.decode(complete[0][0].metadata["settings"], type=SessionSettings),
+            settings,
             log=GrowingFile(path, length=end),
-            rows=_recover_rows(store, f"{key}/{EXPERTS_FILE}", state),
+            rows=_recover_rows(store, settings, state),
             rows_state=state,
         )
         return spool, [entry for entry, _ in entries]
@@ -112,8 +121,9 @@ class Spool:
     def seal(
         self, samples: Samples, paths: Sequence[Sequence[int]], *, error: str, fields: FieldValues
     ) -> tuple[BlobRef, BlobRef | None]:
-        """Write the columns and, if rows were recorded, the experts. `paths` has each sample's turns."""
-        settings, experts, state = self.settings, None, self._rows_state
+        """Write the columns and, if rows were recorded, the experts. `paths` has each sample's turns. Can be repeated
+        after an error."""
+        settings, state = self.settings, self._rows_state
         columns = columns_of(
             samples,
             rollout=settings.rollout,
@@ -123,11 +133,11 @@ class Spool:
             fields=field_columns(samples, fields),
             conversation=self._conversation(paths),
         )
-        ref = write_columns(self._store, f"{settings.key}/{COLUMNS_FILE}", columns)
+        ref = write_columns(self._store, settings.blob(COLUMNS_FILE), columns)
         if self._rows and state:
-            experts = seal_experts(
+            self._experts = seal_experts(
                 self._store,
-                f"{settings.key}/{EXPERTS_FILE}",
+                settings.blob(EXPERTS_FILE),
                 self._rows,
                 chunks=samples.chunks(),
                 routed_valid=routed_valid_of(samples),
@@ -137,8 +147,9 @@ class Spool:
                 attempt=settings.attempt,
             )
             self._rows = None
-        self.discard()
-        return ref, experts
+        with writing(self._log.path):
+            self.discard()
+        return ref, self._experts
 
     @property
     def nbytes(self) -> int:
@@ -179,16 +190,16 @@ class Spool:
         return b"[" + b",".join(b"[" + texts + b"]" for texts in messages) + b"]"
 
 
-def _recover_rows(store: Store, key: str, state: RowsState | None) -> Part | None:
-    path = store.part_path(key, ROWS)
+def _recover_rows(store: Store, settings: SessionSettings, state: RowsState | None) -> Part | None:
+    path = store.part_path(f"{settings.key}/{EXPERTS_FILE}", ROWS)
     if state is None:
         path.unlink(missing_ok=True)  # created for a turn that was never committed
         return None
     if not path.exists():
-        store.take_back(key, path)  # killed while sealing, before the blob was reported to the caller
+        store.take_back(settings.blob(EXPERTS_FILE), path)  # killed while sealing, before the caller heard of the blob
     part = Part.recover(path, state.length)
     if part.tail_checksum() != state.checksum:
-        raise BlobCorrupt(f"the routed rows of the session at {key} do not match their recorded checksum")
+        raise BlobCorrupt(f"the routed rows of the session at {settings.key} do not match their recorded checksum")
     return part
 
 

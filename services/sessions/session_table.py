@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -22,7 +22,7 @@ from penstock.config import RunConfig
 from penstock.engines.replicas import Replica
 from penstock.errors import BlobError, Expired, Full, NotFound
 from penstock.fields import FieldValues
-from penstock.recording import Mode, Sealed, Session, SessionSettings
+from penstock.recording import Mode, Session, SessionSettings
 from penstock.recording.session import VersionAfter
 from penstock.runtime.offload import in_io_thread
 from services.sessions.headers import digest
@@ -51,7 +51,7 @@ class SessionMetadata(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     """seconds since 1970"""
     files_key: str | None = None
-    """directory of the store that sealed files are moved into; default: the session's own"""
+    """directory of the store that files are sealed into; default: the session's own"""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -160,20 +160,11 @@ class SessionTable:
     async def _seal(self, entry: Entry, session: Session, error: str, version_after: VersionAfter) -> None:
         fields = FieldValues(declared=self._config.batch.fields_of("turn"), required=not error)
         sealed = await session.seal(error=error, fields=fields, version_after=version_after)
-        entry.sealed = orjson.dumps(await in_io_thread(self._move_files, entry, sealed))
+        entry.sealed = orjson.dumps(sealed)
         self.counts.sealed += 1
         self._drop_session(entry)
-
-    def _move_files(self, entry: Entry, sealed: Sealed) -> Sealed:
-        """Move the files to the execution's directory, before any response names them."""
-        files_key = entry.metadata and entry.metadata.files_key
-        if not files_key:
-            return sealed
-        store = self._directory.store
-        columns = store.move(sealed.columns, f"{files_key}/{ids.COLUMNS_FILE}")
-        experts = sealed.experts and store.move(sealed.experts, f"{files_key}/{ids.EXPERTS_FILE}")
-        self._directory.discard(entry.id)
-        return replace(sealed, columns=columns, experts=experts)
+        if _seals_elsewhere(entry):
+            await self._discard(entry.id)
 
     async def delete(self, entry: Entry) -> None:
         if self._entries.get(entry.id) is not entry:
@@ -236,20 +227,23 @@ class SessionTable:
         if entry.sealing:
             await asyncio.wait([entry.sealing])
         session = entry.session
-        # Sealed files that belong into another directory and could not be moved there are of no use.
-        moves = entry.metadata is not None and entry.metadata.files_key is not None
-        unwanted = entry.sealed is None and (moves or not (session and session.sealed))
-        try:
-            if session is not None:
+        unwanted = entry.sealed is None and (_seals_elsewhere(entry) or not (session and session.sealed))
+        if session is not None:
+            try:
                 await session.close()
-            if unwanted:
-                await in_io_thread(self._directory.discard, entry.id)
+            except (BlobError, OSError) as error:
+                logger.warning("action=not_closed session=%s error=%r", entry.id, error)
+        if unwanted:
+            await self._discard(entry.id)
+
+    async def _discard(self, id: str) -> None:
+        try:
+            await in_io_thread(self._directory.discard, id)
         except (BlobError, OSError) as error:
-            logger.warning("action=not_discarded session=%s error=%r: tried again", entry.id, error)
-            if unwanted:
-                self._undeleted[entry.id] = None
-                while len(self._undeleted) > MAX_UNDELETED:
-                    self._undeleted.popitem(last=False)
+            logger.warning("action=not_discarded session=%s error=%r: tried again", id, error)
+            self._undeleted[id] = None
+            while len(self._undeleted) > MAX_UNDELETED:
+                self._undeleted.popitem(last=False)
 
     async def _delete_again(self) -> None:
         """Remove files that could not be removed. The longest waiting ones first, those that fail again last."""
@@ -298,6 +292,7 @@ class SessionTable:
         return SessionSettings(
             session=id,
             key=self._directory.session_key(id),
+            sealed_key=metadata.files_key,
             rollout=new.rollout or id,
             attempt=new.attempt,
             mode=Mode(self._config.session_mode),
@@ -315,6 +310,11 @@ def _files_key(new: NewSession) -> str | None:
     assert new.run is not None, "checked by read_new_session"
     assert new.rollout is not None
     return ids.execution_directory(new.run, new.rollout, new.attempt, new.execution)
+
+
+def _seals_elsewhere(entry: Entry) -> bool:
+    """Whether nothing in the session's own directory is for its client."""
+    return entry.metadata is not None and entry.metadata.files_key is not None
 
 
 def opened(entry: Entry) -> Session:
