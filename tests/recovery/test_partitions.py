@@ -72,4 +72,4 @@ def test_a_worker_that_is_cut_off_loses_its_rollouts_and_is_used_again(tmp_path:
         result = cluster.audit()
         assert result["balanced"], result["problems"]
         assert result["dead"] == 0
-        assert cluster.ledger("SELECT sum(failures) FROM jobs") == [(0,)]
+        assert cluster.ledger("SELECT sum(failures) FROM kept_jobs") == [(0,)]
