@@ -11,7 +11,7 @@ import secrets
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -135,12 +135,6 @@ class Store(ABC):
             self._download(key, file)
             file.flush()
             return mapped(file.fileno())
-
-    def move(self, ref: BlobRef, key: str) -> BlobRef:
-        """Rename a blob."""
-        self.write(key, self.open(ref, verify=False).data)
-        self.delete(ref.key)
-        return replace(ref, key=key)
 
     def sync(self, keys: Iterable[str]) -> None:
         """Make blobs survive a power cut. Here they do once they are written: only checks that they are there."""

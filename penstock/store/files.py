@@ -8,14 +8,13 @@ import errno
 import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from penstock.errors import BlobCorrupt, BlobMissing, ConfigError
 from penstock.store import atomic, scratch
 from penstock.store.atomic import writing
-from penstock.store.base import KEY, BlobRef, Bytes, Store
+from penstock.store.base import KEY, Bytes, Store
 from penstock.store.parts import mapped
 
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP)  # another file system, or one without hard links
@@ -73,16 +72,6 @@ class FileStore(Store):
         blob = self.path(key)
         if blob.exists():
             blob.rename(path)
-
-    def move(self, ref: BlobRef, key: str) -> BlobRef:
-        target = self.path(key)
-        with writing(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                self.path(ref.key).replace(target)
-            except FileNotFoundError:
-                raise BlobMissing(f"blob {ref.key} is not in {self}: it was moved or deleted") from None
-        return replace(ref, key=key)
 
     def sync(self, keys: Iterable[str]) -> None:
         """fsync the bytes of blobs, then every directory on the way to them once.

@@ -143,14 +143,9 @@ def test_a_part_is_continued_by_the_next_process_and_taken_back_after_sealing(st
     store.take_back("rollouts/never", store.part_path("rollouts/never", "rows"))
 
 
-def test_a_blob_is_moved_and_exported(store: Store, tmp_path: Path) -> None:
+def test_a_blob_is_exported(store: Store, tmp_path: Path) -> None:
     ref = store.put(KEY, [b"content"])
-    moved = store.move(ref, "rollouts/r8/columns")
-    assert store.open(moved).tobytes() == b"content"
-    assert store.size(KEY) is None
-    with pytest.raises(BlobMissing, match=KEY):
-        store.move(ref, "elsewhere")
-    store.export(moved.key, tmp_path / "exported")
+    store.export(ref.key, tmp_path / "exported")
     assert (tmp_path / "exported").read_bytes() == b"content"
 
 

@@ -37,10 +37,6 @@ def sync(store: FileStore) -> None:
     store.sync(["there"])
 
 
-def move(store: FileStore) -> None:
-    store.move(store.put("there", [b"moved"]), "a/b")
-
-
 def write_durably(store: FileStore) -> None:
     atomic.write_durably(store.root / "a" / "b", b"content")
 
@@ -83,7 +79,6 @@ def fail_in_store(monkeypatch: pytest.MonkeyPatch, store: FileStore, call: str, 
         ("replace", put, 0),
         ("fsync", sync, 0),
         ("close", sync, 0),
-        ("replace", move, 1),
         ("fsync", write_durably, 0),
         ("replace", write_durably, 0),
         ("fsync", create_durably, 0),
