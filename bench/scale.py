@@ -208,7 +208,8 @@ def _measure_open_groups(size: Size, _: int, show: Show) -> Measured:
 
 
 def _measure_memory(size: Size, _: int, show: Show) -> Measured:
-    """After a quarter of the steps, in which caches fill and memory is touched for the first time."""
+    """After a quarter of the steps, in which caches fill and memory is touched for the first time, and before the end,
+    when `penstock run` audits."""
     memory: list[tuple[int, float]] = []
     with start_cluster(rollouts__group_size=GROUP_SIZE, steps=size.many_steps, batch__size=1) as cluster:
         cluster.rollout_worker(concurrency=64)
@@ -220,8 +221,11 @@ def _measure_memory(size: Size, _: int, show: Show) -> Measured:
             lambda text: show(f"memory: {text}"),
             lambda s: memory.append((s["step"], resident_mb(run.process.pid))),
         )
-    steps, megabytes = np.array([each for each in memory if each[1] and each[0] >= size.many_steps // 4]).T
-    growth_kb = 1000 * float(np.polyfit(steps, megabytes, 1)[0])
+    between = [each for each in memory if size.many_steps // 4 <= each[0] < size.many_steps]
+    steps, megabytes = np.array(between or memory[-1:]).T
+    later = len(steps) // 2
+    grown_mb, passed = (float(each[later:].mean() - each[: later or 1].mean()) for each in (megabytes, steps))
+    growth_kb = 1000 * grown_mb / max(1.0, passed)
     name = f"{size.many_steps} steps: kB more a step"
     figures = {
         f"{size.many_steps} steps: memory after a quarter, MB": float(megabytes[0]),
