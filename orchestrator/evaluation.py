@@ -4,7 +4,6 @@ Their rollouts are jobs on the queue `rollouts`, with records and counts of thei
 deleted as soon as a rollout's score is in. One evaluation of each name is open at a time.
 """
 
-import asyncio
 import logging
 import time
 from typing import Any
@@ -37,9 +36,8 @@ class Evaluations:
         self._settings = config.evaluation
         self._max_in_flight = config.rollouts.max_in_flight
         self._ledger = ledger
-        self.ended = asyncio.Event()
-        """set when an evaluation ends; a reader clears it"""
         self._ending_since: float | None = None
+        self._update_since: float | None = None
 
     def resume(self) -> None:
         """Cancel the open ones that are no longer configured."""
@@ -204,7 +202,6 @@ class Evaluations:
         self._ledger.keep("evaluations", record)
         self._ledger.keep("closed_evaluations", ClosedEvaluation(number=record.number))
         self._ledger.evaluations.pop(record.number)
-        self.ended.set()
 
     # what the end of a run and an update of the weights wait for
 
@@ -213,19 +210,16 @@ class Evaluations:
         self._ending_since = self._ending_since or time.monotonic()
         return bool(self._held(self._ending_since))
 
-    async def hold(self) -> None:
-        """Call before the engine's weights are updated: returns when no evaluation is open, or `hold_s` later. Those
-        that are due for the present version begin first."""
-        self.plan()
-        began = time.monotonic()
-        while held := self._held(began):
-            longest_s = max(self._settings[record.name].hold_s for record in held)
-            self.ended.clear()
-            try:
-                async with asyncio.timeout(began + longest_s - time.monotonic()):
-                    await self.ended.wait()
-            except TimeoutError:
-                pass
+    def holds_update(self) -> bool:
+        """Call while other weights wait to be loaded: whether an open evaluation still has time. Those that are due for
+        the present version begin first."""
+        if self._update_since is None:
+            self.plan()
+            self._update_since = time.monotonic()
+        held = bool(self._held(self._update_since))
+        if not held:
+            self._update_since = None
+        return held
 
     def _held(self, since: float) -> list[EvaluationRecord]:
         waited_s = time.monotonic() - since

@@ -89,6 +89,8 @@ class Orchestrator:
         self.attendance = Attendance(config, broker, first_sequence=ledger.number("sequence"))
         self.groups = Groups(config, ledger, self.gates, self.attendance)
         self.evaluations = self.groups.evaluations
+        if config.engine.weight_update == "penstock":
+            self.trainer.holds_update = self.evaluations.holds_update
         self.engine = ReplicaWatch(config, run, ledger, self.trainer)
         self.weights = WeightUpdates(config, run, self.trainer, self.engine)
         self.planner = Planner(config, ledger, self.trainer, self.groups.causes, may_begin=self.engine.may_begin)

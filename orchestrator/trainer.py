@@ -3,6 +3,8 @@
 import logging
 import math
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 from orchestrator.ledger.ledger import Ledger
 from penstock.batches import RunStatus, TrainerState, read_trainer, write_status
@@ -30,6 +32,8 @@ class Trainer:
         self._ahead = math.inf if config.trainer.max_steps_ahead == "unlimited" else config.trainer.max_steps_ahead
         self._ledger = ledger
         self.state = TrainerState()
+        self.holds_update: Callable[[], bool] = lambda: False
+        """whether weights that the run loads must wait: evaluations of the present version are open"""
         self._written: RunStatus | None = None
         self._awaited_since: float | None = None
         """since when sealing waits for an acknowledgement"""
@@ -49,6 +53,7 @@ class Trainer:
             self._unreadable = f"the trainer's progress cannot be read: {error}"
             return
         self._unreadable = None
+        state = self._without_held_policy(state)
         if state.policy and state.policy.version != self._ledger.number("policy_version"):
             self._ledger.set("policy_version", state.policy.version)
         if state.policy and not self._ledger.number(PUBLISHED):
@@ -60,6 +65,11 @@ class Trainer:
             self._awaited_since = None
         else:
             self._awaited_since = self._awaited_since or time.monotonic()
+
+    def _without_held_policy(self, state: TrainerState) -> TrainerState:
+        """A newer version is taken when nothing needs the present weights any more."""
+        new = state.policy and state.policy.version != self._ledger.number("policy_version")
+        return replace(state, policy=self.state.policy) if new and self.holds_update() else state
 
     @property
     def published(self) -> bool:

@@ -16,6 +16,8 @@ from orchestrator.groups import Groups
 from orchestrator.ledger.evaluations import is_open
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import JobRecord
+from orchestrator.trainer import Trainer
+from penstock.batches.signals import PublishedPolicy, write_policy
 from penstock.config import RunConfig
 from penstock.ledger import evaluations as queries
 from penstock.ledger.schema import reading
@@ -329,30 +331,27 @@ def test_the_end_of_a_run_waits_for_open_evaluations(scene: Scene, monkeypatch: 
     assert scene.counts["cancelled"] == 6
 
 
-def test_an_update_of_the_weights_is_held_until_the_evaluations_of_this_version_end(ledger: Ledger) -> None:
-    async def update() -> list[str]:
-        scene, order = Scene(ledger, hold_s=60.0), list[str]()
-
-        async def weights() -> None:
-            await scene.evaluations.hold()
-            order.append("updated")
-
-        updating = asyncio.create_task(weights())
-        while not scene.jobs():
-            await asyncio.sleep(0)
-        for job in scene.jobs():
-            order.append(job.id)
-            scene.reply(job)
-            await asyncio.sleep(0)
-        await updating
-        return order
-
-    assert asyncio.run(update()) == [*(f"v000001-{index}" for index in range(6)), "updated"]
+def test_an_update_of_the_weights_is_held_until_the_evaluations_of_this_version_end(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    scene = Scene(ledger, hold_s=60.0)
+    trainer = Trainer(configured(run_dir=tmp_path), ledger)
+    trainer.holds_update = scene.evaluations.holds_update
+    write_policy(tmp_path, PublishedPolicy(version=1, weights="/weights/1"))
+    asyncio.run(trainer.read())
+    jobs = scene.jobs()
+    assert [job.id for job in jobs] == [f"v000001-{index}" for index in range(6)]
+    for job in jobs:
+        assert (trainer.state.policy, ledger.number("policy_version")) == (None, 0)
+        scene.reply(job)
+        asyncio.run(trainer.read())
+    assert trainer.state.policy == PublishedPolicy(version=1, weights="/weights/1")
+    assert ledger.number("policy_version") == 1
 
 
 def test_no_update_is_held_for_longer_than_the_setting(ledger: Ledger) -> None:
     scene = Scene(ledger, hold_s=0.0)
-    asyncio.run(scene.evaluations.hold())
+    assert not scene.evaluations.holds_update()
     assert len(scene.jobs()) == 6
 
 
