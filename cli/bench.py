@@ -26,6 +26,7 @@ class Bench(StrEnum):
     SCALE = "scale"
     SOAK = "soak"
     ENGINE = "engine"
+    ENGINE_REAL = "engine-real"
     POOL = "pool"
 
 
@@ -55,6 +56,7 @@ def bench(
     scale           CPU time of each step of the orchestrator's loop, with large steps and much open work
     soak            leaks of a worker over 20,000 rollouts
     engine          responses per second of the simulated engine
+    engine-real     turns per second of a real vLLM, through Penstock and directly
     pool            CPU time of a task on the asyncio pool
     """
     module = cast("BenchModule", importlib.import_module(f"bench.{name.value.replace('-', '_')}"))
