@@ -7,6 +7,7 @@ from typer import Option
 
 from cli.output import LOG_FORMAT
 
+LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 Dialect = Literal["vllm", "sglang"]
 Form = Literal["object", "npy", "bare", "lists"]
 
@@ -38,6 +39,10 @@ def engine(
         ),
     ] = "",
     max_model_len: Annotated[int, Option(min=1, help="Largest number of tokens of prompt and completion.")] = 131_072,
+    served_model_name: Annotated[str, Option(help="Name in /v1/models.")] = "policy",
+    logprobs_mode: Annotated[
+        LogprobsMode, Option(help="Whether logprobs are those after or before the temperature.")
+    ] = "processed_logprobs",
     dev_mode: Annotated[bool, Option(help="Serve the control endpoints, as with VLLM_SERVER_DEV_MODE=1.")] = True,
 ) -> None:
     """Simulate an inference server. No model and no GPU are needed.
@@ -64,6 +69,8 @@ def engine(
             routed_experts=routed_experts,
             failures=settings.FailureRates.parse(failures),
             max_model_len=max_model_len,
+            served_model_name=served_model_name,
+            logprobs_mode=settings.LogprobsMode(logprobs_mode),
             dev_mode=dev_mode,
             older=settings.is_older(settings.Dialect(dialect), release) if release else False,
         )

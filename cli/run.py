@@ -1,10 +1,12 @@
 """`penstock run CONFIG.toml`: the orchestrator of a run."""
 
+import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +14,11 @@ from cli import facts
 from cli.audit import checksum_progress, not_read, verdict
 from cli.facts import Fact
 from cli.output import CONFIG_HELP, Json, print_facts, print_json, showing_run
+
+if TYPE_CHECKING:
+    from penstock.config import RunConfig
+
+CHECK_S = 20.0  # a few short requests; an engine that is busy for longer is not checked
 
 
 def run(
@@ -39,6 +46,7 @@ def run(
     from penstock import config as configuration
 
     settings = configuration.load(config, flags={"run_dir": run_dir, "steps": steps, "lag.trace_s": lag_trace_s})
+    _check_engine(config, settings)
     from orchestrator import start  # after the settings, so that a wrong one is reported before Celery is imported
     from orchestrator.ledger.audit import audit_at_end
     from penstock.store import open_store
@@ -53,6 +61,31 @@ def run(
         print_facts(_summary(status, result, open_store(settings.store_url).location("batches")))
     if not result["balanced"]:
         raise typer.Exit(1)
+
+
+def _check_engine(config: Path | None, settings: "RunConfig") -> None:
+    """Refuse a start if every rollout would fail or be spoilt, in the engine's words. In a child process: a dialect may
+    be code of the user, which never runs in the orchestrator's. What cannot be asked now is left to the run."""
+    from penstock.config.test_hooks import noop_settings
+    from penstock.errors import ConfigError
+
+    if settings.environments and all(noop_settings(settings, name) for name in settings.environments):
+        return  # nothing will be asked of an engine
+    command = [sys.executable, "-m", "penstock.doctor", *([str(config)] if config else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=CHECK_S, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"the engine was not checked: it did not answer within {CHECK_S:g} s", file=sys.stderr)
+        return
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
+        print(f"the engine was not checked: {said[-1]}", file=sys.stderr)
+        return
+    found = json.loads(done.stdout)
+    if unchecked := found.get("unchecked"):
+        print(f"the engine was not checked: {unchecked}", file=sys.stderr)
+    if refused := found.get("refused"):
+        raise ConfigError(f"{refused}. Then run the same command again; `penstock doctor` shows more")
 
 
 def _summary(status: dict[str, Any], result: dict[str, Any], batches: str) -> Iterator[Fact]:

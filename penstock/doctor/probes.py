@@ -23,8 +23,9 @@ from penstock.store.experts import Experts
 RUN, STORE = "0" * 12, "memory://doctor"
 PROBE_S = 300.0  # a conversation of a few tokens; a busy engine may queue it
 QUESTION = "Count from one to twenty in words."
-DRAWS = 6
-"""Completions of one token at each temperature: enough for a token to occur at both, unless the policy is flat."""
+DRAWS, DRAWN = 4, 8
+"""Completions at each temperature, and their tokens: enough for a token to occur in one context at both temperatures,
+unless the policy is flat."""
 COLD, WARM = 0.5, 1.0
 SAME = 1e-3
 """Logprobs of one token in one context that differ by less are equal; engines round and batch."""
@@ -106,21 +107,22 @@ async def record(stage: RolloutStage, converse: Converse) -> Recorded:
 
 
 async def draws(policy: Any) -> None:
-    """The first token of one prompt, several times at two temperatures: the prompt is in the cache from then on."""
+    """Completions of one prompt at two temperatures: the prompt is in the cache from the second on."""
     for temperature in (WARM, COLD) * DRAWS:
-        await policy.chat([_user(QUESTION)], max_tokens=1, temperature=temperature, **PLAIN)
+        await policy.chat([_user(QUESTION)], max_tokens=DRAWN, temperature=temperature, **PLAIN)
 
 
 def logprobs_mode(columns: Columns) -> str | None:
     """`processed` if a token's logprob depends on the temperature it was sampled at, `raw` if not; None if no token
     occurred at both temperatures that could tell."""
-    drawn: dict[float, dict[int, float]] = {}
+    drawn: dict[float, dict[tuple[int, ...], float]] = {}
     turns = columns.turns
     for start, end, temperature in zip(turns.start, turns.end, turns.temperature, strict=True):
-        if end > start:
-            drawn.setdefault(float(temperature), {})[int(columns.input_ids[start])] = float(columns.logprobs[start])
+        ids = columns.input_ids[start:end].tolist()
+        for place, logprob in enumerate(columns.logprobs[start:end].tolist()):
+            drawn.setdefault(float(temperature), {})[tuple(ids[: place + 1])] = logprob
     warm, cold = drawn.get(WARM, {}), drawn.get(COLD, {})
-    common = [(warm[token], cold[token]) for token in warm.keys() & cold.keys() if warm[token] < CERTAIN]
+    common = [(warm[ids], cold[ids]) for ids in warm.keys() & cold.keys() if warm[ids] < CERTAIN]
     if not common:
         return None
     return "raw" if all(abs(one - other) < SAME for one, other in common) else "processed"

@@ -16,7 +16,7 @@ from penstock.turn import Ids, Message
 from services.engine.draws import Draws
 from services.engine.requests import CompletionRequest
 from services.engine.scripted_policy import ScriptedAnswer, scripted_answer
-from services.engine.settings import EngineSettings
+from services.engine.settings import EngineSettings, LogprobsMode
 
 WORDS = ["so", "we", "look", "at", "what", "is", "left", "of", "it", "once", "more", "and", "take", "the", "next"]
 FILLER = bytes_chatml.encode_text(" ".join(WORDS[place * place % 89 % len(WORDS)] for place in range(1_000)))
@@ -129,6 +129,8 @@ def generate(request: CompletionRequest, draws: Draws, settings: EngineSettings)
     filler = np.resize(FILLER[place:], min(limit, length - len(answer_ids)))
     whole = np.concatenate([filler, answer_ids])[:limit]
     levels = _levels(len(whole), draws)
+    if settings.logprobs_mode is LogprobsMode.PROCESSED:
+        levels = _at_temperature(levels, request.temperature)
     ids, levels = whole[len(begun) :], levels[len(begun) :]
     message = bytes_chatml.decode_completion(ids)
     return Generation(
@@ -146,3 +148,10 @@ def _levels(tokens: int, draws: Draws) -> NDArray[np.int64]:
     """Spread evenly over LOGPROB_LEVELS, which are dense near 0: most tokens are nearly certain."""
     places = np.arange(tokens, dtype=np.uint64) + np.uint64(draws.seed >> 1)
     return (places * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(59)).astype(np.int64)
+
+
+def _at_temperature(levels: NDArray[np.int64], temperature: float | None) -> NDArray[np.int64]:
+    """Other levels at other temperatures; those at 1 stay."""
+    if temperature is None or temperature == 1:
+        return levels
+    return (levels + 1 + round(1000 * temperature) % (len(LOGPROB_LEVELS) - 1)) % len(LOGPROB_LEVELS)

@@ -15,6 +15,7 @@ from services.engine.settings import Dialect
 Tokens = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Temperature = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Sampling(msgspec.Struct):
@@ -23,6 +24,7 @@ class Sampling(msgspec.Struct):
     max_tokens: Positive | None = None
     seed: int | None = None
     n: int | None = 1
+    temperature: Temperature | None = None
     logprobs: int | None = None
     routed_experts_prompt_start: Count = 0
 
@@ -42,6 +44,7 @@ class ChatRequest(msgspec.Struct):
     max_completion_tokens: Positive | None = None
     seed: int | None = None
     n: int | None = 1
+    temperature: Temperature | None = None
     stream: bool | None = False
     tools: list[dict[str, Any]] | None = None
     logprobs: bool | None = False
@@ -69,6 +72,7 @@ class CompletionRequest:
     max_tokens: int | None
     seed: int | None
     model: str | None
+    temperature: float | None = None
     request_id: str | None = None
     logprobs: bool
     token_ids: bool
@@ -93,6 +97,7 @@ def read_chat(body: bytes, dialect: Dialect) -> CompletionRequest:
             max_tokens=chat.max_completion_tokens or chat.max_tokens,
             seed=chat.seed,
             model=chat.model,
+            temperature=chat.temperature,
             logprobs=bool(chat.logprobs),
             token_ids=bool(chat.return_prompt_token_ids if sglang else chat.return_token_ids),
             meta_info=chat.return_meta_info,
@@ -112,6 +117,7 @@ def read_generate(body: bytes) -> CompletionRequest:
             max_tokens=sampling.max_tokens,
             seed=sampling.seed,
             model=generate.model,
+            temperature=sampling.temperature,
             request_id=generate.request_id,
             logprobs=sampling.logprobs is not None,
             token_ids=False,

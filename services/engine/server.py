@@ -29,8 +29,6 @@ from services.engine.weights import Flight, TokenSpan, Weights
 
 logger = logging.getLogger("penstock.engine")
 
-MODEL = "scripted"
-"""Name in `/v1/models`. A request may name any other model, as if it were an adapter."""
 MAX_REQUEST_BYTES = 16 * 2**20
 """The longest prompts are below 1 MB."""
 KEEP_ALIVE_S = 5.0
@@ -64,9 +62,10 @@ class Engine:
         return web.Response()
 
     async def _models(self, _: web.Request) -> web.Response:
-        model = {"id": MODEL, "object": "model", "created": CREATED, "owned_by": "penstock", "root": MODEL}
+        name = self._settings.served_model_name
+        model = {"id": name, "object": "model", "created": CREATED, "owned_by": "penstock", "root": name}
         model |= {"parent": None, "max_model_len": self._settings.max_model_len}
-        adapters = [model | {"id": name, "parent": MODEL} for name in self._weights.adapters]
+        adapters = [model | {"id": adapter, "parent": name} for adapter in self._weights.adapters]
         return web.json_response({"object": "list", "data": [model, *adapters]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
@@ -100,7 +99,7 @@ class Engine:
             ResponseContent(
                 request=completion,
                 generation=generation,
-                model=completion.model or MODEL,
+                model=completion.model or self._settings.served_model_name,
                 spans=spans,
                 experts=None if failure is Failure.NO_EXPERTS or generation.aborted else self._experts,
                 older=self._settings.older,

@@ -15,6 +15,14 @@ class Dialect(StrEnum):
     SGLANG = "sglang"
 
 
+class LogprobsMode(StrEnum):
+    """As vLLM's `--logprobs-mode`."""
+
+    PROCESSED = "processed_logprobs"
+    """after the temperature"""
+    RAW = "raw_logprobs"
+
+
 class ExpertForm(StrEnum):
     """Encoding of routed experts: the four forms that `penstock.engines.routed_experts` reads."""
 
@@ -104,6 +112,9 @@ class EngineSettings:
     routed_experts: ExpertShape
     failures: FailureRates
     max_model_len: int
+    served_model_name: str = "policy"
+    """name in `/v1/models`; a request may name any other model, as if it were an adapter"""
+    logprobs_mode: LogprobsMode = LogprobsMode.PROCESSED
     dev_mode: bool = True
     """whether there are control endpoints: vLLM has them with VLLM_SERVER_DEV_MODE=1"""
     older: bool = False

@@ -148,7 +148,7 @@ def test_each_version_of_an_adapter_has_a_name_that_requests_use(tmp_path: Path,
                     weights = str(write_weights(tmp_path, version))
                     await control.load(url, weights=weights, version=version, run="r1", timeout_s=20)
                 models = json.loads(engine.request("/v1/models", method="GET")[1])["data"]
-                assert [each["id"] for each in models] == ["scripted", "3@r1", "4@r1", "5@r1"]
+                assert [each["id"] for each in models] == ["policy", "3@r1", "4@r1", "5@r1"]
                 with pytest.raises(InfrastructureFailure, match="cannot load weights from /nowhere"):
                     await control.load(url, weights="/nowhere", version=6, run="r1", timeout_s=20)
                 client.replicas.follow(Orders(run="r1", sequence=1, version=5, least_version=5))

@@ -22,7 +22,7 @@ def test_health_and_models(engine: EngineProcess) -> None:
     assert engine.request("/health", method="GET") == (200, b"")
     status, body = engine.request("/v1/models", method="GET")
     assert status == 200
-    assert json.loads(body)["data"][0]["id"] == "scripted"
+    assert json.loads(body)["data"][0]["id"] == "policy"
 
 
 def test_it_listens_on_this_machine_only(engine: EngineProcess) -> None:

@@ -1,0 +1,46 @@
+"""The quick part of an examination, in a process of its own: `python -m penstock.doctor [CONFIG.toml]`.
+
+Prints a JSON object: `refused`, why every rollout would fail or be spoilt; `unchecked`, why that is not known.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from penstock import config
+from penstock.doctor import probes
+from penstock.doctor.engine import quick
+from penstock.engines.client import EngineClient
+from penstock.errors import EngineUnreachable, PenstockError
+from penstock.playing.opening import open_dialect
+from penstock.playing.rollout import RolloutStage
+from penstock.runtime.event_loop import event_loop_factory
+from penstock.store import open_store
+
+
+async def examined(settings: config.RunConfig) -> dict[str, Any]:
+    engine = settings.engine.model_copy(update={"retries": 2, "unreachable_s": 1.0})
+    try:
+        dialect = await open_dialect(settings)
+        async with EngineClient.open(engine) as client:
+            store = open_store(probes.STORE)
+            await quick(RolloutStage(client=client, store=store, settings=settings.policy, dialect=dialect))
+    except EngineUnreachable as error:
+        return {"unchecked": str(error)}
+    except PenstockError as error:
+        return {"refused": str(error)}
+    return {}
+
+
+def main() -> None:
+    settings = config.load(Path(sys.argv[1]) if sys.argv[1:] else None)
+    with asyncio.Runner(loop_factory=event_loop_factory(concurrency=4)) as runner:
+        result = runner.run(examined(settings))
+    sys.stdout.buffer.write(orjson.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The check of the engine at the start of `penstock run`: what would spoil every rollout is refused before the run."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.engine_process import PENSTOCK, EngineProcess
+from support.waiting import HANG_S
+
+ROOT = Path(__file__).parents[2]
+
+
+def started(directory: Path, url: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`penstock run` without Redis: a start that is not refused before ends there."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    environ |= {
+        "PYTHONPATH": str(ROOT),
+        "PENSTOCK_ENGINE__URLS": url,
+        "PENSTOCK_RUN_DIR": str(directory / "run"),
+        "PENSTOCK_ENVIRONMENTS__SUMS__USE": "arithmetic",
+        "PENSTOCK_REDIS_URL": "redis://127.0.0.1:1/0",
+        "PENSTOCK_RECOVERY__REDIS_PATIENCE_S": "0.1",
+        **variables,
+    }
+    return subprocess.run(
+        [PENSTOCK, "run"], cwd=directory, env=environ, capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "fix"),
+    [
+        (("--served-model-name", "qwen"), {}, "--served-model-name policy"),
+        (("--logprobs-mode", "raw_logprobs"), {}, "--logprobs-mode processed_logprobs"),
+        ((), {"PENSTOCK_ENGINE__ROUTED_EXPERTS": "true"}, "--enable-return-routed-experts"),
+        ((), {"PENSTOCK_ENGINE__DIALECT": "sglang"}, "is engine.dialect right?"),
+    ],
+)
+def test_an_engine_that_would_spoil_every_rollout_is_refused_before_a_run_directory_exists(
+    tmp_path: Path, flags: tuple[str, ...], variables: dict[str, str], fix: str
+) -> None:
+    process = EngineProcess(tmp_path, *flags)
+    try:
+        host, port = process.address
+        done = started(tmp_path, f"http://{host}:{port}", **variables)
+    finally:
+        process.kill()
+    assert done.returncode == 2
+    assert fix in done.stderr
+    assert "run the same command again" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_good_engine_passes_and_an_absent_one_is_left_to_the_run(tmp_path: Path) -> None:
+    process = EngineProcess(tmp_path)
+    try:
+        host, port = process.address
+        good = started(tmp_path, f"http://{host}:{port}")
+    finally:
+        process.kill()
+    absent = started(tmp_path, "http://127.0.0.1:1")
+    for done in (good, absent):
+        assert "Redis at redis://127.0.0.1:1/0 cannot be used" in done.stderr
+    assert "was not checked" not in good.stderr
+    assert "the engine was not checked: http://127.0.0.1:1 cannot be reached" in absent.stderr
