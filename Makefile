@@ -12,7 +12,7 @@ VLLM := .venv-vllm
 VLLM_ROUTES := .venv-vllm-030
 VLLM_PYTHON ?= $(shell command -v python3.11 || ls -d $$HOME/.pyenv/versions/3.11.*/bin/python3.11 2>/dev/null | tail -n 1)
 
-.PHONY: setup demo check test test-slow test-verifiers chaos simulate fuzz soak bench docs clean
+.PHONY: setup demo check test test-slow test-verifiers test-vllm test-vllm-all test-engine vllm vllm-all chaos simulate fuzz soak bench docs clean
 
 setup: $(STAMP)
 
@@ -33,11 +33,11 @@ check: setup
 	@$(BIN)/pytest --quiet tests/test_house_rules.py
 
 test: check
-	@$(BIN)/pytest --ignore tests/test_house_rules.py --ignore tests/verifiers --numprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not slow'
+	@$(BIN)/pytest --ignore tests/test_house_rules.py --ignore tests/verifiers --ignore tests/vllm --numprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not slow'
 
 # Long tests: the rollout worker's benchmark, two demos at once, killed demos.
 test-slow: setup
-	@$(BIN)/pytest --ignore tests/verifiers --numprocesses 3 --dist loadfile -m slow
+	@$(BIN)/pytest --ignore tests/verifiers --ignore tests/vllm --numprocesses 3 --dist loadfile -m slow
 
 test-verifiers: $(VERIFIERS)/.installed
 	@$(VERIFIERS)/bin/pytest tests/verifiers --numprocesses 2 --dist loadfile
@@ -52,6 +52,20 @@ $(VERIFIERS)/.installed: pyproject.toml constraints-verifiers.txt
 	@$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints-verifiers.txt --editable '.[app,verifiers]'
 	@$(VERIFIERS)/bin/python -c 'import verifiers.v1'
 	@touch $@
+
+# A real vLLM on CPU; two starts of the server. `make test-vllm-all`: all flags, and vLLM 0.30.0 with routed experts.
+test-vllm: setup vllm
+	@PENSTOCK_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/pytest tests/vllm -m 'not slow' --timeout 600
+
+test-vllm-all: setup vllm-all
+	@for environment in $(VLLM) $(VLLM_ROUTES); do \
+		PENSTOCK_VLLM_PYTHON=$$environment/bin/python $(BIN)/pytest tests/vllm --timeout 900 --durations 5 || exit 1; \
+	done
+
+# The same tests against any server: make test-engine ENGINE_URL=http://host:8000 [TOKENIZER=/models/the-model]
+test-engine: setup
+	@test -n "$(ENGINE_URL)" || { echo "Which server? make test-engine ENGINE_URL=http://host:8000 [TOKENIZER=DIRECTORY]"; exit 1; }
+	@ENGINE_URL=$(ENGINE_URL) TOKENIZER=$(TOKENIZER) $(BIN)/pytest tests/vllm -m 'not slow' --timeout 600
 
 vllm: $(VLLM)/.installed
 vllm-all: $(VLLM)/.installed $(VLLM_ROUTES)/.installed

@@ -55,6 +55,9 @@ RUN_BY = {
     "penstock try": "tests/cli/test_trial.py",
     "python examples/toy_trainer.py": "tests/examples/test_toy_trainer.py",
     "redis-server": "penstock/runtime/embedded_redis.py",
+    "python -m vllm.entrypoints.openai.api_server": "tests/vllm",
+    "curl": "tests/vllm",
+    "make vllm": "tests/vllm",
 }
 """What takes long, or needs Docker: parsed here, and run by this suite or module."""
 NOT_RUN = (
@@ -62,9 +65,14 @@ NOT_RUN = (
     *(f"{word} " for word in (".", "cd", "cp", "export")),
 )
 """A server that needs a GPU, what prepares a shell, and the checks themselves."""
-VLLM_FLAGS = {"--served-model-name", "--logprobs-mode", "--enable-return-routed-experts"}
-"""Read from vLLM's source; no server of it runs in the tests."""
-SHELL = {".", "cd", "docker", "export", "git"}
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+VLLM_FLAGS = {
+    *("--served-model-name", "--logprobs-mode", "--enable-return-routed-experts", "--enable-auto-tool-choice"),
+    *("--tool-call-parser", "--reasoning-parser", "--enable-scale-out", "--dtype", "--max-model-len"),
+    *("--max-num-seqs", "--enforce-eager", "--model"),
+}
+"""`make test-vllm` starts servers with each of them; `--enable-return-routed-experts` with vLLM 0.30."""
+SHELL = {".", "cd", "curl", "docker", "export", "git"}
 INCOMPLETE = "arguments are missing"
 """What a command that is only mentioned may lack."""
 
@@ -135,6 +143,8 @@ def compose_problem(arguments: list[str]) -> str | None:
 
 
 def python_problem(arguments: list[str]) -> str | None:
+    if arguments[:2] == ["-m", SERVER_MODULE]:
+        return vllm_problem(arguments[2:])
     if arguments[0] == "-m":
         return None if importlib.util.find_spec(arguments[1]) else f"no module {arguments[1]}"
     return None if (ROOT / arguments[0]).is_file() else f"no file {arguments[0]}"

@@ -1,0 +1,134 @@
+"""Whole runs with a real engine: Redis, workers, orchestrator and a trainer that compares every token it gets."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.alignment import Alignment, Reference, Sample, Weights, align, of_batch
+from support.cluster import Cluster, cluster_in
+from support.vllm_playing import ENVIRONMENT
+from support.vllm_server import Release, VllmServer
+from support.waiting import HANG_S, wait_until
+
+from penstock.batches import BatchReader
+
+STEPS = 4
+SETTINGS: dict[str, Any] = {
+    "steps": STEPS,
+    "batch": {"size": 3},
+    "rollouts": {"group_size": 4, "max_in_flight": 24},
+    "trainer": {"max_steps_ahead": 1},
+    "policy.sampling": {"max_tokens": 32},
+    "policy.sampling.more.chat_template_kwargs": {"enable_thinking": False},
+    "filters.zero_variance": {"mode": "monitor"},
+    "environments.dialogue": {"use": ENVIRONMENT},
+    "environments.dialogue.options": {"turns": 2},
+}
+
+
+@pytest.fixture
+def cluster(server: VllmServer, release: Release, tmp_path: Path) -> Iterator[Cluster]:
+    with cluster_in(tmp_path, **SETTINGS, engine=engine_of(server, release)) as cluster:
+        yield cluster
+
+
+def engine_of(server: VllmServer, release: Release, **more: Any) -> dict[str, Any]:
+    return {"urls": [server.url], "routed_experts": release.has_routes, "unreachable_s": 2.0, **more}
+
+
+class Run:
+    """A run and its trainer: `after(step)` is called with each step, before it is acknowledged."""
+
+    def __init__(self, cluster: Cluster, after: Callable[[int, BatchReader], None]) -> None:
+        workers = cluster.rollout_worker(), cluster.compute_worker()
+        orchestrator = cluster.orchestrator()
+        reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=2 * HANG_S)
+        self.samples: list[Sample] = []
+        for batch in reader:
+            self.samples += of_batch(batch)
+            after(batch.step, reader)
+            reader.ack(batch.step)
+        assert orchestrator.wait() == 0, orchestrator.text[-3000:]
+        assert all(worker.exit_code is None for worker in workers)
+        self.audit = cluster.audit()
+        assert self.audit["balanced"], self.audit["problems"]
+        assert self.audit["dead"] == 0
+
+    def aligned(self, reference: Reference, weights: Weights) -> Alignment:
+        found = align(self.samples, reference, weights)
+        assert not found.problems, found.problems[:10]
+        return found
+
+
+def test_a_run(cluster: Cluster, reference: Reference, weights: Weights, release: Release) -> None:
+    run = Run(cluster, lambda step, reader: None)
+    found = run.aligned(reference, weights)
+    assert found.left_out == 0
+    assert found.tokens == sum(int((sample.trained != 0).sum()) for sample in run.samples) > 0
+    assert run.audit["delivered"] == STEPS * 3 * 4
+    if release.has_routes:
+        assert found.rows == sum(len(sample.ids) - 1 for sample in run.samples)
+
+
+def test_weights_loaded_by_the_trainer(
+    cluster: Cluster, server: VllmServer, reference: Reference, weights: Weights
+) -> None:
+    """While rollouts of the next step are played."""
+
+    def after(step: int, reader: BatchReader) -> None:
+        if step + 1 in weights:
+            server.load(weights[step + 1], step + 1)
+            reader.publish_policy(step + 1)
+
+    run = Run(cluster, after)
+    found = run.aligned(reference, weights)
+    assert len(found.versions) > 1
+    assert found.tokens > found.left_out
+
+
+def test_weights_loaded_by_the_run_into_a_server_that_is_killed(
+    tmp_path: Path, server: VllmServer, release: Release, reference: Reference, weights: Weights
+) -> None:
+    """The server starts again with its first weights, and samples nothing before it has those of the run."""
+
+    def after(step: int, reader: BatchReader) -> None:
+        if step + 1 in weights:
+            reader.publish_policy(step + 1, weights=weights[step + 1])
+        if step == 1:
+            restart(cluster, server)
+
+    with cluster_in(tmp_path, **SETTINGS, engine=engine_of(server, release, weight_update="penstock")) as cluster:
+        run = Run(cluster, after)
+    server.weights = None
+    found = run.aligned(reference, weights)
+    assert found.tokens > found.left_out
+    assert max(found.versions) > 1
+    assert run.audit["delivered"] == STEPS * 3 * 4
+
+
+@pytest.mark.slow
+def test_a_killed_server_that_the_trainer_updates(
+    cluster: Cluster, server: VllmServer, reference: Reference, weights: Weights
+) -> None:
+    def after(step: int, reader: BatchReader) -> None:
+        version = step + 1
+        if version not in weights:
+            return
+        if step == 1:
+            restart(cluster, server)
+            cluster.wait_waiting_for("calls its weights 'default'")
+        server.load(weights[version], version)
+        reader.publish_policy(version)
+
+    run = Run(cluster, after)
+    found = run.aligned(reference, weights)
+    assert found.tokens > found.left_out
+    assert max(found.versions) > 1
+
+
+def restart(cluster: Cluster, server: VllmServer) -> None:
+    server.end()
+    wait_until(lambda: cluster.status().get("waiting_for"), what="the run to wait for the server")
+    server.start()
+    server.wait_ready()

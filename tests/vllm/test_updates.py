@@ -1,0 +1,106 @@
+"""Weights, aborts and pauses in the middle of turns: no token is recorded under a version that did not sample it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from support.alignment import Alignment, Reference, Weights, align
+from support.vllm_playing import PLAIN, Played, Table
+from support.vllm_server import VllmServer
+from support.waiting import wait_until_async
+
+LONG = {"max_tokens": 96}
+UNENDING = {"ignore_eos": True}
+TOKENS = "vllm:generation_tokens_total"
+
+
+async def generated(server: VllmServer, tokens: int) -> None:
+    """Wait until the engine has sampled this many more tokens."""
+    before = await asyncio.to_thread(server.metric, TOKENS)
+
+    async def enough() -> bool:
+        return await asyncio.to_thread(server.metric, TOKENS) >= before + tokens
+
+    await wait_until_async(enough)
+
+
+def updates(server: VllmServer, weights: Weights, versions: tuple[int, ...]) -> Callable[[], Awaitable[None]]:
+    async def update() -> None:
+        for version in versions:
+            await generated(server, 150)
+            await asyncio.to_thread(server.load, weights[version], version)
+
+    return update
+
+
+def aligned_where_exact(played: list[Played], reference: Reference, weights: Weights) -> Alignment:
+    samples = [sample for each in played for sample in each.samples]
+    found = align(samples, reference, weights)
+    assert not found.problems, found.problems[:10]
+    return found
+
+
+@pytest.fixture
+def generating(table: Table, tokenizer: str) -> Table:
+    renderer = {"model": tokenizer, "chat_template_kwargs": {"enable_thinking": False}}
+    table.settings["engine"]["dialect"] = "generate"
+    table.settings["policy"] = {"renderer": renderer}
+    return table
+
+
+def test_chats_across_updates(table: Table, server: VllmServer, reference: Reference, weights: Weights) -> None:
+    meanwhile = updates(server, weights, (1, 2, 3))
+    played = table.play(8, turns=4, sampling=LONG, more={**PLAIN, **UNENDING}, meanwhile=meanwhile)
+    found = aligned_where_exact(played, reference, weights)
+    assert found.left_out > 0, "turns across an update have no exact version"
+    assert found.tokens > 0
+    assert 3 in found.versions
+
+
+def test_spans_of_generate_across_updates(
+    generating: Table, server: VllmServer, reference: Reference, weights: Weights
+) -> None:
+    """vLLM names the version of every token: all are exact, those of one turn under several versions too."""
+    meanwhile = updates(server, weights, (1, 2, 3))
+    played = generating.play(8, turns=4, sampling=LONG, more=UNENDING, meanwhile=meanwhile)
+    found = aligned_where_exact(played, reference, weights)
+    assert found.left_out == 0
+    assert found.versions == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("path", ["/abort_requests", "/pause?mode=abort"])
+def test_aborted_chats_are_asked_again(
+    table: Table, server: VllmServer, aligned: Callable[..., Alignment], path: str
+) -> None:
+    async def abort() -> None:
+        await generated(server, 30)
+        await asyncio.to_thread(server.post, path, {})
+        await asyncio.to_thread(server.post, "/resume")
+
+    played = table.play(4, sampling=LONG, more={**PLAIN, **UNENDING}, meanwhile=abort)
+    assert [each.finish_reasons for each in played] == [["length"]] * 4
+    assert [len(each.completions[0]) for each in played] == [LONG["max_tokens"]] * 4
+    aligned(played)
+
+
+def test_aborted_completions_of_tokens_are_continued(
+    generating: Table, server: VllmServer, aligned: Callable[..., Alignment]
+) -> None:
+    async def abort() -> None:
+        for _ in range(2):
+            await generated(server, 60)
+            await asyncio.to_thread(server.post, "/abort_requests", {})
+
+    before = server.metric(TOKENS)
+    played = generating.play(4, sampling=LONG, more=UNENDING, meanwhile=abort)
+    assert [len(each.completions[0]) for each in played] == [LONG["max_tokens"]] * 4
+    assert server.metric(TOKENS) - before < 4 * LONG["max_tokens"] + 40, "sampled twice"
+    aligned(played)
+
+
+def test_a_thought_that_is_cut_off_is_recorded(table: Table, aligned: Callable[..., Alignment]) -> None:
+    text = "Think, then say something."
+    played = table.play(4, text=text, sampling={"max_tokens": 6}, more={})
+    assert [each.finish_reasons for each in played] == [["length"]] * 4
+    assert any(not each.answers[0].get("content") for each in played)
+    aligned(played)
