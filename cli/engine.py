@@ -7,7 +7,18 @@ from typer import Option
 
 from cli.output import LOG_FORMAT
 
-LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
+Mode = Annotated[
+    Literal["processed_logprobs", "raw_logprobs"],
+    Option(help="Whether logprobs are those after or before the temperature."),
+]
+Latency = Annotated[str, Option(help="Seconds: constant:S, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA.")]
+Failures = Annotated[
+    str,
+    Option(
+        help="Shares of failing requests (error=S,malformed=S,hang=S,disconnect=S) and of odd answers "
+        "(abort=S,thought=S,sentinel=S,no_experts=S)."
+    ),
+]
 Dialect = Literal["vllm", "sglang"]
 Form = Literal["object", "npy", "bare", "lists"]
 
@@ -18,9 +29,7 @@ def engine(
     dialect: Annotated[Dialect, Option(help="API of /v1/chat/completions.")] = "vllm",
     seed: Annotated[int, Option(help="Engines with the same seed give the same completions.")] = 0,
     skill: Annotated[float, Option(min=0, max=1, help="Share of correct completions.")] = 0.5,
-    latency: Annotated[
-        str, Option(help="Seconds: constant:S, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA.")
-    ] = "constant:0",
+    latency: Latency = "constant:0",
     length: Annotated[
         str, Option(help="Completion length distribution, e.g. lognormal:400:0.5.")
     ] = "lognormal:120:0.5",
@@ -31,18 +40,10 @@ def engine(
     release: Annotated[
         str | None, Option(help="Release whose responses are imitated. Default: vLLM 0.32, SGLang 0.5.19.")
     ] = None,
-    failures: Annotated[
-        str,
-        Option(
-            help="Shares of failing requests (error=S,malformed=S,hang=S,disconnect=S) and of odd answers "
-            "(abort=S,thought=S,sentinel=S,no_experts=S)."
-        ),
-    ] = "",
+    failures: Failures = "",
     max_model_len: Annotated[int, Option(min=1, help="Largest number of tokens of prompt and completion.")] = 131_072,
     served_model_name: Annotated[str, Option(help="Name in /v1/models.")] = "policy",
-    logprobs_mode: Annotated[
-        LogprobsMode, Option(help="Whether logprobs are those after or before the temperature.")
-    ] = "processed_logprobs",
+    logprobs_mode: Mode = "processed_logprobs",
     dev_mode: Annotated[bool, Option(help="Serve the control endpoints, as with VLLM_SERVER_DEV_MODE=1.")] = True,
 ) -> None:
     """Simulate an inference server. No model and no GPU are needed.
