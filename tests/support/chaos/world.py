@@ -264,7 +264,8 @@ class EngineWorld(World):
         self.start_trainer(-1)
 
     def own_settings(self) -> Settings:
-        use = {"use": f"support.chaos.environments:{self.environment}"}
+        # In order: what was planned is known by the ordinals of the groups.
+        use = {"use": f"support.chaos.environments:{self.environment}", "order": "in_order"}
         options = {"wedge_while": str(self.wedge)}
         environment = {"environments.speaking": use, "environments.speaking.options": options}
         return environment | {"engine": self._engine_settings()}
