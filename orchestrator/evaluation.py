@@ -6,6 +6,7 @@ deleted as soon as a rollout's score is in. One evaluation of each name is open 
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -38,6 +39,8 @@ class Evaluations:
         self._ledger = ledger
         self._ending_since: float | None = None
         self._update_since: float | None = None
+        self.served_version: Callable[[], int] = lambda: ledger.number("policy_version")
+        """of the engine's weights, which may be older than the published ones"""
 
     def resume(self) -> None:
         """Cancel the open ones that are no longer configured."""
@@ -58,7 +61,7 @@ class Evaluations:
         return next((record for record in self._ledger.evaluations.values() if record.name == name), None)
 
     def _begin_if_due(self, name: str, settings: EvaluationSettings) -> EvaluationRecord | None:
-        size, version = self._ledger.number(f"examples:{name}"), self._ledger.number("policy_version")
+        size, version = self._ledger.number(f"examples:{name}"), self.served_version()
         if not size:  # not surveyed yet
             return None
         last = self._ledger.meta.get(f"evaluated:{name}")

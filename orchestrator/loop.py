@@ -92,6 +92,7 @@ class Orchestrator:
         if config.engine.weight_update == "penstock":
             self.trainer.holds_update = self.evaluations.holds_update
         self.engine = ReplicaWatch(config, run, ledger, self.trainer)
+        self.evaluations.served_version = lambda: self.engine.served_version
         self.weights = WeightUpdates(config, run, self.trainer, self.engine)
         self.planner = Planner(config, ledger, self.trainer, self.groups.causes, may_begin=self.engine.may_begin)
         self.submitter = Submitter(

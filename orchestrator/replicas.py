@@ -76,6 +76,13 @@ class ReplicaWatch:
             return START_VERSION
         return self._ledger.number("policy_version" if self._strict else LEAST)
 
+    @property
+    def served_version(self) -> int:
+        """The newest version that every replica has, as far as replicas say."""
+        if not self.reported or not any(replica.answers for replica in self.all):
+            return self._ledger.number("policy_version")
+        return self._ledger.number(LEAST)
+
     def may_begin(self, step: int) -> bool:
         """Whether rollouts of `step` may begin. With `max_steps_ahead = 0`, every replica that serves must have the
         version that the step before was trained into."""

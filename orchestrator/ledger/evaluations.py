@@ -19,7 +19,7 @@ class EvaluationRecord:
     number: int
     name: str
     version: int
-    """newest policy version when it began"""
+    """policy version of the engine's weights when it began"""
     examples: int
     rollouts: int
     """of each example"""

@@ -123,6 +123,24 @@ def test_the_run_loads_weights_and_brings_a_restarted_replica_up_to_date(tmp_pat
         assert [line["staleness_max"] for line in metrics(cluster)] == [0, 0, 0, 0]
 
 
+def test_an_update_of_the_weights_waits_for_the_evaluation_of_the_version_before(tmp_path: Path) -> None:
+    evaluation = {"use": "arithmetic", "every": 1, "examples": 6}
+    settings = {"engine": {"weight_update": "penstock"}, "evaluation.held_out": evaluation}
+    with run_of(tmp_path, **settings) as (cluster, _, run):
+        reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
+        for batch in reader:
+            reader.publish_policy(batch.step + 1, weights=write_weights(tmp_path, batch.step + 1))
+            if batch.step < 3:  # the run ends with the last step
+                wait_until(lambda step=batch.step: labels(cluster) == {str(step + 1)}, what=f"version {batch.step + 1}")
+            reader.ack(batch.step)
+            reader.checkpointed(batch.step)
+        assert run.wait() == 0, run.text[-3000:]
+        lines = [json.loads(line) for line in (cluster.run_dir / "evaluations.jsonl").read_text().splitlines()]
+        assert [line["version"] for line in lines][:3] == [0, 1, 2]
+        assert all(line["version_first"] == line["version_last"] == line["version"] for line in lines), lines
+        assert {line["rollouts"] for line in lines} == {6}
+
+
 def labels(cluster: Cluster) -> set[str]:
     """What the serving replicas call their weights, without the run's id."""
     return {str(state["weights"]).partition("@")[0] for state in cluster.status().get("replicas", {}).values()}
