@@ -34,6 +34,7 @@ __all__ = [
 POLL_S = 1.0
 LEAST_PAUSE_S, FAILED_PAUSE_S = 0.05, 0.2  # between polls that are waited for
 ANSWER_S = 5.0  # a poll; while weights are loaded, vLLM answers none
+RESUME_S = 30.0  # after a failed update: vLLM on a busy machine took longer than 5 s
 ANSWER_BYTES = 1 << 20
 ERROR_CHARACTERS = 300
 ADAPTERS_KEPT = 3  # of the newest versions: a process that has not heard of the newest yet names one before
@@ -121,7 +122,7 @@ class EngineControl:
 
     async def _resume_failed(self, url: str, version: int, run: str) -> None:
         with contextlib.suppress(*UNREACHABLE, InfrastructureFailure):
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(RESUME_S):
                 await self._perform(url, self._calls.resume(label_of(version, run, state=FAILED)))
 
     async def resume(self, url: str) -> None:
