@@ -352,7 +352,7 @@ def columns_of(
         overlong_prompt=np.zeros(1, np.uint8),
         turns=TurnTable(
             sample=turn("i4", 0), start=turn("i8", 2), end=turn("i8", length), version_first=turn("i4", version),
-            version_last=turn("i4", version), temperature=turn("f4", 1.0),
+            version_last=turn("i4", version), version_exact=turn("u1", 1), temperature=turn("f4", 1.0),
             **{name: turn("i4", 0) for name in WORDS}, words=WORDS,
         ),
         metrics=metrics,
