@@ -55,7 +55,7 @@ def test_the_log_sums_up_the_newest_line_of_each_schedule(tmp_path: Path) -> Non
     log.append(path, line | {"result": "AssertionError"})
     assert log.summary(path)["held"] == 0
     for number in (0, 1, 2, 3):
-        log.append(path, line | {"number": number})
+        log.append(path, line | {"number": number, "run_seed": number})
     result = log.summary(path)
     assert (result["schedules"], result["held"], result["steps"]) == (4, 4, 48)
     assert result["faults"]["kill_redis"] == result["without_visible_effect"]["kill_redis"] == 4

@@ -115,14 +115,12 @@ def _differences(world: World, manifests: dict[int, Manifest], planned_groups: i
     delivered = [rollout for manifest in manifests.values() for rollout in manifest.plan.rollouts]
     if isinstance(world, EngineWorld):
         groups = sorted({rollout.group for rollout in delivered})
-        examples = [GroupId.parse(group).ordinal - 1 for group in groups]  # one environment: in the order of planning
-        prompts = {
-            sum(rollout.sample_lengths) - tokens_of(GroupId.parse(rollout.group).ordinal - 1) for rollout in delivered
-        }
+        lengths = [tokens_of(example, world.seed) for example in range(planned_groups)]
+        prompts = {sum(rollout.sample_lengths) - lengths[_example(rollout.group)] for rollout in delivered}
         assert len(prompts) == 1, f"completions that are longer or shorter than asked for: {prompts}"
         rewards = [rollout.reward for rollout in delivered]
         return {
-            "length": drawn_z([tokens_of(e) for e in examples], [tokens_of(e) for e in range(planned_groups)]),
+            "length": drawn_z([lengths[_example(group)] for group in groups], lengths),
             "reward": (fmean(rewards) - 0.5) * sqrt(12 * len(rewards)),
         }
     planned = [
@@ -133,9 +131,14 @@ def _differences(world: World, manifests: dict[int, Manifest], planned_groups: i
     mine = [rollout.rollout for rollout in delivered]
     kinds = {"length": "tokens", "reward": "reward"}
     return {
-        name: drawn_z([chance(0, id, kind) for id in mine], [chance(0, id, kind) for id in planned])
+        name: drawn_z([chance(world.seed, id, kind) for id in mine], [chance(world.seed, id, kind) for id in planned])
         for name, kind in kinds.items()
     }
+
+
+def _example(group: str) -> int:
+    """With one environment, in order."""
+    return GroupId.parse(group).ordinal - 1
 
 
 def drawn_z(drawn: Sequence[float], population: Sequence[float]) -> float:

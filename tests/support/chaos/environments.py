@@ -16,21 +16,22 @@ LEAST_TOKENS, MOST_TOKENS = 16, 115
 QUESTION = "Example {:06d}: say something."
 
 
-def tokens_of(example: int) -> int:
+def tokens_of(example: int, seed: int) -> int:
     """Completion tokens of each rollout of an example."""
-    return LEAST_TOKENS + xxhash.xxh3_64_intdigest(str(example).encode()) % (MOST_TOKENS - LEAST_TOKENS + 1)
+    return LEAST_TOKENS + xxhash.xxh3_64_intdigest(str(example).encode(), seed) % (MOST_TOKENS - LEAST_TOKENS + 1)
 
 
-def reward_of(example: int, completion: str) -> float:
+def reward_of(example: int, completion: str, seed: int) -> float:
     """Uniform in [0, 1)."""
-    return xxhash.xxh3_64_intdigest(f"{example}/{completion}".encode()) / 2**64
+    return xxhash.xxh3_64_intdigest(f"{example}/{completion}".encode(), seed) / 2**64
 
 
 class Speaking:
     """Chats with the policy in the worker."""
 
-    def __init__(self, wedge_while: str) -> None:
+    def __init__(self, wedge_while: str, seed: int) -> None:
         self.examples = range(EXAMPLES)
+        self._seed = seed
         self._wedge = Path(wedge_while)
 
     def _pass_wedge(self) -> None:
@@ -40,8 +41,8 @@ class Speaking:
     async def rollout(self, example: int, policy: Policy) -> float:
         self._pass_wedge()
         messages = [{"role": "user", "content": QUESTION.format(example)}]
-        completion = await policy.chat(messages, max_tokens=tokens_of(example))
-        return reward_of(example, completion.content)
+        completion = await policy.chat(messages, max_tokens=tokens_of(example, self._seed))
+        return reward_of(example, completion.content, self._seed)
 
 
 class Calling(Speaking):
@@ -51,7 +52,10 @@ class Calling(Speaking):
 
     async def rollout(self, example: int, policy: AgentPolicy) -> float:  # type: ignore[override]
         self._pass_wedge()
-        body = {"messages": [{"role": "user", "content": QUESTION.format(example)}], "max_tokens": tokens_of(example)}
+        body = {
+            "messages": [{"role": "user", "content": QUESTION.format(example)}],
+            "max_tokens": tokens_of(example, self._seed),
+        }
         url, headers = f"{policy.base_url}/chat/completions", {"Authorization": f"Bearer {policy.api_key}"}
         try:
             async with aiohttp.ClientSession(headers=headers) as http, http.post(url, json=body) as response:
@@ -59,4 +63,4 @@ class Calling(Speaking):
                 answer = await response.json()
         except aiohttp.ClientError as error:
             raise InfrastructureFailure(f"the session server does not answer: {error!r}") from error
-        return reward_of(example, answer["choices"][0]["message"]["content"])
+        return reward_of(example, answer["choices"][0]["message"]["content"], self._seed)

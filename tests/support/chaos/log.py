@@ -30,8 +30,9 @@ def read(log: Path) -> dict[tuple[int, int], Line]:
 def summary(log: Path) -> dict[str, Any]:
     lines = list(read(log).values())
     held = [line for line in lines if line["result"] == HELD]
-    # Independent standard normal numbers: so is their sum over the root of their count.
-    differences = {name: [line["z"][name] for line in held] for name in ("length", "reward")}
+    # Runs of different seeds are independent: the sum over the root of the count is standard normal again.
+    seeded = {line["run_seed"]: line["z"] for line in held if "run_seed" in line}
+    differences = {name: [z[name] for z in seeded.values()] for name in ("length", "reward")}
     return {
         "schedules": len(lines),
         "held": len(held),

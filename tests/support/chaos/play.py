@@ -33,7 +33,7 @@ TIMEOUT_S = 600.0
 def play(schedule: Schedule, directory: Path) -> dict[str, Any]:
     """The line of the log, if everything holds."""
     started, chance = time.monotonic(), random.Random(f"{schedule.seed}/{schedule.number}/play")
-    world = WORLDS[schedule.world](directory, chance)
+    world = WORLDS[schedule.world](directory, chance, seed=1000 * schedule.seed + schedule.number)
     try:
         world.begin()
         for held in _play_faults(world, schedule, chance):
@@ -49,6 +49,7 @@ def play(schedule: Schedule, directory: Path) -> dict[str, Any]:
         world.close()
     return {
         "faults": world.played,
+        "run_seed": world.seed,
         "unseen": world.unseen,
         "exits": world.exits,
         "steps": world.steps,

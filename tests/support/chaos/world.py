@@ -49,8 +49,10 @@ class World:
     roles: ClassVar[tuple[str, ...]] = ("orchestrator", "rollouts", "compute", "redis")
     """Kinds of processes: each has a link to Redis and faults of its own."""
 
-    def __init__(self, directory: Path, chance: random.Random) -> None:
+    def __init__(self, directory: Path, chance: random.Random, seed: int) -> None:
+        """`seed` is that of the run: schedules with different ones draw different lengths and rewards."""
         self.random = chance
+        self.seed = seed
         self.directory = directory
         self.disk = directory / "disk"
         self.mounted = _mounted(self.disk)
@@ -79,7 +81,7 @@ class World:
     def configure(self, **changed: Any) -> None:
         """Write the configuration, with what was changed before."""
         self.changed |= changed
-        settings = self.settings | {"steps": self.steps, "ledger_dir": str(self.disk / "ledger")}
+        settings = self.settings | {"steps": self.steps, "seed": self.seed, "ledger_dir": str(self.disk / "ledger")}
         settings |= self.own_settings()
         for table, values in self.changed.items():
             settings[table] = settings.get(table, {}) | values
@@ -266,7 +268,7 @@ class EngineWorld(World):
     def own_settings(self) -> Settings:
         # In order: what was planned is known by the ordinals of the groups.
         use = {"use": f"support.chaos.environments:{self.environment}", "order": "in_order"}
-        options = {"wedge_while": str(self.wedge)}
+        options = {"wedge_while": str(self.wedge), "seed": self.seed}
         environment = {"environments.speaking": use, "environments.speaking.options": options}
         return environment | {"engine": self._engine_settings()}
 
