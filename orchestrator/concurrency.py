@@ -1,13 +1,18 @@
 """How many rollouts may be in flight: `rollouts.max_in_flight`, lowered while the engine's own queue grows.
 
+`LoadWatch` asks the replicas for their load, `InFlightLimit` decides.
+
 Additive increase, multiplicative decrease. A request that waits in the engine's queue gains nothing and plays with
 older weights than one that is submitted later; a preempted one is computed twice.
 """
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
-from penstock.engines.load import Load
+from orchestrator.ledger.ledger import Ledger
+from penstock.config import RunConfig
+from penstock.engines.control import UNREACHABLE, EngineControl, Load
 
 DECREASE = 0.8
 INCREASE = 0.05  # of `most` per adjustment: from half to full in ten
@@ -15,6 +20,46 @@ ADJUST_S = 10.0  # between two adjustments: a lower limit shows in the queue onl
 QUEUED_SHARE = 0.25  # of the running requests: with less in its queue, an engine is busy and not behind
 QUEUED_FEW = 8
 FULL_CACHE = 0.95
+
+
+LOAD_S = 2.0  # between two looks
+
+
+class LoadWatch:
+    """Follows the load of the replicas that say it. One that cannot be reached, or says nothing, has no say."""
+
+    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+        self._settings = config.engine
+        self._adapts = config.rollouts.adapt_in_flight
+        self._ledger = ledger
+        least = config.rollouts.group_size * len(config.engine.urls)
+        self.limit = InFlightLimit(most=config.rollouts.max_in_flight, least=least)
+        self.loads: dict[str, Load] = {}
+        """replica -> its load at the last look"""
+
+    async def run(self) -> None:
+        if not self._adapts:
+            return
+        async with EngineControl.open(self._settings) as control:
+            while True:
+                loads = await asyncio.gather(*(_load_of(control, url) for url in self._settings.urls))
+                self.loads = {url: load for url, load in zip(self._settings.urls, loads, strict=True) if load}
+                self.limit.observe(self.loads, in_flight=self._ledger.ungenerated)
+                await asyncio.sleep(LOAD_S)
+
+    @property
+    def notes(self) -> list[str]:
+        if self.limit.why is None:
+            return []
+        most = f"at most {self.limit.value:,} of {self.limit.most:,} rollouts (rollouts.max_in_flight) are in flight"
+        return [f"{most}: {self.limit.why}"]
+
+
+async def _load_of(control: EngineControl, url: str) -> Load | None:
+    try:
+        return await control.busyness(url)
+    except UNREACHABLE:
+        return None
 
 
 class InFlightLimit:

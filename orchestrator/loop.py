@@ -20,6 +20,7 @@ from orchestrator.attendance import Attendance
 from orchestrator.batch_phase import BatchPhase
 from orchestrator.broker import Broker
 from orchestrator.composer import Composer
+from orchestrator.concurrency import LoadWatch
 from orchestrator.gates import Gates
 from orchestrator.groups import Groups
 from orchestrator.leases import remove_leases
@@ -94,7 +95,11 @@ class Orchestrator:
         self.engine = ReplicaWatch(config, run, ledger, self.trainer)
         self.evaluations.served_version = lambda: self.engine.served_version
         self.weights = WeightUpdates(config, run, self.trainer, self.engine)
-        self.planner = Planner(config, ledger, self.trainer, self.groups.causes, may_begin=self.engine.may_begin)
+        self.load = LoadWatch(config, ledger)
+        self.planner = Planner(
+            config, ledger, self.trainer, self.groups.causes, may_begin=self.engine.may_begin,
+            most_in_flight=lambda: self.load.limit.value,
+        )  # fmt: skip
         self.submitter = Submitter(
             config, run, ledger, broker, self.gates, self.attendance, least_version=lambda: self.engine.least_version
         )
@@ -118,7 +123,7 @@ class Orchestrator:
             phase=lambda: "done" if self.done else self.stop.phase,
             snapshot=lambda: self.reconciler.latest,
             running=lambda: self.reconciler.running,
-            notes=lambda: [*filter(None, [self.planner.out_of_data]), *self.releaser.notes],
+            notes=lambda: [*filter(None, [self.planner.out_of_data]), *self.load.notes, *self.releaser.notes],
             excluded=lambda: self.attendance.excluded,
             replicas=lambda: self.engine.status(),
             evaluations=self.evaluations.status,
@@ -151,8 +156,8 @@ class Orchestrator:
         await self.submitter.remove_leftovers()
         await self.attendance.exchange()
         duties = [self.read_replies, self.reconcile, self.follow_trainer, self.sweep, self.lock.keep, self.engine.run,
-                  self.weights.run, self.reporter.run, self.metrics.run, self.evaluations_file.run, self.lag.run,
-                  self.lags.run]  # fmt: skip
+                  self.load.run, self.weights.run, self.reporter.run, self.metrics.run, self.evaluations_file.run,
+                  self.lag.run, self.lags.run]  # fmt: skip
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(duty()) for duty in duties]
             await self.stop.run_unless_stopped(self.drive_and_shut_down())

@@ -25,9 +25,12 @@ class Planner:
         causes: Causes,
         *,
         may_begin: Callable[[int], bool] = lambda _: True,
+        most_in_flight: Callable[[], int] | None = None,
     ) -> None:
-        """`may_begin`: whether the engine has the weights that rollouts of a step need."""
+        """`may_begin`: whether the engine has the weights that rollouts of a step need. `most_in_flight`: what it can
+        serve; by default `rollouts.max_in_flight`."""
         self._may_begin = may_begin
+        self._most_in_flight = most_in_flight or (lambda: config.rollouts.max_in_flight)
         self._causes = causes
         self._config = config
         self._ledger = ledger
@@ -56,7 +59,7 @@ class Planner:
         if self._examples.sampled:
             self._examples.draw(self.groups_per_step())
         size = self._config.rollouts.group_size
-        room = (self._config.rollouts.max_in_flight - self._ledger.ungenerated) // size
+        room = (self._most_in_flight() - self._ledger.ungenerated) // size
         missing = self._missing()
         wanted = min(sum(missing.values()), room)
         for _ in range(min(wanted, max(1, AT_ONCE // size))):

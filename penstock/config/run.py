@@ -47,6 +47,9 @@ class Rollouts(Section):
     """Groups with fewer finished rollouts are dropped. Default: max(2, half the group)."""
     max_in_flight: PositiveInt = 1024
     """Most rollouts planned and not yet generated. Bounds the queue, the ledger's memory and the engine's backlog."""
+    adapt_in_flight: bool = True
+    """Whether fewer than `max_in_flight` rollouts are in flight while the engine's own queue grows, its KV cache is
+    full or it preempts requests. Needs an engine that says so on `/metrics` (SGLang: `--enable-metrics`)."""
     timeout_s: PositiveFloat = 3600.0
     """Seconds that one attempt at a rollout may take."""
     group_timeout_s: PositiveFloat = 7200.0

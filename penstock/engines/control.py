@@ -15,6 +15,7 @@ import orjson
 from penstock.config.engine import Engine
 from penstock.engines.dialects import load_dialect
 from penstock.engines.dialects.control_calls import Call, ControlCalls
+from penstock.engines.load import METRICS_PATH, Load, read_load
 from penstock.engines.replicas import Replica
 from penstock.engines.weight_labels import FAILED, LOADING, START_VERSION, WeightLabel, label_of
 from penstock.errors import InfrastructureFailure
@@ -25,6 +26,7 @@ __all__ = [
     "START_VERSION",
     "UNREACHABLE",
     "EngineControl",
+    "Load",
     "Replica",
     "VersionPoller",
     "WeightLabel",
@@ -80,6 +82,12 @@ class EngineControl:
                 raise aiohttp.ClientError(f"{url}{path} answered {response.status}")
         self._version_path.pop(url, None)
         return None
+
+    async def busyness(self, url: str) -> Load | None:
+        """How busy the replica is; None if it does not say. Raises UNREACHABLE."""
+        async with asyncio.timeout(ANSWER_S), self._http.get(url + METRICS_PATH) as response:
+            page = await response.content.read(ANSWER_BYTES)
+        return read_load(page.decode(errors="replace")) if response.status == 200 else None
 
     async def load(self, url: str, *, weights: str, version: int, run: str, timeout_s: float) -> None:
         """Load weights from a directory that the server can read, and name them. InfrastructureFailure, with the

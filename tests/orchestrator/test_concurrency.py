@@ -1,9 +1,18 @@
 """The limit of rollouts in flight under an engine that is behind, idle or silent."""
 
+import asyncio
 from itertools import count
+from pathlib import Path
 
-from orchestrator.concurrency import ADJUST_S, InFlightLimit
-from penstock.engines.load import Load
+import pytest
+from support.upstream import Response, serving
+
+from orchestrator.concurrency import ADJUST_S, InFlightLimit, LoadWatch
+from orchestrator.ledger.ledger import Ledger
+from penstock.config import RunConfig
+from penstock.config.engine import Engine
+from penstock.config.run import Rollouts
+from penstock.engines.control import Load
 
 IDLE = Load(running=10, waiting=0, cache_use=0.3, preemptions=0)
 BEHIND = Load(running=10, waiting=90, cache_use=0.9, preemptions=0)
@@ -79,3 +88,32 @@ def test_adjustments_are_apart() -> None:
     for later in (0.0, 1.0, ADJUST_S - 0.1):
         held.observe({"a": BEHIND}, in_flight=held.value, now=now + later)
     assert held.value == 800
+
+
+@pytest.mark.parametrize("adapts", [True, False])
+def test_the_replicas_are_asked_and_the_planner_begins_no_more_than_the_limit(tmp_path: Path, adapts: bool) -> None:
+    page = b'vllm:num_requests_waiting{engine="0"} 90\nvllm:num_requests_running{engine="0"} 10\n'
+
+    async def main() -> None:
+        with serving(lambda request: Response(body=page)) as server:
+            config = RunConfig(
+                run_dir=tmp_path,
+                engine=Engine(urls=(server.url, "http://127.0.0.1:1")),
+                rollouts=Rollouts(adapt_in_flight=adapts),
+            )
+            ledger = Ledger(tmp_path / "ledger.sqlite")
+            watch = LoadWatch(config, ledger)
+            watching = asyncio.create_task(watch.run())
+            try:
+                while adapts and watch.limit.value == watch.limit.most:
+                    await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            finally:
+                watching.cancel()
+                ledger.close()
+            assert {received.path for received in server.received} == ({"/metrics"} if adapts else set())
+        assert watch.limit.value == (watch.limit.least if adapts else 1024)
+        assert watch.limit.least == 2 * config.rollouts.group_size
+        assert bool(watch.notes) is adapts
+
+    asyncio.run(main())
