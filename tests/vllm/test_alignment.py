@@ -50,8 +50,8 @@ def recorded() -> dict[str, Sample]:
 def sample(recorded: dict[str, Sample], table: Table, server: VllmServer) -> Sample:
     """Two turns of one rollout, aligned."""
     if "sample" not in recorded:
-        (played,) = table.play(turns=2)
-        (recorded["sample"],) = played.samples
+        played = table.play(8, turns=2)
+        recorded["sample"] = next(each.samples[0] for each in played if len(each.samples) == 1)
     return recorded["sample"]
 
 
