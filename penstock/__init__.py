@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.environments.scores import Score
     from penstock.environments.tools import Tools, tool
     from penstock.errors import (
+        Aborted,
         BadRequest,
         BatchError,
         BlobCorrupt,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Aborted",
     "BadRequest",
     "BatchError",
     "BatchReader",

@@ -18,6 +18,7 @@ from support.waiting import wait_until
 from penstock.errors import BadRequest, BlobCorrupt, BlobMissing
 from penstock.fields import FieldValues, TrainerField
 from penstock.recording import Mode, Session, unsealed
+from penstock.recording.turn_log import ALIGNMENT, PREAMBLE
 from penstock.store import open_store
 from penstock.store.columns import read_columns
 from penstock.store.files import FileStore
@@ -171,7 +172,9 @@ def test_a_cut_off_frame_is_discarded(store: FileStore, undisturbed: Any) -> Non
         run(recover(cut))
 
     async def damaged_and_continued() -> None:
-        for flipped in range(first, len(log), 41):
+        (length, _), padded = PREAMBLE.unpack_from(log, first), len(log)
+        assert padded - ALIGNMENT < first + PREAMBLE.size + length <= padded
+        for flipped in range(first, first + PREAMBLE.size + length, 41):  # nothing reads what pads the frame
             torn = bytearray(log)
             torn[flipped] ^= 1
             log_of(store).write_bytes(torn)
