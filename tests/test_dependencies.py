@@ -32,12 +32,12 @@ for name in sys.argv[2:]:
 LOADED = """
 import sys
 import orchestrator.start, orchestrator.ledger.audit, orchestrator.reporting.status
-rooms = "penstock.environments", "penstock.engines", "penstock.playing"
+rooms = "penstock.environments", "penstock.engines.client", "penstock.engines.response", "penstock.playing"
 print(*(name for name in sys.modules if name.startswith(rooms)))
 """
 
 
-def test_an_orchestrator_loads_neither_environments_nor_what_talks_to_an_engine() -> None:
+def test_an_orchestrator_loads_neither_environments_nor_what_reads_an_engines_responses() -> None:
     done = subprocess.run([sys.executable, "-c", LOADED], check=True, capture_output=True, text=True)
     assert done.stdout.split() == []
 

@@ -86,6 +86,8 @@ class EngineClient(EngineConnection):
                     continue
             except (aiohttp.ClientError, Upstream) as error:
                 failed = replica
+                if isinstance(error, aiohttp.ClientError):  # the connection broke: it may be restarting
+                    replica.doubt()
                 retries.count_failure(error)
             else:
                 return Response(

@@ -66,6 +66,8 @@ class Replica:
     """Set to poll at once."""
     failed_polls: int = 0
     """Since the last one that succeeded."""
+    doubted_at: float = -math.inf
+    """When a poll or a connection last failed: the server may have restarted since, with other weights."""
     router: bool = False
     """Whether several servers answer at this address: nothing that one says holds for the next."""
     _polled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -80,6 +82,16 @@ class Replica:
 
     def mark_unreachable(self) -> None:
         self.unreachable_at = time.monotonic()
+        self.doubt()
+
+    def doubt(self) -> None:
+        """What it said before holds no longer: the next request asks first."""
+        self.doubted_at = time.monotonic()
+
+    @property
+    def doubted(self) -> bool:
+        """Whether no poll that began after the last failure has succeeded."""
+        return not self.answers or self.answers[-1].last_began <= self.doubted_at
 
     @contextlib.contextmanager
     def busy(self) -> Generator[None]:
@@ -110,6 +122,7 @@ class Replica:
     def poll_failed(self) -> None:
         """The replica could not be asked: it may be restarting."""
         self.failed_polls += 1
+        self.doubt()
         self._returns.clear()
         self._end_poll()
 
@@ -227,7 +240,8 @@ class Replicas:
             if not self._must_ask(replica):
                 break
             await replica.polled(within_s=FIRST_POLL_S)
-        return self._said(replica, replica.label)
+        said = self._said(replica, replica.label)
+        return SaidVersion(said.version, exact=said.exact and not replica.doubted)
 
     async def adapter(self) -> WeightLabel | None:
         """The newest LoRA adapter that every replica that may serve has; None before the first, or without LoRA."""
@@ -240,7 +254,7 @@ class Replicas:
         return label if label and label.numbered else None
 
     def _must_ask(self, replica: Replica) -> bool:
-        if not replica.answers:
+        if replica.doubted:
             return True
         last = replica.answers[-1]
         behind = last.label is None or last.label.version < self.orders.version

@@ -66,6 +66,7 @@ class Backend(EngineConnection):
                 replica.mark_unreachable()
                 raise Upstream(f"{UNREACHABLE}: {_describe(error)}") from error
             except (aiohttp.ClientError, TimeoutError) as error:
+                replica.doubt()
                 raise Upstream(f"the engine broke off its response: {_describe(error)}") from error
             except InfrastructureFailure as error:
                 raise Upstream(str(error)) from error

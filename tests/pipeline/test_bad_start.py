@@ -143,7 +143,7 @@ class Ending:
 
 
 def test_an_environment_that_ends_its_task_or_raises_bad_unicode_uses_up_its_failures(pipeline: Pipeline) -> None:
-    pipeline.new_run("ending", steps=1, **{"environments.sums": {"use": "ending:Ending"}})
+    pipeline.new_run("ending", steps=1, **{"environments.sums": {"use": "ending:Ending", "order": "in_order"}})
     cluster = pipeline.cluster
     (cluster.directory / "ending.py").write_text(ENDING)
     worker = cluster.rollout_worker(PYTHONPATH=f"{Path(__file__).parents[2]}:{cluster.directory}")

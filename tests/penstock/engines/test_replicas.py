@@ -1,4 +1,6 @@
 import asyncio
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -135,3 +137,21 @@ def test_versions_that_alternate_are_those_of_a_router() -> None:
     assert asyncio.run(replicas.after("a", 7, 1.5)) == SaidVersion(6, exact=False)
     _, updated = labelled("6", "loading 7@r1", "7@r1", "default", "loading 7@r1", "7@r1", "default", "7@r1")
     assert not updated.router
+
+
+@pytest.mark.parametrize("fail", [Replica.poll_failed, Replica.mark_unreachable, Replica.doubt])
+def test_a_replica_that_failed_is_asked_before_the_next_request(fail: Callable[[Replica], None]) -> None:
+    """It may have restarted: what it said before is not the version of the next response."""
+
+    async def main() -> None:
+        replicas, replica = labelled("2@r1", orders=published(2))
+        assert await replicas.before(replica) == SaidVersion(2, exact=True)
+        fail(replica)
+        asking = asyncio.create_task(replicas.before(replica))
+        while not replica.asked.is_set():
+            await asyncio.sleep(0)
+        replica.hear(WeightLabel.parse("default"), began=time.monotonic())
+        assert (await asking).version == 0
+        assert replicas.refusal(replica)
+
+    asyncio.run(main())
