@@ -273,7 +273,9 @@ class EngineWorld(World):
         return environment | {"engine": self._engine_settings()}
 
     def _engine_settings(self) -> Settings:
-        return {"urls": [self.address(self.engine)], "routed_experts": True, "unreachable_s": 0.5, "silence_s": 5.0}
+        """The trainer of the tests loads no weights: the versions are those that it announces."""
+        urls, waits = [self.address(self.engine)], {"unreachable_s": 0.5, "silence_s": 5.0}
+        return {"urls": urls, "routed_experts": True, "versions": "announced", **waits}
 
     def address(self, process: Process) -> str:
         """Waits until it listens."""
