@@ -344,9 +344,10 @@ class AgentWorld(EngineWorld):
         self.wait(lambda: not self._session_files(), "the end of every session")
         super().stop()
 
-    def _session_files(self) -> list[Path]:
-        files = (self.cluster.store / "sessions").rglob("*")
-        return [path for path in files if path.name != ".lock" and path.is_file()]
+    def _session_files(self) -> list[str]:
+        """By `os.walk`, which passes over directories that go away meanwhile."""
+        names = (name for _, _, files in os.walk(self.cluster.store / "sessions") for name in files)
+        return [name for name in names if name != ".lock"]
 
 
 WORLDS: dict[str, type[World]] = {world.name: world for world in (NoopWorld, EngineWorld, AgentWorld)}
