@@ -6,6 +6,7 @@ whose context it was scheduled. A killed process runs nothing again, not even it
 
 import asyncio
 import contextvars
+import errno
 import heapq
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -99,6 +100,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         process = PROCESS.get()
         assert process is not None
         process.signals[sig] = lambda: callback(*args)
+
+    async def sock_connect(self, sock: Any, address: Any) -> None:
+        """There is no network: the engine is the workers' matter."""
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "there is no network in a simulation")
 
     def _run_once(self) -> None:
         ready, scheduled = self._ready, self._scheduled  # pyright: ignore[reportAttributeAccessIssue]

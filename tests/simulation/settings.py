@@ -29,6 +29,7 @@ def drawn_settings(random: Random, directory: Path) -> dict[str, Any]:
             "timeout_s": 40.0,
             "group_timeout_s": random.choice([20.0, 200.0, 7200.0]),
             "partial_groups": random.choice(["train", "wait", "drop"]),
+            "adapt_in_flight": False,
             "oversample": random.choice([1.0, 1.0, 1.5]),
         },
         "batch": {
