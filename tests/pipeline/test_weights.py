@@ -154,11 +154,12 @@ def test_updates_by_the_trainer_in_the_middle_of_responses(tmp_path: Path, diale
         url = engines.urls[0]
         reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
         versions: set[int] = set()
-        exact = tokens = 0
+        exact = tokens = later = 0
         for batch in reader:
             for mb in batch.micro_batches():
                 versions |= set(checked_versions(mb))
                 exact, tokens = exact + int(mb.version_exact.sum()), tokens + int((mb.versions >= 0).sum())
+                later += int(((mb.versions > 0) & (mb.version_exact == 0)).sum())
             reader.ack(batch.step)
             version = batch.step + 1
             post(f"{url}/pause?mode=keep")
@@ -171,7 +172,8 @@ def test_updates_by_the_trainer_in_the_middle_of_responses(tmp_path: Path, diale
         assert run.wait() == 0, run.text[-3000:]
         assert len(versions) > 1
         assert tokens * 0.5 < exact
-        assert (exact == tokens) or dialect == "vllm"
+        # The first weights have no number: whether a response of them came before the update is seen by polls.
+        assert later == 0 or dialect == "vllm"
         played = [(line, line["completion_tokens/mean"] * line["rollouts"]) for line in metrics(cluster)]
         inexact = sum(line["version_inexact_rate"] * sampled for line, sampled in played)
         assert round(inexact) == tokens - exact
