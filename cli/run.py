@@ -66,11 +66,11 @@ def run(
 def _check_engine(config: Path | None, settings: "RunConfig") -> None:
     """Refuse a start if every rollout would fail or be spoilt, in the engine's words. In a child process: a dialect may
     be code of the user, which never runs in the orchestrator's. What cannot be asked now is left to the run."""
-    from penstock.config.test_hooks import noop_settings
+    from penstock.config.test_hooks import checks_engine
     from penstock.errors import ConfigError
 
-    if settings.environments and all(noop_settings(settings, name) for name in settings.environments):
-        return  # nothing will be asked of an engine
+    if not checks_engine(settings):
+        return
     command = [sys.executable, "-m", "penstock.doctor", *([str(config)] if config else [])]
     try:
         done = subprocess.run(command, capture_output=True, timeout=CHECK_S, check=False)

@@ -44,12 +44,14 @@ class Noop(Section):
 
 
 class Testing(Section):
-    """Faults of the orchestrator."""
+    """Faults of the orchestrator, and what tests of other things leave out."""
 
     declared = OF_HOST
 
     crash_at: str | None = None
     """`POINT` or `POINT:N`: the orchestrator kills itself when it passes POINT for the Nth time."""
+    check_engine: bool = True
+    """Whether a start examines the engine, which takes a process of its own."""
 
 
 class HookedRunConfig(RunConfig):
@@ -75,3 +77,10 @@ def noop_settings(config: RunConfig, *environments: str) -> Noop | None:
 
 def crash_at(config: RunConfig) -> str | None:
     return config.testing.crash_at if isinstance(config, HookedRunConfig) else None
+
+
+def checks_engine(config: RunConfig) -> bool:
+    """Whether a start of the run examines its engine: not if only no-ops are played."""
+    if not isinstance(config, HookedRunConfig):
+        return True
+    return config.testing.check_engine and any(each.use != NOOP for each in config.environments.values())

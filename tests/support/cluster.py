@@ -121,6 +121,7 @@ class Cluster:
             "PENSTOCK_CONFIG": str(self.config),
             "PENSTOCK_REDIS_URL": self.redis_server.url,
             test_hooks.SWITCH: "1",
+            "PENSTOCK_TESTING__CHECK_ENGINE": "false",
             "PYTHONPATH": str(Path(__file__).parent.parent.parent),
             **self.variables,
             **variables,
