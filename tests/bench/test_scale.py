@@ -1,6 +1,9 @@
+import pytest
+
 from bench.scale import QUICK, SWEPT_GROUPS, run
 
 
+@pytest.mark.slow
 def test_every_size_is_played_and_its_steps_are_timed() -> None:
     report = run(quick=True)  # raises unless every rollout was delivered
     assert (report.bench, report.rounds, report.quick) == ("scale", 1, True)
