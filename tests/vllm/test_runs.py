@@ -74,17 +74,17 @@ def test_a_run(cluster: Cluster, reference: Reference, weights: Weights, release
 def test_weights_loaded_by_the_trainer(
     cluster: Cluster, server: VllmServer, reference: Reference, weights: Weights
 ) -> None:
-    """While rollouts of the next step are played."""
+    """While rollouts of later steps are played. Those of the last step begin when the first one is acknowledged, which
+    is after the update."""
 
     def after(step: int, reader: BatchReader) -> None:
-        if step + 1 in weights:
-            server.load(weights[step + 1], step + 1)
-            reader.publish_policy(step + 1)
+        if step == 0:
+            server.load(weights[1], 1)
+            reader.publish_policy(1)
 
     run = Run(cluster, after)
     found = run.aligned(reference, weights)
-    assert len(found.versions) > 1
-    assert found.tokens > found.left_out
+    assert found.versions == {0, 1}
 
 
 def test_weights_loaded_by_the_run_into_a_server_that_is_killed(
