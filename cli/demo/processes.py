@@ -25,6 +25,7 @@ logger = logging.getLogger("penstock.demo")
 
 READY = re.compile(r"action=(?:engine|sessions)_ready url=(http://\S+)")
 LATENCY = "lognormal:0.1:0.5"  # seconds, as of a small model, so that the view shows rollouts in flight
+ENGINE_S = 60.0  # it takes about one second
 STOP_S = 5.0  # idle workers take about one second
 TICK_S = 0.05
 TAIL_LINES = 15
@@ -65,6 +66,7 @@ class DemoProcesses:
         )
         engine = ["penstock", "engine", "--port", "0", "--latency", LATENCY]
         self._start("engine", *engine, *experts, ready=lambda output: bool(READY.search(output)))
+        self._urls["PENSTOCK_ENGINE__URLS"] = self._await_engine()  # the orchestrator loads weights into it
         self._start("orchestrator", "penstock", "run", ready=lambda _: bool(self.status()))
         queues = ["-Q", "filtering,advantages,encoding", "-c", "2"]
         self._worker("compute-worker", "workers.compute", *queues)
@@ -73,6 +75,13 @@ class DemoProcesses:
         trainer = str(EXAMPLES / "toy_trainer.py")
         opened = options.run_dir / "trainer" / "rank_00.json"
         self._start("trainer", "python", trainer, str(options.run_dir), *checkpoints, ready=lambda _: opened.exists())
+
+    def _await_engine(self) -> str:
+        """Its URL, once it listens."""
+        process = self.parts["engine"].process
+        ready = process.wait_until(lambda: READY.search(process.output), what="it listens", timeout_s=ENGINE_S)
+        assert ready is not None
+        return ready[1]
 
     def check(self) -> None:
         """Mark processes that are ready and start those that waited for them. Raise if one has ended too early."""
@@ -85,8 +94,7 @@ class DemoProcesses:
             if not part.ready and part.is_ready(part.process.output):
                 part.ready = True
                 logger.info("action=ready process=%s after_s=%.1f", name, time.monotonic() - part.started_at)
-        if "sessions" not in self.parts and (url := self._url_of("engine")):
-            self._urls["PENSTOCK_ENGINE__URLS"] = url
+        if "sessions" not in self.parts and self.parts["engine"].ready:
             listening = lambda output: bool(READY.search(output))  # noqa: E731
             self._start("sessions", "penstock", "sessions", "--port", "0", ready=listening)
         if "rollout-worker" not in self.parts and (url := self._url_of("sessions")):

@@ -145,6 +145,8 @@ def test_ctrl_c_on_a_terminal_prints_a_summary(marked: MarkedDemos) -> None:
     with Terminal(*command, env=marked.env) as terminal:
         trained = re.compile(r"trainer     step \d+: ")
         wait_until(lambda: trained.search(terminal.text), what="a step that was trained")
+        log = run_dir / "logs" / "orchestrator.log"
+        wait_until(lambda: "action=weights_loaded" in log.read_text(), what="the trainer's weights in the engine")
         terminal.press("\x03")
         assert terminal.wait() == 128 + signal.SIGINT
     text = terminal.text
