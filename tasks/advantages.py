@@ -14,7 +14,7 @@ from tasks.execution import sync_executor
 
 @app.task(name=task_name(Queue.ADVANTAGES), pydantic=True)
 def run(job: AdvantageJob) -> None:
-    sync_executor().execute(job, lambda _: body(job, settings()))
+    sync_executor().execute(job, lambda execution: body(job, settings(), execution))
 
 
 @app.task(name=task_name(Queue.ADVANTAGES, "batch"), pydantic=True)
@@ -28,11 +28,12 @@ def draw(job: DrawJob) -> None:
     sync_executor().execute(job, lambda _: draw_examples(job_inputs.read_draw(store, job.plan), config))
 
 
-def body(job: AdvantageJob, config: RunConfig) -> AdvantageResult:
-    group = job_inputs.read_group(open_store(config.store_url), job.plan)
+def body(job: AdvantageJob, config: RunConfig, execution: str) -> AdvantageResult:
+    store = open_store(config.store_url)
+    group = job_inputs.read_group(store, job.plan)
     if hooks := noop_settings(config, group.environment):
         return noop.advantages(job, group, hooks)
-    return estimate_group(group, config)
+    return estimate_group(store, group, config, execution=execution)
 
 
 def batch_body(job: BatchPhaseJob, config: RunConfig, execution: str) -> BatchPhaseResult:
@@ -41,5 +42,6 @@ def batch_body(job: BatchPhaseJob, config: RunConfig, execution: str) -> BatchPh
     if hooks := noop_settings(config, *set(values.environments)):
         noop.work(job, hooks)
     key = job_inputs.advantages_key(job.run, job.step, job.formation, execution)
-    job_inputs.write(store, key, estimate_step(values, config))
+    credit = job_inputs.step_credit_key(job.run, job.step, job.formation, execution)
+    job_inputs.write(store, key, estimate_step(store, values, config, credit=credit))
     return BatchPhaseResult(execution=execution)

@@ -8,7 +8,7 @@ from penstock.advantages.estimators import ESTIMATORS, Estimator
 from penstock.advantages.phases import BatchAdvantages, GroupAdvantages, batch_phase, group_phase, reward_error
 from penstock.advantages.settings import AdvantageSettings, Recipe, resolve
 from penstock.advantages.shaping import Shaping
-from penstock.advantages.values import MAX_REWARD, BatchValues, Floats, GroupValues, Ints, deviation, mean
+from penstock.advantages.values import MAX_REWARD, BatchValues, Floats, GroupValues, Ints, TurnValues, deviation, mean
 
 __all__ = [
     "ESTIMATORS",
@@ -23,6 +23,7 @@ __all__ = [
     "Ints",
     "Recipe",
     "Shaping",
+    "TurnValues",
     "batch_phase",
     "deviation",
     "group_phase",

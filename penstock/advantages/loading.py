@@ -8,10 +8,12 @@ from penstock.errors import ConfigError
 from penstock.registry import Facts, checked_function, import_attribute, is_custom, lookup
 
 
-def load_estimator(name: str, *, setting: str = "advantages.estimator") -> Estimator:
+def load_estimator(
+    name: str, built_in: Mapping[str, Estimator] = ESTIMATORS, *, setting: str = "advantages.estimator"
+) -> Estimator:
     """The built-in one, or the `Estimator` or function of `module:attribute`."""
     if not is_custom(name):
-        return lookup(ESTIMATORS, name, setting=setting)
+        return lookup(built_in, name, setting=setting)
     found, what = import_attribute(name, setting=setting), f"{setting} = {name!r}"
     if not isinstance(found, Estimator):
         return Estimator(group=checked_function(found, "group", what=what))

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.advantages.settings import Recipe
-from penstock.advantages.values import MAX_REWARD, BatchValues, Floats, GroupValues
+from penstock.advantages.turn_formulas import token_means
+from penstock.advantages.values import MAX_REWARD, BatchValues, Floats, GroupValues, TurnValues
 from penstock.error_boundary import described, error_boundary
 from penstock.errors import StageError
 from penstock.filters import rewards_are_equal
@@ -26,7 +27,11 @@ class GroupAdvantages:
     values: Floats
     """Final where the estimator has no batch phase, else the input of that phase."""
     shaped: Floats
-    """The rewards that the zero-variance filter judges."""
+    """The rewards after length shaping."""
+    judged: Floats
+    """What the zero-variance filter judges: these rewards, or the values."""
+    by_turn: tuple[Floats, ...] | None = None
+    """With `per_turn`: the values of each rollout's turns, whose mean over tokens is its entry in `values`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,8 @@ class BatchAdvantages:
     """As delivered."""
     state: str | None
     """The estimator's next state with its name, as JSON text; None without a state. Only this module reads it."""
+    by_turn: tuple[Floats, ...] | None = None
+    """As in GroupAdvantages."""
 
 
 def reward_error(reward: float, recipe: Recipe) -> str | None:
@@ -55,26 +62,55 @@ def group_phase(group: GroupValues, recipe: Recipe) -> GroupAdvantages:
         raise StageError(f"one rollout of {recipe.group_size} has no baseline: drop such groups (min_group_size)")
     with error_boundary(StageError, "advantages.length_shaping failed"):
         shaped = _checked(recipe.shaping(group), size, "length shaping")
-    if recipe.estimator.needs_variance and size == 1:
-        values = shaped
-    elif recipe.estimator.needs_variance and rewards_are_equal(shaped):
+    estimator, values, by_turn = recipe.estimator, shaped, None
+    of_rewards = estimator.needs_variance and estimator.variance_of == "rewards"
+    if estimator.needs_variance and size == 1:
+        by_turn = _spread(values, group) if estimator.per_turn else None
+    elif of_rewards and rewards_are_equal(shaped):
         values = np.zeros(size)
+        by_turn = _spread(values, group) if estimator.per_turn else None
     else:
         with error_boundary(StageError, f"the estimator {recipe.name} failed in its group phase"):
-            values = _checked(recipe.estimator.group(replace(group, rewards=shaped)), size, recipe.name)
-    return GroupAdvantages(values=values, shaped=shaped)
+            values, by_turn = _values(estimator.group(replace(group, rewards=shaped)), group.by_turn, size, recipe)
+    judged = shaped if estimator.variance_of == "rewards" else _flat(values, by_turn)
+    return GroupAdvantages(values=values, shaped=shaped, judged=judged, by_turn=by_turn)
 
 
 def batch_phase(batch: BatchValues, recipe: Recipe, state: str | None = None) -> BatchAdvantages:
     """`state` is that of the step before, None for the first step. Without a batch phase only the type changes."""
     compute, size = cast(Any, recipe.estimator.batch), len(batch.values)
     with error_boundary(StageError, f"the estimator {recipe.name} failed in its batch phase"):
+        if compute is None:
+            return BatchAdvantages(values=_checked(batch.values, size, recipe.name).astype(np.float32), state=None)
         if recipe.estimator.state is None:
-            values, kept = compute(batch) if compute else batch.values, None
+            result, kept = compute(batch), None
         else:
-            values, after = _pair(compute(batch, _state(state, recipe)), recipe)
+            result, after = _pair(compute(batch, _state(state, recipe)), recipe)
             kept = _kept(after, recipe)
-        return BatchAdvantages(values=_checked(values, size, recipe.name).astype(np.float32), state=kept)
+        values, by_turn = _values(result, batch.by_turn, size, recipe)
+        return BatchAdvantages(values=values.astype(np.float32), state=kept, by_turn=by_turn)
+
+
+def _values(
+    result: Any, turns: tuple[TurnValues, ...], size: int, recipe: Recipe
+) -> tuple[Floats, tuple[Floats, ...] | None]:
+    """What an estimator returned: one value a rollout, and with `per_turn` those of its turns."""
+    if not recipe.estimator.per_turn:
+        return _checked(result, size, recipe.name), None
+    if len(result) != size:
+        raise StageError(f"{recipe.name} gave {len(result)} arrays for {size} rollouts: one a rollout is needed")
+    by_turn = tuple(
+        _checked(values, len(of.tokens), recipe.name, "turns") for values, of in zip(result, turns, strict=True)
+    )
+    return token_means(by_turn, turns), by_turn
+
+
+def _spread(values: Floats, group: GroupValues) -> tuple[Floats, ...]:
+    return tuple(np.full(len(turns.tokens), value) for value, turns in zip(values, group.by_turn, strict=True))
+
+
+def _flat(values: Floats, by_turn: tuple[Floats, ...] | None) -> Floats:
+    return values if by_turn is None else np.concatenate([*by_turn, np.zeros(1)])
 
 
 def _pair(result: object, recipe: Recipe) -> tuple[Any, Any]:
@@ -110,8 +146,8 @@ def _plain(value: object) -> object:
     raise TypeError(f"it contains a {type(value).__name__}")
 
 
-def _checked(result: Floats, size: int, source: str) -> Floats:
+def _checked(result: Floats, size: int, source: str, of: str = "rollouts") -> Floats:
     values = np.asarray(result, np.float64)
     if values.shape != (size,) or not (np.abs(values) <= FLOAT32_MAX).all():
-        raise StageError(f"{source} gave {result} for {size} rollouts: one finite float32 each is needed")
+        raise StageError(f"{source} gave {result} for {size} {of}: one finite float32 each is needed")
     return values

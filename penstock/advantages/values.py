@@ -17,6 +17,18 @@ MAX_REWARD = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
+class TurnValues:
+    """The turns of one rollout in their order, one entry each."""
+
+    rewards: Floats
+    """`Score.turn_rewards`; NaN where the environment scored no turns."""
+    agents: tuple[str, ...]
+    """The names given to `policy.chat(agent=...)`, "" without one."""
+    tokens: Ints
+    """Completion tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GroupValues:
     """The n scored rollouts of one group, one entry each."""
 
@@ -30,13 +42,18 @@ class GroupValues:
     agents: tuple[Mapping[str, int], ...] = ()
     """The agents that the environment named, in the order of their first turns, with their completion tokens. `()`
     if no rollout has any."""
+    agent_rewards: tuple[Mapping[str, float], ...] = ()
+    """`Score.agent_rewards`. `()` if no rollout has any."""
+    by_turn: tuple[TurnValues, ...] = ()
+    """For estimators with `per_turn`."""
     environment: str = ""
     example: int = -1
     """The example's number in its environment."""
 
     def __post_init__(self) -> None:
         lengths = [len(each) for each in (self.completion_tokens, self.tool_tokens, self.input_tokens, self.turns)]
-        lengths += [len(each) for each in (*self.named_rewards.values(), *filter(None, [self.agents]))]
+        lengths += [len(each) for each in self.named_rewards.values()]
+        lengths += [len(each) for each in (self.agents, self.agent_rewards, self.by_turn) if each]
         if set(lengths) != {len(self.rewards)} or not lengths[0]:
             raise StageError(f"a group of {len(self.rewards)} rewards has columns of {lengths} entries")
 
@@ -54,12 +71,19 @@ class BatchValues:
     """As in GroupValues."""
     agents: tuple[Mapping[str, int], ...] = ()
     """As in GroupValues."""
+    agent_rewards: tuple[Mapping[str, float], ...] = ()
+    """As in GroupValues."""
+    by_turn: tuple[TurnValues, ...] = ()
+    """As in GroupValues."""
+    turn_values: tuple[Floats, ...] = ()
+    """With `per_turn`: the results of the group phase, one value a turn."""
     groups: tuple[str, ...] = ()
     environments: tuple[str, ...] = ()
     examples: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        columns = [self.rewards, self.agents, self.groups, self.environments, self.examples]
+        columns = [self.rewards, self.agents, self.agent_rewards, self.by_turn, self.turn_values]
+        columns += [self.groups, self.environments, self.examples]
         lengths = [len(self.sampled_tokens), *(len(each) for each in self.named_rewards.values())]
         lengths += [len(each) for each in columns if len(each)]
         if set(lengths) != {len(self.values)}:

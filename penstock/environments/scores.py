@@ -1,14 +1,14 @@
 """The score of a rollout: `Score`, the shorter forms that environments may return, and their validation."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import StageError
-from penstock.messages import METRICS_LIMIT, NAME_CHARACTERS, REWARDS_LIMIT
+from penstock.messages import AGENT_CHARACTERS, AGENTS_LIMIT, METRICS_LIMIT, NAME_CHARACTERS, REWARDS_LIMIT
 
-METRICS_OF_RECORDING = 12
+METRICS_OF_RECORDING = 14
 """metrics that the worker adds to the environment's in a rollout's reply"""
 
 
@@ -17,6 +17,10 @@ class Score:
     reward: float
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     """named parts of the reward, for estimators that use them separately"""
+    turn_rewards: Sequence[float] | None = None
+    """one reward for each turn, in the order of `policy.chat`, for estimators that answer per turn"""
+    agent_rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    """one reward for each name given to `policy.chat(agent=...)`, for estimators that answer per agent"""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """fields for the trainer, declared as `[batch.fields.NAME]`: one number per token or per sample, the samples one
@@ -40,19 +44,27 @@ def checked_score(returned: AnyScore) -> Score:
     return Score(
         reward=_number("the reward", score.reward),
         rewards=_numbers("reward", score.rewards, REWARDS_LIMIT),
+        turn_rewards=_turn_rewards(score.turn_rewards),
+        agent_rewards=_numbers("agent reward", score.agent_rewards, AGENTS_LIMIT, characters=AGENT_CHARACTERS),
         metrics=_numbers("metric", score.metrics, METRICS_LIMIT - METRICS_OF_RECORDING),
         columns=score.columns,
     )
 
 
-def _numbers(kind: str, values: Mapping[Any, Any], limit: int) -> dict[str, float]:
+def _turn_rewards(given: Sequence[float] | None) -> tuple[float, ...] | None:
+    if given is None:
+        return None
+    return tuple(_number(f"the reward of turn {number}", value) for number, value in enumerate(given))
+
+
+def _numbers(
+    kind: str, values: Mapping[Any, Any], limit: int, *, characters: int = NAME_CHARACTERS
+) -> dict[str, float]:
     if len(values) > limit:
         raise StageError(f"a score has {len(values)} {kind}s: the limit is {limit}")
     for name in values:
-        if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARACTERS:
-            raise StageError(
-                f"{name!r} is not a valid name for a {kind}: use a string of 1 to {NAME_CHARACTERS} characters"
-            )
+        if not isinstance(name, str) or not 0 < len(name) <= characters:
+            raise StageError(f"{name!r} is not a valid name for a {kind}: use a string of 1 to {characters} characters")
     return {name: _number(f"the {kind} {name}", value) for name, value in values.items()}
 
 

@@ -21,6 +21,8 @@ class GroupRewards:
 
     rewards: NDArray[np.float64]
     shaped: NDArray[np.float64]
+    judged: NDArray[np.float64] | None = None
+    """what `zero_variance` compares, where it is not `shaped`: the estimator's own values"""
 
 
 MatchGroup = Callable[[GroupRewards], bool]
@@ -28,13 +30,14 @@ MatchGroup = Callable[[GroupRewards], bool]
 
 
 class ZeroVariance(Section):
-    """Groups whose shaped rewards are all equal. Applies to estimators that learn from differences within a group."""
+    """Groups whose shaped rewards are all equal (of `gdpo`, `grpo_process` and `grpo_agents`: whose values are all 0).
+    Applies to estimators that learn from differences within a group."""
 
     mode: Mode = Mode.DROP
     """What happens to the rollouts of a matching group: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
 
     def matches(self, group: GroupRewards) -> bool:
-        return rewards_are_equal(group.shaped)
+        return rewards_are_equal(group.shaped if group.judged is None else group.judged)
 
 
 class Difficulty(Section):

@@ -23,6 +23,7 @@ from penstock.advantages import (
     resolve,
     reward_error,
 )
+from penstock.errors import StageError
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "advantages.jsonl"
 BY_NAME = ["grpo", "dr_grpo", "rloo", "pass_at_k_normalised", "reinforce_pp", "reinforce_pp_baseline"]
@@ -30,7 +31,8 @@ IN_VECTORS = {name: AdvantageSettings(estimator=name) for name in BY_NAME} | {
     "dr_grpo_length_turns": AdvantageSettings(length_shaping="turns"),
     "dr_grpo_length_tokens": AdvantageSettings(length_shaping="tokens"),
 }
-WITHOUT_VARIANCE = {"reinforce_pp", "none"}
+WITHOUT_VARIANCE = {"reinforce_pp", "remax", "none"}
+BY_ROLLOUT = [name for name, each in ESTIMATORS.items() if not each.per_turn]
 thorough = settings(max_examples=50)
 rewards = st.one_of(st.sampled_from([0.0, 0.1, 1.0]), st.integers(-1000, 1000).map(lambda i: i / 128))
 sizes = st.integers(0, 40)
@@ -40,7 +42,8 @@ sizes = st.integers(0, 40)
 def groups(draw: st.DrawFn) -> GroupValues:
     rows = draw(st.lists(st.tuples(rewards, sizes, sizes, sizes, sizes), min_size=2, max_size=8))
     given_rewards, *columns = zip(*rows, strict=True)
-    return group(list(given_rewards), *columns)
+    named = {"greedy": [0.25 * n for n in columns[0]], "brief": [0.5 * n for n in columns[3]]}
+    return group(list(given_rewards), *columns, named=named)
 
 
 @pytest.mark.parametrize("name", IN_VECTORS)
@@ -74,9 +77,46 @@ def exact_lead(r: list[Fraction]) -> list[Fraction]:
     return [x - max(r[:i] + r[i + 1 :]) if i == best else Fraction() for i, x in enumerate(r)]
 
 
+def exact_grpo(r: list[Fraction]) -> list[float]:
+    if max(r) - min(r) <= Fraction(1e-9) * max(1, *map(abs, r)):
+        return [0.0] * len(r)
+    return [float(x - exact_mean(r)) / (math.sqrt(exact_variance(r)) + 1e-6) for x in r]
+
+
+def exact_leave_one_out(r: list[Fraction]) -> list[float]:
+    values: list[float] = []
+    for i, x in enumerate(r):
+        others = r[:i] + r[i + 1 :]
+        equal = len(others) == 1 or max(others) - min(others) <= Fraction(1e-9) * max(1, *map(abs, others))
+        values.append(float(x - exact_mean(others)) / (1 if equal else math.sqrt(exact_variance(others)) + 1e-6))
+    return values
+
+
+def exact_opo(r: list[Fraction], tokens: list[int]) -> list[Fraction]:
+    weighted = sum((x * n for x, n in zip(r, tokens, strict=True)), Fraction())
+    return [x - (weighted / sum(tokens) if sum(tokens) else exact_mean(r)) for x in r]
+
+
+def fractions(of: Floats) -> list[Fraction]:
+    return [Fraction(value) for value in of.tolist()]
+
+
+def exact_gdpo(of: GroupValues) -> list[float]:
+    parts = [exact_grpo(fractions(of.named_rewards[name])) for name in ("greedy", "brief")]
+    return [math.fsum(each) for each in zip(*parts, strict=True)]
+
+
+# Of named rewards and tokens.
+OF_GROUP: dict[str, Callable[[GroupValues, list[Fraction]], list[Any]]] = {
+    "opo": lambda of, r: exact_opo(r, of.completion_tokens.tolist()),
+    "remax": lambda of, r: [x - g for x, g in zip(r, fractions(of.named_rewards["greedy"]), strict=True)],
+    "gdpo": lambda of, r: exact_gdpo(of),
+}
 # Each a function of rewards r, their mean m and their standard deviation d.
 REFERENCE: dict[str, Callable[[list[Fraction], Fraction, float], list[Any]]] = {
     "grpo": lambda r, m, d: [float(x - m) / (d + 1e-6) for x in r],
+    "grpo_leave_one_out": lambda r, m, d: exact_leave_one_out(r),
+    "grpo_batch": lambda r, m, d: [x - m for x in r],
     "dr_grpo": lambda r, m, d: [x - m for x in r],
     "rloo": lambda r, m, d: [x - exact_mean(r[:i] + r[i + 1 :]) for i, x in enumerate(r)],
     "reinforce_pp": lambda r, m, d: r,
@@ -100,27 +140,31 @@ def exact_shaped(of: GroupValues, shaping: str) -> list[Fraction]:
     return [x * (1 + t) if x == max(r) else x for x, t in zip(r, saved, strict=True)]
 
 
-def exact_values(estimator: str, r: list[Fraction]) -> list[float]:
+def exact_values(estimator: str, of: GroupValues, r: list[Fraction]) -> list[float]:
+    if estimator == "gdpo":
+        return exact_gdpo(of)
     if estimator not in WITHOUT_VARIANCE and max(r) - min(r) <= Fraction(1e-9) * max(1, *map(abs, r)):
         return [0.0] * len(r)
+    if estimator in OF_GROUP:
+        return [float(x) for x in OF_GROUP[estimator](of, r)]
     return [float(x) for x in REFERENCE[estimator](r, exact_mean(r), math.sqrt(exact_variance(r)))]
 
 
 def test_every_estimator_has_a_reference() -> None:
-    assert REFERENCE.keys() == ESTIMATORS.keys()
+    assert REFERENCE.keys() | OF_GROUP.keys() == set(BY_ROLLOUT)
 
 
 @pytest.mark.parametrize("shaping", ["none", "tokens", "turns"])
 @thorough
 @given(drawn=groups())
 def test_the_group_phase_equals_exact_arithmetic(shaping: str, drawn: GroupValues) -> None:
-    for estimator in ESTIMATORS:
+    for estimator in BY_ROLLOUT:
         of = allowed(drawn, estimator)
         expected = exact_shaped(of, shaping)
         result = group_phase(of, recipe(estimator, shaping=shaping))
         np.testing.assert_allclose(result.shaped, [float(x) for x in expected], rtol=1e-14)
         np.testing.assert_allclose(
-            result.values, exact_values(estimator, expected), rtol=1e-9, atol=1e-9, err_msg=estimator
+            result.values, exact_values(estimator, of, expected), rtol=1e-9, atol=1e-9, err_msg=estimator
         )
 
 
@@ -145,10 +189,59 @@ def test_whitening_equals_exact_arithmetic_over_every_token(batch: BatchValues) 
         np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("framework", ["nemo_rl", "openrlhf"])
+@thorough
+@given(batch=batches())
+def test_whitening_of_nemo_rl_and_openrlhf_divides_by_n_and_clamps(framework: Any, batch: BatchValues) -> None:
+    pairs = zip(batch.values.tolist(), batch.sampled_tokens.tolist(), strict=True)
+    tokens = [Fraction(value) for value, count in pairs for _ in range(count)]
+    expected = [0.0] * len(batch.values)
+    if len(tokens) >= 2:
+        middle = exact_mean(tokens)
+        variance = exact_variance(tokens) * (len(tokens) - 1) / len(tokens)
+        spread = math.sqrt(max(variance, Fraction(1e-8)))
+        expected = [float(Fraction(value) - middle) / spread for value in batch.values.tolist()]
+    settings = AdvantageSettings(estimator="reinforce_pp", whitening=framework)
+    result = batch_phase(batch, resolve(settings, group_size=8)).values
+    np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_batch_phases_of_gdpo_and_grpo_batch_by_hand() -> None:
+    batch = BatchValues(
+        values=np.array([1.0, -1.0, 3.0, -3.0]),
+        rewards=np.array([1.0, 0.0, 1.0, 0.0]),
+        sampled_tokens=np.array([1, 2, 3, 4]),
+    )
+    spread = math.sqrt(20 / 3)
+    np.testing.assert_allclose(batch_phase(batch, recipe("gdpo")).values, batch.values / spread, rtol=1e-7)
+    spread = math.sqrt(1 / 3) + 1e-4
+    np.testing.assert_allclose(batch_phase(batch, recipe("grpo_batch")).values, batch.values / spread, rtol=1e-7)
+
+
+def test_gdpo_weighs_the_named_rewards_and_keeps_what_equal_sums_hide() -> None:
+    named = {"right": [1.0, 0.0, 0.0], "brief": [0.0, 1.0, 1.0]}
+    settings = AdvantageSettings(estimator="gdpo", reward_weights={"right": 2.0})
+    of = group([1.0, 1.0, 1.0], named=named)  # grpo would see three equal rewards
+    result = group_phase(of, resolve(settings, group_size=3))
+    spread = math.sqrt(1 / 3) + 1e-6
+    np.testing.assert_allclose(result.values, [2 / 3 / spread, -1 / 3 / spread, -1 / 3 / spread], rtol=1e-12)
+    assert result.judged.tolist() == result.values.tolist()
+    with pytest.raises(StageError, match="two or more named rewards"):
+        group_phase(group([1.0, 0.0], named={"right": [1.0, 0.0]}), recipe("gdpo"))
+    with pytest.raises(StageError, match="return it in every Score"):
+        group_phase(group([1.0, 0.0], named={"a": [1.0, math.nan], "b": [1.0, 0.0]}), recipe("gdpo"))
+
+
+def test_remax_asks_for_the_greedy_reward() -> None:
+    assert values("remax", group([1.0, 0.0], named={"greedy": [0.5, 0.25]})).tolist() == [0.5, -0.25]
+    with pytest.raises(StageError, match="needs the reward of a greedy completion"):
+        group_phase(group([1.0, 0.0], named={"other": [0.0, 0.0]}), recipe("remax"))
+
+
 @thorough
 @given(of=groups())
 def test_values_with_a_mean_as_baseline_sum_to_zero(of: GroupValues) -> None:
-    for estimator in ["grpo", "dr_grpo", "rloo", "max_rl"]:
+    for estimator in ["grpo", "grpo_batch", "dr_grpo", "rloo", "max_rl"]:
         assert math.fsum(values(estimator, allowed(of, estimator))) == pytest.approx(0, abs=1e-7), estimator
 
 
@@ -175,21 +268,26 @@ def test_twice_the_rewards_give_twice_the_values_or_the_same(drawn: GroupValues)
 def test_the_order_of_arrival_changes_no_bit(shaping: str, drawn: GroupValues, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(drawn.rewards))))
     columns = ["rewards", "completion_tokens", "tool_tokens", "input_tokens", "turns"]
-    for estimator in ESTIMATORS:
+    for estimator in BY_ROLLOUT:
         of, chosen = allowed(drawn, estimator), recipe(estimator, shaping=shaping)
-        moved = replace(of, **{name: getattr(of, name)[order] for name in columns})
+        named = {name: each[order] for name, each in of.named_rewards.items()}
+        moved = replace(of, **{name: getattr(of, name)[order] for name in columns}, named_rewards=named)
         before, after = group_phase(of, chosen), group_phase(moved, chosen)
         assert before.shaped[order].tobytes() == after.shaped.tobytes()
         assert before.values[order].tobytes() == after.values.tobytes(), estimator
-        one = batch_phase(BatchValues(values=before.values, sampled_tokens=of.completion_tokens), chosen).values
-        other = batch_phase(BatchValues(values=after.values, sampled_tokens=moved.completion_tokens), chosen).values
+        one, other = (
+            batch_phase(
+                BatchValues(values=group.values, sampled_tokens=of.completion_tokens, rewards=of.rewards), chosen
+            ).values
+            for group, of in ((before, of), (after, moved))
+        )
         assert one[order].tobytes() == other.tobytes(), estimator
 
 
 @thorough
 @given(reward=rewards.map(abs), noise=st.lists(st.floats(0, 4e-10), min_size=2, max_size=8))
 def test_equal_rewards_give_exactly_zero(reward: float, noise: list[float]) -> None:
-    for estimator in ESTIMATORS.keys() - WITHOUT_VARIANCE:
+    for estimator in set(BY_ROLLOUT) - WITHOUT_VARIANCE - {"gdpo"}:
         assert values(estimator, [reward + each for each in noise]).tolist() == [0.0] * len(noise)
 
 

@@ -37,7 +37,8 @@ def test_equal_rewards_are_equal_although_their_mean_is_rounded(estimator: str) 
     chosen = recipe(estimator, group_size=3)
     result = group_phase(group([0.1, 0.1, 0.1]), chosen)
     filters = group_filters(FilterSettings(), needs_variance=chosen.needs_variance)
-    verdict = judge_group(GroupRewards(rewards=np.full(3, 0.1), shaped=result.shaped), filters)
+    judged = GroupRewards(rewards=np.full(3, 0.1), shaped=result.shaped, judged=result.judged)
+    verdict = judge_group(judged, filters)
     if not ESTIMATORS[estimator].needs_variance:
         assert (result.values.tolist(), verdict.drop_reason) == ([0.1, 0.1, 0.1], None)
     else:
@@ -75,8 +76,15 @@ def test_a_reward_that_is_not_finite_is_an_error_of_its_rollout(reward: float) -
 def test_the_largest_rewards_stay_finite_as_float32(estimator: str) -> None:
     chosen = recipe(estimator)
     lowest = max(-1e30, chosen.estimator.min_reward)
-    result = group_phase(group([1e30, lowest, lowest]), chosen)
-    batch = BatchValues(values=result.values, sampled_tokens=np.array([5, 0, 1]))
+    of = group([1e30, lowest, lowest])
+    result = group_phase(of, chosen)
+    batch = BatchValues(
+        values=result.values,
+        sampled_tokens=np.array([5, 0, 1]),
+        by_turn=of.by_turn,
+        turn_values=result.by_turn or (),
+        environments=("",) * 3,
+    )
     assert np.isfinite(batch_phase(batch, chosen).values).all()
 
 

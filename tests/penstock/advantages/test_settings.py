@@ -14,12 +14,12 @@ from penstock.errors import ConfigError
         (
             "estimator",
             "dr_gpo",
-            r"'dr_gpo' is not built in; did you mean 'dr_grpo'\? built in are: dr_grpo, grpo",
+            r"'dr_gpo' is not built in; did you mean 'dr_grpo'\? built in are: dr_grpo, gdpo, grpo",
         ),
         (
             "length_shaping",
             "words",
-            "'words' is not built in; built in are: none, tokens, turns; name your",
+            "'words' is not built in; built in are: linear, none, overlong, tokens, turns; name your",
         ),
     ],
 )
