@@ -34,6 +34,13 @@ class Sessions(Section):
     mode: Literal["linear", "open"] | None = None
     """Whether a request must extend the conversation (`linear`) or may diverge from it (`open`). Default: `linear` with
     `policy.renderer`, else `open`."""
+    echo: Annotated[Literal["recognised", "exact"], read_by(Reader.SESSIONS, Reader.ROLLOUTS)] = "recognised"
+    """When an assistant message that an agent returns is the recorded answer: with its text up to white space and its
+    tool calls (`recognised`; the recorded message then takes its place), or only unchanged (`exact`)."""
+    concurrency: Annotated[PositiveInt, read_by(Reader.SESSIONS, Reader.ROLLOUTS)] = 1
+    """Most chats of one session in flight, for agents that run several at once."""
+    when_busy: Annotated[Literal["refuse", "queue"], read_by(Reader.SESSIONS, Reader.ROLLOUTS)] = "refuse"
+    """What happens to a chat beyond `concurrency`: it is refused with 409, or waits for its turn."""
     append_roles: CommaSeparated = ("tool", "user")
     """Roles of the messages that may extend a linear conversation."""
     proxy_allow: CommaSeparated = ()
@@ -55,7 +62,11 @@ class Sessions(Section):
     header_bytes: PositiveInt = 16 << 10
     """Most bytes of one header line."""
     request_s: PositiveFloat = 60.0
-    """Seconds for a request's body to arrive."""
+    """Seconds for a request's head to arrive, and again for its body; also how long an idle connection is kept."""
+    connections: PositiveInt = 16_384
+    """Most open connections of clients. Beyond it, the one that has been idle longest is closed for a new one."""
+    address_connections: PositiveInt = 8192
+    """Most open connections of one address by the same rule."""
     drain_s: PositiveFloat = 30.0
     """Seconds that a stopping server waits for requests in progress."""
 

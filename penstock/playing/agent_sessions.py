@@ -47,9 +47,10 @@ class AgentSession:
         self._url = base_url.removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {secret}"}
 
-    async def seal(self, error: str) -> Sealed:
+    async def seal(self, error: str, turn_rewards: Sequence[float] | None = None) -> Sealed:
         """The recorded rollout. NothingToTrain if the agent sent no request."""
-        body = orjson.dumps({"error": error[:ERROR_CHARACTERS]})
+        rewards = {} if turn_rewards is None else {"turn_rewards": turn_rewards}
+        body = orjson.dumps({"error": error[:ERROR_CHARACTERS], **rewards})
         for attempt in range(1, SEAL_ATTEMPTS + 1):
             try:
                 status, response = await self._post_seal(body)
@@ -147,6 +148,6 @@ async def _delete(creating: "asyncio.Task[tuple[Replica, AgentSession]]") -> Non
 
 def _error(body: bytes) -> str:
     try:
-        return str(orjson.loads(body)["error"])
+        return str(orjson.loads(body)["error"]["message"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return repr(body[:200])

@@ -1,6 +1,6 @@
 """The policy of one rollout: each chat is sent to the engine and recorded in the rollout's session.
 
-Enforces the limits on turns and context. One chat at a time.
+Enforces the limits on turns and context, and on chats at a time.
 """
 
 import contextlib
@@ -29,12 +29,22 @@ from penstock.engines.replicas import Replica
 from penstock.engines.response import KEEP, RequestInfo, read_turn
 from penstock.engines.transport import SESSION_HEADER
 from penstock.environments.protocol import Completion
-from penstock.errors import BadRequest, ContextFull, InfrastructureFailure, NotFound, PolicyFailure, Upstream
+from penstock.errors import (
+    BadRequest,
+    ContextFull,
+    EngineUnreachable,
+    InfrastructureFailure,
+    NotFound,
+    PenstockError,
+    PolicyFailure,
+    Upstream,
+)
 from penstock.fields import TrainerField
 from penstock.ids import engine_session
-from penstock.playing.turns import named_adapter, prompt_ids, rendered_message, turn_metadata
+from penstock.playing.turns import TEMPLATE_VALUES, named_adapter, prompt_of, rendered_message, turn_metadata
 from penstock.recording import Prepared, Session
-from penstock.renderers.protocol import Tools, begins_with
+from penstock.renderers.protocol import Tools
+from penstock.replica_use import Usage
 from penstock.turn import Ids, Message, OpenSample, RouteFormat, SaidVersion, Turn, TurnMetadata
 
 Exchanged = Response[tuple[Turn, Message | None]]
@@ -68,6 +78,10 @@ class RecordedPolicy:
         """Failed attempts that were retried."""
         self.aborts = 0
         """Answers that the engine aborted: continued, or asked for again."""
+        self.usage = Usage()
+        """Of the replicas."""
+        self._engine_failed = False
+        self._recorded_tokens = 0
 
     async def chat(
         self,
@@ -79,20 +93,26 @@ class RecordedPolicy:
         **sampling: Any,
     ) -> Completion:
         """One turn. `train=False` excludes the completion from the loss. Pass None to unset a sampling default."""
-        if self._session.turns >= self._settings.max_turns:
+        await self._session.place()
+        if self._session.begun >= self._settings.max_turns:
             raise PolicyFailure(
                 f"turn limit: the rollout has used its {self._settings.max_turns} turns (policy.max_turns)"
             )
         messages, fields = list(messages), self._sampling_fields(sampling)
         with self._session.claim() as claim, _classified_failures():
-            prepared = self._session.prepare(claim, messages)
-            prompt = await self._prompt(prepared, messages, tools)
+            prepared = self._session.prepare(claim, messages, agent=agent)
+            restored = await self._session.restored(prepared, messages)
+            prompt = await prompt_of(self._dialect.renderer, prepared, restored, tools=tools, fields=fields)
+            if prompt.ids is not None:
+                fields.pop(TEMPLATE_VALUES, None)
             response = await self._send(prepared, prompt, fields)
-            turn, message = await self._with_rendered_message(prompt, *response.value)
+            turn, message = await self._with_rendered_message(prepared, prompt, fields, *response.value)
             metadata = _metadata(response, fields, agent=agent, train=train)
-            recorded = await self._session.commit(claim, prepared, turn, metadata)
-        if not recorded:
+            recorded = await self._session.commit(claim, prepared, turn, metadata, seen=False)
+            self._recorded_tokens += len(turn.completion_ids)
+        if not recorded or claim.turn is None:
             raise NotFound(f"rollout {self._session.settings.rollout} has ended: its session records no more turns")
+        self._session.see(claim.turn)
         if turn.overlong_prompt:
             raise PolicyFailure(
                 f"context limit: the prompt has more than {self._settings.max_seq_len} tokens (policy.max_seq_len)"
@@ -102,26 +122,28 @@ class RecordedPolicy:
             finish_reason=turn.finish_reason or "",
             truncated=turn.truncated,
             token_ids=turn.completion_ids,
-            fields=self.turn_fields.setdefault(prepared.turns, {}),
+            fields=self.turn_fields.setdefault(prepared.arrival, {}),
         )
+
+    def discarded(self, error: BaseException) -> None:
+        """The rollout ends with `error`, and all of its tokens are thrown away. If the engine failed, they count as a
+        cost of the replica that had sampled them."""
+        if self._last_replica and (self._engine_failed or isinstance(error, EngineUnreachable)):
+            self.usage.lost(self._last_replica.url, self._recorded_tokens)
+        if isinstance(error, PenstockError):
+            error.replica_uses = self.usage.by_replica
 
     def sample_ids(self) -> list[Ids]:
         """The tokens of each sample so far: the layout of `Score.columns`."""
         return self._session.sample_ids()
 
-    async def _prompt(self, prepared: Prepared, messages: Sequence[Message], tools: Tools) -> Prompt:
-        renderer = self._dialect.renderer
-        if renderer is None:
-            return Prompt(messages=messages, tools=tools)
-        ids = await prompt_ids(renderer, prepared, messages, tools)
-        routes_from = prepared.routes_from if begins_with(ids, prepared.history_ids) else 0
-        return Prompt(messages=messages, tools=tools, ids=ids, routes_from=routes_from)
-
     async def _send(self, prepared: Prepared, prompt: Prompt, sampling: Mapping[str, Any]) -> Exchanged:
         """The engine's answer. An aborted one is continued if possible: the parts become one turn."""
         continues = can_continue(prompt, sampling)
         open_samples, route_format = prepared.open_samples, prepared.route_format
-        response = await self._exchange(prompt, self._seeded(sampling), open_samples, route_format, continues=continues)
+        arrival = prepared.arrival
+        seeded = self._seeded(sampling, arrival)
+        response = await self._exchange(prompt, seeded, open_samples, route_format, continues=continues)
         continuations = 0
         while (turn := response.value[0]).aborted:
             self.aborts += 1
@@ -135,7 +157,7 @@ class RecordedPolicy:
             sample = open_sample_of(turn, open_samples)
             rest = await self._exchange(
                 continued_prompt(prompt, turn, sample),
-                self._seeded(rest_sampling, continuation=continuations),
+                self._seeded(rest_sampling, arrival, continuation=continuations),
                 [sample],
                 turn.routes.format if turn.routes else route_format,
                 continues=True,
@@ -166,43 +188,53 @@ class RecordedPolicy:
             routes_from=prompt.routes_from,
             max_seq_len=self._settings.max_seq_len,
             fields=self._fields,
+            renders=prompt.ids is not None,
             continues=continues,
         )
         read = functools.partial(read_turn, open_samples=open_samples, request=info, route_format=route_format)
         started = time.monotonic()
         try:
             response = await self._client.send(
-                request, lambda body: _with_message(read(body)), preferred=self._last_replica
+                request, lambda body: _with_message(read(body)), preferred=self._last_replica, usage=self.usage
             )
+        except InfrastructureFailure:
+            self._engine_failed = True
+            raise
         finally:
             self.engine_s += time.monotonic() - started
+        self._count_use(response)
         self._last_replica = response.replica
         self.failures += response.failures
         self.aborts += response.aborts
         return response
 
-    async def _with_rendered_message(self, prompt: Prompt, turn: Turn, message: Message | None) -> tuple[Turn, Message]:
+    def _count_use(self, response: Exchanged) -> None:
+        """A conversation that leaves its replica has its prompt computed again by another one."""
+        replica, turn = response.replica, response.value[0]
+        self.usage.answered(replica.url, tokens=len(turn.completion_ids), seconds=response.seconds)
+        if self._last_replica not in (None, replica):
+            self.usage.lost(self._last_replica.url, turn.prefix_tokens)
+
+    async def _with_rendered_message(
+        self, prepared: Prepared, prompt: Prompt, fields: Mapping[str, Any], turn: Turn, message: Message | None
+    ) -> tuple[Turn, Message]:
         if message is not None:
             return turn, message
-        message = await rendered_message(self._dialect, prompt, turn)
+        message = await rendered_message(self._dialect, prompt, turn, number=prepared.arrival, fields=fields)
         return replace(turn, message=orjson.dumps(message)), message
 
     def _sampling_fields(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         if refused := sorted(RESERVED & overrides.keys()):
             raise BadRequest(f"{', '.join(refused)}: Penstock sets these fields; remove them from the chat call")
-        fields = {name: value for name, value in {**self._sampling, **overrides}.items() if value is not None}
-        if self._dialect.renderer and "chat_template_kwargs" in fields:
-            raise BadRequest(
-                "chat_template_kwargs: the prompt is sent as tokens; set policy.renderer.chat_template_kwargs instead"
-            )
-        return fields
+        return {name: value for name, value in {**self._sampling, **overrides}.items() if value is not None}
 
-    def _seeded(self, sampling: Mapping[str, Any], *, continuation: int = 0) -> dict[str, Any]:
-        return {**sampling, "seed": self._turn_seed(continuation)} if self._settings.seeded else dict(sampling)
+    def _seeded(self, sampling: Mapping[str, Any], arrival: int, *, continuation: int = 0) -> dict[str, Any]:
+        return {**sampling, "seed": self._turn_seed(arrival, continuation)} if self._settings.seeded else dict(sampling)
 
-    def _turn_seed(self, continuation: int) -> int:
-        """Depends on rollout and turn, not on the attempt. A continuation must not draw what its beginning drew."""
-        text = f"{self._session.settings.rollout}/{self._session.turns}{f'/{continuation}' if continuation else ''}"
+    def _turn_seed(self, arrival: int, continuation: int) -> int:
+        """Depends on the rollout and the number of the request, not on the attempt. A continuation must not draw what
+        its beginning drew."""
+        text = f"{self._session.settings.rollout}/{arrival}{f'/{continuation}' if continuation else ''}"
         return xxhash.xxh3_64_intdigest(text.encode(), seed=self._seed & 0xFFFF_FFFF) & 0x7FFF_FFFF
 
 

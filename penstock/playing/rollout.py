@@ -9,13 +9,14 @@ import contextlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import orjson
 
 from penstock import ids
 from penstock.config.engine import Policy
+from penstock.config.sessions import Sessions
 from penstock.engines.client import EngineClient
 from penstock.engines.dialects import Dialect
 from penstock.engines.replicas import NO_ORDERS, Orders
@@ -28,7 +29,7 @@ from penstock.fields import FieldValues, TrainerField
 from penstock.messages import AGENT_CHARACTERS, AGENTS_LIMIT, POLICY_ERROR_CHARACTERS, RolloutResult, shortened
 from penstock.playing.agent_sessions import SessionServers
 from penstock.playing.policy import RecordedPolicy
-from penstock.recording import Mode, Sealed, Session, SessionSettings
+from penstock.recording import Echo, Mode, Sealed, Session, SessionSettings
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_file_thread
 from penstock.store import Store
@@ -67,6 +68,8 @@ class RolloutStage:
     dialect: Dialect
     sessions: SessionServers | None = None
     """For external agents; None if no session server is configured."""
+    recording: Sessions = field(default_factory=Sessions)
+    """What holds for sessions in this process too: `echo`, `concurrency`, `when_busy`."""
     fields: tuple[TrainerField, ...] = ()
     """Declared fields for the trainer."""
     trained: bool = True
@@ -86,27 +89,49 @@ async def play(stage: RolloutStage, environment: LoadedEnvironment, example: int
 async def _play_here(
     stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt
 ) -> RolloutResult:
-    """A rollout that fails because of the policy before its first turn has a result without files. It counts in the
-    group's baseline: playing it again would select among rollouts."""
     async with _recording(stage, attempt) as session:
         policy = RecordedPolicy(
             stage.client, session, stage.settings, stage.dialect, seed=attempt.seed, fields=stage.fields
         )
-        score, error = await _play_environment(environment, example, policy, stage.settings, attempt.timeout_s)
-        if error and not session.turns:
-            await session.close()
-            return RolloutResult(reward=score.reward, policy_error=shortened(error, POLICY_ERROR_CHARACTERS))
-        required = error is None and stage.trained
-        fields = FieldValues(declared=stage.fields, score=score.columns, turns=policy.turn_fields, required=required)
-        with error_boundary(StageError, f"environment {environment.name!r} left its rollout unfinished"):
-            after = stage.client.replicas.after
-            sealed = await session.seal(error=error or "", fields=fields, version_after=after)
-        metrics = {
-            "engine_s": policy.engine_s,
-            "engine_failures": float(policy.failures),
-            "engine_aborts": float(policy.aborts),
-        }
-        return _result(environment, score, error, sealed, metrics)
+        try:
+            result = await _play_and_seal(stage, environment, example, attempt, session, policy)
+        except BaseException as error:
+            policy.discarded(error)
+            raise
+        return result.model_copy(update={"replica_uses": policy.usage.by_replica})
+
+
+async def _play_and_seal(
+    stage: RolloutStage,
+    environment: LoadedEnvironment,
+    example: int,
+    attempt: Attempt,
+    session: Session,
+    policy: RecordedPolicy,
+) -> RolloutResult:
+    """A rollout that fails because of the policy before its first turn has a result without files. It counts in the
+    group's baseline: playing it again would select among rollouts."""
+    score, error = await _play_environment(environment, example, policy, stage.settings, attempt.timeout_s)
+    if error and not session.turns:
+        await session.close()
+        return RolloutResult(reward=score.reward, policy_error=shortened(error, POLICY_ERROR_CHARACTERS))
+    required = error is None and stage.trained
+    fields = FieldValues(
+        declared=stage.fields,
+        score=score.columns,
+        turns=policy.turn_fields,
+        required=required,
+        turn_rewards=score.turn_rewards,
+    )
+    with error_boundary(StageError, f"environment {environment.name!r} left its rollout unfinished"):
+        after = stage.client.replicas.after
+        sealed = await session.seal(error=error or "", fields=fields, version_after=after)
+    metrics = {
+        "engine_s": policy.engine_s,
+        "engine_failures": float(policy.failures),
+        "engine_aborts": float(policy.aborts),
+    }
+    return _result(environment, score, error, sealed, metrics)
 
 
 async def _play_agent(
@@ -123,6 +148,7 @@ async def _play_agent(
         "sampling": sampling,
         "policy_version": attempt.orders.version,
         "least_version": attempt.orders.least_version,
+        "abandoned_versions": attempt.orders.abandoned,
         "sequence": attempt.orders.sequence,
     }
     async with stage.sessions.session(request) as session:
@@ -131,7 +157,7 @@ async def _play_agent(
         if score.columns:
             raise StageError(f"environment {environment.name!r}: Score.columns is not supported with an external agent")
         try:
-            sealed = await session.seal(error or "")
+            sealed = await session.seal(error or "", score.turn_rewards)
         except NothingToTrain as nothing:
             policy_error = shortened(error or str(nothing), POLICY_ERROR_CHARACTERS)
             return RolloutResult(reward=score.reward, policy_error=policy_error)
@@ -154,8 +180,9 @@ async def score_group(
         if len(scores) != len(members):
             raise StageError(f"{what}: {len(scores)} scores for {len(members)} rollouts")
         checked = [checked_score(score) for score in scores]
-        if any(score.columns for score in checked):
-            raise StageError(f"{what}: Score.columns is not supported in score_group: return them from rollout")
+        for name in ("columns", "turn_rewards", "agent_rewards"):
+            if any(getattr(score, name) for score in checked):
+                raise StageError(f"{what}: Score.{name} is not supported in score_group: return it from rollout")
         return checked
 
     return await in_own_task(StageError, what, score)
@@ -171,6 +198,9 @@ async def _recording(stage: RolloutStage, attempt: Attempt) -> AsyncIterator[Ses
         rollout=attempt.rollout,
         attempt=attempt.attempt,
         mode=Mode.LINEAR if stage.dialect.renderer else Mode.OPEN,
+        echo=Echo(stage.recording.echo),
+        concurrency=stage.recording.concurrency,
+        queue=stage.recording.when_busy == "queue",
         max_seq_len=stage.settings.max_seq_len,
         max_samples=stage.settings.max_samples,
         logprobs_mode=engine.logprobs_mode,
@@ -238,6 +268,7 @@ def _result(
     return RolloutResult(
         reward=score.reward,
         rewards=dict(score.rewards),
+        agent_rewards=dict(score.agent_rewards),
         policy_error=shortened(error, POLICY_ERROR_CHARACTERS) if error else None,
         columns=sealed.columns,
         experts=sealed.experts,
@@ -252,6 +283,7 @@ def _result(
         truncated=sealed.truncated,
         hit_max_tokens=sealed.hit_max_tokens,
         agents=_bounded(sealed.agents),
+        replica_uses=dict(sealed.replica_uses),
         metrics=_rounded({**score.metrics, **metrics}),
     )
 

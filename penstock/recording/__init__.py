@@ -1,12 +1,16 @@
 """Recording a rollout: a `Session` accepts turns, keeps them on disk, and is sealed into blobs of the store."""
 
+from penstock.recording.arrivals import Claim
 from penstock.recording.conversation import DigestedMessages, Mode, digest_messages
-from penstock.recording.session import Claim, Prepared, Sealed, Session
+from penstock.recording.echoes import Echo
+from penstock.recording.sealed import Sealed
+from penstock.recording.session import Prepared, Session
 from penstock.recording.spool import SessionSettings, unsealed
 
 __all__ = [
     "Claim",
     "DigestedMessages",
+    "Echo",
     "Mode",
     "Prepared",
     "Sealed",

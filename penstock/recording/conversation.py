@@ -1,27 +1,29 @@
 """The messages of a session as digests: which recorded turn a request continues, and what it may discard.
 
 Keeps neither text nor tokens. Every recorded turn is a checkpoint; a request selects the one that it continues by
-repeating its messages.
+repeating its messages. Answers behind the same messages and with the same meaning share a digest (`echoes.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import cast
 
-import orjson
 import xxhash
 
 from penstock.errors import BadRequest
+from penstock.recording.echoes import Echo, exact_form, is_text, meaning
 from penstock.turn import Message
 
-# Fields by which messages are compared. An absent field, null, "" and [] are equal.
-COMPARED = ("role", "content", "reasoning_content", "tool_calls")
+ANSWER = b"answer"
+"""Separates digests of recorded answers from those of other messages."""
+MAX_ALIASES = 1024
+"""Recognised echoes that are remembered by their exact form: about 200 KB. A forgotten one is compared again."""
 
 
 class Mode(StrEnum):
     LINEAR = "linear"
-    """One conversation: a request extends it, or discards at most its last answer."""
+    """One conversation per agent: a request extends it, or discards at most its last answer."""
     OPEN = "open"
     """Any request is allowed: sub-agents, compacted contexts."""
 
@@ -36,6 +38,14 @@ class Checkpoint:
     digest: bytes = b""
     request_digest: bytes = b""
     """Digest without the answer."""
+    answer: bytes = b""
+    """Exact form of the answer."""
+    echo: bytes = b""
+    """Exact form of the parent's answer as the request repeated it."""
+    twin: int = -1
+    """The turn committed last before this one with the same digest."""
+    arrival: int = -1
+    agent: str = ""
 
 
 START = Checkpoint()
@@ -47,6 +57,12 @@ class ConversationRequest:
 
     parent: Checkpoint
     appended: Sequence[Message]
+    forms: Sequence[bytes]
+    """Exact forms of `appended`."""
+    echo: bytes = b""
+    """Exact form of the parent's answer as the request repeats it."""
+    repairs: Sequence[tuple[int, int]] = ()
+    """Positions of messages that are recorded answers in another form, and their turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,95 +70,199 @@ class DigestedMessages:
     """The messages of a request, validated."""
 
     messages: Sequence[Message]
-    chain: Sequence[bytes]
-    """For each message, the digest of it and all before it."""
+    forms: Sequence[bytes]
+    """The exact form of each message."""
 
 
-def digest_messages(messages: object) -> DigestedMessages:
+def digest_messages(messages: object, echo: Echo = Echo.RECOGNISED) -> DigestedMessages:
     """Validate and digest the messages of a request; BadRequest if they are not chat messages. Needs no session, so a
     long request can be digested in a thread."""
     checked = _checked(messages)
     try:
-        return DigestedMessages(messages=checked, chain=_chain(b"", checked))
+        return DigestedMessages(messages=checked, forms=[exact_form(message, echo) for message in checked])
     except TypeError as error:
         raise BadRequest(f"messages are not JSON-serializable: {error}") from error
 
 
 class Conversation:
-    def __init__(self, *, mode: Mode, append_roles: frozenset[str]) -> None:
+    def __init__(self, *, mode: Mode, append_roles: frozenset[str], echo: Echo = Echo.RECOGNISED) -> None:
+        self.echo = echo
         self._mode = mode
         self._append_roles = append_roles
         self._checkpoints: list[Checkpoint] = []
-        self._by_digest: dict[bytes, Checkpoint] = {}
+        self._last_at: dict[bytes, int] = {}
+        """Digest -> its turn committed last; `Checkpoint.twin` has the others."""
+        self._answered: set[bytes] = set()
+        """Digests of requests that have an answer."""
+        self._aliases: dict[bytes, bytes] = {}
+        """Digest of a request and the exact form of an echo behind it -> digest of the answer."""
+        self._agents: dict[str, tuple[int, int]] = {}
+        """The first and the last turn of each agent, by arrival."""
 
     @property
     def turns(self) -> int:
         return len(self._checkpoints)
 
-    def path_to(self, turn: int | None = None) -> list[int]:
-        """`turn` (by default the last) and the turns that it continues, oldest first."""
-        checkpoint, path = self._checkpoint(self.turns - 1 if turn is None else turn), list[int]()
+    def path_to(self, turn: int) -> list[int]:
+        """`turn` and the turns that it continues, oldest first."""
+        checkpoint, path = self._checkpoint(turn), list[int]()
         while checkpoint is not START:
             path.append(checkpoint.turn)
-            checkpoint = self._checkpoint(checkpoint.parent)
+            checkpoint = self._parent(checkpoint)
         return path[::-1]
 
-    def prepare(self, messages: object) -> ConversationRequest:
+    def parents(self) -> list[int]:
+        """The turn that each turn continues, -1 for none: the same for any order of commits."""
+        return [self._parent(checkpoint).turn for checkpoint in self._checkpoints]
+
+    def current(self) -> list[int]:
+        """The turns that no agent has discarded, in the order of arrival."""
+        turns = {turn for _, last in self._agents.values() for turn in self.path_to(last)}
+        return sorted(turns, key=lambda turn: self._checkpoints[turn].arrival)
+
+    def distinct(self, turns: Iterable[int]) -> int:
+        """How many answers with different meanings these turns have."""
+        return len({self._checkpoints[turn].digest for turn in turns})
+
+    def prepare(self, messages: object, *, agent: str = "") -> ConversationRequest:
         """Validate a request against the conversation: BadRequest if the messages are malformed, or diverge in linear
-        mode. No side effects."""
-        digested = messages if isinstance(messages, DigestedMessages) else digest_messages(messages)
+        mode. Changes nothing but the memory of recognised echoes."""
+        digested = messages if isinstance(messages, DigestedMessages) else digest_messages(messages, self.echo)
+        chain = self._chain(digested)
         if self._mode is Mode.OPEN:
-            parent = self._longest_recorded(digested.chain)
+            parent = self._deepest(chain, digested)
         else:
-            parent = self._linear_parent(digested.chain)
-            self._check_appended(digested.messages, parent)
-        return ConversationRequest(parent=parent, appended=digested.messages[parent.messages :])
+            parent = self._linear_parent(chain, digested, agent)
+            self._check_appended(digested.messages, parent, agent)
+        return ConversationRequest(
+            parent=parent,
+            appended=digested.messages[parent.messages :],
+            forms=digested.forms[parent.messages :],
+            echo=digested.forms[parent.messages - 1] if parent is not START else b"",
+            repairs=self._repairs(parent, digested),
+        )
 
-    def request(self, parent: int, appended: Sequence[Message]) -> ConversationRequest:
+    def request(self, parent: int, appended: Sequence[Message], *, echo: bytes = b"") -> ConversationRequest:
         """A request that was prepared earlier, by this process or another."""
-        return ConversationRequest(parent=self._checkpoint(parent), appended=appended)
+        checkpoint, forms = self._checkpoint(parent), [exact_form(message, self.echo) for message in appended]
+        return ConversationRequest(parent=checkpoint, appended=appended, forms=forms, echo=echo or checkpoint.answer)
 
-    def checkpoint_after(self, request: ConversationRequest, answer: Message) -> Checkpoint:
+    def checkpoint_after(
+        self, request: ConversationRequest, answer: Message, *, arrival: int | None = None, agent: str = ""
+    ) -> Checkpoint:
         """The checkpoint of `request` with its answer, to be added by `commit`. No side effects."""
-        chain = _chain(request.parent.digest, [*request.appended, answer])
+        arrival = self.turns if arrival is None else arrival
+        parent = self._twin(request.parent, arrival, request.echo)
+        before = parent.digest
+        for each in request.forms:
+            before = _digest(before, each)
+        form = exact_form(answer, self.echo)
+        digest = _digest(before, form if self.echo is Echo.EXACT else ANSWER + meaning(answer))
         return Checkpoint(
             turn=self.turns,
-            parent=request.parent.turn,
-            messages=request.parent.messages + len(chain),
-            digest=chain[-1],
-            request_digest=chain[-2] if request.appended else request.parent.digest,
+            parent=parent.turn,
+            messages=parent.messages + len(request.appended) + 1,
+            digest=digest,
+            request_digest=before,
+            answer=form,
+            echo=parent.answer if request.echo == parent.answer else request.echo,
+            twin=self._last_at.get(digest, -1),
+            arrival=arrival,
+            agent=agent,
         )
 
     def commit(self, checkpoint: Checkpoint) -> None:
         self._checkpoints.append(checkpoint)
-        self._by_digest[checkpoint.digest] = checkpoint
+        self._last_at[checkpoint.digest] = checkpoint.turn
+        self._answered.add(checkpoint.request_digest)
+        if self.echo is Echo.RECOGNISED:
+            self._remember(_digest(checkpoint.request_digest, checkpoint.answer), checkpoint.digest)
+        first, last = self._agents.get(checkpoint.agent, (checkpoint.turn, checkpoint.turn))
+        order = sorted((first, last, checkpoint.turn), key=lambda turn: self._checkpoints[turn].arrival)
+        self._agents[checkpoint.agent] = order[0], order[-1]
 
     def _checkpoint(self, turn: int) -> Checkpoint:
         return START if turn == START.turn else self._checkpoints[turn]
 
-    def _linear_parent(self, chain: Sequence[bytes]) -> Checkpoint:
-        if not self._checkpoints:
-            return START
-        first, last = self._checkpoints[0], self._checkpoints[-1]
-        if _repeats(chain, last.messages, last.digest):
-            return last
-        before = self._checkpoint(last.parent)
+    def _parent(self, checkpoint: Checkpoint) -> Checkpoint:
+        return self._twin(self._checkpoint(checkpoint.parent), checkpoint.arrival, checkpoint.echo)
+
+    def _chain(self, digested: DigestedMessages) -> list[bytes]:
+        """For each message, the digest of it and all before it."""
+        chain, before = list[bytes](), b""
+        for message, form in zip(digested.messages, digested.forms, strict=True):
+            before = self._after(before, message, form)
+            chain.append(before)
+        return chain
+
+    def _after(self, before: bytes, message: Message, form: bytes) -> bytes:
+        plain = _digest(before, form)
+        if self.echo is Echo.EXACT or message["role"] != "assistant" or before not in self._answered:
+            return plain
+        if (known := self._aliases.get(plain)) is not None:
+            return known
+        answer = _digest(before, ANSWER + meaning(message))
+        if answer not in self._last_at:
+            return plain
+        self._remember(plain, answer)
+        return answer
+
+    def _remember(self, plain: bytes, answer: bytes) -> None:
+        while len(self._aliases) >= MAX_ALIASES:
+            del self._aliases[next(iter(self._aliases))]
+        self._aliases[plain] = answer
+
+    def _deepest(self, chain: Sequence[bytes], digested: DigestedMessages) -> Checkpoint:
+        for position in reversed(range(len(chain))):
+            if (turn := self._last_at.get(chain[position])) is not None:
+                return self._twin(self._checkpoints[turn], None, digested.forms[position])
+        return START
+
+    def _linear_parent(self, chain: Sequence[bytes], digested: DigestedMessages, agent: str) -> Checkpoint:
+        if agent not in self._agents:
+            return self._deepest(chain, digested)
+        first, last = (self._checkpoints[turn] for turn in self._agents[agent])
+        if len(chain) >= last.messages and (turn := self._last_at.get(chain[last.messages - 1])) is not None:
+            found = self._checkpoints[turn]
+            if found.request_digest == last.request_digest:  # the last answer, or another one to the same request
+                return self._twin(found, None, digested.forms[last.messages - 1])
+        before = self._parent(last)
         if before is START and _repeats(chain, first.messages - 1, first.request_digest):
             return START
         if before is not START and _repeats(chain, before.messages, before.digest):
-            return before
+            return self._twin(before, None, digested.forms[before.messages - 1])
         raise BadRequest(
             f"the request's messages diverge from the recorded conversation of {last.messages} before its last two "
             "answers: at most one generated message may be discarded; start another session, or use mode open"
         )
 
-    def _longest_recorded(self, chain: Sequence[bytes]) -> Checkpoint:
-        return next((self._by_digest[digest] for digest in reversed(chain) if digest in self._by_digest), START)
+    def _twins(self, checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+        """All turns with the digest of `checkpoint`."""
+        turn = self._last_at[checkpoint.digest]
+        while turn != START.turn:
+            yield self._checkpoints[turn]
+            turn = self._checkpoints[turn].twin
 
-    def _check_appended(self, messages: Sequence[Message], parent: Checkpoint) -> None:
-        if not self._checkpoints:
+    def _twin(self, checkpoint: Checkpoint, arrival: int | None, echo: bytes) -> Checkpoint:
+        """Of answers with the same meaning, the one with the form of the echo; of these, the one that arrived last
+        before `arrival`."""
+        if checkpoint is START:
+            return START
+        earlier = [each for each in self._twins(checkpoint) if arrival is None or each.arrival < arrival]
+        return max(earlier or [checkpoint], key=lambda each: (each.answer == echo, each.arrival))
+
+    def _repairs(self, parent: Checkpoint, digested: DigestedMessages) -> list[tuple[int, int]]:
+        repairs: list[tuple[int, int]] = []
+        while parent is not START:
+            if digested.forms[parent.messages - 1] != parent.answer:
+                repairs.append((parent.messages - 1, parent.turn))
+            parent = self._parent(parent)
+        return repairs[::-1]
+
+    def _check_appended(self, messages: Sequence[Message], parent: Checkpoint, agent: str) -> None:
+        if agent not in self._agents and parent is START:
             return
-        shared = self._checkpoints[0].messages - 1 if parent is START else parent.messages
+        shared = self._checkpoints[self._agents[agent][0]].messages - 1 if parent is START else parent.messages
         for index, message in enumerate(messages[shared:], shared):
             if message["role"] not in self._append_roles:
                 allowed = ", ".join(sorted(self._append_roles))
@@ -151,18 +271,12 @@ class Conversation:
             raise BadRequest("the request appends nothing to the recorded conversation: there is nothing to complete")
 
 
+def _digest(before: bytes, form: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(before + form)
+
+
 def _repeats(chain: Sequence[bytes], messages: int, digest: bytes) -> bool:
     return len(chain) >= messages > 0 and chain[messages - 1] == digest
-
-
-def _chain(start: bytes, messages: Sequence[Message]) -> list[bytes]:
-    """For each message, the digest of everything before it (`start`) and the messages up to it."""
-    chain: list[bytes] = []
-    for message in messages:
-        compared = {name: message[name] for name in COMPARED if message.get(name)}
-        start = xxhash.xxh3_128_digest(start + orjson.dumps(compared, option=orjson.OPT_SORT_KEYS))
-        chain.append(start)
-    return chain
 
 
 def _checked(messages: object) -> list[Message]:
@@ -173,6 +287,6 @@ def _checked(messages: object) -> list[Message]:
             raise BadRequest(f"messages[{index}] must be an object with a role")
         content = message.get("content")
         parts = cast("list[object]", content) if isinstance(content, list) else []
-        if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
+        if not all(is_text(part, message["role"]) for part in parts):
             raise BadRequest(f"messages[{index}] has content that is not text: only text parts are supported")
     return cast("list[Message]", messages)

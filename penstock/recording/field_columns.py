@@ -6,10 +6,11 @@ import numpy as np
 
 from penstock.errors import StageError
 from penstock.fields import Array, FieldValues, TrainerField
-from penstock.recording.samples import FieldColumns, Samples
+from penstock.recording.sample_columns import FieldColumns
+from penstock.recording.sample_tree import SampleTree
 
 
-def field_columns(samples: Samples, values: FieldValues) -> FieldColumns:
+def field_columns(samples: SampleTree, values: FieldValues) -> FieldColumns:
     """A field without any value has no column: the batch has its default there. StageError for a value that is wrong,
     missing, or of a field that is not declared."""
     _refuse_undeclared(values)
@@ -21,7 +22,18 @@ def field_columns(samples: Samples, values: FieldValues) -> FieldColumns:
             column = _from_turns(field, samples, values)
         if column is not None:
             (by_token if field.per == "token" else by_sample)[field.name] = column
-    return FieldColumns(by_token=by_token, by_sample=by_sample)
+    return FieldColumns(by_token=by_token, by_sample=by_sample, turn_rewards=_turn_rewards(samples, values))
+
+
+def _turn_rewards(samples: SampleTree, values: FieldValues) -> Array | None:
+    if values.turn_rewards is None:
+        return None
+    if len(values.turn_rewards) != len(samples.turns):
+        raise StageError(
+            f"Score.turn_rewards has {len(values.turn_rewards)} rewards for {len(samples.turns)} turns: return one for "
+            "each turn"
+        )
+    return np.array(values.turn_rewards, np.float64)
 
 
 def _refuse_undeclared(values: FieldValues) -> None:
@@ -46,7 +58,7 @@ def _undeclared(name: str, source: str, declared: tuple[TrainerField, ...]) -> s
     return f'{where} not declared: {hint}add [batch.fields.{name}] with source = "{source}"'
 
 
-def _from_score(field: TrainerField, samples: Samples, values: FieldValues) -> Array | None:
+def _from_score(field: TrainerField, samples: SampleTree, values: FieldValues) -> Array | None:
     if field.name not in values.score:
         if values.required and field.default is None:
             raise StageError(f"Score.columns has no {field.name!r}: return it, or set {field.setting}.default")
@@ -57,21 +69,21 @@ def _from_score(field: TrainerField, samples: Samples, values: FieldValues) -> A
     return np.full(length, converted, field.numpy_dtype)
 
 
-def _from_turns(field: TrainerField, samples: Samples, values: FieldValues) -> Array | None:
+def _from_turns(field: TrainerField, samples: SampleTree, values: FieldValues) -> Array | None:
     """A token has the value of the turn that sampled it; a sample has that of its last turn with a value."""
     offsets, found = samples.offsets(), False
     column = np.full(offsets[-1] if field.per == "token" else offsets.size - 1, field.filling, field.numpy_dtype)
     for number, turn in enumerate(samples.turns):
-        given = values.turns.get(number, {}).get(field.name, turn.fields.get(field.name))
+        given = values.turns.get(turn.arrival, {}).get(field.name, turn.fields.get(field.name))
         if given is None:
             if values.required and field.default is None and turn.completion_ids.size:
                 raise StageError(f"turn {number} has no field {field.name!r}: set it, or {field.setting}.default")
             continue
         found = True
         if field.per == "token":
-            first = offsets[turn.sample]
+            first = offsets[samples.sample_of[number]]
             converted = field.converted(given, f"turn {number}", length=len(turn.completion_ids))
             column[first + turn.start : first + turn.end] = converted
         else:
-            column[turn.sample] = field.converted(given, f"turn {number}", length=None)
+            column[samples.sample_of[number]] = field.converted(given, f"turn {number}", length=None)
     return column if found else None

@@ -1,14 +1,14 @@
 """A session: one conversation with the policy, recorded turn by turn. Rollouts and the session server use it.
 
-State changes only in synchronous functions on the loop's thread, so no lock is held across an await. Files are written
-in threads by the holder of the session's claim. A turn is in memory only if it is on disk.
+State changes only in synchronous functions on the loop's thread. Chats are in flight side by side; their commits are
+serial, under a lock that only commits use. Files are written in threads. A turn is in memory only if it is on disk.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -16,20 +16,25 @@ import orjson
 
 from penstock.errors import Busy, ContextFull, Invariant, NotFound, NothingToTrain
 from penstock.fields import NO_FIELDS, FieldValues
-from penstock.recording.conversation import START, Conversation, ConversationRequest, Mode
+from penstock.recording.arrivals import BUSY, Arrivals, Claim
+from penstock.recording.conversation import START, Checkpoint, Conversation, ConversationRequest, Mode
+from penstock.recording.echoes import restored
+from penstock.recording.sample_tree import SampleTree, sample_tree
 from penstock.recording.samples import Samples
+from penstock.recording.sealed import Sealed, sealed_rollout
 from penstock.recording.spool import SessionSettings, Spool
 from penstock.recording.turn_log import LogEntry
+from penstock.recording.unseen import RecordedRequests, UnseenTurns
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_file_thread
-from penstock.store import BlobRef, Store
+from penstock.store import Store
 from penstock.turn import (
     ANY_FORMAT,
-    HIT_MAX_TOKENS,
     Ids,
     Message,
     OpenSample,
     RouteFormat,
+    Rows,
     SaidVersion,
     Turn,
     TurnMetadata,
@@ -48,53 +53,28 @@ class State(StrEnum):
     CLOSED = "closed"
 
 
-class Claim:
-    """Exclusive use of a session for one chat."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     """What is needed to send a request and to read its response."""
 
     request: ConversationRequest
-    turns: int
-    """Number of committed turns when this was prepared."""
+    arrival: int
+    """Number of the request in the session, from 0 on."""
     history_ids: Ids
-    """Linear mode: tokens of the conversation before `request.appended`."""
+    """Tokens of the conversation before `request.appended`."""
     answer_from: int
     """Position of the last answer in `history_ids`."""
     routes_from: int
     """First routed row to request, provided that the prompt begins with `history_ids`."""
-    open_samples: Sequence[OpenSample]
-    """For `read_turn`."""
+    open_turns: Mapping[int, OpenSample]
+    """Turns that the response may extend."""
     route_format: RouteFormat
     """For `read_turn`."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Sealed:
-    """A recorded rollout."""
-
-    columns: BlobRef
-    experts: BlobRef | None
-    """None if no routed rows were received."""
-    sample_lengths: tuple[int, ...]
-    turns: int
-    prompt_tokens: int
-    """Of the turns that started a sample."""
-    completion_tokens: int
-    version_first: int
-    """The lowest policy version that may have sampled one of its tokens."""
-    version_last: int
-    """The highest one."""
-    truncated: bool
-    hit_max_tokens: bool = False
-    """Whether a limit of tokens ended the last turn."""
-    metrics: Mapping[str, float]
-    inexact_tokens: int = 0
-    """Completion tokens whose version is a range, or was not said by the engine."""
-    agents: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Completion tokens of each agent that the environment named, in the order of their first turns."""
+    @property
+    def open_samples(self) -> list[OpenSample]:
+        """For `read_turn`."""
+        return list(self.open_turns.values())
 
 
 class Session:
@@ -102,11 +82,15 @@ class Session:
         self.settings = spool.settings
         self._spool = spool
         self._samples = Samples(max_samples=self.settings.max_samples)
-        self._conversation = Conversation(mode=self.settings.mode, append_roles=frozenset(self.settings.append_roles))
+        roles = frozenset(self.settings.append_roles)
+        self._conversation = Conversation(mode=self.settings.mode, append_roles=roles, echo=self.settings.echo)
         self._route_format = route_format
         self._state = State.OPEN
-        self._claim: Claim | None = None
-        self._recording: asyncio.Task[bool] | None = None
+        self._arrivals = Arrivals(concurrency=self.settings.concurrency, queue=self.settings.queue)
+        self._unseen = UnseenTurns()
+        self._requests = RecordedRequests()
+        self._commits = asyncio.Lock()
+        self._recordings: set[asyncio.Task[bool]] = set()
         self._sealing: asyncio.Task[Sealed] | None = None
 
     @classmethod
@@ -122,12 +106,21 @@ class Session:
 
     @classmethod
     def _recovered(cls, store: Store, key: str, route_format: RouteFormat) -> "Session":
-        spool, entries = Spool.recover(store, key)
+        spool, log = Spool.recover(store, key)
         session = cls(spool, route_format=route_format)
-        for entry in entries:
+        for turn, entry in enumerate(log.entries):
+            arrival, conversation = entry.delta.arrival, session._conversation
             session._samples.add(entry.delta)
-            request = session._conversation.request(entry.parent, orjson.loads(entry.appended))
-            session._conversation.commit(session._conversation.checkpoint_after(request, orjson.loads(entry.answer)))
+            request = conversation.request(entry.parent, orjson.loads(entry.appended), echo=entry.echo)
+            answer = orjson.loads(entry.answer)
+            conversation.commit(
+                conversation.checkpoint_after(request, answer, arrival=arrival, agent=entry.delta.agent)
+            )
+            session._samples.repaired.update(entry.repaired)
+            session._unseen.add(turn, seen=entry.seen or turn in log.seen)
+            session._requests.add(turn, entry.request, entry.key)
+        earlier = [each for entry in log.entries for each in entry.beside]
+        session._arrivals.recover(earlier, [entry.delta.arrival for entry in log.entries])
         return session
 
     @property
@@ -137,13 +130,28 @@ class Session:
     @property
     def busy(self) -> bool:
         """Whether a chat is in flight, or the blobs are being written."""
-        return self._claim is not None or (self._sealing is not None and not self._sealing.done())
+        return bool(self._arrivals.in_flight) or (self._sealing is not None and not self._sealing.done())
+
+    @property
+    def full(self) -> bool:
+        """Whether a further chat is refused, or waits."""
+        return self._arrivals.full
+
+    @property
+    def begun(self) -> int:
+        """Turns that are recorded or in flight."""
+        return self.turns + self._arrivals.in_flight
 
     @property
     def sealed(self) -> bool:
         """Whether the blobs are in the store."""
         sealing = self._sealing
         return sealing is not None and sealing.done() and not sealing.cancelled() and sealing.exception() is None
+
+    @property
+    def repaired_echoes(self) -> int:
+        """Recorded answers that came back in another form."""
+        return self._conversation.distinct(self._samples.repaired)
 
     @property
     def retained_bytes(self) -> int:
@@ -156,51 +164,60 @@ class Session:
         return self._spool.nbytes
 
     def token_ids(self) -> Ids:
-        """The sample of the last turn."""
-        return self._samples.ids(self.turns - 1) if self.turns else np.empty(0, np.int32)
+        """Prompt and completion of the last turn, by arrival."""
+        return self._samples.ids(self._samples.by_arrival()[-1]) if self.turns else np.empty(0, np.int32)
 
     def sample_ids(self) -> list[Ids]:
         """The tokens of each sample."""
-        return [self._samples.ids(turn) for turn in self._samples.last_turns()]
+        order, tree = self._samples.by_arrival(), self._tree()
+        return [self._samples.ids(order[sample.turns[-1]]) for sample in tree.samples]
 
     async def records(self) -> list[bytes]:
         """The record committed with each turn; in linear mode without discarded turns."""
         self._require_open()
-        turns = self._conversation.path_to() if self.settings.mode is Mode.LINEAR else range(self.turns)
+        turns = self._conversation.current() if self.settings.mode is Mode.LINEAR else range(self.turns)
         return await in_file_thread(self._spool.records, turns)
+
+    async def place(self) -> None:
+        """Wait until a further chat can be claimed, if chats may wait."""
+        await self._arrivals.wait()
 
     @contextlib.contextmanager
     def claim(self) -> Generator[Claim]:
-        """Claim the session for one chat, from before its request is read until it is committed. NotFound if the
-        session is closed, Busy if it is claimed."""
+        """Claim a place for one chat, from before its request is read until it is committed. NotFound if the session
+        is closed, Busy if there is no place."""
         self._require_open()
-        self._require_unclaimed()
-        claim = self._claim = Claim()
-        try:
+        with self._arrivals.claim() as claim:
             yield claim
-        finally:
-            self._claim = None
 
-    def prepare(self, claim: Claim, messages: object = None) -> Prepared:
-        """Validate a request against the conversation. No side effects. `messages` may be digested already; None for
-        token-in/token-out."""
+    def prepare(self, claim: Claim, messages: object = None, *, agent: str = "", request_id: bytes = b"") -> Prepared:
+        """Validate a request against the conversation, and number it. `messages` may be digested already; None for
+        token-in/token-out. By `request_id`, a digest, the request is recognised if it is sent again."""
         self._require_open()
         self._require_claim(claim)
         if messages is None:
-            request = self._conversation.request(self.turns - 1, [])
+            request = self._conversation.request(START.turn, [])
         else:
-            request = self._conversation.prepare(messages)
+            request = self._conversation.prepare(messages, agent=agent)
             self._require_room(request)
         history_ids, answer_from, routes_from = self._history(request)
         return Prepared(
             request=request,
-            turns=self.turns,
+            arrival=self._arrivals.arrive(claim, request_id),
             history_ids=history_ids,
             answer_from=answer_from,
             routes_from=routes_from,
-            open_samples=self._samples.open_samples(),
+            open_turns=self._samples.open_samples(),
             route_format=self._route_format,
         )
+
+    async def restored(self, prepared: Prepared, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages of a prepared request with the recorded answers in place of their echoes."""
+        if not prepared.request.repairs:
+            return messages
+        positions, turns = zip(*prepared.request.repairs, strict=True)
+        answers = await in_file_thread(self._spool.answers, turns)
+        return restored(messages, dict(zip(positions, answers, strict=True)))
 
     async def commit(
         self,
@@ -210,15 +227,52 @@ class Session:
         metadata: TurnMetadata = NO_METADATA,
         *,
         record: bytes = b"",
+        seen: bool = True,
+        key: str = "",
     ) -> bool:
-        """Record a turn. Returns False if the session was closed meanwhile. Once started, it completes even if the
-        caller is cancelled; on an error nothing of the turn remains. `record` is returned by `records`."""
+        """Record a turn; `claim.turn` is then its number. Returns False if the session was sealed or closed meanwhile.
+        Once started, it completes even if the caller is cancelled; on an error nothing of the turn remains. If the
+        answer is not yet `seen`, `see` follows. `key` is the request's idempotency key."""
         self._require_claim(claim)
-        self._recording = asyncio.create_task(self._record(prepared, turn, metadata, record))
+        recording = asyncio.create_task(self._record(claim, prepared, turn, metadata, record, seen=seen, key=key))
+        self._recordings.add(recording)
         try:
-            return await run_to_completion(self._recording)
+            return await run_to_completion(recording)
         finally:
-            self._recording = None
+            self._recordings.discard(recording)
+
+    def see(self, turn: int) -> None:
+        """Note that the answer of a turn reached its caller. `save_seen` makes that durable."""
+        self._unseen.see(turn)
+
+    async def save_seen(self) -> None:
+        """Write what `see` noted, unless a commit is writing, which does so itself or is followed by this again."""
+        if self._state is State.OPEN and self._unseen.unsaved and not self._commits.locked():
+            await run_to_completion(asyncio.create_task(self._save_seen()))
+
+    @property
+    def has_unsaved(self) -> bool:
+        return bool(self._unseen.unsaved)
+
+    def recorded_turn(self, request_id: bytes, key: str) -> int | None:
+        """The newest turn of an equal request with an equal idempotency key; without a key, one that no client saw
+        rather than one that was seen."""
+        return self._requests.find(request_id, key, prefer=self._unseen.turns)
+
+    @property
+    def unseen_turns(self) -> int:
+        """Turns whose answers no client has, as far as is known."""
+        return len(self._unseen.turns.difference(self._conversation.parents()))
+
+    def is_unseen(self, turn: int) -> bool:
+        return turn in self._unseen.turns
+
+    def has_lost(self, request_id: bytes) -> bool:
+        """Whether a chat of an equal request failed and was not sent again."""
+        return self._arrivals.has_lost(request_id)
+
+    async def record_of(self, turn: int) -> bytes:
+        return (await in_file_thread(self._spool.records, [turn]))[0]
 
     async def seal(
         self, *, error: str = "", fields: FieldValues = NO_FIELDS, version_after: VersionAfter | None = None
@@ -229,7 +283,8 @@ class Session:
         """
         if self._sealing is None:
             self._require_open()
-            self._require_unclaimed()
+            if self._arrivals.in_flight:
+                raise Busy(BUSY)
             if not self.turns:
                 raise NothingToTrain(f"session {self.settings.session} recorded no turn: there is nothing to train on")
             self._state = State.SEALED
@@ -241,75 +296,110 @@ class Session:
         if self._is_closed():
             raise self._not_found()
         self._state = State.CLOSED
+        self._arrivals.release_all()
         await run_to_completion(asyncio.create_task(self._discard()))
 
     async def _discard(self) -> None:
-        if under_way := [task for task in (self._recording, self._sealing) if task]:
+        if under_way := [*self._recordings, *([self._sealing] if self._sealing else [])]:
             await asyncio.wait(under_way)
         await in_file_thread(self._spool.discard)
 
     def _history(self, request: ConversationRequest) -> tuple[Ids, int, int]:
-        if self.settings.mode is Mode.OPEN or request.parent is START:
+        if request.parent is START:
             return np.empty(0, np.int32), 0, 0
-        turn = request.parent.turn
-        parent = self._samples.turns[turn]
-        extends = self._samples.last_turns()[parent.sample] == turn
-        ids = self._samples.ids(turn)
-        routes_from = self._samples.open_samples()[parent.sample].rows_from if extends else 0
-        return ids, len(ids) - len(parent.completion_ids), routes_from
+        ids = self._samples.ids(request.parent.turn)
+        completion = len(self._samples.turns[request.parent.turn].completion_ids)
+        return ids, len(ids) - completion, max(0, len(ids) - 1)
 
-    async def _record(self, prepared: Prepared, turn: Turn, metadata: TurnMetadata, record: bytes) -> bool:
-        if self._is_closed():
-            return False
-        if self.turns != prepared.turns:
-            session = self.settings.session
-            logger.error("action=invariant session=%s turns=%d prepared=%d", session, self.turns, prepared.turns)
-            raise Invariant(f"session {session} has {self.turns} turns; the request was prepared with {prepared.turns}")
+    async def _record(
+        self,
+        claim: Claim,
+        prepared: Prepared,
+        turn: Turn,
+        metadata: TurnMetadata,
+        record: bytes,
+        *,
+        seen: bool,
+        key: str,
+    ) -> bool:
+        async with self._commits:
+            if self._state is not State.OPEN:
+                return False
+            entry, rows, checkpoint = self._entry(claim, prepared, turn, metadata, record, seen=seen, key=key)
+            await in_file_thread(self._spool.write, entry, rows)
+            if self._is_closed():
+                return False
+            claim.turn = self.turns
+            self._samples.add(entry.delta, turn.sequence)
+            self._samples.repaired.update(entry.repaired)
+            self._conversation.commit(checkpoint)
+            self._arrivals.record(prepared.arrival)
+            self._unseen.add(claim.turn, seen=seen)
+            self._unseen.saved(entry.seen_before)
+            self._requests.add(claim.turn, entry.request, key)
+            if turn.routes:
+                self._route_format = turn.routes.format
+            return True
+
+    def _entry(
+        self,
+        claim: Claim,
+        prepared: Prepared,
+        turn: Turn,
+        metadata: TurnMetadata,
+        record: bytes,
+        *,
+        seen: bool,
+        key: str,
+    ) -> tuple[LogEntry, list[Rows], Checkpoint]:
+        """What is written of a turn, matched with the turns that were committed since it was prepared."""
         answer: Message = {"role": "assistant", **orjson.loads(turn.message)} if turn.message else {}
-        checkpoint = self._conversation.checkpoint_after(prepared.request, answer)
-        delta, rows = self._samples.place(turn, metadata)
+        request = prepared.request
+        checkpoint = self._conversation.checkpoint_after(
+            request, answer, arrival=prepared.arrival, agent=metadata.agent
+        )
+        delta, rows = self._samples.place(turn, metadata, arrival=prepared.arrival, read_with=prepared.open_turns)
+        repaired = {turn for _, turn in request.repairs} - self._samples.repaired
         entry = LogEntry(
             delta=delta,
-            parent=prepared.request.parent.turn,
-            appended=orjson.dumps(prepared.request.appended),
+            parent=checkpoint.parent,
+            appended=orjson.dumps(request.appended),
             answer=orjson.dumps(answer),
             record=record,
+            echo=request.echo if request.echo != request.parent.answer else b"",
+            repaired=tuple(sorted(repaired)),
+            seen=seen,
+            seen_before=tuple(self._unseen.unsaved),
+            request=claim.request,
+            key=key,
+            beside=self._arrivals.earlier(prepared.arrival),
         )
-        await in_file_thread(self._spool.write, entry, rows)
-        if self._is_closed():
-            return False
-        self._samples.add(delta, turn.sequence)
-        self._conversation.commit(checkpoint)
-        if turn.routes:
-            self._route_format = turn.routes.format
-        return True
+        return entry, rows, checkpoint
+
+    async def _save_seen(self) -> None:
+        async with self._commits:
+            turns = tuple(self._unseen.unsaved)
+            if self._state is State.OPEN and turns:
+                await in_file_thread(self._spool.write_seen, turns)
+                self._unseen.saved(turns)
+
+    def _tree(self) -> SampleTree:
+        parents = self._conversation.parents()
+        unseen = frozenset(self._unseen.turns.difference(parents))
+        return sample_tree(self._samples, parents, unseen=unseen, repaired_echoes=self.repaired_echoes)
 
     async def _seal(self, error: str, fields: FieldValues, version_after: VersionAfter | None) -> Sealed:
-        paths = [self._conversation.path_to(turn) for turn in self._samples.last_turns()]
         try:
             await self._settle_versions(version_after)
-            columns, experts = await in_file_thread(self._spool.seal, self._samples, paths, error=error, fields=fields)
+            tree, order = self._tree(), self._samples.by_arrival()
+            paths = [self._conversation.path_to(order[sample.turns[-1]]) for sample in tree.samples]
+            columns, experts = await in_file_thread(self._spool.seal, tree, paths, error=error, fields=fields)
         except BaseException:
             self._sealing = None
             if not self._is_closed():
                 self._state = State.OPEN
             raise
-        turns = self._samples.turns
-        return Sealed(
-            columns=columns,
-            experts=experts,
-            sample_lengths=tuple(self._samples.lengths()),
-            turns=len(turns),
-            prompt_tokens=sum(len(turn.prompt_ids) for turn in turns if not turn.prefix_tokens),
-            completion_tokens=sum(len(turn.completion_ids) for turn in turns),
-            version_first=min(turn.version_first for turn in turns),
-            version_last=max(turn.version_last for turn in turns),
-            truncated=any(turn.truncated for turn in turns),
-            hit_max_tokens=turns[-1].finish_reason == HIT_MAX_TOKENS,
-            metrics=self._samples.metrics(),
-            inexact_tokens=self._samples.inexact_tokens(),
-            agents=self._samples.tokens_by_agent(),
-        )
+        return sealed_rollout(tree, columns, experts)
 
     async def _settle_versions(self, version_after: VersionAfter | None) -> None:
         for index in self._samples.unsettled():
@@ -331,12 +421,8 @@ class Session:
             limit = self.settings.max_seq_len
             raise ContextFull(f"the conversation has reached policy.max_seq_len ({limit}): end it here")
 
-    def _require_unclaimed(self) -> None:
-        if self._claim is not None:
-            raise Busy("session already has an in-flight chat completion")
-
     def _require_claim(self, claim: Claim) -> None:
-        if self._claim is not claim:
+        if not self._arrivals.holds(claim):
             raise Invariant(f"session {self.settings.session}: the caller does not hold its claim")
 
     def _not_found(self) -> NotFound:

@@ -6,27 +6,41 @@ first, so that the log never refers to missing rows.
 """
 
 import os
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import orjson
 
 from penstock.errors import BlobCorrupt, BlobMissing, Upstream
 from penstock.fields import FieldValues
 from penstock.ids import COLUMNS_FILE, EXPERTS_FILE
 from penstock.recording.conversation import Mode
+from penstock.recording.echoes import Echo
 from penstock.recording.field_columns import field_columns
-from penstock.recording.samples import Samples, columns_of, routed_valid_of
-from penstock.recording.turn_log import Bytes, LogEntry, RowsState, entry_frame, frame, frames, read_entry
+from penstock.recording.sample_columns import columns_of, routed_valid_of
+from penstock.recording.sample_tree import SampleTree
+from penstock.recording.turn_log import (
+    Bytes,
+    LogEntry,
+    RowsState,
+    TurnLog,
+    entry_frame,
+    frame,
+    frames,
+    read_log,
+    seen_frame,
+)
 from penstock.store import BlobRef, Store
 from penstock.store.atomic import writing
 from penstock.store.columns import write_columns
 from penstock.store.experts import seal_experts
 from penstock.store.parts import GrowingFile, Part, mapped
 from penstock.store.tensors import Tensors
-from penstock.turn import Rows
+from penstock.turn import Message, Rows
 
 LOG, ROWS = "log", "rows"  # suffixes of the temporary names, by which a later process finds the files
 
@@ -41,6 +55,12 @@ class SessionSettings:
     rollout: str
     attempt: int
     mode: Mode = Mode.OPEN
+    echo: Echo = Echo.RECOGNISED
+    """When an assistant message of a request is a recorded answer."""
+    concurrency: int = 1
+    """Most chats in flight."""
+    queue: bool = False
+    """Whether further chats wait; otherwise they are refused."""
     append_roles: tuple[str, ...] = ("tool", "user")
     """Roles of the messages that may be appended to a linear conversation."""
     max_seq_len: int | None = None
@@ -68,10 +88,13 @@ class Spool:
         log: GrowingFile,
         rows: Part | None = None,
         rows_state: RowsState | None = None,
+        frames: "array[int] | None" = None,
     ) -> None:
         self._store = store
         self.settings = settings
         self._log = log
+        self._frames = array("q") if frames is None else frames
+        """Where each turn's frame begins in the log."""
         self._rows = rows
         self._rows_state = rows_state
         self._experts: BlobRef | None = None
@@ -85,24 +108,24 @@ class Spool:
         return cls(store, settings, log=log)
 
     @classmethod
-    def recover(cls, store: Store, key: str) -> tuple["Spool", list[LogEntry]]:
+    def recover(cls, store: Store, key: str) -> tuple["Spool", TurnLog]:
         """The session at `key` as a killed process left it, up to the last complete turn."""
         path = store.part_path(f"{key}/{COLUMNS_FILE}", LOG)
         complete = list(frames(_mapped(path)))
         if not complete:
             raise BlobCorrupt(f"the log of the session at {key} has no complete frame: it cannot be recovered")
-        entries = [read_entry(body) for body, _ in complete[1:]]
-        state, end = entries[-1][1] if entries else None, complete[-1][1]
+        turns, end = read_log(complete[1:], begin=complete[0][1]), complete[-1][1]
         os.truncate(path, end)
         settings = msgspec.json.decode(complete[0][0].metadata["settings"], type=SessionSettings)
         spool = cls(
             store,
             settings,
             log=GrowingFile(path, length=end),
-            rows=_recover_rows(store, settings, state),
-            rows_state=state,
+            rows=_recover_rows(store, settings, turns.rows),
+            rows_state=turns.rows,
+            frames=array("q", turns.frames),
         )
-        return spool, [entry for entry, _ in entries]
+        return spool, turns
 
     def write(self, entry: LogEntry, rows: Sequence[Rows]) -> None:
         """Write a committed turn. `rows` are those of its chunks."""
@@ -111,15 +134,21 @@ class Spool:
         try:
             if part:
                 state = self._append_rows(part, rows)
+            begin = self._log.length
             self._log.append(*entry_frame(entry, state))
         except BaseException:
             if part and mark:
                 part.reset(mark)
             raise
+        self._frames.append(begin)
         self._rows_state = state
 
+    def write_seen(self, turns: Sequence[int]) -> None:
+        """Note that the answers of these turns were seen."""
+        self._log.append(*seen_frame(turns))
+
     def seal(
-        self, samples: Samples, paths: Sequence[Sequence[int]], *, error: str, fields: FieldValues
+        self, samples: SampleTree, paths: Sequence[Sequence[int]], *, error: str, fields: FieldValues
     ) -> tuple[BlobRef, BlobRef | None]:
         """Write the columns and, if rows were recorded, the experts. `paths` has each sample's turns. Can be repeated
         after an error."""
@@ -156,8 +185,10 @@ class Spool:
         return self._log.length + (self._rows.length if self._rows else 0)
 
     def records(self, turns: Sequence[int]) -> list[bytes]:
-        bodies = self._turn_bodies()
-        return [bodies[turn].arrays["record"].tobytes() for turn in turns]
+        return [body.arrays["record"].tobytes() for body in self._bodies(turns)]
+
+    def answers(self, turns: Sequence[int]) -> list[Message]:
+        return [orjson.loads(body.arrays["answer"].tobytes()) for body in self._bodies(turns)]
 
     def discard(self) -> None:
         """Remove the files that are not sealed."""
@@ -165,8 +196,13 @@ class Spool:
         if self._rows:
             self._rows.discard()
 
-    def _turn_bodies(self) -> list[Tensors]:
-        return [body for body, _ in frames(_mapped(self._log.path)[: self._log.length])][1:]
+    def _bodies(self, turns: Iterable[int]) -> Iterator[Tensors]:
+        content = _mapped(self._log.path)
+        for turn in turns:
+            found = next(frames(content, self._frames[turn]), None)
+            if found is None:
+                raise BlobCorrupt(f"turn {turn} of the session at {self.settings.key} is damaged in its log")
+            yield found[0]
 
     def _rows_part(self) -> Part:
         if self._rows is None:
@@ -183,7 +219,7 @@ class Spool:
     def _conversation(self, paths: Sequence[Sequence[int]]) -> bytes:
         """The messages of each path as JSON, joined from the messages of its turns."""
         by_turn: list[bytes] = []
-        for body in self._turn_bodies():
+        for body in self._bodies(range(len(self._frames))):
             appended, answer = (body.arrays[name].tobytes() for name in ("appended", "answer"))
             by_turn.append(b",".join(text for text in (appended[1:-1], answer) if text not in (b"", b"{}")))
         messages = (b",".join(by_turn[turn] for turn in path if by_turn[turn]) for path in paths)

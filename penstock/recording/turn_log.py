@@ -1,12 +1,12 @@
 """The append-only log of a session, from which it is recovered after its process was killed.
 
 A frame is a length, an xxh3 and a safetensors body. The first frame has the session's settings, each later one a
-committed turn. Reading stops at the first incomplete frame, which was being written.
+committed turn, or the turns whose answers were seen. Reading stops at the first incomplete frame.
 """
 
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
@@ -15,9 +15,8 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.recording.samples import TurnDelta
+from penstock.recording.samples import NO_TURN, TurnDelta
 from penstock.store import tensors
-from penstock.store.experts import Chunk
 from penstock.store.parts import Piece, view_of
 from penstock.turn import VersionSpan
 
@@ -39,6 +38,7 @@ ARRAY_FIELDS = (*DELTA_ARRAYS, "chunks", "fields")
 DELTA_FIELDS = tuple(field.name for field in dataclass_fields(TurnDelta) if field.name not in ARRAY_FIELDS)
 TRAINER_FIELD = "field."  # prefix of the arrays that hold `TurnDelta.fields`
 ENTRY_TEXTS = ("appended", "answer", "record")
+SEEN_KEY = "seen"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +65,75 @@ class LogEntry:
     """The generated message as JSON."""
     record: bytes = b""
     """The caller's record of the exchange. Opaque here."""
+    echo: bytes = b""
+    """Exact form of the parent's answer as the request repeated it; empty if it was the recorded one."""
+    repaired: tuple[int, ...] = ()
+    """Turns whose answers the request had in another form for the first time."""
+    seen: bool = True
+    """Whether its caller had the answer when it was committed."""
+    seen_before: tuple[int, ...] = ()
+    """Turns whose answers were seen since the frame before."""
+    request: bytes = b""
+    """Digest of the request, by which a retry is found."""
+    key: str = ""
+    """The request's idempotency key."""
+    beside: tuple[tuple[int, str], ...] = ()
+    """Requests that had arrived earlier and were not committed: their numbers and the hex digits of their digests."""
+
+
+@dataclass(kw_only=True)
+class TurnLog:
+    """What a log holds."""
+
+    entries: list[LogEntry] = field(default_factory=list[LogEntry])
+    frames: list[int] = field(default_factory=list[int])
+    """Where the frame of each entry begins."""
+    seen: set[int] = field(default_factory=set[int])
+    """Turns whose answers were seen after their commit."""
+    rows: RowsState | None = None
+    """After the last entry."""
 
 
 def entry_frame(entry: LogEntry, rows: RowsState | None) -> list[Piece]:
     delta = entry.delta
     arrays = {name: getattr(delta, name) for name in DELTA_ARRAYS if getattr(delta, name) is not None}
-    arrays["chunks"] = np.array([(chunk.first, chunk.rows) for chunk in delta.chunks], np.int64).reshape(-1, 2)
+    arrays["chunks"] = np.array(delta.chunks, np.int64).reshape(-1, 2)
     arrays |= {name: np.frombuffer(getattr(entry, name), np.uint8) for name in ENTRY_TEXTS}
     arrays |= {TRAINER_FIELD + name: values for name, values in delta.fields.items()}
     fields = {name: getattr(delta, name) for name in DELTA_FIELDS}
-    return frame({DELTA_KEY: fields, "parent": entry.parent, "rows": rows}, arrays)
+    more = {name: getattr(entry, name) for name in ("repaired", "seen_before", "key", "beside")}
+    more |= {name: getattr(entry, name).hex() for name in ("echo", "request")} | {"unseen": not entry.seen}
+    given = {name: value for name, value in more.items() if value}
+    return frame({DELTA_KEY: fields, "parent": entry.parent, "rows": rows, **given}, arrays)
 
 
-def read_entry(body: tensors.Tensors) -> tuple[LogEntry, RowsState | None]:
-    """Arrays are copies, so that the log does not stay mapped."""
+def seen_frame(turns: Sequence[int]) -> list[Piece]:
+    return frame({SEEN_KEY: turns}, {})
+
+
+def read_log(bodies: Iterable[tuple[tensors.Tensors, int]], *, begin: int) -> TurnLog:
+    """The frames behind the first one, which ends at `begin`."""
+    log, last_of = TurnLog(), dict[int, int]()
+    for body, end in bodies:
+        if SEEN_KEY in body.metadata:
+            log.seen.update(orjson.loads(body.metadata[SEEN_KEY]))
+        else:
+            entry, log.rows = _read_entry(body, len(log.entries), last_of)
+            log.entries.append(entry)
+            log.frames.append(begin)
+            log.seen.update(entry.seen_before)
+        begin = end
+    return log
+
+
+def _read_entry(body: tensors.Tensors, number: int, last_of: dict[int, int]) -> tuple[LogEntry, RowsState | None]:
+    """Arrays are copies, so that the log does not stay mapped. Logs of release 0.1 name the sample that a turn extends;
+    `last_of` has the last turn of each."""
     metadata: dict[str, Any] = {name: orjson.loads(text) for name, text in body.metadata.items()}
-    sample, chunks = metadata[DELTA_KEY]["sample"], body.arrays["chunks"].tolist()
+    if (sample := metadata[DELTA_KEY].pop("sample", None)) is not None:
+        del metadata[DELTA_KEY]["broken_at"]
+        metadata[DELTA_KEY] |= {"arrival": number, "base": last_of.get(sample, NO_TURN)}
+        last_of[sample] = number
     arrays: dict[str, Any] = {name: body.arrays[name].copy() for name in DELTA_ARRAYS if name in body.arrays}
     metadata[DELTA_KEY]["version_spans"] = tuple(
         VersionSpan(**span) for span in metadata[DELTA_KEY].get("version_spans", ())
@@ -93,10 +146,23 @@ def read_entry(body: tensors.Tensors) -> tuple[LogEntry, RowsState | None]:
             for name, values in body.arrays.items()
             if name.startswith(TRAINER_FIELD)
         },
-        chunks=tuple(Chunk(sample=sample, first=first, rows=rows) for first, rows in chunks),
+        chunks=tuple((first, rows) for first, rows in body.arrays["chunks"].tolist()),
     )
-    texts = {name: body.arrays[name].tobytes() for name in ENTRY_TEXTS}
-    return LogEntry(delta=delta, parent=metadata["parent"], **texts), metadata["rows"] and RowsState(**metadata["rows"])
+    entry = LogEntry(
+        delta=delta,
+        parent=metadata["parent"],
+        seen=not metadata.get("unseen", False),
+        key=metadata.get("key", ""),
+        beside=tuple((arrival, request) for arrival, request in metadata.get("beside", ())),
+        echo=bytes.fromhex(metadata.get("echo", "")),
+        request=bytes.fromhex(metadata.get("request", "")),
+        repaired=tuple(metadata.get("repaired", ())),
+        seen_before=tuple(metadata.get("seen_before", ())),
+        appended=body.arrays["appended"].tobytes(),
+        answer=body.arrays["answer"].tobytes(),
+        record=body.arrays["record"].tobytes(),
+    )
+    return entry, metadata["rows"] and RowsState(**metadata["rows"])
 
 
 def frame(metadata: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> list[Piece]:
@@ -108,9 +174,8 @@ def frame(metadata: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> li
     return [PREAMBLE.pack(length, checksum.intdigest()), *body, bytes(-length % ALIGNMENT)]
 
 
-def frames(content: Bytes) -> Iterator[tuple[tensors.Tensors, int]]:
-    """Every complete frame, and its end."""
-    at = 0
+def frames(content: Bytes, at: int = 0) -> Iterator[tuple[tensors.Tensors, int]]:
+    """Every complete frame from `at` on, and its end."""
     while at + PREAMBLE.size <= len(content):
         length, checksum = PREAMBLE.unpack_from(content.data, at)
         body = content[at + PREAMBLE.size :][:length]

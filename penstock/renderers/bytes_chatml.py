@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from penstock.errors import BadRequest
-from penstock.renderers.protocol import NO_IDS, Tools, content_text
+from penstock.renderers.protocol import NO_IDS, NO_VALUES, TemplateValues, Tools, content_text
 from penstock.turn import Ids, Message
 
 MESSAGE_START, MESSAGE_END = 256, 257
@@ -28,18 +28,41 @@ TOOL_CALL = re.compile(
 
 
 class BytesChatmlRenderer:
-    """Stateless."""
+    """Stateless. It has no template, so that template values change nothing."""
 
-    def render(self, messages: Sequence[Message], *, tools: Tools = None, generate: bool = True) -> Ids:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Tools = None,
+        generate: bool = True,
+        values: TemplateValues = NO_VALUES,
+    ) -> Ids:
         return encode(messages, tools=tools, generate=generate)
 
     def bridge(
-        self, prompt_ids: Ids, completion_ids: Ids, new_messages: Sequence[Message], *, tools: Tools = None
+        self,
+        prompt_ids: Ids,
+        completion_ids: Ids,
+        new_messages: Sequence[Message],
+        *,
+        tools: Tools = None,
+        values: TemplateValues = NO_VALUES,
     ) -> Ids | None:
         return encode_next(np.concatenate([prompt_ids, completion_ids]), new_messages)
 
-    def message(self, completion_ids: Ids, *, prompt_ids: Ids = NO_IDS, tools: Tools = None) -> dict[str, Any]:
+    def message(
+        self,
+        completion_ids: Ids,
+        *,
+        prompt_ids: Ids = NO_IDS,
+        tools: Tools = None,
+        values: TemplateValues = NO_VALUES,
+    ) -> dict[str, Any]:
         return decode_completion(completion_ids)
+
+    def texts(self, ids: Ids) -> list[str]:
+        return [decode(ids[at : at + 1]) for at in range(len(ids))]
 
 
 def encode(messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None, generate: bool = True) -> Ids:

@@ -12,7 +12,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.errors import BadRequest, ConfigError
-from penstock.renderers.protocol import Tools, content_text
+from penstock.renderers.protocol import NO_VALUES, TemplateValues, Tools, content_text
 from penstock.turn import Message
 
 
@@ -43,12 +43,20 @@ class ChatTemplate:
             ) from error
         self._values = dict(values)
 
-    def text(self, messages: Sequence[Message], *, tools: Tools, generate: bool) -> str:
-        """Raises BadRequest for messages that the template refuses."""
+    def text(
+        self, messages: Sequence[Message], *, tools: Tools, generate: bool, values: TemplateValues = NO_VALUES
+    ) -> str:
+        """Raises BadRequest for messages that the template refuses. `values` override the template's own."""
         plain = [_plain(message) for message in messages]
         try:
             return self._template.render(
-                **{**self._values, "messages": plain, "tools": tools or None, "add_generation_prompt": generate}
+                **{
+                    **self._values,
+                    **values,
+                    "messages": plain,
+                    "tools": tools or None,
+                    "add_generation_prompt": generate,
+                }
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise BadRequest(f"the chat template refuses these messages: {error}") from error

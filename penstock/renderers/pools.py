@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from penstock.errors import PenstockError
 from penstock.renderers.backends import RendererKey, build
-from penstock.renderers.protocol import NextTurn, Renderer, Tools, next_prompt
+from penstock.renderers.protocol import NO_VALUES, NextTurn, Renderer, TemplateValues, Tools, next_prompt
 from penstock.runtime.offload import cores, in_io_thread
 from penstock.turn import Ids
 
@@ -172,9 +172,15 @@ class PooledRenderer:
         pool = await self._pools.pool(self.key)
         return await pool.encode(functools.partial(next_prompt, turn=turn))
 
-    async def message(self, completion_ids: Ids, *, prompt_ids: Ids, tools: Tools) -> dict[str, Any]:
+    async def message(
+        self, completion_ids: Ids, *, prompt_ids: Ids, tools: Tools, values: TemplateValues = NO_VALUES
+    ) -> dict[str, Any]:
         def parse(renderer: Renderer) -> dict[str, Any]:
-            return renderer.message(completion_ids, prompt_ids=prompt_ids, tools=tools)
+            return renderer.message(completion_ids, prompt_ids=prompt_ids, tools=tools, values=values)
 
         pool = await self._pools.pool(self.key)
         return await pool.decode(parse)
+
+    async def texts(self, ids: Ids) -> list[str]:
+        pool = await self._pools.pool(self.key)
+        return await pool.decode(lambda renderer: renderer.texts(ids))

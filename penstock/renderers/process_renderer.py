@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from penstock.errors import BadRequest, InfrastructureFailure, PenstockError
-from penstock.renderers.protocol import NO_IDS, Tools
+from penstock.renderers.protocol import NO_IDS, NO_VALUES, TemplateValues, Tools
 from penstock.runtime import privacy
 from penstock.turn import Ids, Message
 
@@ -37,16 +37,41 @@ class ProcessRenderer:
         self._starting = threading.Lock()
         self._child = Child(arguments)
 
-    def render(self, messages: Sequence[Message], *, tools: Tools = None, generate: bool = True) -> Ids:
-        return self._call("encoding", "render", list(messages), tools=tools, generate=generate)
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Tools = None,
+        generate: bool = True,
+        values: TemplateValues = NO_VALUES,
+    ) -> Ids:
+        return self._call("encoding", "render", list(messages), tools=tools, generate=generate, values=dict(values))
 
     def bridge(
-        self, prompt_ids: Ids, completion_ids: Ids, new_messages: Sequence[Message], *, tools: Tools = None
+        self,
+        prompt_ids: Ids,
+        completion_ids: Ids,
+        new_messages: Sequence[Message],
+        *,
+        tools: Tools = None,
+        values: TemplateValues = NO_VALUES,
     ) -> Ids | None:
-        return self._call("encoding", "bridge", prompt_ids, completion_ids, list(new_messages), tools=tools)
+        turn = (prompt_ids, completion_ids, list(new_messages))
+        return self._call("encoding", "bridge", *turn, tools=tools, values=dict(values))
 
-    def message(self, completion_ids: Ids, *, prompt_ids: Ids = NO_IDS, tools: Tools = None) -> dict[str, Any]:
-        return self._call("decoding", "message", completion_ids, prompt_ids=prompt_ids, tools=tools)
+    def message(
+        self,
+        completion_ids: Ids,
+        *,
+        prompt_ids: Ids = NO_IDS,
+        tools: Tools = None,
+        values: TemplateValues = NO_VALUES,
+    ) -> dict[str, Any]:
+        more = {"prompt_ids": prompt_ids, "tools": tools, "values": dict(values)}
+        return self._call("decoding", "message", completion_ids, **more)
+
+    def texts(self, ids: Ids) -> list[str]:
+        return self._call("decoding", "texts", ids)
 
     @property
     def pid(self) -> int:

@@ -5,6 +5,7 @@ Token ids of earlier prompts and completions are kept where possible; `next_prom
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,25 +17,53 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 NO_IDS: Ids = np.empty(0, np.int32)
 NO_IDS.flags.writeable = False
+TemplateValues = Mapping[str, Any]
+"""A request's `chat_template_kwargs`: they override those of `policy.renderer`."""
+NO_VALUES: TemplateValues = MappingProxyType({})
 
 
 class Renderer(Protocol):
     """`render` and `bridge` have one caller at a time."""
 
-    def render(self, messages: Sequence[Message], *, tools: Tools = None, generate: bool = True) -> Ids:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Tools = None,
+        generate: bool = True,
+        values: TemplateValues = NO_VALUES,
+    ) -> Ids:
         """The ids of a conversation; `generate` opens the assistant's next message. Raises BadRequest for messages that
         cannot be rendered."""
         ...
 
     def bridge(
-        self, prompt_ids: Ids, completion_ids: Ids, new_messages: Sequence[Message], *, tools: Tools = None
+        self,
+        prompt_ids: Ids,
+        completion_ids: Ids,
+        new_messages: Sequence[Message],
+        *,
+        tools: Tools = None,
+        values: TemplateValues = NO_VALUES,
     ) -> Ids | None:
         """The unchanged ids of the previous prompt and completion, then `new_messages`, then the opened next message.
         None if the renderer cannot guarantee that; the caller then renders the whole conversation."""
         ...
 
-    def message(self, completion_ids: Ids, *, prompt_ids: Ids = NO_IDS, tools: Tools = None) -> dict[str, Any]:
-        """A completion as an assistant message. May be called concurrently."""
+    def message(
+        self,
+        completion_ids: Ids,
+        *,
+        prompt_ids: Ids = NO_IDS,
+        tools: Tools = None,
+        values: TemplateValues = NO_VALUES,
+    ) -> dict[str, Any]:
+        """A completion as an assistant message. A tool call has an id only if the policy wrote one: the caller numbers
+        the others. May be called concurrently."""
+        ...
+
+    def texts(self, ids: Ids) -> list[str]:
+        """The text of each token alone. May be called concurrently."""
         ...
 
 
@@ -48,6 +77,7 @@ class NextTurn:
     completion_ids: Ids = field(default_factory=lambda: NO_IDS)
     appended: int = 0
     """how many of the last `messages` follow the completion of the previous turn"""
+    values: TemplateValues = field(default_factory=lambda: NO_VALUES)
 
 
 def next_prompt(renderer: Renderer, turn: NextTurn) -> Ids:
@@ -55,10 +85,10 @@ def next_prompt(renderer: Renderer, turn: NextTurn) -> Ids:
     rendered."""
     if len(turn.prompt_ids) and turn.appended:
         new_messages = turn.messages[-turn.appended :]
-        ids = renderer.bridge(turn.prompt_ids, turn.completion_ids, new_messages, tools=turn.tools)
+        ids = renderer.bridge(turn.prompt_ids, turn.completion_ids, new_messages, tools=turn.tools, values=turn.values)
         if ids is not None and begins_with(ids, turn.prompt_ids, turn.completion_ids):
             return ids
-    return renderer.render(turn.messages, tools=turn.tools)
+    return renderer.render(turn.messages, tools=turn.tools, values=turn.values)
 
 
 def content_text(content: object) -> str:

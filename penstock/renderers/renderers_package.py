@@ -4,6 +4,8 @@ Does not need `transformers`.
 """
 
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,12 @@ from renderers.configs import RendererConfig
 
 from penstock.errors import BadRequest, ConfigError
 from penstock.renderers.chat_template import ChatTemplate
-from penstock.renderers.protocol import NO_IDS, Tools
+from penstock.renderers.protocol import NO_IDS, NO_VALUES, TemplateValues, Tools
 from penstock.renderers.tokenizer_directory import TokenizerFiles
 from penstock.turn import Ids, Message
+
+MAX_VALUES = 8
+"""Renderers for values that requests named: an agent uses one or two, and one is built in milliseconds."""
 
 
 class PackageTokenizer:
@@ -74,33 +79,78 @@ class PackageRenderer:
         except ValidationError as error:
             problems = "; ".join(problem["msg"] for problem in error.errors())
             raise ConfigError(f"policy.renderer.options: the package refuses them: {problems}") from error
-        tokenizer = PackageTokenizer(TokenizerFiles(directory), template_values)
+        self._files, self._config, self._template_values = TokenizerFiles(directory), config, dict(template_values)
+        self._by_values: OrderedDict[str, Any] = OrderedDict()  # least recently used first
+        self._building = threading.Lock()
         try:
-            self._renderer: Any = create_renderer(tokenizer, config, chat_template_kwargs=template_values or None)
+            self._renderer: Any = self._built(template_values)
         except (ValueError, AssertionError) as error:
             raise ConfigError(f"the renderer {options['name']} does not fit {directory}: {error}") from error
 
-    def render(self, messages: Sequence[Message], *, tools: Tools = None, generate: bool = True) -> Ids:
+    def _built(self, values: Mapping[str, Any]) -> Any:
+        tokenizer = PackageTokenizer(self._files, values)
+        return create_renderer(tokenizer, self._config, chat_template_kwargs=dict(values) or None)
+
+    def _of(self, values: TemplateValues) -> Any:
+        """The package's renderer for a request's template values: they are fixed when it is created."""
+        if not values:
+            return self._renderer
+        key = json.dumps(dict(values), sort_keys=True)
+        with self._building:
+            if key not in self._by_values:
+                try:
+                    self._by_values[key] = self._built({**self._template_values, **values})
+                except (ValueError, TypeError, AssertionError) as error:
+                    raise BadRequest(f"chat_template_kwargs: the renderer refuses them: {error}") from error
+                if len(self._by_values) > MAX_VALUES:
+                    self._by_values.popitem(last=False)
+            self._by_values.move_to_end(key)
+            return self._by_values[key]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Tools = None,
+        generate: bool = True,
+        values: TemplateValues = NO_VALUES,
+    ) -> Ids:
         try:
-            ids = self._renderer.render_ids(list(messages), tools=_list(tools), add_generation_prompt=generate)
+            ids = self._of(values).render_ids(list(messages), tools=_list(tools), add_generation_prompt=generate)
         except (ValueError, TypeError, LookupError) as error:
             raise BadRequest(f"the renderer refuses these messages: {error}") from error
         return np.array(ids, np.int32)
 
     def bridge(
-        self, prompt_ids: Ids, completion_ids: Ids, new_messages: Sequence[Message], *, tools: Tools = None
+        self,
+        prompt_ids: Ids,
+        completion_ids: Ids,
+        new_messages: Sequence[Message],
+        *,
+        tools: Tools = None,
+        values: TemplateValues = NO_VALUES,
     ) -> Ids | None:
         try:
-            bridged = self._renderer.bridge_to_next_turn(
+            bridged = self._of(values).bridge_to_next_turn(
                 prompt_ids.tolist(), completion_ids.tolist(), list(new_messages), tools=_list(tools)
             )
         except (ValueError, TypeError, LookupError) as error:
             raise BadRequest(f"the renderer refuses these messages: {error}") from error
         return None if bridged is None else np.array(bridged.token_ids, np.int32)
 
-    def message(self, completion_ids: Ids, *, prompt_ids: Ids = NO_IDS, tools: Tools = None) -> dict[str, Any]:
+    def texts(self, ids: Ids) -> list[str]:
+        return self._files.tokenizer.decode_batch([[id] for id in ids.tolist()], skip_special_tokens=False)
+
+    def message(
+        self,
+        completion_ids: Ids,
+        *,
+        prompt_ids: Ids = NO_IDS,
+        tools: Tools = None,
+        values: TemplateValues = NO_VALUES,
+    ) -> dict[str, Any]:
         """Tool calls that cannot be parsed stay in the content."""
-        parsed = self._renderer.parse_response(
+        parsed = self._of(values).parse_response(
             completion_ids.tolist(), tools=_list(tools), prompt_ids=prompt_ids.tolist() or None
         )
         calls: list[ParsedToolCall] = parsed.tool_calls
@@ -110,14 +160,15 @@ class PackageRenderer:
         if parsed.reasoning_content:
             message["reasoning_content"] = parsed.reasoning_content
         if valid:
-            message["tool_calls"] = [_call(number, call) for number, call in enumerate(valid)]
+            message["tool_calls"] = [_call(call) for call in valid]
         return message
 
 
-def _call(number: int, call: ParsedToolCall) -> dict[str, Any]:
+def _call(call: ParsedToolCall) -> dict[str, Any]:
     arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
     function = {"name": call.name, "arguments": arguments}
-    return {"id": call.id or f"call_{number}", "type": "function", "function": function}
+    id = {"id": call.id} if call.id else {}
+    return {**id, "type": "function", "function": function}
 
 
 def _list(tools: Tools) -> list[Mapping[str, Any]] | None:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from penstock.errors import BadRequest, ConfigError
 from penstock.renderers.chat_template import ChatTemplate
-from penstock.renderers.protocol import NO_IDS, Tools
+from penstock.renderers.protocol import NO_IDS, NO_VALUES, TemplateValues, Tools
 from penstock.turn import Ids, Message
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -77,18 +77,34 @@ class DirectoryRenderer:
         self._end_ids = files.end_ids
         self._closing = self._text_after_completion([], tools=None, generate=False)
 
-    def render(self, messages: Sequence[Message], *, tools: Tools = None, generate: bool = True) -> Ids:
-        return self._encode(self._template.text(messages, tools=tools, generate=generate))
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Tools = None,
+        generate: bool = True,
+        values: TemplateValues = NO_VALUES,
+    ) -> Ids:
+        return self._encode(self._template.text(messages, tools=tools, generate=generate, values=values))
 
     def bridge(
-        self, prompt_ids: Ids, completion_ids: Ids, new_messages: Sequence[Message], *, tools: Tools = None
+        self,
+        prompt_ids: Ids,
+        completion_ids: Ids,
+        new_messages: Sequence[Message],
+        *,
+        tools: Tools = None,
+        values: TemplateValues = NO_VALUES,
     ) -> Ids | None:
         """Append the text that the template puts after a completion. It must begin with a special token, so that its
         ids do not depend on the completion; a completion that ends with that token does not get it twice."""
-        if self._closing is None or any(message.get("role") == "assistant" for message in new_messages):
+        closing = (
+            self._text_after_completion([], tools=None, generate=False, values=values) if values else self._closing
+        )
+        if closing is None or any(message.get("role") == "assistant" for message in new_messages):
             return None
-        following = self._text_after_completion(new_messages, tools=tools, generate=True)
-        if following is None or not following.startswith(self._closing):
+        following = self._text_after_completion(new_messages, tools=tools, generate=True, values=values)
+        if following is None or not following.startswith(closing):
             return None
         following_ids = self._encode(following)
         if not self._is_special(following_ids[0]):
@@ -96,17 +112,29 @@ class DirectoryRenderer:
         has_end = len(completion_ids) and completion_ids[-1] in {*self._end_ids, int(following_ids[0])}
         return np.concatenate([prompt_ids, completion_ids, following_ids[1:] if has_end else following_ids])
 
-    def message(self, completion_ids: Ids, *, prompt_ids: Ids = NO_IDS, tools: Tools = None) -> dict[str, Any]:
+    def texts(self, ids: Ids) -> list[str]:
+        return self._tokenizer.decode_batch([[id] for id in ids.tolist()], skip_special_tokens=False)
+
+    def message(
+        self,
+        completion_ids: Ids,
+        *,
+        prompt_ids: Ids = NO_IDS,
+        tools: Tools = None,
+        values: TemplateValues = NO_VALUES,
+    ) -> dict[str, Any]:
         return parse_completion(self._tokenizer.decode_batch([completion_ids.tolist()], skip_special_tokens=True)[0])
 
     def _encode(self, text: str) -> Ids:
         encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.array(encoding.ids, np.int32)
 
-    def _text_after_completion(self, new_messages: Sequence[Message], *, tools: Tools, generate: bool) -> str | None:
+    def _text_after_completion(
+        self, new_messages: Sequence[Message], *, tools: Tools, generate: bool, values: TemplateValues = NO_VALUES
+    ) -> str | None:
         """The text that the template puts after a completion, or None if it cannot be determined."""
         try:
-            text = self._template.text([*HISTORY, *new_messages], tools=tools, generate=generate)
+            text = self._template.text([*HISTORY, *new_messages], tools=tools, generate=generate, values=values)
         except BadRequest:  # it requires a system message, or the tool call that a tool message answers
             return None
         _, _, following = text.partition(PLACEHOLDER)
@@ -122,7 +150,7 @@ def parse_completion(text: str) -> Message:
     If one call cannot be parsed, all stay in the content."""
     thinking = THINKING.match(text)
     content = text[thinking.end() :] if thinking else text
-    calls = [_parse_call(number, match["call"]) for number, match in enumerate(TOOL_CALL.finditer(content))]
+    calls = [_parse_call(match["call"]) for match in TOOL_CALL.finditer(content)]
     message: Message = {"role": "assistant", "content": content}
     if calls and all(calls):
         message |= {"content": content[: content.index("<tool_call>")].rstrip() or None, "tool_calls": calls}
@@ -131,7 +159,7 @@ def parse_completion(text: str) -> Message:
     return message
 
 
-def _parse_call(number: int, text: str) -> dict[str, Any] | None:
+def _parse_call(text: str) -> dict[str, Any] | None:
     try:
         call = json.loads(text)
     except ValueError:
@@ -140,7 +168,7 @@ def _parse_call(number: int, text: str) -> dict[str, Any] | None:
         case {"name": str(name), "arguments": dict() | str() as arguments}:
             encoded = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             function = {"name": name, "arguments": encoded}
-            return {"id": f"call_{number}", "type": "function", "function": function}
+            return {"type": "function", "function": function}
         case _:
             return None
 

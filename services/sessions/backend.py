@@ -5,6 +5,9 @@ decision.
 """
 
 import contextlib
+import logging
+import os
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
@@ -16,12 +19,19 @@ from penstock.engines.transport import (
     UNREACHABLE,
     EngineConnection,
     Reservation,
+    do_not_reuse,
+    limited,
     raise_if_out_of_descriptors,
     receive,
     sendable,
 )
 from penstock.errors import InfrastructureFailure, Upstream
 from penstock.turn import SaidVersion
+
+logger = logging.getLogger("penstock.sessions")
+
+RELAYED = range(200, 600)
+"""Statuses of a response: 101 would hand the client's connection over to the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +56,8 @@ class EngineResponse:
     """of the replica's weights before the request left"""
     answered_at: float | None
     """for `TurnMetadata`"""
+    seconds: float
+    """that the replica took to answer"""
 
     def joined(self) -> bytes:
         body = b"".join(self.chunks)
@@ -76,11 +88,18 @@ class Backend(EngineConnection):
         version = await self.replicas.before(replica)
         if refusal := self.replicas.refusal(replica):
             raise Upstream(f"{UNREACHABLE}: {refusal}")
+        started = time.monotonic()
         url = URL(replica.url + request.target, encoded=True)
         try:
-            async with self._http.request(
-                request.method, url, data=sendable(request.body), headers=request.headers, allow_redirects=False
-            ) as response:
+            async with (
+                limited(self.settings),
+                self._http.request(
+                    request.method, url, data=sendable(request.body), headers=request.headers, allow_redirects=False
+                ) as response,
+            ):
+                if response.status not in RELAYED:
+                    do_not_reuse(response.connection)
+                    raise Upstream(f"the engine answered with status {response.status}, which is none of a response")
                 chunks = await receive(response, reservation, self.budget)
         except aiohttp.ClientConnectorError as error:
             raise_if_out_of_descriptors(error)
@@ -92,8 +111,11 @@ class Backend(EngineConnection):
             replica=replica,
             version=request.version or version,
             answered_at=None if request.version else self.replicas.answered_at(),
+            seconds=time.monotonic() - started,
         )
 
 
 def _describe(error: Exception) -> str:
-    return str(error) or type(error).__name__
+    """aiohttp's texts name the engine's address, which is not for agents."""
+    logger.warning("action=engine_failed error=%r", error)
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else type(error).__name__

@@ -3,31 +3,38 @@
 The claim is released on every exit. A failed chat records nothing.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
+import msgspec
 import orjson
 from aiohttp import web
 
 from penstock.config import RunConfig
 from penstock.engines.dialects import Prompt, dialect_of
+from penstock.engines.dialects.base import finish_reason
+from penstock.engines.replicas import Replica
 from penstock.engines.response import RequestInfo, read_turn
 from penstock.engines.transport import ON_LOOP_BYTES, SESSION_HEADER, ByteBudget
-from penstock.errors import Aborted, BadRequest, Invariant, PolicyFailure
+from penstock.errors import Aborted, BadRequest, ContextFull, PolicyFailure, SessionError, Upstream
 from penstock.ids import engine_session
-from penstock.playing.turns import named_adapter, prompt_ids, rendered_message, turn_metadata
+from penstock.playing.turns import named_adapter, prompt_of, rendered_message, turn_metadata
 from penstock.recording import Claim, Prepared, Session
 from penstock.renderers import PooledRenderer, RendererKey, RendererPools
-from penstock.renderers.protocol import begins_with
 from penstock.runtime.offload import in_cpu_thread
 from penstock.turn import Turn, TurnMetadata
 from services.sessions import headers
+from services.sessions.agents import agent_of
 from services.sessions.backend import Backend, EngineRequest, EngineResponse
-from services.sessions.event_stream import EVENT_STREAM, as_event_stream
+from services.sessions.client_response import EVENT_STREAM, Rendered, as_event_stream, completion_for
+from services.sessions.rendered_logprobs import rendered_logprobs
 from services.sessions.requests import Chat, read_body, read_chat
-from services.sessions.session_table import Entry, SessionMetadata, opened
+from services.sessions.retries import Answer, Attempt, SentChat, request_id
+from services.sessions.session_table import Entry, SessionMetadata, SessionTable, opened
+from services.sessions.watched_response import WatchedResponse
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,6 +55,27 @@ class ChatCounts:
     """the engine answered with a status other than 200"""
     aborted: int = 0
     """the engine aborted the completion: nothing was recorded, and the client got 503"""
+    repaired_echoes: int = 0
+    """recorded answers that came back in another form"""
+    rewritten_histories: int = 0
+    """prompts whose chat template changed recorded tokens, and no bridge kept them: each begins another sample"""
+    sent_again: int = 0
+    """requests that joined one in flight or got a recorded answer"""
+
+
+class _Record(msgspec.Struct):
+    response: msgspec.Raw
+
+
+RECORD = msgspec.json.Decoder(_Record)
+
+
+class RefusedUpstream(Exception):
+    """The engine answered with a status other than 200, which passes through."""
+
+    def __init__(self, response: web.Response) -> None:
+        super().__init__(response.status)
+        self.response = response
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +100,12 @@ class ReadResponse:
 
 
 class Chats:
-    def __init__(self, config: RunConfig, backend: Backend, requests: ByteBudget) -> None:
+    def __init__(self, config: RunConfig, backend: Backend, requests: ByteBudget, table: SessionTable) -> None:
         self.counts = ChatCounts()
         self._config = config
         self._backend = backend
         self._requests = requests
+        self._table = table
         self._renderer = renderer_of(config)
         self._fields = tuple(field.name for field in config.batch.fields_of("turn"))
         self._dialect = dialect_of(config.engine, renderer=self._renderer, place=config.place_of("engine", "dialect"))
@@ -87,60 +116,123 @@ class Chats:
             await self._renderer.warm_up()
 
     async def handle(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
-        session = opened(entry)
-        with session.claim() as claim, self._requests.reservation() as reservation:
-            self.counts.begun += 1
-            limits = self._config.sessions
+        session, attempt = opened(entry), Attempt.of(request)
+        with contextlib.ExitStack() as places:
+            claim = None
+            if not (session.full and entry.sent_chats.may_join(attempt)):
+                claim = await self._claim(session, places)
+            reservation, limits = places.enter_context(self._requests.reservation()), self._config.sessions
             body = await read_body(request, reservation, limit=limits.request_bytes, timeout_s=limits.request_s)
-            chat = await _by_size(len(body), read_chat, body, metadata.sampling)
-            prepared = self._prepare(session, claim, chat)
-            prompt = await self._prompt(prepared, chat)
-            model, version = chat.fields.get("model"), None
-            if model in (None, self._config.engine.model):
-                adapter, version = await named_adapter(self._dialect, self._backend.replicas)
-                model = adapter or model
-            sent = await _by_size(len(body), self._dialect.request_body, prompt, chat.sampling, model=model)
-            del body
-            passed = self._headers(request, session, metadata)
-            target = self._dialect.endpoint
-            engine_request = EngineRequest(method="POST", target=target, body=sent, headers=passed, version=version)
-            async with self._backend.send(engine_request, preferred=entry.last_replica) as response:
-                entry.last_replica = response.replica
-                if response.status != 200:
-                    self.counts.refused_upstream += 1
-                    return forwarded(response)
-                exchange = Exchange(chat=chat, prompt=prompt, prepared=prepared, sent=sent)
-                try:
-                    read = await self._read(response, exchange)
-                except Aborted:  # 503: the client's SDK sends the request again
-                    self.counts.aborted += 1
-                    raise
-                turn_info = turn_metadata(
-                    chat.fields,
-                    response.replica,
-                    version=response.version,
-                    answered_at=response.answered_at,
-                )
-                await self._commit(session, claim, prepared, read, turn_info)
-            return _client_response(response, read, stream=chat.stream)
+            agent = agent_of(request)
+            id = request_id(agent, body)
+            earlier = entry.sent_chats.find(session, id, attempt)
+            chat = await _by_size(len(body), read_chat, body, metadata.sampling, session.settings.echo)
+            if earlier is not None:
+                self.counts.sent_again += 1
+                answer = await self._answer_of(earlier, session, chat, request)
+                return self._response(request, entry, answer)
+            claim = claim or await self._claim(session, places)
+            size, body = len(body), b""  # not kept while the engine answers
+            sent_chat = SentChat(id=id, key=attempt.key, request=request)
+            entry.sent_chats.add(sent_chat)
+            try:
+                answer = await self._play(claim, entry, metadata, chat, sent_chat, agent, size=size)
+            except RefusedUpstream as refusal:
+                sent_chat.fail(Upstream("the engine refused the request that this one repeats: send it again"))
+                entry.sent_chats.remove(sent_chat)
+                return refusal.response
+            except BaseException as error:
+                sent_chat.fail(error if isinstance(error, SessionError) else Upstream("the first request was ended"))
+                entry.sent_chats.remove(sent_chat)
+                raise
+            sent_chat.answer.set_result(answer)
+            return self._response(request, entry, answer, sent_chat)
 
-    def _prepare(self, session: Session, claim: Claim, chat: Chat) -> Prepared:
-        limit = self._config.policy.max_turns
-        if session.turns >= limit:
-            raise BadRequest(f"turn limit: the session has used its {limit} turns (policy.max_turns)")
-        return session.prepare(claim, chat.conversation)
+    async def _claim(self, session: Session, places: contextlib.ExitStack) -> Claim:
+        await session.place()
+        claim = places.enter_context(session.claim())
+        self.counts.begun += 1
+        return claim
 
-    async def _prompt(self, prepared: Prepared, chat: Chat) -> Prompt:
-        messages, tools = chat.conversation.messages, chat.fields.get("tools")
-        if self._renderer is None:
-            return Prompt(messages=messages, tools=tools)
-        ids = await prompt_ids(self._renderer, prepared, messages, tools)
-        if len(prepared.history_ids) and not begins_with(ids, prepared.history_ids):
-            raise Invariant(
-                "the chat template rewrites earlier messages: for this model, remove policy.renderer and set "
-                'sessions.mode = "open"'
+    async def _play(
+        self,
+        claim: Claim,
+        entry: Entry,
+        metadata: SessionMetadata,
+        chat: Chat,
+        sent_chat: SentChat,
+        agent: str,
+        *,
+        size: int,
+    ) -> Answer:
+        session = opened(entry)
+        prepared = self._prepare(session, claim, chat, agent, sent_chat.id)
+        messages = await session.restored(prepared, chat.conversation.messages)
+        tools = chat.fields.get("tools")
+        prompt = await prompt_of(self._renderer, prepared, messages, tools=tools, fields=chat.fields)
+        self.counts.rewritten_histories += prompt.rewritten
+        model, version = chat.fields.get("model"), None
+        if model in (None, self._config.engine.model):
+            adapter, version = await named_adapter(self._dialect, self._backend.replicas)
+            model = adapter or model
+        sent = await _by_size(size, self._dialect.request_body, prompt, chat.sampling, model=model)
+        passed = self._headers(sent_chat.request, session, metadata)
+        target = self._dialect.endpoint
+        engine_request = EngineRequest(method="POST", target=target, body=sent, headers=passed, version=version)
+        async with self._backend.send(engine_request, preferred=entry.last_replica) as response:
+            before, entry.last_replica = entry.last_replica, response.replica
+            if response.status != 200:
+                self.counts.refused_upstream += 1
+                raise RefusedUpstream(forwarded(response))
+            exchange = Exchange(chat=chat, prompt=prompt, prepared=prepared, sent=sent)
+            try:
+                read = await self._read(response, exchange)
+            except Aborted as error:  # 503: the client's SDK sends the request again
+                self.counts.aborted += 1
+                entry.aborts += 1
+                entry.usage.lost(response.replica.url, error.sampled_tokens)
+                raise
+            _count_use(entry, before, response, read.turn)
+            turn_info = turn_metadata(
+                chat.fields,
+                response.replica,
+                version=response.version,
+                answered_at=response.answered_at,
+                agent=agent,
             )
-        return Prompt(messages=messages, tools=tools, ids=ids, routes_from=prepared.routes_from)
+            overlong = read.turn.overlong_prompt
+            if not (overlong and session.turns):  # as the first turn, it says why there is nothing to train on
+                await self._commit(session, claim, prepared, read, turn_info, sent_chat.key)
+            if overlong:
+                limit = self._config.policy.max_seq_len
+                raise ContextFull(f"the prompt has more than {limit} tokens (policy.max_seq_len)")
+        return Answer(turn=claim.turn, headers=_client_headers(response.headers, chat), body=read.body)
+
+    async def _answer_of(
+        self, earlier: SentChat | int, session: Session, chat: Chat, request: web.BaseRequest
+    ) -> Answer:
+        if isinstance(earlier, SentChat):
+            return await earlier.join(request)
+        completion = RECORD.decode(await session.record_of(earlier)).response
+        body = as_event_stream(bytes(completion), chat.asked) if chat.asked.stream else bytes(completion)
+        return Answer(turn=earlier, headers=_client_headers({"Content-Type": "application/json"}, chat), body=body)
+
+    def _response(
+        self, request: web.BaseRequest, entry: Entry, answer: Answer, sent_chat: SentChat | None = None
+    ) -> web.Response:
+        def written() -> None:
+            if answer.turn is not None:
+                self._table.see(entry, answer.turn)
+            if sent_chat:
+                entry.sent_chats.remove(sent_chat)
+
+        return WatchedResponse(request, written, headers=answer.headers, body=answer.body)
+
+    def _prepare(self, session: Session, claim: Claim, chat: Chat, agent: str, id: bytes) -> Prepared:
+        limit = self._config.policy.max_turns
+        if session.begun > limit:  # the chat itself has begun
+            raise ContextFull(f"turn limit: the session has used its {limit} turns (policy.max_turns)")
+        return session.prepare(claim, chat.conversation, agent=agent, request_id=id)
 
     async def _read(self, response: EngineResponse, exchange: Exchange) -> ReadResponse:
         if is_quick(response.chunks, self._dialect.experts_key):
@@ -149,9 +241,13 @@ class Chats:
             read = await in_cpu_thread(self._read_turn, response, exchange)
         if read.turn.message is not None:
             return read
-        message = await rendered_message(self._dialect, exchange.prompt, read.turn)
+        fields, number = exchange.chat.fields, exchange.prepared.arrival
+        message = await rendered_message(self._dialect, exchange.prompt, read.turn, number=number, fields=fields)
         turn = replace(read.turn, message=orjson.dumps(message))
-        return await _by_size(len(read.body), self._for_client, read.body, turn, exchange)
+        logprobs = None
+        if self._renderer and "logprobs" in exchange.chat.asked.names:
+            logprobs = await rendered_logprobs(self._renderer, self._dialect.logprobs(read.body), fields)
+        return await _by_size(len(read.body), self._for_client, read.body, turn, exchange, logprobs)
 
     def _read_turn(self, response: EngineResponse, exchange: Exchange) -> ReadResponse:
         """Runs in a thread too."""
@@ -162,18 +258,25 @@ class Chats:
             routes_from=prompt.routes_from,
             max_seq_len=self._config.policy.max_seq_len,
             fields=self._fields,
+            renders=prompt.ids is not None,
         )
         turn = read_turn(body, request=info, open_samples=prepared.open_samples, route_format=prepared.route_format)
         if turn.message is None:
             return ReadResponse(turn=turn, body=body, record=b"")
         return self._for_client(body, turn, exchange)
 
-    def _for_client(self, engine_body: bytes, turn: Turn, exchange: Exchange) -> ReadResponse:
-        body, chat = self._dialect.chat_completion(engine_body, turn), exchange.chat
+    def _for_client(
+        self, engine_body: bytes, turn: Turn, exchange: Exchange, logprobs: bytes | None = None
+    ) -> ReadResponse:
+        asked = exchange.chat.asked
+        rendered = None
+        if exchange.prompt.ids is not None and turn.message is not None:
+            rendered = Rendered(message=turn.message, finish_reason=finish_reason(turn), logprobs=logprobs)
+        completion = completion_for(self._dialect.chat_completion(engine_body, turn), asked, rendered)
         return ReadResponse(
             turn=turn,
-            body=as_event_stream(body, logprobs=chat.wants_logprobs) if chat.stream else body,
-            record=_record(self._dialect.endpoint, exchange.sent, body),
+            body=as_event_stream(completion, asked) if asked.stream else completion,
+            record=_record(self._dialect.endpoint, exchange.sent, completion),
         )
 
     def _headers(self, request: web.BaseRequest, session: Session, metadata: SessionMetadata) -> Mapping[str, str]:
@@ -184,14 +287,29 @@ class Chats:
         return passed
 
     async def _commit(
-        self, session: Session, claim: Claim, prepared: Prepared, read: ReadResponse, metadata: TurnMetadata
+        self,
+        session: Session,
+        claim: Claim,
+        prepared: Prepared,
+        read: ReadResponse,
+        metadata: TurnMetadata,
+        key: str,
     ) -> None:
         """If the session was closed meanwhile, nothing is recorded; the client still gets the response."""
+        repaired = session.repaired_echoes
         try:
-            if await session.commit(claim, prepared, read.turn, metadata, record=read.record):
+            if await session.commit(claim, prepared, read.turn, metadata, record=read.record, seen=False, key=key):
                 self.counts.recorded += 1
+                self.counts.repaired_echoes += session.repaired_echoes - repaired
         except PolicyFailure as failure:
             raise BadRequest(str(failure)) from failure
+
+
+def _count_use(entry: Entry, before: Replica | None, response: EngineResponse, turn: Turn) -> None:
+    """A conversation that left the replica `before` had its prompt computed again."""
+    entry.usage.answered(response.replica.url, tokens=len(turn.completion_ids), seconds=response.seconds)
+    if before not in (None, response.replica):
+        entry.usage.lost(before.url, turn.prefix_tokens)
 
 
 def renderer_of(config: RunConfig) -> PooledRenderer | None:
@@ -214,11 +332,11 @@ def forwarded(response: EngineResponse) -> web.Response:
     return web.Response(status=response.status, headers=headers.to_client(response.headers), body=response.joined())
 
 
-def _client_response(response: EngineResponse, read: ReadResponse, *, stream: bool) -> web.Response:
-    passed = headers.to_client(response.headers)
-    if stream:
-        passed["Content-Type"], passed["Cache-Control"] = EVENT_STREAM, "no-cache"
-    return web.Response(headers=passed, body=read.body)
+def _client_headers(passed: Mapping[str, str], chat: Chat) -> Mapping[str, str]:
+    kept = headers.to_client(passed)
+    if chat.asked.stream:
+        kept["Content-Type"], kept["Cache-Control"] = EVENT_STREAM, "no-cache"
+    return kept
 
 
 def is_quick(chunks: list[bytes], experts_key: bytes) -> bool:

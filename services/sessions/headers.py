@@ -5,9 +5,11 @@ Hop-by-hop headers are stripped in both directions; a session's secret never rea
 
 import hashlib
 import hmac
+import re
+import secrets
 from collections.abc import Mapping
 
-from multidict import CIMultiDict
+from multidict import CIMultiDict, CIMultiDictProxy
 
 HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"}
@@ -17,23 +19,39 @@ HOP_BY_HOP = frozenset(
 NOT_FOR_UPSTREAM = HOP_BY_HOP | {"host", "accept-encoding", "expect"}
 NOT_FOR_CLIENT = HOP_BY_HOP | {"server", "date"}
 AUTHORIZATION = "Authorization"
+KEYS = frozenset({"authorization", "x-api-key", "api-key"})
+SECRET_BYTES = 32
+SECRET = re.compile(r"(?<![A-Za-z0-9_-])[A-Za-z0-9_-]{43}(?![A-Za-z0-9_-])")
+"""The form of `new_secret`: 32 bytes in URL-safe base64."""
+
+
+def new_secret() -> str:
+    return secrets.token_urlsafe(SECRET_BYTES)
 
 
 def digest(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def has_secret(headers: Mapping[str, str], secret_digest: str) -> bool:
-    scheme, _, token = headers.get(AUTHORIZATION, "").partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(digest(token.strip()), secret_digest)
+def has_secret(headers: CIMultiDictProxy[str], secret_digest: str) -> bool:
+    """Whether an Authorization is the secret as bearer token. A client may send several."""
+    given = (value.split(maxsplit=1) for value in headers.getall(AUTHORIZATION, ()))
+    tokens = [parts[1].strip() for parts in given if len(parts) == 2 and parts[0].lower() == "bearer"]
+    return any(hmac.compare_digest(digest(token), secret_digest) for token in tokens)
 
 
-def to_upstream(headers: Mapping[str, str], secret_digest: str, *, own_key: bool) -> CIMultiDict[str]:
-    """`own_key`: engine.api_key is set, which replaces the client's authorization."""
+def to_upstream(headers: CIMultiDictProxy[str], secret_digest: str, *, own_key: bool) -> CIMultiDict[str]:
+    """`own_key`: engine.api_key is set, which replaces the client's keys. No header that holds the secret is passed,
+    whatever its name."""
     passed = _without(headers, NOT_FOR_UPSTREAM)
-    if own_key or has_secret(headers, secret_digest):
-        passed.popall(AUTHORIZATION, None)
+    for name, value in headers.items():
+        if (own_key and name.lower() in KEYS) or names_secret(value, secret_digest):
+            passed.popall(name, None)
     return passed
+
+
+def names_secret(text: str, secret_digest: str) -> bool:
+    return any(hmac.compare_digest(digest(word), secret_digest) for word in SECRET.findall(text))
 
 
 def to_client(headers: Mapping[str, str]) -> CIMultiDict[str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -13,15 +14,22 @@ from aiohttp import web
 from penstock.config.engine import RESERVED
 from penstock.engines.transport import Reservation
 from penstock.errors import BadRequest, TooLarge, TooSlow
-from penstock.recording import DigestedMessages, digest_messages
+from penstock.recording import DigestedMessages, Echo, digest_messages
+from penstock.runtime.offload import in_cpu_thread
+from penstock.turn import MAX_NESTING, is_nested_too_deeply
+from services.sessions.client_response import Asked
 
 T = TypeVar("T")
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Handled here: streams are never requested from the engine; the dialect sends the rest in its own way.
 NOT_SAMPLING = frozenset({"model", "messages", "tools", "stream", "stream_options"})
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
-FileName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,60}$")]
+IDENTITY = "identity"
+WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+"""The formats of a compressed body, as zlib's `wbits`."""
+Name = Annotated[str, msgspec.Meta(max_length=200, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]+\Z")]
+"""Without control characters: it is sent to the engine in a header."""
+FileName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,60}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
@@ -31,12 +39,13 @@ class NewSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     attempt: Count = 1
     run: FileName | None = None
     execution: FileName | None = None
-    """with `run` and `rollout`: sealed files are moved into the directory of that execution"""
+    """with `run` and `rollout`: sealed files are written into the directory of that execution"""
     sampling: dict[str, Any] = {}
     """default fields of every chat"""
     policy_version: Count | None = None
     """newest version that was published"""
     least_version: Count = 0
+    abandoned_versions: tuple[Count, ...] = ()
     """replicas with older weights serve no session that is trained on"""
     sequence: Count = 0
     """of the job: the versions of the newest one hold"""
@@ -45,6 +54,8 @@ class NewSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class SealRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     error: Annotated[str, msgspec.Meta(max_length=10_000)] = ""
     """why the rollout failed: its tokens are then masked from the loss"""
+    turn_rewards: Annotated[tuple[float, ...], msgspec.Meta(max_length=100_000)] | None = None
+    """one for each recorded turn"""
 
 
 NEW_SESSION = msgspec.json.Decoder(NewSession)
@@ -55,8 +66,7 @@ SEAL = msgspec.json.Decoder(SealRequest)
 class Chat:
     fields: Mapping[str, Any]
     conversation: DigestedMessages
-    stream: bool
-    wants_logprobs: bool
+    asked: Asked
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -72,7 +82,9 @@ async def read_body(request: web.BaseRequest, reservation: Reservation, *, limit
         request.writer.output_size = 0
     try:
         async with asyncio.timeout(timeout_s):
-            return await _received(request, reservation, limit)
+            body = await _received(request, reservation, limit)
+            encoding = request.headers.get("Content-Encoding", IDENTITY).strip().lower()
+            return body if encoding == IDENTITY else await _decompressed(body, encoding, reservation, limit)
     except TimeoutError:
         raise TooSlow(f"the request's body did not arrive within {timeout_s:g} s (sessions.request_s)") from None
     except web.RequestPayloadError as error:
@@ -89,20 +101,43 @@ async def _received(request: web.BaseRequest, reservation: Reservation, limit: i
     return bytes(body)
 
 
-def read_chat(body: bytes, defaults: Mapping[str, Any]) -> Chat:
+async def _decompressed(body: bytes, encoding: str, reservation: Reservation, limit: int) -> bytes:
+    """A few kilobytes may decompress to gigabytes: no more than `limit` is, in a thread, once the bytes are reserved.
+    aiohttp would decompress on the loop, before a handler knows of the request."""
+    if encoding not in WINDOWS:
+        raise BadRequest(f"content-encoding {encoding!r} is not supported: send gzip, deflate or none")
+    await reservation.reserve(limit)
+    return await in_cpu_thread(_decompress, body, WINDOWS[encoding], limit)
+
+
+def _decompress(body: bytes, window: int, limit: int) -> bytes:
+    decompressor = zlib.decompressobj(wbits=window)
+    try:
+        content = decompressor.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise BadRequest(f"the request's body cannot be decompressed: {error}") from None
+    if len(content) > limit:
+        raise _too_large(limit)
+    if not decompressor.eof or decompressor.unused_data:
+        raise BadRequest("the request's compressed body is incomplete, or more follows it")
+    return content
+
+
+def read_chat(body: bytes, defaults: Mapping[str, Any], echo: Echo = Echo.RECOGNISED) -> Chat:
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"the request is not JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise BadRequest("the request is not a JSON object")
+    if is_nested_too_deeply(body, lambda: parsed):
+        raise BadRequest(f"the request is nested deeper than {MAX_NESTING} levels")
     fields: dict[str, Any] = {**defaults, **parsed}
     _check(fields)
     return Chat(
         fields=fields,
-        conversation=digest_messages(fields.get("messages")),
-        stream=bool(fields.get("stream")),
-        wants_logprobs=bool(fields.get("logprobs")),
+        conversation=digest_messages(fields.get("messages"), echo),
+        asked=Asked.by(fields),
     )
 
 
@@ -118,6 +153,8 @@ def _check(fields: Mapping[str, Any]) -> None:
 
 def read_new_session(body: bytes) -> NewSession:
     new = _decoded(body, NEW_SESSION)
+    if is_nested_too_deeply(body, lambda: new.sampling):
+        raise BadRequest(f"sampling is nested deeper than {MAX_NESTING} levels")
     if refused := sorted(RESERVED & new.sampling.keys()):
         raise BadRequest(f"sampling: {', '.join(refused)} cannot be a default; remove it")
     if new.execution and not (new.run and re.fullmatch("[A-Za-z0-9_-]+", new.rollout or "")):

@@ -1,4 +1,4 @@
-"""The session server: its routes, authorization, errors as `{"error": text}`, and the life of its process.
+"""The session server: its routes, authorization, errors in OpenAI's form, and the life of its process.
 
 On SIGINT or SIGTERM it stops listening, gives chats in flight `sessions.drain_s` to finish, and leaves open sessions on
 disk for the next process.
@@ -7,23 +7,25 @@ disk for the next process.
 import asyncio
 import gc
 import logging
+import re
 import secrets
 import signal
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
-from typing import Any
 
 import orjson
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from penstock.config import RunConfig
+from penstock.config.engine import Engine
 from penstock.engines.dialects.base import CHAT_PATH
 from penstock.engines.replicas import Orders
 from penstock.engines.transport import UNREACHABLE, ByteBudget
 from penstock.errors import (
     UNWRITTEN,
+    BadRequest,
     BlobMissing,
     BlobUnwritten,
     ConfigError,
@@ -34,14 +36,18 @@ from penstock.errors import (
     Unauthorised,
     Upstream,
 )
+from penstock.runtime import descriptors
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import LoopLag
 from penstock.runtime.offload import in_io_thread
 from penstock.store import open_store
 from penstock.turn import ids_text
 from services.sessions import headers
+from services.sessions.agents import split_branch
 from services.sessions.backend import Backend, EngineRequest
 from services.sessions.chats import Chats, forwarded
+from services.sessions.connections import JsonServer
+from services.sessions.error_responses import JSON, error_response, response_to
 from services.sessions.requests import read_body, read_new_session, read_seal
 from services.sessions.session_directory import SessionDirectory, owner_of
 from services.sessions.session_table import Entry, SessionMetadata, SessionTable, opened
@@ -49,8 +55,7 @@ from services.sessions.session_table import Entry, SessionMetadata, SessionTable
 logger = logging.getLogger("penstock.sessions")
 
 MODELS = "/v1/models"
-JSON = "application/json"
-HEAD_TOO_LARGE = "the request's head is too large: send fewer or shorter headers, or raise sessions.header_bytes"
+HOST = re.compile(r"(\[[0-9A-Fa-f:.%]{2,60}\]|[A-Za-z0-9._-]{1,253})(:[0-9]{1,5})?")
 CONCURRENCY = 32
 """Threads for file writes: each write takes 1 to 2 ms."""
 
@@ -74,10 +79,11 @@ async def _serve(config: RunConfig) -> None:
     await in_io_thread(directory.lock)
     table = SessionTable(directory, config, await in_io_thread(directory.recoverable))
     lag = config.lag.watch("sessions")
-    async with Backend.open(config.engine) as backend:
+    connections, engine = _shared_descriptors(config)
+    async with Backend.open(engine) as backend:
         server = SessionServer(config, table, backend, lag)
         await server.warm_up()
-        runner = web.ServerRunner(_http_server(server, config), shutdown_timeout=config.sessions.drain_s)
+        runner = web.ServerRunner(_http_server(server, config, connections), shutdown_timeout=config.sessions.drain_s)
         async with asyncio.TaskGroup() as group:
             background = [group.create_task(lag.run()), group.create_task(table.watch())]
             try:
@@ -101,9 +107,29 @@ def _bind(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _http_server(server: "SessionServer", config: RunConfig) -> "JsonServer":
-    line = config.sessions.header_bytes
-    return JsonServer(server.handle, access_log=None, max_line_size=line, max_field_size=line)
+def _http_server(server: "SessionServer", config: RunConfig, connections: int) -> JsonServer:
+    line, settings = config.sessions.header_bytes, config.sessions
+    return JsonServer(
+        server.handle,
+        connections=connections,
+        address_connections=settings.address_connections,
+        access_log=None,
+        max_line_size=line,
+        max_field_size=line,
+        auto_decompress=False,
+        keepalive_timeout=settings.request_s,  # also the time limit of a head: aiohttp has no other
+    )
+
+
+def _shared_descriptors(config: RunConfig) -> tuple[int, Engine]:
+    """Most connections of clients, and the engine's settings with those that are left for it."""
+    clients, engine = config.sessions.connections, config.engine
+    files = descriptors.raise_to(descriptors.BASE + clients + engine.connections, lower="sessions.connections")
+    free = max(2, files - descriptors.BASE)
+    if clients + engine.connections > free:
+        clients = min(clients, free // 2)
+        engine = engine.model_copy(update={"connections": min(engine.connections, free - clients)})
+    return clients, engine
 
 
 async def _listen(
@@ -131,7 +157,9 @@ class SessionServer:
         self._backend = backend
         self._lag = lag
         self._requests = ByteBudget(self._settings.requests_bytes)
-        self._chats = Chats(config, backend, self._requests)
+        self._chats = Chats(config, backend, self._requests, table)
+        self.refused = Counter[str]()
+        """Responses of 4xx and 5xx, the engine's included, by status."""
         self.instance_id = self._settings.instance_id or secrets.token_hex(16)
         self._health = orjson.dumps({"status": "ok", "session_server_instance_id": self.instance_id})
         self._handlers: dict[tuple[str, str], Handler] = {
@@ -149,22 +177,37 @@ class SessionServer:
         await self._chats.warm_up()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        response = await self._answer(request)
+        if response.status >= 400:
+            self.refused[str(response.status)] += 1
+        return response
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             return await self._route(request)
         except SessionError as error:
-            return error_response(error.status_code, str(error))
+            return response_to(type(error)(self._without_addresses(error)))
         except BlobMissing:  # the session was closed while its files were read
             return error_response(NotFound.status_code, f"session not found: {request.path}")
         except BlobUnwritten as error:
             logger.error("action=store_unwritten path=%s error=%s", request.path, error)
             return error_response(UNWRITTEN, str(error))
         except EngineUnreachable as error:
-            return error_response(Upstream.status_code, f"{UNREACHABLE}: {error}")
+            return error_response(Upstream.status_code, f"{UNREACHABLE}: {self._without_addresses(error)}")
         except PenstockError as error:
             logger.error("action=chat_failed path=%s error=%s", request.path, error)
-            return error_response(500, str(error))
+            return error_response(500, self._without_addresses(error))
         except ConnectionError:  # the client left before its request was read, and does not get this response
             return error_response(400, "the connection closed before the request was complete")
+
+    def _without_addresses(self, error: PenstockError) -> str:
+        """An agent learns the address of no replica; the log has it."""
+        text = named = str(error)
+        for url in self._config.engine.urls:
+            text = text.replace(url, "the engine").replace(url.partition("://")[2], "the engine")
+        if text != named:
+            logger.warning("action=engine_failed error=%s", named)
+        return text
 
     async def _route(self, request: web.BaseRequest) -> web.Response:
         path = request.rel_url.raw_path
@@ -176,7 +219,8 @@ class SessionServer:
             case "POST", ["", "sessions"]:
                 return await self._create(request)
             case method, ["", "sessions", id, *rest]:
-                handler = self._handlers.get((method, "/" + rest[0] if rest else ""))
+                below, _ = split_branch("/" + rest[0] if rest else "")
+                handler = self._handlers.get((method, below))
                 entry = await self.table.find(id)
                 metadata = self._authorize(request, entry)
                 if handler is None:
@@ -194,6 +238,7 @@ class SessionServer:
         return entry.metadata
 
     async def _create(self, request: web.BaseRequest) -> web.Response:
+        host = _host(request)
         new = read_new_session(await self._body(request))
         entry, secret = await self.table.create(new)
         if new.policy_version is not None:
@@ -202,14 +247,16 @@ class SessionServer:
                 sequence=new.sequence,
                 version=new.policy_version,
                 least_version=new.least_version,
+                abandoned=new.abandoned_versions,
             )
             self._backend.replicas.follow(orders)
-        base_url = f"{request.scheme}://{request.host}/sessions/{entry.id}/v1"
+        base_url = f"{request.scheme}://{host}/sessions/{entry.id}/v1"
         return _json(orjson.dumps({"session_id": entry.id, "base_url": base_url, "secret": secret}))
 
     async def _chat(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
         try:
-            return await self._chats.handle(request, entry, metadata)
+            async with entry.in_flight.request(lambda: self.table.gone(entry.id)):
+                return await self._chats.handle(request, entry, metadata)
         finally:
             self.table.touch(entry)
 
@@ -224,6 +271,8 @@ class SessionServer:
             "attempt": settings.attempt,
             "mode": settings.mode,
             "turns": session.turns,
+            "repaired_echoes": session.repaired_echoes,
+            "unseen_turns": session.unseen_turns,
         }
         return _json(await in_io_thread(_shown, entry.id, records, details))
 
@@ -233,15 +282,18 @@ class SessionServer:
 
     async def _seal(self, request: web.BaseRequest, entry: Entry, _: SessionMetadata) -> web.Response:
         seal = read_seal(await self._body(request))
-        return _json(await self.table.seal(entry, seal.error, version_after=self._backend.replicas.after))
+        return _json(await self.table.seal(entry, seal, version_after=self._backend.replicas.after))
 
     async def _proxy(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
         body = await self._body(request)
         own_key = self._backend.settings.api_key is not None
         passed = headers.to_upstream(request.headers, metadata.secret_digest, own_key=own_key)
-        target = request.rel_url.raw_path_qs.removeprefix(f"/sessions/{entry.id}")
+        target, _ = split_branch(request.rel_url.raw_path_qs.removeprefix(f"/sessions/{entry.id}"))
         engine_request = EngineRequest(method=request.method, target=target, body=body, headers=passed)
-        async with self._backend.send(engine_request, preferred=entry.last_replica) as response:
+        async with (
+            entry.in_flight.request(lambda: self.table.gone(entry.id)),
+            self._backend.send(engine_request, preferred=entry.last_replica) as response,
+        ):
             return forwarded(response)
 
     async def _body(self, request: web.BaseRequest) -> bytes:
@@ -257,6 +309,7 @@ class SessionServer:
                 "sessions": {"open": len(self.table), "limit": limits.max_sessions, "gone": self.table.expired},
                 "counts": asdict(self.table.counts),
                 "chats": asdict(self._chats.counts),
+                "refused": self.refused,
                 "retained_bytes": self.table.retained_bytes,
                 "answers_bytes": {"used": received.used, "most": received.most_used, "limit": received.limit},
                 "requests_bytes": {"used": requests.used, "most": requests.most_used, "limit": requests.limit},
@@ -270,44 +323,13 @@ def _shown(id: str, records: list[bytes], details: Mapping[str, object]) -> byte
     return orjson.dumps(shown)
 
 
+def _host(request: web.BaseRequest) -> str:
+    """By which the client reached this server: part of the session's URL."""
+    given = request.headers.get("Host", "")
+    if not HOST.fullmatch(given):
+        raise BadRequest("the request needs a Host header such as 127.0.0.1:8100: it becomes part of the session's URL")
+    return given
+
+
 def _json(body: bytes) -> web.Response:
     return web.Response(body=body, content_type=JSON)
-
-
-def error_response(status: int, text: str) -> web.Response:
-    return web.Response(status=status, body=orjson.dumps({"error": text}), content_type=JSON)
-
-
-class JsonErrors(web.RequestHandler):
-    """Reports errors below the routes as JSON: malformed HTTP, oversized heads, bugs of this server."""
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        if isinstance(exc, LineTooLong) or "Too many headers" in str(exc):
-            status, message = 431, HEAD_TOO_LARGE
-        elif not isinstance(exc, HttpProcessingError):
-            logger.error("action=unexpected path=%s", request.path, exc_info=exc)
-            message = "internal error of the session server: see action=unexpected in its log"
-        if request.writer.output_size:
-            raise ConnectionError("the response has begun: the error cannot be sent")
-        response = error_response(status, message or "bad request")
-        response.force_close()
-        return response
-
-    def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Errors of the connection, such as a body that cannot be decoded, are caused by the client: one line."""
-        logger.warning("action=connection_dropped error=%r", kw.get("exc_info"))
-
-
-class JsonServer(web.Server):
-    def __init__(self, handler: Any, **options: Any) -> None:
-        super().__init__(handler, **options)
-        self._options = options
-
-    def __call__(self) -> web.RequestHandler:
-        return JsonErrors(self, loop=self._loop, **self._options)

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -22,11 +22,14 @@ from penstock.config import RunConfig
 from penstock.engines.replicas import Replica
 from penstock.errors import BlobError, Expired, Full, NotFound
 from penstock.fields import FieldValues
-from penstock.recording import Mode, Session, SessionSettings
+from penstock.recording import Echo, Mode, Session, SessionSettings
 from penstock.recording.session import VersionAfter
+from penstock.replica_use import Usage
 from penstock.runtime.offload import in_io_thread
-from services.sessions.headers import digest
-from services.sessions.requests import NewSession
+from services.sessions.headers import digest, new_secret
+from services.sessions.in_flight import InFlight
+from services.sessions.requests import NewSession, SealRequest
+from services.sessions.retries import SentChats
 from services.sessions.session_directory import SessionDirectory
 
 logger = logging.getLogger("penstock.sessions")
@@ -39,6 +42,8 @@ MAX_UNDELETED = 10_000
 """Sessions whose files could not be removed and are tried again. A restart finds the files of others."""
 DELETED_AT_ONCE = 64
 """Of these: about 10 ms of a thread."""
+SAVE_SEEN_S = 0.02
+"""Answers that were written in this time are noted together; a turn that follows notes them by itself."""
 CHECK_S = 1.0
 """Interval of the check for idle and overdue sessions."""
 
@@ -67,7 +72,13 @@ class Entry:
     """on the monotonic clock"""
     last_replica: Replica | None = None
     """replica that served the last chat"""
+    usage: Usage = field(default_factory=Usage)
+    """of the replicas, since this process has the session"""
+    aborts: int = 0
+    """completions that the engine aborted, and the client asked for again"""
     retained_bytes: int = 0
+    in_flight: InFlight = field(default_factory=InFlight)
+    sent_chats: SentChats = field(default_factory=SentChats)
     opening: asyncio.Task[None] | None = None
     sealing: asyncio.Task[None] | None = None
 
@@ -94,6 +105,7 @@ class SessionTable:
         self._expired: OrderedDict[str, float] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
         self._undeleted: OrderedDict[str, None] = OrderedDict()
+        self._seen: dict[str, Entry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -106,7 +118,7 @@ class SessionTable:
         """The session and its secret. Only a digest of the secret is kept."""
         if len(self._entries) >= self._settings.max_sessions:
             raise Full(f"there are {len(self._entries)} sessions: delete some, or raise sessions.max_sessions")
-        id, secret = secrets.token_hex(16), secrets.token_urlsafe(32)
+        id, secret = secrets.token_hex(16), new_secret()
         metadata = SessionMetadata(
             secret_digest=digest(secret), sampling=new.sampling, created_at=time.time(), files_key=_files_key(new)
         )
@@ -130,7 +142,7 @@ class SessionTable:
         """The session, recovered if need be. Raises NotFound or Expired."""
         entry = self._entries.get(id)
         if entry is None:
-            raise self._gone(id)
+            raise self.gone(id)
         if entry.session is None and entry.sealed is None:
             await self._open(entry)
         self.touch(entry)
@@ -148,19 +160,45 @@ class SessionTable:
             if entry.session.spooled_bytes > self._settings.session_bytes:
                 self._expire(entry, "bytes")
 
-    async def seal(self, entry: Entry, error: str, *, version_after: VersionAfter) -> bytes:
-        """Seal the session. Idempotent: later calls return the first result."""
+    def see(self, entry: Entry, turn: int) -> None:
+        """An answer was written to its client. The session's log says so soon after."""
+        if entry.session is None:
+            return
+        entry.session.see(turn)
+        if not self._seen:
+            self._in_background(self._save_seen())
+        self._seen[entry.id] = entry
+
+    async def _save_seen(self) -> None:
+        while self._seen:
+            await asyncio.sleep(SAVE_SEEN_S)
+            for id, entry in list(self._seen.items()):
+                try:
+                    if entry.session is not None:
+                        await entry.session.save_seen()
+                except (BlobError, OSError) as error:
+                    logger.warning("action=not_saved session=%s error=%r: tried with its next turn", id, error)
+                    del self._seen[id]
+                    continue
+                if entry.session is None or not entry.session.has_unsaved:
+                    del self._seen[id]
+
+    async def seal(self, entry: Entry, seal: SealRequest, *, version_after: VersionAfter) -> bytes:
+        """Seal the session; its requests in flight are abandoned. Idempotent: later calls return the first result."""
         if entry.sealed is None and (entry.sealing is None or entry.sealing.done()):
-            entry.sealing = asyncio.create_task(self._seal(entry, opened(entry), error, version_after))
+            entry.sealing = asyncio.create_task(self._seal(entry, opened(entry), seal, version_after))
         if entry.sealing:
             await asyncio.shield(entry.sealing)
         assert entry.sealed is not None
         return entry.sealed
 
-    async def _seal(self, entry: Entry, session: Session, error: str, version_after: VersionAfter) -> None:
-        fields = FieldValues(declared=self._config.batch.fields_of("turn"), required=not error)
-        sealed = await session.seal(error=error, fields=fields, version_after=version_after)
-        entry.sealed = orjson.dumps(sealed)
+    async def _seal(self, entry: Entry, session: Session, seal: SealRequest, version_after: VersionAfter) -> None:
+        declared = self._config.batch.fields_of("turn")
+        fields = FieldValues(declared=declared, required=not seal.error, turn_rewards=seal.turn_rewards)
+        await entry.in_flight.end()
+        sealed = await session.seal(error=seal.error, fields=fields, version_after=version_after)
+        metrics = {**sealed.metrics, "engine_aborts": float(entry.aborts)}
+        entry.sealed = orjson.dumps(replace(sealed, metrics=metrics, replica_uses=entry.usage.by_replica))
         self.counts.sealed += 1
         self._drop_session(entry)
         if _seals_elsewhere(entry):
@@ -223,7 +261,9 @@ class SessionTable:
         entry.retained_bytes = 0
 
     async def _close(self, entry: Entry) -> None:
-        """Close the session and remove its files; sealed blobs stay. No blob appears after this returns."""
+        """Close the session and remove its files; sealed blobs stay. Ends its requests in flight. No blob appears after
+        this returns."""
+        await entry.in_flight.end()
         if entry.sealing:
             await asyncio.wait([entry.sealing])
         session = entry.session
@@ -265,7 +305,7 @@ class SessionTable:
             entry.opening = asyncio.create_task(self._recover(entry))
         await asyncio.shield(entry.opening)
         if entry.session is None:
-            raise self._gone(entry.id)
+            raise self.gone(entry.id)
 
     async def _recover(self, entry: Entry) -> None:
         key, route_format = self._directory.session_key(entry.id), self._config.engine.route_format
@@ -282,7 +322,7 @@ class SessionTable:
         self.counts.recovered += 1
         logger.info("action=session_recovered session=%s turns=%d", entry.id, session.turns)
 
-    def _gone(self, id: str) -> NotFound | Expired:
+    def gone(self, id: str) -> NotFound | Expired:
         if id in self._expired:
             return Expired(f"session expired: session_id={id}")
         return not_found(id)
@@ -296,6 +336,9 @@ class SessionTable:
             rollout=new.rollout or id,
             attempt=new.attempt,
             mode=Mode(self._config.session_mode),
+            echo=Echo(self._settings.echo),
+            concurrency=self._settings.concurrency,
+            queue=self._settings.when_busy == "queue",
             append_roles=self._settings.append_roles,
             max_seq_len=policy.max_seq_len,
             max_samples=policy.max_samples,

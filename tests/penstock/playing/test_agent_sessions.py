@@ -13,7 +13,7 @@ from penstock.playing.agent_sessions import SessionServers
 def test_an_unwritable_store_of_the_session_server_is_reported_as_such(at: str) -> None:
     def respond(request: ReceivedRequest) -> Response:
         if request.path.endswith(at):
-            return Response(status=UNWRITTEN, body=b'{"error":"cannot write a/b: Disk quota exceeded"}')
+            return Response(status=UNWRITTEN, body=b'{"error":{"message":"cannot write a/b: Disk quota exceeded"}}')
         url = f"{server.url}/sessions/1/v1"
         return Response(body=b'{"base_url":"%b","secret":"s"}' % url.encode())
 

@@ -214,7 +214,7 @@ def test_group_scores_have_no_columns(tmp_path: Path) -> None:
     judge = loaded(Judges(one_turn))
 
     async def main() -> None:
-        with pytest.raises(StageError, match=r"Score.columns is not supported in score_group: return them from rol"):
+        with pytest.raises(StageError, match=r"Score.columns is not supported in score_group: return it from rol"):
             await score_group(directory_store(tmp_path), judge, 0, [result])
 
     run(main)

@@ -114,8 +114,8 @@ def test_the_bytes_renderer_needs_no_directory(tmp_path: Path) -> None:
             async with recorded_policy(tmp_path, server.url, settings) as (policy, session):
                 messages = await conversation(policy, 3)
                 ids = session.token_ids()
-                with pytest.raises(BadRequest, match=r"set policy\.renderer\.chat_template_kwargs instead"):
-                    await policy.chat([*messages, user("?")], chat_template_kwargs={"enable_thinking": False})
+                with pytest.raises(BadRequest, match="chat_template_kwargs must be an object"):
+                    await policy.chat([*messages, user("?")], chat_template_kwargs=["enable_thinking"])
         assert messages[1] == {"role": "assistant", "content": "grüß dich"}
         assert bytes_chatml.decode_messages(ids) == messages
 
@@ -139,5 +139,26 @@ def test_a_template_that_rewrites_history_starts_a_sample_with_all_rows(tmp_path
         assert np.sum(sealed.sample_lengths) == sum(
             len(request.body["token_ids"]) + len(tokenize_with(directory)("fine")) for request in server.received
         )
+
+    run(main)
+
+
+def test_call_ids_are_unique_in_a_session_and_changed_echoes_keep_the_tokens(tmp_path: Path) -> None:
+    tokenize = tokenize_with(tokenizer_dir(tmp_path / "tokenizer"))
+    called = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+    async def main() -> None:
+        settings = Policy.model_validate({"renderer": str(tmp_path / "tokenizer")})
+        with serving(responding(tokenize, f"{called}\n{called[19:]}<|im_end|>")) as server:
+            async with recorded_policy(tmp_path, server.url, settings) as (policy, session):
+                messages, ids = [user("add")], list[str]()
+                for _ in range(2):
+                    message = (await policy.chat(messages)).message
+                    ids += [call["id"] for call in message["tool_calls"]]
+                    echo = {"role": "assistant", "content": "", "tool_calls": message["tool_calls"]}
+                    messages += [echo, {"role": "tool", "content": "2", "tool_call_id": ids[-1]}]
+                assert ids == ["call_0_0", "call_0_1", "call_1_0", "call_1_1"]
+                sealed = await session.seal()
+                assert (len(sealed.sample_lengths), sealed.metrics["repaired_echoes"]) == (1, 1)
 
     run(main)

@@ -234,8 +234,8 @@ def test_a_rollout_of_an_agent_cancelled_at_any_await_leaves_nothing(
                 attempt = attempt_of("anywhere", attempt=1 + number)
                 playing = cancelled_at(number, play(stage, loaded(PlaysByUrl(scene, nothing)), 0, attempt))
                 await asyncio.wait([playing])
-                if playing.cancelled():
-                    assert held(server).is_within(before)
+                if playing.cancelled():  # polls of the engine's load may hold a connection for a moment
+                    await wait_until_async(lambda before=before: held(server).is_within(before))
                 ended += not playing.cancelled()
                 if ended == 2:
                     break

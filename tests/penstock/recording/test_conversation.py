@@ -4,6 +4,7 @@ import pytest
 
 from penstock.errors import BadRequest
 from penstock.recording.conversation import Conversation, Mode
+from penstock.recording.echoes import Echo
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -17,8 +18,8 @@ def assistant(content: Any, **more: Any) -> dict[str, Any]:
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def conversation(mode: Mode = Mode.LINEAR, roles: str = "user tool") -> Conversation:
-    return Conversation(mode=mode, append_roles=frozenset(roles.split()))
+def conversation(mode: Mode = Mode.LINEAR, roles: str = "user tool", echo: Echo = Echo.RECOGNISED) -> Conversation:
+    return Conversation(mode=mode, append_roles=frozenset(roles.split()), echo=echo)
 
 
 def record(recorded: Conversation, *turns: tuple[list[dict[str, Any]], dict[str, Any]]) -> Conversation:
@@ -37,7 +38,7 @@ def test_a_request_continues_from_the_last_answer() -> None:
     request = recorded.prepare(SECOND[0])
     assert request.parent.turn == 0
     assert request.appended == [user("2")]
-    assert record(recorded, SECOND, THIRD).path_to() == [0, 1, 2]
+    assert record(recorded, SECOND, THIRD).current() == [0, 1, 2]
 
 
 def test_none_empty_text_and_empty_list_are_equal() -> None:
@@ -59,8 +60,8 @@ def test_none_empty_text_and_empty_list_are_equal() -> None:
         assistant([{"type": "text", "text": "one"}]),
     ],
 )
-def test_a_changed_message_diverges(changed: dict[str, Any]) -> None:
-    recorded = record(conversation(), FIRST, SECOND)
+def test_with_exact_echoes_a_changed_message_diverges(changed: dict[str, Any]) -> None:
+    recorded = record(conversation(echo=Echo.EXACT), FIRST, SECOND)
     with pytest.raises(BadRequest, match="diverge"):
         recorded.prepare([*FIRST[0], changed, user("2"), SECOND[1], user("3")])
 
@@ -79,7 +80,7 @@ def test_going_back_discards_one_answer() -> None:
     assert again.parent.turn == 0
     assert again.appended == [user("another 2")]
     recorded.commit(recorded.checkpoint_after(again, assistant("two'")))
-    assert recorded.path_to() == [0, 2]
+    assert recorded.current() == [0, 2]
     assert recorded.path_to(1) == [0, 1]
 
 
@@ -87,7 +88,7 @@ def test_going_back_over_two_answers_is_refused_and_changes_nothing() -> None:
     recorded = record(conversation(), FIRST, SECOND, THIRD)
     with pytest.raises(BadRequest, match="at most one generated message"):
         recorded.prepare([*FIRST[0], FIRST[1], user("another 2")])
-    assert recorded.path_to() == [0, 1, 2]
+    assert recorded.current() == [0, 1, 2]
     assert recorded.prepare([*THIRD[0], THIRD[1], user("4")]).parent.turn == 2
 
 
@@ -106,7 +107,7 @@ def test_the_first_request_may_be_repeated() -> None:
     assert again.parent.turn == -1
     assert again.appended == FIRST[0]
     recorded.commit(recorded.checkpoint_after(again, assistant("uno")))
-    assert recorded.path_to() == [1]
+    assert recorded.current() == [1]
     assert recorded.prepare([*FIRST[0], assistant("uno"), user("2")]).parent.turn == 1
 
 

@@ -12,7 +12,9 @@ from support.turn_structures import turn_structures
 from support.turns import turn_of_ids
 
 from penstock.errors import Invariant, PolicyFailure
-from penstock.recording.samples import Samples, columns_of, routed_valid_of
+from penstock.recording.sample_columns import columns_of, routed_valid_of
+from penstock.recording.sample_tree import SampleTree, sample_tree
+from penstock.recording.samples import Samples
 from penstock.turn import RouteFormat, Routes, SaidVersion, TurnMetadata
 
 VECTORS = [json.loads(line) for line in (Path(__file__).parents[2] / "vectors" / "merge.jsonl").open()]
@@ -26,33 +28,38 @@ class Recorder:
         self.samples = Samples(**limits)
         self.rows: list[np.ndarray] = []
 
+    @property
+    def tree(self) -> SampleTree:
+        return sample_tree(self.samples)
+
     def turn(self, prompt: list[int], completion: list[int], logprobs: list[float] | None = None, **more: Any) -> None:
         turn = turn_of_ids(
             np.array(prompt, np.int32),
             np.array(completion, np.int32),
             np.array([-1.0] * len(completion) if logprobs is None else logprobs, np.float32),
-            open_samples=self.samples.open_samples(),
+            open_samples=list(self.samples.open_samples().values()),
             routes=more.pop("routes", None),
             spans=more.pop("spans", ()),
             ended=more.pop("ended", None),
             max_seq_len=self.max_seq_len,
         )
-        delta, rows = self.samples.place(turn, TurnMetadata(**more))
+        read_with = self.samples.open_samples()
+        arrival = len(self.samples.turns)
+        delta, rows = self.samples.place(turn, TurnMetadata(**more), arrival=arrival, read_with=read_with)
         self.samples.add(delta, turn.sequence)
         self.rows += [row for run in rows for row in run]
 
     def columns(self, **more: Any):
-        return columns_of(self.samples, rollout="r", attempt=1, logprobs_mode="processed", **more)
+        return columns_of(self.tree, rollout="r", attempt=1, logprobs_mode="processed", **more)
 
     def rows_by_position(self, sample: int) -> dict[int, np.ndarray]:
         """The rows of a sample in the experts file."""
-        rows, placed = iter(self.rows), dict[int, np.ndarray]()
-        for chunk in self.samples.chunks():
-            for position in range(chunk.first, chunk.first + chunk.rows):
-                row = next(rows)
-                if chunk.sample == sample:
-                    assert position not in placed
-                    placed[position] = row
+        placed = dict[int, np.ndarray]()
+        for chunk in self.tree.chunks():
+            assert chunk.row is not None
+            for offset in range(chunk.rows if chunk.sample == sample else 0):
+                assert chunk.first + offset not in placed
+                placed[chunk.first + offset] = self.rows[chunk.row + offset]
         return placed
 
 
@@ -91,7 +98,7 @@ def test_samples_equal_those_of_prime_rl(case: dict[str, Any]) -> None:
         for position, row in placed.items():
             rows[position] = row
         assert base64.b64encode(rows.tobytes()).decode() == payload["data"]
-        valid = routed_valid_of(recorder.samples)[where]
+        valid = routed_valid_of(recorder.tree)[where]
         assert valid.tolist() == [position in placed for position in range(where.stop - where.start)]
 
 
@@ -114,9 +121,10 @@ def test_two_agents_interleaved_give_two_samples() -> None:
     assert columns.turns.start.tolist() == [2, 4, 8, 6]
     assert columns.turns.end.tolist() == [3, 5, 9, 7]
     assert [columns.turns.words["agent"][index] for index in columns.turns.agent] == ["a", "a", "b", "a"]
-    assert recorder.samples.tokens_by_agent() == {"a": 3, "b": 1}
-    assert recorder.samples.metrics() == {
-        "samples": 2, "turns": 4, "breaks": 0, "wasted_tokens": 0, "ambiguous_turns": 0, "unknown_logprobs": 0
+    assert recorder.tree.tokens_by_agent() == {"a": 3, "b": 1}
+    assert recorder.tree.metrics() == {
+        "samples": 2, "turns": 4, "breaks": 0, "wasted_tokens": 0, "ambiguous_turns": 0, "unknown_logprobs": 0,
+        "repaired_echoes": 0, "unseen_turns": 0,
     }  # fmt: skip
 
 
@@ -126,7 +134,7 @@ def test_the_longest_matching_sample_is_extended_and_ambiguity_is_counted() -> N
     recorder.turn([1], [2, 3])
     recorder.turn([1, 2, 3, 4], [5])
     assert recorder.columns().input_ids.tolist() == [1, 2, 1, 2, 3, 4, 5]
-    assert recorder.samples.metrics()["ambiguous_turns"] == 1
+    assert recorder.tree.metrics()["ambiguous_turns"] == 1
 
 
 def test_broken_prefixes_are_counted() -> None:
@@ -135,7 +143,7 @@ def test_broken_prefixes_are_counted() -> None:
     recorder.turn([1, 2, 7, 4, 5], [6])
     recorder.turn([1, 2], [9])
     recorder.turn([50], [51], agent="other")
-    metrics = recorder.samples.metrics()
+    metrics = recorder.tree.metrics()
     assert (metrics["samples"], metrics["breaks"]) == (4, 2)
     assert metrics["first_break_position"] == 2
     assert metrics["wasted_tokens"] == 2 + 2
@@ -144,10 +152,10 @@ def test_broken_prefixes_are_counted() -> None:
 def test_missing_routes_are_counted() -> None:
     rows, recorder = np.ones((9, 1, 1), np.uint8), Recorder()
     recorder.turn([1, 2], [3], routes=routes_of(rows[:2]))
-    assert recorder.samples.metrics()["missing_routes"] == 0
+    assert recorder.tree.metrics()["missing_routes"] == 0
     recorder.turn([1, 2, 3, 4], [5])
     recorder.turn([1, 2, 3, 4, 5, 6], [7], routes=routes_of(rows[:6]))
-    assert recorder.samples.metrics()["missing_routes"] == 2
+    assert recorder.tree.metrics()["missing_routes"] == 2
 
 
 def test_a_limit_on_samples_is_the_policys_failure_and_changes_nothing() -> None:
@@ -176,7 +184,7 @@ def test_truncation_cuts_the_completion_then_the_prompt() -> None:
         assert columns.input_ids.tolist() == kept
         assert (columns.truncated[0], columns.overlong_prompt[0]) == flags
         assert len(recorder.rows) == valid
-        assert routed_valid_of(recorder.samples).sum() == valid
+        assert routed_valid_of(recorder.tree).sum() == valid
 
 
 def test_a_turn_after_a_truncated_one_adds_nothing() -> None:
@@ -237,7 +245,7 @@ def test_a_version_is_exact_where_the_replica_said_the_same_before_and_after(
     recorder.samples.settle_version(0, after)
     assert recorder.samples.unsettled() == []
     assert versions(recorder) == tuple([value] for value in expected)
-    assert recorder.samples.inexact_tokens() == (0 if expected[2] else 2)
+    assert recorder.tree.inexact_tokens() == (0 if expected[2] else 2)
 
 
 def test_versions_that_a_response_states_for_its_tokens_are_exact() -> None:
@@ -293,7 +301,7 @@ def test_samples_rows_and_validity_equal_the_reference(case: Any, error: bool, d
     for turn in turns:
         routes = as_routes({position: scaled(row) for position, row in turn.rows.items()}, dtype)
         recorder.turn(turn.prompt, turn.completion, turn.logprobs, routes=routes, agent=turn.agent)
-    columns, valid = recorder.columns(error="failed" if error else ""), routed_valid_of(recorder.samples)
+    columns, valid = recorder.columns(error="failed" if error else ""), routed_valid_of(recorder.tree)
     assert columns.truncated.tolist() == [sample.truncated for sample in expected]
     assert columns.overlong_prompt.tolist() == [sample.overlong for sample in expected]
     assert columns.first_prompt_length.tolist() == [sample.first_prompt for sample in expected]

@@ -77,9 +77,7 @@ def test_a_completion_is_parsed(directory: Path, renderer: PackageRenderer) -> N
     assert parsed("Yes.<|im_end|>") == {"role": "assistant", "content": "Yes."}
     assert parsed("<think>\nhm\n</think>\n\nYes.<|im_end|>")["reasoning_content"].strip() == "hm"
     called = parsed(f"{CALLED}<|im_end|>")
-    assert called["tool_calls"] == [
-        {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 12}'}}
-    ]
+    assert called["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": '{"a": 12}'}}]
     assert "add(1)" in parsed("<tool_call>\nadd(1)\n</tool_call><|im_end|>")["content"]
 
 

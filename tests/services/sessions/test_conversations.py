@@ -8,6 +8,7 @@ from support.upstream import Response, answer, calling, tool_call, user
 
 from penstock.store import BlobRef
 from penstock.store.columns import read_columns
+from services.sessions.error_responses import CONTEXT_LENGTH
 
 LIMITS = {"policy__max_turns": "8", "policy__max_seq_len": "400", "policy__max_samples": "5"}
 
@@ -42,7 +43,6 @@ def test_a_continued_conversation_is_one_sample(strict: Agent) -> None:
         {"content": "other words"},
         {"content": None},
         {"role": "user"},
-        {"reasoning_content": "thoughts"},
         {"tool_calls": [tool_call("f", {})]},
     ],
     ids=lambda changed: next(iter(changed)),
@@ -119,13 +119,20 @@ def test_a_clients_retry_is_not_refused(strict: Agent) -> None:
     assert len(recorded_answers(strict)) == 2
 
 
+def test_the_index_of_a_streamed_call_is_not_compared(strict: Agent, script: Script) -> None:
+    script.responses["call"] = lambda request: Response(body=answer(request, calling(tool_call("add", {"a": 1}))))
+    assert strict.chat("call", stream=True).status == 200
+    echo = calling({"index": 0, **tool_call("add", {"a": 1})})
+    assert strict.chat([user("call"), echo, {"role": "tool", "tool_call_id": "c1", "content": "1"}]).status == 200
+
+
 def test_turns_are_limited(strict: Agent) -> None:
     for number in range(8):
         strict.talk(f"{number}")
     response = strict.chat([*strict.messages, user("one more")])
     assert (response.status, response.error) == (
         400,
-        "turn limit: the session has used its 8 turns (policy.max_turns)",
+        f"{CONTEXT_LENGTH}: turn limit: the session has used its 8 turns (policy.max_turns)",
     )
     assert strict.request("POST", "/seal").json["turns"] == 8
 
@@ -135,7 +142,7 @@ def test_a_context_that_is_full_ends_the_conversation(strict: Agent) -> None:
     response = strict.chat([*strict.messages, user("and?")])
     assert (response.status, response.error) == (
         400,
-        "the conversation has reached policy.max_seq_len (400): end it here",
+        f"{CONTEXT_LENGTH}: the conversation has reached policy.max_seq_len (400): end it here",
     )
     sealed = strict.request("POST", "/seal").json
     assert (sealed["truncated"], sealed["sample_lengths"]) == (True, [400])
@@ -145,6 +152,28 @@ def test_a_context_that_is_full_ends_the_conversation(strict: Agent) -> None:
 def free(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionsProcess]:
     with running(tmp_path_factory.mktemp("open"), script.server.url, **LIMITS) as process:
         yield process
+
+
+def test_a_differing_echo_of_a_full_context_is_refused_too(free: SessionsProcess) -> None:
+    agent = free.agent()
+    agent.talk("x" * 390)
+    other = [agent.messages[0], {"role": "assistant", "content": "other words"}, user("and?")]
+    for _ in range(2):
+        response = agent.chat(other)
+        assert (response.status, response.error) == (
+            400,
+            f"{CONTEXT_LENGTH}: the prompt has more than 400 tokens (policy.max_seq_len)",
+        )
+        assert response.json["error"]["code"] == "context_length_exceeded"
+    sealed = agent.request("POST", "/seal").json
+    assert (sealed["truncated"], sealed["sample_lengths"]) == (True, [400])
+
+
+def test_a_first_prompt_beyond_the_context_is_refused_and_recorded_without_loss(free: SessionsProcess) -> None:
+    agent = free.agent()
+    assert agent.chat("x" * 500).status == 400
+    sealed = agent.request("POST", "/seal").json
+    assert (sealed["sample_lengths"], sealed["completion_tokens"]) == ([400], 0)
 
 
 def test_in_mode_open_a_conversation_may_diverge(free: SessionsProcess) -> None:

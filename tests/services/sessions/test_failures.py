@@ -115,8 +115,10 @@ def test_an_aborted_answer_is_503_and_not_recorded(agent: Agent, script: Script,
     def abort(request: Any) -> Response:
         body = json.loads(script.body(request))
         body["choices"][0]["finish_reason"] = "abort"
+        aborted.append(body)
         return Response(body=json.dumps(body).encode())
 
+    aborted = list[Any]()
     script.responses["abort"] = abort
     before = agent.server.status()["chats"]["aborted"]
     response = agent.chat("abort", stream=stream)
@@ -126,6 +128,11 @@ def test_an_aborted_answer_is_503_and_not_recorded(agent: Agent, script: Script,
     assert agent.turns() == 0
     assert agent.server.status()["chats"]["aborted"] == before + 1
     agent.assert_usable()
+    sealed = json.loads(agent.request("POST", "/seal").body)
+    assert sealed["metrics"]["engine_aborts"] == 1
+    (use,) = sealed["replica_uses"].values()
+    assert use["tokens"] == sealed["completion_tokens"]
+    assert use["lost_tokens"] == len(aborted[0]["choices"][0]["token_ids"]) > 0
 
 
 def test_rows_of_another_shape_are_502(agent: Agent, script: Script) -> None:

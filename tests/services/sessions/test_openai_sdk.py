@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -67,8 +68,9 @@ def test_the_sdk_streams(agent: Agent) -> None:
     with client(agent) as sdk:
         messages: Any = [{"role": "user", "content": "streamed"}]
         chunks = list(sdk.chat.completions.create(model=MODEL, messages=messages, stream=True, **options))
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "answer 1 to streamed"
-        assert (chunks[-1].choices[0].finish_reason, chunks[-1].usage is not None) == ("stop", True)
+        *streamed, usage = chunks
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == "answer 1 to streamed"
+        assert (streamed[-1].choices[0].finish_reason, usage.choices, usage.usage is not None) == ("stop", [], True)
         with sdk.chat.completions.stream(model=MODEL, messages=messages) as stream:
             assert stream.get_final_completion().choices[0].message.content == "answer 1 to streamed"
     assert agent.turns() == 2
@@ -142,11 +144,24 @@ def test_errors_become_the_exceptions_of_the_sdk(agent: Agent, sessions: Session
 
 
 def refused(kind: type[openai.APIStatusError], agent: Agent, content: Any) -> str:
-    """The text that the server gave as reason; the message of the SDK's error holds only those of error objects."""
+    """The message of the SDK's error."""
     with pytest.raises(kind) as raised:
         ask(agent, content)
-    assert isinstance(raised.value.body, str)
-    return raised.value.body
+    return raised.value.message
+
+
+def test_a_limit_is_sent_once_and_named_as_the_context_length(script: Script, tmp_path: Path) -> None:
+    """Agents' libraries look for these words before they decide to send again."""
+    with running(tmp_path, script.server.url, policy__max_turns="1") as process:
+        agent = process.agent()
+        ask(agent, "hello")
+        before = process.status()["refused"].get("400", 0)
+        with pytest.raises(openai.BadRequestError) as raised:
+            ask(agent, "again", max_retries=5)
+        assert "This model's maximum context length is" in raised.value.message
+        assert (raised.value.code, raised.value.type) == ("context_length_exceeded", "invalid_request_error")
+        assert raised.value.response.headers["x-should-retry"] == "false"
+        assert process.status()["refused"]["400"] == before + 1
 
 
 def test_a_busy_session_is_a_conflict(agent: Agent, script: Script) -> None:

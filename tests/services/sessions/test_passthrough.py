@@ -1,5 +1,6 @@
 import gzip
 import json
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,25 +31,36 @@ def reordered(body: Any) -> bytes:
     return compact({**body, "choices": [choice]})
 
 
+def asked_for(body: Any, *, logprobs: bool = False, return_token_ids: bool = False) -> Any:
+    """A response without what the client did not ask for."""
+    (choice,) = body["choices"]
+    for name in ("routed_experts", "indexer_topk", "note", *(() if return_token_ids else ("token_ids",))):
+        choice.pop(name, None)
+    choice["logprobs"] = choice["logprobs"] if logprobs else None
+    left_out = {"kv_transfer_params", "prompt_logprobs", *(() if return_token_ids else ("prompt_token_ids",))}
+    return {name: value for name, value in body.items() if name not in left_out}
+
+
 SPELLINGS: dict[str, Callable[[Any], bytes]] = {"compact": compact, "spaced": spaced, "reordered": reordered}
 
 
 @pytest.mark.parametrize("form", ["object", "npy", "lists"])
 @pytest.mark.parametrize("text", ["short", LONG], ids=["short", "long"])
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_the_client_gets_the_engines_bytes_without_the_routed_experts(
+def test_the_client_gets_what_it_asked_for_and_training_the_rest(
     agent: Agent, script: Script, form: str, text: str, spelling: str
 ) -> None:
-    def respond(request: ReceivedRequest, cut: bool = False) -> Response:
+    def respond(request: ReceivedRequest) -> Response:
         body = json.loads(answer(request, f"{text} {len(request.messages)}", routed=True))
         rows = rows_of([*body["prompt_token_ids"], *body["choices"][0]["token_ids"]])
-        body["choices"][0]["routed_experts"] = None if cut else routed(rows, form)
+        body["choices"][0]["routed_experts"] = routed(rows, form)
+        body["choices"][0]["indexer_topk"] = [[7] * 1000]
         return Response(body=SPELLINGS[spelling](body))
 
     script.responses["fidelity"] = respond
-    for _ in range(2):
-        response = agent.talk("fidelity")
-        assert response.body == respond(script.received("fidelity")[-1], cut=True).body
+    for asked in ({}, {"logprobs": True, "return_token_ids": True}):
+        response = agent.talk("fidelity", **asked)
+        assert response.json == asked_for(json.loads(respond(script.received("fidelity")[-1]).body), **asked)
     assert [record["response"] for record in agent.request("GET").json["records"]][-1] == response.json
     sealed = agent.request("POST", "/seal").json
     columns = read_columns(directory_store(agent.server.store), BlobRef(**sealed["columns"]))
@@ -93,6 +105,26 @@ def test_the_engine_gets_the_clients_headers_without_the_secret(agent: Agent, sc
     assert int(received["content-length"]) == len(json.dumps(request.body, separators=(",", ":")))
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "Authorization: Bearer\t{secret}",
+        "Authorization: Bearer sk-other\r\nAuthorization: Bearer {secret}",
+        "authorization: Basic {secret}",
+        "X-Api-Key: {secret}",
+        "Api-Key: {secret}",
+        "Cookie: a=1; key={secret}",
+    ],
+)
+def test_the_secret_reaches_the_engine_in_no_header(agent: Agent, script: Script, headers: str) -> None:
+    body = json.dumps({"messages": [user("secret")]})
+    head = f"POST {agent.path}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    with socket.create_connection(agent.server.address) as client:
+        client.sendall(f"{head}{headers.format(secret=agent.secret)}\r\n\r\n{body}".encode())
+        assert client.recv(1000).startswith(b"HTTP/1.1 200 ")
+    assert agent.secret not in str(script.received("secret")[-1].headers)
+
+
 def test_another_key_is_forwarded_to_the_engine(agent: Agent, script: Script) -> None:
     agent.request("POST", "/v1/chat/completions", {"messages": [user("key")]}, Authorization="Bearer sk-other")
     assert script.received("key")[-1].headers["Authorization"] == "Bearer sk-other"
@@ -119,6 +151,8 @@ def test_other_hosts_need_the_secret(guarded: SessionsProcess, script: Script) -
             assert response.status == 401
             assert "secret is required" in response.error
     assert agent.chat("with the secret").status == 200
+    for headers in ({"Authorization": f"bearer\t{agent.secret}"}, {"Authorization": f"Bearer  {agent.secret} "}):
+        assert guarded.request("GET", agent.path, None, headers).status == 200
     assert script.received("with the secret")[-1].headers["Authorization"] == "Bearer sk-ours"
     assert agent.secret not in guarded.text
 
@@ -145,33 +179,45 @@ def events(response: HttpResponse) -> list[Any]:
     return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
 
 
-def test_a_stream_is_one_chunk_and_done(agent: Agent, script: Script) -> None:
-    (chunk,) = events(agent.chat("streamed", stream=True, stream_options={"include_usage": True}))
+def deltas(chunks: list[Any]) -> list[Any]:
+    return [chunk["choices"][0]["delta"] for chunk in chunks]
+
+
+def test_a_stream_has_content_end_and_usage_in_chunks_of_their_own(agent: Agent, script: Script) -> None:
+    *chunks, usage = events(agent.chat("streamed", stream=True, stream_options={"include_usage": True}))
     request = script.received("streamed")[-1]
     assert not {"stream", "stream_options"} & request.body.keys()
     whole = json.loads(script.body(request))
-    assert (chunk["object"], chunk["id"], chunk["model"]) == ("chat.completion.chunk", whole["id"], whole["model"])
-    assert chunk["usage"] == whole["usage"]
-    delta = {"role": "assistant", "content": "answer 1 to streamed"}
-    assert chunk["choices"] == [{"index": 0, "delta": delta, "finish_reason": "stop"}]
-    (chunk,) = events(agent.chat("streamed", stream=True, logprobs=True))
-    assert chunk["choices"][0]["logprobs"] == whole["choices"][0]["logprobs"]
+    for chunk in (*chunks, usage):
+        assert (chunk["object"], chunk["id"], chunk["model"]) == ("chat.completion.chunk", whole["id"], whole["model"])
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+    assert deltas(chunks) == [{"role": "assistant", "content": ""}, {"content": "answer 1 to streamed"}, {}]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "stop"]
+    assert not any("usage" in chunk or "logprobs" in chunk["choices"][0] for chunk in chunks)
+    chunks = events(agent.chat("streamed", stream=True, logprobs=True))
+    assert chunks[1]["choices"][0]["logprobs"] == whole["choices"][0]["logprobs"]
+    assert not any("usage" in chunk for chunk in chunks), "not asked for"
     records = agent.request("GET").json["records"]
     assert len(records) == 2
     assert records[0]["response"]["choices"][0]["message"] == whole["choices"][0]["message"]
 
 
-def test_streamed_tool_calls_carry_an_index(agent: Agent, script: Script) -> None:
+def test_each_streamed_tool_call_is_a_chunk_with_its_index(agent: Agent, script: Script) -> None:
     calls = [tool_call("add", {"a": 1}, id="c1"), tool_call("add", {"a": 2}, id="c2")]
-    script.responses["call"] = lambda request: Response(body=answer(request, calling(*calls)))
-    (chunk,) = events(agent.chat("call", stream=True))
-    delta = chunk["choices"][0]["delta"]
-    assert delta["tool_calls"] == [{"index": 0, **calls[0]}, {"index": 1, **calls[1]}]
-    assert "content" not in delta
-    messages = [user("call"), calling(*calls), {"role": "tool", "tool_call_id": "c1", "content": "2"}]
-    assert agent.chat(messages).status == 200
+    message = calling(*calls) | {"reasoning": "two sums"}
+    script.responses["call"] = lambda request: Response(body=answer(request, message))
+    streamed = [{"index": 0, **calls[0]}, {"index": 1, **calls[1]}]
+    assert deltas(events(agent.chat("call", stream=True))) == [
+        {"role": "assistant", "content": None},
+        {"reasoning": "two sums"},
+        *({"tool_calls": [call]} for call in streamed),
+        {},
+    ]
+    result = {"role": "tool", "tool_call_id": "c1", "content": "2"}
+    assert agent.chat([user("call"), calling(*streamed), result]).status == 200
     sealed = agent.request("POST", "/seal").json
-    assert sealed["sample_lengths"] == [len(prompt_ids(messages)) + len(content_ids({"content": "answer 3 to 2"}))]
+    recorded = prompt_ids([user("call"), message, result])
+    assert sealed["sample_lengths"] == [len(recorded) + len(content_ids({"content": "answer 3 to 2"}))]
 
 
 def test_large_responses_are_read_in_a_thread_and_not_kept(agent: Agent, script: Script) -> None:

@@ -29,6 +29,7 @@ def in_flight(agent: Agent, script: Script, text: str) -> Iterator[tuple[Future[
 
 
 def test_a_second_chat_is_refused_at_once_and_not_sent(agent: Agent, sessions: SessionsProcess, script: Script) -> None:
+    before = sessions.status()["refused"].get("409", 0)
     with in_flight(agent, script, "first") as (chat, answered):
         response = agent.chat("second")
         assert (response.status, response.error) == (409, BUSY)
@@ -36,29 +37,50 @@ def test_a_second_chat_is_refused_at_once_and_not_sent(agent: Agent, sessions: S
             client.sendall(f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n".encode())
             assert client.recv(1000).startswith(b"HTTP/1.1 409 ")
         assert not chat.done()
-        assert agent.request("POST", "/seal").status == 409
         assert sessions.agent().chat("another session").status == 200
         assert agent.request("GET").json["records"] == []
         answered.set()
         assert chat.result().status == 200
     assert not script.received("second")
+    assert sessions.status()["refused"]["409"] == before + 2
     agent.assert_usable()
 
 
-def test_a_chat_in_a_deleted_session_is_answered_but_not_recorded(
+def test_deleting_a_session_ends_its_chat_and_the_engines_request(
     agent: Agent, sessions: SessionsProcess, script: Script
 ) -> None:
     before = sessions.status()["chats"]["recorded"]
-    with in_flight(agent, script, "deleted meanwhile") as (chat, answered):
+    gone = (404, f"session not found: session_id={agent.id}")
+    with in_flight(agent, script, "deleted meanwhile") as (chat, _):
+        answering = script.server.answering
         assert agent.request("DELETE").status == 204
+        assert (chat.result().status, chat.result().error) == gone
+        wait_until(lambda: script.server.answering < answering)
         response = agent.chat("closing beats busy")
-        assert (response.status, response.error) == (404, f"session not found: session_id={agent.id}")
+        assert (response.status, response.error) == gone
         assert agent.request("DELETE").status == 404
-        answered.set()
-        assert chat.result().content.endswith("deleted meanwhile")
     assert sessions.status()["chats"]["recorded"] == before
     assert not list(sessions.store.rglob(agent.id))
     assert not script.received("closing beats busy")
+
+
+def test_sealing_abandons_the_chat_in_flight_and_keeps_what_was_recorded(agent: Agent, script: Script) -> None:
+    """A rollout's time limit ends during a generation: what it has generated before is its result."""
+    agent.talk("recorded")
+    with in_flight(agent, script, "too late") as (chat, _):
+        answering = script.server.answering
+        sealed = agent.request("POST", "/seal", {"error": "out of time"})
+        assert (sealed.status, sealed.json["turns"]) == (200, 1)
+        assert chat.result().status == 404
+        wait_until(lambda: script.server.answering < answering)
+        assert agent.request("POST", "/seal").json == sealed.json
+
+
+def test_a_session_whose_only_chat_is_abandoned_has_nothing_to_train_on(agent: Agent, script: Script) -> None:
+    with in_flight(agent, script, "the only one") as (chat, _):
+        assert agent.request("POST", "/seal").status == 422
+        assert chat.result().status == 404
+    agent.assert_usable()
 
 
 def together(*calls: Callable[[], HttpResponse]) -> list[HttpResponse]:
@@ -90,8 +112,8 @@ def test_a_chat_or_seal_beside_a_delete_is_complete_or_refused(sessions: Session
             lambda agent=agent: agent.request("POST", "/seal"),
             lambda agent=agent: agent.request("DELETE"),
         )
-        assert chat.status in (200, 404, 409)
-        assert (delete.status, seal.status in (200, 404, 409)) == (204, True)
+        assert chat.status in (200, 404)
+        assert (delete.status, seal.status in (200, 404)) == (204, True)
         if seal.status == 200:
             assert directory_store(sessions.store).open(BlobRef(**seal.json["columns"])).size
         else:

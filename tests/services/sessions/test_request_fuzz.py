@@ -1,0 +1,169 @@
+"""Thousands of malformed requests by an agent: each is refused with 4xx, and none reaches another session or path."""
+
+import gzip
+import json
+import random
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from support.engine_responses import ResponseSpec, compact
+from support.raw_server import RawServer, http_response, raw_server
+from support.session_process import CHAT, Agent, SessionsProcess, running
+
+REQUESTS_A_ROUND = 25
+"""With a session of its own. 100,000 requests in `make fuzz`."""
+MARKER = "words of another session"
+ANSWER = http_response(compact(ResponseSpec(prompt=[1, 2], completion=[3], content="ok").as_dict()))
+METHODS = ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "CONNECT", "TRACE", "get", "P\x00ST", "É", ""]
+ALLOWED = {b"POST /v1/chat/completions", b"GET /v1/models", b"GET /metrics"}  # the last by the server itself
+SCALARS: list[Any] = [None, True, 0, -1, 1e308, 2**70, "", "x", "\u2028", "\x00", "é" * 9, "../..", [], {}, [[]], [{}]]
+NAMES = ["messages", "role", "content", "tool_calls", "tools", "n", "stream", "stream_options", "model", "logprobs"]
+NAMES += ["temperature", "max_tokens", "stop", "seed", "sampling_params", "token_ids", "input_ids", "rid", "priority"]
+NAMES += ["chat_template_kwargs", "return_token_ids", "include_reasoning", "rollout", "attempt", "run", "error"]
+HEADER_NAMES = ["Host", "Content-Length", "Transfer-Encoding", "Content-Encoding", "Expect", "Connection", "Upgrade"]
+HEADER_NAMES += ["Authorization", "X-Api-Key", "Cookie", "X-Session-ID", "X-Retry-Count", "Range", "Content-Type"]
+HEADER_NAMES += ["Idempotency-Key", "x-stainless-retry-count", "thread-id", "Accept", "TE", "Trailer", "X\x7f", "", " "]
+HEADER_VALUES = [
+    "",
+    " ",
+    "0",
+    "-1",
+    "9" * 30,
+    "chunked",
+    "gzip",
+    "br",
+    "100-continue",
+    "close",
+    "keep-alive",
+    "upgrade",
+]
+HEADER_VALUES += ["x" * 9000, "\xff\xfe", "a\tb", "a\r\n b", "a\x00b", "Bearer", "Basic eDp5", "bytes=0-1", "*/*;q=x"]
+
+
+class Fuzz:
+    def __init__(self, seed: int, agent: Agent, victim: Agent) -> None:
+        self.random = random.Random(seed)
+        self.agent, self.victim = agent, victim
+
+    def request(self) -> tuple[bytes, bool]:
+        """A request, and whether it is certainly complete: a response to it can be awaited."""
+        choose = self.random.choice
+        body = choose([self.chat, self.chat, self.new_session, self.noise])()
+        complete = self.random.random() < 0.97
+        headers = [f"Authorization: Bearer {choose([self.agent.secret] * 8 + ['x', ''])}"]
+        if self.random.random() < 0.5:
+            name, value = choose(HEADER_NAMES), choose(HEADER_VALUES)
+            complete = complete and name.lower() not in ("content-length", "transfer-encoding", "expect", "upgrade")
+            headers.append(f"{name}: {value}")
+        if self.random.random() < 0.05:
+            body = gzip.compress(body)
+            headers.append("Content-Encoding: gzip")
+        length = len(body) if complete else self.random.randrange(2 * len(body) + 2)
+        target = choose(["POST"] * 12 + METHODS) + " " + self.target()
+        head = "\r\n".join([f"{target} HTTP/1.1", "Host: x", *headers, f"Content-Length: {length}"])
+        return head.encode("latin-1", "replace") + b"\r\n\r\n" + body, complete
+
+    def target(self) -> str:
+        choose = self.random.choice
+        session = choose(
+            [self.agent.path] * 6 + [self.victim.path, "/sessions/" + "0" * 32, "/sessions/..", "/sessions"]
+        )
+        rest = choose([CHAT] * 6 + ["", "/seal", "/v1/models", "/v1/completions", "/v1", "/update_weights", "/x" * 50])
+        if rest == "/seal" and self.random.random() < 0.9:
+            rest = "/seals"
+        return self.altered(session + rest) + choose(["", "", "?", "?a=%2F", "?" + "&" * 99, "#x"])
+
+    def altered(self, path: str) -> str:
+        tricks: list[Callable[[str], str]] = [
+            lambda path: path.replace("/v1", "/v1/../.."),
+            lambda path: path.replace("/", "%2f"),
+            lambda path: path.replace("/", "//"),
+            lambda path: path + "/..%00",
+            lambda path: path + "/../../" + self.victim.id,
+            lambda path: f"http://elsewhere{path}",
+            lambda path: path.replace("sessions", "s\xe9ssions"),
+            lambda path: path[: self.random.randrange(len(path) + 1)],
+            lambda path: path.upper(),
+            lambda path: path + "%zz",
+            lambda path: path + "\\..\\",
+            lambda _: self.random.choice(
+                ["*", "", "http://", "//", "/" * 200, "/health", "/status", "x:y@z", "http://[::1"]
+            ),
+        ]
+        return self.random.choice(tricks)(path) if self.random.random() < 0.4 else path
+
+    def chat(self) -> bytes:
+        message: dict[str, Any] = {"role": "user", "content": "hello"}
+        body: dict[str, Any] = {"messages": [message], "model": "policy"}
+        for _ in range(self.random.randrange(3)):
+            self.random.choice([message, body])[self.random.choice(NAMES)] = self.value()
+        return self.spoiled(json.dumps(body))
+
+    def new_session(self) -> bytes:
+        return self.spoiled(json.dumps({self.random.choice(NAMES): self.value(), "rollout": self.value()}))
+
+    def noise(self) -> bytes:
+        return self.random.choice([b"", b"null", b"[]", b"{", b"\xff", b'"', b"[" * 2000, self.random.randbytes(50)])
+
+    def value(self, depth: int = 0) -> Any:
+        choose = self.random.choice
+        match self.random.randrange(6 if depth < 3 else 3):
+            case 3:
+                return [self.value(depth + 1) for _ in range(self.random.randrange(3))]
+            case 4:
+                return {choose(NAMES): self.value(depth + 1) for _ in range(self.random.randrange(3))}
+            case 5:
+                levels = choose([50, 90, 150, 300])
+                return json.loads("[" * levels + "]" * levels)
+            case _:
+                return choose(SCALARS)
+
+    def spoiled(self, text: str) -> bytes:
+        body = bytearray(text.encode())
+        if self.random.random() < 0.2:
+            body[self.random.randrange(len(body))] = self.random.randrange(256)
+        return bytes(body)
+
+
+def exchange(server: SessionsProcess, request: bytes, *, complete: bool) -> bytes:
+    """What the server sends until it closes the connection; nothing if it may be waiting for more."""
+    last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    received = bytearray()
+    with socket.create_connection(server.address, timeout=5) as client, suppress(OSError):
+        client.sendall(request + last)
+        while complete and (part := client.recv(1 << 16)):
+            received += part
+    return bytes(received)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[RawServer]:
+    with raw_server(lambda connection, _: connection.sendall(ANSWER)) as server:
+        yield server
+
+
+def test_malformed_requests_get_4xx_and_nothing_of_another_session(
+    engine: RawServer, tmp_path_factory: pytest.TempPathFactory, fuzz_rounds: int
+) -> None:
+    settings = {"sessions__max_sessions": "1000000", "engine__versions": "announced"}
+    with running(tmp_path_factory.mktemp("fuzz"), engine.url, "--require-secret", **settings) as server:
+        victim = server.agent()
+        victim.talk(MARKER)
+        for number in range(fuzz_rounds):
+            fuzz = Fuzz(number, server.agent(), victim)
+            for _ in range(REQUESTS_A_ROUND):
+                request, complete = fuzz.request()
+                received = exchange(server, request, complete=complete)
+                assert not received.startswith(b"HTTP/1.1 5"), (number, request, received)
+                assert MARKER.encode() not in received, (number, request, received)
+                assert victim.secret.encode() not in received
+        refused = server.status()["refused"]
+        assert not [status for status in refused if status.startswith("5")], refused
+        assert {"400", "401", "404"} <= refused.keys()
+        assert "action=unexpected" not in server.text
+        assert victim.turns() == 1
+        victim.assert_usable()
+    assert {target.partition(b"?")[0] for target in engine.targets} <= ALLOWED

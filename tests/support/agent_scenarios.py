@@ -1,0 +1,168 @@
+"""Random conversations of agents: tools, thoughts, echoes of every kind, retries, rollbacks and parallel branches.
+
+A scenario is a list of requests in the order of their arrival. What is recorded must follow from it alone.
+"""
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from support.plain_samples import PlainTurn
+
+Message = dict[str, Any]
+ROLES = {"user": 301, "assistant": 302, "tool": 303}
+LAYERS, TOPK = 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """One request of an agent."""
+
+    continues: int | None
+    """The request whose answer it extends."""
+    appended: Message
+    answer: Message
+    echo: int = 0
+    """How it changes the answers that it returns."""
+    edited: bool = False
+    """Whether it edits the last of them, which is then a new message."""
+    agent: str = ""
+    fails: bool = False
+    """Whether its first attempt fails."""
+    seen: bool = True
+    truth: list[Message] = field(default_factory=list[Message])
+    """The conversation that the model sees."""
+    messages: list[Message] = field(default_factory=list[Message])
+    """The conversation as the agent sends it."""
+
+
+def _dropped(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name != "reasoning_content"}
+
+
+def _reserialised(message: Message) -> Message:
+    calls = [
+        {"id": f"x{number}", "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+        for number, call in enumerate(message.get("tool_calls", []))
+    ]
+    return {**message, **({"tool_calls": calls} if calls else {})}
+
+
+def _in_parts(message: Message) -> Message:
+    text = {"type": "text", "text": f" {message['content']}\n"}
+    return {**_dropped(message), "content": [{"type": "thinking", "thinking": "?"}, text]}
+
+
+ECHOES = (
+    lambda message: message,
+    _dropped,
+    lambda message: {**_dropped(message), "reasoning": message.get("reasoning_content")},
+    _reserialised,
+    _in_parts,
+)
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> list[Sent]:
+    requests: list[Sent] = []
+    for number in range(draw(st.integers(1, 7))):
+        continues = draw(st.none() | st.sampled_from(range(number))) if number else None
+        like = draw(st.sampled_from(range(number))) if number and not draw(st.integers(0, 3)) else None
+        sent = Sent(
+            continues=continues,
+            appended=draw(st.sampled_from([{"role": "user", "content": text} for text in ("go", "on")])),
+            answer=draw(_answers(number)),
+            echo=draw(st.sampled_from(range(len(ECHOES)))),
+            edited=continues is not None and not draw(st.integers(0, 5)),
+            agent=draw(st.sampled_from(["", "", "sub"])),
+            fails=not draw(st.integers(0, 3)),
+            seen=bool(draw(st.integers(0, 2))),
+        )
+        if like is not None:  # one prompt sampled again, perhaps with the same answer
+            twin = requests[like]
+            again = {"continues": twin.continues, "appended": twin.appended, "edited": twin.edited, "echo": twin.echo}
+            sent = replace(sent, **again, **({"answer": twin.answer} if draw(st.booleans()) else {}))
+        requests.append(_with_messages(sent, requests))
+    return requests
+
+
+@st.composite
+def _answers(draw: st.DrawFn, number: int) -> Message:
+    answer: Message = {"role": "assistant", "content": f"a{number}"}
+    if draw(st.booleans()):
+        answer["reasoning_content"] = f"hm{number}"
+    if draw(st.booleans()):
+        function = {"name": "f", "arguments": '{"x": %d.0,  "y": [1]}' % number}  # noqa: UP031 - braces of JSON
+        answer["tool_calls"] = [{"id": f"call_{number}", "type": "function", "function": function}]
+    return answer
+
+
+def _with_messages(sent: Sent, before: list[Sent]) -> Sent:
+    if sent.continues is None:
+        return replace(sent, truth=[sent.appended], messages=[sent.appended])
+    parent = before[sent.continues]
+    edit = {**parent.answer, "content": "edited"}
+    last = edit if sent.edited else parent.answer
+    echoed = [ECHOES[sent.echo](message) if _is_answer(message) else message for message in parent.truth]
+    return replace(
+        sent,
+        truth=[*parent.truth, last, sent.appended],
+        messages=[*echoed, edit if sent.edited else ECHOES[sent.echo](last), sent.appended],
+    )
+
+
+def _is_answer(message: Message) -> bool:
+    return message["role"] == "assistant" and message["content"] != "edited"
+
+
+def tokens(messages: list[Message]) -> list[int]:
+    """A chat template that shows everything."""
+    return [token for message in messages for token in (ROLES[message["role"]], *completion_tokens(message))]
+
+
+def completion_tokens(message: Message) -> list[int]:
+    shown = [message.get(name) for name in ("reasoning_content", "content", "tool_calls")]
+    return list(json.dumps(shown).encode())
+
+
+def row(number: int, position: int) -> list[list[int]]:
+    return [[1 + (number * 37 + position) % 250, 1 + position % 7]]
+
+
+def plain_turns(requests: list[Sent]) -> list[PlainTurn]:
+    """What the requests record, in the order of their arrival."""
+    parents = [_parent(number, requests) for number in range(len(requests))]
+    turns: list[PlainTurn] = []
+    for number, sent in enumerate(requests):
+        prompt, completion = tokens(sent.truth), completion_tokens(sent.answer)
+        length = len(prompt) + len(completion) - 1
+        turns.append(
+            PlainTurn(
+                prompt=prompt,
+                completion=completion,
+                logprobs=[-(number + index / 64) for index in range(len(completion))],
+                rows={position: row(number, position) for position in range(length)},
+                agent=sent.agent,
+                seen=sent.seen or number in parents,
+                parent=parents[number],
+            )
+        )
+    return turns
+
+
+def _parent(number: int, requests: list[Sent]) -> int | None:
+    """The last request before with the answer that this one extends; an edited answer is a new message."""
+    sent = requests[number]
+    while sent.continues is not None and sent.edited:
+        sent = requests[sent.continues]
+    if sent.continues is None:
+        return None
+    found = requests[sent.continues]
+    same = [
+        earlier
+        for earlier in range(number)
+        if (requests[earlier].truth, requests[earlier].answer) == (found.truth, found.answer)
+    ]
+    return same[-1]
