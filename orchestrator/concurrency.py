@@ -9,10 +9,11 @@ older weights than one that is submitted later; a preempted one is computed twic
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from orchestrator.ledger.ledger import Ledger
 from penstock.config import RunConfig
-from penstock.engines.control import UNREACHABLE, EngineControl, Load
+from penstock.engines.control import EngineControl, Load, LoadPoller, Replica
 
 DECREASE = 0.8
 INCREASE = 0.05  # of `most` per adjustment: from half to full in ten
@@ -22,14 +23,15 @@ QUEUED_FEW = 8
 FULL_CACHE = 0.95
 
 
-LOAD_S = 2.0  # between two looks
+LOOK_S = 0.5
 
 
 class LoadWatch:
     """Follows the load of the replicas that say it. One that cannot be reached, or says nothing, has no say."""
 
-    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, replicas: Sequence[Replica]) -> None:
         self._settings = config.engine
+        self._replicas = replicas
         self._adapts = config.rollouts.adapt_in_flight
         self._ledger = ledger
         least = config.rollouts.group_size * len(config.engine.urls)
@@ -40,12 +42,18 @@ class LoadWatch:
     async def run(self) -> None:
         if not self._adapts:
             return
-        async with EngineControl.open(self._settings) as control:
+        async with EngineControl.open(self._settings) as control, LoadPoller(control, self._replicas).running():
             while True:
-                loads = await asyncio.gather(*(_load_of(control, url) for url in self._settings.urls))
-                self.loads = {url: load for url, load in zip(self._settings.urls, loads, strict=True) if load}
+                self.loads = {replica.url: replica.load for replica in self._replicas if replica.load}
                 self.limit.observe(self.loads, in_flight=self._ledger.ungenerated)
-                await asyncio.sleep(LOAD_S)
+                await asyncio.sleep(LOOK_S)
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """By replica that says it."""
+        return {
+            url: {"running": load.running, "waiting": load.waiting, "cache_use": round(load.cache_use, 3)}
+            for url, load in self.loads.items()
+        }
 
     @property
     def notes(self) -> list[str]:
@@ -53,13 +61,6 @@ class LoadWatch:
             return []
         most = f"at most {self.limit.value:,} of {self.limit.most:,} rollouts (rollouts.max_in_flight) are in flight"
         return [f"{most}: {self.limit.why}"]
-
-
-async def _load_of(control: EngineControl, url: str) -> Load | None:
-    try:
-        return await control.busyness(url)
-    except UNREACHABLE:
-        return None
 
 
 class InFlightLimit:

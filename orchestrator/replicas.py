@@ -9,6 +9,7 @@ import logging
 import time
 from typing import Any
 
+from orchestrator.abandoned_weights import AbandonedWeights
 from orchestrator.composer import COMPOSED_STEP, COMPOSED_VERSION
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.trainer import Trainer
@@ -36,6 +37,7 @@ class ReplicaWatch:
         """since when this process knows `_version`"""
         self._refused: dict[str, str] = {}
         self.all = [Replica(url=url) for url in config.engine.urls]
+        self.abandoned = AbandonedWeights(ledger, self.all)
 
     @property
     def reported(self) -> bool:
@@ -56,8 +58,11 @@ class ReplicaWatch:
         self._take_start_version()
         version = self._ledger.number("policy_version")
         if version != self._version:
+            if version < self._version:
+                self.abandoned.returned_to(version, from_version=self._version)
             self._version, self._published_at = version, now
             self._ledger.set(LEAST, min(version, self._ledger.number(LEAST)))
+        self.abandoned.judge(version)
         late = now - self._published_at > self._settings.weight_update_timeout_s
         answering = [replica for replica in self.all if replica.answers]
         current = [replica for replica in answering if self._has(replica, version)]
@@ -120,6 +125,11 @@ class ReplicaWatch:
             return f"{replica.url} does not say which weights it has" if least > START_VERSION else None
         if label.unfit:
             return f"{replica.url} calls its weights {label.text!r}: they were not loaded completely"
+        if self.abandoned.held_by(replica):
+            return (
+                f"{replica.url} calls its weights {label.text!r}, and the trainer has gone back to an older "
+                f"checkpoint since: {PUBLISH}"
+            )
         if label.version < least:
             return (
                 f"{replica.url} calls its weights {label.text!r}, and version {self._version} is published: it has "
@@ -130,7 +140,9 @@ class ReplicaWatch:
     def _has(self, replica: Replica, version: int) -> bool:
         label = replica.label
         named = label is not None and (label.numbered or version == START_VERSION)
-        return label is not None and named and not label.unfit and label.version >= version
+        if label is None or label.unfit or self.abandoned.held_by(replica):
+            return False
+        return named and label.version >= version
 
     def _awaited(self, step: int) -> str | None:
         """What rollouts of `step` wait for."""

@@ -52,7 +52,7 @@ class WeightUpdates:
             policy, label = self._trainer.state.policy, replica.label
             if label is None or policy is None or policy.weights is None:
                 continue
-            if label.text == label_of(policy.version, self._run):
+            if label.text == label_of(policy.version, self._run) and not self._replicas.abandoned.held_by(replica):
                 if not resumed:  # an orchestrator may have been killed between loading and resuming
                     resumed = await self._resume(control, replica)
                 continue

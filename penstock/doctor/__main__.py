@@ -1,6 +1,6 @@
 """The quick part of an examination, in a process of its own: `python -m penstock.doctor [CONFIG.toml]`.
 
-Prints a JSON object: `refused`, why every rollout would fail or be spoilt; `unchecked`, why that is not known.
+Prints a JSON object: `refused`, why every rollout would fail or be spoilt; `away`, that no replica can be reached.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ async def examined(settings: config.RunConfig) -> dict[str, Any]:
             store = open_store(probes.STORE)
             await quick(RolloutStage(client=client, store=store, settings=settings.policy, dialect=dialect))
     except EngineUnreachable as error:
-        return {"unchecked": str(error)}
+        return {"away": str(error)}
     except PenstockError as error:
         return {"refused": str(error)}
     return {}

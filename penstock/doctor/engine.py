@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from penstock.config import RunConfig
 from penstock.doctor import probes
 from penstock.doctor.findings import Finding, note, ok, problems, wrong
-from penstock.doctor.server import ServerFacts, check_kind, check_length, check_model, read_facts
+from penstock.doctor.server import ServerFacts, check_control, check_kind, check_length, check_model, read_facts
 from penstock.engines.client import EngineClient
 from penstock.errors import ConfigError, EngineUnreachable, PenstockError, StageError
 from penstock.playing.opening import open_dialect
@@ -32,7 +32,8 @@ async def quick(stage: RolloutStage) -> None:
         except EngineUnreachable as error:
             unreachable.append(str(error))
             continue
-        if found := problems([check_model(facts, settings), *check_kind(facts, settings)]):
+        checks = [check_model(facts, settings), *check_kind(facts, settings), *check_control(facts, settings)]
+        if found := problems(checks):
             raise StageError(found[0].sentence)
     if len(unreachable) == len(settings.urls):
         raise EngineUnreachable(unreachable[0])
@@ -60,6 +61,8 @@ class Examination:
         # The probes use what the block says, so that one wrong setting does not hide the next.
         update = {"urls": (self.facts[0].url,), "model": self._model, "dialect": self._dialect, "retries": 0}
         reached = self.config.engine.model_copy(update=update)
+        if sampling := probes.check_sampling(self.config.policy, self.config.engine):
+            yield sampling
         async with self._stage(self.config.model_copy(update={"engine": reached})) as stage:
             if isinstance(stage, Finding):
                 yield stage
@@ -83,14 +86,8 @@ class Examination:
             yield finding
         if facts.flags:
             yield ok("flags", ", ".join(f"{name} {value}" for name, value in sorted(facts.flags.items())))
-        if facts.weight_version is None:
-            yield note(
-                "versions",
-                f"{url} does not say which version its weights have",
-                "start vLLM with VLLM_SERVER_DEV_MODE=1; SGLang says it from 0.5.19 on",
-            )
-        else:
-            yield ok("versions", f"{url} says that its weights have version {facts.weight_version!r}")
+        for finding in check_control(facts, engine):
+            yield finding
 
     @contextlib.asynccontextmanager
     async def _stage(self, config: RunConfig) -> AsyncIterator[RolloutStage | Finding]:

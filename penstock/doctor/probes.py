@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.config.engine import AbsentRoutes
+from penstock.batches.batch_columns import TRUNCATIONS
+from penstock.config.engine import AbsentRoutes, Engine, Policy
 from penstock.doctor.findings import Finding, note, ok, wrong
 from penstock.engines.dialects import dialect_of
+from penstock.engines.sampling import altered_parameters
 from penstock.environments.loading import LoadedEnvironment
 from penstock.environments.protocol import Completion
 from penstock.errors import NothingToTrain, PolicyFailure
@@ -126,6 +128,27 @@ def logprobs_mode(columns: Columns) -> str | None:
     if not common:
         return None
     return "raw" if all(abs(one - other) < SAME for one, other in common) else "processed"
+
+
+def check_sampling(policy: Policy, engine: Engine) -> Finding | None:
+    """What makes the trainer's probabilities those of another distribution than the sampler's."""
+    altered = altered_parameters(policy.sampling.model_dump(exclude={"more"}) | policy.sampling.more)
+    if penalties := sorted(altered.keys() - TRUNCATIONS):
+        return note(
+            "sampling",
+            f"policy.sampling has {', '.join(penalties)}, which no engine records: ratios of all tokens are off",
+            "remove them; `mb.sampling` is 2 on such tokens",
+        )
+    if altered and not engine.sampling_masks:
+        return note(
+            "sampling",
+            f"policy.sampling has {', '.join(sorted(altered))}, and what is left is not recorded: ratios are off",
+            'set engine.sampling_masks = true (vLLM: dialect = "generate" and --return-sampling-mask), or remove them; '
+            "`mb.sampling` is 2 on such tokens",
+        )
+    if altered:
+        return ok("sampling", f"the tokens that {', '.join(sorted(altered))} leave are recorded for the trainer")
+    return None
 
 
 def check_logprobs_mode(columns: Columns, configured: str) -> Finding:

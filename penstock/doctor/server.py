@@ -1,7 +1,9 @@
 """What a server says of itself: its kind, version, models and flags. Every answer may be missing."""
 
 import asyncio
+import contextlib
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +13,16 @@ import orjson
 
 from penstock.config.engine import Engine
 from penstock.doctor.findings import Finding, note, ok, wrong
+from penstock.engines.control import UNREACHABLE, EngineControl
+from penstock.engines.dialects import load_dialect
 from penstock.engines.transport import open_http
 from penstock.errors import EngineUnreachable
 
 ANSWER_S = 20.0  # for a page that costs the server nothing
 PAGE_BYTES = 4 << 20
+LOOKS = 4  # at the process that answers: a router of two servers shows one of them each time in 1 of 8 cases, at random
+OLDEST = {"vllm": (0, 22), "sglang": (0, 5, 19)}
+"""The first releases that send routed experts in a form that is read; see docs/engines.md."""
 FLAGS = (
     "logprobs_mode",
     "enable_return_routed_experts",
@@ -38,6 +45,10 @@ class ServerFacts:
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
     weight_version: str | None = None
     """what the server says about its weights"""
+    absent_calls: tuple[str, ...] = ()
+    """paths that `engine.weight_update = "penstock"` would need and the server does not have"""
+    processes: int = 0
+    """that answered at the address; 0 if the server does not say"""
 
 
 async def read_facts(settings: Engine, url: str) -> ServerFacts:
@@ -49,11 +60,12 @@ async def read_facts(settings: Engine, url: str) -> ServerFacts:
             raise EngineUnreachable(
                 f"{url} cannot be reached ({error!r}): is it running, is engine.urls right?"
             ) from error
-        version, info, weights, model_info = await asyncio.gather(
+        version, info, weights, model_info, absent_calls = await asyncio.gather(
             _quietly(http, f"{url}/version"),
             _quietly(http, f"{url}/server_info?config_format=json"),
             _quietly(http, f"{url}/weight_info"),
             _quietly(http, f"{url}/model_info"),
+            _absent_calls(http, url, settings),
         )
     served = [each for each in _list(models.get("data")) if isinstance(each.get("id"), str)]
     stated = weights.get("weight_version", weights.get("version", model_info.get("weight_version")))
@@ -64,7 +76,36 @@ async def read_facts(settings: Engine, url: str) -> ServerFacts:
         models={each["id"]: _number(each.get("max_model_len")) for each in served},
         flags=_flags(info),
         weight_version=_text(stated),
+        absent_calls=absent_calls,
+        processes=await _processes(settings, url),
     )
+
+
+async def _absent_calls(http: aiohttp.ClientSession, url: str, settings: Engine) -> tuple[str, ...]:
+    """OPTIONS changes nothing, and is answered with 404 where there is no such path."""
+    calls = load_dialect(settings.dialect).control
+    if settings.lora:
+        needed = [*calls.load_adapter("", ""), *calls.unload_adapter("")]
+    else:
+        needed = [*calls.pause(""), *calls.load("", ""), *calls.resume(None)]
+    absent: list[str] = []
+    for path in dict.fromkeys(call.path.partition("?")[0] for call in needed):
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with asyncio.timeout(ANSWER_S), http.options(url + path) as response:
+                if response.status == 404:
+                    absent.append(path)
+    return tuple(absent)
+
+
+async def _processes(settings: Engine, url: str) -> int:
+    """Each question over a connection of its own, as a balancer of connections would distribute them."""
+    started = set[float]()
+    async with EngineControl.open(settings) as control:
+        for _ in range(LOOKS):
+            with contextlib.suppress(*UNREACHABLE):
+                load = await control.busyness(url)
+                started |= {load.started_at} if load and load.started_at is not None else set()
+    return len(started)
 
 
 async def _json(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
@@ -132,7 +173,41 @@ def check_kind(facts: ServerFacts, settings: Engine) -> list[Finding]:
         findings.append(wrong("dialect", "the server is SGLang", 'set engine.dialect = "sglang"'))
     if facts.kind == "vllm" and settings.dialect == "sglang":
         findings.append(wrong("dialect", "the server is vLLM", 'set engine.dialect = "vllm"'))
+    release, oldest = _release(facts), OLDEST.get(facts.kind or "")
+    if settings.routed_experts and release and oldest and release < oldest:
+        text = f"{facts.kind} {facts.version} does not send routed experts in a form that can be read"
+        findings.append(wrong("version", text, f"update it to {'.'.join(map(str, oldest))} or later"))
+    if facts.processes > 1:
+        findings.append(
+            note(
+                "router",
+                f"{facts.processes} servers answer at {facts.url}: which of them sampled a token is not known, so no "
+                "version is exact, and a conversation may lose its cached prefix",
+                "name the servers themselves in engine.urls",
+            )
+        )
     return findings
+
+
+def _release(facts: ServerFacts) -> tuple[int, ...]:
+    """Empty if the server does not say, or calls it otherwise."""
+    match = re.match(r"v?(\d+(?:\.\d+)+)", facts.version or "")
+    return tuple(map(int, match[1].split("."))) if match else ()
+
+
+def check_control(facts: ServerFacts, settings: Engine) -> list[Finding]:
+    """Versions, and the calls that load weights."""
+    hint = load_dialect(settings.dialect).control.hint
+    if facts.weight_version is None:
+        text = f"{facts.url} does not say which version its weights have"
+        versions = note("versions", text, f'{hint}; or set engine.versions = "announced"')
+    else:
+        versions = ok("versions", f"{facts.url} says that its weights have version {facts.weight_version!r}")
+    if not facts.absent_calls:
+        return [versions, ok("weights", "the endpoints that load weights are there")]
+    text = f"{facts.url} has no {', '.join(facts.absent_calls)}, with which weights are loaded"
+    level = wrong if settings.weight_update == "penstock" else note
+    return [versions, level("weights", text, hint)]
 
 
 def check_length(facts: ServerFacts, settings: Engine, max_seq_len: int) -> list[Finding]:

@@ -19,11 +19,13 @@ from penstock.engines.transport import (
     ON_LOOP_BYTES,
     RETRY_HEADER,
     EngineConnection,
+    limited,
     raise_if_out_of_descriptors,
     receive,
     sendable,
 )
 from penstock.errors import Aborted, EngineUnreachable, InfrastructureFailure, PolicyFailure, Upstream
+from penstock.replica_use import Usage
 from penstock.runtime.offload import in_cpu_thread
 from penstock.turn import SaidVersion
 
@@ -52,6 +54,8 @@ class Response(Generic[T]):
     """Of the replica's weights before the request left."""
     answered_at: float | None
     """For `TurnMetadata`."""
+    seconds: float
+    """That the replica took to answer."""
     failures: int
     """Failed attempts before this one."""
     aborts: int
@@ -62,18 +66,26 @@ class EngineClient(EngineConnection):
     """One per process."""
 
     async def send(
-        self, request: Request, read: Callable[[bytes], T], *, preferred: Replica | None = None
+        self,
+        request: Request,
+        read: Callable[[bytes], T],
+        *,
+        preferred: Replica | None = None,
+        usage: Usage | None = None,
     ) -> Response[T]:
         """Send a request and pass the body of the response to `read` (`read_turn` for a recorded chat). A response
-        that `read` rejects with `Upstream` is retried like a failed request. `preferred` as in `Replicas.choose`."""
+        that `read` rejects with `Upstream` is retried like a failed request. `preferred` as in `Replicas.choose`;
+        `usage` counts what failed attempts cost."""
         retries, failed = Retries(self.settings), None
         while True:
             replica = self.replicas.choose(preferred, failed=failed)
-            version = await self.replicas.before(replica)
             try:
-                if refusal := self.replicas.refusal(replica):
-                    raise EngineUnreachable(refusal)
-                value = await self._send_once(replica, request, read, attempts=retries.attempts)
+                with replica.busy():  # from the choice on: requests that wait for a poll count for the next choice
+                    version = await self.replicas.before(replica)
+                    if refusal := self.replicas.refusal(replica):
+                        raise EngineUnreachable(refusal)
+                    started = time.monotonic()
+                    value = await self._send_once(replica, request, read, attempts=retries.attempts)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 raise_if_out_of_descriptors(error)
                 replica.mark_unreachable()
@@ -88,6 +100,8 @@ class EngineClient(EngineConnection):
                 failed = replica
                 if isinstance(error, aiohttp.ClientError):  # the connection broke: it may be restarting
                     replica.doubt()
+                if usage and isinstance(error, Aborted):
+                    usage.lost(replica.url, error.sampled_tokens)
                 retries.count_failure(error)
             else:
                 return Response(
@@ -95,6 +109,7 @@ class EngineClient(EngineConnection):
                     replica=replica,
                     version=request.version or version,
                     answered_at=None if request.version else self.replicas.answered_at(),
+                    seconds=time.monotonic() - started,
                     failures=retries.failures,
                     aborts=retries.aborts,
                 )
@@ -103,8 +118,11 @@ class EngineClient(EngineConnection):
     async def _send_once(self, replica: Replica, request: Request, read: Callable[[bytes], T], *, attempts: int) -> T:
         url, data = replica.url + request.dialect.endpoint, sendable(request.body)
         headers = {**request.headers, RETRY_HEADER: str(attempts)}
-        with replica.busy(), self.budget.reservation() as reservation:
-            async with self._http.post(url, data=data, headers=headers, allow_redirects=False) as response:
+        with self.budget.reservation() as reservation:
+            async with (
+                limited(self.settings),
+                self._http.post(url, data=data, headers=headers, allow_redirects=False) as response,
+            ):
                 if response.status != 200:
                     content = await response.content.read(ERROR_BYTES)
                     _raise_status(url, response.status, content, request.dialect)

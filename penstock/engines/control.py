@@ -4,6 +4,7 @@ The one part of `engines/` that the orchestrator uses. What a server's endpoints
 (`Dialect.control`).
 """
 
+import abc
 import asyncio
 import contextlib
 import time
@@ -27,6 +28,7 @@ __all__ = [
     "UNREACHABLE",
     "EngineControl",
     "Load",
+    "LoadPoller",
     "Replica",
     "VersionPoller",
     "WeightLabel",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 POLL_S = 1.0
+LOAD_S = 2.0  # between two looks at a replica's load
 LEAST_PAUSE_S, FAILED_PAUSE_S = 0.05, 0.2  # between polls that are waited for
 ANSWER_S = 5.0  # a poll; while weights are loaded, vLLM answers none
 RESUME_S = 30.0  # after a failed update: vLLM on a busy machine took longer than 5 s
@@ -63,7 +66,14 @@ class EngineControl:
         key = settings.api_key
         headers = {"Authorization": f"Bearer {key.get_secret_value()}"} if key else {}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_timeout_s)
-        async with aiohttp.ClientSession(timeout=timeout, headers=headers, cookie_jar=aiohttp.DummyCookieJar()) as http:
+        async with aiohttp.ClientSession(
+            # A new connection for each question: over an old one, a balancer of connections would always show the same
+            # of its servers.
+            connector=aiohttp.TCPConnector(force_close=True),
+            timeout=timeout,
+            headers=headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        ) as http:
             yield cls(http, calls, lora=settings.lora)
 
     async def label(self, url: str) -> WeightLabel | None:
@@ -167,12 +177,12 @@ def _says_no(body: bytes) -> bool:
     return isinstance(answer, dict) and answer.get("success") is False
 
 
-class VersionPoller:
-    """Asks every replica of a process once a second, and at once when a request or a sealing waits for it."""
+class Poller(abc.ABC):
+    """Asks every replica of a process again and again."""
 
     def __init__(self, control: EngineControl, replicas: Sequence[Replica]) -> None:
         self._control = control
-        self._replicas = replicas
+        self._replicas = list(replicas)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -183,6 +193,25 @@ class VersionPoller:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    @abc.abstractmethod
+    async def _follow(self, replica: Replica) -> None: ...
+
+
+class LoadPoller(Poller):
+    """What its load is, for the choice between replicas, and which process answers."""
+
+    async def _follow(self, replica: Replica) -> None:
+        while True:
+            try:
+                replica.hear_load(await self._control.busyness(replica.url))
+            except UNREACHABLE:
+                replica.hear_load(None)
+            await asyncio.sleep(LOAD_S)
+
+
+class VersionPoller(Poller):
+    """Which weights it has: once a second, and at once when a request or a sealing waits for it."""
 
     async def _follow(self, replica: Replica) -> None:
         while True:

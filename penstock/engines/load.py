@@ -7,7 +7,8 @@ RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 CACHE_USE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 PREEMPTIONS = ("vllm:num_preemptions_total", "vllm:num_preemptions", "sglang:num_retracted_requests_total")
-NAMES = frozenset((*RUNNING, *WAITING, *CACHE_USE, *PREEMPTIONS))
+STARTED = "process_start_time_seconds"
+NAMES = frozenset((*RUNNING, *WAITING, *CACHE_USE, *PREEMPTIONS, STARTED))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,8 @@ class Load:
     """used share of the KV cache, 0 to 1, of the fullest engine behind the address"""
     preemptions: int
     """requests that were pushed out of the cache since the server started"""
+    started_at: float | None = None
+    """when the server's process started, by its own clock: another value is another process (SGLang prints none)"""
 
 
 def read_load(page: str) -> Load | None:
@@ -45,4 +48,10 @@ def read_load(page: str) -> Load | None:
     def total(names: tuple[str, ...]) -> int:
         return next((int(sums[name]) for name in names if name in sums), 0)
 
-    return Load(running=total(RUNNING), waiting=total(WAITING), cache_use=fullest, preemptions=total(PREEMPTIONS))
+    return Load(
+        running=total(RUNNING),
+        waiting=total(WAITING),
+        cache_use=fullest,
+        preemptions=total(PREEMPTIONS),
+        started_at=sums.get(STARTED),
+    )

@@ -1,4 +1,4 @@
-"""The replicas of a server: requests in flight, what each says of its weights, and which of them may serve.
+"""The replicas of a server: how busy each is, what it says of its weights, and which of them may serve.
 
 `before` a request is what a poll that has finished said; after it, what the first poll says that began once the
 response had come. `control.VersionPoller` polls.
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
+from penstock.engines.load import Load
 from penstock.engines.weight_labels import START_VERSION, WeightLabel
 from penstock.errors import EngineUnreachable
 from penstock.turn import SaidVersion
@@ -28,6 +29,11 @@ GIVE_UP_POLLS = 10  # failed in a row: the replica is gone, and says nothing mor
 # Returns to an earlier version among this many polls: several servers answer at one address. One server that restarts
 # twice needs longer.
 ROUTER_RETURNS, ROUTER_POLLS = 2, 20
+PROCESSES_KEPT = 64  # more servers than stand behind one address
+# A queued request counts as several running ones: it waits until one of them ends. So a large replica that runs all its
+# requests is chosen before a small one with a queue.
+QUEUED_WEIGHT = 5
+FULL_CACHE = 0.95  # used share of the KV cache: the next request waits, or pushes another one out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,8 @@ class Orders:
     """The newest that was published."""
     least_version: int = START_VERSION
     """Replicas with older weights serve nothing that is trained on."""
+    abandoned: tuple[int, ...] = ()
+    """Nor do replicas with these: the trainer has resumed from an older checkpoint."""
 
 
 NO_ORDERS = Orders()
@@ -59,6 +67,12 @@ class Answers:
 class Replica:
     url: str
     in_flight: int = 0
+    """Requests of this process."""
+    load: Load | None = None
+    """By its own word, at the last look; None if it does not say."""
+    _in_flight_at_look: int = 0
+    _processes: deque[float] = field(default_factory=lambda: deque[float](maxlen=PROCESSES_KEPT))
+    """When the processes started that answered at this address, the last one last."""
     unreachable_at: float = -math.inf
     """When a connection last failed, by the monotonic clock."""
     answers: deque[Answers] = field(default_factory=lambda: deque[Answers](maxlen=LABELS_KEPT))
@@ -101,6 +115,28 @@ class Replica:
             yield
         finally:
             self.in_flight -= 1
+
+    def hear_load(self, load: Load | None) -> None:
+        self.load, self._in_flight_at_look = load, self.in_flight
+        if load and load.started_at is not None:
+            self._hear_process(load.started_at)
+
+    def _hear_process(self, started_at: float) -> None:
+        """A process that answers again after another one is one of several: a server that restarts does not return."""
+        if self._processes and self._processes[-1] == started_at:
+            return
+        self.router = self.router or started_at in self._processes
+        self._processes.append(started_at)
+
+    @property
+    def busyness(self) -> tuple[bool, int]:
+        """Grows with the load: whether its cache is full, and its requests, those of other processes included. Those
+        that this process has sent since the last look are added."""
+        if self.load is None:
+            return False, self.in_flight
+        since = self.in_flight - self._in_flight_at_look
+        requests = self.load.running + QUEUED_WEIGHT * self.load.waiting + since
+        return self.load.cache_use >= FULL_CACHE, max(self.in_flight, requests)
 
     @property
     def label(self) -> WeightLabel | None:
@@ -165,6 +201,8 @@ class Replica:
             return f"{self.url} has weights that it calls {label.text!r}: they were not loaded completely"
         if label.run is not None and orders.run and label.run != orders.run:
             return f"{self.url} has weights of another run, {label.text!r}"
+        if label.numbered and label.version in orders.abandoned:
+            return f"{self.url} has weights that it calls {label.text!r}, which the trainer has abandoned"
         if label.version < orders.least_version:
             return f"{self.url} has weights that it calls {label.text!r}, older than version {orders.least_version}"
         if label.version < min(self._highest, orders.version) and not self.router:
@@ -203,7 +241,7 @@ class Replicas:
 
     def choose(self, preferred: Replica | None = None, *, failed: Replica | None = None) -> Replica:
         """`preferred`, whose prefix cache has the conversation, unless it is refused or avoided or just failed;
-        otherwise the replica with the fewest requests in flight, round robin among equals."""
+        otherwise the least busy one, round robin among equals."""
         if preferred and preferred is not failed and not preferred.avoided and not self.refusal(preferred):
             return preferred
         chosen = min(
@@ -212,7 +250,7 @@ class Replicas:
                 self.refusal(replica) is not None,
                 replica.avoided,
                 replica is failed,
-                replica.in_flight,
+                replica.busyness,
             ),
         )
         self.all.remove(chosen)

@@ -12,6 +12,7 @@ from types import NoneType
 
 import msgspec
 import numpy as np
+import orjson
 
 from penstock.config.engine import AbsentRoutes
 from penstock.engines.cuts import MARK, MARKED, Cuts, Match, find_cuts, longest_in_ids
@@ -38,6 +39,7 @@ from penstock.engines.sampling_masks import read_sampling_mask
 from penstock.errors import Aborted, StageError, Upstream
 from penstock.turn import (
     ANY_FORMAT,
+    MAX_NESTING,
     Fingerprint,
     Ids,
     Logprobs,
@@ -49,6 +51,7 @@ from penstock.turn import (
     Span,
     Turn,
     VersionSpan,
+    is_nested_too_deeply,
 )
 
 
@@ -65,6 +68,8 @@ class RequestInfo:
     """Limit of prompt and completion together; tokens beyond it are cut."""
     fields: tuple[str, ...] = ()
     """Fields for the trainer to look for in the response."""
+    renders: bool = False
+    """Whether the renderer makes the message from the completion's tokens: the engine's is not used."""
     continues: bool = False
     """Whether the caller continues an aborted completion. Otherwise one raises `Aborted`."""
 
@@ -173,7 +178,7 @@ def _turn(
         finish_reason=response.finish_reason,
         version=response.version,
         version_spans=_spans(response.version_spans, len(sampled_ids), len(completion_ids)),
-        message=response.message,
+        message=None if request.renders else response.message,
         truncated=tokens > limit,
         overlong_prompt=prompt_tokens > limit,
         routes_spans=tuple(sorted(each.span for each in (payload, copy) if each and each.span)),
@@ -213,7 +218,12 @@ def _response(text: bytes, request: RequestInfo) -> ResponseFields:
         response = dialect.read(text)
     _check_types(response, dialect)
     if not response.final and not request.continues:
-        raise Aborted(f"the engine aborted the completion (finish reason {response.finish_reason!r}): {KEEP}")
+        aborted = Aborted(f"the engine aborted the completion (finish reason {response.finish_reason!r}): {KEEP}")
+        aborted.sampled_tokens = len(response.completion_ids)
+        raise aborted
+    message = response.message or b""
+    if is_nested_too_deeply(message, lambda: orjson.loads(message)):
+        raise Upstream(f"the engine's message is nested deeper than {MAX_NESTING} levels")
     return response
 
 
@@ -273,6 +283,7 @@ def _prompt(
         ids = compact_ids(b"[" + after.removeprefix(b","))
         if before != b"[" or not mark or ids is None:  # ids with spaces may hide a longer match
             raise Upstream(WRONG_CUT)
+        _check_sent(ids, open_samples[cuts.prompt.match.index].sequence, request)
         return cuts.prompt.match, ids
     ids = request.prompt_ids if raw == ABSENT else read_ids(bytes(raw), "prompt_token_ids")
     if ids is None:
@@ -280,8 +291,21 @@ def _prompt(
     if not len(ids):
         raise Upstream("the engine's response has an empty prompt_token_ids")
     ids = np.ascontiguousarray(ids, np.int32)
+    if raw != ABSENT:
+        _check_sent(ids, NEW_SAMPLE.sequence, request)
     match = longest_in_ids(ids, [sample.sequence for sample in open_samples])
     return match, ids[open_samples[match.index].sequence.tokens :] if match else ids
+
+
+def _check_sent(ids: Ids, prefix: Fingerprint, request: RequestInfo) -> None:
+    """`Upstream` if the prompt, `ids` behind `prefix`, is not the one that was sent: the response is another
+    request's."""
+    sent = request.prompt_ids
+    if sent is None:
+        return
+    same = len(sent) == prefix.tokens + len(ids) and np.array_equal(sent[prefix.tokens :], ids)
+    if not same or Fingerprint.of(sent[: prefix.tokens]).ids_digest != prefix.ids_digest:
+        raise Upstream("the engine's response has other prompt_token_ids than its request: it answers another one")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,14 +25,18 @@ NEUTRAL = {
 
 def altered_sampling(sampling: Mapping[str, Any]) -> str:
     """The parameters that change the distribution, as JSON. Each combination is logged once."""
-    altered = {
+    altered = altered_parameters(sampling)
+    if altered:
+        warn_once(", ".join(sorted(altered)))
+    return orjson.dumps(altered, option=orjson.OPT_SORT_KEYS).decode()
+
+
+def altered_parameters(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         name: value
         for name, neutral in NEUTRAL.items()
         if (value := sampling.get(name)) is not None and value not in neutral
     }
-    if altered:
-        warn_once(", ".join(sorted(altered)))
-    return orjson.dumps(altered, option=orjson.OPT_SORT_KEYS).decode()
 
 
 @functools.cache

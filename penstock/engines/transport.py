@@ -12,6 +12,7 @@ import errno
 import io
 import logging
 import resource
+import select
 import time
 from collections.abc import AsyncIterator, Generator
 from typing import Self
@@ -19,9 +20,9 @@ from typing import Self
 import aiohttp
 
 from penstock.config.engine import Engine
-from penstock.engines.control import EngineControl, VersionPoller
+from penstock.engines.control import EngineControl, LoadPoller, VersionPoller
 from penstock.engines.replicas import Replicas
-from penstock.errors import ConfigError, InfrastructureFailure
+from penstock.errors import ConfigError, InfrastructureFailure, Upstream
 from penstock.runtime.offload import cores
 
 logger = logging.getLogger("penstock.engines")
@@ -128,13 +129,37 @@ class ByteBudget:
         return self.used + size + min(overhead, self.limit // 2) <= self.limit
 
 
+class IdleConnector(aiohttp.TCPConnector):
+    """Reuses a connection only if nothing was received on it since its last response. aiohttp would give what an engine
+    sent unasked to the next request, which may be another session's."""
+
+    async def connect(
+        self, req: aiohttp.ClientRequest, traces: list[aiohttp.tracing.Trace], timeout: aiohttp.ClientTimeout
+    ) -> aiohttp.connector.Connection:
+        for _ in range(self.limit + 1):
+            connection = await super().connect(req, traces, timeout)
+            if not _has_input(connection):
+                return connection
+            connection.close()
+            logger.warning("action=connection_dropped host=%s: it sent what was not asked for", req.url.host)
+        raise aiohttp.ClientConnectionError("every connection to it has unread bytes before a request was sent")
+
+
+def _has_input(connection: aiohttp.connector.Connection) -> bool:
+    """Whether bytes have been received, or wait in the socket; the latter also when the server has closed it."""
+    protocol, transport = connection.protocol, connection.transport
+    if protocol is None or transport is None or protocol.should_close:
+        return True
+    readable = select.poll()
+    readable.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    return bool(readable.poll(0))
+
+
 @contextlib.asynccontextmanager
 async def open_http(settings: Engine) -> AsyncIterator[aiohttp.ClientSession]:
     key = settings.api_key
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(
-            limit=_affordable_connections(settings.connections), keepalive_timeout=KEEP_ALIVE_S
-        ),
+        connector=IdleConnector(limit=_affordable_connections(settings.connections), keepalive_timeout=KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.silence_s
         ),
@@ -164,15 +189,31 @@ class EngineConnection:
     async def open(cls, settings: Engine) -> AsyncIterator[Self]:
         async with open_http(settings) as http, contextlib.AsyncExitStack() as stack:
             connection = cls(settings, http)
-            if settings.versions == "reported":
-                with contextlib.suppress(ConfigError):  # reported where the dialect is used
-                    control = await stack.enter_async_context(EngineControl.open(settings))
-                    await stack.enter_async_context(VersionPoller(control, connection.replicas.all).running())
+            replicas = connection.replicas.all
+            with contextlib.suppress(ConfigError):  # reported where the dialect is used
+                control = await stack.enter_async_context(EngineControl.open(settings))
+                if settings.versions == "reported":
+                    await stack.enter_async_context(VersionPoller(control, replicas).running())
+                await stack.enter_async_context(LoadPoller(control, replicas).running())
             yield connection
 
 
 def sendable(body: bytes) -> bytes | io.BytesIO:
     return body if len(body) < SENT_AT_ONCE_BYTES else io.BytesIO(body)
+
+
+@contextlib.asynccontextmanager
+async def limited(settings: Engine) -> AsyncIterator[None]:
+    """`Upstream` if a request takes longer than `engine.response_s`."""
+    limit_s = settings.response_s
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise Upstream(f"the engine's response was not complete after {limit_s:g} s (engine.response_s)") from None
 
 
 async def receive(response: aiohttp.ClientResponse, reservation: Reservation, budget: ByteBudget) -> list[bytes]:
@@ -182,7 +223,7 @@ async def receive(response: aiohttp.ClientResponse, reservation: Reservation, bu
     chunks, received, content = list[bytes](), 0, response.content
     while not content.at_eof():
         if time.monotonic() - began > SLOW_READ_S:
-            _do_not_reuse(response.connection)
+            do_not_reuse(response.connection)
         chunk, _ = await content.readchunk()
         received += len(chunk)
         if received > reservation.held:
@@ -193,7 +234,7 @@ async def receive(response: aiohttp.ClientResponse, reservation: Reservation, bu
     return chunks
 
 
-def _do_not_reuse(connection: aiohttp.connector.Connection | None) -> None:
+def do_not_reuse(connection: aiohttp.connector.Connection | None) -> None:
     if connection is not None and connection.protocol is not None:  # None once released with the last byte
         connection.protocol.force_close()
 

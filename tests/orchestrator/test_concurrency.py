@@ -12,7 +12,7 @@ from orchestrator.ledger.ledger import Ledger
 from penstock.config import RunConfig
 from penstock.config.engine import Engine
 from penstock.config.run import Rollouts
-from penstock.engines.control import Load
+from penstock.engines.control import Load, Replica
 
 IDLE = Load(running=10, waiting=0, cache_use=0.3, preemptions=0)
 BEHIND = Load(running=10, waiting=90, cache_use=0.9, preemptions=0)
@@ -92,17 +92,18 @@ def test_adjustments_are_apart() -> None:
 
 @pytest.mark.parametrize("adapts", [True, False])
 def test_the_replicas_are_asked_and_the_planner_begins_no_more_than_the_limit(tmp_path: Path, adapts: bool) -> None:
-    page = b'vllm:num_requests_waiting{engine="0"} 90\nvllm:num_requests_running{engine="0"} 10\n'
+    page = 'vllm:num_requests_waiting{engine="0"} 90\nvllm:num_requests_running{engine="0"} 10\n'
 
     async def main() -> None:
-        with serving(lambda request: Response(body=page)) as server:
+        with serving(lambda request: Response(status=404)) as server:
+            server.metrics = page
             config = RunConfig(
                 run_dir=tmp_path,
                 engine=Engine(urls=(server.url, "http://127.0.0.1:1")),
                 rollouts=Rollouts(adapt_in_flight=adapts),
             )
             ledger = Ledger(tmp_path / "ledger.sqlite")
-            watch = LoadWatch(config, ledger)
+            watch = LoadWatch(config, ledger, [Replica(url=url) for url in config.engine.urls])
             watching = asyncio.create_task(watch.run())
             try:
                 while adapts and watch.limit.value == watch.limit.most:
@@ -111,7 +112,7 @@ def test_the_replicas_are_asked_and_the_planner_begins_no_more_than_the_limit(tm
             finally:
                 watching.cancel()
                 ledger.close()
-            assert {received.path for received in server.received} == ({"/metrics"} if adapts else set())
+            assert watch.status() == ({server.url: {"running": 10, "waiting": 90, "cache_use": 0}} if adapts else {})
         assert watch.limit.value == (watch.limit.least if adapts else 1024)
         assert watch.limit.least == 2 * config.rollouts.group_size
         assert bool(watch.notes) is adapts

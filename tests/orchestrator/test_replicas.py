@@ -83,7 +83,7 @@ def test_a_trainer_that_goes_back_lowers_what_is_required(ledger: Ledger) -> Non
     scene.publish(7)
     scene.say("7", "7")
     scene.publish(5)
-    scene.say("5", "7", after_s=1)
+    scene.say("5", "5", after_s=1)
     assert (scene.watch.least_version, scene.refused) == (5, [])
 
 
@@ -177,3 +177,55 @@ def test_announced_versions_are_not_waited_for(ledger: Ledger) -> None:
 
 def test_steps_may_begin_early_unless_strict(ledger: Ledger, tmp_path: Path) -> None:
     assert Scene(ledger).watch.may_begin(1)
+
+
+def test_a_replica_that_still_has_what_the_trainer_abandoned_is_refused(ledger: Ledger) -> None:
+    scene = Scene(ledger)
+    scene.publish(7)
+    scene.say("7", "7")
+    scene.publish(5)
+    scene.say("5", "7", after_s=1)
+    assert (scene.refused, scene.watch.abandoned.versions) == (["http://b"], (7,))
+    assert "http://b calls its weights '7', and the trainer has gone back" in str(scene.watch.troubles)
+    scene.publish(6)
+    scene.say("6", "7", after_s=1)
+    assert scene.refused == ["http://b"]
+    scene.say("6", "6", after_s=1)
+    assert (scene.refused, scene.watch.abandoned.versions) == ([], ())
+
+
+def test_old_weights_are_not_taken_for_those_that_have_their_number_now(ledger: Ledger) -> None:
+    """A trainer goes back from 7 to 6 and on to 7; one replica is not updated meanwhile."""
+    scene = Scene(ledger)
+    scene.publish(7)
+    scene.say("7", "7")
+    for version in (6, 7):
+        scene.publish(version)
+        scene.say(str(version), "7", after_s=1)
+    assert scene.refused == ["http://b"]
+    scene.say("7", "loading 7@r1", after_s=1)
+    scene.say("7", "7@r1", after_s=1)
+    assert scene.refused == []
+
+
+def test_abandoned_weights_are_known_after_a_restart_of_the_orchestrator(ledger: Ledger) -> None:
+    scene = Scene(ledger)
+    scene.publish(7)
+    scene.say("7", "7")
+    scene.publish(5)
+    scene.say("5", "7", after_s=1)
+    restarted = Scene(ledger)
+    restarted.trainer.state = scene.trainer.state
+    restarted.say("5", "7", after_s=1)
+    assert restarted.refused == ["http://b"]
+
+
+def test_a_replica_that_never_answers_holds_up_no_version(ledger: Ledger) -> None:
+    scene = Scene(ledger)
+    scene.publish(7)
+    scene.say("7")
+    for version in (6, 7):
+        scene.publish(version)
+        scene.say(str(version), after_s=1)
+    assert scene.watch.abandoned.versions == ()
+    assert scene.refused == ["http://b"], "it has never answered"

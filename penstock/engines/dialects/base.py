@@ -15,7 +15,7 @@ from penstock.config.engine import Engine
 from penstock.engines.dialects.control_calls import ControlCalls
 from penstock.error_boundary import raised_at
 from penstock.errors import BadRequest, PenstockError, StageError, Upstream, text_of
-from penstock.renderers.protocol import NextTurn, Tools
+from penstock.renderers.protocol import NO_VALUES, NextTurn, TemplateValues, Tools
 from penstock.turn import Ids, Logprobs, Message, Turn, VersionSpan
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -43,8 +43,14 @@ class AsyncRenderer(Protocol):
         extend the previous turn, the tokens of all messages."""
         ...
 
-    async def message(self, completion_ids: Ids, *, prompt_ids: Ids, tools: Tools) -> Message:
+    async def message(
+        self, completion_ids: Ids, *, prompt_ids: Ids, tools: Tools, values: TemplateValues = NO_VALUES
+    ) -> Message:
         """The completion as an assistant's message."""
+        ...
+
+    async def texts(self, ids: Ids) -> list[str]:
+        """The text of each token alone, for a session's client that asks for logprobs."""
         ...
 
 
@@ -54,8 +60,12 @@ class Prompt:
     tools: Tools = None
     ids: Ids | None = None
     """Set if a renderer made them."""
+    values: TemplateValues = field(default_factory=lambda: NO_VALUES)
+    """The request's `chat_template_kwargs`, if a renderer uses them."""
     routes_from: int = 0
     """First routed row to request; 0 unless `ids` begin with those of the previous turn."""
+    rewritten: bool = False
+    """Whether the renderer could not keep the tokens of the previous turn: the chat template changes history."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +168,10 @@ class Dialect(ABC):
         """Whether an HTTP 4xx with this body refuses the prompt for its length."""
         return any(phrase in error.lower() for phrase in self.context_limit)
 
+    def logprobs(self, body: bytes) -> "Sequence[TokenChoice]":
+        """The tokens of a response that names them by id, with the most likely ones at their places."""
+        return ()
+
     def chat_completion(self, body: bytes, turn: Turn) -> bytes:
         """The response as a session's client gets it: OpenAI's chat completion, without what only training needs."""
         assert turn.message is not None
@@ -169,7 +183,14 @@ class Dialect(ABC):
                 "object": "chat.completion",
                 "created": int(time.time()),
                 "model": self.settings.model,
-                "choices": [{"index": 0, "message": message, "finish_reason": turn.finish_reason}],
+                "choices": [
+                    {
+                        "index": 0,
+                        "message": message,
+                        "logprobs": None,
+                        "finish_reason": finish_reason(turn),
+                    }
+                ],
                 "usage": usage,
             }
         )
@@ -197,6 +218,15 @@ class ChatDialect(Dialect):
         return without_routes(body, turn)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenChoice:
+    """A sampled token, and the most likely tokens at its place."""
+
+    id: int
+    logprob: float
+    top: Sequence[tuple[int, float]] = ()
+
+
 class TokenLogprob(msgspec.Struct, gc=False):
     """An entry of `logprobs.content`. It names its token by text, which is not compared with the ids."""
 
@@ -220,6 +250,12 @@ TOKEN_IDS = msgspec.json.Decoder(list[TokenId])
 MESSAGE = msgspec.json.Decoder(ChatMessage)
 
 Value = TypeVar("Value")
+
+
+def finish_reason(turn: Turn) -> str | None:
+    """As in OpenAI's API, where calls end a completion that a renderer found them in."""
+    calls = turn.message is not None and bool(orjson.loads(turn.message).get("tool_calls"))
+    return "tool_calls" if calls and turn.finish_reason == "stop" else turn.finish_reason
 
 
 def only_choice(choices: Sequence[Value]) -> Value:

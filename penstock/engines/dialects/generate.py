@@ -14,6 +14,7 @@ from penstock.engines.dialects.base import (
     Dialect,
     Prompt,
     ResponseFields,
+    TokenChoice,
     TokenId,
     TokenLogprob,
     only_choice,
@@ -24,10 +25,25 @@ from penstock.engines.weight_labels import LabelSpan, read_spans
 from penstock.errors import Upstream
 from penstock.turn import Ids, ids_text
 
+MAX_RANKS = 20
+"""As in OpenAI's API."""
 
-class NamedLogprob(TokenLogprob, gc=False):
+
+class Candidate(TokenLogprob, gc=False):
     token_id: TokenId | None = None
     token: str | None = None
+
+    @property
+    def id(self) -> int:
+        return self.token_id if self.token_id is not None else int((self.token or "").removeprefix("token_id:"))
+
+
+class NamedLogprob(Candidate):
+    pass
+
+
+class RankedLogprob(Candidate):
+    top_logprobs: list[Candidate] = msgspec.field(default_factory=list[Candidate])
 
 
 class NamedLogprobs(msgspec.Struct):
@@ -49,7 +65,35 @@ class GenerateResponse(msgspec.Struct):
     prompt_token_ids: msgspec.Raw = ABSENT
 
 
+class RankedLogprobs(msgspec.Struct):
+    content: list[RankedLogprob]
+
+
+class RankedChoice(msgspec.Struct):
+    logprobs: RankedLogprobs | None = None
+
+
+class RankedResponse(msgspec.Struct):
+    choices: list[RankedChoice]
+
+
 RESPONSE = msgspec.json.Decoder(GenerateResponse)
+RANKED = msgspec.json.Decoder(RankedResponse)
+OF_CHATS = frozenset(
+    {"tool_choice", "parallel_tool_calls", "response_format", "user", "metadata", "store", "reasoning_effort"}
+    | {"top_logprobs", "chat_template_kwargs", "chat_template", "functions", "function_call", "service_tier"}
+    | {"include_reasoning", "return_token_ids", "add_generation_prompt", "continue_final_message", "modalities"}
+    | {
+        "prediction",
+        "verbosity",
+        "safety_identifier",
+        "prompt_cache_key",
+        "echo",
+        "add_special_tokens",
+        "prompt_logprobs",
+    }
+)
+"""Fields of a chat that are no sampling parameters."""
 
 
 class Generate(Dialect):
@@ -63,10 +107,23 @@ class Generate(Dialect):
 
     def request_fields(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
         routes = {"routed_experts_prompt_start": prompt.routes_from} if self.settings.routed_experts else {}
-        sampling = dict(sampling)
+        ranks = sampling.get("top_logprobs")
+        logprobs = max(1, min(ranks, MAX_RANKS)) if isinstance(ranks, int) else 1
+        structure = structured_outputs(sampling.get("response_format"))
+        sampling = {name: value for name, value in sampling.items() if value is not None and name not in OF_CHATS}
         if (limit := sampling.pop("max_completion_tokens", None)) is not None:  # OpenAI's name, which vLLM ignores here
             sampling["max_tokens"] = limit
-        return {"token_ids": prompt.ids, "sampling_params": {**sampling, "logprobs": 1, **routes}}
+        parameters = {**sampling, "logprobs": logprobs, **structure, **routes}
+        return {"token_ids": prompt.ids, "sampling_params": parameters}
+
+    def logprobs(self, body: bytes) -> Sequence[TokenChoice]:
+        (choice,) = RANKED.decode(body).choices
+        return [
+            TokenChoice(
+                id=token.id, logprob=token.logprob, top=[(each.id, each.logprob) for each in token.top_logprobs]
+            )
+            for token in (choice.logprobs.content if choice.logprobs else ())
+        ]
 
     def read(self, text: bytes) -> ResponseFields:
         response = RESPONSE.decode(text)
@@ -84,6 +141,17 @@ class Generate(Dialect):
             version_spans=read_spans(choice.weight_versions),
             final=choice.finish_reason != ABORT,
         )
+
+
+def structured_outputs(response_format: object) -> dict[str, Any]:
+    """OpenAI's `response_format` as vLLM's sampling parameter."""
+    match response_format:
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+            return {"structured_outputs": {"json": schema}}
+        case {"type": "json_object"}:
+            return {"structured_outputs": {"json_object": True}}
+        case _:
+            return {}
 
 
 def check_names(content: Sequence[NamedLogprob], ids: Ids) -> None:

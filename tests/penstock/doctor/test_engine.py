@@ -1,5 +1,6 @@
 """Examinations of servers that differ from a good one in one thing each."""
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -29,16 +30,21 @@ def engine(
     routed: bool = False,
     refuses_tools: bool = False,
     forgets: bool = False,
+    version: str = "0.32.0",
+    dev_mode: bool = True,
 ) -> Respond:
-    """A server whose completion is a letter. `forgets`: its template drops the first message of longer chats."""
+    """A server whose completion is a letter. `forgets`: its template drops the first message of longer chats.
+    `dev_mode`: it has the endpoints that load weights."""
 
     def respond(request: ReceivedRequest) -> Response:
+        if request.method == "OPTIONS":
+            return page({"detail": "Method Not Allowed"}, status=405 if dev_mode else 404)
         match request.path:
             case "/v1/models":
                 served = {"id": model, "owned_by": owned_by, "max_model_len": 4096}
                 return page({"object": "list", "data": [served]})
             case "/version":
-                return page({"version": "0.32.0"})
+                return page({"version": version})
             case "/v1/chat/completions":
                 return chat(request)
             case _:
@@ -70,10 +76,12 @@ def page(content: Any, status: int = 200) -> Response:
     return Response(body=json.dumps(content, separators=(",", ":")).encode(), status=status)
 
 
-def examined(respond: Respond, *, weights: str | None = "3", **settings: Any) -> tuple[dict[str, Finding], Examination]:
+def examined(
+    respond: Respond, *, weights: str | None = "3", metrics: Callable[[], str] | str = "", **settings: Any
+) -> tuple[dict[str, Finding], Examination]:
     findings: dict[str, Finding] = {}
     with serving(respond) as server:
-        server.weights = weights
+        server.weights, server.metrics = weights, metrics
         examination = Examination(RunConfig(engine=quick_engine(server.url, **settings)))
 
         async def main() -> None:
@@ -126,6 +134,8 @@ def test_a_good_engine_has_no_problem() -> None:
         (engine(), {"logprobs_mode": "raw"}, "logprobs", 'engine.logprobs_mode = "processed"'),
         (engine(), {"routed_experts": True}, "experts", "--enable-return-routed-experts"),
         (engine(owned_by="sglang"), {}, "dialect", 'engine.dialect = "sglang"'),
+        (engine(routed=True, version="0.20.1"), {"routed_experts": True}, "version", "0.22 or later"),
+        (engine(dev_mode=False), {"weight_update": "penstock"}, "weights", "VLLM_SERVER_DEV_MODE=1"),
     ],
 )
 def test_what_spoils_every_rollout_is_named_with_the_flag_and_refused_at_a_start(
@@ -153,9 +163,20 @@ def test_a_template_that_rewrites_history_is_noted() -> None:
     assert "policy.renderer" in findings["turns"].fix
 
 
-def test_a_server_that_does_not_state_its_version_is_noted() -> None:
-    findings, _ = examined(engine(), weights=None)
-    assert findings["versions"].level is Level.NOTE
+def test_a_server_without_control_endpoints_is_noted() -> None:
+    """Who only loads weights by the trainer's own way may not need them."""
+    findings, _ = examined(engine(dev_mode=False), weights=None)
+    assert (findings["versions"].level, findings["weights"].level) == (Level.NOTE, Level.NOTE)
+    assert "VLLM_SERVER_DEV_MODE=1" in findings["versions"].fix
+    assert "/pause, /update_weight_version, /collective_rpc" in findings["weights"].text
+
+
+def test_a_router_is_noted_before_versions_differ() -> None:
+    pages = itertools.cycle(f"vllm:num_requests_waiting 0\nprocess_start_time_seconds {at}\n" for at in (1.0, 2.0))
+    findings, _ = examined(engine(), metrics=lambda: next(pages))
+    assert findings["router"].level is Level.NOTE
+    assert "2 servers answer at" in findings["router"].text
+    assert "router" not in examined(engine(), metrics=lambda: "vllm:num_requests_waiting 0\n")[0]
 
 
 def test_an_unreachable_engine_is_not_a_wrong_setting_of_a_start() -> None:

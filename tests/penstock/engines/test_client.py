@@ -246,6 +246,21 @@ def test_a_newer_version_of_a_job_is_asked_for_before_the_request() -> None:
     run(main)
 
 
+def test_a_request_that_waits_for_a_poll_counts_as_in_flight() -> None:
+    """Otherwise a burst of first requests goes to the replica whose poll is answered later."""
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            async with client_of(f"http://127.0.0.1:{silent.getsockname()[1]}") as client:
+                sending = asyncio.create_task(client.send(REQUEST, content_of))
+                await asyncio.sleep(0)
+                assert client.replicas.all[0].in_flight == 1
+                sending.cancel()
+                await asyncio.wait([sending])
+
+    run(main)
+
+
 def test_no_request_goes_to_a_replica_without_the_weights_of_the_run() -> None:
     async def main() -> None:
         with serving(hello) as behind, serving(hello) as current:
@@ -380,5 +395,21 @@ def test_an_error_of_read_releases_connection_and_budget() -> None:
             async with client_of(server.url, retries=1) as client:
                 with pytest.raises(InfrastructureFailure, match="not good enough"):
                     await client.send(REQUEST, read)
+
+    run(main)
+
+
+def test_requests_go_to_the_replica_that_says_it_is_less_busy() -> None:
+    """Requests of other processes are known from the engine's own metrics only."""
+
+    async def main() -> None:
+        with serving(hello) as busy, serving(hello) as idle:
+            busy.metrics = "vllm:num_requests_running 8\nvllm:num_requests_waiting 4\n"
+            idle.metrics = "vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n"
+            async with client_of(busy.url, idle.url) as client:
+                await wait_until_async(lambda: all(replica.load for replica in client.replicas.all))
+                for _ in range(6):
+                    await client.send(REQUEST, read_chat)
+            assert (len(busy.received), len(idle.received)) == (0, 6)
 
     run(main)

@@ -13,6 +13,7 @@ vllm:num_requests_waiting_by_reason{engine="0",model_name="policy",reason="capac
 vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
 vllm:kv_cache_usage_perc{engine="1",model_name="policy"} 0.75
 vllm:num_preemptions_total{engine="0",model_name="policy"} 2.0
+process_start_time_seconds 1.76e+09
 """
 SGLANG = """\
 sglang:num_running_reqs{model_name="policy",tp_rank="0"} 7.0
@@ -23,7 +24,7 @@ sglang:num_retracted_requests_total{model_name="policy"} 4.0
 
 
 def test_engines_behind_one_address_are_added_and_the_fullest_cache_counts() -> None:
-    assert read_load(VLLM) == Load(running=22, waiting=3, cache_use=0.75, preemptions=2)
+    assert read_load(VLLM) == Load(running=22, waiting=3, cache_use=0.75, preemptions=2, started_at=1.76e9)
 
 
 def test_sglang_has_other_names() -> None:

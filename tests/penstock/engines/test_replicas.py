@@ -1,9 +1,11 @@
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from penstock.engines.load import Load
 from penstock.engines.replicas import NO_ORDERS, Orders, Replica, Replicas
 from penstock.engines.weight_labels import WeightLabel
 from penstock.errors import EngineUnreachable
@@ -33,6 +35,42 @@ def test_the_preferred_replica_is_chosen_unless_it_is_unreachable_or_failed() ->
         assert replicas.choose(preferred).url == "b"
 
 
+def loaded(**loads: tuple[int, int, float]) -> Replicas:
+    """Replicas by name, with running and waiting requests and cache use at the last look."""
+    replicas = Replicas(list(loads))
+    for replica in replicas.all:
+        running, waiting, cache_use = loads[replica.url]
+        replica.hear_load(Load(running=running, waiting=waiting, cache_use=cache_use, preemptions=0))
+    return replicas
+
+
+def test_the_replica_that_says_it_is_least_busy_is_chosen() -> None:
+    """Its requests are mostly those of other processes."""
+    assert loaded(a=(30, 0, 0.2), b=(10, 0, 0.2)).choose().url == "b"
+    assert loaded(a=(30, 0, 0.2), b=(20, 8, 0.2)).choose().url == "a", "b has a queue"
+    assert loaded(a=(30, 0, 0.2), b=(10, 0, 0.99)).choose().url == "a", "the cache of b is full"
+
+
+def test_requests_since_the_last_look_count_too() -> None:
+    replicas = loaded(a=(4, 0, 0.2), b=(6, 0, 0.2))
+    with contextlib.ExitStack() as requests:
+        chosen = [requests.enter_context(busy(replicas.choose())).url for _ in range(6)]
+    assert sorted(chosen) == ["a"] * 4 + ["b"] * 2
+    assert replicas.choose().url == "a"
+
+
+@contextlib.contextmanager
+def busy(replica: Replica) -> Iterator[Replica]:
+    with replica.busy():
+        yield replica
+
+
+def test_a_conversation_stays_with_its_replica_while_others_are_less_busy() -> None:
+    replicas = loaded(a=(100, 50, 1.0), b=(0, 0, 0.0))
+    a = next(replica for replica in replicas.all if replica.url == "a")
+    assert replicas.choose(a) is a
+
+
 def labelled(*labels: str, orders: Orders = NO_ORDERS) -> tuple[Replicas, Replica]:
     """A replica that has given these answers, at times 1, 2, ..."""
     replicas = Replicas(["a"], reported=True)
@@ -44,6 +82,10 @@ def labelled(*labels: str, orders: Orders = NO_ORDERS) -> tuple[Replicas, Replic
 
 def published(version: int, *, least: int = 0, sequence: int = 1) -> Orders:
     return Orders(run="r1", sequence=sequence, version=version, least_version=least)
+
+
+def abandoning(version: int, *abandoned: int) -> Orders:
+    return Orders(run="r1", sequence=1, version=version, abandoned=abandoned)
 
 
 def test_orders_of_an_older_job_do_not_lower_the_version() -> None:
@@ -74,6 +116,9 @@ def test_orders_of_an_older_job_do_not_lower_the_version() -> None:
         (["loading 8@r1"], published(7), "not loaded completely"),
         (["failed 8@r1"], published(8), "not loaded completely"),
         (["7@other"], published(7), "weights of another run"),
+        (["70"], abandoning(60, 70), "which the trainer has abandoned"),
+        (["61"], abandoning(60, 70), None),
+        (["70", "60"], abandoning(60, 70), None),
     ],
 )
 def test_a_replica_without_the_weights_of_the_run_is_refused(
@@ -137,6 +182,18 @@ def test_versions_that_alternate_are_those_of_a_router() -> None:
     assert asyncio.run(replicas.after("a", 7, 1.5)) == SaidVersion(6, exact=False)
     _, updated = labelled("6", "loading 7@r1", "7@r1", "default", "loading 7@r1", "7@r1", "default", "7@r1")
     assert not updated.router
+
+
+@pytest.mark.parametrize(
+    ("started", "router"), [([1.0, 1.0], False), ([1.0, 2.0, 3.0], False), ([1.0, 2.0, 2.0, 1.0], True)]
+)
+def test_a_process_that_answers_again_after_another_is_behind_a_router(started: list[float], router: bool) -> None:
+    """A server that restarts is another process, and the old one does not return."""
+    replicas, replica = labelled("7", "7", orders=published(7))
+    for at in started:
+        replica.hear_load(Load(running=0, waiting=0, cache_use=0.0, preemptions=0, started_at=at))
+    assert replica.router is router
+    assert asyncio.run(replicas.after("a", 7, 0.5)) == SaidVersion(7, exact=not router)
 
 
 @pytest.mark.parametrize("fail", [Replica.poll_failed, Replica.mark_unreachable, Replica.doubt])

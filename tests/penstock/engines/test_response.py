@@ -67,6 +67,20 @@ def exchanges(draw: st.DrawFn) -> tuple[ResponseSpec, ReadInputs]:
     return spec, inputs
 
 
+@pytest.mark.parametrize("held", [[], [1], [1, 2]])
+@pytest.mark.parametrize("sent", [[1, 2, 4], [1, 2], [1, 2, 3, 4], [5, 2, 3]])
+def test_a_response_with_another_prompt_than_was_sent_is_another_requests(held: list[int], sent: list[int]) -> None:
+    body = compact(ResponseSpec(prompt=[1, 2, 3], completion=[7], dialect="vllm").as_dict())
+    assert b"prompt_token_ids" in body
+    samples = [OpenSample(sequence=fingerprint(held), rows_from=0)] if held else []
+    info = request_info("vllm")
+    ids = np.array(sent, np.int32)
+    with pytest.raises(Upstream, match="it answers another one"):
+        read_turn(body, request=replace(info, prompt_ids=ids), open_samples=samples)
+    same = replace(info, prompt_ids=np.array([1, 2, 3], np.int32))
+    assert read_turn(body, request=same, open_samples=samples).prompt_tokens == 3
+
+
 @settings(max_examples=150)
 @given(exchanges())
 def test_every_response_is_read_as_by_the_reference(exchange: tuple[ResponseSpec, ReadInputs]) -> None:

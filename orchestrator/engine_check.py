@@ -1,0 +1,91 @@
+"""The check of an engine that was away when the run started: made as soon as it answers, before the first rollout.
+
+The check itself runs in a child process, `python -m penstock.doctor`: it plays with the run's dialect, which may be
+code of the user.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+
+import orjson
+from yarl import URL
+
+from penstock.config import RunConfig
+from penstock.errors import RunError
+
+logger = logging.getLogger("penstock.engine_check")
+
+CHECK_S = 20.0  # a few short requests; an engine that is busy for longer is not checked
+LISTEN_S = 1.0  # between two attempts to connect
+CONNECT_S = 2.0
+AGAIN_S = 5.0  # a server that listens, and answers nothing yet
+
+
+class EngineCheck:
+    def __init__(self, config: RunConfig, command: Sequence[str] | None) -> None:
+        """`command`: the check, or None if it is done."""
+        self._urls = config.engine.urls
+        self._command = command
+
+    @property
+    def pending(self) -> bool:
+        return self._command is not None
+
+    @property
+    def trouble(self) -> str | None:
+        if not self.pending:
+            return None
+        return (
+            f"the engine cannot be reached ({', '.join(self._urls)}): rollouts begin when it answers and has been "
+            "checked. If it answers to the workers' hosts only, set engine.check = false"
+        )
+
+    async def run(self) -> None:
+        """RunError, in the engine's words, if every rollout would fail or be spoilt."""
+        while self._command:
+            if not any(await asyncio.gather(*map(_listens, self._urls))):
+                await asyncio.sleep(LISTEN_S)
+                continue
+            found = await examined(self._command)
+            if refused := found.get("refused"):
+                raise RunError(f"{refused}. Then run the same command again; `penstock doctor` shows more")
+            if "away" in found:
+                await asyncio.sleep(AGAIN_S)
+                continue
+            if unchecked := found.get("unchecked"):
+                logger.warning("action=engine_unchecked %s", unchecked)
+            else:
+                logger.info("action=engine_checked")
+            self._command = None
+
+
+async def _listens(url: str) -> bool:
+    address = URL(url)
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+        writer.close()
+        return True
+    return False
+
+
+async def examined(command: Sequence[str]) -> dict[str, str]:
+    """What the child found; `unchecked` says why it found nothing."""
+    child = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(CHECK_S):
+            output, errors = await child.communicate()
+    except TimeoutError:
+        return {"unchecked": f"the engine did not answer within {CHECK_S:g} s"}
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    if child.returncode != 0:
+        said = errors.decode(errors="replace").strip().splitlines() or [f"exit code {child.returncode}"]
+        return {"unchecked": said[-1]}
+    return orjson.loads(output)

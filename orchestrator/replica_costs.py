@@ -1,0 +1,54 @@
+"""What each replica of the engine gave and cost, in tokens: from the workers' replies, counted in the ledger."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.ledger.ledger import Ledger
+from penstock.config import RunConfig
+from penstock.replica_use import URL_CHARACTERS, ReplicaUse
+
+TOKENS, SECONDS, LOST = "replica_tokens:", "replica_s:", "replica_lost:"
+"""Prefixes of keys in the ledger; a replica's URL follows."""
+OTHER = "other"
+"""Counts replicas that a host reaches by a URL of its own (`engine.urls` may differ), so that names cannot fill the
+ledger."""
+MEASURED_TOKENS = 1_000  # of a replica, before its rate is compared: some ten completions
+
+
+class ReplicaCosts:
+    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._urls = config.engine.urls
+
+    def count(self, uses: Mapping[str, ReplicaUse]) -> None:
+        known = {url[:URL_CHARACTERS]: url for url in self._urls}
+        for name, use in uses.items():
+            url = known.get(name, OTHER)
+            self._ledger.increment(TOKENS + url, use.tokens)
+            self._ledger.set(SECONDS + url, self._ledger.seconds(SECONDS + url) + use.seconds)
+            if use.lost_tokens:
+                self._ledger.increment(LOST + url, use.lost_tokens)
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """By replica, since the run began."""
+        tokens = {url: float(self._ledger.number(TOKENS + url)) for url in self._urls}
+        seconds = {url: self._ledger.seconds(SECONDS + url) for url in self._urls}
+        slow = slow_tokens(tokens, seconds)
+        return {
+            url: {
+                "tokens": int(tokens[url]),
+                "tokens_per_s": round(tokens[url] / seconds[url], 1) if seconds[url] else 0.0,
+                "lost_tokens": self._ledger.number(LOST + url),
+                "slow_tokens": slow[url],
+            }
+            for url in self._urls
+        }
+
+
+def slow_tokens(tokens: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, int]:
+    """By replica, from what it sampled and how long its requests took: the tokens that these requests would have had
+    in addition at the rate of the fastest replica. An estimate: a rate depends on the lengths of prompts too."""
+    measured = [url for url in tokens if tokens[url] >= MEASURED_TOKENS and seconds.get(url)]
+    fastest = max((tokens[url] / seconds[url] for url in measured), default=0.0)
+    missed = {url: int(fastest * seconds[url] - tokens[url]) if url in measured else 0 for url in tokens}
+    return {url: max(0, number) for url, number in missed.items()}

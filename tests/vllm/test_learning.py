@@ -1,0 +1,115 @@
+"""A Hugging Face model learns through real vLLM and examples/grpo_torch.py, with kills on the way."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cluster import Cluster, Process, cluster_in
+from support.documents import ROOT
+from support.vllm_server import VllmServer
+from support.waiting import wait_until
+
+TORCH = Path(os.environ.get("PENSTOCK_TORCH_PYTHON", ROOT / ".venv-torch" / "bin" / "python")).absolute()
+SHORT, LONG = 20, 60
+LEARNED = 0.9
+WAIT_S = 900.0
+"""for a few steps on a busy machine"""
+
+
+class Learning:
+    """A run, its workers and its trainer on two data ranks."""
+
+    def __init__(self, cluster: Cluster, model: Path) -> None:
+        self.cluster, self.output, self._model = cluster, cluster.directory / "training", model
+        self._torchrun = [str(TORCH), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        self.worker, self.compute = cluster.rollout_worker(), cluster.compute_worker()
+        self.orchestrator = cluster.orchestrator()
+        self.trainer = self.start_trainer()
+
+    def start_trainer(self) -> Process:
+        script = [str(ROOT / "examples" / "grpo_torch.py"), str(self.cluster.run_dir), str(self._model)]
+        command = [*self._torchrun, *script, str(self.output), "--lr", "2e-3", "--checkpoint-every", "3"]
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "PYTHON"))}
+        variables = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return Process("trainer", command, variables, self.cluster.directory)
+
+    @property
+    def curve(self) -> dict[int, float]:
+        """Step -> mean reward; a step that was trained again after a kill counts once."""
+        path = self.output / "training.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return {line["step"]: line["reward"] for line in map(json.loads, lines)}
+
+    def wait_step(self, step: int) -> None:
+        def reached() -> bool:
+            for process in (self.trainer, self.orchestrator):
+                assert process.exit_code is None, process.text[-3000:]
+            return max(self.curve, default=-1) >= step
+
+        wait_until(reached, timeout_s=WAIT_S, what=f"step {step}")
+
+    def finish(self) -> dict[int, float]:
+        for process in (self.orchestrator, self.trainer):
+            assert process.wait(WAIT_S) == 0, process.text[-3000:]
+        audit = self.cluster.audit()
+        assert audit["balanced"], audit["problems"]
+        return self.curve
+
+
+@pytest.fixture
+def learning(start_server: Callable[..., VllmServer], models: Path, tmp_path: Path) -> Iterator[Any]:
+    opened: list[Any] = []
+
+    def begin(steps: int) -> tuple[Learning, VllmServer]:
+        server = start_server("dense/0")
+        settings: dict[str, Any] = {
+            "steps": steps,
+            "engine": {"urls": [server.url], "weight_update": "penstock", "unreachable_s": 2.0},
+            "policy.sampling": {"max_tokens": 16},
+            "policy.sampling.more.chat_template_kwargs": {"enable_thinking": False},
+            "rollouts": {"group_size": 8, "max_in_flight": 64},
+            "batch": {"size": 6, "data_ranks": 2, "seq_len": 2048},
+            "advantages": {"estimator": "grpo"},
+            "filters.zero_variance": {"mode": "monitor"},
+            "environments.fifths": {"use": "tests.support.learning_environment:Fifths"},
+        }
+        context = cluster_in(tmp_path, **settings)
+        opened.append(context)
+        return Learning(context.__enter__(), models / "dense" / "0"), server
+
+    yield begin
+    for context in opened:
+        context.__exit__(None, None, None)
+
+
+@pytest.mark.slow
+def test_the_reward_rises(learning: Callable[[int], tuple[Learning, VllmServer]]) -> None:
+    running, _ = learning(SHORT)
+    curve = running.finish()
+    first, last = (sum(curve[step] for step in steps) / 3 for steps in (range(3), range(SHORT - 3, SHORT)))
+    assert last > first + 0.2, curve
+
+
+@pytest.mark.slow
+def test_the_reward_rises_to_0_9_with_kills_of_trainer_worker_and_engine(
+    learning: Callable[[int], tuple[Learning, VllmServer]],
+) -> None:
+    running, server = learning(LONG)
+    running.wait_step(8)
+    os.killpg(running.trainer.pid, signal.SIGKILL)
+    running.trainer.end()
+    running.trainer = running.start_trainer()
+    running.wait_step(14)
+    running.worker.kill()
+    running.worker = running.cluster.rollout_worker()
+    running.wait_step(20)
+    server.restart()
+    server.wait_ready()
+    curve = running.finish()
+    assert list(curve) == list(range(LONG))
+    assert curve[0] < 0.4, curve
+    assert max(curve[step] for step in range(LONG - 5, LONG)) >= LEARNED, curve
