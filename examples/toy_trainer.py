@@ -1,4 +1,5 @@
-"""A trainer without a model: the calls that a trainer makes to train on the batches of a run.
+"""A trainer without a model: the calls that a trainer makes to train on the batches of a run. For one with a model, see
+numpy_trainer.py.
 
     python examples/toy_trainer.py RUN_DIR [--resume-step STEP] [--checkpoint-every STEPS]
 

@@ -12,18 +12,16 @@ if TYPE_CHECKING:
     from cli.demo.lifecycle import Demo
     from cli.demo.options import Options
 
-STEPS = 10
-SECONDS = 40.0  # time limit of the default steps, for slow or busy machines
+STEPS = 24
+SECONDS = 120.0  # time limit of the default steps, for slow or busy machines
 
 
 def demo(
     steps: Annotated[
         int | None, typer.Option(min=1, help=f"Number of steps. Default: {STEPS}, or fewer after {SECONDS:.0f} s.")
     ] = None,
-    rollouts_per_step: Annotated[int, typer.Option(min=8, help="Must be a multiple of 8, the group size.")] = 48,
-    routed_experts: Annotated[
-        str, typer.Option(metavar="LAYERSxTOPK", help="Shape of the routed experts, or off.")
-    ] = "8x8",
+    rollouts_per_step: Annotated[int, typer.Option(min=8, help="Must be a multiple of 8, the group size.")] = 96,
+    seed: Annotated[int, typer.Option(min=0, help="Of the model's first weights and of all that is sampled.")] = 0,
     run_dir: Annotated[
         Path | None, typer.Option(help="A new or empty directory. Default: the next runs/demo-N.", show_default=False)
     ] = None,
@@ -32,14 +30,15 @@ def demo(
 ) -> None:
     """Run all of Penstock on this machine, without a GPU.
 
-    Starts Redis, a simulated inference server, a session server, two workers, the orchestrator and a trainer on free
-    ports. Plays four environments, filters rollouts, forms and trains steps, prints a summary and ends every process.
-    Ctrl-C stops and prints the summary; Ctrl-C twice stops at once.
+    Starts Redis, an inference server with a small mixture of experts, a session server, two workers, the orchestrator
+    and a trainer on free ports. The model learns three tasks: it is trained on every step, and its new weights are
+    loaded into the server. Draws its reward, prints a summary and ends every process. Ctrl-C stops and prints the
+    summary; Ctrl-C twice stops at once.
     """
-    from cli.demo.options import ExpertsShape, Options, checked_rollouts_per_step, make_run_dir, write_configuration
+    from cli.demo.options import Options, checked_rollouts_per_step, make_run_dir, write_configuration
 
     options = Options(
-        experts=ExpertsShape.parse(routed_experts),
+        seed=seed,
         rollouts_per_step=checked_rollouts_per_step(rollouts_per_step),
         steps=steps or STEPS,
         seconds=None if steps else SECONDS,
@@ -56,7 +55,8 @@ def _run(options: "Options", *, as_json: bool) -> None:
     # Printed before the slow imports.
     parts = "Redis, an engine, a session server, two workers, an orchestrator and a trainer"
     print(f"penstock demo: starting {parts} in {short(options.run_dir)}", file=sys.stderr, flush=True)
-    from cli.demo.lifecycle import Demo, Interrupts
+    from cli.demo.lifecycle import Demo
+    from cli.interrupts import Interrupts
 
     interrupts = Interrupts()
     demo = Demo(options, interrupts)

@@ -2,15 +2,15 @@
 
 import logging
 import shutil
-import signal
 import time
 from collections.abc import Iterator, Mapping
-from types import FrameType
 from typing import Any
 
+from cli.demo import curve
 from cli.demo.options import Options
 from cli.demo.processes import DemoProcesses
 from cli.facts import Fact
+from cli.interrupts import Interrupts
 from cli.output import StatusCallback
 
 logger = logging.getLogger("penstock.demo")
@@ -19,23 +19,6 @@ TICK_S = 0.2
 CATCH_UP_S = 3.0  # for the trainer to read the last step of a run that was stopped
 LOG_EVERY_S = 2.0
 DONE = "done"
-STOPPED = {signal.SIGINT: "stopped by Ctrl-C", signal.SIGTERM: "stopped by SIGTERM"}
-
-
-class Interrupts:
-    """Records Ctrl-C and SIGTERM; the main loop acts on them."""
-
-    def __init__(self) -> None:
-        self.signals: list[int] = []
-        for signum in STOPPED:
-            signal.signal(signum, self._record)
-
-    @property
-    def twice(self) -> bool:
-        return len(self.signals) > 1
-
-    def _record(self, signum: int, frame: FrameType | None) -> None:
-        self.signals.append(signum)
 
 
 class Progress:
@@ -48,6 +31,8 @@ class Progress:
         self.status: dict[str, Any] = {}
         self.trainer = ""
         """last line of the trainer's output"""
+        self.rewards: list[float] = []
+        """mean reward of each delivered step"""
         self.largest_lags: dict[str, dict[str, float]] = {}
         """event loop -> largest p99 and max over all windows of ten seconds"""
 
@@ -58,6 +43,8 @@ class Progress:
     def update(self) -> None:
         self.status = self._processes.status() or self.status
         self.trainer = self._processes.trainer_line() or self.trainer
+        if self.status.get("step", 0) > len(self.rewards):
+            self.rewards = self._processes.rewards()
         if self.status:
             self._add_lag("orchestrator", self.status["event_loop_lag"])
         for lag in self._processes.lags():
@@ -74,6 +61,10 @@ class Progress:
     def _current_facts(self) -> Iterator[Fact]:
         if self.trainer:
             yield Fact("trainer", self.trainer)
+        if self.rewards:
+            yield Fact("reward", f"{self.rewards[-1]:.2f} in step {len(self.rewards) - 1}")
+            for line in curve.drawn(self.rewards, self.status["steps"]):
+                yield Fact("", line)
         starting = [name for name, part in self._processes.parts.items() if not part.ready]
         if starting:
             ready = [name for name, part in self._processes.parts.items() if part.ready]
@@ -87,9 +78,10 @@ class Progress:
         queued = ",".join(f"{queue}:{depth}" for queue, depth in status["queued"].items())
         logger.info(
             "action=progress step=%d/%d rollouts_per_s=%.1f tokens_per_s=%.0f lag_p99_ms=%.1f queued=%s filtered=%s "
-            "trainer=%r",
+            "reward=%.2f trainer=%r",
             status["step"], status["steps"], status["rollouts_per_s"], status.get("tokens_per_s") or 0.0,
-            1000 * status["event_loop_lag"]["p99_s"], queued, filtered or "none", self.trainer,
+            1000 * status["event_loop_lag"]["p99_s"], queued, filtered or "none",
+            self.rewards[-1] if self.rewards else 0.0, self.trainer,
         )  # fmt: skip
 
 
@@ -135,7 +127,7 @@ class Demo:
 
     def _reason_to_stop(self, over: bool, seconds: float) -> str:
         if self._interrupts.signals:
-            return STOPPED[signal.Signals(self._interrupts.signals[0])]
+            return self._interrupts.why
         if self.progress.status.get("phase") == DONE:
             return ""
         if over:

@@ -10,23 +10,6 @@ from penstock.errors import ConfigError
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GROUP_SIZE = 8  # of examples/demo.toml
 RUNS = Path("runs")
-OFF = "off"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsShape:
-    layers: int
-    topk: int
-
-    @classmethod
-    def parse(cls, text: str) -> "ExpertsShape | None":
-        """`8x8`, or None for `off`."""
-        if text == OFF:
-            return None
-        match = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,2})", text)
-        if match is None:
-            raise ConfigError(f"--routed-experts {text}: write LAYERSxTOPK, such as 8x8, or {OFF}")
-        return cls(layers=int(match[1]), topk=int(match[2]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +18,8 @@ class Options:
     """absolute; exists and is empty"""
     steps: int
     rollouts_per_step: int
-    experts: ExpertsShape | None
+    seed: int
+    """of the first weights, the order of examples and all that is sampled"""
     keep: bool
     seconds: float | None
     """time limit of the run"""
@@ -58,14 +42,15 @@ def checked_rollouts_per_step(count: int) -> int:
 def write_configuration(options: Options) -> None:
     """Write examples/demo.toml with the values of the options, without addresses: those end with the demo."""
     text = (EXAMPLES / "demo.toml").read_text()
-    if options.experts:
-        text = text.replace("--layers 8 --topk 8", f"--layers {options.experts.layers} --topk {options.experts.topk}")
-    text = text.replace("=examples/demo.toml", f"={options.config}").replace(" runs/demo\n", f" {options.run_dir}\n")
+    seed = f" --seed {options.seed}" if options.seed else ""
+    text = text.replace("--model tiny-moe\n", f"--model tiny-moe{seed}\n")
+    text = text.replace("=examples/demo.toml", f"={options.config}")
+    text = text.replace(" runs/demo\n", f" {options.run_dir}{seed}\n")
     values = {
         "run_dir": str(options.run_dir),
         "steps": options.steps,
         "size": options.rollouts_per_step // GROUP_SIZE,
-        "routed_experts": options.experts is not None,
+        "seed": options.seed,
     }
     for key, value in values.items():
         line = f"{key} = {json.dumps(value)}"

@@ -13,18 +13,19 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from bench.harness.processes import Process
+from cli.demo import curve
 from cli.demo.options import EXAMPLES, Options, short
 from penstock.batches import read_trainer
 from penstock.errors import RunError
-from penstock.runtime import loop_lag
+from penstock.runtime import lag_summaries
+from penstock.runtime.child_process import ChildProcess
 from penstock.runtime.embedded_redis import EmbeddedRedis
-from penstock.runtime.loop_lag import LagSummary
+from penstock.runtime.lag_summaries import LagSummary
 
 logger = logging.getLogger("penstock.demo")
 
 READY = re.compile(r"action=(?:engine|sessions)_ready url=(http://\S+)")
-LATENCY = "lognormal:0.1:0.5"  # seconds, as of a small model, so that the view shows rollouts in flight
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # the model's products are small: threads would only spin
 ENGINE_S = 60.0  # it takes about one second
 STOP_S = 5.0  # idle workers take about one second
 TICK_S = 0.05
@@ -33,7 +34,7 @@ TAIL_LINES = 15
 
 @dataclass(kw_only=True)
 class Part:
-    process: Process
+    process: ChildProcess
     is_ready: Callable[[str], bool]
     """called with the output so far"""
     started_at: float
@@ -61,20 +62,17 @@ class DemoProcesses:
         logger.info("action=ready process=redis url=%s", self._redis.url)
         once = Retry(NoBackoff(), retries=0)
         self._client = redis.Redis.from_url(self._redis.url, retry=once, socket_timeout=1.0)
-        experts = (
-            ["--layers", str(options.experts.layers), "--topk", str(options.experts.topk)] if options.experts else []
-        )
-        engine = ["penstock", "engine", "--port", "0", "--latency", LATENCY]
-        self._start("engine", *engine, *experts, ready=lambda output: bool(READY.search(output)))
+        seed = ["--seed", str(options.seed)]
+        engine = ["penstock", "engine", "--port", "0", "--model", "tiny-moe", *seed]
+        self._start("engine", *engine, ready=lambda output: bool(READY.search(output)))
         self._urls["PENSTOCK_ENGINE__URLS"] = self._await_engine()  # the orchestrator loads weights into it
         self._start("orchestrator", "penstock", "run", ready=lambda _: bool(self.status()))
         queues = ["-Q", "filtering,advantages,encoding", "-c", "2"]
         self._worker("compute-worker", "workers.compute", *queues)
-        # Without a checkpoint no file is released.
-        checkpoints = ["--checkpoint-every", "0"] if options.keep else []
-        trainer = str(EXAMPLES / "toy_trainer.py")
+        keep = ["--keep-batches"] if options.keep else []
+        trainer = ["python", str(EXAMPLES / "numpy_trainer.py"), str(options.run_dir), *seed, *keep]
         opened = options.run_dir / "trainer" / "rank_00.json"
-        self._start("trainer", "python", trainer, str(options.run_dir), *checkpoints, ready=lambda _: opened.exists())
+        self._start("trainer", *trainer, ready=lambda _: opened.exists())
 
     def _await_engine(self) -> str:
         """Its URL, once it listens."""
@@ -90,7 +88,7 @@ class DemoProcesses:
         for name, part in self.parts.items():
             code = part.process.exit_code
             if code is not None and not (self.stopping or (code == 0 and name in ("orchestrator", "trainer"))):
-                raise RunError(_early_end(part.process, code))
+                raise RunError(_early_end(part.process))
             if not part.ready and part.is_ready(part.process.output):
                 part.ready = True
                 logger.info("action=ready process=%s after_s=%.1f", name, time.monotonic() - part.started_at)
@@ -137,11 +135,15 @@ class DemoProcesses:
         path = self._options.run_dir / "status.json"
         return json.loads(path.read_bytes()) if path.exists() else {}
 
+    def rewards(self) -> list[float]:
+        """Mean reward of each delivered step."""
+        return [line[curve.MEAN] for line in curve.read_lines(self._options.run_dir / "metrics.jsonl")]
+
     def lags(self) -> list[LagSummary]:
         """Lag of every event loop that publishes it, over the last ten seconds."""
         with suppress(redis.RedisError):
             if self._client:
-                return loop_lag.read_summaries(self._client)
+                return lag_summaries.read_summaries(self._client)
         return []
 
     def trainer_is_behind(self) -> bool:
@@ -159,13 +161,14 @@ class DemoProcesses:
 
     def _start(self, name: str, *command: str, ready: Callable[[str], bool]) -> None:
         variables = {"PENSTOCK_CONFIG": str(self._options.config), "PENSTOCK_REDIS_URL": self._redis.url}
-        variables |= self._urls
-        process = Process(name, list(command), directory=self._options.logs, variables=variables)
+        variables |= self._urls | ONE_THREAD
+        process = ChildProcess(name, list(command), directory=self._options.logs, variables=variables)
         self.parts[name] = Part(process=process, is_ready=ready, started_at=time.monotonic())
         logger.info("action=starting process=%s log=%s", name, short(process.log))
 
 
-def _early_end(process: Process, code: int) -> str:
-    ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+def _early_end(process: ChildProcess) -> str:
     lines = process.output.splitlines()[-TAIL_LINES:] or ["(no output)"]
-    return "\n  ".join([f"the {process.name} {ended}, so the demo was stopped. The end of {process.log}:", *lines])
+    return "\n  ".join(
+        [f"the {process.name} {process.how_it_ended}, so the demo was stopped. The end of {process.log}:", *lines]
+    )

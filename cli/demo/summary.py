@@ -8,15 +8,19 @@ from typing import Any
 
 from cli import facts
 from cli.audit import verdict
+from cli.demo import curve
 from cli.demo.lifecycle import DONE, Demo
 from cli.demo.options import Options, short
 from cli.facts import Fact
 from orchestrator import run_dir
 from orchestrator.ledger.audit import audit_at_end
+from penstock import tiny_moe
 from penstock.batches import Manifest, read_manifests, read_trainer
 from penstock.batches.manifest import manifest_key
+from penstock.inspection import run_json
 from penstock.ledger import queries, schema
 from penstock.store import Store, open_store
+from services.dashboard.report import FILE_NAME, write_report
 
 
 def collect(options: Options, demo: Demo) -> dict[str, Any]:
@@ -25,6 +29,8 @@ def collect(options: Options, demo: Demo) -> dict[str, Any]:
     store = open_store(run_dir.store_url(options.run_dir))
     manifests = read_manifests(store)
     totals = [manifest.totals for manifest in manifests.values()]
+    metrics = curve.read_lines(options.run_dir / "metrics.jsonl")
+    write_report([options.run_dir])
     return {
         "ended": demo.stopped or DONE,
         "seconds": round(demo.seconds, 1),
@@ -37,6 +43,9 @@ def collect(options: Options, demo: Demo) -> dict[str, Any]:
         "routed_experts_bytes": _routed_bytes(options.run_dir),
         "event_loop_lag": demo.progress.largest_lags,
         "trainer": demo.progress.trainer,
+        "rewards": [line[curve.MEAN] for line in metrics],
+        "last_rewards": curve.by_environment(metrics[-1]) if metrics else {},
+        "alignment": _alignment(options.run_dir),
         "audit": result,
         "paths": {name: str(path) for name, path in _paths(options, store, manifests).items() if path.exists()},
     }
@@ -52,19 +61,44 @@ def summary_facts(options: Options, summary: Mapping[str, Any]) -> Iterator[Fact
     if summary["rollouts"]["filtered"]:
         yield Fact("filtered", facts.listed(summary["rollouts"]["filtered"]))
     yield Fact("tokens", f"{summary['tokens']:,} in the batches, {summary['loss_tokens']:,} of them in the loss")
-    if options.experts:
-        shape = f"{facts.counted(options.experts.layers, 'layer')}, top {options.experts.topk}"
-        yield Fact("experts", f"{summary['routed_experts_bytes'] / 1e6:,.1f} MB of routed experts written ({shape})")
+    shape = f"{tiny_moe.LAYERS} layers, top {tiny_moe.TOPK} of {tiny_moe.EXPERTS}"
+    yield Fact("experts", f"{summary['routed_experts_bytes'] / 1e6:,.1f} MB of routed experts written ({shape})")
     for process, lag in summary["event_loop_lag"].items():
         yield Fact("loop lag", f"{facts.loop_lag(lag)} in the worst 10 s: {process}")
     if summary["trainer"]:
         yield Fact("trainer", summary["trainer"])
+        yield _alignment_fact(summary["alignment"])
+    if rewards := summary["rewards"]:
+        last = ", ".join(f"{name} {reward:.2f}" for name, reward in summary["last_rewards"].items())
+        yield Fact("reward", f"{rewards[0]:.2f} in step 0, {rewards[-1]:.2f} in step {len(rewards) - 1} ({last})")
+        for line in curve.drawn(rewards, summary["steps"]):
+            yield Fact("", line)
     yield verdict(summary["audit"])
     yield Fact("", "")
     for name, path in summary["paths"].items():
         yield Fact(name, str(short(Path(path))))
     yield Fact("inspect", f"{_command()} audit {short(options.run_dir)}")
     yield Fact("", f"{_command()} status {short(options.run_dir)}")
+    yield Fact("", f"{_command()} dashboard {short(options.run_dir)}")
+
+
+def _alignment(directory: Path) -> dict[str, Any]:
+    """What the trainer found when it computed the recorded logprobs again; a step that was repeated counts once."""
+    steps = {line["step"]: line for line in curve.read_lines(directory / "training.jsonl")}
+    return {
+        "tokens": sum(line["tokens"] for line in steps.values()),
+        "aligned": sum(line["aligned"] for line in steps.values()),
+        "largest_difference": max((line["largest_difference"] for line in steps.values()), default=0.0),
+        "versions": len({version for line in steps.values() for version in line["versions"]}),
+    }
+
+
+def _alignment_fact(found: Mapping[str, Any]) -> Fact:
+    return Fact(
+        "alignment",
+        f"{found['aligned']:,} of {found['tokens']:,} logprobs computed again with the weights of {found['versions']} "
+        f"versions: within {found['largest_difference']:.0e} of the engine's",
+    )
 
 
 def _paths(options: Options, store: Store, manifests: Mapping[int, Manifest]) -> dict[str, Path]:
@@ -75,11 +109,11 @@ def _paths(options: Options, store: Store, manifests: Mapping[int, Manifest]) ->
         paths["manifest"] = Path(store.location(manifest_key(last)))
         if jsonl := manifests[last].ranks[0].rollouts_jsonl:
             paths["rollouts"] = Path(store.location(jsonl.key))
-    return {**paths, "metrics": options.run_dir / "metrics.jsonl"}
+    return {**paths, "metrics": options.run_dir / "metrics.jsonl", "report": options.run_dir / FILE_NAME}
 
 
 def _routed_bytes(directory: Path) -> int:
-    with schema.reading(run_dir.ledger_path(directory)) as connection:
+    with schema.reading(run_json.ledger_path(directory)) as connection:
         return queries.routed_experts_bytes(connection)
 
 

@@ -1,1 +1,3 @@
-"""A small inference server for the demo, tests and benchmarks: real dialects on a real socket, without a model."""
+"""A small inference server for the demo, tests and benchmarks: real dialects on a real socket. Its completions are
+scripted, or sampled from a small model.
+"""

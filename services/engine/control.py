@@ -1,5 +1,6 @@
 """The control endpoints of vLLM (`VLLM_SERVER_DEV_MODE=1`, 0.32) and SGLang (0.5.23), over the engine's `Weights`."""
 
+import time
 from typing import Any
 
 import orjson
@@ -9,6 +10,7 @@ from penstock.errors import BadRequest
 from services.engine.settings import Dialect
 from services.engine.weights import ABORT, KEEP, WAIT, Weights
 
+STARTED_AT = time.time()
 SGLANG_MODES = {"abort": ABORT, "retract": KEEP, "in_place": KEEP}
 
 
@@ -157,6 +159,8 @@ class ControlEndpoints:
             f'{name}{{model_name="scripted"}} {value:.1f}'
             for name, value in zip(names, (running, waiting), strict=True)
         ]
+        if self._dialect is not Dialect.SGLANG:
+            lines.append(f"process_start_time_seconds {STARTED_AT}")
         return web.Response(text="\n".join([*lines, ""]))
 
 

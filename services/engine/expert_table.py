@@ -7,7 +7,7 @@ as in a prefix cache: a token's row is the same in every response, and diverging
 import io
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import orjson
@@ -28,9 +28,23 @@ TABLE_ROWS = 4096
 """1.5 MB with 48 layers x top-8: fits the processor's cache."""
 
 
+class RoutedExperts(Protocol):
+    """Of one sequence, or of any."""
+
+    @property
+    def form(self) -> ExpertForm | None:
+        """None: that of the dialect."""
+        ...
+
+    def encoded(self, form: ExpertForm, ids: Ids, first: int = 0) -> list[Part]:
+        """The rows of `ids` from `first` on, without the last one, as JSON."""
+        ...
+
+
 class ExpertTable:
     def __init__(self, shape: ExpertShape) -> None:
         self.shape = shape
+        self.form = shape.form
         dtype = np.uint8 if shape.experts <= 256 else np.uint16
         size = TABLE_ROWS, shape.layers, shape.topk
         # A row of zeros means "not captured".
@@ -50,11 +64,10 @@ class ExpertTable:
             case ExpertForm.BARE:
                 return [b'"', *self._wide.encoded(slices), b'"']
             case ExpertForm.NPY:
-                return [b'"', *self._narrow.encoded(slices, before=self._npy_header(rows)), b'"']
+                return [b'"', *self._narrow.encoded(slices, before=_npy_header(self._rows, rows)), b'"']
             case ExpertForm.OBJECT:
-                shape = b'","shape":[%d,%d,%d]' % (rows, self.shape.layers, self.shape.topk)
-                kind = b',"start":%d,"dtype":"%b"}' % (first, self._rows.dtype.name.encode())
-                return [b'{"data":"', *self._narrow.encoded(slices), shape + kind]
+                kind = _object_kind((rows, *self._rows.shape[1:]), first, self._rows.dtype)
+                return [b'{"data":"', *self._narrow.encoded(slices), kind]
 
     @cached_property
     def _narrow(self) -> "Base64Rows":
@@ -68,11 +81,37 @@ class ExpertTable:
     def _lists(self) -> "ListRows":
         return ListRows(self._rows)
 
-    def _npy_header(self, rows: int) -> bytes:
-        file = io.BytesIO()
-        header = np.lib.format.header_data_from_array_1_0(self._rows)
-        np.lib.format.write_array_header_1_0(file, header | {"shape": (rows, self.shape.layers, self.shape.topk)})
-        return file.getvalue()
+
+class SampledRows:
+    """The rows of one sequence from token `first` on, as a model routed them."""
+
+    def __init__(self, rows: NDArray[Any], first: int, form: ExpertForm | None) -> None:
+        self._rows, self._first = rows, first
+        self.form = form
+
+    def encoded(self, form: ExpertForm, ids: Ids, first: int = 0) -> list[Part]:
+        rows = self._rows[first - self._first : len(ids) - 1 - self._first]
+        match form:
+            case ExpertForm.LISTS:
+                return [orjson.dumps(np.ascontiguousarray(rows), option=orjson.OPT_SERIALIZE_NUMPY)]
+            case ExpertForm.BARE:
+                return [b'"', pybase64.b64encode(rows.astype(np.int32).tobytes()), b'"']
+            case ExpertForm.NPY:
+                return [b'"', pybase64.b64encode(_npy_header(rows, len(rows)) + rows.tobytes()), b'"']
+            case ExpertForm.OBJECT:
+                kind = _object_kind(rows.shape, first, rows.dtype)
+                return [b'{"data":"', pybase64.b64encode(rows.tobytes()), kind]
+
+
+def _npy_header(like: NDArray[Any], rows: int) -> bytes:
+    file = io.BytesIO()
+    header = np.lib.format.header_data_from_array_1_0(like)
+    np.lib.format.write_array_header_1_0(file, header | {"shape": (rows, *like.shape[1:]), "fortran_order": False})
+    return file.getvalue()
+
+
+def _object_kind(shape: tuple[int, ...], first: int, dtype: np.dtype[Any]) -> bytes:
+    return b'","shape":[%d,%d,%d],"start":%d,"dtype":"%b"}' % (*shape, first, dtype.name.encode())
 
 
 def _slices(ids: Ids, first: int) -> Iterator[Slice]:

@@ -42,6 +42,8 @@ class Generation:
     filler: int = 0
     """first tokens that are filler: they depend on the weights"""
     reasoning: str | None = None
+    logprobs: NDArray[np.float64] | None = None
+    """of a model, in place of `levels`"""
     unknown_logprobs: int = 0
     """last tokens whose logprob is sent as -9999.0"""
 
@@ -86,9 +88,9 @@ class Generation:
 
     def _first(self, tokens: int) -> "Generation":
         ids = self.completion_ids[:tokens]
-        return replace(
-            self, completion_ids=ids, levels=self.levels[:tokens], message=bytes_chatml.decode_completion(ids)
-        )
+        logprobs = None if self.logprobs is None else self.logprobs[:tokens]
+        first = replace(self, completion_ids=ids, levels=self.levels[:tokens], logprobs=logprobs)
+        return replace(first, message=bytes_chatml.decode_completion(ids))
 
 
 def shifted(ids: Ids, version: int) -> Ids:
@@ -112,11 +114,16 @@ def draws_of(request: CompletionRequest, settings: EngineSettings, session: byte
     return Draws(prompt_ids.tobytes(), seed, b"%d" % settings.seed)
 
 
-def generate(request: CompletionRequest, draws: Draws, settings: EngineSettings) -> Generation:
-    room = settings.max_model_len - len(request.prompt_ids)
-    if room < 1:
-        limit, tokens = settings.max_model_len, len(request.prompt_ids)
+def room_for(request: CompletionRequest, settings: EngineSettings) -> int:
+    """Tokens that may still be sampled. BadRequest if there is no room for one."""
+    limit, tokens = settings.max_model_len, len(request.prompt_ids)
+    if tokens >= limit:
         raise BadRequest(f"this model's maximum context length is {limit} tokens; the prompt has {tokens}")
+    return limit - tokens
+
+
+def generate(request: CompletionRequest, draws: Draws, settings: EngineSettings) -> Generation:
+    room = room_for(request, settings)
     answer = scripted_answer(bytes_chatml.decode_messages(request.prompt_ids), draws, settings.skill) or ScriptedAnswer(
         text=""
     )

@@ -13,7 +13,7 @@ import orjson
 
 from penstock.renderers.bytes_chatml import MESSAGE_END, MESSAGE_START, VOCABULARY
 from penstock.turn import Ids, ids_text
-from services.engine.expert_table import ExpertTable, Part
+from services.engine.expert_table import Part, RoutedExperts
 from services.engine.generation import LOGPROB_LEVELS, Generation
 from services.engine.requests import CompletionRequest
 from services.engine.settings import ExpertForm
@@ -36,7 +36,7 @@ class ResponseContent:
     model: str
     spans: Sequence[TokenSpan]
     """which weights sampled which tokens"""
-    experts: ExpertTable | None
+    experts: RoutedExperts | None
     older: bool = False
     """as before vLLM 0.32 and SGLang 0.5.19"""
 
@@ -166,7 +166,7 @@ def _tool_calls(generation: Generation) -> list[Json]:
 def _routed_experts(content: ResponseContent, default: ExpertForm) -> list[Part]:
     if content.experts is None or not content.request.routed_experts:
         return []
-    form = content.experts.shape.form or default
+    form = content.experts.form or default
     return [b',"routed_experts":', *content.experts.encoded(form, content.sequence, content.request.experts_from)]
 
 
@@ -178,9 +178,13 @@ def _logprobs(content: ResponseContent, token: Token) -> bytes:
 
 
 def _tokens(generation: Generation, token: Token) -> bytes:
-    texts = _token_texts(token)
-    indices = generation.completion_ids * len(LOGPROB_LEVELS) + generation.levels
-    entries = [texts[index] for index in indices.tolist()]
+    if generation.logprobs is not None:
+        sampled = zip(generation.completion_ids.tolist(), generation.logprobs.tolist(), strict=True)
+        entries = [orjson.dumps(token(id, _name(id), logprob)) for id, logprob in sampled]
+    else:
+        texts = _token_texts(token)
+        indices = generation.completion_ids * len(LOGPROB_LEVELS) + generation.levels
+        entries = [texts[index] for index in indices.tolist()]
     if unknown := generation.unknown_logprobs:
         ids = generation.completion_ids[-unknown:].tolist()
         entries[-unknown:] = [orjson.dumps(token(id, _name(id), NO_LOGPROB)) for id in ids]

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields
 from enum import StrEnum
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -18,14 +19,17 @@ from penstock.engines.transport import RETRY_HEADER, SESSION_HEADER
 from penstock.errors import BadRequest, ConfigError
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import LoopLag
+from penstock.tiny_moe import initial_weights
 from services.engine.control import ControlEndpoints
 from services.engine.draws import Draws
-from services.engine.expert_table import ExpertTable, Part
-from services.engine.generation import Generation, draws_of, generate
+from services.engine.expert_table import Part
+from services.engine.generation import Generation, draws_of, room_for
+from services.engine.model_sampler import ModelSampler
 from services.engine.requests import CompletionRequest, read_chat, read_generate
 from services.engine.responses import CREATED, ResponseContent, generate_body, sglang_chat_body, vllm_chat_body
+from services.engine.samplers import Sampler, ScriptedSampler
 from services.engine.settings import Dialect, EngineSettings, FailureRates
-from services.engine.weights import Flight, TokenSpan, Weights
+from services.engine.weights import Weights
 
 logger = logging.getLogger("penstock.engine")
 
@@ -43,9 +47,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 class Engine:
     def __init__(self, settings: EngineSettings) -> None:
-        self._weights = Weights()
         self._settings = settings
-        self._experts = ExpertTable(settings.routed_experts) if settings.routed_experts.layers else None
+        if settings.model:
+            self._weights = Weights(initial_weights(settings.seed))
+            self._sampler: Sampler = ModelSampler(settings, self._weights)
+        else:
+            self._weights = Weights()
+            self._sampler = ScriptedSampler(settings, self._weights)
         self._chat_body = sglang_chat_body if settings.dialect is Dialect.SGLANG else vllm_chat_body
 
     def app(self) -> web.Application:
@@ -80,17 +88,16 @@ class Engine:
     ) -> web.StreamResponse:
         session, retry = _header(request, SESSION_HEADER), _header(request, RETRY_HEADER) or b"0"
         draws = draws_of(completion, self._settings, session)
-        generation = generate(completion, draws, self._settings)
+        room_for(completion, self._settings)
         # The retry count and the prompt's length are part of the draw, so a retry or a continuation may succeed.
         chance = Draws(b"%d" % draws.seed, session, retry, b"%d" % len(completion.prompt_ids))
         failure = failure_of(chance, self._settings.failures)
-        generation = altered(generation, failure, chance)
         if failure is Failure.HANG:
             await asyncio.Event().wait()  # until the client disconnects
-        flight = await self._weights.begin(completion.request_id or generation.id, completion.model)
+        flight = await self._weights.begin(completion.request_id or f"{draws.seed:016x}", completion.model)
         try:
-            await self._weights.sample(flight, generation.latency_s)
-            generation, spans = self._sampled(flight, generation)
+            alter = partial(altered, failure=failure, chance=chance)
+            sampled = await self._sampler.sample(completion, draws, flight, alter)
         finally:
             self._weights.end(flight)
         if failure is Failure.ERROR:
@@ -98,10 +105,10 @@ class Engine:
         parts = body(
             ResponseContent(
                 request=completion,
-                generation=generation,
+                generation=sampled.generation,
                 model=completion.model or self._settings.served_model_name,
-                spans=spans,
-                experts=None if failure is Failure.NO_EXPERTS or generation.aborted else self._experts,
+                spans=sampled.spans,
+                experts=None if failure is Failure.NO_EXPERTS else sampled.experts,
                 older=self._settings.older,
             )
         )
@@ -110,14 +117,6 @@ class Engine:
         if failure is Failure.DISCONNECT:
             return await _send(request, parts, whole=False)
         return await _send(request, parts)
-
-    def _sampled(self, flight: Flight, generation: Generation) -> tuple[Generation, list[TokenSpan]]:
-        if flight.aborted:
-            generation = generation.stopped_at(len(generation.completion_ids) // 2)
-        spans = flight.spans(self._weights.state, len(generation.completion_ids))
-        if flight.adapter is not None:
-            return generation.sampled_by([(flight.adapter, 0, len(generation.completion_ids))]), spans
-        return generation.sampled_by([(span.state.version, span.start, span.end) for span in spans]), spans
 
 
 class Failure(StrEnum):
@@ -250,9 +249,9 @@ async def _listen(runner: web.AppRunner, settings: EngineSettings) -> None:
         raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another --port (0: any)") from error
     host, port = runner.addresses[0][:2]
     logger.info(
-        "action=engine_ready url=http://%s:%d dialect=%s experts=%s",
+        "action=engine_ready url=http://%s:%d dialect=%s %s",
         host,
         port,
         settings.dialect,
-        settings.routed_experts,
+        f"model={settings.model}" if settings.model else f"experts={settings.routed_experts}",
     )

@@ -117,5 +117,7 @@ class EngineSettings:
     logprobs_mode: LogprobsMode = LogprobsMode.PROCESSED
     dev_mode: bool = True
     """whether there are control endpoints: vLLM has them with VLLM_SERVER_DEV_MODE=1"""
+    model: str | None = None
+    """`tiny-moe`: completions are sampled from that model, whose first weights are drawn by `seed`; None: scripted"""
     older: bool = False
     """responses as the server wrote them before its newest release, see NEWEST"""

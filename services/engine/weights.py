@@ -1,8 +1,8 @@
-"""The engine's weights: which version is loaded, what it is called, and which version sampled which token.
+"""The engine's weights: which version is loaded, what it is called, and which requests are in flight.
 
-There is no model. Weights are a directory with `weights.json`, `{"version": 7}`; tokens of filler text depend on the
-version. A request in flight has sampled half of its remaining tokens whenever the weights change or the engine pauses,
-and a request that was held by a pause is answered when the engine resumes: time decides nothing.
+Weights are a directory with `weights.json`, `{"version": 7}`, and a model's file if the engine has a model. Without
+one, tokens of filler text depend on the version; a request in flight has sampled half of its remaining tokens whenever
+the weights change or the engine pauses, and is answered when the engine resumes: time decides nothing.
 """
 
 import asyncio
@@ -10,7 +10,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.errors import BadRequest
+from penstock import tiny_moe
+from penstock.errors import BadRequest, ConfigError
 
 FILE = "weights.json"
 FIRST_LABEL = "default"
@@ -61,7 +62,9 @@ class Flight:
 
 
 class Weights:
-    def __init__(self) -> None:
+    def __init__(self, model: tiny_moe.Weights | None = None) -> None:
+        self.model = model
+        """None: completions are scripted"""
         self.state = State(FIRST_LABEL, 0)
         self.adapters: dict[str, int] = {}
         """name -> version"""
@@ -74,6 +77,8 @@ class Weights:
         self._idle.set()
         self._frozen = False
         """whether requests in flight are held too"""
+        self._changed = asyncio.Event()
+        """set by what may end or continue a held request"""
 
     @property
     def paused(self) -> bool:
@@ -106,14 +111,30 @@ class Weights:
         if self._frozen:
             await flight.released.wait()
 
+    async def until_running(self) -> bool:
+        """Waits while requests in flight are held, until the engine resumes or some are aborted: False."""
+        if not self._frozen:
+            return True
+        self._changed.clear()
+        await self._changed.wait()
+        return not self._frozen
+
     def rename(self, label: str) -> None:
         self._change(State(label, self.state.version))
 
     def load(self, directory: str, label: str | None = None) -> None:
         """BadRequest if there are no weights."""
-        self._change(State(self.state.label if label is None else label, version_in(directory)))
+        version = version_in(directory)
+        if self.model is not None:
+            try:
+                self.model = tiny_moe.load(Path(directory))  # 0.3 MB
+            except ConfigError as error:
+                raise BadRequest(str(error)) from None
+        self._change(State(self.state.label if label is None else label, version))
 
     def load_adapter(self, name: str, directory: str) -> None:
+        if self.model is not None:
+            raise BadRequest("the model of this engine has no LoRA adapters: load whole weights")
         self.adapters[name] = version_in(directory)
 
     def unload_adapter(self, name: str) -> None:
@@ -135,6 +156,7 @@ class Weights:
             for flight in self.flights:
                 flight.released.set()
         self._frozen = False
+        self._changed.set()
         self._accepting.set()
 
     def abort(self, request_ids: list[str] | None) -> int:
@@ -144,6 +166,7 @@ class Weights:
         for flight in ended:
             flight.aborted = True
             flight.released.set()
+        self._changed.set()
         return len(ended)
 
     def _change(self, state: State) -> None:

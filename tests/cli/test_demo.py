@@ -6,12 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.marked_processes import MarkedProcesses
 from support.stores import directory_store
 from support.terminal import Terminal
 from support.waiting import HANG_S, wait_until
@@ -20,30 +20,23 @@ from cli.demo.command import STEPS
 from cli.demo.options import (
     EXAMPLES,
     GROUP_SIZE,
-    ExpertsShape,
     Options,
     checked_rollouts_per_step,
     make_run_dir,
     write_configuration,
 )
-from penstock import config
+from penstock import config, tiny_moe
 from penstock.batches import read_manifests
 from penstock.errors import ConfigError
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
-ROOT = str(Path(__file__).parents[2])
-SMALL = ["--rollouts-per-step", "24", "--routed-experts", "2x4"]
+SMALL = ["--rollouts-per-step", "24"]
 
 
-class MarkedDemos:
-    """Demos whose processes are found by an environment variable that they inherit."""
-
+class MarkedDemos(MarkedProcesses):
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self.directory = directory
-        self.mark = f"DEMO_TEST={uuid.uuid4()}"
-        name, _, value = self.mark.partition("=")
-        self.env = {key: text for key, text in os.environ.items() if not key.startswith("PENSTOCK_")}
-        self.env |= {name: value, "PYTHONPATH": ROOT}
         self.demos: list[subprocess.Popen[str]] = []
 
     def start(self, *options: str) -> "subprocess.Popen[str]":
@@ -53,12 +46,6 @@ class MarkedDemos:
         self.demos.append(demo)
         return demo
 
-    def processes(self) -> dict[int, str]:
-        """Process id -> command of every living process."""
-        all_pids = {int(path.name): path for path in Path("/proc").iterdir() if path.name.isdigit()}
-        ours = {pid: _read(path / "cmdline") for pid, path in all_pids.items() if self.mark in _read(path / "environ")}
-        return {pid: command for pid, command in ours.items() if command}
-
     def status(self, run: str = "demo-1") -> dict[str, Any]:
         path = self.directory / "runs" / run / "status.json"
         return json.loads(path.read_text()) if path.exists() else {}
@@ -66,16 +53,6 @@ class MarkedDemos:
     def wait_running(self) -> None:
         running = lambda: self.status().get("states", {}).get("running")  # noqa: E731
         wait_until(running, what="running rollouts")
-
-    def assert_nothing_left(self) -> None:
-        wait_until(lambda: not self.processes(), what="the end of every process")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
 
 
 @pytest.fixture
@@ -85,8 +62,7 @@ def marked(tmp_path: Path) -> Iterator[MarkedDemos]:
     for demo in marked.demos:
         demo.kill()
         demo.communicate()
-    for pid in marked.processes():
-        os.kill(pid, signal.SIGKILL)
+    marked.kill()
 
 
 @pytest.mark.slow
@@ -103,9 +79,14 @@ def test_two_demos_at_once_deliver_their_steps_and_end(marked: MarkedDemos) -> N
         assert each["rollouts"]["in_flight"] == each["rollouts"]["dead"] == 0
         assert each["trainer"].startswith("step 1: ")
         assert each["tokens"] > each["loss_tokens"] > 0
-        assert each["routed_experts_bytes"] > 2 * 4 * each["tokens"]
+        assert each["routed_experts_bytes"] > 2 * 2 * each["tokens"]
+        assert len(each["rewards"]) == 2
+        assert each["last_rewards"].keys() == {"copy", "guess", "dictation"}
+        assert each["alignment"]["tokens"] == each["loss_tokens"]
+        assert 0 < each["alignment"]["aligned"] <= each["loss_tokens"]
+        assert each["alignment"]["largest_difference"] < 1e-4
         assert each["event_loop_lag"]["orchestrator"]["max_s"] > 0
-        assert {"run", "config", "logs", "manifest", "rollouts"} <= each["paths"].keys()
+        assert {"run", "config", "logs", "manifest", "rollouts", "report"} <= each["paths"].keys()
         assert all(Path(path).exists() for path in each["paths"].values())
     released, kept = (Path(each["paths"]["run"]) for each in summaries)
     assert (kept / "redis").exists() > (released / "redis").exists()
@@ -118,7 +99,7 @@ def test_two_demos_at_once_deliver_their_steps_and_end(marked: MarkedDemos) -> N
 def test_a_killed_demo_leaves_no_process(marked: MarkedDemos) -> None:
     demo = marked.start("--steps", "1000")
     marked.wait_running()
-    kinds = ["penstock demo", "penstock engine", "workers.rollouts", "workers.compute", "penstock run", "toy_trainer"]
+    kinds = ["penstock demo", "penstock engine", "workers.rollouts", "workers.compute", "penstock run", "numpy_trainer"]
     assert all(any(kind in command for command in marked.processes().values()) for kind in kinds)
     demo.kill()
     marked.assert_nothing_left()
@@ -143,10 +124,8 @@ def test_ctrl_c_on_a_terminal_prints_a_summary(marked: MarkedDemos) -> None:
     run_dir = marked.directory / "watched"
     command = [PENSTOCK, "demo", *SMALL, "--steps", "1000", "--run-dir", str(run_dir)]
     with Terminal(*command, env=marked.env) as terminal:
-        trained = re.compile(r"trainer     step \d+: ")
-        wait_until(lambda: trained.search(terminal.text), what="a step that was trained")
-        log = run_dir / "logs" / "orchestrator.log"
-        wait_until(lambda: "action=weights_loaded" in log.read_text(), what="the trainer's weights in the engine")
+        wait_until(lambda: "trainer     step 2: reward " in terminal.text, what="steps that were trained")
+        assert "action=weights_loaded" in (run_dir / "logs" / "orchestrator.log").read_text()
         terminal.press("\x03")
         assert terminal.wait() == 128 + signal.SIGINT
     text = terminal.text
@@ -156,6 +135,11 @@ def test_ctrl_c_on_a_terminal_prints_a_summary(marked: MarkedDemos) -> None:
     summary = text.rpartition("demo        stopped by Ctrl-C after")[2]
     assert "all read by the trainer" in summary
     assert "verdict     balanced: " in summary
+    assert re.search(
+        r"alignment   [\d,]+ of [\d,]+ logprobs computed again with the weights of \d+\s+versions", summary
+    )
+    assert re.search(r"reward      0\.\d\d in step 0, 0\.\d\d in step \d+", summary)
+    assert "1.0 │" in summary
     assert re.search(r"inspect +\S+penstock audit", summary)
     assert "Traceback" not in text
     marked.assert_nothing_left()
@@ -173,7 +157,7 @@ def test_ctrl_c_twice_during_start_up_ends_the_demo(marked: MarkedDemos) -> None
 
 
 def options_for(run_dir: Path, **changes: Any) -> Options:
-    values: dict[str, Any] = {"steps": 3, "rollouts_per_step": 16, "experts": None, "keep": False, "seconds": None}
+    values: dict[str, Any] = {"steps": 3, "rollouts_per_step": 16, "seed": 4, "keep": False, "seconds": None}
     return Options(run_dir=run_dir, **(values | changes))
 
 
@@ -182,24 +166,21 @@ def test_the_configuration_in_the_run_directory_can_be_used_to_resume(tmp_path: 
     write_configuration(options)
     written = config.load(options.config, environ={})
     assert (written.run_dir, written.steps, written.batch.size) == (tmp_path, 3, 2)
-    assert written.engine.routed_experts is False
-    assert f"export PENSTOCK_CONFIG={options.config}\n" in options.config.read_text()
-    assert f"toy_trainer.py {tmp_path}\n" in options.config.read_text()
+    assert written.seed == 4
+    text = options.config.read_text()
+    assert f"export PENSTOCK_CONFIG={options.config} PYTHONPATH=.\n" in text
+    assert "penstock engine --model tiny-moe --seed 4\n" in text
+    assert f"numpy_trainer.py {tmp_path} --seed 4\n" in text
 
 
 def test_the_example_has_the_defaults_of_the_demo() -> None:
     example = config.load(EXAMPLES / "demo.toml", environ={})
     assert example.steps == STEPS
     assert example.rollouts.group_size == GROUP_SIZE
-    assert example.batch.size * GROUP_SIZE == 48
+    assert example.batch.size * GROUP_SIZE == 96
     assert example.engine.routed_experts is True
-
-
-def test_routed_experts_are_given_as_layers_and_top_k() -> None:
-    assert ExpertsShape.parse("48x8") == ExpertsShape(layers=48, topk=8)
-    assert ExpertsShape.parse("off") is None
-    with pytest.raises(ConfigError, match="write LAYERSxTOPK, such as 8x8, or off"):
-        ExpertsShape.parse("48")
+    shape = (example.engine.hidden_layers, example.engine.experts_per_token, example.engine.moe_experts)
+    assert shape == (tiny_moe.LAYERS, tiny_moe.TOPK, tiny_moe.EXPERTS)
 
 
 def test_rollouts_per_step_must_be_a_multiple_of_the_group_size() -> None:

@@ -1,15 +1,13 @@
 """Weights that change while requests are in flight, over the control endpoints of both servers."""
 
-import json
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.engine_control import control, control_get, in_flight, sent, update_sglang, update_vllm
 from support.engine_process import CHAT, GENERATE, RECORDED_FIELDS, EngineProcess, running, user
-from support.waiting import wait_until
 from support.weights import write_weights
 
 from penstock.renderers import bytes_chatml
@@ -25,43 +23,6 @@ def filler_versions(ids: list[int], spans: list[dict[str, Any]]) -> bool:
     text = bytes_chatml.decode(np.resize(FILLER, 2 * len(FILLER)))
     parts = [(np.array(ids[span["start"] : span["end"]], np.int32), int(span["version"])) for span in spans]
     return all(bytes_chatml.decode(shifted(part, -version)) in text for part, version in parts)
-
-
-def control(engine: EngineProcess, path: str, body: Any = None) -> Any:
-    return json.loads(engine.answer(path, body))
-
-
-def update_vllm(engine: EngineProcess, directory: Path, version: int) -> None:
-    weights = write_weights(directory, version)
-    assert control(engine, "/pause?mode=keep") == {"status": "paused"}
-    rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
-    assert control(engine, "/collective_rpc", rpc) == {"results": [None]}
-    assert control(engine, "/update_weight_version", {"new_version": str(version)})["success"]
-    assert control(engine, "/resume") == {"status": "resumed"}
-
-
-def update_sglang(engine: EngineProcess, directory: Path, version: int) -> None:
-    weights = write_weights(directory, version)
-    assert control(engine, "/pause_generation", {"mode": "in_place"})["status"] == "ok"
-    body = {"model_path": str(weights), "weight_version": str(version)}
-    assert control(engine, "/update_weights_from_disk", body)["success"]
-    assert control(engine, "/continue_generation", {})["status"] == "ok"
-
-
-def in_flight(engine: EngineProcess, count: int = 1) -> None:
-    def running_requests() -> bool:
-        _, metrics = engine.request("/metrics", method="GET")
-        lines = metrics.decode().splitlines()
-        return any(line.endswith(f" {count}.0") and "running" in line for line in lines)
-
-    wait_until(running_requests)
-
-
-def sent(engine: EngineProcess, path: str, body: Any) -> Future[dict[str, Any]]:
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(lambda: json.loads(engine.answer(path, body)))
-    pool.shutdown(wait=False)
-    return future
 
 
 def test_generate_names_the_weights_of_every_token(tmp_path: Path) -> None:
@@ -90,12 +51,6 @@ def test_sglang_names_the_weights_of_every_token(tmp_path: Path) -> None:
         meta_info = future.result(30)["choices"][0]["meta_info"]
         assert [span["version"] for span in meta_info["weight_versions"]] == ["default", "1"]
         assert meta_info["weight_version"] == "1"
-
-
-def control_get(engine: EngineProcess, path: str) -> Any:
-    status, body = engine.request(path, method="GET")
-    assert status == 200
-    return json.loads(body)
 
 
 def test_a_loaded_version_and_its_name_are_two_things(tmp_path: Path) -> None:

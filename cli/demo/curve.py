@@ -1,0 +1,44 @@
+"""The reward of a demo, step by step: read from the run's metrics and drawn with characters."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+WIDTH, HEIGHT = 60, 5  # characters
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+MEAN = "reward_mean"
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a file of JSON lines; none if it does not exist."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def drawn(rewards: Sequence[float], steps: int) -> list[str]:
+    """A bar chart from 0 to 1, as wide as `steps` will be; top line first."""
+    heights = [_height(rewards, column, steps) for column in range(WIDTH)]
+    lines: list[str] = []
+    for row in reversed(range(HEIGHT)):
+        label = {HEIGHT - 1: "1.0", 0: "0.0"}.get(row, "")
+        bars = "".join(EIGHTHS[min(8, max(0, height - 8 * row))] for height in heights)
+        lines.append(f"{label:>3} │{bars}".rstrip())
+    first, last = " step 0 ", f" step {steps - 1}"
+    return [*lines, f"    └{first}{'─' * (WIDTH - len(first) - len(last))}{last}"]
+
+
+def _height(rewards: Sequence[float], column: int, steps: int) -> int:
+    """Eighths of a character, of the mean over the column's steps; 0 if they are yet to come."""
+    first = column * steps // WIDTH
+    values = rewards[first : max(first + 1, (column + 1) * steps // WIDTH)]
+    if not values:
+        return 0
+    mean = sum(values) / len(values)
+    return max(1, round(8 * HEIGHT * min(1.0, max(0.0, mean))))
+
+
+def by_environment(line: dict[str, Any]) -> dict[str, float]:
+    prefix = f"{MEAN}/"
+    return {key.removeprefix(prefix): value for key, value in line.items() if key.startswith(prefix)}

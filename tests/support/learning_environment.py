@@ -1,0 +1,14 @@
+"""An environment that any model with a vocabulary can learn: `tests.support.learning_environment:Fifths`."""
+
+from penstock.environments.protocol import Policy
+
+
+class Fifths:
+    """The reward is the share of sampled tokens whose id is divisible by 5: about 0.2 before the policy has learned.
+    Every token counts, so that a few steps suffice."""
+
+    examples = range(64)
+
+    async def rollout(self, example: int, policy: Policy) -> float:
+        completion = await policy.chat([{"role": "user", "content": f"Say something, {example}."}])
+        return float((completion.token_ids % 5 == 0).mean()) if len(completion.token_ids) else 0.0
