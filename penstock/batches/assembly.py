@@ -3,13 +3,27 @@
 Every format is written from an Assembly. Memory holds OPEN_ROLLOUTS open rollouts and one micro-batch.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
-from penstock.batches.batch_columns import PADDING, TOKEN_FIELD, Array, token_columns
+from penstock.batches.batch_columns import (
+    AGENT_CHARACTERS,
+    AGENTS_BYTES,
+    PADDING,
+    RECORDED,
+    TOKEN_FIELD,
+    TRUNCATIONS,
+    UNRECORDED,
+    WHOLE,
+    Array,
+    token_columns,
+)
+from penstock.batches.credit import Values, read_credit, read_step_credit
 from penstock.batches.packing import Normalise, pack, positions, segments
 from penstock.batches.plan import BatchPlan, BatchRollout
 from penstock.errors import StageError
@@ -56,6 +70,9 @@ class Assembly:
         self._normalise = Normalise.parse(plan.normalise)
         self._field_padding = {TOKEN_FIELD + each.name: each.filling for each in plan.fields if each.per == "token"}
         self._columns = lru_cache(maxsize=OPEN_ROLLOUTS)(self._open)
+        self._credit = lru_cache(maxsize=OPEN_ROLLOUTS)(self._read_credit)
+        self._agents: dict[str, int] = {}
+        self._agents_bytes = 2
 
     def sample(self, number: int) -> Sample:
         """The sample at index `number` of `plan.lengths`."""
@@ -67,13 +84,12 @@ class Assembly:
         span = slice(start, start + length)
         loss_mask = columns.loss_mask[span] * np.uint8(self._trains(index, number))
         weight = self._normalise.weight(loss_tokens=loss_tokens, rollout_loss_tokens=rollout_loss_tokens)
-        from_turns, versions = _turn_columns(columns, inside, length)
+        from_turns, versions = _turn_columns(columns, inside, length, self._credit(index))
         tokens = {
             "input_ids": columns.input_ids[span],
             "loss_mask": loss_mask,
             "loss_weights": loss_mask * np.float32(weight),
             "logprobs": columns.logprobs[span],
-            "advantages": np.full(length, rollout.advantage, np.float32),
             **{TOKEN_FIELD + each.name: values[span] for each, values in self._fields(columns, "token")},
         }
         row = {
@@ -86,14 +102,31 @@ class Assembly:
             "rollout_loss_tokens": rollout_loss_tokens,
             "truncated": int(columns.truncated[inside] or length < rollout.sample_lengths[inside]),
             "reward": rollout.reward,
+            "parent": columns.parent_of(inside),
+            "agent": self._agent(columns.agent_of(inside)),
             **{TOKEN_FIELD + each.name: values[inside] for each, values in self._fields(columns, "sample")},
         }
         prompt_length = min(length, int(columns.first_prompt_length[inside]))
         return Sample(rollout=rollout, tokens=tokens | from_turns, row=row | versions, prompt_length=prompt_length)
 
-    def micro_batch(self, numbers: Sequence[int], *, pad_id: int) -> AssembledMicroBatch:
+    def agents(self) -> bytes:
+        """The names of the agents of all samples so far, as the rank's file has them."""
+        return json.dumps(list(self._agents)).encode().ljust(AGENTS_BYTES)
+
+    def _agent(self, name: str) -> int:
+        name = name[:AGENT_CHARACTERS]
+        if name not in self._agents:
+            needed = self._agents_bytes + len(json.dumps(name)) + 2
+            if needed > AGENTS_BYTES:
+                return -1
+            self._agents_bytes = needed
+            self._agents[name] = len(self._agents)
+        return self._agents[name]
+
+    def micro_batch(self, numbers: Sequence[int], *, pad_id: int, least: int = 1) -> AssembledMicroBatch:
+        """`least` is the smallest number of tokens, padding included."""
         samples = [self.sample(number) for number in numbers]
-        cu_seqlens = segments([sample.length for sample in samples], self.plan.rules.pad_to_multiple_of)
+        cu_seqlens = segments([sample.length for sample in samples], self.plan.rules.pad_to_multiple_of, least=least)
         padding = {**PADDING, "input_ids": pad_id, **self._field_padding}
         tokens = {
             name: np.full(cu_seqlens[-1], padding.get(name, 0), dtype)
@@ -135,6 +168,23 @@ class Assembly:
                 )
             yield each, values
 
+    @cached_property
+    def _step_credit(self) -> dict[str, Values]:
+        return read_step_credit(self.store, self.plan.credit) if self.plan.credit else {}
+
+    def _read_credit(self, index: int) -> Values:
+        """The advantage of each of a rollout's turns."""
+        rollout, turns = self.plan.rollouts[index], self._columns(index)[0].turns.sample.size
+        if self.plan.credit:
+            values = self._step_credit.get(rollout.rollout, np.empty(0))
+        elif rollout.credit:
+            values = np.array(read_credit(self.store, rollout.credit).values)
+        else:
+            return np.full(turns, rollout.advantage)
+        if values.size != turns:
+            raise StageError(f"rollout {rollout.rollout} has advantages of {values.size} turns, and {turns} turns")
+        return values
+
     def _open(self, index: int) -> tuple[Columns, Array]:
         """The columns of a rollout, and the number of loss tokens of each of its samples."""
         rollout, plan = self.plan.rollouts[index], self.plan
@@ -156,11 +206,11 @@ class Assembly:
         return columns, loss_tokens
 
 
-def _turn_columns(columns: Columns, sample: int, length: int) -> tuple[dict[str, Array], dict[str, int | float]]:
-    """Temperature and version of each of a sample's first `length` tokens; the sample's first and last version.
-
-    A token whose version is a range has the lower one.
-    """
+def _turn_columns(
+    columns: Columns, sample: int, length: int, advantages: Values
+) -> tuple[dict[str, Array], dict[str, int | float]]:
+    """Advantage, temperature and version of each of a sample's first `length` tokens; the sample's first and last
+    version. A token whose version is a range has the lower one. `advantages` has one entry per turn of the rollout."""
     turns, span = columns.turns, columns.sample(sample)
     indices = np.flatnonzero(turns.sample == sample)
     # A turn is two runs of tokens: context, which was not sampled, then its completion.
@@ -175,9 +225,31 @@ def _turn_columns(columns: Columns, sample: int, length: int) -> tuple[dict[str,
         if turns.sample[turn] == sample:  # in order: a later version of the turn overwrites the rest of it
             by_token[start - span.start : turns.end[turn] - span.start] = version
     tokens = {
+        "advantages": np.repeat(np.repeat(advantages[indices].astype(np.float32), 2), runs)[:length],
         "temperatures": np.repeat(np.repeat(turns.temperature[indices], 2), runs)[:length],
         "versions": by_token[:length],
         "version_exact": np.repeat(exact, runs)[:length],
+        "sampling": np.repeat(_sampling(columns, indices), runs)[:length],
     }
     row = {"version_first": int(turns.version_first[indices[0]]), "version_last": int(turns.version_last[indices[-1]])}
     return tokens, dict[str, int | float](row)
+
+
+def _sampling(columns: Columns, turns: Array) -> Array:
+    """How the tokens of each turn were drawn: two entries a turn, for its context and for its completion."""
+    words = [json.loads(text or "{}") for text in columns.turns.words["sampling"]]
+    kinds: list[int] = []
+    for turn in turns.tolist():
+        altered: dict[str, Any] = words[int(columns.turns.sampling[turn])]
+        kind = UNRECORDED if altered else WHOLE
+        if altered and altered.keys() <= TRUNCATIONS and _has_support(columns, turn):
+            kind = RECORDED
+        kinds += [WHOLE, kind]
+    return np.array(kinds, np.uint8)
+
+
+def _has_support(columns: Columns, turn: int) -> bool:
+    if columns.support_offsets is None:
+        return False
+    start, end = (int(edges[turn]) for edges in (columns.turns.start, columns.turns.end))
+    return bool((np.diff(columns.support_offsets[start : end + 1]) > 0).all())

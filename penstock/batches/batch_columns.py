@@ -25,9 +25,15 @@ TOKEN_COLUMNS = {
     "temperatures": np.dtype("f4"),
     "versions": np.dtype("i4"),
     "version_exact": np.dtype("u1"),
+    "sampling": np.dtype("u1"),
 }
-ADDED_COLUMNS = frozenset({"version_exact"})
-"""0 in files of releases that did not have them."""
+WHOLE, RECORDED, UNRECORDED = 0, 1, 2
+"""`sampling` of a token: drawn from the whole distribution (or context), from the tokens that the batch has for it, or
+from a changed distribution that nothing recorded."""
+TRUNCATIONS = frozenset({"top_p", "top_k", "min_p"})
+"""Sampling parameters that leave out tokens; a sampling mask says which are left."""
+ADDED_COLUMNS = {"version_exact": 0, "sampling": 0, "parent": -1, "agent": -1}
+"""Columns that files of earlier releases do not have, and their values there."""
 PADDING = {"temperatures": 1, "versions": -1}  # other columns are padded with 0, input_ids with the plan's pad_id
 
 SAMPLE_COLUMNS = {
@@ -42,7 +48,15 @@ SAMPLE_COLUMNS = {
     "version_first": np.dtype("i4"),
     "version_last": np.dtype("i4"),
     "reward": np.dtype("f4"),
+    "parent": np.dtype("i4"),
+    "agent": np.dtype("i4"),
 }
+AGENTS = "agents"
+"""Names of the agents of a rank's samples: a JSON list, padded with spaces to AGENTS_BYTES."""
+AGENTS_BYTES = 4096
+"""About 128 names. Agents beyond have no name in the batch (-1)."""
+AGENT_CHARACTERS = 24
+"""Names of agents are cut to this length."""
 
 OWN_COLUMNS = frozenset({*TOKEN_COLUMNS, "cu_seqlens", "max_seqlen"})
 """What `MicroBatch.torch` returns under these names."""

@@ -33,6 +33,8 @@ class EncodedRank:
     """without padding"""
     samples: int
     loss_tokens: int
+    logprob_sum: float | None = None
+    """over the tokens in the loss; only in the native format"""
 
 
 @dataclass(frozen=True, kw_only=True)

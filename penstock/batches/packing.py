@@ -102,11 +102,11 @@ def _micro_batches(samples: list[int], lengths: Ints, rules: PackingRules) -> li
     return sorted(micro_batches, key=lambda batch: -float(_costs(lengths[batch], rules).sum()))
 
 
-def segments(lengths: Sequence[int] | Ints, pad_to_multiple_of: int) -> NDArray[np.int32]:
-    """`cu_seqlens` of one micro-batch: its samples, then padding as a segment of its own. At least one segment."""
+def segments(lengths: Sequence[int] | Ints, pad_to_multiple_of: int, *, least: int = 1) -> NDArray[np.int32]:
+    """`cu_seqlens` of one micro-batch: its samples, then padding as a segment of its own; at least `least` tokens."""
     ends = np.cumsum(np.asarray(lengths, np.int64))
     tokens = int(ends[-1]) if ends.size else 0
-    padded = max(1, -(-tokens // pad_to_multiple_of)) * pad_to_multiple_of
+    padded = -(-max(tokens, least) // pad_to_multiple_of) * pad_to_multiple_of
     return np.concatenate([[0], ends, [padded] if padded > tokens else []]).astype(np.int32)
 
 

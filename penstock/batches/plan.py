@@ -20,10 +20,12 @@ from penstock.errors import StageError
 from penstock.fields import TrainerField
 from penstock.store import BlobRef
 
-Format = Literal["native", "prime-rl", "prime-rl-2026-05"]
+Format = Literal["native", "prime-rl", "prime-rl-2026-08", "prime-rl-2026-05"]
 BATCHES = "batches"  # folder of the store that holds a directory for each step
+MICRO_BATCH_FIELDS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
 PRIME_RL_FIELDS: dict[str, tuple[str, ...]] = {
-    "prime-rl": ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"),
+    "prime-rl": MICRO_BATCH_FIELDS,
+    "prime-rl-2026-08": MICRO_BATCH_FIELDS,
     "prime-rl-2026-05": ("ref_logprobs",),  # its teacher_logprobs
 }
 """The fields that a format of prime-rl has a place for, each per token and f32. The native format holds any."""
@@ -48,6 +50,8 @@ class BatchRollout:
     """delivered with loss mask 0; still counts in its group and in the denominator"""
     inexact_tokens: int = 0
     """completion tokens whose version is a range, or was not said by the engine"""
+    credit: str | None = None
+    """key of the file with the advantages of its turns; None if they all have `advantage`"""
 
     def __post_init__(self) -> None:
         for name in ("reward", "advantage"):
@@ -70,6 +74,8 @@ class BatchPlan:
     pad_id: int = 0
     fields: tuple[TrainerField, ...] = ()
     """for the trainer, in order of their names"""
+    credit: str | None = None
+    """key of the file with the advantages of all rollouts' turns, instead of those that the rollouts name"""
 
     def __post_init__(self) -> None:
         Normalise.parse(self.normalise)

@@ -1,13 +1,12 @@
-"""prime-rl's two batch formats, byte for byte as its own encoder writes them. A trainer imports none of this.
+"""prime-rl's batch formats, byte for byte as its own encoder writes them. A trainer imports none of this.
 
-`prime-rl` is the format of 2026-08 (559b447), one file of micro-batches per rank; `prime-rl-2026-05` that of 8e97806,
-one file of samples per step. Both contain the routed experts, with zeros where the engine sent no row. Memory holds one
-micro-batch or sample, one of its columns as Python objects, and ROWS_PER_PIECE rows of experts.
+`prime-rl` and `prime-rl-2026-08` are one file of micro-batches per rank, `prime-rl-2026-05` is one file of samples per
+step. They contain the routed experts: of all samples and fillers or of none, with zeros where the engine sent no row.
+Memory holds one micro-batch or sample, one of its columns as Python objects, and ROWS_PER_PIECE rows of experts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,19 +14,20 @@ import numpy as np
 
 from penstock.batches.assembly import AssembledMicroBatch, Assembly, Sample
 from penstock.batches.batch_columns import TOKEN_FIELD, Array
-from penstock.batches.manifest import Manifest
 from penstock.errors import StageError
-from penstock.store import BlobRef, Store
-from penstock.store.atomic import replacing, writing
+from penstock.store import BlobRef
 from penstock.store.experts import Experts
 from penstock.store.parts import Piece
 
 PAD_ID = 1
+LEAST_TOKENS = 2  # of a micro-batch: prime-rl's trainer squeezes a single one away
 ROWS_PER_PIECE = 4096  # of routed experts, read and written at once: 1.5 MB at 48 layers and top-8
 DTYPE_NAMES = {"uint8": "uint8", "uint16": "int16"}  # prime-rl has no uint16; no model has 32,768 experts
 BINARY_MARKERS = {1: 0xC4, 2: 0xC5, 4: 0xC6}  # MessagePack: bytes of a binary value's length -> its type
 
 encode = msgspec.msgpack.encode
+RowKind = tuple[tuple[int, int], np.dtype[Any]]
+"""layers and top-k of the routed experts, and their dtype"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,24 +40,32 @@ class ExpertRows:
 
 
 def write_rank(assembly: Assembly, data_rank: int, key: str) -> tuple[BlobRef, int]:
-    """Write a rank in the format of 2026-08; returns the file and the number of its tokens that are in the loss."""
-    loss_tokens = 0
+    """Write a rank as micro-batches; returns the file and the number of its tokens that are in the loss."""
+    loss_tokens, kind = 0, _expert_kind(assembly)
 
     def pieces() -> Iterator[Piece]:
         nonlocal loss_tokens
         batches = assembly.packing.ranks[data_rank]
         yield array_header(len(batches))
         for batch in batches:
-            assembled = assembly.micro_batch(batch, pad_id=PAD_ID)
-            loss_tokens += sum(int(sample.row["loss_tokens"]) for sample in assembled.samples)
-            yield from _micro_batch_pieces(assembly, assembled)
+            assembled = assembly.micro_batch(batch, pad_id=PAD_ID, least=LEAST_TOKENS)
+            for sample, start in zip(assembled.samples, assembled.cu_seqlens.tolist(), strict=False):
+                if kind and not sample.rollout.experts:
+                    assembled.tokens["loss_mask"][start : start + sample.length] = 0
+            loss_tokens += int(np.count_nonzero(assembled.tokens["loss_mask"]))
+            yield from _micro_batch_pieces(assembly, assembled, kind)
 
     return assembly.store.put(key, pieces()), loss_tokens
 
 
 def write_step(assembly: Assembly, key: str) -> tuple[BlobRef, int]:
-    """Write a step in the format of 2026-05; returns the file and the number of its tokens that are in the loss."""
-    loss_tokens = 0
+    """Write a step as samples; returns the file and the number of its tokens that are in the loss."""
+    loss_tokens, kind = 0, _expert_kind(assembly)
+    if assembly.plan.credit or any(rollout.credit for rollout in assembly.plan.rollouts):
+        raise StageError(
+            f'"{assembly.plan.format}" has one advantage for a sample, and advantages.estimator answers per turn: use '
+            'format = "native" or "prime-rl"'
+        )
 
     def pieces() -> Iterator[Piece]:
         nonlocal loss_tokens
@@ -65,14 +73,17 @@ def write_step(assembly: Assembly, key: str) -> tuple[BlobRef, int]:
         yield array_header(3) + array_header(numbers.size)
         for number in numbers.tolist():
             sample = assembly.sample(number)
-            loss_tokens += int(sample.row["loss_tokens"])
+            tokens = sample.tokens
+            if kind and not sample.rollout.experts:
+                tokens = tokens | {"loss_mask": np.zeros_like(tokens["loss_mask"])}
+            loss_tokens += int(np.count_nonzero(tokens["loss_mask"]))
             yield from encode_sample(
-                sample.tokens,
+                tokens,
                 prompt_length=sample.prompt_length,
                 env=sample.rollout.env,
                 advantage=sample.rollout.advantage,
                 reward=sample.rollout.reward,
-                experts=_expert_rows(assembly, [sample], sample.length),
+                experts=_expert_rows(assembly, [sample], sample.length, kind),
             )
         yield encode(assembly.plan.step) + encode(None)
 
@@ -156,7 +167,7 @@ def _encode_experts(experts: ExpertRows | None) -> Iterator[Piece]:
     yield encode(experts.shape) + encode(DTYPE_NAMES[experts.dtype.name])
 
 
-def _micro_batch_pieces(assembly: Assembly, batch: AssembledMicroBatch) -> Iterator[Piece]:
+def _micro_batch_pieces(assembly: Assembly, batch: AssembledMicroBatch, kind: RowKind | None) -> Iterator[Piece]:
     size, lengths = int(batch.cu_seqlens[-1]), [sample.length for sample in batch.samples]
     padding = size - sum(lengths)
     padded = [*lengths[:-1], lengths[-1] + padding] if lengths else [padding]
@@ -167,19 +178,31 @@ def _micro_batch_pieces(assembly: Assembly, batch: AssembledMicroBatch) -> Itera
         batch.tokens,
         lengths=np.array(padded),
         envs=[*((sample.rollout.env, sample.length) for sample in batch.samples), ("", padding)],
-        experts=_expert_rows(assembly, batch.samples, size),
+        experts=_expert_rows(assembly, batch.samples, size, kind),
     )
 
 
-def _expert_rows(assembly: Assembly, samples: list[Sample], size: int) -> ExpertRows | None:
-    """None if no sample has routed experts."""
-    opened = [Experts(assembly.store, sample.rollout.experts) if sample.rollout.experts else None for sample in samples]
-    kinds = {(experts.rows.shape[1:], experts.rows.dtype) for experts in opened if experts}
-    if not kinds:
+def _expert_kind(assembly: Assembly) -> RowKind | None:
+    """Of the step's routed experts, also of a rank that has none of them; None if no rollout has any. prime-rl replays
+    the routes of all tokens or of none, so a sample without any is written with zeros and leaves the loss."""
+    for rollout in assembly.plan.rollouts:
+        if rollout.experts:
+            rows = Experts(assembly.store, rollout.experts).rows
+            return (int(rows.shape[1]), int(rows.shape[2])), rows.dtype
+    return None
+
+
+def _expert_rows(assembly: Assembly, samples: list[Sample], size: int, kind: RowKind | None) -> ExpertRows | None:
+    if kind is None:
         return None
-    if len(kinds) > 1:
-        raise StageError(f"routed experts of one micro-batch have different shapes: {kinds}; were the models the same?")
-    (layers, topk), dtype = kinds.pop()
+    opened = [Experts(assembly.store, sample.rollout.experts) if sample.rollout.experts else None for sample in samples]
+    (layers, topk), dtype = kind
+    for experts in filter(None, opened):
+        if (experts.rows.shape[1:], experts.rows.dtype) != ((layers, topk), dtype):
+            raise StageError(
+                f"routed experts of one step have shapes {experts.rows.shape[1:]} and {layers, topk}; were the models "
+                "the same?"
+            )
 
     def rows() -> Iterator[Array]:
         for sample, experts in zip(samples, opened, strict=True):
@@ -198,21 +221,3 @@ def _row_pieces(
         if experts:
             experts.read(sample, start, stop, piece, missing=0)
         yield piece
-
-
-def publish_prime_rl(store: Store, manifest: Manifest, output_dir: Path) -> None:
-    """Put the step's files into `output_dir/rollouts/step_N`, where prime-rl reads them."""
-    directory = output_dir / "rollouts" / f"step_{manifest.plan.step}"
-    one_file = manifest.plan.format == "prime-rl-2026-05"
-    for rank in manifest.ranks:
-        if rank.rollouts_jsonl:
-            _publish(store, rank.rollouts_jsonl, directory / "train_rollouts.jsonl")
-        _publish(store, rank.file, directory / ("train_rollouts.bin" if one_file else f"rank_{rank.data_rank}.bin"))
-
-
-def _publish(store: Store, ref: BlobRef, target: Path) -> None:
-    store.require(ref)
-    with writing(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(target, suffix="tmp") as temporary:
-            store.export(ref.key, temporary)

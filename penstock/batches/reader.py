@@ -4,10 +4,12 @@ BatchReader waits for steps, a Batch is one rank of a step, a MicroBatch holds a
 for byte, every time it is read.
 """
 
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from itertools import pairwise
 from os import PathLike, fspath
 from pathlib import Path
@@ -15,8 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from penstock.batches.annotations import NAMES_MOST, write_annotations
 from penstock.batches.batch_columns import (
     ADDED_COLUMNS,
+    AGENTS,
     OFFSETS,
     SAMPLE,
     SAMPLE_COLUMNS,
@@ -43,6 +47,7 @@ from penstock.batches.signals import (
 )
 from penstock.errors import BatchError, BlobCorrupt, ConfigError, Stalled
 from penstock.store import Store, open_store, tensors
+from penstock.store.columns import Columns, read_columns
 from penstock.store.experts import Experts, Layers, Missing
 from penstock.store.opening import read_run_store_url, run_store_url
 
@@ -117,13 +122,26 @@ class BatchReader:
 
     def publish_policy(self, version: int, weights: str | PathLike[str] | None = None) -> None:
         """Report that the engines have, or can load, policy `version`. Called by one rank."""
-        write_policy(self._run_dir, PublishedPolicy(version=version, weights=fspath(weights) if weights else None))
+        policy = PublishedPolicy(version=version, weights=fspath(weights) if weights else None)
+        write_policy(self._run_dir, policy, data_rank=self._progress.data_rank)
 
     def checkpointed(self, step: int) -> None:
         """Report a checkpoint: the trainer will not read steps up to `step` again, so their blobs may be deleted."""
         if step > self._progress.acked:
             raise BatchError(f"checkpointed({step}): this rank acknowledged steps up to {self._progress.acked} only")
-        write_checkpoint(self._run_dir, Checkpoint(step=step))
+        write_checkpoint(self._run_dir, Checkpoint(step=step), data_rank=self._progress.data_rank)
+
+    def annotate(self, batch: "Batch", **columns: Sequence[Any]) -> None:
+        """Add what the trainer computed for this rank's tokens, to be looked at: `logprobs=[one array per micro-batch]`
+        gives the mismatch with the sampler. Any other names, too; values of the newest steps are kept."""
+        if len(columns) > NAMES_MOST:
+            raise BatchError(f"annotate: at most {NAMES_MOST} names, not {len(columns)}")
+        arrays = {
+            name: np.concatenate([np.asarray(part, np.float32).reshape(-1) for part in parts])
+            for name, parts in columns.items()
+        }
+        own = {name: batch.column(name) for name in ("logprobs", "loss_mask")}
+        write_annotations(self._run_dir, batch.step, self._progress.data_rank, arrays, **own)
 
     def _open_store(self) -> Store:
         """Looked up until the run has begun, because a trainer may start before it."""
@@ -171,6 +189,9 @@ class Batch:
         if file.metadata != rank_metadata(self.step, data_rank):
             raise BlobCorrupt(f"blob {ref.key} is not rank {data_rank} of step {self.step}: {file.metadata}")
         self._arrays = file.arrays
+        names = file.arrays.get(AGENTS, np.frombuffer(b"[]", np.uint8))
+        self.agents: list[str] = json.loads(names.tobytes())
+        """names of the agents that began this rank's samples; the main one's is empty"""
 
     def __len__(self) -> int:
         return self._arrays["max_seqlen"].size
@@ -185,7 +206,7 @@ class Batch:
             **{name: self._token_column(name)[tokens] for name in TOKEN_COLUMNS},
             cu_seqlens=self._arrays["cu_seqlens"][segments],
             max_seqlen=int(self._arrays["max_seqlen"][number]),
-            samples=SampleTable(**{name: self._arrays[SAMPLE + name][samples] for name in SAMPLE_COLUMNS}),
+            samples=SampleTable(**{name: self._sample_column(name)[samples] for name in SAMPLE_COLUMNS}),
             fields={
                 **{name: array[tokens] for name, array in self._fields(TOKEN_FIELD)},
                 **{name: array[samples] for name, array in self._fields(SAMPLE_FIELD)},
@@ -193,10 +214,19 @@ class Batch:
             experts=self._experts,
         )
 
+    def column(self, name: str) -> Array:
+        """A column of all micro-batches, one after the other."""
+        return self._token_column(name)
+
     def _token_column(self, name: str) -> Array:
         if name in ADDED_COLUMNS and name not in self._arrays:
-            return np.zeros(self._arrays["input_ids"].shape, TOKEN_COLUMNS[name])
+            return np.full(self._arrays["input_ids"].shape, ADDED_COLUMNS[name], TOKEN_COLUMNS[name])
         return self._arrays[name]
+
+    def _sample_column(self, name: str) -> Array:
+        if name in ADDED_COLUMNS and SAMPLE + name not in self._arrays:
+            return np.full(self._arrays[f"{SAMPLE}reward"].shape, ADDED_COLUMNS[name], SAMPLE_COLUMNS[name])
+        return self._arrays[SAMPLE + name]
 
     def _fields(self, prefix: str) -> Iterator[tuple[str, Array]]:
         for name, array in self._arrays.items():
@@ -222,6 +252,9 @@ class MicroBatch:
     """policy version of the weights that sampled the token; -1 on context"""
     version_exact: Array
     """0 where the version is the lower end of a range, or was not said by the engine; 0 on context"""
+    sampling: Array
+    """0 where the token was drawn from the whole distribution, and on context; 1 from the tokens of `sampling_support`
+    (top-k, top-p, min-p); 2 from a changed distribution that was not recorded"""
     cu_seqlens: Array
     """bounds of the segments, starting with 0; padding is the last segment"""
     max_seqlen: int
@@ -229,6 +262,20 @@ class MicroBatch:
     fields: dict[str, Array]
     """the fields that `[batch.fields]` declares: one entry per token, or per sample in the order of `samples`"""
     experts: "BatchExperts"
+
+    def sampling_support(self) -> "SamplingSupport":
+        """With `engine.sampling_masks`: the tokens that each token was drawn from, read from the rollouts' files."""
+        lengths, ids = np.zeros(self.input_ids.size, np.int64), list[Array]()
+        for sample, (start, stop) in enumerate(pairwise(self.cu_seqlens[: len(self.samples) + 1].tolist())):
+            columns = self.experts.columns(int(self.samples.rollout_index[sample]))
+            if columns.support_ids is None or columns.support_offsets is None:
+                continue
+            first = int(self.samples.rollout_offset[sample])
+            offsets = columns.support_offsets[first : first + stop - start + 1]
+            lengths[start:stop] = np.diff(offsets)
+            ids.append(columns.support_ids[offsets[0] : offsets[-1]])
+        joined = np.concatenate([np.empty(0, np.int32), *ids])
+        return SamplingSupport(ids=joined, offsets=np.concatenate([[0], np.cumsum(lengths)]))
 
     def routed_experts(self, *, layers: Layers = slice(None), missing: Missing = -1) -> Array:
         """Expert ids [tokens, layers, topk]; `missing` where the engine sent none: -1 (signed dtype), 0, or "dummy",
@@ -254,7 +301,7 @@ class MicroBatch:
     def torch(self) -> dict[str, Any]:
         """Tensors of all columns, `cu_seqlens` and fields by name. Copies, because the file is mapped read-only."""
         try:
-            import torch  # pyright: ignore[reportMissingImports]
+            torch: Any = import_module("torch")
         except ImportError as error:
             raise BatchError("torch is not installed here: install it, or use the NumPy arrays") from error
         columns = {name: getattr(self, name) for name in (*TOKEN_COLUMNS, "cu_seqlens")}
@@ -266,6 +313,15 @@ class MicroBatch:
             is_sample = number < self.samples.rollout_index.size
             experts = self.experts.open(int(self.samples.rollout_index[number])) if is_sample else None
             yield number, slice(start, stop), experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSupport:
+    """The tokens that each token of a micro-batch was drawn from: `ids[offsets[t]:offsets[t + 1]]`; none on context,
+    padding and where the engine sent none."""
+
+    ids: Array
+    offsets: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +344,11 @@ class SampleTable:
     version_first: Array
     version_last: Array
     reward: Array
+    parent: Array
+    """`sample_in_rollout` of the sample that it branches off or follows: a rolled back or compacted conversation, a
+    sub-agent; -1 for none"""
+    agent: Array
+    """in `batch.agents`"""
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -300,11 +361,15 @@ class RowKind(NamedTuple):
 
 
 class BatchExperts:
-    """The experts files of a step's rollouts, opened when they are first read."""
+    """The files of a step's rollouts: experts, opened when they are first read, and columns."""
 
     def __init__(self, store: Store, plan: BatchPlan) -> None:
         self._store, self._rollouts, self._step = store, plan.rollouts, plan.step
         self._opened: dict[int, Experts] = {}
+
+    def columns(self, rollout_index: int) -> Columns:
+        """A rollout's own columns, verified; encoding has read them before."""
+        return read_columns(self._store, self._rollouts[rollout_index].columns)
 
     @cached_property
     def kind(self) -> RowKind:

@@ -75,27 +75,26 @@ def read_status(run_dir: Path) -> RunStatus | None:
 
 
 def write_progress(run_dir: Path, progress: RankProgress) -> None:
-    _write(run_dir, _rank_name(progress.data_rank), progress)
+    _write(run_dir, _rank_name(progress.data_rank), progress, data_rank=progress.data_rank)
 
 
 def remove_leftovers(run_dir: Path, data_rank: int) -> None:
-    """Remove the incomplete signals of a killed trainer; rank 0 also those that any rank may write."""
-    names = [_rank_name(data_rank), *((POLICY, CHECKPOINT) if data_rank == 0 else ())]
-    for name in names:
+    """Remove the incomplete signals of this rank's killed trainer. Other ranks may be writing theirs."""
+    for name in (_rank_name(data_rank), POLICY, CHECKPOINT):
         with contextlib.suppress(OSError):  # a file that stays does not keep a trainer from its batches
-            atomic.sweep(run_dir / FOLDER, name)
+            atomic.temporary_path(run_dir / FOLDER / name, _suffix(data_rank)).unlink(missing_ok=True)
 
 
 def read_progress(run_dir: Path, data_rank: int) -> RankProgress | None:
     return _read(run_dir, _rank_name(data_rank), RankProgress)
 
 
-def write_policy(run_dir: Path, policy: PublishedPolicy) -> None:
-    _write(run_dir, POLICY, policy)
+def write_policy(run_dir: Path, policy: PublishedPolicy, *, data_rank: int = 0) -> None:
+    _write(run_dir, POLICY, policy, data_rank=data_rank)
 
 
-def write_checkpoint(run_dir: Path, checkpoint: Checkpoint) -> None:
-    _write(run_dir, CHECKPOINT, checkpoint)
+def write_checkpoint(run_dir: Path, checkpoint: Checkpoint, *, data_rank: int = 0) -> None:
+    _write(run_dir, CHECKPOINT, checkpoint, data_rank=data_rank)
 
 
 def read_trainer(run_dir: Path) -> TrainerState:
@@ -122,8 +121,14 @@ def _rank_name(data_rank: int) -> str:
     return f"rank_{data_rank:02d}.json"
 
 
-def _write(run_dir: Path, name: str, signal: object) -> None:
-    atomic.write_durably(run_dir / FOLDER / name, json_records.dumps(signal))
+def _suffix(data_rank: int) -> str:
+    """Of a rank's incomplete signals: the rank's next reader knows them, and no other rank writes them."""
+    return f"rank_{data_rank:02d}.tmp"
+
+
+def _write(run_dir: Path, name: str, signal: object, *, data_rank: int | None = None) -> None:
+    suffix = None if data_rank is None else _suffix(data_rank)
+    atomic.write_durably(run_dir / FOLDER / name, json_records.dumps(signal), suffix=suffix)
 
 
 def _read(run_dir: Path, name: str, kind: type[Signal]) -> Signal | None:

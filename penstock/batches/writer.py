@@ -8,7 +8,16 @@ import numpy as np
 
 from penstock.batches import prime_rl
 from penstock.batches.assembly import Assembly
-from penstock.batches.batch_columns import OFFSETS, SAMPLE, Array, rank_metadata, sample_columns, token_columns
+from penstock.batches.batch_columns import (
+    AGENTS,
+    AGENTS_BYTES,
+    OFFSETS,
+    SAMPLE,
+    Array,
+    rank_metadata,
+    sample_columns,
+    token_columns,
+)
 from penstock.batches.manifest import EncodedRank
 from penstock.batches.packing import segments
 from penstock.batches.plan import BatchPlan
@@ -28,10 +37,11 @@ def encode_rank(
     assembly = Assembly(store, plan)
     stem = f"{plan.directory}/rank_{data_rank:02d}.{execution}"
     numbers = [number for batch in assembly.packing.ranks[data_rank] for number in batch]
+    logprob_sum: float | None = None
     match plan.format:
         case "native":
-            file, loss_tokens = write_rank(assembly, data_rank, f"{stem}.safetensors")
-        case "prime-rl":
+            file, loss_tokens, logprob_sum = write_rank(assembly, data_rank, f"{stem}.safetensors")
+        case "prime-rl" | "prime-rl-2026-08":
             file, loss_tokens = prime_rl.write_rank(assembly, data_rank, f"{stem}.bin")
         case "prime-rl-2026-05":
             file, loss_tokens = prime_rl.write_step(assembly, f"{stem}.bin")
@@ -49,30 +59,36 @@ def encode_rank(
         tokens=int(assembly.packing.lengths[numbers].sum()),
         samples=len(numbers),
         loss_tokens=loss_tokens,
+        logprob_sum=logprob_sum,
     )
 
 
-def write_rank(assembly: Assembly, data_rank: int, key: str) -> tuple[BlobRef, int]:
-    """Write a rank in the native format; returns the file and the number of its tokens that are in the loss."""
+def write_rank(assembly: Assembly, data_rank: int, key: str) -> tuple[BlobRef, int, float]:
+    """Write a rank in the native format; returns the file, and of its tokens in the loss their number and the sum of
+    their logprobs."""
     plan, batches = assembly.plan, assembly.packing.ranks[data_rank]
     tables = _micro_batch_tables(assembly, batches)
     tokens, rows = int(tables["token_offsets"][-1]), int(tables["sample_offsets"][-1])
     samples = {SAMPLE + name: np.zeros(rows, dtype) for name, dtype in sample_columns(plan.fields).items()}
-    small = {**tables, **samples}
+    small = {**tables, **samples, AGENTS: np.zeros(AGENTS_BYTES, np.uint8)}
     layout = {name: (dtype, tokens) for name, dtype in token_columns(plan.fields).items()}
     layout |= {name: (array.dtype, array.size) for name, array in small.items()}
     file = _ColumnFile(assembly.store, key, layout, rank_metadata(plan.step, data_rank))
+    logprob_sum = 0.0
     try:
         for number, batch in enumerate(batches):
             assembled = assembly.micro_batch(batch, pad_id=plan.pad_id)
             for name, values in assembled.tokens.items():
                 file.write(name, values, first=int(tables["token_offsets"][number]))
+            trained = assembled.tokens["loss_mask"].astype(bool)
+            logprob_sum += float(assembled.tokens["logprobs"].sum(dtype=np.float64, where=trained))
             for row, sample in enumerate(assembled.samples, int(tables["sample_offsets"][number])):
                 for name, value in sample.row.items():
                     samples[SAMPLE + name][row] = value
+        small[AGENTS] = np.frombuffer(assembly.agents(), np.uint8)
         for name, values in small.items():
             file.write(name, values)
-        return file.commit(), int(samples[SAMPLE + "loss_tokens"].sum())
+        return file.commit(), int(samples[SAMPLE + "loss_tokens"].sum()), logprob_sum
     except BaseException:
         file.discard()
         raise

@@ -15,7 +15,8 @@ from support.stores import directory_store
 from penstock.batches import BatchReader, prime_rl
 from penstock.batches.packing import PackingRules
 from penstock.batches.plan import Format
-from penstock.batches.prime_rl import array_header, binary_header, publish_prime_rl
+from penstock.batches.prime_rl import array_header, binary_header
+from penstock.batches.prime_rl_directory import publish_prime_rl
 from penstock.batches.writer import encode_rank
 from penstock.errors import BatchError, BlobCorrupt, StageError
 from penstock.fields import TrainerField
@@ -176,7 +177,10 @@ def test_a_prime_rl_rank_holds_the_same_values_as_the_native_batch(store: FileSt
         assert len(batches) == len(expected)
         for batch, other in zip(batches, expected, strict=True):
             assert batch.input_ids == other.input_ids.tolist()
-            assert batch.loss_mask == (other.loss_mask == 1).tolist()
+            replayed = [experts is None or native.rollouts[n].experts is not None for n in other.samples.rollout_index]
+            padding = [True] * (other.cu_seqlens.size - 1 - len(replayed))
+            kept = np.repeat(np.array([*replayed, *padding], bool), np.diff(other.cu_seqlens))
+            assert batch.loss_mask == ((other.loss_mask == 1) & kept).tolist(), "without routes, no loss"
             assert batch.advantages == other.advantages.tolist()
             assert batch.inference_logprobs == other.logprobs.tolist()
             assert batch.position_ids == other.position_ids.tolist()
@@ -227,15 +231,15 @@ def test_a_step_of_samples_splits_each_at_its_first_prompt(store: FileStore) -> 
         ids = each.columns.input_ids[where][:64].tolist()
         assert (example.prompt_ids, example.completion_ids) == (ids[:prompt], ids[prompt:])
         assert example.prompt_mask == [False] * prompt
-        trained = not each.planned.masked and where.stop - where.start <= 64
+        trained = not each.planned.masked and where.stop - where.start <= 64 and each.planned.experts is not None
         assert example.completion_mask == [bool(m) and trained for m in each.columns.loss_mask[where][prompt:64]]
         assert example.completion_logprobs == each.columns.logprobs[where][prompt:64].tolist()
         assert (example.env_name, example.training_mode) == (each.planned.env, "rl")
         assert (example.advantage, example.reward) == (each.planned.advantage, each.planned.reward)
-        if example.routed_experts is not None:
+        if each.planned.experts is not None:
             rows = np.where(each.valid[number][:, None, None], each.rows[number], 0)[:64]
             np.testing.assert_array_equal(example.routed_experts.rows(), rows)
-    assert [example.routed_experts is None for example in batch.examples] == [False] * 4 + [True]
+    assert all(example.routed_experts is not None for example in batch.examples), "of all samples or of none"
     assert rank.loss_tokens == sum(sum(example.completion_mask) for example in batch.examples)
 
 
@@ -244,23 +248,6 @@ def test_any_order_of_arrival_gives_the_same_file(store: FileStore, form: Format
     made = made_rollouts(store)
     plans = [plan_of(order, data_ranks=2, format=form) for order in (made, made[::-1])]
     assert encode_all(store, plans[0]) == encode_all(store, plans[1])
-
-
-@pytest.mark.parametrize(
-    ("form", "names"),
-    [("prime-rl", ["rank_0.bin", "rank_1.bin"]), ("prime-rl-2026-05", ["train_rollouts.bin"])],
-)
-def test_a_sealed_step_is_published_in_prime_rls_directory(
-    store: FileStore, tmp_path: Path, form: Format, names: list[str]
-) -> None:
-    plan = plan_of(made_rollouts(store), step=3, data_ranks=2, format=form)
-    manifest = seal(store, plan)
-    for _ in range(2):  # again, as after a crash
-        publish_prime_rl(store, manifest, tmp_path / "out")
-        directory = tmp_path / "out" / "rollouts" / "step_3"
-        assert sorted(path.name for path in directory.iterdir()) == sorted([*names, "train_rollouts.jsonl"])
-    for rank, name in zip(manifest.ranks, names, strict=True):
-        assert (directory / name).read_bytes() == store.open(rank.file).tobytes()
 
 
 def test_the_batch_reader_refuses_prime_rl_files(store: FileStore) -> None:

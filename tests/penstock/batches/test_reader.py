@@ -1,4 +1,5 @@
 import json
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -105,17 +106,36 @@ def test_a_trainer_that_resumes_20_steps_back_gets_the_same_batches(store: FileS
     assert next(resumed).step == 25, "then the run continues"
 
 
-def test_a_new_reader_removes_the_incomplete_signals_of_a_killed_trainer(store: FileStore) -> None:
+def test_a_new_reader_removes_the_incomplete_signals_of_its_ranks_killed_trainer(store: FileStore) -> None:
     trainer = store.root.parent / "trainer"
     trainer.mkdir()
-    names = ["rank_00.json", "rank_01.json", "policy.json", "checkpoint.json", "run.json"]
-    leftovers = [trainer / f".{name}.0a1b2c3d.tmp" for name in names]
+    ranks = ["rank_00.json.rank_00", "rank_01.json.rank_01", "policy.json.rank_00", "checkpoint.json.rank_01"]
+    leftovers = [trainer / f".{name}.tmp" for name in [*ranks, "run.json.0a1b2c3d"]]
     for leftover in leftovers:
         leftover.touch()
     reader_of(store, data_rank=1, data_ranks=2)
-    assert [leftover.exists() for leftover in leftovers] == [True, False, True, True, True]
+    assert [leftover.exists() for leftover in leftovers] == [True, False, True, False, True]
     reader_of(store, data_ranks=2)
     assert [leftover.exists() for leftover in leftovers] == [False, False, False, False, True]
+
+
+def test_a_rank_that_opens_its_reader_late_does_not_remove_what_another_rank_is_writing(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal_step(store, 0, data_ranks=2)
+    early = reader_of(store, data_rank=1, data_ranks=2)
+    early.ack(next(early).step)
+    fsync = os.fsync
+
+    def opening_the_other(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        reader_of(store, data_ranks=2)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", opening_the_other)
+    early.checkpointed(0)
+    assert read_trainer(store.root.parent).checkpointed == 0
+    assert os.fsync is fsync, "the other reader was opened"
 
 
 def test_a_reader_waits_for_the_next_step(store: FileStore) -> None:

@@ -244,6 +244,8 @@ def test_per_sample_columns_identify_the_rollout_of_each_sample(tmp_path: Path) 
     assert rows.rollout_index.tolist() == [1, 0, 1], "a comes before b"
     assert rows.group_index.tolist() == rows.env_index.tolist() == [0, 1, 0]
     assert rows.sample_in_rollout.tolist() == [0, 0, 1]
+    assert rows.parent.tolist() == [-1, -1, 0]
+    assert rows.agent.tolist() == [0, 0, 0]
     assert rows.rollout_offset.tolist() == [0, 0, 11]
     assert rows.version_first.tolist() == [4, 3, 6]
     assert rows.version_last.tolist() == [5, 6, 7]

@@ -1,0 +1,150 @@
+"""TRL reads a run: `PenstockWorker` for `AsyncGRPOTrainer(rollout_worker=..., weight_transfer=...)`, `PenstockRollouts`
+for `GRPOTrainer(rollout_func=..., reward_funcs=...)`. TRL 1.16.
+
+Both acknowledge a step when TRL has taken all of its samples and updated its weights, and publish these weights.
+"""
+
+import contextlib
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from penstock.batches.reader import Batch, BatchReader
+from penstock.errors import BatchError
+from penstock.trainers.samples import TrainedSample, samples_of
+
+QUEUED = 4096  # samples: a step or two; the reader waits beyond that
+KEPT_WEIGHTS = 3  # directories: an engine may still load the one before the last
+REWARD = "penstock_reward"
+
+
+class PublishedWeights:
+    """Writes each version of the weights beside the model's other files, and announces it to the run, which loads it
+    (`engine.weight_update = "penstock"`). TRL's `WeightTransferProtocol`."""
+
+    def __init__(self, model_dir: str | Path, output_dir: str | Path) -> None:
+        self._model, self._output = Path(model_dir), Path(output_dir)
+        self.newest: Path | None = None
+        self._written = 0
+
+    def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
+        self.newest = self._output / str(self._written)
+        self._written += 1
+        ignored = shutil.ignore_patterns("*.safetensors*")
+        shutil.copytree(self._model, self.newest, dirs_exist_ok=True, ignore=ignored)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in iterator}
+        import_module("safetensors.torch").save_file(tensors, self.newest / "model.safetensors", {"format": "pt"})
+        shutil.rmtree(self._output / str(self._written - 1 - KEPT_WEIGHTS), ignore_errors=True)
+
+    def init_weight_transfer(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def destroy(self) -> None: ...
+
+
+class PenstockWorker:
+    """TRL's `RolloutWorkerProtocol`: a thread reads sealed steps and queues their samples with finished advantages.
+    TRL's version n is the policy after n - 1 updates: it counts the first weights as 1."""
+
+    def __init__(self, run_dir: str | Path, weights: PublishedWeights | None = None, **reader: Any) -> None:
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue(QUEUED)
+        self.metrics_queue: queue.Queue[Any] = queue.Queue()
+        self._reader = BatchReader(run_dir, data_rank=0, data_ranks=1, **reader)
+        self._weights = weights
+        self.start = threading.Thread(target=self._read, name="penstock", daemon=True).start
+        self._failure: BaseException | None = None
+        self._stopped, self._ended = threading.Event(), False
+        self._queued = list[tuple[int, int]]()  # step, and the number of samples that were queued up to its end
+        self._put = 0
+        self._sample = import_module("trl.experimental.async_grpo.async_rollout_worker").RolloutSample
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._acknowledge()
+
+    def update_model_version(self, model_version: int) -> None:
+        """TRL has sent these weights."""
+        self._acknowledge()
+        if self._weights and self._weights.newest and model_version > 1:
+            self._reader.publish_policy(model_version - 1, weights=self._weights.newest)
+
+    def check_health(self, stale_after_s: float) -> None:
+        if self._failure:
+            raise BatchError(f"the run cannot be read: {self._failure}") from self._failure
+        if self._ended and self.rollout_buffer.empty():
+            raise BatchError("the run has ended and all its samples are taken: set max_steps to what it delivers")
+
+    def _read(self) -> None:
+        try:
+            for batch in self._reader:
+                for sample in samples_of(batch):
+                    if sample.loss_mask.any():
+                        self._offer(self._converted(sample, (batch.step << 20) + sample.group))
+                self._queued.append((batch.step, self._put))
+            self._ended = True
+        except Exception as error:  # noqa: BLE001 - reported by check_health, in the trainer's own thread
+            self._failure = error
+
+    def _offer(self, sample: Any) -> None:
+        while not self._stopped.is_set():
+            with contextlib.suppress(queue.Full):
+                self.rollout_buffer.put(sample, timeout=1.0)
+                self._put += 1
+                return
+
+    def _converted(self, sample: TrainedSample, group: int) -> Any:
+        columns = {"input_ids": sample.input_ids, "completion_mask": sample.loss_mask, "old_log_probs": sample.logprobs}
+        version, metrics = sample.rollout.version_first + 1, {"reward": sample.rollout.reward}
+        more = {"prompt": [], "completion": [], "group_id": group, "metrics": metrics}
+        more |= {"advantage": sample.advantage, "model_version": version, "enqueued_at": time.time()}
+        return self._sample(**columns, **more)
+
+    def _acknowledge(self) -> None:
+        taken = self._put - self.rollout_buffer.qsize()
+        for step in [step for step, until in self._queued if until <= taken]:
+            self._reader.ack(step)
+        self._queued = [each for each in self._queued if each[1] > taken]
+
+
+class PenstockRollouts:
+    """`rollout_func` of GRPOTrainer: each call takes the next step, whatever prompts TRL names, and `reward` of it is
+    the reward function. TRL computes advantages itself, so a step has whole groups of `num_generations` rollouts, one
+    sample each, and as many rollouts as TRL asks for."""
+
+    def __init__(self, run_dir: str | Path, **reader: Any) -> None:
+        self.reader = BatchReader(run_dir, data_rank=0, data_ranks=1, **reader)
+        self._step: int | None = None
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        self.acknowledge()
+        batch: Batch = next(self.reader)
+        self._step, samples = batch.step, list(samples_of(batch))
+        size, group = len(prompts), trainer.num_generations
+        whole = all(len({each.group for each in samples[n : n + group]}) == 1 for n in range(0, size, group))
+        if len(samples) != size or not whole:
+            raise BatchError(
+                f"step {batch.step} has {len(samples)} samples, and TRL asks for {size} in groups of {group}: set "
+                f'rollouts.group_size = {group}, rollouts.partial_groups = "drop", batch.size = {size // group}, '
+                "policy.max_samples = 1"
+            )
+        return {
+            "prompt_ids": [sample.input_ids[: sample.prompt_length].tolist() for sample in samples],
+            "completion_ids": [sample.after_prompt(sample.input_ids) for sample in samples],
+            "logprobs": [sample.after_prompt(sample.logprobs) for sample in samples],
+            "env_mask": [sample.after_prompt(sample.loss_mask) for sample in samples],
+            REWARD: [sample.rollout.reward for sample in samples],
+        }
+
+    def acknowledge(self) -> None:
+        """The step before is trained. Call it once more after `trainer.train()`."""
+        if self._step is not None:
+            self.reader.ack(self._step)
+
+    @staticmethod
+    def reward(**fields: Any) -> list[float]:
+        return fields[REWARD]
