@@ -19,13 +19,15 @@ from orchestrator import evaluation
 from orchestrator.broker import Broker
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord
+from orchestrator.replica_costs import LOST, SECONDS, TOKENS
 from orchestrator.reporting import step_metrics
 from penstock.batches import read_manifest
 from penstock.config import RunConfig
 from penstock.errors import BlobError
 from penstock.ledger.states import JobKind, RolloutState
 from penstock.messages import EncodeResult
-from penstock.runtime.loop_lag import LagSummary, LoopLag, read_summaries_async
+from penstock.runtime.lag_summaries import LagSummary, read_summaries_async
+from penstock.runtime.loop_lag import LoopLag
 from penstock.runtime.offload import in_io_thread
 from penstock.store import Store, open_store
 
@@ -42,7 +44,7 @@ RETRY_S = 1.0
 LAG_POLL_S = 2.0
 UNWRITTEN, COUNTED = "metrics_unwritten", "metrics_counted"
 """keys in the ledger: lines that the file may not have yet, and the counters at the last step"""
-COUNTERS = ("solved_", "played", "matched:", "settled:", "seconds:")
+COUNTERS = ("solved_", "played", "matched:", "settled:", "seconds:", TOKENS, SECONDS, LOST)
 """prefixes of the ledger's keys that are counters"""
 
 

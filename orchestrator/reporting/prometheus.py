@@ -10,9 +10,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from orchestrator.ledger.ledger import Ledger
+from orchestrator.replica_costs import LOST, SECONDS, TOKENS
 from orchestrator.reporting.metrics import LagPoller, Metrics, counters
 from penstock.ledger.states import RolloutState
-from penstock.runtime.loop_lag import LagSummary, LoopLag
+from penstock.runtime.lag_summaries import LagSummary
+from penstock.runtime.loop_lag import LoopLag
 
 PROCESSES_MOST = 64  # those with the worst lag
 QUANTILES = {"0.5": "median_s", "0.9": "p90_s", "0.99": "p99_s", "1": "max_s"}
@@ -29,6 +31,11 @@ LAST_STEP = {
 EVALUATED = ("reward_mean", "solved_rate", "version", "version_first", "version_last", "dead", "duration_s")
 """keys of evaluations.jsonl"""
 
+LOADS = {
+    "running": "Requests that the replica runs.",
+    "waiting": "Requests in the replica's queue.",
+    "cache_use": "Used share of the replica's KV cache.",
+}
 Labelled = Iterable[tuple[str, float]]
 
 
@@ -61,6 +68,7 @@ class RunCollector(Collector):
         yield from _rollouts(self._ledger.states, counts)
         yield from _jobs(status, counts)
         yield from _rates(status)
+        yield from _replicas(status["replicas"], counts)
         yield from _evaluations(status.get("evaluations") or {})
         yield from _lags([self._lag.summary(), *self._lags.others])
         for name, key in LAST_STEP.items():
@@ -99,6 +107,18 @@ def _jobs(status: Mapping[str, Any], counts: Mapping[str, float]) -> Iterator[Me
     yield GaugeMetricFamily("penstock_workers_busy", "Worker processes that run a job.", len(running))
     yield _counters("penstock_jobs", "Settled jobs.", "kind", _under(counts, "settled:"))
     yield _counters("penstock_job_seconds", "Duration of settled jobs.", "kind", _under(counts, "seconds:"))
+
+
+def _replicas(replicas: Mapping[str, Any], counts: Mapping[str, float]) -> Iterator[Metric]:
+    serve = [(url, float(each["serves"])) for url, each in replicas.items()]
+    yield _gauges("penstock_replica_serves", "Whether the replica has weights that may serve.", "replica", serve)
+    for name, what in LOADS.items():
+        loads = [(url, each[name]) for url, each in replicas.items() if name in each]
+        yield _gauges(f"penstock_replica_{name}", what, "replica", loads)
+    yield _counters("penstock_replica_tokens", "Tokens that were used.", "replica", _under(counts, TOKENS))
+    yield _counters("penstock_replica_seconds", "Duration of answered requests.", "replica", _under(counts, SECONDS))
+    lost = "Tokens thrown away, or computed again, because the replica failed."
+    yield _counters("penstock_replica_lost_tokens", lost, "replica", _under(counts, LOST))
 
 
 def _evaluations(status: Mapping[str, Any]) -> Iterator[Metric]:

@@ -19,9 +19,9 @@ from penstock.config import RunConfig
 from penstock.ledger.queries import balance
 from penstock.ledger.states import JobState, RolloutState
 from penstock.messages import Queue
+from penstock.queues import WorkerKind
 from penstock.runtime.loop_lag import LoopLag
 from penstock.runtime.offload import in_io_thread
-from tasks.kinds import WorkerKind
 
 logger = logging.getLogger("penstock.orchestrator")
 
@@ -59,11 +59,15 @@ class Sources:
     excluded: Callable[[], dict[str, str]]
     """workers that take no jobs -> why"""
     replicas: Callable[[], dict[str, Any]]
-    """URL -> which weights it has, and whether it serves"""
+    """URL -> which weights it has, whether it serves, its load, what it gave and cost"""
     troubles: Callable[[], Iterable[str | None]]
     """of every component that may hold up the run"""
     evaluations: Callable[[], dict[str, Any]] = dict
     """`Evaluations.status`"""
+    losses: Callable[[], dict[str, Any]] = dict
+    """`Causes.recent`"""
+    next_step: Callable[[], dict[str, Any]] = dict
+    """`NextStep.status`"""
     notes: Callable[[], list[str]]
     """what to know although the run does not wait for it"""
 
@@ -136,6 +140,8 @@ class Reporter:
             "replicas": sources.replicas(),
             "stored_bytes": ledger.number("open_bytes") + ledger.number("delivered_bytes"),
             "waiting_for": self.waiting_for(),
+            "losses": sources.losses(),
+            "next_step": sources.next_step(),
             "notes": sources.notes(),
             "evaluations": sources.evaluations(),
             "event_loop_lag": sources.lag.summary().as_dict(),

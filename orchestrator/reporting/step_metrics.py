@@ -8,10 +8,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from orchestrator.ledger.records import GroupRecord, RolloutRecord
+from orchestrator.replica_costs import LOST, SECONDS, TOKENS, slow_tokens
 from penstock.batches import EncodedRank, Manifest
 from penstock.ledger.states import JobKind, RolloutState
 from penstock.messages import RolloutResult
-from penstock.runtime.loop_lag import LagSummary
+from penstock.runtime.lag_summaries import LagSummary
 
 Values = dict[str, float]
 Counts = Mapping[str, float]
@@ -53,7 +54,15 @@ def of_ranks(ranks: Iterable[EncodedRank]) -> Values:
         "loss_tokens": sum(rank.loss_tokens for rank in ranks),
         "samples": sum(rank.samples for rank in ranks),
         "micro_batches": sum(rank.micro_batches for rank in ranks),
+        **_entropy(ranks),
     }
+
+
+def _entropy(ranks: Sequence[EncodedRank]) -> Values:
+    """An estimate for the sampling policy: the mean of -logprob over sampled tokens, in nats."""
+    sums = [rank.logprob_sum for rank in ranks if rank.logprob_sum is not None]
+    loss_tokens = sum(rank.loss_tokens for rank in ranks)
+    return {"entropy": -sum(sums) / loss_tokens} if loss_tokens and len(sums) == len(ranks) else {}
 
 
 def of_manifest(manifest: Manifest) -> Values:
@@ -99,6 +108,7 @@ def of_window(since: Counts, *, groups: int, longest_s: Mapping[JobKind, float],
         "replaced_share": _share(dropped, dropped + groups),
         **_solved(since),
         **_played(since),
+        **_replicas(since),
         **_timings(since, longest_s),
         "time/step_s": step_s,
         "rollouts_per_s": _share(since["generated"], step_s),
@@ -189,6 +199,22 @@ def _played(since: Counts) -> Values:
         "played_rollouts": sum(numbers.values()),
         "played_reward_mean": _share(sum(totals.values()), sum(numbers.values())),
         **{f"played_reward_mean/{name}": _share(totals[name], number) for name, number in numbers.items()},
+    }
+
+
+def _replicas(since: Counts) -> Values:
+    """What the engine's replicas gave and cost."""
+    tokens, seconds, lost = _under(since, TOKENS), _under(since, SECONDS), _under(since, LOST)
+    slow = slow_tokens(tokens, seconds)
+    values: Values = {"replica_lost_tokens": sum(lost.values()), "replica_slow_tokens": sum(slow.values())}
+    if len(tokens.keys() | lost.keys()) < 2:
+        return values
+    rates = {url: _share(tokens[url], seconds.get(url, 0.0)) for url in tokens}
+    return {
+        **values,
+        **{f"replica_lost_tokens/{url}": number for url, number in lost.items()},
+        **{f"replica_slow_tokens/{url}": number for url, number in slow.items() if number},
+        **{f"replica_tokens_per_s/{url}": rate for url, rate in rates.items()},
     }
 
 

@@ -24,6 +24,8 @@ ROLLOUT = "rollouts.grp || '-' || rollouts.idx"
 DELIVERED = "rollouts.state IN ('delivered', 'trained')"
 DIED = "died:"
 """before the kind of a dead job, in `counts`"""
+DEATHS_SHOWN = 3
+"""most frequent causes of death in a status"""
 RELEASED = ("experts_released", "columns_released", "jsonl_released", "manifests_released")
 """counters of steps whose files of one kind are released"""
 STRUCTURE_CHECKS = {
@@ -97,6 +99,7 @@ def progress(connection: sqlite3.Connection) -> dict[str, Any]:
         "step": values.get("steps_delivered", 0),
         "rollouts": balance(values.get("rollouts_planned", 0), states, reasons, values.get("fenced", 0)),
         "states": {state.value: states[state] for state in RolloutState if states[state]},
+        "deaths": dead_jobs(connection, limit=DEATHS_SHOWN),
     }
 
 

@@ -3,7 +3,7 @@
 from enum import StrEnum
 
 from penstock.errors import IllegalTransition
-from penstock.messages import Queue
+from penstock.queues import Queue
 
 
 class LedgerEnum(StrEnum):

@@ -9,7 +9,7 @@ from penstock.batches.manifest import Manifest, Totals
 from penstock.batches.packing import PackingRules
 from penstock.ledger.states import JobKind, RolloutState
 from penstock.messages import RolloutResult
-from penstock.runtime.loop_lag import LagSummary
+from penstock.runtime.lag_summaries import LagSummary
 from penstock.store import BlobRef
 
 BLOB = BlobRef(key="none", size=0, checksum="")
@@ -179,3 +179,16 @@ def test_an_empty_step_has_no_means() -> None:
     values = step_metrics.of_rollouts([group("sums")], policy_version=0)
     assert values["rollouts"] == 0
     assert "reward_mean" not in values
+
+
+def test_what_replicas_cost_since_the_last_step() -> None:
+    one = window({"replica_tokens:http://a": 100, "replica_s:http://a": 10.0})
+    assert (one["replica_lost_tokens"], one["replica_slow_tokens"]) == (0, 0)
+    assert not any(key.startswith("replica_tokens_per_s/") for key in one)
+    two = window(
+        {"replica_tokens:http://a": 4_000, "replica_s:http://a": 40.0, "replica_tokens:http://b": 1_000}
+        | {"replica_s:http://b": 20.0, "replica_lost:http://b": 70}
+    )
+    assert (two["replica_lost_tokens"], two["replica_lost_tokens/http://b"]) == (70, 70)
+    assert (two["replica_slow_tokens"], two["replica_slow_tokens/http://b"]) == (1_000, 1_000)
+    assert (two["replica_tokens_per_s/http://a"], two["replica_tokens_per_s/http://b"]) == (100, 50)

@@ -13,12 +13,12 @@ import redis
 from orchestrator import run_dir
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.lock import lock_directory
-from orchestrator.reporting.status import status
 from penstock import redis_keys
 from penstock.config import RunConfig
 from penstock.errors import RunError
+from penstock.inspection.status import status
 from penstock.runtime.embedded_redis import EmbeddedRedis
-from penstock.runtime.loop_lag import LAG_KEY, LagSummary
+from penstock.runtime.lag_summaries import LAG_KEY, LagSummary
 
 HERE = socket.gethostname()
 
@@ -153,7 +153,7 @@ def test_a_full_disk_is_reported_for_a_stopped_run(
     run: Path, server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not any("full" in cause for cause in status(run, server.url)["waiting_for"])
-    monkeypatch.setattr("orchestrator.reporting.status.FULL_BYTES", 1 << 62)
+    monkeypatch.setattr("penstock.inspection.status.FULL_BYTES", 1 << 62)
     assert f"the disk of {run}/ledger.sqlite is full: free space" in status(run, server.url)["waiting_for"]
 
 

@@ -1,5 +1,6 @@
 """A run's status, read from outside: its last status.json, its ledger, its Redis. Read-only; each may be missing."""
 
+import contextlib
 import fcntl
 import shutil
 import socket
@@ -15,21 +16,21 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from orchestrator import run_dir
-from orchestrator.broker import explain
 from penstock import redis_keys
-from penstock.config.redis_address import address
+from penstock.config.redis_address import address, explain
 from penstock.errors import LedgerError
 from penstock.ids import LeaseId, LeaseValue
+from penstock.inspection import run_json
 from penstock.ledger import queries, schema
-from penstock.messages import Queue
-from penstock.runtime import loop_lag
+from penstock.queues import Queue
+from penstock.runtime import lag_summaries
 
 SILENT_S = 10.0  # ten statuses are missing
 REDIS_TIMEOUT_S = 2.0
 FULL_BYTES = 1 << 20
 FROM_LAST_STATUS = ("phase", "stopped_by", "process", "running_s", "step", "steps", "rollouts", "states",
-                    "rollouts_per_s", "tokens_per_s", "http", "notes", "excluded_workers", "evaluations")  # fmt: skip
+                    "rollouts_per_s", "tokens_per_s", "http", "notes", "excluded_workers", "evaluations",
+                    "losses", "next_step", "replicas")  # fmt: skip
 
 
 class State(StrEnum):
@@ -51,13 +52,15 @@ class RedisView:
     queued: dict[str, Any] | None = None
     workers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """worker -> the jobs it runs"""
+    present: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """worker's node -> what it says of itself (`tasks.agreement.Presence`)"""
     event_loop_lag: dict[str, Any] = field(default_factory=dict[str, Any])
     """process -> its last summary"""
 
 
 def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
     """`redis_url` overrides the address in run.json, which has no password."""
-    identity = run_dir.read(directory)
+    identity = run_json.read(directory)
     url: str = redis_url or identity["redis"]
     in_redis = _read_redis(url, identity["run"])
     last = _last_status(directory)
@@ -74,6 +77,7 @@ def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
         **counts,
         "queued": in_redis.queued,
         "workers": in_redis.workers,
+        "present_workers": in_redis.present,
         "event_loop_lag": in_redis.event_loop_lag,
         "redis": {"address": address(url), "error": in_redis.error},
         "ledger": {"path": str(directory / identity["ledger"]), "error": ledger_error},
@@ -81,11 +85,8 @@ def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
     if state is State.RUNNING:
         lags = in_redis.event_loop_lag | {"orchestrator": last["event_loop_lag"]}
         return result | {"event_loop_lag": lags, "waiting_for": last["waiting_for"]}
-    disks = [directory, directory / identity["ledger"]]
-    disks += [directory / identity["store"]] if "://" not in identity["store"] else []
-    full = [f"the disk of {path} is full: free space" for path in disks if _full(path)]
     idle = {"rollouts_per_s": 0.0, "tokens_per_s": 0.0, "http": None}
-    return result | idle | {"waiting_for": [*_troubles(result), *full]}
+    return result | idle | {"waiting_for": [*_troubles(result), *full_disks(directory, identity)]}
 
 
 def _troubles(result: dict[str, Any]) -> list[str]:
@@ -156,7 +157,8 @@ def _read_redis(url: str, run: str) -> RedisView:
                 held=bool(holder),
                 queued={queue.value: client.llen(queue) for queue in Queue},
                 workers=_workers(leases, run),
-                event_loop_lag={lag.process: lag.as_dict() for lag in loop_lag.read_summaries(client)},
+                present=_present(client.hgetall(redis_keys.WORKERS)),
+                event_loop_lag={lag.process: lag.as_dict() for lag in lag_summaries.read_summaries(client)},
             )
         except (redis.RedisError, OSError) as error:
             return RedisView(error=explain(url, error))
@@ -169,6 +171,21 @@ def _workers(leases: dict[bytes, bytes], run: str) -> dict[str, list[str]]:
         if id and held and id.run == run:
             workers[held.worker].append(id.job)
     return dict(workers)
+
+
+def _present(said: Any) -> dict[str, dict[str, Any]]:
+    present: dict[str, dict[str, Any]] = {}
+    for node, content in said.items():
+        with contextlib.suppress(orjson.JSONDecodeError):
+            present[node.decode()] = orjson.loads(content)
+    return present
+
+
+def full_disks(directory: Path, identity: dict[str, Any]) -> list[str]:
+    """Which disk of the run is full."""
+    disks = [directory, directory / identity["ledger"]]
+    disks += [directory / identity["store"]] if "://" not in identity["store"] else []
+    return [f"the disk of {path} is full: free space" for path in disks if _full(path)]
 
 
 def _full(path: Path) -> bool:

@@ -1,0 +1,43 @@
+"""`penstock bundle RUN_DIR`: what a bug report needs, in one archive."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli import facts
+from cli.facts import Fact
+from cli.output import Json, print_facts, print_json
+from cli.status import RunDir
+
+
+def bundle(
+    run_dir: RunDir,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Default: penstock-RUN.tar.gz in this directory.", show_default=False),
+    ] = None,
+    texts: Annotated[bool, typer.Option("--texts", help="Add texts of the last rollouts.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write what a bug report needs of a run into one archive.
+
+    Settings, versions of all packages, status, why, what died, excerpts of the ledger, the ends of logs and metrics.
+    Secrets are replaced, and texts of rollouts are left out unless --texts is given; error messages are in it. Look at
+    it before you send it. Works during a run, after it and after a crash.
+    """
+    from penstock.config import redis_address
+    from penstock.errors import RunError
+    from penstock.inspection import bundle as inspection
+    from penstock.inspection import run_json
+
+    path = output or Path(f"penstock-{run_json.read(run_dir)['run']}.tar.gz")
+    try:
+        names = inspection.write(run_dir, path, redis_url=redis_address.from_environment(), texts=texts)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror}; name another file with --output") from error
+    size = path.stat().st_size
+    if as_json:
+        print_json({"path": str(path.resolve()), "bytes": size, "files": names})
+    else:
+        print_facts([Fact("wrote", f"{path}: {facts.counted(len(names), 'file')}, {size / 1e6:,.2f} MB")])

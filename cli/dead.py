@@ -1,0 +1,53 @@
+"""`penstock dead RUN_DIR [--retry]`: what died and why, and playing it again."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from cli import facts
+from cli.facts import Fact
+from cli.output import Json, print_facts, print_json
+from cli.status import RunDir
+
+SHOWN = 20
+
+
+def dead(
+    run_dir: RunDir,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Play the examples of what died, and those in quarantine, again.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what died in a run and why; with --retry, put it back.
+
+    A rollout is dead when its attempts are used up. An example is in quarantine when its rollouts die while those of
+    others do not (recovery.max_example_deaths). With --retry their examples are played again, before all others, by
+    the orchestrator that runs or by the next one; what died before an earlier --retry is not put back twice.
+    """
+    from penstock.inspection import dead as inspection
+
+    result = inspection.retry(run_dir) if retry else inspection.dead(run_dir)
+    if as_json:
+        print_json(result)
+    else:
+        print_facts(_facts(result))
+
+
+def _facts(result: Mapping[str, Any]) -> Iterator[Fact]:
+    yield Fact("dead", facts.counted(result["dead"], "rollout"))
+    for cause in result["causes"]:
+        yield Fact("", f"{facts.counted(cause['jobs'], cause['kind'] + ' job')}: {cause['error']}")
+    for each in result["quarantined"]:
+        example = f"example {each['example']} of {each['environment']}"
+        yield Fact("quarantine", f"{example} is not played again: {each['error']}", alarm=True)
+    for each in result["rollouts"][:SHOWN]:
+        yield Fact("rollout", f"{each['rollout']} of {each['environment']}, example {each['example']}: {each['error']}")
+    if len(result["rollouts"]) > SHOWN:
+        yield Fact("", f"and {len(result['rollouts']) - SHOWN:,} more: --json lists them")
+    if "again" in result:
+        number = sum(map(len, result["again"].values()))
+        listed = facts.listed({name: len(examples) for name, examples in result["again"].items()})
+        text = f"{facts.counted(number, 'example')} ({listed}) are played again, first of all" if number else "nothing"
+        yield Fact("put back", text)

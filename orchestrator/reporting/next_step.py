@@ -1,0 +1,114 @@
+"""What the next step waits for, for `penstock why`: its oldest open groups, their jobs, and what happens to each next.
+
+Bounded, however many groups are open: it is computed on the loop with every status.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import GroupRecord, JobRecord
+from orchestrator.quotas import UNFINISHED, quotas
+from orchestrator.reconciler import Reconciler
+from orchestrator.submission import timeout_s
+from orchestrator.trainer import Trainer
+from penstock.config import RunConfig
+from penstock.ids import advantages_job, filter_job, score_job
+from penstock.ledger.states import JobKind, JobState
+
+GROUPS_SHOWN = 4
+JOBS_SHOWN = 8  # of one group or step
+LOOKED_AT = 256  # open groups, in planned order, that are searched for unfinished ones
+
+
+class NextStep:
+    def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer, reconciler: Reconciler) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._trainer = trainer
+        self._reconciler = reconciler
+
+    def status(self) -> dict[str, Any]:
+        """`waits_for`: what it needs next: `trainer`, `encoding`, or `groups`."""
+        step, batch = self._ledger.number("steps_delivered"), next(iter(self._ledger.batches.values()), None)
+        result = {"step": step, "of": self._config.steps, "admitted": self._admitted(), "groups": [], "jobs": []}
+        if batch is not None:
+            jobs = [job for job in self._ledger.jobs.values() if job.subject == str(batch.step)]
+            unfinished = [job for job in jobs if job.state in (JobState.WAITING, JobState.SUBMITTED)]
+            return result | {"waits_for": "encoding", "jobs": [*map(self._job, unfinished[:JOBS_SHOWN])]}
+        if not self._trainer.may_seal(step) and self._has_enough(step):
+            return result | {"waits_for": "trainer"}
+        groups = [self._group(group) for group in islice(self._unfinished(), GROUPS_SHOWN)]
+        return result | {"waits_for": "groups", "groups": groups}
+
+    def _admitted(self) -> dict[str, int]:
+        unit = self._config.batch.unit
+        return {name: self._ledger.admitted[name, unit] for name in self._config.environments}
+
+    def _has_enough(self, step: int) -> bool:
+        admitted = self._admitted()
+        return all(admitted[name] >= quota for name, quota in quotas(self._config, step).items())
+
+    def _unfinished(self) -> Iterator[GroupRecord]:
+        """In planned order: the oldest hold up a step the longest."""
+        return (group for group in islice(self._ledger.groups.values(), LOOKED_AT) if group.state in UNFINISHED)
+
+    def _group(self, group: GroupRecord) -> dict[str, Any]:
+        ids = [rollout.id for rollout in group.rollouts]
+        ids += [score_job(group.id), filter_job(group.id), advantages_job(group.id)]
+        jobs = [job for id in ids if (job := self._ledger.jobs.get(id))]
+        return {
+            "group": group.id,
+            "environment": group.environment,
+            "example": group.example,
+            "state": group.state.value,
+            "rollouts": Counter(rollout.state.value for rollout in group.rollouts),
+            "running_s": round(self._reconciler.group_age_s(group.id), 1),
+            "next": self._next_of_group(group),
+            "jobs": [*map(self._job, jobs[:JOBS_SHOWN])],
+        }
+
+    def _next_of_group(self, group: GroupRecord) -> str | None:
+        rollouts = self._config.rollouts
+        left_s = rollouts.group_timeout_s - self._reconciler.group_age_s(group.id)
+        if rollouts.partial_groups == "wait" or group.state != "collecting":
+            return None
+        then = "is dropped" if rollouts.partial_groups == "drop" else "continues without its unfinished rollouts"
+        return f"after {max(0.0, left_s):.0f} s more of running time it {then} (rollouts.group_timeout_s)"
+
+    def _job(self, job: JobRecord) -> dict[str, Any]:
+        running_s = self._reconciler.running_s(job) if job.state is JobState.SUBMITTED else None
+        worker = self._reconciler.running.worker_of.get(job.id) if job.state is JobState.SUBMITTED else None
+        return {
+            "job": job.id,
+            "kind": job.kind.value,
+            "queue": job.kind.queue.value,
+            "state": "running" if worker else "queued" if job.state is JobState.SUBMITTED else "waiting",
+            "attempt": job.attempt,
+            "failures": job.failures,
+            "losses": job.losses,
+            "error": job.error,
+            "worker": worker,
+            "running_s": round(running_s, 1) if running_s is not None else None,
+            "next": self._next_of_job(job, worker, running_s or 0.0),
+        }
+
+    def _next_of_job(self, job: JobRecord, worker: str | None, running_s: float) -> str:
+        recovery = self._config.recovery
+        if job.state is JobState.WAITING:
+            wait_s = job.not_before - time.monotonic()
+            return f"it is submitted in {wait_s:.0f} s" if wait_s > 0 else "it is submitted when its gate is open"
+        if worker is None:
+            return f"it runs when a worker takes it from the queue {job.kind.queue}"
+        left_s = max(0.0, timeout_s(self._config, job.kind) - running_s)
+        limit = (
+            "rollouts.timeout_s" if job.kind in (JobKind.ROLLOUT, JobKind.EVALUATION) else "recovery.stage_timeout_s"
+        )
+        failures, losses = recovery.max_failures - job.failures, recovery.max_losses - job.losses
+        return (
+            f"it is ended after {left_s:.0f} s more ({limit}) and runs again; it dies after {failures} more failures "
+            f"or {losses} more losses"
+        )

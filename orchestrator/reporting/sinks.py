@@ -1,0 +1,87 @@
+"""Sends the lines of metrics.jsonl to W&B, TensorBoard and trackio, from a process of its own.
+
+The libraries start threads and wait for networks: none is loaded into the orchestrator, and a sink that fails or hangs
+costs the run nothing. The process ends when its stdin does, also because its orchestrator was killed.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator
+
+from penstock.config import RunConfig
+
+logger = logging.getLogger("penstock.sinks")
+
+RETRY_S = 60.0
+FINISH_S = 20.0  # for the last lines, when the run ends
+WORDS_MOST = 600  # of its last words, in a note
+MODULE = "penstock.runtime.metrics_sinks"
+
+
+class Sinks:
+    def __init__(self, config: RunConfig, run: str) -> None:
+        self._run_dir = config.run_dir.resolve()
+        settings = config.metrics
+        name = settings.name or self._run_dir.name
+        self._command = [sys.executable, "-m", MODULE, str(self._run_dir), run, settings.project, name, *settings.sinks]
+        self._wanted = settings.sinks
+        self._patience_s = 0.0
+        self.notes: list[str] = []
+        """why steps are not sent"""
+
+    @contextlib.asynccontextmanager
+    async def sending(self) -> AsyncIterator[None]:
+        """While the body runs; then the last lines, unless the body was cancelled."""
+        if not self._wanted:
+            yield
+            return
+        task = asyncio.create_task(self._run())
+        try:
+            yield
+            self._patience_s = FINISH_S
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _run(self) -> None:
+        while True:
+            process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=PIPE, stdout=DEVNULL, stderr=PIPE, env=os.environ | {"PYTHONSAFEPATH": "1"}
+            )
+            try:
+                words = await _last_words(process)
+            except asyncio.CancelledError:
+                await _finish(process, self._patience_s)
+                raise
+            names = ", ".join(self._wanted)
+            self.notes = [f"steps are not sent to {names} ({words}); metrics.jsonl has them, and they are sent later"]
+            logger.error("action=sinks_failed sinks=%s error=%s", names, words)
+            await asyncio.sleep(RETRY_S)
+            self.notes = []
+
+
+async def _last_words(process: Process) -> str:
+    """The end of what the process writes to stderr, when it has ended."""
+    assert process.stderr
+    kept = b""
+    while part := await process.stderr.read(4096):
+        kept = (kept + part)[-WORDS_MOST:]
+    await process.wait()
+    return kept.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {process.returncode}"
+
+
+async def _finish(process: Process, patience_s: float) -> None:
+    assert process.stdin
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(patience_s):
+            await _last_words(process)
+    except TimeoutError:
+        logger.warning("action=sinks_killed after_s=%g", patience_s)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

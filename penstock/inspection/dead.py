@@ -1,0 +1,84 @@
+"""What died in a run and why, and the order to play it again, which the orchestrator takes from the run directory."""
+
+import os
+import time
+import uuid
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from penstock.errors import RunError
+from penstock.ids import GroupId
+from penstock.inspection import run_json
+from penstock.ledger import histories, queries, schema
+
+FOLDER = "retry"
+"""of a run directory: the orders that no orchestrator has taken yet"""
+RETRIED = "retried_group"
+"""in the ledger: dead rollouts of groups up to this ordinal have been put back"""
+CAUSES_SHOWN = 10
+ORDER_MOST = 10_000  # examples of one order
+
+
+def dead(directory: Path) -> dict[str, Any]:
+    """Causes with counts of the whole run; rollouts and examples as long as their histories are kept."""
+    with schema.reading(run_json.ledger_path(directory)) as connection, queries.snapshot(connection):
+        values = queries.meta(connection)
+        rollouts = histories.dead_rollouts(connection)
+        causes = queries.dead_jobs(connection, limit=CAUSES_SHOWN)
+        number = queries.progress(connection)["rollouts"]["dead"]
+    return {
+        "run": run_json.read(directory)["run"],
+        "dead": number,
+        "causes": causes,
+        "rollouts": rollouts,
+        "quarantined": _quarantined(values),
+        "put_back": max([values.get(RETRIED, 0), *(order["until"] for order in _orders(directory))]),
+    }
+
+
+def retry(directory: Path) -> dict[str, Any]:
+    """Order the examples of what died since the last order, and those in quarantine, to be played again."""
+    found = dead(directory)
+    new = [each for each in found["rollouts"] if _ordinal(each["rollout"]) > found["put_back"]]
+    counted = Counter((each["environment"], each["example"]) for each in new)
+    counted.update((each["environment"], each["example"]) for each in found["quarantined"])
+    examples: dict[str, list[int]] = {}
+    for environment, example in list(counted)[:ORDER_MOST]:
+        examples.setdefault(environment, []).append(example)
+    until = max([found["put_back"], *(_ordinal(each["rollout"]) for each in new)])
+    if examples:
+        _write(directory, {"at": time.time(), "until": until, "examples": examples})
+    return found | {"again": examples}
+
+
+def _quarantined(values: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"environment": key.removeprefix("poison:"), "example": int(example), "error": error}
+        for key, text in sorted(values.items())
+        if key.startswith("poison:") and text
+        for example, error in orjson.loads(text).items()
+    ]
+
+
+def _ordinal(rollout: str) -> int:
+    return GroupId.parse(rollout.rpartition("-")[0]).ordinal
+
+
+def _orders(directory: Path) -> list[dict[str, Any]]:
+    paths = (directory / FOLDER).glob("*.json") if (directory / FOLDER).is_dir() else []
+    return [orjson.loads(path.read_bytes()) for path in paths]
+
+
+def _write(directory: Path, order: dict[str, Any]) -> None:
+    folder = directory / FOLDER
+    name = f"{time.time_ns()}-{uuid.uuid4().hex[:8]}.json"
+    try:
+        folder.mkdir(exist_ok=True)
+        temporary = folder / f".{name}.tmp"
+        temporary.write_bytes(orjson.dumps(order))
+        os.replace(temporary, folder / name)  # noqa: PTH105 - replaces on every platform
+    except OSError as error:
+        raise RunError(f"the order cannot be written to {folder}: {error.strerror}") from error

@@ -1,0 +1,153 @@
+"""What a run waits for: what it reports itself, and what can be seen from outside while it cannot report, or not yet.
+
+The first cause is the one to look at. Also for a run that has crashed: from its directory, its ledger, its last status.
+"""
+
+import socket
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import LedgerError
+from penstock.inspection import run_json
+from penstock.inspection.status import State, full_disks, status
+from penstock.ledger import histories, schema
+from penstock.queues import WorkerKind
+
+LATE_S = 4.0  # a status comes every second
+ANSWER_S = 1.0  # for an engine; one that is busy still accepts the connection
+ENGINES_ASKED = 8
+EVENTS_SHOWN = 8
+SLOW_S = 1.0
+
+
+def why(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
+    """`redis_url` overrides the address in run.json, which has no password."""
+    seen = status(directory, redis_url)
+    next_step: dict[str, Any] = seen["next_step"] or {}
+    causes = [*_of_the_end(seen), *_of_the_parts(directory, seen), *_reported(seen)]
+    if seen["state"] is State.RUNNING:
+        causes += _of_the_step(seen, next_step) if not causes else []
+    return {
+        "run": seen["run"],
+        "run_dir": seen["run_dir"],
+        "state": seen["state"],
+        "status_age_s": seen["status_age_s"],
+        "step": seen["step"],
+        "steps": seen["steps"],
+        "causes": list(dict.fromkeys(causes)),
+        "next_step": next_step,
+        "events": _events(directory, seen, next_step),
+        "losses": seen["losses"],
+        "deaths": seen.get("deaths", []),
+        "queued": seen["queued"],
+        "workers": {node: _worker(said) for node, said in seen["present_workers"].items()},
+        "replicas": seen["replicas"] or {},
+        "notes": [*(seen["notes"] or []), *_restarts(seen)],
+    }
+
+
+def _of_the_end(seen: dict[str, Any]) -> list[str]:
+    if seen["state"] is not State.DONE:
+        return []
+    return seen["notes"] or [f"the run is done: {seen['step']} of {seen['steps']} steps are delivered"]
+
+
+def _reported(seen: dict[str, Any]) -> list[str]:
+    """By the run itself, or about its silence."""
+    late = seen["state"] is State.RUNNING and seen["status_age_s"] > LATE_S
+    silent = f"the orchestrator has written no status for {seen['status_age_s'] or 0:.0f} s: it is paused, or it hangs"
+    return [*([silent] if late else []), *seen["waiting_for"]]
+
+
+def _of_the_parts(directory: Path, seen: dict[str, Any]) -> list[str]:
+    """What can be seen from here at once, before the run has noticed."""
+    if seen["state"] is State.DONE:
+        return []
+    redis_error = [seen["redis"]["error"]] if seen["redis"]["error"] else []
+    workers = [] if redis_error or seen["state"] is State.STOPPED else _missing_workers(seen)
+    disks = full_disks(directory, run_json.read(directory))
+    return [*redis_error, *disks, *_dead_engines(seen), *workers]
+
+
+def _missing_workers(seen: dict[str, Any]) -> list[str]:
+    kinds = {said.get("kind") for said in seen["present_workers"].values()}
+    return [
+        f"no worker for the queues {', '.join(kind.queues)} is running: start one: {kind.command}"
+        for kind in WorkerKind
+        if kind.value not in kinds
+    ]
+
+
+def _dead_engines(seen: dict[str, Any]) -> list[str]:
+    """Asked from the orchestrator's host only: the URLs are those that it uses."""
+    here = seen["process"] and seen["process"]["host"] == socket.gethostname()
+    urls = list(seen["replicas"] or {})[:ENGINES_ASKED] if here else []
+    with ThreadPoolExecutor(max_workers=ENGINES_ASKED) as threads:
+        return [problem for problem in threads.map(_engine_problem, urls) if problem]
+
+
+def _engine_problem(url: str) -> str | None:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=ANSWER_S):  # noqa: S310 - http only, see engine.urls
+            return None
+    except urllib.error.HTTPError:
+        return None
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        said = getattr(reason, "strerror", None) or str(reason) or "timed out"
+        return f"the engine at {url} does not answer ({said}): start it, or correct engine.urls; nothing is lost"
+
+
+def _of_the_step(seen: dict[str, Any], next_step: dict[str, Any]) -> list[str]:
+    """Nothing is wrong: what is slow."""
+    step = next_step.get("step", seen["step"])
+    match next_step.get("waits_for"):
+        case "trainer":
+            return [f"step {step} waits for the trainer, which has not acknowledged an earlier one: is it running?"]
+        case "encoding":
+            return [f"step {step} is composed and is being encoded"]
+        case "groups" if next_step["groups"]:
+            return [_slow_group(step, next_step["groups"][0])]
+        case _:
+            return [f"step {step} waits for its first groups"]
+
+
+def _slow_group(step: int, group: dict[str, Any]) -> str:
+    named = f"group {group['group']} ({group['environment']}, example {group['example']})"
+    running = max((job for job in group["jobs"]), key=lambda job: job["running_s"] or 0.0, default=None)
+    ended = {"collecting": f"{group['rollouts'].get('generated', 0)} of its rollouts are generated"}
+    said = ended.get(group["state"], f"it is {group['state']}")
+    if running is None:
+        return f"step {step} waits for {named}: {said}"
+    where = f" on worker {running['worker']}" if running["worker"] else f" in the queue {running['queue']}"
+    since = f" for {running['running_s']:.0f} s" if running["running_s"] else ""
+    return f"step {step} waits for {named}: {said}; {running['job']} is {running['state']}{since}{where}"
+
+
+def _events(directory: Path, seen: dict[str, Any], next_step: dict[str, Any]) -> list[dict[str, Any]]:
+    """The last ones of what the next step waits for."""
+    subjects = [f"step {next_step.get('step', seen['step'])}"]
+    for group in next_step.get("groups", []):
+        subjects += [group["group"], *(job["job"] for job in group["jobs"])]
+    try:
+        with schema.reading(run_json.ledger_path(directory)) as connection:
+            return histories.events_of(connection, subjects, EVENTS_SHOWN)
+    except LedgerError:
+        return []
+
+
+def _worker(said: dict[str, Any]) -> dict[str, Any]:
+    return {key: said.get(key) for key in ("kind", "pid", "running", "refused")}
+
+
+def _restarts(seen: dict[str, Any]) -> list[str]:
+    """Settings that the last resume has changed and that other processes read at their start."""
+    changed = seen["changed_settings"]
+    return [
+        f"{each['setting']} was {each['was']!r} and is {each['now']!r}: restart {' and '.join(each['restart'])}"
+        for each in changed
+        if each["restart"] and each["at"] == changed[-1]["at"]
+    ]

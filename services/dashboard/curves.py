@@ -1,0 +1,124 @@
+"""The curves of a run: metrics.jsonl, read as it grows, and the means that the trainer annotates."""
+
+import math
+import os
+import threading
+from array import array
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from penstock.batches.annotations import read_means
+
+FILES = ("metrics.3.jsonl", "metrics.2.jsonl", "metrics.1.jsonl", "metrics.jsonl")
+STEPS_MOST = 20_000
+"""Steps in memory, the newest ones."""
+KEYS_MOST = 256
+"""Of a run; 8 bytes a step each: 40 MB at most."""
+READ_BYTES = 8 << 20
+"""Read by one call: 50 ms."""
+POINTS_MOST = 500
+"""Of a curve; more are averaged."""
+MISSING = math.nan
+ANNOTATED = "trainer/"
+"""before the names of annotated means"""
+
+
+class Curves:
+    """Thread-safe."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+        self._read: dict[int, int] = {}
+        """inode of a file -> bytes of it that were read"""
+        self._means: dict[int, dict[str, float]] = {}
+        self._means_changed = 0.0
+
+    def read(self) -> bool:
+        """Read what was appended; False if more is left to be read."""
+        with self._lock:
+            self._read_means()
+            left = READ_BYTES
+            for name in FILES:
+                left -= self._read_file(self._directory / name, left)
+                if left <= 0:
+                    return False
+            return True
+
+    def keys(self) -> list[str]:
+        means = {f"{ANNOTATED}{name}" for values in list(self._means.values())[-1:] for name in values}
+        return sorted(self._columns.keys() | means)
+
+    def last(self, count: int) -> list[dict[str, float]]:
+        """The newest steps, with every key that they have, the newest first."""
+        with self._lock:
+            rows: list[dict[str, float]] = []
+            for at in range(len(self._steps) - 1, max(-1, len(self._steps) - 1 - count), -1):
+                values = {key: column[at] for key, column in self._columns.items() if not math.isnan(column[at])}
+                means = self._means.get(self._steps[at], {})
+                rows.append({"step": self._steps[at], **values, **{f"{ANNOTATED}{k}": v for k, v in means.items()}})
+            return rows
+
+    def series(self, keys: list[str]) -> dict[str, Any]:
+        """Step numbers and, for each key, values or None; averaged where there are more than POINTS_MOST."""
+        with self._lock:
+            width = max(1, math.ceil(len(self._steps) / POINTS_MOST))
+            starts = range(0, len(self._steps), width)
+            return {
+                "steps": [self._steps[min(start + width, len(self._steps)) - 1] for start in starts],
+                "series": {key: [self._mean(key, start, start + width) for start in starts] for key in keys},
+            }
+
+    def _mean(self, key: str, start: int, stop: int) -> float | None:
+        if key.startswith(ANNOTATED):
+            name = key.removeprefix(ANNOTATED)
+            values = [self._means.get(step, {}).get(name, MISSING) for step in self._steps[start:stop]]
+        else:
+            values = self._columns[key][start:stop] if key in self._columns else []
+        known = [value for value in values if not math.isnan(value)]
+        return sum(known) / len(known) if known else None
+
+    def _read_file(self, path: Path, limit: int) -> int:
+        """Bytes that were read. A file that is renamed keeps its inode, and what was read of it."""
+        try:
+            with path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                begin = self._read.get(inode, 0)
+                file.seek(begin)
+                content = file.read(limit)
+        except FileNotFoundError:
+            return 0
+        end = content.rfind(b"\n") + 1
+        for line in content[:end].splitlines():
+            self._add(line)
+        self._read[inode] = begin + end
+        return end
+
+    def _add(self, line: bytes) -> None:
+        try:
+            values: Any = orjson.loads(line)
+            step = int(values.pop("step"))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return
+        if self._steps and step <= self._steps[-1]:
+            return
+        for key in values.keys() - self._columns.keys():
+            if len(self._columns) < KEYS_MOST:
+                self._columns[key] = array("d", [MISSING]) * len(self._steps)
+        self._steps.append(step)
+        for key, column in self._columns.items():
+            value = values.get(key)
+            column.append(float(value) if isinstance(value, int | float) else MISSING)
+        if len(self._steps) > 2 * STEPS_MOST:
+            for column in (self._steps, *self._columns.values()):
+                del column[:STEPS_MOST]
+
+    def _read_means(self) -> None:
+        folder = self._directory / "trainer"
+        changed = max((path.stat().st_mtime for path in folder.glob("annotations.rank_*.jsonl")), default=0.0)
+        if changed != self._means_changed:
+            self._means, self._means_changed = read_means(self._directory), changed

@@ -1,0 +1,77 @@
+import pytest
+from support.ledgers import configured
+
+from orchestrator.examples import Examples
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import GroupRecord
+from orchestrator.poison import DEATHS_MOST, Poison
+from penstock.config import RunConfig
+from penstock.errors import RunError
+
+DEATHS = 3
+
+
+def config() -> RunConfig:
+    environment = {"use": "noop", "order": "in_order"}
+    return configured(environments={"noop": environment}, recovery={"max_example_deaths": DEATHS})
+
+
+def group(example: int) -> GroupRecord:
+    return GroupRecord(id="g0000001", ordinal=1, environment="noop", example=example)
+
+
+def die(poison: Poison, ledger: Ledger, example: int, times: int, *, others: int = 1) -> None:
+    for _ in range(times):
+        poison.died(group(example), "no such image")
+        ledger.increment("rollouts_generated", others)
+
+
+def test_an_example_is_skipped_after_its_deaths_while_others_are_generated(ledger: Ledger) -> None:
+    ledger.set("examples:noop", 4)
+    examples = Examples(config(), ledger)
+    die(examples.poison, ledger, 2, DEATHS + 1)
+    assert [examples.take("noop") for _ in range(6)] == [0, 1, 3, 0, 1, 3]
+    note = "example 2 of noop is not played again, because its rollouts die: no such image"
+    assert examples.poison.notes(["noop"]) == [note]
+    assert Poison(config(), ledger).is_poison("noop", 2), "the ledger has it"
+
+
+def test_in_an_outage_nothing_is_quarantined(ledger: Ledger) -> None:
+    poison = Poison(config(), ledger)
+    for example in range(4):
+        die(poison, ledger, example, 100, others=0)
+    assert poison.notes(["noop"]) == []
+
+
+def test_a_generated_rollout_ends_the_row_of_deaths(ledger: Ledger) -> None:
+    poison = Poison(config(), ledger)
+    for _ in range(10):
+        die(poison, ledger, 0, DEATHS - 1)
+        poison.generated(group(0))
+    assert not poison.is_poison("noop", 0)
+
+
+def test_what_is_put_back_is_played_first_and_counts_from_zero(ledger: Ledger) -> None:
+    ledger.set("examples:noop", 4)
+    examples = Examples(config(), ledger)
+    die(examples.poison, ledger, 2, DEATHS + 1)
+    examples.poison.play_again("noop", [2, 3, 2])
+    assert [examples.take("noop") for _ in range(4)] == [2, 3, 0, 1]
+    die(examples.poison, ledger, 2, DEATHS - 1)
+    assert examples.take("noop") == 2
+
+
+def test_a_run_whose_examples_are_all_in_quarantine_stops_and_says_what_to_do(ledger: Ledger) -> None:
+    ledger.set("examples:noop", 2)
+    examples = Examples(config(), ledger)
+    for example in range(2):
+        die(examples.poison, ledger, example, DEATHS + 1)
+    with pytest.raises(RunError, match=r"every example of 'noop' is in quarantine.*penstock dead --retry"):
+        examples.take("noop")
+
+
+def test_the_examples_whose_deaths_are_counted_are_bounded(ledger: Ledger) -> None:
+    poison = Poison(config(), ledger)
+    for example in range(2 * DEATHS_MOST):
+        die(poison, ledger, example, 1)
+    assert str(ledger.meta["deaths:noop"]).count(":") == DEATHS_MOST

@@ -1,0 +1,59 @@
+"""A page of a real browser that notes errors and requests, and a dashboard in a process of its own."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from playwright.sync_api import Page, expect
+
+TIMEOUT_MS = 30_000  # of a wait: a hang
+COMMAND = "import sys; from cli.main import main; sys.argv[0] = 'penstock'; main()"
+
+
+class Watched:
+    """A page, and what it did that it must not."""
+
+    def __init__(self, page: Page, url: str) -> None:
+        self.page, self.url = page, url
+        self.errors: list[str] = []
+        self.requested: set[str] = set()
+        page.set_default_timeout(TIMEOUT_MS)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        page.on("request", lambda request: self.requested.add(request.url.split("/", 3)[2]))
+
+    def open(self, place: str = "") -> Page:
+        """Wait until the page is drawn. The pages' policy does not allow waits by a script."""
+        self.page.goto(f"{self.url}{place}")
+        self.page.locator("html[data-drawn]").wait_for(state="attached")
+        return self.page
+
+    def go(self, place: str) -> Page:
+        page = self.page.locator("html")
+        drawn = page.get_attribute("data-drawn") or ""
+        self.page.evaluate("place => { location.hash = place }", place)
+        expect(page).not_to_have_attribute("data-drawn", drawn, timeout=TIMEOUT_MS)
+        return self.page
+
+    def check(self) -> None:
+        assert self.errors == []
+        assert self.requested <= {self.url.split("/", 3)[2]}, "a request left the machine"
+
+
+@contextmanager
+def dashboard(*run_dirs: Path) -> Iterator[str]:
+    """The URL of a server process."""
+    arguments = ["dashboard", *map(str, run_dirs), "--port", "0"]
+    process = subprocess.Popen([sys.executable, "-c", COMMAND, *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found, line
+        yield found[0]
+    finally:
+        process.terminate()
+        process.wait(10)
