@@ -2,6 +2,7 @@
 
 import importlib
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Protocol, cast
 
 import typer
@@ -28,6 +29,8 @@ class Bench(StrEnum):
     ENGINE = "engine"
     ENGINE_REAL = "engine-real"
     POOL = "pool"
+    DASHBOARD = "dashboard"
+    LEARN = "learn"
 
 
 class BenchModule(Protocol):
@@ -39,6 +42,7 @@ def bench(
     as_json: Json = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a target is missed.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Smoke run: numbers are not meaningful.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the targets and their limits.")] = None,
 ) -> None:
     """Run one benchmark of Penstock against its baseline.
 
@@ -58,6 +62,8 @@ def bench(
     engine          responses per second of the simulated engine
     engine-real     turns per second of a real vLLM, through Penstock and directly
     pool            CPU time of a task on the asyncio pool
+    dashboard       server time, memory and first paint with 1,000,000 rollouts
+    learn           reward of the demo's model, time and alignment, with five seeds
     """
     module = cast("BenchModule", importlib.import_module(f"bench.{name.value.replace('-', '_')}"))
     report = module.run(quick=quick)
@@ -65,8 +71,17 @@ def bench(
         print_json(report.as_dict())
     else:
         print_report(report)
+    if plot:
+        draw(report, plot)
     if strict and not report.met:
         raise typer.Exit(1)
+
+
+def draw(report: Report, path: Path) -> None:
+    from cli.plots import target_bars
+
+    targets = [(f"{each.name} ({each.sense})", each.value, each.limit, each.met) for each in report.targets]
+    path.write_text(target_bars(f"penstock bench {report.bench}", targets))
 
 
 def print_report(report: Report) -> None:

@@ -137,9 +137,8 @@ def _redis(config: "RunConfig") -> "list[Finding]":
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 
-    from orchestrator.broker import explain
     from penstock import redis_keys
-    from penstock.config.redis_address import address
+    from penstock.config.redis_address import address, explain
     from penstock.doctor.findings import note, ok, wrong
     from tasks.agreement import Presence, digest, used_settings
 

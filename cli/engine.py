@@ -1,4 +1,4 @@
-"""`penstock engine`: a simulated inference server."""
+"""`penstock engine`: an inference server for demos and tests."""
 
 import logging
 from typing import Annotated, Literal
@@ -19,6 +19,13 @@ Failures = Annotated[
         "(abort=S,thought=S,sentinel=S,no_experts=S)."
     ),
 ]
+Model = Annotated[
+    Literal["tiny-moe"] | None,
+    Option(
+        help="Sample from a small mixture of experts, whose first weights are drawn by the seed. Options about "
+        "scripted completions (skill, latency, length, layers, topk, experts) then do not apply."
+    ),
+]
 Dialect = Literal["vllm", "sglang"]
 Form = Literal["object", "npy", "bare", "lists"]
 
@@ -28,6 +35,7 @@ def engine(
     port: Annotated[int, Option(help="0: any free port, which is logged.")] = 8000,
     dialect: Annotated[Dialect, Option(help="API of /v1/chat/completions.")] = "vllm",
     seed: Annotated[int, Option(help="Engines with the same seed give the same completions.")] = 0,
+    model: Model = None,
     skill: Annotated[float, Option(min=0, max=1, help="Share of correct completions.")] = 0.5,
     latency: Latency = "constant:0",
     length: Annotated[
@@ -46,11 +54,11 @@ def engine(
     logprobs_mode: Mode = "processed_logprobs",
     dev_mode: Annotated[bool, Option(help="Serve the control endpoints, as with VLLM_SERVER_DEV_MODE=1.")] = True,
 ) -> None:
-    """Simulate an inference server. No model and no GPU are needed.
+    """Simulate an inference server. No GPU is needed.
 
-    Serves the chat API of vLLM or SGLang, and /inference/v1/generate. A completion depends only on the request and
-    the seed, and on the weights: a directory with weights.json, {"version": N}, which the control endpoints of vLLM
-    and SGLang load.
+    Serves the chat API of vLLM or SGLang, and /inference/v1/generate. A completion is scripted: it depends only on the
+    request, the seed and the weights' version; or, with --model, it is sampled. Weights are a directory with
+    weights.json, {"version": N}, and the model's file, which the control endpoints of vLLM and SGLang load.
     """
     from services.engine import server, settings
 
@@ -73,6 +81,7 @@ def engine(
             served_model_name=served_model_name,
             logprobs_mode=settings.LogprobsMode(logprobs_mode),
             dev_mode=dev_mode,
+            model=model,
             older=settings.is_older(settings.Dialect(dialect), release) if release else False,
         )
     )

@@ -1,9 +1,11 @@
 """Lines of label and text that describe a run, shared by the live view and the commands."""
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 WORKERS_SHOWN = 8
+REPLICAS_SHOWN = 16
 MINUTE_S, HOUR_S = 60, 3600
 
 
@@ -71,6 +73,24 @@ def workers(running: Mapping[str, int]) -> Fact:
     busiest = dict(sorted(running.items(), key=lambda item: -item[1])[:WORKERS_SHOWN])
     more = f" and {len(running) - len(busiest)} more" if len(running) > len(busiest) else ""
     return Fact("workers", f"{counted(sum(running.values()), 'job')} running: {listed(busiest)}{more}")
+
+
+def replicas(status: Mapping[str, Mapping[str, Any]]) -> Iterator[Fact]:
+    """What each replica of the engine does, gave and cost."""
+    for url, replica in islice(status.items(), REPLICAS_SHOWN):
+        parts = [f"weights {replica['weights']!r}"] if replica["weights"] is not None else []
+        if "running" in replica:
+            cache = f"{replica['cache_use']:.0%} of its KV cache"
+            parts.append(f"{replica['running']:,} running, {replica['waiting']:,} waiting, {cache}")
+        if replica.get("tokens"):
+            parts.append(f"{replica['tokens']:,} tokens, {replica['tokens_per_s']:,.0f}/s a request")
+        if lost := replica.get("lost_tokens"):
+            parts.append(f"{lost:,} tokens lost by its failures")
+        if slow := replica.get("slow_tokens"):
+            parts.append(f"about {slow:,} tokens behind the fastest")
+        yield Fact("engine", f"{url}: {'; '.join(parts) or 'says nothing'}", alarm=not replica["serves"])
+    if len(status) > REPLICAS_SHOWN:
+        yield Fact("", f"and {len(status) - REPLICAS_SHOWN} more (--json)")
 
 
 def loop_lag(lag: Mapping[str, Any]) -> str:

@@ -5,8 +5,27 @@ import sys
 
 import typer
 
-from cli import audit, bench, doctor, engine, gc, run, sessions, status, trial
+from cli import (
+    audit,
+    bench,
+    bundle,
+    dashboard,
+    dead,
+    doctor,
+    engine,
+    gc,
+    init,
+    redis_server,
+    redo,
+    report,
+    run,
+    sessions,
+    status,
+    trial,
+    why,
+)
 from cli.demo import command as demo
+from cli.up import command as up
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.privacy import forbid_inspection
 
@@ -18,12 +37,21 @@ app = typer.Typer(
     help="The pipe between inference server and trainer in LLM reinforcement learning.",
 )
 app.command("demo")(demo.demo)
+app.command("init")(init.init)
+app.command("up")(up.up)
 app.command("run")(run.run)
 app.command("doctor")(doctor.doctor)
 app.command("try")(trial.try_environments)
 app.command("status")(status.status)
+app.command("why")(why.why)
+app.command("dead")(dead.dead)
+app.command("bundle")(bundle.bundle)
 app.command("audit")(audit.audit)
 app.command("gc")(gc.gc)
+app.command("redis")(redis_server.redis)
+app.command("dashboard")(dashboard.dashboard)
+app.command("report")(report.report)
+app.command("redo")(redo.redo)
 app.command("sessions")(sessions.sessions)
 app.command("engine")(engine.engine)
 app.command("bench")(bench.bench)

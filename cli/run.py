@@ -1,8 +1,6 @@
 """`penstock run CONFIG.toml`: the orchestrator of a run."""
 
-import json
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +15,6 @@ from cli.output import CONFIG_HELP, Json, print_facts, print_json, showing_run
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
-
-CHECK_S = 20.0  # a few short requests; an engine that is busy for longer is not checked
 
 
 def run(
@@ -46,49 +42,46 @@ def run(
     from penstock import config as configuration
 
     settings = configuration.load(config, flags={"run_dir": run_dir, "steps": steps, "lag.trace_s": lag_trace_s})
-    _check_engine(config, settings)
+    unchecked = _check_engine(config, settings)
     from orchestrator import start  # after the settings, so that a wrong one is reported before Celery is imported
     from orchestrator.ledger.audit import audit_at_end
     from penstock.store import open_store
 
     with showing_run(as_json=as_json) as on_status:
-        status = start.run(settings, on_status=on_status)
+        status = start.run(settings, on_status=on_status, engine_check=unchecked)
     with checksum_progress() as progress:
         result = audit_at_end(settings.run_dir, progress)
     if as_json:
         print_json({**status, "audit": result})
     else:
-        print_facts(_summary(status, result, open_store(settings.store_url).location("batches")))
+        print_facts(summary(status, result, open_store(settings.store_url).location("batches")))
     if not result["balanced"]:
         raise typer.Exit(1)
 
 
-def _check_engine(config: Path | None, settings: "RunConfig") -> None:
-    """Refuse a start if every rollout would fail or be spoilt, in the engine's words. In a child process: a dialect may
-    be code of the user, which never runs in the orchestrator's. What cannot be asked now is left to the run."""
+def _check_engine(config: Path | None, settings: "RunConfig") -> list[str] | None:
+    """Refuse a start if every rollout would fail or be spoilt, in the engine's words. The command of the check if no
+    replica answers: the run repeats it before its first rollout. In a child process: a dialect may be code of the user,
+    which never runs in the orchestrator's."""
+    import asyncio
+
+    from orchestrator.engine_check import examined
     from penstock.config.test_hooks import checks_engine
     from penstock.errors import ConfigError
 
     if not checks_engine(settings):
-        return
+        return None
     command = [sys.executable, "-m", "penstock.doctor", *([str(config)] if config else [])]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=CHECK_S, check=False)
-    except subprocess.TimeoutExpired:
-        print(f"the engine was not checked: it did not answer within {CHECK_S:g} s", file=sys.stderr)
-        return
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
-        print(f"the engine was not checked: {said[-1]}", file=sys.stderr)
-        return
-    found = json.loads(done.stdout)
-    if unchecked := found.get("unchecked"):
-        print(f"the engine was not checked: {unchecked}", file=sys.stderr)
+    found = asyncio.run(examined(command))
     if refused := found.get("refused"):
         raise ConfigError(f"{refused}. Then run the same command again; `penstock doctor` shows more")
+    if unchecked := found.get("unchecked", found.get("away")):
+        print(f"the engine was not checked: {unchecked}", file=sys.stderr)
+    return command if "away" in found else None
 
 
-def _summary(status: dict[str, Any], result: dict[str, Any], batches: str) -> Iterator[Fact]:
+def summary(status: dict[str, Any], result: dict[str, Any], batches: str) -> Iterator[Fact]:
+    """The end of a run. The command that resumes it is the one that was typed."""
     done = status["phase"] == "done"
     ended = "done" if done else "stopped before its last step"
     yield Fact("run", f"{status['run']}: {ended} after {facts.duration(status['running_s'])}")

@@ -1,7 +1,7 @@
 """`penstock status RUN_DIR`: progress of a run, and what it waits for."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,10 +20,10 @@ def status(run_dir: RunDir, as_json: Json = False) -> None:
     Reads the run directory, the ledger and Redis, and changes nothing. Works during and after a run, and without
     Redis. The Redis address is PENSTOCK_REDIS_URL or that of the run; a password is read from the environment only.
     """
-    from orchestrator.reporting.status import status as read_status
-    from penstock import config
+    from penstock.config import redis_address
+    from penstock.inspection.status import status as read_status
 
-    result = read_status(run_dir, config.redis_url())
+    result = read_status(run_dir, redis_address.from_environment())
     if as_json:
         print_json(result)
     else:
@@ -34,6 +34,7 @@ def _facts(result: dict[str, Any]) -> Iterator[Fact]:
     yield Fact("run", f"{result['run']} in {result['run_dir']}")
     yield Fact("state", _state(result), alarm=result["state"] in ("silent", "stopped"))
     yield from facts.progress(result)
+    yield from losses(result)
     yield from _changed_settings(result["changed_settings"])
     if result["ledger"]["error"]:
         yield Fact("ledger", f"{result['ledger']['error']}; counts are from the last status", alarm=True)
@@ -45,6 +46,7 @@ def _facts(result: dict[str, Any]) -> Iterator[Fact]:
         yield Fact("redis", f"{result['redis']['address']} is reachable")
         yield Fact("queues", facts.listed(result["queued"]))
         yield facts.workers({worker: len(jobs) for worker, jobs in result["workers"].items()})
+    yield from facts.replicas(result["replicas"] or {})
     for process, lag in result["event_loop_lag"].items():
         yield Fact("loop lag", f"{facts.loop_lag(lag)}: {process}")
         for culprit, seconds in lag.get("blockers", {}).items():
@@ -58,6 +60,18 @@ def _facts(result: dict[str, Any]) -> Iterator[Fact]:
             yield Fact("worker", why, alarm=True)
     for cause in result["waiting_for"]:
         yield Fact("waits for", cause, alarm=True)
+
+
+def losses(result: Mapping[str, Any]) -> Iterator[Fact]:
+    """What rollouts are lost to: of late, while the run reports it, else since the beginning."""
+    late = result["losses"] or {}
+    for death in late.get("died", []):
+        yield Fact("died", f"{death['rollouts']:,} of the last {late['rollouts']:,}: {death['error']}", alarm=True)
+    if late.get("dropped"):
+        yield Fact("dropped", f"of the last {late['rollouts']:,}: {facts.listed(late['dropped'])}")
+    if not late.get("died"):
+        for death in result.get("deaths", []):
+            yield Fact("dead", f"{facts.counted(death['jobs'], death['kind'] + ' job')}: {death['error']}", alarm=True)
 
 
 def _changed_settings(changed: list[dict[str, Any]]) -> Iterator[Fact]:

@@ -5,8 +5,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.cluster import cluster_in
 from support.engine_process import PENSTOCK, EngineProcess
-from support.waiting import HANG_S
+from support.vllm_server import free_port
+from support.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,3 +66,35 @@ def test_a_good_engine_passes_and_an_absent_one_is_left_to_the_run(tmp_path: Pat
         assert "Redis at redis://127.0.0.1:1/0 cannot be used" in done.stderr
     assert "was not checked" not in good.stderr
     assert "the engine was not checked: http://127.0.0.1:1 cannot be reached" in absent.stderr
+    assert "was not checked" not in started(tmp_path, "http://127.0.0.1:1", PENSTOCK_ENGINE__CHECK="false").stderr
+
+
+@pytest.mark.parametrize(("flags", "passes"), [((), True), (("--logprobs-mode", "raw_logprobs"), False)])
+def test_an_engine_that_was_away_is_checked_before_the_first_rollout(
+    tmp_path: Path, flags: tuple[str, ...], passes: bool
+) -> None:
+    port = free_port()
+    settings = {
+        "steps": 1,
+        "batch": {"size": 1},
+        "rollouts": {"group_size": 2},
+        "engine": {"urls": [f"http://127.0.0.1:{port}"], "check": True},
+        "filters.zero_variance": {"mode": "monitor"},
+        "environments.sums": {"use": "arithmetic"},
+    }
+    with cluster_in(tmp_path, **settings) as cluster:
+        cluster.rollout_worker()
+        cluster.compute_worker()
+        orchestrator = cluster.orchestrator(PENSTOCK_ENGINE__CHECK="true")
+        cluster.wait_waiting_for("rollouts begin when it answers and has been checked")
+        wait_until(lambda: cluster.status()["states"].get("planned"), what="rollouts to be planned")
+        engine = EngineProcess(tmp_path, "--port", str(port), *flags)
+        try:
+            if passes:
+                assert orchestrator.wait() == 0, orchestrator.text[-3000:]
+            else:
+                assert orchestrator.wait() == 2
+                assert "--logprobs-mode processed_logprobs" in orchestrator.text
+                assert cluster.ledger("SELECT max(attempt) FROM jobs WHERE kind = 'rollout'") == [(0,)]
+        finally:
+            engine.kill()

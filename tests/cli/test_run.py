@@ -15,9 +15,9 @@ from support.waiting import HANG_S, wait_until
 
 from orchestrator import run_dir
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.reporting import status
 from penstock import config
 from penstock.config import test_hooks
+from penstock.inspection import status
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")

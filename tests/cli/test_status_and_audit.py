@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -21,6 +22,8 @@ from penstock.runtime.embedded_redis import EmbeddedRedis
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
 ROOT = str(Path(__file__).parents[2])
+HEAVY = {"celery", "kombu", "aiohttp", "numpy", "orchestrator", "tasks", "workers", "services", "rich"}
+MAX_MODULES = 480  # 421 with Python 3.11: Python itself, typer with pydantic, redis with asyncio
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +120,23 @@ def test_status_prints_one_json_object(run: Path) -> None:
     assert set(result) == {
         "run", "run_dir", "state", "status_age_s", "phase", "stopped_by", "process", "running_s", "step", "steps",
         "rollouts", "states", "rollouts_per_s", "tokens_per_s", "queued", "workers", "event_loop_lag", "http", "redis",
-        "ledger", "waiting_for", "changed_settings", "notes", "excluded_workers", "evaluations",
+        "ledger", "waiting_for", "changed_settings", "notes", "excluded_workers", "evaluations", "losses", "next_step",
+        "replicas", "present_workers", "deaths",
     }  # fmt: skip
     assert result["state"] == "stopped"
     assert result["rollouts"]["in_flight"] == 8
+
+
+def test_status_imports_what_it_shows_and_no_more(run: Path) -> None:
+    """Nearly all of its time is imports: the settings, numpy and Celery would triple it."""
+    script = "import sys; sys.argv[1:] = ['status', sys.argv[1]]\nfrom cli.main import main\ntry: main()\n"
+    script += "except SystemExit: pass\nprint(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", script, str(run)], capture_output=True, text=True, check=True)
+    modules = done.stderr.split()
+    assert "8 planned" in done.stdout
+    assert not HEAVY & {module.partition(".")[0] for module in modules}
+    assert "penstock.config.run" not in modules, "the settings are models of pydantic"
+    assert len(modules) <= MAX_MODULES
 
 
 def test_status_on_a_terminal_has_colours_and_the_same_text(run: Path) -> None:
