@@ -6,13 +6,21 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The package `verifiers` requires another version of `openai`, so its tests have their own environment.
 VERIFIERS := .venv-verifiers
+SINKS := .venv-sinks
 # Real inference servers run from their own environments: the newest vLLM for CPU, and the last whose CPU build returns
 # routed experts. Both need Python 3.11 (make VLLM_PYTHON=/path/to/python3.11).
 VLLM := .venv-vllm
 VLLM_ROUTES := .venv-vllm-030
+# Trainers with torch (penstock.torch, TRL) have an environment of their own too, also of Python 3.11.
+TORCH := .venv-torch
 VLLM_PYTHON ?= $(shell command -v python3.11 || ls -d $$HOME/.pyenv/versions/3.11.*/bin/python3.11 2>/dev/null | tail -n 1)
 
-.PHONY: setup demo check test test-slow test-verifiers test-vllm test-vllm-all test-engine vllm vllm-all chaos simulate fuzz soak bench docs clean
+# Bytecode is kept: without it every worker of pytest compiles the tests again (20 instead of 7 s of CPU each).
+unexport PYTHONDONTWRITEBYTECODE
+
+TESTS := --ignore tests/test_house_rules.py --ignore tests/verifiers --ignore tests/vllm --ignore tests/browser --ignore tests/sinks --ignore tests/with_torch
+
+.PHONY: setup demo check bytecode test test-slow test-browser test-sinks test-verifiers test-vllm test-vllm-all test-engine vllm vllm-all chaos simulate fuzz soak bench docs clean test-torch test-learning torch
 
 setup: $(STAMP)
 
@@ -32,12 +40,34 @@ check: setup
 	@$(BIN)/basedpyright --level error
 	@$(BIN)/pytest --quiet tests/test_house_rules.py
 
-test: check
-	@$(BIN)/pytest --ignore tests/test_house_rules.py --ignore tests/verifiers --ignore tests/vllm --numprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not slow'
+# The type checker uses one core; the other compiles the tests meanwhile.
+bytecode: setup
+	@$(BIN)/pytest $(TESTS) --collect-only -qq > /dev/null || true
 
-# Long tests: the rollout worker's benchmark, two demos at once, killed demos.
+test: setup
+	@$(MAKE) --no-print-directory -j 2 check bytecode
+	@$(BIN)/pytest $(TESTS) --numprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not slow'
+
+# Long tests: smoke runs of the benchmarks, two demos at once, killed demos.
 test-slow: setup
-	@$(BIN)/pytest --ignore tests/verifiers --ignore tests/vllm --numprocesses 3 --dist loadfile -m slow
+	@$(BIN)/pytest --ignore tests/verifiers --ignore tests/vllm --ignore tests/browser --ignore tests/sinks --ignore tests/with_torch --numprocesses 3 --dist loadfile -m slow
+
+# The dashboard in a real browser: needs Chromium on PATH (apt-get install chromium).
+test-browser: setup $(VENV)/.browser
+	@$(BIN)/pytest tests/browser --timeout 120
+
+$(VENV)/.browser: constraints.txt $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[app,dev,browser]'
+	@touch $@
+
+# Real W&B, TensorBoard and trackio, offline, in an environment of their own.
+test-sinks: $(SINKS)/.installed
+	@$(SINKS)/bin/pytest tests/sinks
+
+$(SINKS)/.installed: pyproject.toml
+	@$(PYTHON) -m venv $(SINKS)
+	@$(SINKS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[app,sinks]' pytest pytest-timeout
+	@touch $@
 
 test-verifiers: $(VERIFIERS)/.installed
 	@$(VERIFIERS)/bin/pytest tests/verifiers --numprocesses 2 --dist loadfile
@@ -67,6 +97,23 @@ test-engine: setup
 	@test -n "$(ENGINE_URL)" || { echo "Which server? make test-engine ENGINE_URL=http://host:8000 [TOKENIZER=DIRECTORY]"; exit 1; }
 	@ENGINE_URL=$(ENGINE_URL) TOKENIZER=$(TOKENIZER) $(BIN)/pytest tests/vllm -m 'not slow' --timeout 600
 
+# penstock.torch and the adapter of TRL with the real packages, on CPU: two minutes after the installation.
+test-torch: torch
+	@PYTHONPATH=. $(TORCH)/bin/python -m pytest --confcutdir tests/with_torch tests/with_torch
+
+# A model learns to a reward of 0.9 through vLLM, with kills of trainer, worker and engine: half an hour.
+test-learning: setup vllm torch
+	@PENSTOCK_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/pytest tests/vllm/test_learning.py -m slow --timeout 3600
+
+torch: $(TORCH)/.installed
+
+$(TORCH)/.installed: constraints-torch.txt
+	@test -n "$(VLLM_PYTHON)" || { echo "The tests of trainers need Python 3.11 (make VLLM_PYTHON=/path/to/python3.11)."; exit 1; }
+	@echo "Installing torch and TRL for CPU into $(TORCH) with $(VLLM_PYTHON). The first run takes a minute or more."
+	@$(VLLM_PYTHON) -m venv $(TORCH)
+	@$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement constraints-torch.txt
+	@touch $@
+
 vllm: $(VLLM)/.installed
 vllm-all: $(VLLM)/.installed $(VLLM_ROUTES)/.installed
 
@@ -94,16 +141,17 @@ simulate: setup
 
 fuzz: setup
 	@$(BIN)/pytest tests/penstock/engines/test_response_fuzz.py --fuzz-rounds 1000 --timeout 900
+	@$(BIN)/pytest tests/services/sessions/test_request_fuzz.py --fuzz-rounds 4000 --timeout 3600
 
 soak: setup
 	@$(BIN)/penstock bench soak --strict
 
 bench: setup
-	@for name in control recovery ingest filters lag boundary sessions rollout-worker steps scale renderers engine pool; do $(BIN)/penstock bench $$name || exit 1; done
+	@for name in control recovery ingest filters lag boundary sessions rollout-worker steps scale renderers engine pool dashboard learn; do $(BIN)/penstock bench $$name || exit 1; done
 
 # tests/test_docs.py compares the page with the settings.
 docs: setup
 	@$(BIN)/python -m penstock.config.reference > docs/configuration.md
 
 clean:
-	@rm -rf $(VENV) $(VERIFIERS) $(VLLM) $(VLLM_ROUTES) build *.egg-info
+	@rm -rf $(VENV) $(VERIFIERS) $(SINKS) $(VLLM) $(VLLM_ROUTES) build *.egg-info

@@ -20,7 +20,7 @@ from bench.harness.procfs import cpu_s, peak_mb, reset_peak, resident_mb
 from bench.harness.progress import progress
 from bench.harness.report import Report, Target, median
 from penstock.config.engine import Engine
-from penstock.runtime.loop_lag import LagSummary, read_summaries
+from penstock.runtime.lag_summaries import LagSummary, read_summaries
 
 ROUNDS = 5
 ABOVE_CANARY_MS = 15.0

@@ -24,7 +24,6 @@ from orchestrator import run_dir
 from orchestrator.ledger.audit import audit
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.release import Sweeper
-from orchestrator.reporting.status import status
 from penstock import ids
 from penstock.batches.signals import (
     Checkpoint,
@@ -36,6 +35,7 @@ from penstock.batches.signals import (
 )
 from penstock.config import RunConfig
 from penstock.errors import RunError
+from penstock.inspection.status import status
 
 ROUNDS = 3
 GROUP_SIZE = 8

@@ -18,8 +18,8 @@ from penstock import redis_keys
 from penstock.config import RunConfig
 from penstock.ledger.states import JobKind
 from penstock.messages import Outcome, Reply, shortened
+from penstock.queues import WorkerKind
 from tasks.agreement import Order, Presence, digest, used_settings
-from tasks.kinds import WorkerKind
 
 logger = logging.getLogger("penstock.attendance")
 

@@ -43,16 +43,19 @@ class BatchPhase:
                 continue
             try:
                 result = await in_io_thread(job_inputs.read_advantages, self._store, key)
-                _check(batch, result)
+                _check(batch, result, self._inputs.credit_key(job))
             except (BlobError, StageError, OSError) as error:
                 self._groups.job_failed(job, f"its result cannot be read: {error}")
                 continue
+            self._inputs.adopt(result.credit)
             self._composer.estimated(batch, result)
             await self._ledger.committed()
             crash_points.passed("estimated")
             await in_io_thread(delete, self._store, [key])
 
 
-def _check(batch: BatchRecord, result: StepAdvantages) -> None:
+def _check(batch: BatchRecord, result: StepAdvantages, credit: str | None) -> None:
+    if result.credit not in (None, credit):
+        raise StageError(f"it names {result.credit!r}, which is not the file of its execution")
     if result.advantages.keys() != {rollout.id for rollout in batch.rollouts()}:
         raise StageError(f"it has advantages of {len(result.advantages)} other rollouts than the step's")

@@ -14,7 +14,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
-from penstock.config.redis_address import address, has_password
+from penstock.config.redis_address import address, explain, reason
 from penstock.errors import ConfigError
 
 logger = logging.getLogger("penstock.broker")
@@ -66,7 +66,7 @@ class Broker:
                 refused = isinstance(error, AuthenticationError | ResponseError)
                 if refused or time.monotonic() > give_up_at:
                     raise ConfigError(explain(self._url, error)) from error
-                logger.warning("action=redis_awaited at=%s error=%s", address(self._url), _reason(error))
+                logger.warning("action=redis_awaited at=%s error=%s", address(self._url), reason(error))
                 await asyncio.sleep(min(RETRY_MOST_S, patience_s / 10))
 
     async def close(self) -> None:
@@ -79,7 +79,7 @@ class Broker:
             self.outages += 1
             self._down_since, self._logged_at = now, -LOG_EVERY_S
         self.trouble = (
-            f"Redis at {address(self._url)} does not answer ({_reason(error)}); the run waits and nothing is lost"
+            f"Redis at {address(self._url)} does not answer ({reason(error)}); the run waits and nothing is lost"
         )
         if now - self._logged_at >= LOG_EVERY_S:
             self._logged_at = now
@@ -89,21 +89,3 @@ class Broker:
         if self.trouble is not None:
             logger.info("action=redis_back at=%s", address(self._url))
         self.trouble = None
-
-
-def explain(url: str, error: Exception) -> str:
-    """Why the Redis at `url` cannot be used, and what to do."""
-    if isinstance(error, AuthenticationError):
-        does = "refuses the password" if has_password(url) else "requires a password"
-        return (
-            f"Redis at {address(url)} {does}: set it in the environment, "
-            "PENSTOCK_REDIS_URL=redis://:PASSWORD@HOST:PORT/NUMBER"
-        )
-    return (
-        f"Redis at {address(url)} cannot be used ({_reason(error)}): "
-        "start it, or set redis_url (PENSTOCK_REDIS_URL) to the right one"
-    )
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or "timed out"  # a TimeoutError has no message

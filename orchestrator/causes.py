@@ -1,7 +1,9 @@
-"""Why rollouts are lost to training: deaths by their error, drops by their reason, since a group was last admitted."""
+"""Why rollouts are lost to training: deaths by their error, drops by their reason. Counted since a group was last
+admitted, to stop a run that gets nothing, and over the last endings, to show what it costs while it happens."""
 
 import re
-from collections import Counter
+from collections import Counter, deque
+from typing import Any, Literal
 
 from penstock.errors import RunError
 
@@ -10,6 +12,14 @@ SAME_ERROR_MOST = 32
 KINDS_MOST = 64
 """Errors that are told apart; further ones are counted as `OTHERS`, so that texts cannot fill the memory."""
 OTHERS = "other errors"
+RECENT = 512
+"""Endings that `recent` looks back on, each of one rollout or of those of a group that ended together."""
+SHOWN_MOST = 3
+LOST_MOST = 0.5
+"""Share of lost rollouts from which the losses themselves are what a run waits for."""
+LEAST = 8
+"""Rollouts that must have ended before their share says anything."""
+Ending = Literal["admitted", "died", "dropped"]
 ADVICE = "Fix its cause, restart the workers if their code or settings changed, and run the same command again"
 # What differs between two texts of one error: counts, addresses, ids, the attempt's number.
 VARYING = re.compile(r"0x[0-9a-f]+|\b[0-9a-f]{8,}\b|\d+")
@@ -22,19 +32,23 @@ class Causes:
         """kind of error -> the last text of it"""
         self._drops = Counter[str]()
         self._succeeded = False
+        self._endings = deque[tuple[Ending, str, int]]()
+        self._recent = Counter[tuple[Ending, str]]()
         self.catching_up = False
         """the replies that are applied were sent before this start: their cause may have been repaired since"""
 
     def generated(self) -> None:
         self._succeeded = True
 
-    def admitted(self) -> None:
+    def admitted(self, rollouts: int = 0) -> None:
+        self._end("admitted", "", rollouts)
         self._deaths.clear()
-        self._texts.clear()
         self._drops.clear()
+        self._texts = {kind: text for kind, text in self._texts.items() if self._recent["died", kind]}
 
     def dropped(self, reason: str, rollouts: int) -> None:
         self._drops[reason] += rollouts
+        self._end("dropped", reason, rollouts)
 
     def died(self, error: str, rollouts: int = 1) -> None:
         """Raises RunError when the first rollouts of this start all die of one error."""
@@ -44,6 +58,7 @@ class Causes:
         if kind not in self._texts and len(self._texts) >= KINDS_MOST:
             kind = OTHERS
         self._deaths[kind] += rollouts
+        self._end("died", kind, rollouts)
         self._texts[kind] = error if kind != OTHERS else OTHERS
         if not self._succeeded and len(self._deaths) == 1 and self._deaths[kind] >= SAME_ERROR_MOST:
             raise RunError(
@@ -61,3 +76,45 @@ class Causes:
             f"Rollouts dropped by reason: {reasons}. Relax that filter or check the rewards, and run the same command "
             "again"
         )
+
+    def recent(self) -> dict[str, Any]:
+        """Of the last endings: how many rollouts, how many were admitted, and the most frequent losses."""
+        by_kind = Counter[Ending]()
+        for (ending, _), number in self._recent.items():
+            by_kind[ending] += number
+        return {
+            "rollouts": by_kind.total(),
+            "admitted": by_kind["admitted"],
+            "died": [{"error": self._texts.get(kind, kind), "rollouts": number} for kind, number in self._most("died")],
+            "dropped": dict(self._most("dropped")),
+        }
+
+    @property
+    def trouble(self) -> str | None:
+        """The losses, while they are most of what ends."""
+        ended = self._recent.total()
+        died = sum(number for (ending, _), number in self._recent.items() if ending == "died")
+        if ended < LEAST:
+            return None
+        if died > LOST_MOST * ended:
+            (kind, number), *_ = self._most("died")
+            return f"{died} of the last {ended} rollouts died, {number} of them of: {self._texts.get(kind, kind)}"
+        if not self._recent["admitted", ""]:
+            reasons = ", ".join(f"{reason} {number}" for reason, number in self._most("dropped"))
+            return f"none of the last {ended} rollouts was kept ({reasons}): relax that filter, or check the rewards"
+        return None
+
+    def _most(self, ending: Ending) -> list[tuple[str, int]]:
+        of_kind = Counter({text: number for (kind, text), number in self._recent.items() if kind == ending and number})
+        return of_kind.most_common(SHOWN_MOST)
+
+    def _end(self, ending: Ending, text: str, rollouts: int) -> None:
+        if not rollouts:
+            return
+        self._endings.append((ending, text, rollouts))
+        self._recent[ending, text] += rollouts
+        if len(self._endings) > RECENT:
+            oldest, of_text, number = self._endings.popleft()
+            self._recent[oldest, of_text] -= number
+            if not self._recent[oldest, of_text]:
+                del self._recent[oldest, of_text]

@@ -55,7 +55,7 @@ class Composer:
 
     def estimated(self, batch: BatchRecord, result: StepAdvantages) -> None:
         """The batch phase of `batch` is done: keep its result and add the encoding jobs, in one transaction."""
-        self._ledger.set_advantages(batch, result.advantages, estimator_state=result.state)
+        self._ledger.set_advantages(batch, result.advantages, state=result.state, credit=result.credit)
         self._encode(batch)
 
     def _encode(self, batch: BatchRecord) -> None:

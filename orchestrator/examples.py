@@ -19,8 +19,10 @@ import orjson
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord, JobRecord, Value
+from orchestrator.poison import Poison
 from penstock import ids
 from penstock.config import RunConfig
+from penstock.errors import RunError
 from penstock.ledger.states import JobKind
 from penstock.messages import DRAWN_LIMIT, DrawInputs, DrawResult
 from penstock.sampling import UNIFORM, Order, PlayedGroup, example_at
@@ -36,6 +38,7 @@ class Examples:
         self._ledger = ledger
         self.sampled = [name for name in config.environments if not self._is_uniform(name)]
         """environments whose examples a sampler draws"""
+        self.poison = Poison(config, ledger)
         self._parsed: dict[str, tuple[Value, list[int]]] = {}
 
     def resume(self) -> None:
@@ -52,14 +55,28 @@ class Examples:
 
     def ready(self, name: str) -> float:
         """Groups that may begin now."""
-        return min(self._left(name), math.inf if self._is_uniform(name) else len(self._drawn(name)))
+        drawn = math.inf if self._is_uniform(name) else len(self._drawn(name))
+        return self.poison.again(name) + min(self._left(name), drawn)
 
     def used_up(self, name: str) -> bool:
         ended = bool(self._ledger.number(f"ended:{name}")) and not self.ready(name)
-        return self.size(name) > 0 and (ended or not self._left(name))
+        return self.size(name) > 0 and (ended or not self._left(name)) and not self.poison.again(name)
 
-    def take(self, name: str) -> int:
-        """The next example. Commit it with the group that plays it."""
+    def take(self, name: str) -> int | None:
+        """The next example that is not in quarantine; None if there is none. Commit it with the group that plays it."""
+        if self.poison.again(name):
+            return self.poison.take_again(name)
+        for _ in range(self.size(name)):
+            if not self._left(name) or not (self._is_uniform(name) or self._drawn(name)):
+                return None
+            if not self.poison.is_poison(name, example := self._take_next(name)):
+                return example
+        raise RunError(
+            f"every example of {name!r} is in quarantine, because its rollouts die: `penstock dead` says why. Fix it, "
+            "then run `penstock dead --retry` and the same command again"
+        )
+
+    def _take_next(self, name: str) -> int:
         number = self._ledger.increment(f"begun:{name}") - 1
         if not self._is_uniform(name):
             example = self._drawn(name)[0]

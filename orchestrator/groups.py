@@ -13,7 +13,9 @@ from orchestrator.examples import Examples
 from orchestrator.gates import Gates
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord, JobRecord, RolloutRecord
+from orchestrator.replica_costs import ReplicaCosts
 from penstock import ids
+from penstock.batches.credit import credit_key
 from penstock.config import RunConfig
 from penstock.errors import RunError
 from penstock.ledger.states import UNGENERATED, GroupState, JobKind, JobState, RolloutState
@@ -44,11 +46,13 @@ class Groups:
         self._examples = Examples(config, ledger)
         self.evaluations = Evaluations(config, ledger)
         self._attendance = attendance
+        self.replica_costs = ReplicaCosts(config, ledger)
         self.cancelled: list[JobRecord] = []
         """submitted jobs that are no longer needed: revoking them saves work"""
 
     def apply(self, reply: Reply) -> None:
         """The first good reply of any attempt settles its job; a failure counts only from the newest attempt."""
+        self.replica_costs.count(reply.replica_uses)
         job = self._ledger.jobs.get(reply.job)
         if job is None or job.state is JobState.SETTLED:
             self._fence(reply)
@@ -179,6 +183,8 @@ class Groups:
                 duration_s=reply.duration_s,
             )
             self.causes.generated()
+            if group is not None:
+                self._examples.poison.generated(group)
         self._ledger.end(job, JobState.SETTLED, result=result if isinstance(result, StepResult) else None)
         match result:
             case SurveyResult():
@@ -230,6 +236,7 @@ class Groups:
         if group is None:
             return
         if job.kind is JobKind.ROLLOUT:
+            self._examples.poison.died(group, error)
             self._collect(group)
             self.causes.died(error)
             return
@@ -291,17 +298,20 @@ class Groups:
             return
         for rollout in group.of(RolloutState.GENERATED):
             rollout.masked |= result.masked
-            self._admit(group, rollout, result.advantages[rollout.id])
+            self._admit(group, rollout, result)
         self._ledger.enter(group, GroupState.ADMITTED)
         self._examples.played(group)
         self._ledger.set("dropped_in_a_row", 0)
-        self.causes.admitted()
+        self.causes.admitted(len(group.of(RolloutState.ADMITTED)))
         for counter in ("groups_admitted", f"groups_admitted:{group.environment}"):
             self._ledger.increment(counter)
 
-    def _admit(self, group: GroupRecord, rollout: RolloutRecord, advantage: float) -> None:
+    def _admit(self, group: GroupRecord, rollout: RolloutRecord, result: AdvantageResult) -> None:
         assert rollout.result is not None
-        rollout.advantage = advantage
+        rollout.advantage = result.advantages[rollout.id]
+        if result.credit and rollout.result.columns:
+            credit = credit_key(rollout.result.columns.key, result.credit)
+            rollout.result = rollout.result.model_copy(update={"credit": credit})
         self._ledger.move(rollout, RolloutState.ADMITTED)
         for counter in ("tokens_admitted", f"tokens_admitted:{group.environment}"):
             self._ledger.increment(counter, rollout.result.completion_tokens)

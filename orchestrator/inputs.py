@@ -66,6 +66,18 @@ class JobInputs:
         batch = self._ledger.batches[int(job.subject)]
         return job_inputs.advantages_key(self._run, batch.step, batch.formation, job.result.execution)
 
+    def credit_key(self, job: JobRecord) -> str | None:
+        """The file for the advantages of turns that a settled batch phase may have written."""
+        if not isinstance(job.result, BatchPhaseResult):
+            return None
+        batch = self._ledger.batches[int(job.subject)]
+        return job_inputs.step_credit_key(self._run, batch.step, batch.formation, job.result.execution)
+
+    def adopt(self, key: str | None) -> None:
+        """Delete the file, which a job wrote, when no open step needs it."""
+        if key:
+            self._written[key] = None
+
     async def ensure(self, jobs: list[JobRecord]) -> bool:
         """Write the files that `jobs` read. False when the store cannot be written: the jobs wait.
 
@@ -111,8 +123,8 @@ class JobInputs:
         batches = self._ledger.batches.values()
         steps = {job_inputs.step_key(self._run, batch.step, batch.formation) for batch in batches}
         phases = [job for batch in batches if (job := self._ledger.jobs.get(batch.batch_phase_id))]
-        results = {key for job in phases if (key := self.result_key(job))}
-        return steps | results | set(map(self.key, phases))
+        results = {key for job in phases for key in (self.result_key(job), self.credit_key(job)) if key}
+        return steps | results | {batch.credit for batch in batches if batch.credit} | set(map(self.key, phases))
 
     async def _content(self, job: JobRecord) -> Content:
         """Of a step in a thread: 12 ms for 2,048 rollouts. Only the caller's task changes an open step."""
@@ -161,6 +173,8 @@ def step_values(batch: BatchRecord, state: Value) -> StepValues:
         named_rewards=[result.rewards for result in results],
         failed=[result.policy_error is not None for result in results],
         agents=[result.agents for result in results],
+        agent_rewards=[result.agent_rewards for result in results],
+        credit=[result.credit for result in results],
         completion_tokens=[result.completion_tokens for result in results],
         state=str(state) if state is not None else None,
     )
@@ -177,6 +191,7 @@ def batch_plan(config: RunConfig, batch: BatchRecord) -> BatchPlan:
         logprobs_mode=config.engine.logprobs_mode,
         fields=settings.declared_fields,
         format=settings.format,
+        credit=batch.credit,
     )
 
 
@@ -204,4 +219,5 @@ def _batch_rollout(rollout: RolloutRecord, environment: str, advantage: float) -
         experts=result.experts,
         masked=rollout.masked,
         inexact_tokens=result.inexact_tokens,
+        credit=result.credit,
     )

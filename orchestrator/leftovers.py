@@ -20,13 +20,14 @@ from orchestrator.ledger import restore, upgrade
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.lock import lock_directory
 from orchestrator.release import SWEPT_AT_ONCE, Releaser, closed_files, named_files, releasable, sort_out
-from orchestrator.trainer import Trainer
+from orchestrator.trainer import Trainer, read_progress
 from penstock import ids, job_inputs
-from penstock.batches import manifest_steps, read_manifest, read_trainer
+from penstock.batches import manifest_steps, read_manifest
 from penstock.batches.manifest import manifest_key
 from penstock.batches.plan import BATCHES, step_directory
 from penstock.config import RunConfig
 from penstock.errors import LedgerError, RunError
+from penstock.inspection import run_json
 from penstock.ledger import queries, schema
 from penstock.store import Store, open_store
 
@@ -104,7 +105,7 @@ def _settings(directory: Path) -> RunConfig:
     settings: dict[str, Any] = content["settings"]
     of_trainer = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
     known = {key: value for key, value in of_trainer.items() if key in type(RunConfig().trainer).model_fields}
-    ledger = run_dir.ledger_path(directory)
+    ledger = run_json.ledger_path(directory)
     if not ledger.exists():
         raise LedgerError(f"there is no ledger at {ledger}, which says what may be deleted: run this on its host")
     return RunConfig.model_validate(
@@ -134,7 +135,7 @@ class Finder:
         self._ledger = restore.read(config.ledger_path)
         self._ledger_path = config.ledger_path
         self._delivered = int(self._ledger.meta.get("steps_delivered") or 0)
-        allowed = releasable(config.trainer, read_trainer(config.run_dir))
+        allowed = releasable(config.trainer, read_progress(config))
         self._released = {
             counter: max(int(self._ledger.meta.get(counter) or 0), allowed.get(counter, 0))
             for counter in queries.RELEASED

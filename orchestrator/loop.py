@@ -6,6 +6,7 @@
     follow_trainer  read acknowledgements and policy versions, release blobs
     sweep           delete files that the ledger does not name
     engine, weights ask the replicas which weights they have; load others
+    engine_check    examine an engine that was away at the start, before the first rollout is submitted
 
 and in addition: renew the run's lock (`lock.keep`), report (`reporter`, `metrics`), measure event loop lag (`lag`, and
 `lags` of other processes). `drive` sleeps until a reply, a loss, the trainer or half a second wakes it. A duty that
@@ -14,6 +15,8 @@ raises ends them all. The Orchestrator wires the components; they do not import 
 
 import asyncio
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 from orchestrator import crash_points, release
 from orchestrator.attendance import Attendance
@@ -21,6 +24,7 @@ from orchestrator.batch_phase import BatchPhase
 from orchestrator.broker import Broker
 from orchestrator.composer import Composer
 from orchestrator.concurrency import LoadWatch
+from orchestrator.engine_check import EngineCheck
 from orchestrator.gates import Gates
 from orchestrator.groups import Groups
 from orchestrator.leases import remove_leases
@@ -35,11 +39,15 @@ from orchestrator.reply_stream import AT_ONCE, ReplyStream
 from orchestrator.reporting.endpoint import Endpoint
 from orchestrator.reporting.evaluations_file import EvaluationsFile
 from orchestrator.reporting.metrics import LagPoller, Metrics
+from orchestrator.reporting.next_step import NextStep
 from orchestrator.reporting.prometheus import RunCollector
 from orchestrator.reporting.reporter import Reporter, Sources, StatusCallback
+from orchestrator.reporting.sinks import Sinks
+from orchestrator.retries import Retries
 from orchestrator.sealing import Sealer
 from orchestrator.shutdown import Phase, Shutdown, StopRequests
 from orchestrator.slices import in_slices
+from orchestrator.stall import StallWatch
 from orchestrator.submission import Submitter
 from orchestrator.trainer import Trainer
 from orchestrator.weights import WeightUpdates
@@ -55,6 +63,8 @@ logger = logging.getLogger("penstock.orchestrator")
 WAKE_S = 0.5
 GATHER_S = 0.01  # gathers replies for one commit: handling six at a time as they arrive costs a third more CPU
 TRAINER_POLL_S = 0.25
+STALL_POLL_S = 1.0
+ORDERS_POLL_S = 2.0
 CATCH_UP_S = 5.0  # when applying the replies takes longer than this, losses are judged in the next round
 PROCESS = "orchestrator"  # its name among the processes that publish their lag
 
@@ -73,8 +83,10 @@ class Orchestrator:
         on_status: StatusCallback,
         http_url: str | None = None,
         batch_phase: bool = False,
+        engine_check: Sequence[str] | None = None,
     ) -> None:
-        """`batch_phase`: whether the estimator has one."""
+        """`batch_phase`: whether the estimator has one. `engine_check`: the command that examines the engine, if that
+        is still to be done."""
         self.config = config
         self.run_id = run
         self.ledger = ledger
@@ -90,19 +102,16 @@ class Orchestrator:
         self.attendance = Attendance(config, broker, first_sequence=ledger.number("sequence"))
         self.groups = Groups(config, ledger, self.gates, self.attendance)
         self.evaluations = self.groups.evaluations
-        if config.engine.weight_update == "penstock":
-            self.trainer.holds_update = self.evaluations.holds_update
-        self.engine = ReplicaWatch(config, run, ledger, self.trainer)
-        self.evaluations.served_version = lambda: self.engine.served_version
-        self.weights = WeightUpdates(config, run, self.trainer, self.engine)
-        self.load = LoadWatch(config, ledger)
+        self._watch_engine(engine_check)
         self.planner = Planner(
             config, ledger, self.trainer, self.groups.causes, may_begin=self.engine.may_begin,
             most_in_flight=lambda: self.load.limit.value,
         )  # fmt: skip
         self.submitter = Submitter(
-            config, run, ledger, broker, self.gates, self.attendance, least_version=lambda: self.engine.least_version
-        )
+            config, run, ledger, broker, self.gates, self.attendance,
+            least_version=lambda: self.engine.least_version,
+            abandoned_versions=lambda: self.engine.abandoned.versions, may_play=lambda: not self.engine_check.pending,
+        )  # fmt: skip
         self.replies = ReplyStream(run, broker, ledger)
         self.composer = Composer(config, ledger, self.trainer, batch_phase=batch_phase)
         self.batch_phase = BatchPhase(config, ledger, self.submitter.inputs, self.composer, self.groups)
@@ -114,7 +123,20 @@ class Orchestrator:
         self.lags = LagPoller(broker, own=PROCESS)
         self.metrics = Metrics(config, ledger, lag, self.lags)
         self.evaluations_file = EvaluationsFile(config, ledger)
+        self.sinks = Sinks(config, run)
+        self.next_step = NextStep(config, ledger, self.trainer, self.reconciler)
         self.reporter = Reporter(self._sources(http_url), on_status)
+        self.retries = Retries(config, ledger)
+        self.stall = StallWatch(config, ledger, self.trainer, self.reporter.waiting_for)
+
+    def _watch_engine(self, engine_check: Sequence[str] | None) -> None:
+        if self.config.engine.weight_update == "penstock":
+            self.trainer.holds_update = self.evaluations.holds_update
+        self.engine = ReplicaWatch(self.config, self.run_id, self.ledger, self.trainer)
+        self.evaluations.served_version = lambda: self.engine.served_version
+        self.weights = WeightUpdates(self.config, self.run_id, self.trainer, self.engine)
+        self.load = LoadWatch(self.config, self.ledger, self.engine.all)
+        self.engine_check = EngineCheck(self.config, engine_check)
 
     def _sources(self, http_url: str | None) -> Sources:
         return Sources(
@@ -123,17 +145,24 @@ class Orchestrator:
             phase=lambda: "done" if self.done else self.stop.phase,
             snapshot=lambda: self.reconciler.latest,
             running=lambda: self.reconciler.running,
-            notes=lambda: [*filter(None, [self.planner.out_of_data]), *self.load.notes, *self.releaser.notes],
+            notes=lambda: [*self.planner.notes, *self.load.notes, *self.releaser.notes, *self.sinks.notes],
             excluded=lambda: self.attendance.excluded,
-            replicas=lambda: self.engine.status(),
+            replicas=self._replicas,
             evaluations=self.evaluations.status,
+            losses=self.groups.causes.recent,
+            next_step=self.next_step.status,
             troubles=lambda: [
-                self.broker.trouble, self.ledger.trouble, *self.gates.troubles, self.submitter.inputs.trouble,
+                self.broker.trouble, self.ledger.trouble, *self.gates.troubles, self.groups.causes.trouble,
+                self.submitter.inputs.trouble,
                 self.sealer.trouble, self.planner.trouble, *self.trainer.troubles, self.metrics.trouble,
                 self.evaluations_file.trouble, self.releaser.trouble, self.sweeper.trouble, *self.engine.troubles,
-                *self.weights.troubles,
+                *self.weights.troubles, self.engine_check.trouble,
             ],
         )  # fmt: skip
+
+    def _replicas(self) -> dict[str, Any]:
+        weights, loads, costs = self.engine.status(), self.load.status(), self.groups.replica_costs.status()
+        return {url: {**weights[url], **loads.get(url, {}), **costs[url]} for url in weights}
 
     def endpoint(self) -> Endpoint:
         """The HTTP endpoint, for `endpoint.serving`."""
@@ -156,14 +185,16 @@ class Orchestrator:
         await self.submitter.remove_leftovers()
         await self.attendance.exchange()
         duties = [self.read_replies, self.reconcile, self.follow_trainer, self.sweep, self.lock.keep, self.engine.run,
-                  self.load.run, self.weights.run, self.reporter.run, self.metrics.run, self.evaluations_file.run,
-                  self.lag.run, self.lags.run]  # fmt: skip
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(duty()) for duty in duties]
-            await self.stop.run_unless_stopped(self.drive_and_shut_down())
-            for task in tasks:
-                task.cancel()
-        await self.metrics.write()
+                  self.engine_check.run, self.load.run, self.weights.run, self.reporter.run, self.metrics.run,
+                  self.evaluations_file.run, self.lag.run, self.lags.run, self.watch_progress,
+                  self.follow_orders]  # fmt: skip
+        async with self.sinks.sending():
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(duty()) for duty in duties]
+                await self.stop.run_unless_stopped(self.drive_and_shut_down())
+                for task in tasks:
+                    task.cancel()
+            await self.metrics.write()
         await self.evaluations_file.write()
         await self.reporter.write()
         why = (self.planner.out_of_data or "the run is complete") if self.done else "the orchestrator was stopped"
@@ -294,6 +325,17 @@ class Orchestrator:
             if self.trainer.state != before:
                 self.changed.set()
             await asyncio.sleep(TRAINER_POLL_S)
+
+    async def follow_orders(self) -> None:
+        while True:
+            await self.retries.run_once()
+            await asyncio.sleep(ORDERS_POLL_S)
+
+    async def watch_progress(self) -> None:
+        """Not while the run stops: `recovery.drain_s` bounds that."""
+        while self.stop.phase is Phase.RUNNING:
+            self.stall.look()
+            await asyncio.sleep(STALL_POLL_S)
 
     async def sweep(self) -> None:
         while True:

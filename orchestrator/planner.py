@@ -65,8 +65,13 @@ class Planner:
         for _ in range(min(wanted, max(1, AT_ONCE // size))):
             name = max(missing, key=lambda name: (missing[name], name))
             missing[name] -= 1
-            self._ledger.plan(environment=name, example=self._examples.take(name), size=size)
+            if (example := self._examples.take(name)) is not None:
+                self._ledger.plan(environment=name, example=example, size=size)
         return wanted > max(1, AT_ONCE // size)
+
+    @property
+    def notes(self) -> list[str]:
+        return [*filter(None, [self.out_of_data]), *self._examples.poison.notes(self._config.environments)]
 
     @property
     def out_of_data(self) -> str | None:

@@ -54,6 +54,8 @@ class Running:
     """worker -> its executions"""
     queues: set[Queue] = field(default_factory=set[Queue])
     """whose jobs are being executed"""
+    worker_of: dict[str, str] = field(default_factory=dict[str, str])
+    """job -> the worker that executes it"""
 
 
 @dataclass(kw_only=True)
@@ -103,6 +105,15 @@ class Reconciler:
         self.latest = Snapshot(leases={}, depths={}, oldest={})
         """the last one that was judged"""
         self.running = Running()
+
+    def running_s(self, job: JobRecord) -> float | None:
+        """Since when its newest attempt was seen running."""
+        observed = self._observed.get(job.id)
+        return observed.running_s if observed and observed.attempt == job.attempt else None
+
+    def group_age_s(self, group: str) -> float:
+        """Running time that counts towards `rollouts.group_timeout_s`."""
+        return self._ages_s.get(group, 0.0)
 
     async def poll(self) -> Snapshot:
         async def read(client: Any) -> list[Any]:
@@ -183,6 +194,8 @@ class Reconciler:
                         seen.queues.add(job.kind.queue)
                 if held := LeaseValue.match(value):
                     seen.by_worker[held.worker] += 1
+                    if beat.id and beating:
+                        seen.worker_of[beat.id.job] = held.worker
         self._beats, self.running = beats, seen
         return alive
 

@@ -14,7 +14,8 @@ from orchestrator.trainer import Trainer, last_released
 from penstock import ids
 from penstock.batches import Manifest, TrainerState, read_manifest
 from penstock.batches.manifest import NAME, manifest_key
-from penstock.batches.plan import step_directory
+from penstock.batches.plan import Format, step_directory
+from penstock.batches.prime_rl_directory import unpublish_prime_rl
 from penstock.config import RunConfig
 from penstock.config.run import Trainer as TrainerSettings
 from penstock.ledger import queries, schema
@@ -39,6 +40,7 @@ class Releaser:
         self._settings = config.trainer
         self._ledger = ledger
         self._trainer = trainer
+        self._published_in = config.prime_rl_dir
         self._lock = asyncio.Lock()
         self._releasing = Reported("delete the files of trained steps")
 
@@ -75,6 +77,8 @@ class Releaser:
         await self._ledger.committed()
         if manifest is not None:
             await in_io_thread(release_step, self._store, manifest, counter)
+            if counter == "columns_released" and manifest.plan.format != "native":
+                await in_io_thread(unpublish_prime_rl, manifest.plan.format, self._published_in, step)
 
 
 def releasable(settings: TrainerSettings, state: TrainerState) -> dict[str, int]:
@@ -182,6 +186,8 @@ class Sweeper:
     def __init__(self, config: RunConfig, run: str, ledger: Ledger) -> None:
         self._ledger_path = config.ledger_path
         self._store = open_store(config.store_url)
+        self._format: Format = config.batch.format
+        self._published_in = config.prime_rl_dir
         self._run = run
         self._rollouts = ids.run_directory(run)
         self._ledger = ledger
@@ -248,6 +254,8 @@ class Sweeper:
 
     def _sweep_released_step(self, step: int, released: Mapping[str, int]) -> int:
         """Almost all have nothing but their manifest, which is not read then."""
+        if self._format != "native":
+            unpublish_prime_rl(self._format, self._published_in, step)
         left = set(self._store.names(step_directory(step))) - {NAME}
         return self._sweep_step(step, released) if left or step < released["manifests_released"] else 0
 

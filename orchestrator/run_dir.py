@@ -17,14 +17,13 @@ from penstock.config.declared import changes, flattened, shared_settings
 from penstock.config.redis_address import address
 from penstock.error_boundary import raised_at
 from penstock.errors import PenstockError, RunError, RunMismatch, text_of
+from penstock.inspection.run_json import read
 from penstock.ledger import schema
 from penstock.store import Store, atomic, open_store
 from penstock.store.opening import relative_path, run_store_url, stored_url
 
 logger = logging.getLogger("penstock.orchestrator")
 
-SETTINGS = {"settings", "identity"}
-"""What run.json holds of the configuration: all shared settings, or those that release 0.1 recorded."""
 CHANGES_KEPT = 100
 """Changed settings that run.json lists, the latest ones."""
 OWNER = "run"
@@ -74,26 +73,6 @@ def begin_or_resume(config: RunConfig) -> str:
         atomic.sweep(config.run_dir)
         atomic.sweep(config.run_dir / "trainer", "run.json")  # the other files there are the trainer's
     return content["run"]
-
-
-def read(run_dir: Path) -> dict[str, Any]:
-    """The content of `run.json`. Paths below `run_dir` are relative to it, so that a run may be moved."""
-    path = run_dir / "run.json"
-    try:
-        content: Any = orjson.loads(path.read_bytes())
-        if not {"run", "redis", "ledger", "store"} <= dict(content).keys() or not SETTINGS & content.keys():
-            raise ValueError("keys are missing")
-    except (FileNotFoundError, NotADirectoryError):
-        raise RunError(f"{run_dir} is not a run directory: there is no {path.name}") from None
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError) as error:
-        raise RunError(f"{path} is damaged ({error}): restore it, or use another run_dir") from error
-    return content
-
-
-def ledger_path(run_dir: Path) -> Path:
-    return run_dir / read(run_dir)["ledger"]
 
 
 def store_url(run_dir: Path) -> str:

@@ -5,7 +5,7 @@ import logging
 from orchestrator.inputs import batch_plan
 from orchestrator.ledger.records import BatchRecord
 from penstock.batches import EncodedRank, Manifest, read_manifest, seal_manifest
-from penstock.batches.prime_rl import publish_prime_rl
+from penstock.batches.prime_rl_directory import publish_prime_rl
 from penstock.config import RunConfig
 from penstock.errors import BlobError, BlobUnwritten
 from penstock.runtime.offload import in_io_thread
@@ -54,4 +54,4 @@ class Sealer:
     def publish(self, manifest: Manifest) -> None:
         """For a format of prime-rl: put the files where its trainer expects them. Idempotent."""
         if manifest.plan.format != "native":
-            publish_prime_rl(self._store, manifest, self._config.batch.output_dir or self._config.run_dir)
+            publish_prime_rl(self._store, manifest, self._config.prime_rl_dir)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from orchestrator import attendance, crash_points, run_dir
@@ -21,7 +21,7 @@ from penstock.errors import ConfigError, PenstockError, RunLocked
 from penstock.ledger import schema
 from penstock.runtime import garbage, stacks
 from penstock.runtime.event_loop import event_loop_factory
-from penstock.runtime.loop_lag import redis_publisher
+from penstock.runtime.lag_summaries import redis_publisher
 
 logger = logging.getLogger("penstock.orchestrator")
 
@@ -29,8 +29,11 @@ LEAVE_S = 3.0  # for the last commit, and for releasing the lock
 IO_CONCURRENCY = 8  # plans, manifests and the status file: a handful of small files at once
 
 
-def run(config: RunConfig, *, on_status: StatusCallback = ignore_status) -> dict[str, Any]:
-    """Drive the run until it is done or stopped; returns its last status."""
+def run(
+    config: RunConfig, *, on_status: StatusCallback = ignore_status, engine_check: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Drive the run until it is done or stopped; returns its last status. `engine_check`: the command that examines the
+    engine before the first rollout."""
     crash_points.arm(test_hooks.crash_at(config))
     if not config.environments:
         raise ConfigError('no environment to play: configure [environments.NAME] with use = "..."')
@@ -44,7 +47,8 @@ def run(config: RunConfig, *, on_status: StatusCallback = ignore_status) -> dict
     ):
         run = run_dir.begin_or_resume(config)
         upgrade.upgrade_ledger(config.ledger_path, keep_events_steps=config.trainer.keep_events_steps)
-        return runner.run(_run_collecting(_run(config, run, on_status, listener, batch_phase=batch_phase)))
+        work = _run(config, run, on_status, listener, batch_phase=batch_phase, engine_check=engine_check)
+        return runner.run(_run_collecting(work))
 
 
 async def _run_collecting(work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
@@ -54,7 +58,13 @@ async def _run_collecting(work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _run(
-    config: RunConfig, run: str, on_status: StatusCallback, listener: socket.socket | None, *, batch_phase: bool
+    config: RunConfig,
+    run: str,
+    on_status: StatusCallback,
+    listener: socket.socket | None,
+    *,
+    batch_phase: bool,
+    engine_check: Sequence[str] | None,
 ) -> dict[str, Any]:
     stacks.show_on_signal(asyncio.get_running_loop())
     broker = Broker(config.redis_url)
@@ -78,6 +88,7 @@ async def _run(
                 on_status=on_status,
                 http_url=endpoint.url(listener),
                 batch_phase=batch_phase,
+                engine_check=engine_check,
             )
             async with endpoint.serving(listener, orchestrator.endpoint()):
                 await _drive(orchestrator)

@@ -33,6 +33,7 @@ from penstock.messages import (
 logger = logging.getLogger("penstock.submission")
 
 GATED = (JobKind.FILTER, JobKind.BATCH_PHASE, JobKind.ENCODE, JobKind.EVALUATION, JobKind.ROLLOUT)
+PLAYED = (JobKind.EVALUATION, JobKind.ROLLOUT)
 UNGATED = tuple(kind for kind in JobKind if kind not in GATED)
 AT_ONCE = 32  # jobs for one commit and one Redis command
 LOOKED_AT_AT_ONCE = 4_000  # waiting jobs: about 1 ms. Thousands wait when the engine is away or a run is resumed
@@ -50,9 +51,14 @@ class Submitter:
         attendance: Attendance,
         *,
         least_version: Callable[[], int] = lambda: 0,
+        abandoned_versions: Callable[[], tuple[int, ...]] = lambda: (),
+        may_play: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`least_version`: of the weights that may serve a job that is submitted now."""
+        """`least_version` and `abandoned_versions`: which weights may serve a job that is submitted now. `may_play`:
+        whether the engine is known to be usable."""
         self._least_version = least_version
+        self._abandoned_versions = abandoned_versions
+        self._may_play = may_play
         self._attendance = attendance
         self._config = config
         self._run = run
@@ -89,7 +95,8 @@ class Submitter:
                     due[job.kind].append(job)
         await self._submit_kinds([job for kind in UNGATED for job in due[kind]])
         for kind in GATED:
-            await self._submit_kinds(due[kind])
+            if kind not in PLAYED or self._may_play():
+                await self._submit_kinds(due[kind])
 
     async def _submit_kinds(self, jobs: list[JobRecord]) -> None:
         gate = self._gates.of(jobs[0].kind) if jobs else None
@@ -139,17 +146,15 @@ class Submitter:
             case JobKind.SURVEY:
                 return SurveyJob(**common, environment=job.subject)
             case JobKind.ROLLOUT:
-                group, version = self._ledger.groups[job.subject], self._ledger.number("policy_version")
+                group = self._ledger.groups[job.subject]
                 common |= {"group": group.id, "environment": group.environment, "example": group.example}
-                common |= {"policy_version": version, "least_version": self._least_version()}
-                return RolloutJob(**common, seed=self._config.seed)
+                return RolloutJob(**common, **self._weights(), seed=self._config.seed)
             case JobKind.EVALUATION:
                 evaluation = self._ledger.evaluations[int(job.subject)]
-                id, version = RolloutId.parse(job.id), self._ledger.number("policy_version")
+                id = RolloutId.parse(job.id)
                 example = id.number // evaluation.rollouts
                 common |= {"group": id.group, "environment": evaluation.name, "example": example}
-                common |= {"policy_version": version, "least_version": self._least_version()}
-                return RolloutJob(**common, seed=self._config.seed)
+                return RolloutJob(**common, **self._weights(), seed=self._config.seed)
             case JobKind.SCORE:
                 environment = self._ledger.groups[job.subject].environment
                 return ScoreJob(**common, environment=environment, plan=self.inputs.key(job))
@@ -169,6 +174,13 @@ class Submitter:
                 step, data_rank = int(job.subject), EncodeJobId.parse(job.id).data_rank
                 return EncodeJob(**common, plan=self.inputs.key(job), step=step, data_rank=data_rank)
 
+    def _weights(self) -> dict[str, Any]:
+        return {
+            "policy_version": self._ledger.number("policy_version"),
+            "least_version": self._least_version(),
+            "abandoned_versions": self._abandoned_versions(),
+        }
+
     def _common(self, job: JobRecord) -> dict[str, Any]:
         return {
             "run": self._run,
@@ -180,8 +192,7 @@ class Submitter:
 
 
 def timeout_s(config: RunConfig, kind: JobKind) -> float:
-    plays = kind in (JobKind.ROLLOUT, JobKind.EVALUATION)
-    return config.rollouts.timeout_s if plays else config.recovery.stage_timeout_s
+    return config.rollouts.timeout_s if kind in PLAYED else config.recovery.stage_timeout_s
 
 
 async def _remove(client: Any, queue: Queue, message: bytes) -> None:

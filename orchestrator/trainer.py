@@ -5,9 +5,11 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from orchestrator.ledger.ledger import Ledger
 from penstock.batches import RunStatus, TrainerState, read_trainer, write_status
+from penstock.batches.prime_rl_directory import read_broadcasts
 from penstock.config import RunConfig
 from penstock.config.run import Trainer as TrainerSettings
 from penstock.errors import BatchError, BlobUnwritten
@@ -20,6 +22,14 @@ PUBLISHED = "policy_published"  # key in the ledger
 HORIZON_STEPS = 64  # with max_steps_ahead = "unlimited": enough to fill any limit on rollouts in flight
 
 
+def read_progress(config: RunConfig) -> TrainerState:
+    """By prime-rl's own broadcasts if the run writes its format and there are any, else by the trainer's signals."""
+    broadcasts = None
+    if config.batch.format != "native":
+        broadcasts = read_broadcasts(config.batch.format, config.prime_rl_dir)
+    return broadcasts or read_trainer(config.run_dir)
+
+
 def last_released(settings: TrainerSettings, state: TrainerState) -> int:
     # A trainer that resumes reads every step again that it has not acknowledged, even if checkpointed.
     return min(state.checkpointed, state.acked) if settings.release_on == "checkpointed" else state.acked
@@ -28,6 +38,7 @@ def last_released(settings: TrainerSettings, state: TrainerState) -> int:
 class Trainer:
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
         self._run_dir = config.run_dir
+        self._read = partial(read_progress, config)
         self._settings = config.trainer
         self._ahead = math.inf if config.trainer.max_steps_ahead == "unlimited" else config.trainer.max_steps_ahead
         self._ledger = ledger
@@ -46,7 +57,7 @@ class Trainer:
         """Apply new acknowledgements and a new policy version, which is lower when a trainer resumes from an older
         checkpoint."""
         try:
-            state = await in_io_thread(read_trainer, self._run_dir)
+            state = await in_io_thread(self._read)
         except (BatchError, OSError) as error:
             if self._unreadable is None:
                 logger.error("action=trainer_unreadable %s", error)

@@ -28,14 +28,19 @@ PenstockError
 Each takes one message argument, so that it survives JSON.
 """
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from penstock.replica_use import ReplicaUse
 
 UNWRITTEN = 507
 """HTTP status of a session server's response when the store cannot be written"""
 
 
 class PenstockError(Exception):
-    pass
+    replica_uses: "Mapping[str, ReplicaUse] | None" = None
+    """What the rollout that it ended had used of the engine, by replica."""
 
 
 class ConfigError(PenstockError):
@@ -128,6 +133,8 @@ class Upstream(SessionError):
 
 class Aborted(Upstream):
     status_code = 503
+    sampled_tokens: int = 0
+    """Of the completion, which is thrown away."""
 
 
 class Full(SessionError):

@@ -4,7 +4,7 @@ Declared here once; configuration, recording and batches share it. Every value i
 wrong one is an error of its own rollout.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -81,6 +81,8 @@ class FieldValues:
     """`Completion.fields` by turn"""
     required: bool = True
     """False for a rollout that failed: its loss mask is 0"""
+    turn_rewards: Sequence[float] | None = None
+    """`Score.turn_rewards`"""
 
 
 NO_FIELDS = FieldValues()

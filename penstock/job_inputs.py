@@ -1,8 +1,8 @@
 """The files that jobs read: JSON in the store, named by key in a message, because groups and steps can be large.
 
 Written by the orchestrator alone, from its ledger, before it submits a job that reads one: if the content has changed,
-and at every retry, because the job may have failed for a missing file. One file goes the other way: the advantages of a
-step, which a batch phase writes and the orchestrator reads.
+and at every retry, because the job may have failed for a missing file. A batch phase writes two files for
+others: the advantages of a step, which the orchestrator reads, and those of its turns, which it only names.
 """
 
 from typing import TypeVar
@@ -39,6 +39,11 @@ def values_key(run: str, step: int, formation: int) -> str:
 def advantages_key(run: str, step: int, formation: int, execution: str) -> str:
     """No execution overwrites the file of another."""
     return f"{FOLDER}/{run}.step_{step:06d}.{formation}.advantages.{execution}.json"
+
+
+def step_credit_key(run: str, step: int, formation: int, execution: str) -> str:
+    """The advantages of a step's turns, which its batch phase wrote; read by the encoding jobs."""
+    return f"{FOLDER}/{run}.step_{step:06d}.{formation}.credit.{execution}.json"
 
 
 def keys(store: Store, run: str) -> set[str]:

@@ -15,16 +15,18 @@ from penstock.batches.manifest import EncodedRank
 from penstock.batches.plan import step_directory
 from penstock.errors import MalformedId
 from penstock.ids import TaskId
+from penstock.queues import Queue
+from penstock.replica_use import REPLICAS_LIMIT, URL_CHARACTERS, ReplicaUse
 from penstock.sampling import STATE_LIMIT_BYTES, PlayedGroup
 from penstock.store import BlobRef
 from penstock.store.base import is_key
 
 MESSAGE_LIMIT_BYTES = 4096
 REPLY_LIMIT_BYTES = 1 << 20  # of a group's scores, which grow with `rollouts.group_size`
-ROLLOUT_REPLY_BYTES = 4608  # of a rollout's reply with as many metrics, samples and names as it may have
+ROLLOUT_REPLY_BYTES = 4864  # of a rollout's reply with as many metrics, samples and names as it may have
 GRACE_S = 20.0  # for a body to store its results after its own time-out
 ERROR_CHARACTERS = 600  # a cause and what to do; the traceback stays in the worker's log
-METRICS_LIMIT = 35
+METRICS_LIMIT = 37
 REWARDS_LIMIT = 8
 AGENTS_LIMIT = 4
 AGENT_CHARACTERS = 24
@@ -32,17 +34,15 @@ SAMPLES_LIMIT = 128  # of one rollout; a step is packed by their lengths, before
 POLICY_ERROR_CHARACTERS = 120
 UNREADABLE_LIMIT = 64  # rollouts named in one reply; the step is formed again without them and may name more
 NAME_CHARACTERS = 32
+ABANDONED_LIMIT = 4  # replicas differ by one version, at most a few, when a trainer goes back
 DRAWN_LIMIT = 1024  # examples of one draw
 
 Name = Annotated[str, Field(max_length=NAME_CHARACTERS)]
+ReplicaUses = Annotated[
+    dict[Annotated[str, Field(max_length=URL_CHARACTERS)], ReplicaUse], Field(max_length=REPLICAS_LIMIT)
+]
+"""Replica of the engine -> what the rollout used of it, and what its failures cost."""
 AgentName = Annotated[str, Field(max_length=AGENT_CHARACTERS)]
-
-
-class Queue(StrEnum):
-    ROLLOUTS = "rollouts"
-    FILTERING = "filtering"
-    ADVANTAGES = "advantages"
-    ENCODING = "encoding"
 
 
 class WireModel(BaseModel):
@@ -78,6 +78,8 @@ class RolloutJob(Job):
     """newest version that the trainer had published at submission"""
     least_version: int = 0
     """replicas with older weights serve nothing that is trained on"""
+    abandoned_versions: Annotated[tuple[int, ...], Field(max_length=ABANDONED_LIMIT)] = ()
+    """nor do replicas with these: the trainer has resumed from an older checkpoint"""
 
 
 class ScoreJob(Job):
@@ -143,12 +145,15 @@ class RolloutResult(WireModel):
     reward: FiniteFloat
     rewards: Annotated[dict[Name, FiniteFloat], Field(max_length=REWARDS_LIMIT)] = {}
     """named parts of the reward"""
+    agent_rewards: Annotated[dict[AgentName, FiniteFloat], Field(max_length=AGENTS_LIMIT)] = {}
     policy_error: Annotated[str, Field(max_length=POLICY_ERROR_CHARACTERS)] | None = None
     """failure caused by the policy (time-out, context limit, ...): scored, in the baseline, never retried"""
     columns: BlobRef | None = None
     """None only if there is nothing to train on"""
     experts: BlobRef | None = None
     """None if the engine sent no routed experts"""
+    credit: str | None = None
+    """key of the file with a value for each turn, beside `columns`; set when the group phase is done"""
     sample_lengths: Annotated[tuple[int, ...], Field(max_length=SAMPLES_LIMIT)] = ()
     """tokens of each sample"""
     version_first: int = 0
@@ -169,10 +174,12 @@ class RolloutResult(WireModel):
     agents: Annotated[dict[AgentName, int], Field(max_length=AGENTS_LIMIT)] = {}
     """completion tokens of each agent that the environment named, in the order of their first turns"""
     metrics: Annotated[dict[Name, FiniteFloat], Field(max_length=METRICS_LIMIT)] = {}
+    replica_uses: Annotated[ReplicaUses, Field(exclude=True)] = {}
+    """sent in the reply: the ledger does not keep it with the rollout"""
 
     @property
     def keys(self) -> list[str]:
-        return [blob.key for blob in (self.columns, self.experts) if blob]
+        return [blob.key for blob in (self.columns, self.experts) if blob] + ([self.credit] if self.credit else [])
 
     def is_confined_to(self, reply: "Reply") -> bool:
         directory = ids.execution_directory(reply.run, reply.job, reply.attempt, reply.execution)
@@ -213,6 +220,8 @@ class AdvantageResult(WireModel):
     """reason that drops the whole group, e.g. zero variance"""
     masked: bool = False
     """deliver the whole group with loss mask 0"""
+    credit: str | None = None
+    """execution that wrote the values of the turns into a file beside each rollout's columns; None without"""
 
 
 class DrawResult(WireModel):
@@ -289,11 +298,15 @@ class Reply(WireModel):
     result: Result | None = None
     error: Annotated[str, Field(max_length=ERROR_CHARACTERS)] | None = None
     duration_s: float = 0.0
+    replica_uses: ReplicaUses = {}
+    """of a rollout, whatever its outcome"""
 
     @property
     def names_own_files(self) -> bool:
         """Whether every file in its result was written by the execution that it answers for."""
         result = self.result
+        if isinstance(result, AdvantageResult):
+            return result.credit in (None, self.execution)
         return not isinstance(result, RolloutResult | StepResult) or result.is_confined_to(self)
 
 
@@ -343,6 +356,9 @@ class StepValues(WireModel):
     failed: list[bool]
     """whether the policy failed"""
     agents: list[dict[str, int]]
+    agent_rewards: list[dict[str, float]] = []
+    credit: list[str | None] = []
+    """keys of the files with the values of the turns; none if the estimator does not answer per turn"""
     completion_tokens: list[int]
     state: str | None
     """the estimator's state after the step before: JSON text that only `penstock.advantages` reads"""
@@ -354,6 +370,8 @@ class StepAdvantages(WireModel):
     advantages: dict[str, FiniteFloat]
     state: str | None
     """the estimator's state after this step"""
+    credit: str | None = None
+    """key of the file with the advantages of the turns; None without"""
 
 
 def shortened(error: str, characters: int = ERROR_CHARACTERS) -> str:

@@ -31,6 +31,8 @@ class Reader(StrEnum):
     """`celery -A workers.compute`"""
     SESSIONS = "sessions"
     """`penstock sessions`"""
+    UP = "up"
+    """`penstock up`"""
     TRAINER = "trainer"
     """The user's program: it must be started with the same value."""
 

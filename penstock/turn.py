@@ -3,7 +3,7 @@
 `penstock.engines` makes a `Turn` from a response; `penstock.recording` keeps it. Neither imports the other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -30,6 +30,22 @@ HIT_MAX_TOKENS = "length"
 """Finish reason of a completion that a limit of tokens ended: `max_tokens`, or the engine's context length."""
 WIRE_DTYPES = {name: np.dtype(name) for name in ("uint8", "uint16", "uint32", "int16", "int32", "int64")}
 WIRE_RANGES = {name: (np.iinfo(dtype).min, np.iinfo(dtype).max) for name, dtype in WIRE_DTYPES.items()}
+MAX_NESTING = 100
+"""Levels of lists and objects in a request or a message. orjson writes 254, of which records take a few."""
+
+
+def is_nested_too_deeply(text: bytes, value: Callable[[], object]) -> bool:
+    """Whether `value()`, the JSON of `text`, has more than MAX_NESTING levels. Short texts are only counted."""
+    if text.count(b"[") + text.count(b"{") <= MAX_NESTING:
+        return False
+    level: list[Any] = [value()]
+    for _ in range(MAX_NESTING):
+        level = [child for node in level for child in _children(node) if isinstance(child, dict | list)]
+    return bool(level)
+
+
+def _children(node: Any) -> Iterable[Any]:
+    return node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
 
 
 def ids_text(ids: Ids) -> bytes:
@@ -74,6 +90,14 @@ class Fingerprint:
         self._ids.update(ids.data)
         self.text_bytes += len(text)
         self.tokens += len(ids)
+
+    def ids_digests(self, ids: Ids, lengths: Iterable[int]) -> Iterator[int]:
+        """`ids_digest` of this sequence followed by the first `length` of `ids`, for rising lengths."""
+        state, done = self._ids.copy(), 0
+        for length in lengths:
+            state.update(ids[done:length].data)
+            done = length
+            yield state.intdigest()
 
     @property
     def text_digest(self) -> int:

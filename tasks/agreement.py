@@ -21,7 +21,7 @@ from penstock import ids
 from penstock.config import RunConfig
 from penstock.config.declared import settings_used_by
 from penstock.messages import WireModel, shortened
-from tasks.kinds import WorkerKind
+from penstock.queues import WorkerKind
 
 SETTINGS_HEADER = "penstock_settings"
 FAILED_BY_HEADER = "penstock_failed_by"

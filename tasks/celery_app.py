@@ -17,7 +17,7 @@ from penstock import config
 from penstock.config import redis_address
 from penstock.errors import ConfigError
 from penstock.messages import Queue
-from tasks.kinds import WorkerKind
+from penstock.queues import WorkerKind
 
 CONTENT_TYPE = "application/x-orjson"
 SOCKET_TIMEOUT_S = 30

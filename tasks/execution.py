@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -22,12 +22,23 @@ import redis.asyncio
 
 from penstock import ids, redis_keys
 from penstock.config import RunConfig
-from penstock.errors import BlobUnwritten, EngineUnreachable, StageError, text_of
-from penstock.messages import GRACE_S, REPLY_LIMIT_BYTES, AnyJob, AnyResult, Outcome, Reply, RolloutJob, shortened
-from penstock.runtime.loop_lag import redis_publisher
+from penstock.errors import BlobUnwritten, EngineUnreachable, PenstockError, StageError, text_of
+from penstock.messages import (
+    GRACE_S,
+    REPLY_LIMIT_BYTES,
+    AnyJob,
+    AnyResult,
+    Outcome,
+    Reply,
+    RolloutJob,
+    RolloutResult,
+    shortened,
+)
+from penstock.queues import WorkerKind
+from penstock.replica_use import ReplicaUse
+from penstock.runtime.lag_summaries import redis_publisher
 from tasks.agreement import Identity, identity, message_headers
 from tasks.celery_app import settings
-from tasks.kinds import WorkerKind
 from tasks.leases import LeaseKeeper
 from tasks.outbox import RETRY_FIRST_S, RETRY_MOST_S, Expiry, Outbox, Write
 
@@ -63,7 +74,8 @@ class Execution:
     def done(self, result: AnyResult) -> EncodedReply:
         """The encoded result. If the orchestrator could not read it, an encoded failure that says why."""
         try:
-            content = self._reply(Outcome.DONE, result=result).model_dump_json().encode()
+            uses = result.replica_uses if isinstance(result, RolloutResult) else None
+            content = self._reply(Outcome.DONE, result=result, replica_uses=uses).model_dump_json().encode()
             Reply.model_validate_json(content)  # NaN is encoded as null
         except Exception as error:  # noqa: BLE001  any error: there must be a reply
             what = f"the result of {self.job.job} cannot be encoded: {text_of(error)}"
@@ -83,7 +95,9 @@ class Execution:
             outcome = Outcome.UNWRITTEN
         else:
             outcome = Outcome.FAILED
-        return EncodedReply(self._reply(outcome, error=text_of(error)).model_dump_json().encode(), error)
+        uses = error.replica_uses if isinstance(error, PenstockError) else None
+        reply = self._reply(outcome, error=text_of(error), replica_uses=uses)
+        return EncodedReply(reply.model_dump_json().encode(), error)
 
     def declined(self) -> EncodedReply | None:
         """The reply to a message that this worker must not execute, without its lease and body."""
@@ -102,12 +116,19 @@ class Execution:
             )
         return TimeoutError(f"took longer than {self.job.timeout_s + GRACE_S:g} s")
 
-    def _reply(self, outcome: Outcome, *, result: AnyResult | None = None, error: str | None = None) -> Reply:
+    def _reply(
+        self,
+        outcome: Outcome,
+        *,
+        result: AnyResult | None = None,
+        error: str | None = None,
+        replica_uses: Mapping[str, ReplicaUse] | None = None,
+    ) -> Reply:
         job = self.job
         return Reply(
             run=job.run, job=job.job, attempt=job.attempt, execution=self.id, worker=self.worker,
             node=self.identity.node, settings=self.identity.settings, outcome=outcome, result=result,
-            error=shortened(error) if error else None,
+            error=shortened(error) if error else None, replica_uses=dict(replica_uses or {}),
             duration_s=round(time.monotonic() - self.started, 6),
         )  # fmt: skip
 

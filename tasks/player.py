@@ -59,6 +59,7 @@ class Player:
                         settings=config.policy,
                         dialect=dialect,
                         sessions=sessions,
+                        recording=config.sessions,
                         fields=config.batch.declared_fields,
                     )
                 yield self
@@ -77,7 +78,13 @@ class Player:
 
     async def play_in(self, environment: LoadedEnvironment, job: RolloutJob, execution: str) -> RolloutResult:
         assert self._stage is not None, "`ready` opens it before the first job"
-        orders = Orders(run=job.run, sequence=job.sequence, version=job.policy_version, least_version=job.least_version)
+        orders = Orders(
+            run=job.run,
+            sequence=job.sequence,
+            version=job.policy_version,
+            least_version=job.least_version,
+            abandoned=job.abandoned_versions,
+        )
         self._stage.client.replicas.follow(orders)
         attempt = Attempt(
             run=job.run,

@@ -6,8 +6,8 @@ from celery import Task
 
 from penstock.errors import ConfigError
 from penstock.messages import Queue, RolloutJob, ScoreJob, SurveyJob
+from penstock.queues import WorkerKind
 from tasks.celery_app import app, task_name
-from tasks.kinds import WorkerKind
 
 if TYPE_CHECKING:  # every process declares the tasks; only rollout workers load environments and engine client
     from tasks.execution import AsyncExecutor

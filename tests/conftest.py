@@ -24,12 +24,12 @@ LONG = {"bench", "chaos", "cli", "pipeline", "recovery", "workers"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--chaos-rounds", type=int, default=2, help="random schedules of faults; 200 in `make chaos`")
+    parser.addoption("--chaos-rounds", type=int, default=1, help="random schedules of faults; 200 in `make chaos`")
     parser.addoption("--chaos-faults", type=int, default=3, help="faults of each schedule; 10 in `make chaos`")
     parser.addoption("--chaos-seed", type=int, default=1, help="of the schedules")
     parser.addoption("--chaos-log", type=Path, help="a line for each schedule; those that held are not played again")
     parser.addoption("--fuzz-rounds", type=int, default=40, help="rounds of every fuzz test; 1000 in `make fuzz`")
-    parser.addoption("--simulations", type=int, default=25, help="simulated schedules; 1000 in `make simulate`")
+    parser.addoption("--simulations", type=int, default=15, help="simulated schedules; 1000 in `make simulate`")
     parser.addoption("--simulation-seed", type=int, default=1, help="seed of the first simulated schedule")
     parser.addoption("--simulation-faults", help="numbers of the faults to play, or `none`: replays a schedule")
 

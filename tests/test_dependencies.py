@@ -31,7 +31,7 @@ for name in sys.argv[2:]:
 
 LOADED = """
 import sys
-import orchestrator.start, orchestrator.ledger.audit, orchestrator.reporting.status
+import orchestrator.start, orchestrator.ledger.audit, penstock.inspection.status
 rooms = "penstock.environments", "penstock.engines.client", "penstock.engines.response", "penstock.playing"
 print(*(name for name in sys.modules if name.startswith(rooms)))
 """

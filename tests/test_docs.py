@@ -40,39 +40,56 @@ MOST_FILES = 3  # that a recipe touches in this repository, its test included
 PACKAGES = ("penstock", "tasks", "workers", "orchestrator", "services", "cli", "bench")
 FOLDERS = (*PACKAGES, "examples", "tests", "docs", "deploy")
 
-RUN_HERE = ("celery -A workers", "penstock run", "penstock status", "penstock audit")
+RUN_HERE = ("penstock up", "penstock status", "penstock why", "penstock audit")
 """Run with the README's arguments. With the arguments of other pages they are only parsed."""
 RUN_BY = {
+    "celery -A workers": "tests/support/cluster.py",
+    "penstock run": "tests/support/cluster.py",
+    "penstock bundle": "tests/cli/test_bundle.py",
+    "penstock dead": "tests/pipeline/test_dead.py",
+    "penstock init": "tests/cli/test_init.py",
+    "penstock redis": "tests/cli/test_init.py",
     "celery -A tasks flower": "tests/recovery/test_flower.py",
     "docker-compose": "tests/test_compose.py",
     "make demo": "tests/cli/test_demo.py",
     "make simulate": "tests/simulation/test_schedules.py",
+    "penstock dashboard": "tests/services/dashboard",
     "penstock demo": "tests/cli/test_demo.py",
     "penstock doctor": "tests/penstock/doctor",
     "penstock engine": "tests/services/engine",
     "penstock gc": "tests/orchestrator/test_leftovers.py",
+    "penstock redo": "tests/penstock/test_redo.py",
+    "penstock report": "tests/services/dashboard/test_report.py",
     "penstock sessions": "tests/services/sessions",
     "penstock try": "tests/cli/test_trial.py",
-    "python examples/toy_trainer.py": "tests/examples/test_toy_trainer.py",
+    "python examples/numpy_trainer.py": "tests/examples/test_numpy_trainer.py",
+    "python examples/trl_": "tests/with_torch/test_trl.py",
+    "torchrun": "tests/vllm/test_learning.py",
     "redis-server": "penstock/runtime/embedded_redis.py",
     "python -m vllm.entrypoints.openai.api_server": "tests/vllm",
-    "curl": "tests/vllm",
+    "curl": "tests/penstock/engines/test_documented_commands.py",
     "make vllm": "tests/vllm",
 }
 """What takes long, or needs Docker: parsed here, and run by this suite or module."""
 NOT_RUN = (
-    *("vllm serve", "git clone", "make check", "make test", "make docs"),
+    *("vllm serve", "python -m sglang.launch_server", "git clone", "make check", "make test", "make docs"),
     *(f"{word} " for word in (".", "cd", "cp", "export")),
 )
-"""A server that needs a GPU, what prepares a shell, and the checks themselves."""
+"""Servers that need a GPU, what prepares a shell, and the checks themselves."""
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 VLLM_FLAGS = {
     *("--served-model-name", "--logprobs-mode", "--enable-return-routed-experts", "--enable-auto-tool-choice"),
     *("--tool-call-parser", "--reasoning-parser", "--enable-scale-out", "--dtype", "--max-model-len"),
-    *("--max-num-seqs", "--enforce-eager", "--model"),
+    *("--max-num-seqs", "--enforce-eager", "--model", "--port"),
 }
 """`make test-vllm` starts servers with each of them; `--enable-return-routed-experts` with vLLM 0.30."""
-SHELL = {".", "cd", "curl", "docker", "export", "git"}
+SGLANG_MODULE = "sglang.launch_server"
+SGLANG_FLAGS = {
+    *("--model-path", "--served-model-name", "--enable-return-routed-experts", "--tool-call-parser"),
+    *("--reasoning-parser", "--enable-metrics", "--port"),
+}
+"""Read in the source of SGLang 0.5.23, which has no build for CPU."""
+SHELL = {".", "cd", "curl", "docker", "export", "git", "torchrun"}
 INCOMPLETE = "arguments are missing"
 """What a command that is only mentioned may lack."""
 
@@ -145,13 +162,19 @@ def compose_problem(arguments: list[str]) -> str | None:
 def python_problem(arguments: list[str]) -> str | None:
     if arguments[:2] == ["-m", SERVER_MODULE]:
         return vllm_problem(arguments[2:])
+    if arguments[:2] == ["-m", SGLANG_MODULE]:
+        return unknown_flags(arguments, SGLANG_FLAGS)
     if arguments[0] == "-m":
         return None if importlib.util.find_spec(arguments[1]) else f"no module {arguments[1]}"
     return None if (ROOT / arguments[0]).is_file() else f"no file {arguments[0]}"
 
 
 def vllm_problem(arguments: list[str]) -> str | None:
-    unknown = {word for word in arguments if word.startswith("--")} - VLLM_FLAGS
+    return unknown_flags(arguments, VLLM_FLAGS)
+
+
+def unknown_flags(arguments: list[str], known: set[str]) -> str | None:
+    unknown = {word for word in arguments if word.startswith("--")} - known
     return f"unknown {sorted(unknown)}" if unknown else None
 
 
@@ -226,10 +249,8 @@ def readme_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReadmeRun]:
     try:
         with cluster_in(directory) as cluster:
             readme = ReadmeRun(cluster, engine)
-            commands = README.commands()
-            for worker in [command for command in commands if command[0] == "celery"]:
-                readme.start(worker)
-            run = readme.start(["penstock", "run"])
+            (up,) = [command for command in README.commands() if command[1] == "up"]
+            run = readme.start(up)
             trainer = readme.start(["python", "-c", README.blocks("python")[1]])
             assert run.wait() == 0, run.text[-3000:]
             assert trainer.wait() == 0, trainer.text[-3000:]
@@ -245,9 +266,10 @@ def test_the_readmes_run_delivers_its_steps_to_its_trainer(readme_run: ReadmeRun
 
 
 def test_status_and_audit_print_what_the_readme_describes(readme_run: ReadmeRun) -> None:
-    commands = [command for command in README.commands() if command[1] in ("status", "audit")]
+    commands = [command for command in README.commands() if command[1] in ("status", "why", "audit")]
     outputs = {command[1]: readme_run.output(command) for command in commands}
     assert "2 of 2 delivered" in outputs["status"]
+    assert "the run is done" in outputs["why"]
     assert "+ 0 in flight + 0 dead" in outputs["audit"]
 
 
@@ -388,7 +410,7 @@ def setting_named(code: str, sections: set[str]) -> str | None:
         return None if heading[1] == "section" else heading[1]
     name = code.partition(" = ")[0]
     dotted = re.fullmatch(r"([a-z_]+)\.([a-z_]+)(?:\.[a-z_]+)*", name)
-    if dotted is None or dotted[1] not in sections or dotted[2] == "json":
+    if dotted is None or dotted[1] not in sections or dotted[2] in ("json", "jsonl"):
         return None
     kinds: dict[str, type] = {"batch": Batch, "policy": Policy}
     return None if dotted[1] in kinds and is_attribute(kinds[dotted[1]], dotted[2]) else name

@@ -20,10 +20,10 @@ from redis.retry import Retry
 from penstock import redis_keys
 from penstock.config import RunConfig
 from penstock.messages import shortened
+from penstock.queues import WorkerKind
 from tasks import rollouts
 from tasks.agreement import NODE_CHARACTERS, Order, Presence, differences, digest, used_settings
 from tasks.celery_app import settings
-from tasks.kinds import WorkerKind
 
 logger = logging.getLogger("penstock.worker")
 

@@ -4,9 +4,9 @@ from celery.signals import worker_init
 
 from penstock.config.rules import import_rules
 from penstock.errors import ConfigError
+from penstock.queues import WorkerKind
 from tasks import app
 from tasks.celery_app import settings
-from tasks.kinds import WorkerKind
 from workers.start import set_up
 
 __all__ = ["app"]

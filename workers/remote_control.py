@@ -8,7 +8,7 @@ from typing import Any
 
 from celery.worker.control import Panel
 
-from tasks.kinds import WorkerKind
+from penstock.queues import WorkerKind
 
 NO_RATE_LIMITS = "Penstock's workers have no rate limits: set rollouts.max_in_flight, or -c of the worker"
 

@@ -4,11 +4,11 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from penstock.queues import WorkerKind
 from penstock.runtime import descriptors, garbage
 from tasks import app, rollouts
 from tasks.celery_app import settings
 from tasks.execution import AsyncExecutor
-from tasks.kinds import WorkerKind
 from tasks.player import Player
 from workers.asyncio_pool import AsyncioPool
 from workers.start import set_up

@@ -12,11 +12,11 @@ from click.core import ParameterSource
 
 from penstock.config import DEFAULT_REDIS_URL
 from penstock.messages import Queue
+from penstock.queues import WorkerKind
 from penstock.runtime import privacy
 from penstock.store import open_store
 from tasks import agreement, celery_app
 from tasks.celery_app import settings
-from tasks.kinds import WorkerKind
 from workers import admission, event_batches, remote_control
 
 logger = logging.getLogger("penstock.worker")

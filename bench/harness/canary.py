@@ -11,7 +11,8 @@ from typing import Self
 
 from bench.harness.processes import LineProcess
 from penstock.runtime.event_loop import event_loop_factory
-from penstock.runtime.loop_lag import LagSummary, LoopLag
+from penstock.runtime.lag_summaries import LagSummary
+from penstock.runtime.loop_lag import LoopLag
 
 INTERVAL_S = 0.005
 """200 Hz, the same for both loops that are compared"""

@@ -20,6 +20,7 @@ from orchestrator import run_dir
 from orchestrator.housekeeping import Reported
 from penstock.batches import Manifest, manifest_steps, read_manifest
 from penstock.errors import BlobError
+from penstock.inspection import run_json
 from penstock.ledger import evaluations, queries, schema
 from penstock.ledger.states import RolloutState
 from penstock.store import BlobRef, Store, open_store
@@ -50,7 +51,7 @@ def no_progress(done: int, total: int) -> None:
 def audit(directory: Path, progress: Progress = no_progress, scope: Scope = Scope.FULL) -> dict[str, Any]:
     """Read-only. `balanced` is true when the counts add up and no problem was found."""
     store = open_store(run_dir.store_url(directory))
-    with schema.reading(run_dir.ledger_path(directory)) as connection:
+    with schema.reading(run_json.ledger_path(directory)) as connection:
         with queries.snapshot(connection):  # the manifests are read inside: they may only be newer than the ledger
             counts = queries.progress(connection)
             kept = queries.rollouts_by_state(connection), queries.rollouts_by_reason(connection)

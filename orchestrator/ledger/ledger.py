@@ -21,6 +21,7 @@ from orchestrator.ledger.evaluations import AnyRecord, EvaluationRecord
 from orchestrator.ledger.records import (
     ADVANTAGES,
     ESTIMATOR_STATE,
+    OPEN_CREDIT,
     OPEN_STATES,
     BatchRecord,
     GroupRecord,
@@ -323,10 +324,10 @@ class Ledger:
         self.states[state] += len(rollouts)
 
     def set_advantages(
-        self, batch: BatchRecord, advantages: Mapping[str, float], *, estimator_state: str | None = None
+        self, batch: BatchRecord, final: Mapping[str, float], *, state: str | None = None, credit: str | None = None
     ) -> None:
-        """The final ones, by rollout, and the estimator's state after the step."""
-        batch.advantages, batch.estimator_state = dict(advantages), estimator_state
+        """The final advantages, by rollout, the estimator's state after the step, and the file with those of turns."""
+        batch.advantages, batch.estimator_state, batch.credit = dict(final), state, credit
         if phase := self.jobs.get(batch.batch_phase_id):
             self._forget_job(phase)
         self._keep_advantages()
@@ -334,9 +335,10 @@ class Ledger:
     def _keep_advantages(self) -> None:
         """Store the advantages of all open steps in `meta`: 4,096 rollouts take 135 kB and 0.2 ms."""
         self.set(ADVANTAGES, orjson.dumps({str(step): b.advantages for step, b in self.batches.items()}).decode())
-        states = {str(step): b.estimator_state for step, b in self.batches.items() if b.estimator_state is not None}
-        if states or self.meta.get(OPEN_STATES):
-            self.set(OPEN_STATES, orjson.dumps(states).decode() if states else None)
+        for key, name in ((OPEN_STATES, "estimator_state"), (OPEN_CREDIT, "credit")):
+            kept = {str(step): value for step, b in self.batches.items() if (value := getattr(b, name)) is not None}
+            if kept or self.meta.get(key):
+                self.set(key, orjson.dumps(kept).decode() if kept else None)
 
     def dissolve(self, batch: BatchRecord) -> None:
         """Return its rollouts to admitted: the step will be formed again."""

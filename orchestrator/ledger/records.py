@@ -15,6 +15,7 @@ Row = tuple[Value, ...]
 Unit = Literal["groups", "rollouts", "tokens"]  # of `batch.size`
 ADVANTAGES = "open_advantages"  # key in `meta`: JSON, open step -> rollout -> final advantage
 OPEN_STATES = "open_estimator_states"  # key in `meta`: JSON, open step -> state of the estimator after it
+OPEN_CREDIT = "open_credit"  # key in `meta`: JSON, open step -> key of the file with the advantages of turns
 ESTIMATOR_STATE = "estimator_state"  # key in `meta`: the state after the last delivered step
 SOLVED, UNSOLVED = 1.0, 0.0  # rewards
 
@@ -121,6 +122,8 @@ class BatchRecord:
     """rollout -> its final advantage, which is encoded and sealed; empty until the batch phase is done"""
     estimator_state: str | None = None
     """state of the estimator after this step"""
+    credit: str | None = None
+    """key of the file with the final advantages of its rollouts' turns, where the batch phase wrote one"""
     delivered: int = 0
     """its rollouts, when it is delivered"""
 

@@ -10,6 +10,7 @@ import orjson
 from orchestrator.ledger.evaluations import EvaluationRecord, read_open
 from orchestrator.ledger.records import (
     ADVANTAGES,
+    OPEN_CREDIT,
     OPEN_STATES,
     BatchRecord,
     GroupRecord,
@@ -94,13 +95,15 @@ def _groups(connection: sqlite3.Connection) -> dict[str, GroupRecord]:
 def _batches(
     connection: sqlite3.Connection, groups: dict[str, GroupRecord], meta: dict[str, Value]
 ) -> dict[int, BatchRecord]:
-    advantages, states = (orjson.loads(str(meta.get(key) or "{}")) for key in (ADVANTAGES, OPEN_STATES))
+    kept = (ADVANTAGES, OPEN_STATES, OPEN_CREDIT)
+    advantages, states, credit = (orjson.loads(str(meta.get(key) or "{}")) for key in kept)
     batches = {
         step: BatchRecord(
             step=step,
             formation=formation,
             advantages=advantages.get(str(step), {}),
             estimator_state=states.get(str(step)),
+            credit=credit.get(str(step)),
         )
         for step, formation in queries.open_batches(connection)
     }

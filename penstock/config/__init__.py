@@ -1,6 +1,21 @@
-"""Configuration: TOML, then `PENSTOCK_*` variables, then flags. `load` returns a `RunConfig`."""
+"""Configuration: TOML, then `PENSTOCK_*` variables, then flags. `load` returns a `RunConfig`.
 
-from penstock.config.loading import load, redis_url
-from penstock.config.run import DEFAULT_REDIS_URL, Http, Rollouts, RunConfig
+The names are imported on first use: `penstock.config.redis_address` alone needs none of the settings.
+"""
 
-__all__ = ["DEFAULT_REDIS_URL", "Http", "Rollouts", "RunConfig", "load", "redis_url"]
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.config.loading import load
+    from penstock.config.run import DEFAULT_REDIS_URL, Http, Rollouts, RunConfig
+
+__all__ = ["DEFAULT_REDIS_URL", "Http", "Rollouts", "RunConfig", "load"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module("penstock.config.loading" if name == "load" else "penstock.config.run"), name)
+    globals()[name] = value
+    return value

@@ -90,6 +90,9 @@ class Engine(Section):
     `module:Class`, a class of your own that the orchestrator, rollout workers and session servers import."""
     api_key: Annotated[SecretStr | None, OF_HOST, OF_ENGINE] = None
     """Bearer token sent to the engine. Set PENSTOCK_ENGINE__API_KEY rather than writing it to a file."""
+    command: Annotated[str | None, OF_HOST, read_by(Reader.UP)] = None
+    """Command with which `penstock up` starts the engine on this machine, e.g. `vllm serve MODEL --port {port}`. A free
+    port replaces `{port}`, and the run uses it instead of `urls`. Default: the engine is started separately."""
     connections: Annotated[PositiveInt, OF_HOST] = 1024
     """Most open connections of one process; further requests wait."""
     received_bytes: Annotated[PositiveInt, OF_HOST] = 1 << 30
@@ -106,8 +109,13 @@ class Engine(Section):
     weight_update_timeout_s: Annotated[PositiveFloat, read_by(Reader.ORCHESTRATOR)] = 300.0
     """Seconds within which a replica must have a published version. After that it serves nothing that is trained on,
     until it has it; with `weight_update = "penstock"` also the time limit of one update."""
+    check: Annotated[bool, read_by(Reader.ORCHESTRATOR), OF_HOST] = True
+    """Whether every start of a run plays a few short conversations first, and refuses an engine that would fail or
+    spoil every rollout. An engine that is away is waited for: set it to false if only the workers' hosts reach it."""
     silence_s: PositiveFloat = 600.0
     """Seconds without a byte after which a request has failed. Must exceed the longest generation."""
+    response_s: PositiveFloat = 7200.0
+    """Seconds for a whole response. An engine that sends a byte now and then has failed after it, too."""
     retries: NonNegativeInt = 4
     """Retries of one request after an invalid or interrupted response."""
     unreachable_s: PositiveFloat = 30.0
@@ -248,8 +256,8 @@ class Policy(Section):
 
     max_seq_len: PositiveInt = 32768
     """Most tokens of prompt and completion together; longer ones are cut, and the rollout is `truncated`."""
-    max_turns: PositiveInt = 64
-    """Most turns of a rollout."""
+    max_turns: PositiveInt = 512
+    """Most turns of a rollout. Coding agents take hundreds."""
     max_samples: Annotated[int, Field(ge=1, le=SAMPLES_LIMIT)] = SAMPLES_LIMIT
     """Most samples of a rollout. A prompt that does not extend the last sequence starts another sample; a rollout with
     more of them has failed."""

@@ -25,13 +25,11 @@ from penstock.config.problems import (
     setting_keys,
     unknown_variable,
 )
-from penstock.config.redis_address import canonical
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 
 PREFIX = "PENSTOCK_"
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
-REDIS_VARIABLE = "PENSTOCK_REDIS_URL"
 
 
 def load(
@@ -92,15 +90,6 @@ def _wrong_types(values: Mapping[str, Any], model: type[RunConfig], origins: Ori
             and setting_keys(model, problem["loc"]) not in origins
         ]
     return []
-
-
-def redis_url(environ: Mapping[str, str] = os.environ) -> str | None:
-    """PENSTOCK_REDIS_URL, for commands that have a run directory and no configuration."""
-    url = environ.get(REDIS_VARIABLE)
-    try:
-        return canonical(url) if url is not None else None
-    except ValueError as error:
-        raise ConfigError(f"environment, {REDIS_VARIABLE}: {error}") from None
 
 
 def _read(path: Path) -> str:

@@ -4,8 +4,14 @@ Accepted are the options that redis-py and Celery's transport both understand. T
 certificate and host name in both, unless `ssl_cert_reqs` or `ssl_check_hostname` say otherwise.
 """
 
+import os
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+
+from penstock.errors import ConfigError
+
+VARIABLE = "PENSTOCK_REDIS_URL"
 
 SSL_OPTIONS = frozenset(
     {"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_password", "ssl_cert_reqs"}
@@ -27,6 +33,15 @@ def canonical(url: str) -> str:
             "Special characters in a password must be escaped (/ is %2F, # is %23, ? is %3F, @ is %40)"
         )
     return url
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
+    """PENSTOCK_REDIS_URL, for commands that have a run directory and no configuration."""
+    url = environ.get(VARIABLE)
+    try:
+        return canonical(url) if url is not None else None
+    except ValueError as error:
+        raise ConfigError(f"environment, {VARIABLE}: {error}") from None
 
 
 def celery_settings(url: str) -> dict[str, Any]:
@@ -62,6 +77,25 @@ def address(url: str) -> str:
 def has_password(url: str) -> bool:
     parts = urlsplit(url)
     return bool(parts.password) or any(name == "password" for name, _ in parse_qsl(parts.query))
+
+
+def explain(url: str, error: Exception) -> str:
+    """Why the Redis at `url` cannot be used, and what to do."""
+    from redis.exceptions import AuthenticationError
+
+    if isinstance(error, AuthenticationError):
+        does = "refuses the password" if has_password(url) else "requires a password"
+        return (
+            f"Redis at {address(url)} {does}: set it in the environment, {VARIABLE}=redis://:PASSWORD@HOST:PORT/NUMBER"
+        )
+    return (
+        f"Redis at {address(url)} cannot be used ({reason(error)}): "
+        f"start it, or set redis_url ({VARIABLE}) to the right one"
+    )
+
+
+def reason(error: Exception) -> str:
+    return str(error) or "timed out"  # a TimeoutError has no message
 
 
 def _well_formed(url: str) -> bool:

@@ -29,7 +29,7 @@ from penstock.errors import ConfigError
 from penstock.fields import FieldSource, TrainerField
 from penstock.filters import FilterSettings
 from penstock.runtime.loop_lag import LagLimits, LagTrace, LoopLag, Publish
-from penstock.sections import FIXED, OF_HOST, Declared, Port, Reader, Section, read_by
+from penstock.sections import COMMAS, FIXED, OF_HOST, Declared, Port, Reader, Section, read_by
 from penstock.store import open_store
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
@@ -106,10 +106,11 @@ class BatchSettings(Section):
     """Write a line of JSON for each rollout, with its conversation, into `rollouts.*.jsonl` of the step. Every byte of
     the conversations is written when the step is encoded; `trainer.keep_jsonl_steps` bounds how many are kept."""
     format: Annotated[Format, FOR_TRAINER] = "native"  # after `fields` and `normalise`, which its validator reads
-    """File format of the batches. prime-rl's cannot hold every field, and only `normalise = "token"`."""
+    """File format of the batches: `native`, or one of prime-rl's: `prime-rl` (since August 2026), `prime-rl-2026-08`,
+    `prime-rl-2026-05`. Those cannot hold every field, and only `normalise = "token"`."""
     output_dir: Annotated[Path | None, FOR_TRAINER, OF_HOST] = None
-    """Output directory of prime-rl, whose formats are written to `rollouts/step_N` below it. Default: the run
-    directory."""
+    """Output directory of prime-rl's run, where its trainer reads the batches and writes its broadcasts. Default: the
+    run directory."""
 
     def packing_rules(self) -> PackingRules:
         return PackingRules(
@@ -165,6 +166,9 @@ class BatchSettings(Section):
 class Trainer(Section):
     """How far the run may be ahead of the trainer, and when its files are deleted."""
 
+    command: Annotated[str | None, OF_HOST, read_by(Reader.UP)] = None
+    """Command with which `penstock up` starts the trainer on this machine, e.g. `python trainer.py`. Default: the
+    trainer is started separately."""
     max_steps_ahead: NonNegativeInt | Literal["unlimited"] = 1
     """Most sealed steps that wait for the trainer, beside the one it works on. 0 is strictly on-policy: rollouts of a
     step begin when every replica has the version that the step before was trained into. `"unlimited"`: do not wait for
@@ -201,6 +205,13 @@ class Recovery(Section):
     """Times that a step which cannot be encoded is formed, before the run stops."""
     drain_s: Annotated[PositiveFloat, read_by(Reader.ORCHESTRATOR, Reader.ROLLOUTS)] = 60.0
     """Seconds that a stopping process waits for running jobs."""
+    stall_s: PositiveFloat | None = None
+    """Seconds without progress after which the run ends with an error that says why, so that a scheduler frees its
+    machines: no group was admitted, no step delivered or acknowledged. Must exceed the longest rollout, evaluation and
+    training step. Default: the run waits."""
+    max_example_deaths: PositiveInt = 4
+    """Rollouts of one example that may die in a row while those of others do not; then the example is not played again
+    until `penstock dead --retry`."""
 
 
 class Lag(Section):
@@ -235,6 +246,20 @@ class Http(Section):
     """Bind address. There is no authentication."""
     port: Port | Literal["off"] = 0
     """Port to listen on; 0 picks a free one, shown by the log and `penstock status`. `"off"`: no endpoint."""
+
+
+class MetricsSettings(Section):
+    """Where the lines of metrics.jsonl are also sent, by a process beside the orchestrator."""
+
+    declared = OF_HOST
+
+    sinks: Annotated[tuple[Literal["wandb", "tensorboard", "trackio"], ...], COMMAS] = ()
+    """`wandb`, `tensorboard` (event files in the run directory) and `trackio`, each with its package installed where
+    the orchestrator runs: `wandb`, `tensorboardX`, `trackio`."""
+    project: str = "penstock"
+    """Project of W&B and trackio."""
+    name: str | None = None
+    """Name of the run there. Default: that of the run directory."""
 
 
 class RunConfig(Section):
@@ -273,6 +298,7 @@ class RunConfig(Section):
     recovery: Recovery = Recovery()
     lag: Lag = Lag()
     http: Http = Http()
+    metrics: MetricsSettings = MetricsSettings()
 
     _source: Source = PrivateAttr(default=Source())
 
@@ -308,6 +334,23 @@ class RunConfig(Section):
             if not opened.shared:
                 raise ValueError(f"{store} is seen by one process only: use a shared directory, file:///absolute/path")
         return store
+
+    @model_validator(mode="after")
+    def _check_prime_rl(self) -> "RunConfig":
+        if self.batch.format != "native" and self.engine.sampling_masks:
+            raise ValueError(
+                f'engine.sampling_masks: format = "{self.batch.format}" cannot hold them; use "native", or remove it'
+            )
+        if self.batch.format != "native" and "all" in self.environments:
+            raise ValueError(
+                f'environments.all: format = "{self.batch.format}" cannot hold it, because prime-rl keeps the metrics '
+                "of all environments under that name; rename the environment"
+            )
+        return self
+
+    @property
+    def prime_rl_dir(self) -> Path:
+        return self.batch.output_dir or self.run_dir
 
     @property
     def store_url(self) -> str:

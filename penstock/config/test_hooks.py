@@ -50,8 +50,6 @@ class Testing(Section):
 
     crash_at: str | None = None
     """`POINT` or `POINT:N`: the orchestrator kills itself when it passes POINT for the Nth time."""
-    check_engine: bool = True
-    """Whether a start examines the engine, which takes a process of its own."""
 
 
 class HookedRunConfig(RunConfig):
@@ -81,6 +79,4 @@ def crash_at(config: RunConfig) -> str | None:
 
 def checks_engine(config: RunConfig) -> bool:
     """Whether a start of the run examines its engine: not if only no-ops are played."""
-    if not isinstance(config, HookedRunConfig):
-        return True
-    return config.testing.check_engine and any(each.use != NOOP for each in config.environments.values())
+    return config.engine.check and not noop_settings(config, *config.environments)

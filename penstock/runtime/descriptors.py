@@ -12,9 +12,13 @@ PER_ROLLOUT = 4
 
 
 def raise_limit(concurrency: int) -> int:
+    """For a number of rollouts."""
+    return raise_to(BASE + PER_ROLLOUT * concurrency, lower="-c")
+
+
+def raise_to(wanted: int, *, lower: str) -> int:
     """Raise the soft limit and return it. Not to the maximum: child programs inherit it, and some iterate over all
-    descriptors."""
-    wanted = BASE + PER_ROLLOUT * concurrency
+    descriptors. `lower` names the setting that asks for so many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return soft
@@ -22,11 +26,10 @@ def raise_limit(concurrency: int) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < wanted:
         logger.warning(
-            "action=few_descriptors may_open=%d wanted=%d rollouts=%d: connections beyond that wait, programs and "
-            "files fail; raise the hard limit (ulimit -Hn; LimitNOFILE= in systemd, --ulimit nofile= in Docker), or "
-            "lower -c",
+            "action=few_descriptors may_open=%d wanted=%d: connections beyond that wait, programs and files fail; "
+            "raise the hard limit (ulimit -Hn; LimitNOFILE= in systemd, --ulimit nofile= in Docker), or lower %s",
             allowed,
             wanted,
-            concurrency,
+            lower,
         )
     return allowed

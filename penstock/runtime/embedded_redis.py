@@ -1,4 +1,4 @@
-"""A Redis server for demos, tests and small runs: loopback only, in its own directory, ends with its parent.
+"""A Redis server for demos, tests and small runs: on loopback, in its own directory, ends with its parent.
 
 Traps handled here:
 - The kernel sends the parent-death signal when the *thread* that started the child ends: the main thread must start it.
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -50,8 +51,20 @@ class EmbeddedRedis:
     """`with EmbeddedRedis(directory) as server: ...server.url`. Killed and restarted, it keeps its port and files."""
 
     def __init__(
-        self, directory: Path, *, port: int | None = None, appendonly: bool = True, password: str | None = None
+        self,
+        directory: Path,
+        *,
+        port: int | None = None,
+        appendonly: bool = True,
+        password: str | None = None,
+        host: str = HOST,
     ) -> None:
+        """`host`: bind address; any other than a loopback one needs a password."""
+        if not ip_address(host).is_loopback and not password:
+            raise ConfigError(
+                f"Redis on {host} would serve any client that reaches it: set REDIS_PASSWORD, or bind to {HOST}"
+            )
+        self._host = host
         self.directory = directory
         self.log_path = directory / "redis.log"
         self._port = port
@@ -63,7 +76,8 @@ class EmbeddedRedis:
     @property
     def url(self) -> str:
         login = f":{quote(self._password, safe='')}@" if self._password else ""
-        return f"redis://{login}{HOST}:{self.port}/0"
+        host = HOST if ip_address(self._host).is_unspecified else self._host
+        return f"redis://{login}{f'[{host}]' if ':' in host else host}:{self.port}/0"
 
     @property
     def port(self) -> int:
@@ -188,7 +202,7 @@ class EmbeddedRedis:
 
     def _config(self) -> str:
         settings = {
-            "bind": HOST,
+            "bind": self._host,
             "port": str(self.port),
             "dir": str(self.directory.absolute()),
             "appendonly": "yes" if self._appendonly else "no",

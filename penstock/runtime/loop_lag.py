@@ -1,10 +1,9 @@
 """Measures how late the event loop of this process runs. `LoopLag` samples and logs; `LagTrace` names blocking code.
 
-Sampling waits for nothing but the loop itself. Summaries are published to Redis, one key per process.
+Sampling waits for nothing but the loop itself. `lag_summaries` has what it publishes.
 """
 
 import asyncio
-import json
 import logging
 import math
 import sys
@@ -12,17 +11,15 @@ import sysconfig
 import threading
 import time
 from array import array
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from redis import Redis
-    from redis.asyncio import Redis as AsyncRedis
+from penstock.runtime.lag_summaries import LagSummary, Publish
 
 logger = logging.getLogger("penstock.loop_lag")
 
@@ -31,9 +28,6 @@ BLOCKED_ABOVE_S = 0.02
 # Samples kept for `drain`: an hour at 20 Hz, 0.6 MB.
 MAX_UNREAD_SAMPLES = 72_000
 
-LAG_KEY = "penstock:lag:{process}"
-# Three windows of the default length: a process may miss two publications; a dead one disappears soon.
-LAG_TTL_S = 30
 # Short enough to follow a short run; each publication is one small SET.
 PUBLISH_INTERVAL_S = 2.0
 # Publications must not pile up while Redis does not answer; the next one is newer.
@@ -45,35 +39,6 @@ MAX_BLOCKERS = 200  # distinct names; further ones are counted as OTHERS
 BLOCKERS_SHOWN = 5
 OTHERS = "others"
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-
-@dataclass(frozen=True, kw_only=True)
-class LagSummary:
-    """One window. A `cpu_share` near 1 means that the loop itself is busy; a low one that it waits for the GIL or a
-    core."""
-
-    process: str
-    samples: int
-    window_s: float
-    min_s: float
-    mean_s: float
-    median_s: float
-    p90_s: float
-    p99_s: float
-    max_s: float
-    blocked_s: float
-    """Sum of the lags above BLOCKED_ABOVE_S."""
-    cpu_share: float
-    """CPU time of the loop's thread / wall time."""
-    blockers: dict[str, float] = field(default_factory=dict[str, float])
-    """With a LagTrace: code that blocked the loop -> seconds since the start."""
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +134,6 @@ class _UnreadSamples:
         self.cpu_s += sample.cpu_s
         if len(self.lags_s) > MAX_UNREAD_SAMPLES:
             del self.lags_s[: MAX_UNREAD_SAMPLES // 2]
-
-
-Publish = Callable[[LagSummary], Awaitable[None]]
 
 
 class LoopLag:
@@ -315,37 +277,3 @@ def _quantile(ordered: NDArray[np.float64], share: float) -> float:
     below = int(position)
     above = min(below + 1, len(ordered) - 1)
     return float(ordered[below] + (position - below) * (ordered[above] - ordered[below]))
-
-
-def redis_publisher(redis: "AsyncRedis") -> Publish:
-    """The `publish` argument of LoopLag: one key per process, which expires LAG_TTL_S after the last publication."""
-
-    async def publish(summary: LagSummary) -> None:
-        await redis.set(LAG_KEY.format(process=summary.process), json.dumps(summary.as_dict()), ex=LAG_TTL_S)
-
-    return publish
-
-
-def read_summaries(redis: "Redis") -> list[LagSummary]:
-    """The last summary of every process that published within LAG_TTL_S, by name."""
-    keys = list(redis.scan_iter(match=LAG_KEY.format(process="*"), count=1000))
-    return _parse_all(redis.mget(keys) if keys else [])
-
-
-async def read_summaries_async(redis: "AsyncRedis") -> list[LagSummary]:
-    keys = [key async for key in redis.scan_iter(match=LAG_KEY.format(process="*"), count=1000)]
-    return _parse_all(await redis.mget(keys) if keys else [])
-
-
-def _parse_all(values: Any) -> list[LagSummary]:
-    # A key may expire between the scan and the read.
-    summaries = [summary for value in values if value is not None and (summary := _parse(value))]
-    return sorted(summaries, key=lambda summary: summary.process)
-
-
-def _parse(value: bytes) -> LagSummary | None:
-    """None if a process of another version has written something else."""
-    try:
-        return LagSummary.from_dict(json.loads(value))
-    except (ValueError, TypeError, KeyError):
-        return None

@@ -24,7 +24,7 @@ def filter_group(store: Store, group: GroupInputs, config: RunConfig, *, retried
             continue
         try:
             _make_durable(store, member.result, verify=retried)
-            verdicts[member.rollout] = judge(_tokens(store, member.result, group.policy_version), filters)
+            verdicts[member.rollout] = judge(read_tokens(store, member.result, group.policy_version), filters)
             if drops_absent and member.result.metrics.get("absent_routes"):
                 dropped[member.rollout] = "absent_routes"
         except (BlobMissing, BlobCorrupt) as error:
@@ -48,7 +48,8 @@ def _make_durable(store: Store, result: RolloutResult, *, verify: bool) -> None:
         store.require(result.experts)
 
 
-def _tokens(store: Store, result: RolloutResult, policy_version: int) -> RolloutTokens:
+def read_tokens(store: Store, result: RolloutResult, policy_version: int) -> RolloutTokens:
+    """What token filters judge, of a rollout that has columns."""
     assert result.columns is not None
     columns = read_columns(store, result.columns)
     return RolloutTokens(

@@ -35,17 +35,17 @@ def replacing(path: Path, *, suffix: str | None = None) -> Generator[Path]:
         temporary.unlink(missing_ok=True)  # renaming onto a hard link of the same file leaves both names
 
 
-def write(path: Path, content: bytes | memoryview, *, durable: bool = False) -> None:
+def write(path: Path, content: bytes | memoryview, *, durable: bool = False, suffix: str | None = None) -> None:
     """Replace `path`. Raises OSError."""
-    with replacing(path) as temporary:
+    with replacing(path, suffix=suffix) as temporary:
         _fill(temporary, content, durable=durable)
 
 
-def write_durably(path: Path, content: bytes) -> None:
+def write_durably(path: Path, content: bytes, *, suffix: str | None = None) -> None:
     """Replace `path`, make its directory, and sync both to disk. Raises BlobUnwritten."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, content, durable=True)
+        write(path, content, durable=True, suffix=suffix)
         sync_directory(path.parent)
 
 

@@ -33,6 +33,7 @@ DTYPES = {
         "turn.version_last": "i4",
         "turn.version_exact": "u1",
         "turn.temperature": "f4",
+        "turn.reward": "f8",
         "turn.finish_reason": "i4",
         "turn.agent": "i4",
         "turn.engine": "i4",
@@ -40,6 +41,8 @@ DTYPES = {
     },
     "V": {"span_turn": "i4", "span_start": "i8", "span_version": "i4"},
 }
+ADDED = {"S": {"parent": "i4", "agent": "i4"}, "N": {"turn.unseen": "u1"}}
+"""What files of earlier releases do not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,8 @@ class TurnTable:
     version_exact: Array
     """1 if every token was sampled by `version_first`, or by what `span_version` names"""
     temperature: Array
+    reward: Array
+    """`Score.turn_rewards`; NaN without"""
     finish_reason: Array
     """this and the next three are indices into `words[<field name>]`"""
     agent: Array
@@ -64,6 +69,8 @@ class TurnTable:
     sampling: Array
     """top_p and other parameters, a JSON object"""
     words: Mapping[str, list[str]]
+    unseen: Array | None = None
+    """1 if no client saw its answer: its loss mask is then 0"""
 
     @property
     def last_finish_reason(self) -> str:
@@ -86,6 +93,10 @@ class Columns:
     """prompt tokens of the turn that began the sample"""
     truncated: Array
     overlong_prompt: Array
+    parent: Array | None = None
+    """the sample that each one branches off or follows; -1 for none"""
+    agent: Array | None = None
+    """the agent that began each sample: indices into `turns.words["agent"]`"""
     turns: TurnTable
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     token_fields: Mapping[str, Array] = field(default_factory=dict[str, Array])
@@ -111,6 +122,9 @@ class Columns:
         for axis, dtypes in DTYPES.items():
             for name, dtype in dtypes.items():
                 _check(name, arrays[name], dtype, lengths[axis])
+        for axis, dtypes in ADDED.items():
+            for name in dtypes.keys() & arrays.keys():
+                _check(name, arrays[name], dtypes[name], lengths[axis])
         for values, length in ((self.token_fields, tokens), (self.sample_fields, samples)):
             for name, array in values.items():
                 if array.dtype not in FIELD_DTYPES.values() or array.shape != (length,):
@@ -128,6 +142,17 @@ class Columns:
         if self.support_ids is None or self.support_offsets is None:
             return np.empty(0, np.int32)
         return self.support_ids[slice(*self.support_offsets[token : token + 2])]
+
+    def parent_of(self, sample: int) -> int:
+        """The sample that this one branches off or follows; -1 for none."""
+        return -1 if self.parent is None else int(self.parent[sample])
+
+    def agent_of(self, sample: int) -> str:
+        """The agent that began the sample; empty if it has no name."""
+        names, turns = self.turns.words["agent"], self.turns
+        if self.agent is not None:
+            return names[self.agent[sample]]
+        return names[turns.agent[np.flatnonzero(turns.sample == sample)[0]]]
 
     def sample(self, index: int) -> slice:
         """Where a sample lies in T."""
@@ -151,6 +176,8 @@ def read_columns(store: Store, ref: BlobRef, *, verify: bool = True) -> Columns:
         {TURN: turn, TOKEN_FIELD: by_token, SAMPLE_FIELD: by_sample}.get(prefix + dot, own)[rest or name] = array
     if "version_exact" not in turn and "sample" in turn:  # of releases that recorded the job's version
         turn["version_exact"] = np.zeros(turn["sample"].shape, np.uint8)
+    if "reward" not in turn and "sample" in turn:
+        turn["reward"] = np.full(turn["sample"].shape, np.nan)
     try:
         turns = TurnTable(**turn, words=metadata.pop("words"))
         return Columns(**own, turns=turns, token_fields=by_token, sample_fields=by_sample, **metadata)

@@ -17,6 +17,9 @@ from penstock.store.parts import HEAD, Part
 from penstock.store.tensors import Array
 
 FORMAT = "penstock.experts.1"
+"""Chunks are (sample, first position, rows), and their rows follow one another in the file."""
+SHARED_FORMAT = "penstock.experts.2"
+"""Chunks have a fourth number, their first row in the file: samples may have rows in common, in any order."""
 
 # What a reader puts where the engine sent no row: a number, or "dummy", the valid experts (0, 1, ..., topk-1).
 Missing = Literal[-1, 0, "dummy"]
@@ -31,6 +34,8 @@ class Chunk:
     first: int
     """position of its first row in the sample"""
     rows: int
+    row: int | None = None
+    """its first row in the file; by default the one behind the chunk before"""
 
 
 def seal_experts(
@@ -45,17 +50,20 @@ def seal_experts(
     rollout: str,
     attempt: int,
 ) -> BlobRef:
-    """Complete the blob from a part with a reserved head that holds the chunks' rows. `row` is (layers, topk)."""
-    rows = sum(chunk.rows for chunk in chunks)
-    if part.length != HEAD + rows * row[0] * row[1] * dtype.itemsize:
-        raise StageError(f"part {part.path.name} has {part.length - HEAD} bytes for {rows} rows of {row} {dtype}")
-    table = np.array([(chunk.sample, chunk.first, chunk.rows) for chunk in chunks], np.int64).reshape(-1, 3)
+    """Complete the blob from a part with a reserved head that holds the chunks' rows. `row` is (layers, topk). In a
+    sample, later chunks have later positions."""
+    rows, rest = divmod(part.length - HEAD, row[0] * row[1] * dtype.itemsize)
+    placed = [chunk.row for chunk in chunks if chunk.row is not None]
+    needed = sum(chunk.rows for chunk in chunks)
+    if rest or (rows < max(placed, default=0) if placed else rows != needed):
+        raise StageError(f"part {part.path.name} has {part.length - HEAD} bytes for {needed} rows of {row} {dtype}")
+    table, table_format = _table(chunks, rows)
     layout = {
         "rows": (dtype, (rows, *row)),
         "chunks": (table.dtype, table.shape),
         "routed_valid": (routed_valid.dtype, routed_valid.shape),
     }
-    metadata = {"format": FORMAT, "rollout": rollout, "attempt": str(attempt)}
+    metadata = {"format": table_format, "rollout": rollout, "attempt": str(attempt)}
     head = tensors.header(layout, metadata, size=HEAD)
     mark = part.mark()
     try:
@@ -66,22 +74,45 @@ def seal_experts(
         raise
 
 
+def _table(chunks: Sequence[Chunk], rows: int) -> tuple[Array, str]:
+    """The chunk table and its format: the simple one if all rows follow one another as the chunks do."""
+    ordered = sorted(chunks, key=lambda chunk: chunk.row or 0)
+    table = np.array([(chunk.sample, chunk.first, chunk.rows) for chunk in ordered], np.int64).reshape(-1, 3)
+    placed = (np.cumsum(table[:, 2]) - table[:, 2]).tolist()
+    in_order = all(chunk.row in (None, row) for chunk, row in zip(ordered, placed, strict=True))
+    if in_order and table[:, 2].sum() == rows and _rises(table):
+        return table, FORMAT
+    wide = [(chunk.sample, chunk.first, chunk.rows, chunk.row or 0) for chunk in chunks]
+    return np.array(wide, np.int64).reshape(-1, 4), SHARED_FORMAT
+
+
+def _rises(table: Array) -> bool:
+    """Whether the positions rise in every sample."""
+    by_sample = table[np.argsort(table[:, 0], kind="stable")]
+    return not ((np.diff(by_sample[:, 0]) == 0) & (np.diff(by_sample[:, 1]) < 0)).any()
+
+
 class Experts:
     """An open experts file, memory-mapped."""
 
     def __init__(self, store: Store, ref: BlobRef, *, verify: bool = True) -> None:
         file = tensors.read(store, ref, verify=verify)
-        if file.metadata.get("format") != FORMAT or file.arrays.keys() != {"rows", "chunks", "routed_valid"}:
-            raise BlobCorrupt(f"blob {ref.key} is {file.metadata.get('format')!r}, expected {FORMAT}")
+        kind = file.metadata.get("format")
+        if kind not in (FORMAT, SHARED_FORMAT) or file.arrays.keys() != {"rows", "chunks", "routed_valid"}:
+            raise BlobCorrupt(f"blob {ref.key} is {kind!r}, expected {FORMAT} or {SHARED_FORMAT}")
         self.rows = file.arrays["rows"]
         """u8|u16[rows, layers, topk]"""
         self.routed_valid = file.arrays["routed_valid"]
         """u8[T], the rollout's samples one after the other: 1 where the engine sent a row"""
         chunks = file.arrays["chunks"].copy()  # aligned, which it need not be in the file
-        if self.rows.ndim != 3 or chunks.shape[1:] != (3,) or chunks[:, 2].sum() != len(self.rows):
+        if chunks.shape[1:] == (3,) and kind == FORMAT:
+            chunks = np.column_stack([chunks, np.cumsum(chunks[:, 2]) - chunks[:, 2]])
+            complete = chunks[:, 2].sum() == len(self.rows)
+        else:
+            complete = chunks.shape[1:] == (4,) and (chunks[:, 2] + chunks[:, 3] <= len(self.rows)).all()
+        if self.rows.ndim != 3 or not complete:
             raise BlobCorrupt(f"blob {ref.key} is not a complete experts file: its chunks do not add up to its rows")
-        self._sample, self._first, self._count = chunks.T
-        self._row = np.cumsum(self._count) - self._count
+        self._sample, self._first, self._count, self._row = chunks.T
 
     def read(
         self, sample: int, start: int, stop: int, out: Array, *, layers: Layers = slice(None), missing: Missing = -1

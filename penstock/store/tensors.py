@@ -47,6 +47,11 @@ def pieces(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> list[Pie
     return [header(layout, metadata), *(np.ascontiguousarray(arrays[name]) for name in ordered)]
 
 
+def to_bytes(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> bytes:
+    """The whole file in memory, for a small one."""
+    return b"".join(piece.tobytes() if isinstance(piece, np.ndarray) else piece for piece in pieces(arrays, metadata))
+
+
 def read(store: Store, ref: BlobRef, *, verify: bool = True) -> Tensors:
     content = store.open(ref, verify=verify)
     try:

@@ -1,4 +1,8 @@
+import pytest
+
 from bench.boundary import run
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_steps_differ_in_their_routed_experts_only() -> None:

@@ -1,4 +1,8 @@
+import pytest
+
 from bench.control import KINDS, run
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_process_is_counted_and_the_baseline_runs() -> None:

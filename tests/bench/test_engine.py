@@ -1,4 +1,8 @@
+import pytest
+
 from bench import engine
+
+pytestmark = pytest.mark.slow
 
 
 def test_measures_both_servers() -> None:

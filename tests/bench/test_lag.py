@@ -1,4 +1,8 @@
+import pytest
+
 from bench.lag import run
+
+pytestmark = pytest.mark.slow
 
 
 def test_both_pipelines_deliver_and_the_wide_one_receives_more() -> None:

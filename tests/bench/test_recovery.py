@@ -1,4 +1,8 @@
+import pytest
+
 from bench.recovery import run
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_killed_worker_s_rollouts_run_elsewhere_and_none_is_lost() -> None:

@@ -1,4 +1,8 @@
+import pytest
+
 from bench.renderers import run
+
+pytestmark = pytest.mark.slow
 
 
 def test_adapters_share_one_pool_and_first_callers_one_build() -> None:

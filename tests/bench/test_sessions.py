@@ -1,4 +1,8 @@
+import pytest
+
 from bench import sessions
+
+pytestmark = pytest.mark.slow
 
 
 def test_measures_chats_health_and_memory() -> None:

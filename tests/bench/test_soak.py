@@ -1,4 +1,8 @@
+import pytest
+
 from bench.soak import QUICK, run
+
+pytestmark = pytest.mark.slow
 
 
 def test_300_rollouts_with_failures_leak_no_resources() -> None:

@@ -1,4 +1,8 @@
+import pytest
+
 from bench.steps import run
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_step_of_a_worker_s_loop_is_timed() -> None:

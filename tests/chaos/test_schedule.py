@@ -1,6 +1,6 @@
 """Seeded random schedules of faults, with real processes: nothing is lost, doubled, swept, biased or left behind.
 
-`make chaos` plays 200 schedules of ten faults, listed in `support/chaos/faults.py`; the test run plays two of three.
+`make chaos` plays 200 schedules of ten faults, listed in `support/chaos/faults.py`; the test run plays one of three.
 A failed one is played again by `pytest tests/chaos/test_schedule.py --chaos-rounds 200 --chaos-faults 10 -k NUMBER-`.
 """
 

@@ -17,8 +17,8 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of the reconciler and of the gates."""
+    """The clock of the reconciler, the gates and the watch over progress."""
     clock = Clock()
-    for module in ("reconciler", "gates"):
+    for module in ("reconciler", "gates", "stall"):
         monkeypatch.setattr(f"orchestrator.{module}.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock

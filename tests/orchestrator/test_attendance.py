@@ -20,10 +20,10 @@ from orchestrator.ledger.records import JobRecord
 from penstock import redis_keys
 from penstock.ledger.states import JobState, RolloutState
 from penstock.messages import Outcome, Reply, RolloutResult
+from penstock.queues import WorkerKind
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from penstock.store import BlobRef
 from tasks.agreement import Order, Presence, digest, used_settings
-from tasks.kinds import WorkerKind
 
 LEASE_S = 2.0
 CONFIG = configured(recovery={"max_failures": 3, "lease_s": LEASE_S})

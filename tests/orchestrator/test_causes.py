@@ -1,6 +1,6 @@
 import pytest
 
-from orchestrator.causes import ADVICE, KINDS_MOST, SAME_ERROR_MOST, Causes
+from orchestrator.causes import ADVICE, KINDS_MOST, RECENT, SAME_ERROR_MOST, Causes
 from penstock.errors import RunError
 
 TOOL_CHOICE = 'the engine answered 400: "auto" tool choice requires --enable-auto-tool-choice (request {})'
@@ -42,3 +42,37 @@ def test_the_number_of_errors_that_are_told_apart_is_bounded() -> None:
     for number in range(10 * KINDS_MOST):
         causes.died("error " + "x" * number)
     assert "other errors" in causes.explain()
+
+
+def test_the_last_endings_are_counted_by_cause_while_groups_are_admitted() -> None:
+    causes = Causes()
+    causes.generated()
+    for number in range(4):
+        causes.died(f"timed out after {number} s")
+        causes.dropped("zero_variance", 8)
+        causes.admitted(8)
+    assert causes.recent() == {
+        "rollouts": 68,
+        "admitted": 32,
+        "died": [{"error": "timed out after 3 s", "rollouts": 4}],
+        "dropped": {"zero_variance": 32},
+    }
+    assert causes.trouble is None
+    for _ in range(RECENT):
+        causes.admitted(1)
+    assert causes.recent() == {"rollouts": RECENT, "admitted": RECENT, "died": [], "dropped": {}}
+
+
+def test_losses_are_what_a_run_waits_for_when_they_are_most_of_what_ends() -> None:
+    dying, dropping = Causes(), Causes()
+    dying.admitted(4)
+    dying.generated()
+    for _ in range(5):
+        dying.died("no answer")
+    assert dying.trouble == "5 of the last 9 rollouts died, 5 of them of: no answer"
+    dropping.dropped("zero_variance", 4)
+    assert dropping.trouble is None, "too few to say"
+    dropping.dropped("overlong", 4)
+    assert dropping.trouble == (
+        "none of the last 8 rollouts was kept (zero_variance 4, overlong 4): relax that filter, or check the rewards"
+    )

@@ -10,6 +10,7 @@ from orchestrator.lock import lock_directory
 from penstock.config import RunConfig
 from penstock.config.declared import declarations, shared_settings
 from penstock.errors import LedgerError, RunError, RunLocked, RunMismatch
+from penstock.inspection import run_json
 from penstock.ledger.schema import SCHEMA_VERSION, open_for_writing
 
 
@@ -54,7 +55,7 @@ def test_a_run_may_be_moved(tmp_path: Path) -> None:
     run = opened(config)
     open_for_writing(config.ledger_path).close()
     config.run_dir.rename(tmp_path / "moved")
-    assert run_dir.ledger_path(tmp_path / "moved").exists()
+    assert run_json.ledger_path(tmp_path / "moved").exists()
     assert opened(configured(tmp_path, run_dir=tmp_path / "moved")) == run
 
 
@@ -141,7 +142,7 @@ def test_a_second_ledger_is_refused(tmp_path: Path) -> None:
         opened(moved)
     config.ledger_path.rename(moved.ledger_path)
     opened(moved)
-    assert run_dir.ledger_path(config.run_dir) == moved.ledger_path
+    assert run_json.ledger_path(config.run_dir) == moved.ledger_path
 
 
 def test_a_ledger_of_another_release_is_refused_before_anything_is_changed(tmp_path: Path) -> None:

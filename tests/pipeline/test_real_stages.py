@@ -8,8 +8,10 @@ from support.cluster import cluster_in
 from support.engine_process import EngineProcess
 from support.pipeline import pipeline_in
 from support.stores import directory_store
+from support.waiting import wait_until
 
 from penstock.batches import BatchReader, read_manifests
+from penstock.redo import Redo
 
 ENVIRONMENTS = """
 [environments.sums]
@@ -53,6 +55,7 @@ def test_rollouts_of_three_environments_become_batches_and_are_released(tmp_path
                 ["distinct", "guess", "sums"]
             ] * 3
             assert_measured(cluster.run_dir)
+            assert_redone(cluster.run_dir)
     finally:
         engine.end()
 
@@ -65,22 +68,48 @@ def assert_measured(run_dir: Path) -> None:
         assert 0 < line["prompt_tokens/min"] <= line["prompt_tokens/max"]
         assert line["tokens"] > line["loss_tokens"] > 0
         assert line["staleness_max"] <= 2
+        assert line["entropy"] > 0
 
 
-def test_prime_rl_steps_are_written_where_its_trainer_reads_them(tmp_path: Path) -> None:
+def assert_redone(run_dir: Path) -> None:
+    """Unchanged settings give the same bytes for the steps whose columns are kept; others do not."""
+    redo = Redo(run_dir)
+    assert {1, 2} <= set(redo.steps())
+    for step in map(redo.step, redo.steps()):
+        assert step.same_bytes
+        assert step.was == step.now
+        assert [one for one in step.rollouts if one.why] == []
+    other = Redo(run_dir, ["advantages.estimator=rloo"]).step(2)
+    assert not other.same_bytes
+    assert {one.why for one in other.rollouts if one.was.dropped is None} == {"advantages.estimator = rloo"}
+
+
+def test_prime_rl_steps_follow_its_trainers_broadcasts_and_are_removed_once_trained(tmp_path: Path) -> None:
     settings = {
         "batch": {"format": "prime-rl", "rollouts_jsonl": True},
-        "trainer": {"max_steps_ahead": "unlimited"},
-        "steps": 2,
+        "trainer": {"max_steps_ahead": 1, "keep_steps": 0},
+        "steps": 6,
     }
     with pipeline_in(tmp_path / "pipeline", **settings) as pipeline:
         pipeline.new_run("prime-rl")
-        cluster = pipeline.cluster
+        cluster, out = pipeline.cluster, pipeline.cluster.run_dir
         cluster.rollout_worker()
         cluster.compute_worker()
         killed = cluster.orchestrator(PENSTOCK_TESTING__CRASH_AT="sealed")
         assert killed.wait() == -signal.SIGKILL, killed.text[-2000:]
-        assert cluster.orchestrator().wait() == 0
-        files = sorted(path.relative_to(cluster.run_dir / "rollouts").as_posix()
-                       for path in (cluster.run_dir / "rollouts").rglob("*.*"))  # fmt: skip
-        assert files == [f"step_{step}/{name}" for step in (0, 1) for name in ("rank_0.bin", "train_rollouts.jsonl")]
+        run = cluster.orchestrator()
+        for step in range(1, 7):  # as prime-rl's trainer counts
+            wait_until((out / "batches" / f"step_{step}" / "rank_0.bin").exists, what=f"step {step}")
+            assert not (out / "batches" / f"step_{step + 2}").exists(), "one waits at most"
+            broadcast = out / "broadcasts" / f"step_{step}"
+            broadcast.mkdir(parents=True)
+            (broadcast / ".sender_ready").touch()
+            wait_until((broadcast / ".receiver_ready").exists, what=f"version {step} to be accepted")
+            (broadcast / ".finished").touch()
+            (out / "checkpoints" / f"step_{step}").mkdir(parents=True)
+            if step == 3:  # two are checkpointed, and the run goes on
+                wait_until(lambda: not (out / "batches" / "step_2").exists(), what="trained steps to be removed")
+        assert run.wait() == 0, run.text[-2000:]
+        names = sorted(path.name for path in (out / "batches" / "step_6").iterdir())
+        assert names == ["rank_0.bin", "train_rollouts.jsonl"]
+        assert not (out / "batches" / "step_1").exists()

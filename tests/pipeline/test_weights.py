@@ -106,6 +106,7 @@ def test_the_run_loads_weights_and_brings_a_restarted_replica_up_to_date(tmp_pat
     settings = {"engine": {"weight_update": "penstock"}, "trainer": {"max_steps_ahead": 0}}
     with run_of(tmp_path, replicas=2, **settings) as (cluster, engines, run):
         reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
+        again = f"action=weights_loaded url={engines.urls[0]} version=2"
         for batch in reader:
             versions = [version for mb in batch.micro_batches() for version in checked_versions(mb)]
             assert set(versions) == {batch.step}, "strictly on-policy"
@@ -114,6 +115,7 @@ def test_the_run_loads_weights_and_brings_a_restarted_replica_up_to_date(tmp_pat
             if batch.step == 1:
                 wait_until(lambda: labels(cluster) == {"2"}, what="both replicas to have version 2")
                 engines.restart(0)
+                wait_until(lambda: run.text.count(again) == 2, what="version 2 to be loaded again")
             reader.checkpointed(batch.step)
         assert run.wait() == 0, run.text[-3000:]
         assert cluster.audit()["balanced"]

@@ -12,9 +12,9 @@ import orjson
 from orchestrator import crash_points
 from penstock import ids, redis_keys
 from penstock.messages import EncodeResult, Outcome, Queue, Reply, RolloutResult
+from penstock.queues import WorkerKind
 from penstock.store import BlobRef
 from simulation.workers import MOMENTS, SimulatedWorker
-from tasks.kinds import WorkerKind
 
 if TYPE_CHECKING:
     from simulation.world import World

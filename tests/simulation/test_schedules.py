@@ -1,4 +1,4 @@
-"""Schedules of faults over the real orchestrator, on a simulated clock: `make simulate` plays 1,000, `make test` 25."""
+"""Schedules of faults over the real orchestrator, on a simulated clock: `make simulate` plays 1,000, `make test` 15."""
 
 from collections import Counter
 from pathlib import Path

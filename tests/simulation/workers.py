@@ -35,6 +35,7 @@ from penstock.messages import (
     SurveyJob,
     SurveyResult,
 )
+from penstock.queues import WorkerKind
 from penstock.runtime.offload import in_io_thread
 from penstock.store import BlobRef, Store, open_store
 from penstock.store.columns import Columns, TurnTable, write_columns
@@ -44,7 +45,6 @@ from simulation.redis_stand_in import Client
 from tasks import advantages, agreement, encoding, filtering
 from tasks.agreement import Order, Presence
 from tasks.execution import EncodedReply, Execution, write_lease, write_reply
-from tasks.kinds import WorkerKind
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -270,7 +270,7 @@ class SimulatedWorker:
                     else result
                 )
             case AdvantageJob():
-                return advantages.body(job, self.config)
+                return advantages.body(job, self.config, execution)
             case BatchPhaseJob():
                 return advantages.batch_body(job, self.config, execution)
             case EncodeJob():
@@ -353,6 +353,7 @@ def columns_of(
         turns=TurnTable(
             sample=turn("i4", 0), start=turn("i8", 2), end=turn("i8", length), version_first=turn("i4", version),
             version_last=turn("i4", version), version_exact=turn("u1", 1), temperature=turn("f4", 1.0),
+            reward=turn("f8", 0.0),
             **{name: turn("i4", 0) for name in WORDS}, words=WORDS,
         ),
         metrics=metrics,

@@ -29,6 +29,7 @@ from penstock.advantages import ESTIMATORS
 from penstock.batches import read_manifests
 from penstock.config import RunConfig
 from penstock.errors import IllegalTransition, PenstockError
+from penstock.queues import WorkerKind
 from penstock.runtime import offload
 from penstock.store import open_store
 from penstock.store.files import FileStore
@@ -42,7 +43,6 @@ from simulation.threads import SimulatedEvent, SimulatedPool, SimulatedQueue, Si
 from simulation.trainer import SimulatedTrainer
 from simulation.workers import SimulatedWorker
 from tasks import agreement
-from tasks.kinds import WorkerKind
 
 LIMIT_S = 2400.0
 """of simulated time: a run takes one or two minutes, its faults as long again"""
@@ -329,7 +329,7 @@ class World:
         run_dir.create_directories(config)
         self.run = run_dir.begin_or_resume(config)
         batch_phase = ESTIMATORS[config.advantages.estimator].batch is not None
-        return await start._run(config, self.run, self._on_status, None, batch_phase=batch_phase)
+        return await start._run(config, self.run, self._on_status, None, batch_phase=batch_phase, engine_check=None)
 
     def _on_status(self, status: dict[str, Any]) -> None:
         self._waits = status["waiting_for"]

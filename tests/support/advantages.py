@@ -13,6 +13,7 @@ from penstock.advantages import (
     GroupValues,
     Recipe,
     Shaping,
+    TurnValues,
     group_phase,
     resolve,
 )
@@ -24,14 +25,18 @@ def allowed(of: GroupValues, estimator: str) -> GroupValues:
 
 
 def group(rewards: list[float], *columns: Any, named: dict[str, list[float]] | None = None) -> GroupValues:
+    """Without `named`, a reward `greedy` of 0 and the whole one; without turns, one turn a rollout without a reward."""
     completion, tool, inputs, turns = columns or [[1] * len(rewards)] * 4
+    named = named or {"greedy": [0.0] * len(rewards), "whole": rewards}
+    unscored = TurnValues(rewards=np.full(1, np.nan), agents=("",), tokens=np.ones(1, np.int64))
     return GroupValues(
         rewards=np.array(rewards, np.float64),
         completion_tokens=np.array(completion, np.int64),
         tool_tokens=np.array(tool, np.int64),
         input_tokens=np.array(inputs, np.int64),
         turns=np.array(turns, np.int64),
-        named_rewards={name: np.array(values) for name, values in (named or {}).items()},
+        named_rewards={name: np.array(values) for name, values in named.items()},
+        by_turn=(unscored,) * len(rewards),
     )
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import redis
 
 from orchestrator.ledger.audit import audit
-from orchestrator.run_dir import ledger_path
 from penstock import redis_keys
 from penstock.config import test_hooks
+from penstock.inspection.run_json import ledger_path
 from penstock.ledger.schema import reading
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from support.forked_programs import Forked, is_program
@@ -121,7 +121,7 @@ class Cluster:
             "PENSTOCK_CONFIG": str(self.config),
             "PENSTOCK_REDIS_URL": self.redis_server.url,
             test_hooks.SWITCH: "1",
-            "PENSTOCK_TESTING__CHECK_ENGINE": "false",
+            "PENSTOCK_ENGINE__CHECK": "false",
             "PYTHONPATH": str(Path(__file__).parent.parent.parent),
             **self.variables,
             **variables,

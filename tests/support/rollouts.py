@@ -92,6 +92,8 @@ class RolloutMaker:
             first_prompt_length=np.array([made[0].context for made in samples], np.int32),
             truncated=self.rng.integers(0, 2, len(samples)).astype(np.uint8),
             overlong_prompt=np.zeros(len(samples), np.uint8),
+            parent=np.arange(-1, len(samples) - 1, dtype=np.int32),
+            agent=np.zeros(len(samples), np.int32),
             turns=TurnTable(
                 sample=of_turns("i4", [sample for sample, _ in turns]),
                 start=of_turns("i8", [end - turn.completion for end, (_, turn) in zip(ends, turns, strict=True)]),
@@ -100,6 +102,7 @@ class RolloutMaker:
                 version_last=of_turns("i4", [turn.version + 1 for _, turn in turns]),
                 version_exact=of_turns("u1", [turn.version % 2 for _, turn in turns]),
                 temperature=of_turns("f4", [turn.temperature for _, turn in turns]),
+                reward=of_turns("f8", [np.nan for _ in turns]),
                 **{name: of_turns("i4", [0] * len(turns)) for name in words},
                 words=words,
             ),

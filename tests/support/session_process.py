@@ -33,8 +33,9 @@ class HttpResponse:
 
     @property
     def error(self) -> str:
-        assert set(self.json) == {"error"}, self.body
-        return self.json["error"]
+        error = self.json["error"]
+        assert (set(self.json), set(error)) == ({"error"}, {"message", "type", "code"}), self.body
+        return error["message"]
 
     @property
     def content(self) -> str:
@@ -51,6 +52,7 @@ class SessionsProcess(Process):
         backend: str,
         *arguments: str,
         store: str = "store",
+        files: int | None = None,
         variables: Mapping[str, str] | None = None,
         **settings: str,
     ) -> None:
@@ -59,6 +61,8 @@ class SessionsProcess(Process):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
         environment |= {f"PENSTOCK_{key.upper()}": value for key, value in settings.items()}
         environment |= variables or {}
+        if files:
+            command = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(files), *command]
         name = f"sessions-{len(list(directory.iterdir()))}"
         super().__init__(name, [*command, *arguments], environment, directory)
 
@@ -124,9 +128,9 @@ class Agent:
         messages = [user(messages)] if isinstance(messages, str) else messages
         return self.request("POST", CHAT, {"messages": messages, **fields})
 
-    def talk(self, text: str) -> HttpResponse:
+    def talk(self, text: str, **fields: Any) -> HttpResponse:
         """Append `text` to the conversation and send it; the completion is appended too."""
-        response = self.chat([*self.messages, user(text)])
+        response = self.chat([*self.messages, user(text)], **fields)
         assert response.status == 200, response.body
         self.messages += [user(text), response.json["choices"][0]["message"]]
         return response
@@ -175,8 +179,10 @@ def scripted(dialect: str = "vllm", *, routed: bool = True) -> Iterator[Script]:
 
 
 @contextmanager
-def running(directory: Path, backend: str, *arguments: str, **settings: str) -> Iterator[SessionsProcess]:
-    process = SessionsProcess(directory, backend, *arguments, **settings)
+def running(
+    directory: Path, backend: str, *arguments: str, files: int | None = None, **settings: str
+) -> Iterator[SessionsProcess]:
+    process = SessionsProcess(directory, backend, *arguments, files=files, **settings)
     try:
         yield process
     finally:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from penstock.engines.load import METRICS_PATH
 from penstock.renderers import NextTurn
 from penstock.turn import Ids, Message
 from support.conversations import ROLES, rows_of
@@ -66,6 +67,8 @@ class Server:
     port: int = 0
     weights: str | None = None
     """what it calls its weights when it is asked; None: it does not say. Such requests are not in `received`."""
+    metrics: str | Callable[[], str] = ""
+    """its page /metrics; empty: it has none. Requests for it are not in `received`."""
     received: list[ReceivedRequest] = field(default_factory=list[ReceivedRequest])
     answering: int = 0
     most_answering: int = 0
@@ -109,6 +112,9 @@ class Server:
         assert request.transport is not None
         if request.path in VERSION_PATHS:
             return web.json_response({"weight_version": self.weights}, status=200 if self.weights else 404)
+        if request.path == METRICS_PATH:
+            metrics = self.metrics if isinstance(self.metrics, str) else self.metrics()
+            return web.Response(text=metrics, status=200 if metrics else 404)
         headers = {**request.headers, "peer": str(request.transport.get_extra_info("peername"))}
         body = json.loads(await request.read() or b"null")
         received = ReceivedRequest(method=request.method, path=request.path, body=body, headers=headers)
@@ -168,8 +174,8 @@ def prompt_ids(messages: Sequence[Message]) -> list[int]:
 
 
 def content_ids(message: Message) -> list[int]:
-    calls = message.get("tool_calls")
-    return list(((message.get("content") or "") + (json.dumps(calls) if calls else "")).encode())
+    calls, thoughts = message.get("tool_calls"), message.get("reasoning") or message.get("reasoning_content") or ""
+    return list((thoughts + (message.get("content") or "") + (json.dumps(calls) if calls else "")).encode())
 
 
 class Bytes:
@@ -189,7 +195,8 @@ def answer(
 ) -> bytes:
     """The body of a response whose completion is `message`."""
     message = {"role": "assistant", "content": message} if isinstance(message, str) else message
-    ids = request.body["token_ids"] if dialect == "generate" else prompt_ids(request.messages)
+    ids = next((request.body[name] for name in ("token_ids", "input_ids") if name in request.body), None)
+    ids = prompt_ids(request.messages) if ids is None else ids
     completion = content_ids(message)
     start = {
         "vllm": 0,

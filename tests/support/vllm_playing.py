@@ -21,6 +21,8 @@ from support.vllm_server import AnyEngine
 from tasks.player import Player
 
 ENVIRONMENT = "tests.support.vllm_environments:Dialogue"
+RUN = "run"
+"""Of every job."""
 PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
 """Request fields for completions without a thought before them."""
 TIMEOUT_S = 240.0
@@ -127,7 +129,7 @@ class Table:
         self.jobs += 1
         number = self.jobs if seed is None else 0
         return RolloutJob(
-            run="run",
+            run=RUN,
             job=f"g{number}.r0",
             attempt=1,
             sequence=self.jobs,

@@ -16,6 +16,7 @@ from support.documents import ROOT, Page
 from support.waiting import wait_until
 
 PAGE = Page(ROOT / "docs" / "engines.md")
+DOCUMENTED_URL = "http://127.0.0.1:8000"
 START_S = 600.0
 """30 to 60 s on an idle machine; the first start compiles bytecode"""
 REQUEST_S = 120.0
@@ -136,8 +137,8 @@ class VllmServer(AnyEngine):
 
     def load(self, weights: Path, version: int) -> None:
         """Run the documented commands: pause, load, reset the cache, name the version, resume."""
-        replaced = {"http://127.0.0.1:8000": self.url, "/weights/7": str(weights), '"7"': f'"{version}"'}
-        for command in update_commands():
+        replaced = {DOCUMENTED_URL: self.url, "/weights/7": str(weights), '"7"': f'"{version}"'}
+        for command in update_commands(DOCUMENTED_URL):
             done = subprocess.run(filled(command, replaced), capture_output=True, text=True, check=False)
             assert done.returncode == 0, f"{command}: {done.stderr}\n{self.process.text[-2000:]}"
             assert '"success":false' not in done.stdout, f"{command}: {done.stdout}"
@@ -162,9 +163,9 @@ def exported() -> dict[str, str]:
     return dict(word.split("=", 1) for word in command[1:])
 
 
-def update_commands() -> list[list[str]]:
-    """The documented update of weights, in order."""
-    return [words for words in PAGE.commands() if words[0] == "curl"]
+def update_commands(url: str) -> list[list[str]]:
+    """The documented update of a server's weights, in order."""
+    return [words for words in PAGE.commands() if words[0] == "curl" and any(word.startswith(url) for word in words)]
 
 
 def filled(command: list[str], replaced: Mapping[str, str]) -> list[str]:

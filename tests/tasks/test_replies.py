@@ -14,7 +14,9 @@ from support.waiting import wait_until
 
 from penstock import redis_keys
 from penstock.config import RunConfig
+from penstock.errors import EngineUnreachable
 from penstock.messages import FilterJob, FilterResult, Outcome, Reply, RolloutJob, RolloutResult, ScoreResult
+from penstock.replica_use import ReplicaUse
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from tasks import execution
 from tasks.execution import AsyncExecutor, SyncExecutor, WorkerStopping
@@ -121,6 +123,26 @@ def test_a_body_that_ends_itself_has_failed(config: RunConfig, client: redis.Red
     reply = only_reply(client)
     assert (reply.outcome, reply.result) == (Outcome.FAILED, None)
     assert (reply.error or "").startswith(name)
+
+
+def test_a_reply_has_what_the_rollout_used_of_the_engine_whatever_its_outcome(
+    config: RunConfig, client: redis.Redis
+) -> None:
+    uses = {"http://a": ReplicaUse(tokens=5, seconds=0.5, lost_tokens=9)}
+
+    async def succeeds(_: str) -> RolloutResult:
+        return RolloutResult(reward=1.0, replica_uses=uses)
+
+    async def fails(_: str) -> None:
+        error = EngineUnreachable("the engine is gone")
+        error.replica_uses = uses
+        raise error
+
+    for body in (succeeds, fails):
+        executed(config, body)
+    done, failed = replies(client)
+    assert (done.outcome, done.replica_uses) == (Outcome.DONE, uses)
+    assert (failed.outcome, failed.replica_uses) == (Outcome.UNREACHABLE, uses)
 
 
 def test_a_cancelled_execution_is_released(config: RunConfig, client: redis.Redis) -> None:

@@ -10,7 +10,7 @@ from support.waiting import wait_until
 from orchestrator import envelope
 from penstock import redis_keys
 from penstock.messages import Queue, RolloutJob
-from penstock.runtime.loop_lag import read_summaries
+from penstock.runtime.lag_summaries import read_summaries
 
 ROLLOUTS = 1000
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from penstock import config
-from penstock.config import RunConfig
+from penstock.config import RunConfig, redis_address
 from penstock.config.problems import RENAMED, all_keys
 from penstock.config.rules import check_rules
 from penstock.errors import ConfigError
@@ -84,7 +84,7 @@ WRONG = {
     ),
     "[advantages]\nlength_shaping = 'token'": (
         "line 2: advantages.length_shaping: 'token' is not built in; did you mean 'tokens'? built in are: "
-        "none, tokens, turns; name your own as module:attribute"
+        "linear, none, overlong, tokens, turns; name your own as module:attribute"
     ),
     "[filters]\ncustom = 3": "line 2: filters.custom is a table: write [filters.custom], and its settings below",
     "[advantages]\ntool_weight = -1": "line 2: advantages.tool_weight: Input should be greater than or equal to 0",
@@ -193,10 +193,10 @@ def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_redis_url_can_be_read_without_a_configuration() -> None:
-    assert config.redis_url({}) is None
-    assert config.redis_url({"PENSTOCK_REDIS_URL": "redis://h/1"}) == "redis://h/1"
+    assert redis_address.from_environment({}) is None
+    assert redis_address.from_environment({"PENSTOCK_REDIS_URL": "redis://h/1"}) == "redis://h/1"
     with pytest.raises(ConfigError, match="environment, PENSTOCK_REDIS_URL: is not the address"):
-        config.redis_url({"PENSTOCK_REDIS_URL": "h"})
+        redis_address.from_environment({"PENSTOCK_REDIS_URL": "h"})
 
 
 @pytest.mark.parametrize(

@@ -17,17 +17,15 @@ from support.waiting import wait_until_async
 from penstock.runtime import loop_lag
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from penstock.runtime.event_loop import event_loop_factory
-from penstock.runtime.loop_lag import (
+from penstock.runtime.lag_summaries import (
     LAG_KEY,
     LAG_TTL_S,
-    LagLimits,
     LagSummary,
-    LagTrace,
-    LoopLag,
     read_summaries,
     read_summaries_async,
     redis_publisher,
 )
+from penstock.runtime.loop_lag import LagLimits, LagTrace, LoopLag
 
 NO_LIMITS = LagLimits(p90_s=60, p99_s=60, max_s=60)
 BLOCK_S = 0.2

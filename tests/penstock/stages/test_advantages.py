@@ -8,7 +8,9 @@ import pytest
 from penstock.config import RunConfig
 from penstock.messages import GroupInputs, GroupMember, RolloutResult, StepValues
 from penstock.stages.advantages import estimate_group, estimate_step
+from penstock.store import open_store
 
+STORE = open_store("memory://advantages")
 MODULE = """
 import numpy as np
 from penstock.advantages import Estimator
@@ -50,7 +52,9 @@ def test_named_rewards_and_agents_reach_the_group_phase() -> None:
     ]
     members = [GroupMember(rollout=f"g0000001-{n}", result=result) for n, result in enumerate(results)]
     group = GroupInputs(group="g0000001", environment="sums", example=7, policy_version=0, members=members)
-    assert estimate_group(group, CONFIG).advantages == {f"g0000001-{n}": 0.0 for n in range(3)}
+    result = estimate_group(STORE, group, CONFIG, execution="e1")
+    assert result.advantages == {f"g0000001-{n}": 0.0 for n in range(3)}
+    assert result.credit is None
     (values,) = sys.modules["noting_rules"].seen
     check(values)
     assert (values.environment, values.example) == ("sums", 7)
@@ -63,7 +67,7 @@ def test_named_rewards_and_agents_reach_the_batch_phase() -> None:
         named_rewards=[{"right": 1.0, "brief": 0.25}, {"right": 0.5}, {}], agents=[{"white": 3, "black": 1}, {}, {}],
         state=None,
     )  # fmt: skip
-    assert estimate_step(step, CONFIG).advantages == {"a": 0.0, "b": 0.0, "c": 0.0}
+    assert estimate_step(STORE, step, CONFIG, credit="plans/c").advantages == {"a": 0.0, "b": 0.0, "c": 0.0}
     (values,) = sys.modules["noting_rules"].seen
     check(values)
     assert (values.groups, values.examples, values.values.tolist()) == (("g", "g", "h"), (7, 7, 8), [1.0, 2.0, 3.0])

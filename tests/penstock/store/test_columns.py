@@ -26,10 +26,12 @@ def some_columns(**changes: Any) -> Columns:
         version_last=np.array([3, 4, 4], np.int32),
         version_exact=np.array([1, 0, 1], np.uint8),
         temperature=np.array([0.7, 1.0, 0.7], np.float32),
+        reward=np.array([0.5, 1.0, -0.5]),
         finish_reason=np.array([0, 0, 1], np.int32),
         agent=np.array([0, 1, 0], np.int32),
         engine=np.zeros(3, np.int32),
         sampling=np.zeros(3, np.int32),
+        unseen=np.array([0, 1, 0], np.uint8),
         words={"finish_reason": ["stop", "length"], "agent": ["löser", ""], "engine": ["http://a"], "sampling": ["{}"]},
     )
     columns = Columns(
@@ -43,6 +45,8 @@ def some_columns(**changes: Any) -> Columns:
         first_prompt_length=np.array([2, 1], np.int32),
         truncated=np.array([0, 1], np.uint8),
         overlong_prompt=np.array([0, 1], np.uint8),
+        parent=np.array([-1, 0], np.int32),
+        agent=np.array([0, 1], np.int32),
         turns=turns,
         metrics={"samples": 2.0},
         token_fields={"process.reward": np.linspace(0, 1, 6, dtype=np.float32), "tag": np.arange(6, dtype=np.uint8)},
@@ -75,6 +79,13 @@ def test_columns_survive_writing_and_reading(store: FileStore) -> None:
     assert read_columns(store, ref).sample(1) == slice(5, 6)
 
 
+def test_samples_have_a_parent_and_an_agent_also_in_files_of_earlier_releases() -> None:
+    columns = some_columns()
+    earlier = some_columns(parent=None, agent=None, turns=dataclasses.replace(columns.turns, unseen=None))
+    assert [columns.agent_of(0), columns.agent_of(1)] == [earlier.agent_of(0), earlier.agent_of(1)] == ["löser", ""]
+    assert (columns.parent_of(1), earlier.parent_of(1)) == (0, -1)
+
+
 def test_empty_columns_survive_writing_and_reading(store: FileStore) -> None:
     none, turns = np.empty(0, np.int32), some_columns().turns
     empty = dataclasses.replace(
@@ -83,6 +94,8 @@ def test_empty_columns_survive_writing_and_reading(store: FileStore) -> None:
     columns = some_columns(
         input_ids=none,
         first_prompt_length=none,
+        parent=none,
+        agent=none,
         sample_offsets=np.zeros(1, np.int64),
         turns=empty,
         **{name: none.astype(np.uint8) for name in ("loss_mask", "truncated", "overlong_prompt")},

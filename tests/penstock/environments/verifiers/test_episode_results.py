@@ -82,7 +82,9 @@ def outcome_of(*traces: Trace, **fields: Any) -> Outcome:
     return episode_result(0, Episode(list(traces), **fields)).outcome
 
 
-TURN_LIMIT = Error("ProviderError", 'upstream 400: {"error": "turn limit: the session has used its 2 turns"}', 400)
+TURN_LIMIT = Error(
+    "ProviderError", 'upstream 400: {"error": {"message": "turn limit: the session has used its 2 turns"}}', 400
+)
 TOO_LARGE_FOR_A_JUDGE = Error("ProviderError", "upstream 400: maximum context length exceeded", 400)
 LOST = Error("ProviderError", "upstream 502: broken off", 502)
 

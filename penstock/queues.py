@@ -1,8 +1,13 @@
-"""The two kinds of workers: the queues that each serves, and the command that starts one."""
+"""The queues of jobs, by their names in Redis, and the two kinds of workers: the queues and the command of each."""
 
 from enum import StrEnum
 
-from penstock.messages import Queue
+
+class Queue(StrEnum):
+    ROLLOUTS = "rollouts"
+    FILTERING = "filtering"
+    ADVANTAGES = "advantages"
+    ENCODING = "encoding"
 
 
 class WorkerKind(StrEnum):

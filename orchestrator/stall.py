@@ -1,0 +1,44 @@
+"""Ends a run that makes no progress for `recovery.stall_s`, with what it waits for."""
+
+import time
+from collections.abc import Callable
+
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.trainer import Trainer
+from penstock.config import RunConfig
+from penstock.errors import RunError
+
+LOOK_MOST_S = 2.0  # that one look counts for: more is a pause of this process
+
+
+class StallWatch:
+    def __init__(
+        self, config: RunConfig, ledger: Ledger, trainer: Trainer, waiting_for: Callable[[], list[str]]
+    ) -> None:
+        self._stall_s = config.recovery.stall_s
+        self._ledger = ledger
+        self._trainer = trainer
+        self._waiting_for = waiting_for
+        self._before: tuple[int, ...] = ()
+        self._looked_at = time.monotonic()
+        self.idle_s = 0.0
+        """since the last progress, by this process's own looks: a pause of it does not count"""
+
+    def look(self) -> None:
+        """RunError after `stall_s` without progress."""
+        now = time.monotonic()
+        passed_s, self._looked_at = min(now - self._looked_at, LOOK_MOST_S), now
+        progress = self._progress()
+        self.idle_s = self.idle_s + passed_s if progress == self._before else 0.0
+        self._before = progress
+        if self._stall_s and self.idle_s >= self._stall_s:
+            waits = "; ".join(self._waiting_for()) or "rollouts are being generated, and none has ended"
+            raise RunError(
+                f"stopped after {self._stall_s:g} s without progress (recovery.stall_s): {waits}. Nothing is lost, and "
+                "the same command resumes the run"
+            )
+
+    def _progress(self) -> tuple[int, ...]:
+        number = self._ledger.number
+        evaluated = sum(evaluation.begun - len(evaluation.open) for evaluation in self._ledger.evaluations.values())
+        return number("groups_admitted"), number("steps_delivered"), self._trainer.state.acked, evaluated

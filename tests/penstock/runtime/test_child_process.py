@@ -1,0 +1,64 @@
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.processes import alive
+from support.waiting import HANG_S, wait_until
+
+from penstock.errors import RunError
+from penstock.runtime.child_process import ChildProcess, program
+
+STARTS = """
+import subprocess, sys, time
+from pathlib import Path
+from penstock.runtime.child_process import ChildProcess, Guard
+
+guard = Guard()
+code = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+child = ChildProcess("child", ["python", "-c", code], directory=Path(sys.argv[1]), variables={})
+guard.add(child.pid)
+child.wait_until(lambda: child.output.strip(), what="its child", timeout_s=60)
+print(child.pid, child.output.strip(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_guard_ends_what_the_children_of_a_killed_process_have_started(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STARTS, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child, grandchild = map(int, parent.stdout.readline().split())
+        assert alive(child) > (not alive(grandchild))
+        parent.send_signal(signal.SIGKILL)
+        wait_until(lambda: not alive(child) and not alive(grandchild), what="the end of child and grandchild")
+
+
+def test_an_appended_log_shows_the_output_of_the_present_process(tmp_path: Path) -> None:
+    for word in ("first", "second"):
+        process = ChildProcess(
+            "echo", ["python", "-c", f"print('{word}')"], directory=tmp_path, variables={}, append=True
+        )
+        wait_until(lambda process=process: process.ended)
+        assert process.output == f"{word}\n"
+        assert process.how_it_ended == "ended with exit code 0"
+        process.kill()
+    assert (tmp_path / "echo.log").read_text() == "first\nsecond\n"
+
+
+def test_the_environment_and_directory_may_be_given(tmp_path: Path) -> None:
+    code = "import os; print(os.getcwd(), os.environ['A'], os.environ.get('HOME'))"
+    process = ChildProcess(
+        "echo", ["python", "-c", code], directory=tmp_path, variables={"A": "1"}, environment={}, cwd=Path("/")
+    )
+    process.wait_until(lambda: process.output, what="its output", timeout_s=HANG_S)
+    assert process.output == "/ 1 None\n"
+    process.kill()
+
+
+def test_a_program_is_found_beside_the_interpreter_then_on_the_path() -> None:
+    assert program("penstock") == str(Path(sys.executable).parent / "penstock")
+    assert program("sh").startswith("/")
+    with pytest.raises(RunError, match="the program 'vlmm' was not found: install it, or write its path"):
+        program("vlmm")
