@@ -217,9 +217,12 @@ class Orchestrator:
     def done(self) -> bool:
         return self.ledger.number("steps_delivered") >= self.config.steps or self.planner.out_of_data is not None
 
+    def awaited_at_end(self) -> bool:
+        return self.evaluations.awaited_at_end() or self.trainer.last_broadcast_awaited
+
     async def drive(self) -> None:
         self.planner.survey()
-        while self.stop.phase is Phase.RUNNING and (not self.done or self.evaluations.awaited_at_end()):
+        while self.stop.phase is Phase.RUNNING and (not self.done or self.awaited_at_end()):
             more_to_plan = self.evaluations.plan(ending=self.done)
             more_to_plan |= self.planner.plan()
             crash_points.passed("planned")

@@ -9,7 +9,7 @@ from functools import partial
 
 from orchestrator.ledger.ledger import Ledger
 from penstock.batches import RunStatus, TrainerState, read_trainer, write_status
-from penstock.batches.prime_rl_directory import read_broadcasts
+from penstock.batches.prime_rl_directory import LAYOUTS, read_broadcasts
 from penstock.config import RunConfig
 from penstock.config.run import Trainer as TrainerSettings
 from penstock.errors import BatchError, BlobUnwritten
@@ -40,6 +40,11 @@ class Trainer:
         self._run_dir = config.run_dir
         self._read = partial(read_progress, config)
         self._settings = config.trainer
+        layout = LAYOUTS.get(config.batch.format)
+        self._steps = config.steps
+        self._handshake = layout is not None and layout.handshake
+        self._progress_s: float | None = None
+        """when the trainer was last seen to acknowledge a step, by the monotonic clock"""
         self._ahead = math.inf if config.trainer.max_steps_ahead == "unlimited" else config.trainer.max_steps_ahead
         self._ledger = ledger
         self.state = TrainerState()
@@ -71,6 +76,8 @@ class Trainer:
             self._ledger.set(PUBLISHED, 1)
         if state.acked > self.state.acked:
             self._ledger.train(state.acked)
+            if self.state.epoch or self.state.policy:  # seen before: a complete run that is started again does not wait
+                self._progress_s = time.monotonic()
         self.state = state
         if self.may_seal(self._ledger.number("steps_delivered")):
             self._awaited_since = None
@@ -89,7 +96,7 @@ class Trainer:
 
     @property
     def troubles(self) -> list[str]:
-        return [cause for cause in (self._unwritable, self._unreadable, self._awaited) if cause]
+        return [cause for cause in (self._unwritable, self._unreadable, self._awaited, self._last_broadcast) if cause]
 
     @property
     def _awaited(self) -> str | None:
@@ -101,6 +108,27 @@ class Trainer:
             f"step {step} is sealed, and the trainer has not acknowledged step {self.state.acked + 1}: start a trainer "
             f"that reads {self._run_dir} (examples/toy_trainer.py), or raise trainer.max_steps_ahead "
             '("unlimited" if the trainer does not acknowledge)'
+        )
+
+    @property
+    def last_broadcast_awaited(self) -> bool:
+        """Whether a complete run stays for its trainer, which waits until each of its broadcasts is accepted."""
+        if not self._handshake or self._progress_s is None or self._untrained_steps == 0:
+            return False
+        return time.monotonic() - self._progress_s < self._settings.last_broadcast_s
+
+    @property
+    def _untrained_steps(self) -> int:
+        return self._ledger.number("steps_delivered") - 1 - self.state.acked
+
+    @property
+    def _last_broadcast(self) -> str | None:
+        if not (self._ledger.number("steps_delivered") >= self._steps and self.last_broadcast_awaited):
+            return None
+        return (
+            f"every step is delivered, and prime-rl's trainer has {self._untrained_steps} to train: the run accepts "
+            f"its broadcasts until the last one, at most {self._settings.last_broadcast_s:g} s after the one before "
+            "(trainer.last_broadcast_s); Ctrl-C ends the run now"
         )
 
     @property

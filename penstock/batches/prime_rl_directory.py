@@ -33,10 +33,12 @@ class Layout:
     one_file: bool = False
     run: str = ""
     """directory of the run below the output directory"""
+    handshake: bool = False
+    """whether the trainer waits until its broadcast is accepted"""
 
 
 LAYOUTS: dict[Format, Layout] = {
-    "prime-rl": Layout(folder="batches", first_step=1),
+    "prime-rl": Layout(folder="batches", first_step=1, handshake=True),
     "prime-rl-2026-08": Layout(folder="rollouts", first_step=1),
     "prime-rl-2026-05": Layout(folder="rollouts", first_step=0, one_file=True, run=RUN),
 }

@@ -182,6 +182,9 @@ class Trainer(Section):
     keep_manifests: PositiveInt | Literal["all"] = "all"
     """Released steps whose manifest is kept, about 0.4 kB a rollout; at least as many as keep other files. Audits and a
     rebuilt ledger know only steps whose manifest is kept."""
+    last_broadcast_s: Annotated[float, Field(ge=0)] = 1800.0
+    """Seconds that a complete run with `batch.format = "prime-rl"` waits for the next broadcast of its trainer: that
+    trainer waits until each of its broadcasts is accepted, also those after the last step."""
     keep_events_steps: Annotated[int, Field(ge=0)] = 50
     """Delivered steps whose histories the ledger keeps: events, and the jobs and whole results of the rollouts that
     were closed meanwhile. At most 100,000 events and 50,000 groups. Of older rollouts it keeps about 100 bytes: state,

@@ -20,6 +20,29 @@ def test_a_trainer_that_goes_back_to_an_older_version_takes_the_run_with_it(ledg
         assert ledger.number("policy_version") == version
 
 
+@pytest.mark.parametrize(("batch_format", "wait_s", "awaited"), [
+    ("prime-rl", 60.0, [False, True, False]),
+    ("prime-rl", 0.0, [False, False, False]),
+    ("prime-rl-2026-08", 60.0, [False, False, False]),
+])  # fmt: skip
+def test_a_complete_run_stays_until_prime_rls_trainer_has_broadcast_its_last_version(
+    ledger: Ledger, tmp_path: Path, batch_format: str, wait_s: float, awaited: list[bool]
+) -> None:
+    settings = {"batch": {"format": batch_format}, "trainer": {"last_broadcast_s": wait_s}, "steps": 3}
+    trainer = Trainer(configured(run_dir=tmp_path, **settings), ledger)
+    ledger.set("steps_delivered", 3)
+    seen = list[bool]()
+    for version in (1, 2, 3):
+        broadcast = tmp_path / "broadcasts" / f"step_{version}"
+        broadcast.mkdir(parents=True)
+        (broadcast / ("STABLE" if batch_format.endswith("08") else ".finished")).touch()
+        asyncio.run(trainer.read())
+        assert trainer.state.acked == version - 1
+        seen.append(trainer.last_broadcast_awaited)
+        assert any("trainer.last_broadcast_s" in trouble for trouble in trainer.troubles) == seen[-1]
+    assert seen == awaited
+
+
 def test_a_disk_that_does_not_give_the_trainers_files_is_reported_and_read_again(
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
