@@ -46,7 +46,7 @@ bytecode: setup
 
 test: setup
 	@$(MAKE) --no-print-directory -j 2 check bytecode
-	@$(BIN)/pytest $(TESTS) --numprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not slow'
+	@$(BIN)/pytest $(TESTS) --numprocesses 6 --dist loadfile --no-loadscope-reorder -m 'not slow'
 
 # Long tests: smoke runs of the benchmarks, two demos at once, killed demos.
 test-slow: setup
