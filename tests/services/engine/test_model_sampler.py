@@ -126,8 +126,10 @@ def test_weights_that_change_in_flight_give_exact_versions(tmp_path: Path) -> No
         control(engine, "/update_weight_version", {"new_version": "default"})
         future = sent(engine, GENERATE, generate(max_tokens=100_000))
         in_flight(engine)
-        update_vllm(engine, tmp_path, 1, models["1"])
-        update_vllm(engine, tmp_path, 2, models["2"])
+        for version in (1, 2):
+            control(engine, GENERATE, generate(max_tokens=3))  # in the same passes as the one in flight
+            update_vllm(engine, tmp_path, version, models[str(version)])
+        control(engine, GENERATE, generate(max_tokens=3))
         control(engine, "/abort_requests", {})
         choice = future.result(60)["choices"][0]
     assert (choice["finish_reason"], [span["version"] for span in choice["weight_versions"]]) == (
