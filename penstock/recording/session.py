@@ -252,7 +252,7 @@ class Session:
 
     @property
     def has_unsaved(self) -> bool:
-        return bool(self._unseen.unsaved)
+        return bool(self._unseen.unsaved) and not self._is_closed()
 
     def recorded_turn(self, request_id: bytes, key: str) -> int | None:
         """The newest turn of an equal request with an equal idempotency key; without a key, one that no client saw

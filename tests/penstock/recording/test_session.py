@@ -251,6 +251,24 @@ def test_a_turn_of_a_session_closed_meanwhile_is_not_recorded(store: FileStore) 
     run(main)
 
 
+def test_a_closed_session_has_nothing_to_save(store: FileStore) -> None:
+    """Else a session server that deletes a session right after an answer tries again for ever, and does not end."""
+
+    async def main() -> None:
+        session, messages = await started(store), [user("hello")]
+        with session.claim() as claim:
+            prepared = session.prepare(claim, messages)
+            assert await session.commit(claim, prepared, turn_for(prepared, messages), seen=False)
+        assert claim.turn is not None
+        session.see(claim.turn)
+        assert session.has_unsaved
+        await session.close()
+        await session.save_seen()
+        assert not session.has_unsaved
+
+    run(main)
+
+
 async def ticks(count: int = 10) -> None:
     """Enough iterations of the loop for everything that can run to run."""
     for _ in range(count):
