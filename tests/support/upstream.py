@@ -106,7 +106,12 @@ class Server:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         ready.set()
         await self._stop.wait()
+        connections = runner.server
         await runner.cleanup()
+        for _ in range(5):  # iterations of the loop until a connection that was accepted last is known
+            await asyncio.sleep(0)
+        if connections:
+            await connections.shutdown(0)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
