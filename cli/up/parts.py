@@ -3,14 +3,13 @@
 import re
 import shlex
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
+from penstock.inspection.why import why_silent
 from penstock.queues import WorkerKind
 
 LISTENING = re.compile(r"action=sessions_ready url=(http://\S+)")
@@ -90,10 +89,4 @@ def _words(setting: str, command: str) -> tuple[str, ...]:
 
 def answers(url: str) -> bool:
     """Whether a server is there, whatever it says."""
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=ANSWER_S):  # noqa: S310 - http only, see engine.urls
-            return True
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
+    return why_silent(url, timeout_s=ANSWER_S) is None

@@ -3,6 +3,7 @@
 The first cause is the one to look at. Also for a run that has crashed: from its directory, its ledger, its last status.
 """
 
+import http.client
 import socket
 import urllib.error
 import urllib.request
@@ -20,7 +21,6 @@ LATE_S = 4.0  # a status comes every second
 ANSWER_S = 1.0  # for an engine; one that is busy still accepts the connection
 ENGINES_ASKED = 8
 EVENTS_SHOWN = 8
-SLOW_S = 1.0
 
 
 def why(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
@@ -86,19 +86,23 @@ def _dead_engines(seen: dict[str, Any]) -> list[str]:
     here = seen["process"] and seen["process"]["host"] == socket.gethostname()
     urls = list(seen["replicas"] or {})[:ENGINES_ASKED] if here else []
     with ThreadPoolExecutor(max_workers=ENGINES_ASKED) as threads:
-        return [problem for problem in threads.map(_engine_problem, urls) if problem]
+        silent = [(url, why_not) for url, why_not in zip(urls, threads.map(why_silent, urls), strict=True) if why_not]
+    return [
+        f"the engine at {url} does not answer ({why_not}): start it, or correct engine.urls; nothing is lost"
+        for url, why_not in silent
+    ]
 
 
-def _engine_problem(url: str) -> str | None:
+def why_silent(url: str, *, timeout_s: float = ANSWER_S) -> str | None:
+    """Why no HTTP server answers at the URL; None if one does, whatever it says."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=ANSWER_S):  # noqa: S310 - http only, see engine.urls
+        with urllib.request.urlopen(f"{url}/health", timeout=timeout_s):  # noqa: S310 - http only, see engine.urls
             return None
     except urllib.error.HTTPError:
         return None
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        said = getattr(reason, "strerror", None) or str(reason) or "timed out"
-        return f"the engine at {url} does not answer ({said}): start it, or correct engine.urls; nothing is lost"
+        return getattr(reason, "strerror", None) or str(reason) or "timed out"
 
 
 def _of_the_step(seen: dict[str, Any], next_step: dict[str, Any]) -> list[str]:
