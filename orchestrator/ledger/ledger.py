@@ -382,12 +382,12 @@ class Ledger:
     def _forget(self, batch: BatchRecord) -> None:
         self.batches.pop(batch.step)
         self._keep_advantages()
-        for job in list(self._jobs_of(batch)):
+        for job in list(self.jobs_of(batch)):
             if job.state is not JobState.SETTLED:
                 self.end(job, JobState.CANCELLED)
             self._forget_job(job)
 
-    def _jobs_of(self, batch: BatchRecord) -> Iterator[JobRecord]:
+    def jobs_of(self, batch: BatchRecord) -> Iterator[JobRecord]:
         """Of its batch phase and of its data ranks, which are numbered from 0."""
         if phase := self.jobs.get(batch.batch_phase_id):
             yield phase

@@ -36,7 +36,7 @@ class NextStep:
         step, batch = self._ledger.number("steps_delivered"), next(iter(self._ledger.batches.values()), None)
         result = {"step": step, "of": self._config.steps, "admitted": self._admitted(), "groups": [], "jobs": []}
         if batch is not None:
-            jobs = [job for job in self._ledger.jobs.values() if job.subject == str(batch.step)]
+            jobs = self._ledger.jobs_of(batch)
             unfinished = [job for job in jobs if job.state in (JobState.WAITING, JobState.SUBMITTED)]
             return result | {"waits_for": "encoding", "jobs": [*map(self._job, unfinished[:JOBS_SHOWN])]}
         if not self._trainer.may_seal(step) and self._has_enough(step):

@@ -1,0 +1,42 @@
+from support.attendance import unattended
+from support.ledgers import admitted, configured, submitted
+
+from orchestrator.broker import Broker
+from orchestrator.gates import Gates
+from orchestrator.groups import Groups
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.reconciler import Reconciler
+from orchestrator.reporting.next_step import JOBS_SHOWN, NextStep
+from orchestrator.trainer import Trainer
+from penstock.ledger.states import JobKind, JobState
+from penstock.messages import RolloutResult
+
+
+def next_step(ledger: Ledger, **settings: object) -> NextStep:
+    config = configured(**settings)
+    gates = Gates()
+    groups = Groups(config, ledger, gates, unattended(config))
+    reconciler = Reconciler(config, "run", ledger, Broker("redis://unused/0"), groups, gates)
+    return NextStep(config, ledger, Trainer(config, ledger), reconciler)
+
+
+def test_a_group_shows_the_jobs_that_it_waits_for(ledger: Ledger) -> None:
+    group = submitted(ledger, JOBS_SHOWN + 2)
+    *played, last = group.rollouts
+    for rollout in played:
+        ledger.end(ledger.jobs[rollout.id], JobState.SETTLED)
+        ledger.generated(rollout, RolloutResult(reward=1.0))
+    (shown,) = next_step(ledger).status()["groups"]
+    assert [job["job"] for job in shown["jobs"]] == [last.id]
+    assert shown["rollouts"] == {"generated": JOBS_SHOWN + 1, "submitted": 1}
+
+
+def test_a_composed_step_shows_its_own_unfinished_jobs(ledger: Ledger) -> None:
+    batch = ledger.compose(0, [admitted(ledger), admitted(ledger)])
+    ledger.add_job("v000000-0", JobKind.EVALUATION, "0")  # of evaluation 0, not of step 0
+    for rank in range(2):
+        ledger.add_job(batch.job_id(rank), JobKind.ENCODE, str(batch.step))
+    ledger.end(ledger.jobs[batch.job_id(0)], JobState.SETTLED)
+    status = next_step(ledger, batch={"data_ranks": 2}).status()
+    assert status["waits_for"] == "encoding"
+    assert [job["job"] for job in status["jobs"]] == [batch.job_id(1)]
