@@ -49,5 +49,5 @@ def _facts(result: Mapping[str, Any]) -> Iterator[Fact]:
     if "again" in result:
         number = sum(map(len, result["again"].values()))
         listed = facts.listed({name: len(examples) for name, examples in result["again"].items()})
-        text = f"{facts.counted(number, 'example')} ({listed}) are played again, first of all" if number else "nothing"
+        text = f"{facts.counted(number, 'example')} ({listed}) to be played again first" if number else "nothing"
         yield Fact("put back", text)

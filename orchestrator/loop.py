@@ -43,7 +43,7 @@ from orchestrator.reporting.next_step import NextStep
 from orchestrator.reporting.prometheus import RunCollector
 from orchestrator.reporting.reporter import Reporter, Sources, StatusCallback
 from orchestrator.reporting.sinks import Sinks
-from orchestrator.retries import Retries
+from orchestrator.retry_requests import RetryRequests
 from orchestrator.sealing import Sealer
 from orchestrator.shutdown import Phase, Shutdown, StopRequests
 from orchestrator.slices import in_slices
@@ -64,7 +64,7 @@ WAKE_S = 0.5
 GATHER_S = 0.01  # gathers replies for one commit: handling six at a time as they arrive costs a third more CPU
 TRAINER_POLL_S = 0.25
 STALL_POLL_S = 1.0
-ORDERS_POLL_S = 2.0
+RETRY_REQUESTS_POLL_S = 2.0
 CATCH_UP_S = 5.0  # when applying the replies takes longer than this, losses are judged in the next round
 PROCESS = "orchestrator"  # its name among the processes that publish their lag
 
@@ -126,7 +126,7 @@ class Orchestrator:
         self.sinks = Sinks(config, run)
         self.next_step = NextStep(config, ledger, self.trainer, self.reconciler)
         self.reporter = Reporter(self._sources(http_url), on_status)
-        self.retries = Retries(config, ledger)
+        self.retry_requests = RetryRequests(config, ledger)
         self.stall = StallWatch(config, ledger, self.trainer, self.reporter.waiting_for)
 
     def _watch_engine(self, engine_check: Sequence[str] | None) -> None:
@@ -187,7 +187,7 @@ class Orchestrator:
         duties = [self.read_replies, self.reconcile, self.follow_trainer, self.sweep, self.lock.keep, self.engine.run,
                   self.engine_check.run, self.load.run, self.weights.run, self.reporter.run, self.metrics.run,
                   self.evaluations_file.run, self.lag.run, self.lags.run, self.watch_progress,
-                  self.follow_orders]  # fmt: skip
+                  self.follow_retry_requests]  # fmt: skip
         async with self.sinks.sending():
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(duty()) for duty in duties]
@@ -329,10 +329,10 @@ class Orchestrator:
                 self.changed.set()
             await asyncio.sleep(TRAINER_POLL_S)
 
-    async def follow_orders(self) -> None:
+    async def follow_retry_requests(self) -> None:
         while True:
-            await self.retries.run_once()
-            await asyncio.sleep(ORDERS_POLL_S)
+            await self.retry_requests.run_once()
+            await asyncio.sleep(RETRY_REQUESTS_POLL_S)
 
     async def watch_progress(self) -> None:
         """Not while the run stops: `recovery.drain_s` bounds that."""

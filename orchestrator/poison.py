@@ -8,6 +8,7 @@ until `penstock dead --retry`. The state is in the ledger:
 
 import logging
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import orjson
@@ -64,12 +65,11 @@ class Poison:
 
     def play_again(self, name: str, examples: Iterable[int]) -> None:
         """Lift their quarantine and play them first."""
-        again = list(dict.fromkeys([*self._read(f"again:{name}", []), *examples]))[:AGAIN_MOST]
+        again = dict.fromkeys(islice(dict.fromkeys([*self._read(f"again:{name}", []), *examples]), AGAIN_MOST))
         for key in ("poison", "deaths"):
-            kept = {example: value for example, value in self._read(f"{key}:{name}", {}).items()
-                    if int(example) not in again}  # fmt: skip
-            self._write(f"{key}:{name}", kept)
-        self._write(f"again:{name}", again)
+            known = self._read(f"{key}:{name}", {})
+            self._write(f"{key}:{name}", {each: value for each, value in known.items() if int(each) not in again})
+        self._write(f"again:{name}", list(again))
 
     def notes(self, environments: Iterable[str]) -> list[str]:
         """The examples that are not played, for the status."""

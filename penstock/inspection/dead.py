@@ -1,25 +1,26 @@
-"""What died in a run and why, and the order to play it again, which the orchestrator takes from the run directory."""
+"""What died in a run and why, and the request to play it again, which the orchestrator takes from the run directory."""
 
-import os
+import contextlib
 import time
 import uuid
-from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from penstock.errors import RunError
-from penstock.ids import GroupId
+from penstock.ids import GroupId, RolloutId
 from penstock.inspection import run_json
 from penstock.ledger import histories, queries, schema
 
 FOLDER = "retry"
-"""of a run directory: the orders that no orchestrator has taken yet"""
+"""of a run directory: the requests that no orchestrator has taken yet"""
 RETRIED = "retried_group"
 """in the ledger: dead rollouts of groups up to this ordinal have been put back"""
 CAUSES_SHOWN = 10
-ORDER_MOST = 10_000  # examples of one order
+EXAMPLES_MOST = 10_000  # of one request
 
 
 def dead(directory: Path) -> dict[str, Any]:
@@ -35,18 +36,17 @@ def dead(directory: Path) -> dict[str, Any]:
         "causes": causes,
         "rollouts": rollouts,
         "quarantined": _quarantined(values),
-        "put_back": max([values.get(RETRIED, 0), *(order["until"] for order in _orders(directory))]),
+        "put_back": max([values.get(RETRIED, 0), *_requested(directory)]),
     }
 
 
 def retry(directory: Path) -> dict[str, Any]:
-    """Order the examples of what died since the last order, and those in quarantine, to be played again."""
+    """Request that the examples of what died since the last request, and those in quarantine, are played again."""
     found = dead(directory)
     new = [each for each in found["rollouts"] if _ordinal(each["rollout"]) > found["put_back"]]
-    counted = Counter((each["environment"], each["example"]) for each in new)
-    counted.update((each["environment"], each["example"]) for each in found["quarantined"])
+    unique = dict.fromkeys((each["environment"], each["example"]) for each in (*new, *found["quarantined"]))
     examples: dict[str, list[int]] = {}
-    for environment, example in list(counted)[:ORDER_MOST]:
+    for environment, example in islice(unique, EXAMPLES_MOST):
         examples.setdefault(environment, []).append(example)
     until = max([found["put_back"], *(_ordinal(each["rollout"]) for each in new)])
     if examples:
@@ -64,21 +64,23 @@ def _quarantined(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _ordinal(rollout: str) -> int:
-    return GroupId.parse(rollout.rpartition("-")[0]).ordinal
+    return GroupId.parse(RolloutId.parse(rollout).group).ordinal
 
 
-def _orders(directory: Path) -> list[dict[str, Any]]:
-    paths = (directory / FOLDER).glob("*.json") if (directory / FOLDER).is_dir() else []
-    return [orjson.loads(path.read_bytes()) for path in paths]
+def _requested(directory: Path) -> Iterator[int]:
+    """`until` of each request. The orchestrator may take one meanwhile: then the ledger has it."""
+    for path in (directory / FOLDER).glob("*.json") if (directory / FOLDER).is_dir() else ():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            yield int(orjson.loads(path.read_bytes())["until"])
 
 
-def _write(directory: Path, order: dict[str, Any]) -> None:
+def _write(directory: Path, request: dict[str, Any]) -> None:
     folder = directory / FOLDER
     name = f"{time.time_ns()}-{uuid.uuid4().hex[:8]}.json"
     try:
         folder.mkdir(exist_ok=True)
         temporary = folder / f".{name}.tmp"
-        temporary.write_bytes(orjson.dumps(order))
-        os.replace(temporary, folder / name)  # noqa: PTH105 - replaces on every platform
+        temporary.write_bytes(orjson.dumps(request))
+        temporary.replace(folder / name)
     except OSError as error:
-        raise RunError(f"the order cannot be written to {folder}: {error.strerror}") from error
+        raise RunError(f"the request cannot be written to {folder}: {error.strerror}") from error

@@ -4,7 +4,6 @@ Histories of closed groups are kept for `trainer.keep_events_steps`; after that 
 """
 
 import sqlite3
-from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -140,8 +139,3 @@ def dead_rollouts(connection: sqlite3.Connection, *, limit: int = DEAD_SHOWN) ->
     ).fetchall()
     names = ("rollout", "environment", "example", "error")
     return [dict(zip(names, row, strict=True)) for row in [*hot, *kept][:limit]]
-
-
-def by_example(dead: Collection[dict[str, Any]]) -> Counter[tuple[str, int]]:
-    """(environment, example) -> dead rollouts."""
-    return Counter((each["environment"], each["example"]) for each in dead)

@@ -49,7 +49,7 @@ def test_a_poison_example_is_named_skipped_and_put_back(tmp_path: Path) -> None:
         assert cluster.ledger(dead_rollouts) == died, "it was not played again"
         (tmp_path / "antidote").touch()
         text = cluster.penstock("dead", str(cluster.run_dir), "--retry").text
-        assert "put back   1 example (poisoned 1) are played again" in text
+        assert "put back   1 example (poisoned 1) to be played again" in text
         wait_until(lambda: not _quarantined(cluster), what="the end of the quarantine")
         played = "SELECT count(*) FROM closed_groups WHERE example = 2 AND step IS NOT NULL"
         wait_until(lambda: cluster.ledger(played)[0][0] > 0, what="a step with the example")

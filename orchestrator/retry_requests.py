@@ -1,0 +1,57 @@
+"""Takes the requests of `penstock dead --retry` from the run directory: examples to be played again, one file each."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from orchestrator.housekeeping import Reported
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.poison import Poison
+from penstock.config import RunConfig
+from penstock.inspection.dead import FOLDER, RETRIED
+from penstock.runtime.offload import in_io_thread
+
+logger = logging.getLogger("penstock.orchestrator")
+
+
+class RetryRequests:
+    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+        self._environments = config.environments
+        self._directory = config.run_dir / FOLDER
+        self._ledger = ledger
+        self._poison = Poison(config, ledger)
+        self._done: set[Path] = set()
+        """files that were taken, or cannot be read, and are still there"""
+
+    async def run_once(self) -> None:
+        """Each request is taken once, also if its file cannot be deleted: it may belong to another user."""
+        for path, request in await in_io_thread(self._read):
+            self._apply(request)
+            await self._ledger.committed()
+            self._done.add(path)
+            with Reported(f"delete {path}"):
+                await in_io_thread(path.unlink, missing_ok=True)
+
+    def _read(self) -> list[tuple[Path, dict[str, Any]]]:
+        paths = set(self._directory.glob("*.json")) if self._directory.is_dir() else set[Path]()
+        self._done &= paths
+        requests: list[tuple[Path, dict[str, Any]]] = []
+        for path in sorted(paths - self._done):
+            try:
+                content: Any = orjson.loads(path.read_bytes())
+                requests.append((path, {"examples": dict(content["examples"]), "until": int(content["until"])}))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                logger.error("action=retry_unreadable path=%s error=%r", path, error)
+                self._done.add(path)
+        return requests
+
+    def _apply(self, request: dict[str, Any]) -> None:
+        for name, examples in request["examples"].items():
+            size = self._ledger.number(f"examples:{name}")
+            if name in self._environments:
+                known = [example for example in examples if isinstance(example, int) and 0 <= example < size]
+                self._poison.play_again(name, known)
+                logger.info("action=played_again environment=%s examples=%d", name, len(known))
+        self._ledger.set(RETRIED, max(self._ledger.number(RETRIED), request["until"]))

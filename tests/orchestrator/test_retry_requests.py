@@ -1,0 +1,61 @@
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from support.ledgers import configured
+
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.poison import Poison
+from orchestrator.retry_requests import RetryRequests
+from penstock.config import RunConfig
+from penstock.inspection.dead import FOLDER, RETRIED
+
+
+def config(run_dir: Path) -> RunConfig:
+    return configured(run_dir=run_dir, environments={"noop": {"use": "noop"}})
+
+
+def request(run_dir: Path, content: object) -> Path:
+    (run_dir / FOLDER).mkdir(exist_ok=True)
+    path = run_dir / FOLDER / "1-a.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_the_examples_of_a_request_are_played_again_and_its_file_is_deleted(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.set("examples:noop", 4)
+    path = request(tmp_path, {"until": 7, "examples": {"noop": [2, 9, "x"], "other": [1]}})
+    asyncio.run(RetryRequests(config(tmp_path), ledger).run_once())
+    poison = Poison(config(tmp_path), ledger)
+    assert [poison.take_again("noop") for _ in range(poison.again("noop"))] == [2]
+    assert ledger.number(RETRIED) == 7
+    assert not path.exists()
+
+
+def test_a_request_whose_file_cannot_be_deleted_is_taken_once(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    ledger.set("examples:noop", 4)
+    request(tmp_path, {"until": 7, "examples": {"noop": [2]}})
+    monkeypatch.setattr(Path, "unlink", refuse)
+    requests, poison = RetryRequests(config(tmp_path), ledger), Poison(config(tmp_path), ledger)
+    asyncio.run(requests.run_once())
+    assert poison.take_again("noop") == 2
+    asyncio.run(requests.run_once())
+    assert poison.again("noop") == 0
+
+
+@pytest.mark.parametrize("content", [[], {"until": 1}, {"until": "x", "examples": {}}, {"until": 1, "examples": 3}])
+def test_a_request_that_cannot_be_read_is_logged_once_and_stays(
+    ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: object
+) -> None:
+    path = request(tmp_path, content)
+    requests = RetryRequests(config(tmp_path), ledger)
+    for _ in range(3):
+        asyncio.run(requests.run_once())
+    assert [record.message.split()[0] for record in caplog.records] == ["action=retry_unreadable"]
+    assert path.exists()
