@@ -19,7 +19,7 @@ from penstock.errors import BatchError
 from penstock.store import atomic, tensors
 
 STEPS_KEPT = 16
-"""Steps whose arrays are kept, the newest ones: 4 bytes a token and name."""
+"""Steps whose arrays are kept, those that were written last: 4 bytes a token and name."""
 LINES_BYTES = 16 << 20
 """Of the file of means: then it begins anew. A line has about 150 bytes."""
 NAMES_MOST = 8
@@ -39,9 +39,13 @@ def write_annotations(
             )
     directory = run_dir / FOLDER / DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
-    content = b"".join(map(bytes, tensors.pieces(arrays, {"step": str(step), "data_rank": str(data_rank)})))
-    atomic.write(directory / f"step_{step:06d}.rank_{data_rank:02d}.safetensors", content)
-    for path in sorted(directory.glob(f"step_*.rank_{data_rank:02d}.safetensors"))[:-STEPS_KEPT]:
+    content = tensors.to_bytes(arrays, {"step": str(step), "data_rank": str(data_rank)})
+    written = directory / f"step_{step:06d}.rank_{data_rank:02d}.safetensors"
+    atomic.write(written, content)
+    # Not by their numbers: a trainer that resumes from an older checkpoint writes earlier steps again.
+    others = [path for path in directory.glob(f"step_*.rank_{data_rank:02d}.safetensors") if path != written]
+    others.sort(key=lambda path: (path.stat().st_mtime_ns, path.name))
+    for path in others[: 1 - STEPS_KEPT]:
         path.unlink(missing_ok=True)
     trained = loss_mask.astype(bool)
     line: dict[str, float] = {"step": step, "loss_tokens": int(trained.sum())}

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 POLL_S = 2.0
 POSITIONS = "sinks.json"
@@ -86,8 +86,8 @@ class Follower:
     def __init__(self, run_dir: Path, sinks: Mapping[str, Sink]) -> None:
         self._file, self._positions = run_dir / "metrics.jsonl", run_dir / POSITIONS
         self._sinks = sinks
-        self._read = (0, 0)
-        """inode of metrics.jsonl, and bytes of it that were read"""
+        self._open: BinaryIO | None = None
+        """metrics.jsonl, at the end of what was read"""
         try:
             self._sent: dict[str, int] = json.loads(self._positions.read_bytes())
         except (OSError, ValueError):
@@ -107,20 +107,26 @@ class Follower:
             temporary.replace(self._positions)
 
     def _lines(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """A full file is renamed and another begins: its inode changes."""
-        try:
-            with self._file.open("rb") as file:
-                inode = self._file.stat().st_ino
-                begin = self._read[1] if inode == self._read[0] else 0
-                file.seek(begin)
-                content = file.read()
-        except FileNotFoundError:
-            return
-        end = content.rfind(b"\n") + 1
-        self._read = (inode, begin + end)
-        for line in content[:end].splitlines():
-            values = json.loads(line)
-            yield int(values.pop("step")), values
+        """A full file is renamed and another begins: the rest of the full one, which stays open, comes first."""
+        if self._open:
+            yield from _appended(self._open)
+            if self._file.exists() and not os.path.samestat(self._file.stat(), os.fstat(self._open.fileno())):
+                self._open.close()
+                self._open = None
+        if self._open is None and self._file.exists():
+            self._open = self._file.open("rb")
+            yield from _appended(self._open)
+
+
+def _appended(file: BinaryIO) -> Iterator[tuple[int, dict[str, float]]]:
+    """The complete lines behind the file's position, which is moved behind them."""
+    begin = file.tell()
+    content = file.read()
+    end = content.rfind(b"\n") + 1
+    file.seek(begin + end)
+    for line in content[:end].splitlines():
+        values = json.loads(line)
+        yield int(values.pop("step")), values
 
 
 def main(arguments: list[str]) -> None:

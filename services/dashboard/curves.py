@@ -4,6 +4,7 @@ import math
 import os
 import threading
 from array import array
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Curves:
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}
         self._read: dict[int, int] = {}
-        """inode of a file -> bytes of it that were read"""
+        """inode of a file that is there -> bytes of it that were read"""
         self._means: dict[int, dict[str, float]] = {}
         self._means_changed = 0.0
 
@@ -42,16 +43,15 @@ class Curves:
         """Read what was appended; False if more is left to be read."""
         with self._lock:
             self._read_means()
-            left = READ_BYTES
+            left, before, self._read = READ_BYTES, self._read, {}
             for name in FILES:
-                left -= self._read_file(self._directory / name, left)
-                if left <= 0:
-                    return False
-            return True
+                left -= self._read_file(self._directory / name, left, before)
+            return left > 0
 
     def keys(self) -> list[str]:
-        means = {f"{ANNOTATED}{name}" for values in list(self._means.values())[-1:] for name in values}
-        return sorted(self._columns.keys() | means)
+        with self._lock:
+            means = {f"{ANNOTATED}{name}" for values in list(self._means.values())[-1:] for name in values}
+            return sorted(self._columns.keys() | means)
 
     def last(self, count: int) -> list[dict[str, float]]:
         """The newest steps, with every key that they have, the newest first."""
@@ -82,20 +82,22 @@ class Curves:
         known = [value for value in values if not math.isnan(value)]
         return sum(known) / len(known) if known else None
 
-    def _read_file(self, path: Path, limit: int) -> int:
-        """Bytes that were read. A file that is renamed keeps its inode, and what was read of it."""
+    def _read_file(self, path: Path, limit: int, before: Mapping[int, int]) -> int:
+        """Bytes that were read. A file that is renamed keeps its inode, and what was read of it; a new one may have the
+        inode of one that was deleted, and is then shorter."""
         try:
             with path.open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                begin = self._read.get(inode, 0)
+                stat = os.fstat(file.fileno())
+                known = before.get(stat.st_ino, 0)
+                begin = known if known <= stat.st_size else 0
                 file.seek(begin)
-                content = file.read(limit)
+                content = file.read(max(0, limit))
         except FileNotFoundError:
             return 0
         end = content.rfind(b"\n") + 1
         for line in content[:end].splitlines():
             self._add(line)
-        self._read[inode] = begin + end
+        self._read[stat.st_ino] = begin + end
         return end
 
     def _add(self, line: bytes) -> None:

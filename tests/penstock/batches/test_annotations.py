@@ -61,3 +61,17 @@ def test_the_arrays_of_the_newest_steps_are_kept_and_the_means_of_all(run_dir: P
         reader.annotate(batch, logprobs=[batch.column("logprobs")])
     assert [step for step in range(STEPS_KEPT + 2) if read_annotations(run_dir, step, 0)] == [*range(2, STEPS_KEPT + 2)]
     assert [*read_means(run_dir)] == [*range(STEPS_KEPT + 2)]
+
+
+def test_a_trainer_that_goes_back_annotates_earlier_steps_again(run_dir: Path) -> None:
+    store = directory_store(run_dir / "store")
+    for step in range(1, STEPS_KEPT + 2):
+        _seal(store, step)
+    reader = BatchReader(run_dir, data_rank=0, data_ranks=1, timeout_s=0)
+    for _ in range(STEPS_KEPT + 2):
+        batch = next(reader)
+        reader.annotate(batch, logprobs=[batch.column("logprobs")])
+    resumed = BatchReader(run_dir, data_rank=0, data_ranks=1, timeout_s=0, resume_step=0)
+    batch = next(resumed)
+    resumed.annotate(batch, logprobs=[batch.column("logprobs")])
+    assert read_annotations(run_dir, batch.step, 0), "step 1, although later steps were annotated before"

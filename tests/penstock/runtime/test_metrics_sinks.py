@@ -55,7 +55,9 @@ def test_a_file_that_is_full_is_followed_by_another(tmp_path: Path) -> None:
     follower = Follower(tmp_path, {"one": sink})
     append(tmp_path, 0, 1)
     follower.forward()
-    (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics.1.jsonl")
     append(tmp_path, 2)
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics.1.jsonl")
     follower.forward()
-    assert sink.steps == [0, 1, 2]
+    append(tmp_path, 3)
+    follower.forward()
+    assert sink.steps == [0, 1, 2, 3], "the last line of the full file too"
