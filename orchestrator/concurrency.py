@@ -20,10 +20,7 @@ INCREASE = 0.05  # of `most` per adjustment: from half to full in ten
 ADJUST_S = 10.0  # between two adjustments: a lower limit shows in the queue only when running rollouts have ended
 QUEUED_SHARE = 0.25  # of the running requests: with less in its queue, an engine is busy and not behind
 QUEUED_FEW = 8
-FULL_CACHE = 0.95
-
-
-LOOK_S = 0.5
+LOOK_S = 0.5  # at the loads that the poller has read
 
 
 class LoadWatch:
@@ -36,17 +33,19 @@ class LoadWatch:
         self._ledger = ledger
         least = config.rollouts.group_size * len(config.engine.urls)
         self.limit = InFlightLimit(most=config.rollouts.max_in_flight, least=least)
-        self.loads: dict[str, Load] = {}
-        """replica -> its load at the last look"""
 
     async def run(self) -> None:
         if not self._adapts:
             return
         async with EngineControl.open(self._settings) as control, LoadPoller(control, self._replicas).running():
             while True:
-                self.loads = {replica.url: replica.load for replica in self._replicas if replica.load}
                 self.limit.observe(self.loads, in_flight=self._ledger.ungenerated)
                 await asyncio.sleep(LOOK_S)
+
+    @property
+    def loads(self) -> dict[str, Load]:
+        """Replica -> its load at the last look."""
+        return {replica.url: replica.load for replica in self._replicas if replica.load}
 
     def status(self) -> dict[str, dict[str, Any]]:
         """By replica that says it."""
@@ -100,6 +99,6 @@ def _behind(loads: Sequence[Load]) -> str | None:
     waiting, running = sum(load.waiting for load in loads), sum(load.running for load in loads)
     if waiting > max(QUEUED_FEW, QUEUED_SHARE * running):
         return f"{waiting} requests wait in the engine's queue beside {running} running ones"
-    if waiting and max(load.cache_use for load in loads) >= FULL_CACHE:
+    if waiting and any(load.cache_is_full for load in loads):
         return f"the engine's KV cache is full, and {waiting} requests wait"
     return None

@@ -1,5 +1,6 @@
 """How busy a server is, by its own metrics page (vLLM; SGLang with `--enable-metrics`)."""
 
+import math
 from dataclasses import dataclass
 
 METRICS_PATH = "/metrics"
@@ -8,6 +9,7 @@ WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 CACHE_USE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 PREEMPTIONS = ("vllm:num_preemptions_total", "vllm:num_preemptions", "sglang:num_retracted_requests_total")
 STARTED = "process_start_time_seconds"
+FULL_CACHE = 0.95  # used share of the KV cache: the next request waits, or pushes another one out
 NAMES = frozenset((*RUNNING, *WAITING, *CACHE_USE, *PREEMPTIONS, STARTED))
 
 
@@ -23,6 +25,10 @@ class Load:
     started_at: float | None = None
     """when the server's process started, by its own clock: another value is another process (SGLang prints none)"""
 
+    @property
+    def cache_is_full(self) -> bool:
+        return self.cache_use >= FULL_CACHE
+
 
 def read_load(page: str) -> Load | None:
     """None if the page does not have the queue's length. Values with several labels (one per engine) are added."""
@@ -36,7 +42,7 @@ def read_load(page: str) -> Load | None:
             value = float(line.rpartition(" ")[2])
         except ValueError:
             continue
-        if value != value:  # NaN
+        if not math.isfinite(value):
             continue
         if name in CACHE_USE:
             fullest = max(fullest, value)

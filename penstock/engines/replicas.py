@@ -33,7 +33,6 @@ PROCESSES_KEPT = 64  # more servers than stand behind one address
 # A queued request counts as several running ones: it waits until one of them ends. So a large replica that runs all its
 # requests is chosen before a small one with a queue.
 QUEUED_WEIGHT = 5
-FULL_CACHE = 0.95  # used share of the KV cache: the next request waits, or pushes another one out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +135,7 @@ class Replica:
             return False, self.in_flight
         since = self.in_flight - self._in_flight_at_look
         requests = self.load.running + QUEUED_WEIGHT * self.load.waiting + since
-        return self.load.cache_use >= FULL_CACHE, max(self.in_flight, requests)
+        return self.load.cache_is_full, max(self.in_flight, requests)
 
     @property
     def label(self) -> WeightLabel | None:

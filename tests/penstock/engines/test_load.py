@@ -37,6 +37,6 @@ def test_a_page_without_a_queue_is_no_load() -> None:
 
 
 def test_values_that_are_no_numbers_are_left_out() -> None:
-    assert read_load("vllm:num_requests_waiting 2\nvllm:kv_cache_usage_perc NaN\nvllm:num_requests_running ?") == Load(
-        running=0, waiting=2, cache_use=0.0, preemptions=0
-    )
+    lines = ("waiting 2", "waiting +Inf", "running ?", "running -Inf")
+    page = "\n".join(["vllm:kv_cache_usage_perc NaN", *(f"vllm:num_requests_{line}" for line in lines)])
+    assert read_load(page) == Load(running=0, waiting=2, cache_use=0.0, preemptions=0)
