@@ -117,8 +117,9 @@ class Arrivals:
             if number not in numbers:
                 self._note_lost(number, bytes.fromhex(request))
 
-    def release_all(self) -> None:
-        """Let waiting chats notice that the session has ended."""
+    def end(self) -> None:
+        """Let waiting chats notice that the session has ended: no place becomes free for them."""
+        self._queue = False
         while self._waiting:
             self._wake()
 

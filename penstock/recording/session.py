@@ -296,7 +296,7 @@ class Session:
         if self._is_closed():
             raise self._not_found()
         self._state = State.CLOSED
-        self._arrivals.release_all()
+        self._arrivals.end()
         await run_to_completion(asyncio.create_task(self._discard()))
 
     async def _discard(self) -> None:
@@ -391,14 +391,18 @@ class Session:
     async def _seal(self, error: str, fields: FieldValues, version_after: VersionAfter | None) -> Sealed:
         try:
             await self._settle_versions(version_after)
-            tree, order = self._tree(), self._samples.by_arrival()
-            paths = [self._conversation.path_to(order[sample.turns[-1]]) for sample in tree.samples]
-            columns, experts = await in_file_thread(self._spool.seal, tree, paths, error=error, fields=fields)
+            return await in_file_thread(self._write_blobs, error, fields)
         except BaseException:
             self._sealing = None
             if not self._is_closed():
                 self._state = State.OPEN
             raise
+
+    def _write_blobs(self, error: str, fields: FieldValues) -> Sealed:
+        """In a thread: the turns of a sealed session do not change, and a tree of 128 samples takes milliseconds."""
+        tree, order = self._tree(), self._samples.by_arrival()
+        paths = [self._conversation.path_to(order[sample.turns[-1]]) for sample in tree.samples]
+        columns, experts = self._spool.seal(tree, paths, error=error, fields=fields)
         return sealed_rollout(tree, columns, experts)
 
     async def _settle_versions(self, version_after: VersionAfter | None) -> None:

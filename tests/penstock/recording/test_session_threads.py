@@ -10,7 +10,7 @@ from support.conversations import started, talk
 from support.engine_clients import run
 from support.stores import directory_store
 
-from penstock.recording import spool
+from penstock.recording import session, spool
 
 WRITERS = ("frame", "entry_frame", "columns_of", "write_columns", "seal_experts", "routed_valid_of")
 
@@ -18,8 +18,8 @@ WRITERS = ("frame", "entry_frame", "columns_of", "write_columns", "seal_experts"
 def test_turns_and_blobs_are_written_off_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: dict[str, set[str]] = {}
 
-    def watched(name: str) -> Any:
-        really = getattr(spool, name)
+    def watched(module: Any, name: str) -> Any:
+        really = getattr(module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             threads.setdefault(name, set()).add(threading.current_thread().name.rpartition("_")[0])
@@ -28,16 +28,17 @@ def test_turns_and_blobs_are_written_off_the_loop(tmp_path: Path, monkeypatch: p
         return call
 
     for name in WRITERS:
-        monkeypatch.setattr(spool, name, watched(name))
+        monkeypatch.setattr(spool, name, watched(spool, name))
+    monkeypatch.setattr(session, "sample_tree", watched(session, "sample_tree"))
 
     async def main() -> None:
-        session = await started(directory_store(tmp_path))
-        await talk(session, ["hello", "and", "bye"])
-        sealed = await session.seal()
+        recorded = await started(directory_store(tmp_path))
+        await talk(recorded, ["hello", "and", "bye"])
+        sealed = await recorded.seal()
         assert sealed.experts is not None
 
     run(main)
-    assert threads == {name: {"penstock-files"} for name in WRITERS}
+    assert threads == {name: {"penstock-files"} for name in (*WRITERS, "sample_tree")}
 
 
 def test_two_hundred_sessions_share_eight_file_threads(tmp_path: Path) -> None:
