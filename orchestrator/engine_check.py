@@ -17,7 +17,7 @@ from penstock.errors import RunError
 
 logger = logging.getLogger("penstock.engine_check")
 
-CHECK_S = 20.0  # a few short requests; an engine that is busy for longer is not checked
+CHILD_S = 120.0  # of the child, which limits its own questions: its start takes 20 s at a load of 20
 LISTEN_S = 1.0  # between two attempts to connect
 CONNECT_S = 2.0
 AGAIN_S = 5.0  # a server that listens, and answers nothing yet
@@ -77,10 +77,10 @@ async def examined(command: Sequence[str]) -> dict[str, str]:
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
-        async with asyncio.timeout(CHECK_S):
+        async with asyncio.timeout(CHILD_S):
             output, errors = await child.communicate()
     except TimeoutError:
-        return {"unchecked": f"the engine did not answer within {CHECK_S:g} s"}
+        return {"unchecked": f"the check of the engine did not end within {CHILD_S:g} s"}
     finally:
         if child.returncode is None:
             child.kill()

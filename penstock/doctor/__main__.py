@@ -1,9 +1,11 @@
 """The quick part of an examination, in a process of its own: `python -m penstock.doctor [CONFIG.toml]`.
 
-Prints a JSON object: `refused`, why every rollout would fail or be spoilt; `away`, that no replica can be reached.
+Prints a JSON object: `refused`, why every rollout would fail or be spoilt; `away`, that no replica can be reached;
+`unchecked`, why nothing was found.
 """
 
 import asyncio
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,18 @@ from penstock.playing.rollout import RolloutStage
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.store import open_store
 
+CHECK_S = 20.0  # for a few short requests, without the start of this process: an engine that takes longer is busy
+
 
 async def examined(settings: config.RunConfig) -> dict[str, Any]:
     engine = settings.engine.model_copy(update={"retries": 2, "unreachable_s": 1.0})
     try:
         dialect = await open_dialect(settings)
-        async with EngineClient.open(engine) as client:
+        async with asyncio.timeout(CHECK_S), EngineClient.open(engine) as client:
             store = open_store(probes.STORE)
             await quick(RolloutStage(client=client, store=store, settings=settings.policy, dialect=dialect))
+    except TimeoutError:
+        return {"unchecked": f"the engine did not answer within {CHECK_S:g} s"}
     except EngineUnreachable as error:
         return {"away": str(error)}
     except PenstockError as error:
@@ -37,7 +43,10 @@ async def examined(settings: config.RunConfig) -> dict[str, Any]:
 
 def main() -> None:
     settings = config.load(Path(sys.argv[1]) if sys.argv[1:] else None)
-    with asyncio.Runner(loop_factory=event_loop_factory(concurrency=4)) as runner:
+    with (
+        contextlib.redirect_stdout(sys.stderr),  # a dialect of the user may print
+        asyncio.Runner(loop_factory=event_loop_factory(concurrency=4)) as runner,
+    ):
         result = runner.run(examined(settings))
     sys.stdout.buffer.write(orjson.dumps(result))
 

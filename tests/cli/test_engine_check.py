@@ -69,6 +69,20 @@ def test_a_good_engine_passes_and_an_absent_one_is_left_to_the_run(tmp_path: Pat
     assert "was not checked" not in started(tmp_path, "http://127.0.0.1:1", PENSTOCK_ENGINE__CHECK="false").stderr
 
 
+def test_a_dialect_that_prints_does_not_disturb_the_check(tmp_path: Path) -> None:
+    code = 'from penstock.engines.dialects.vllm import Vllm\n\nprint("loaded")\n\n\nclass Loud(Vllm):\n    pass\n'
+    (tmp_path / "loud.py").write_text(code)
+    process = EngineProcess(tmp_path)
+    try:
+        host, port = process.address
+        variables = {"PENSTOCK_ENGINE__DIALECT": "loud:Loud", "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+        done = started(tmp_path, f"http://{host}:{port}", **variables)
+    finally:
+        process.kill()
+    assert "Traceback" not in done.stderr
+    assert "Redis at redis://127.0.0.1:1/0 cannot be used" in done.stderr
+
+
 @pytest.mark.parametrize(("flags", "passes"), [((), True), (("--logprobs-mode", "raw_logprobs"), False)])
 def test_an_engine_that_was_away_is_checked_before_the_first_rollout(
     tmp_path: Path, flags: tuple[str, ...], passes: bool
