@@ -1,5 +1,6 @@
 """`penstock dashboard RUN_DIR...`: runs in the browser, read-only, from their directories alone."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -24,8 +25,6 @@ def dashboard(
     Reads run directories only: works during a run, after it, after a crash, and without Redis. The secret of an address
     that is not a loopback one is DASHBOARD_SECRET, or random and part of the printed URL.
     """
-    import os
-
     from services.dashboard import server
     from services.dashboard.run_view import RunView
 

@@ -1,6 +1,7 @@
 """`penstock redis`: the Redis that `penstock up` and the demo start, alone."""
 
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -26,8 +27,6 @@ def redis(
     Keeps its data in DIR: started again, it continues. Its password is REDIS_PASSWORD, if that is set; give it to the
     processes of a run in PENSTOCK_REDIS_URL.
     """
-    import os
-
     from cli.interrupts import Interrupts
     from cli.up.broker import PASSWORD
     from penstock.config.redis_address import address

@@ -152,7 +152,7 @@ class DemoProcesses:
 
     def trainer_line(self) -> str:
         """Last line of the trainer's output, or an empty string."""
-        lines = self.parts["trainer"].process.output.splitlines() if "trainer" in self.parts else []
+        lines = self.parts["trainer"].process.output_tail.splitlines() if "trainer" in self.parts else []
         return lines[-1] if lines else ""
 
     def _worker(self, name: str, app: str, *options: str) -> None:
@@ -168,7 +168,7 @@ class DemoProcesses:
 
 
 def _early_end(process: ChildProcess) -> str:
-    lines = process.output.splitlines()[-TAIL_LINES:] or ["(no output)"]
+    lines = process.output_tail.splitlines()[-TAIL_LINES:] or ["(no output)"]
     return "\n  ".join(
         [f"the {process.name} {process.how_it_ended}, so the demo was stopped. The end of {process.log}:", *lines]
     )

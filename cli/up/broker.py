@@ -1,5 +1,6 @@
 """The Redis of `penstock up`: the configured one, with a free database, or one of its own in the run directory."""
 
+import contextlib
 import os
 from pathlib import Path
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -8,6 +9,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from penstock import redis_keys
 from penstock.config import RunConfig
 from penstock.config.redis_address import address, explain, has_password
 from penstock.errors import ConfigError, RunError
@@ -50,6 +52,12 @@ class RunBroker:
         self.restarts += 1
         self._embedded.start()
         return True
+
+    def has_orchestrator(self) -> bool:
+        """Whether an orchestrator has published its settings lately."""
+        with contextlib.suppress(redis.RedisError), _client(self.url) as client:
+            return bool(client.exists(redis_keys.RUN_SETTINGS))
+        return False
 
     def stop(self) -> None:
         if self._embedded:

@@ -1,6 +1,7 @@
 """`penstock up CONFIG.toml`: options, output and exit code."""
 
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,8 +36,6 @@ def up(
     from penstock.config.loading import CONFIG_VARIABLE
 
     settings = configuration.load(config, flags={"run_dir": run_dir, "steps": steps})
-    import os
-
     from cli.interrupts import Interrupts
     from cli.up.lifecycle import Options, Up
 

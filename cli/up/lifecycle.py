@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import redis
-
 from cli.facts import Fact, counted
 from cli.interrupts import Interrupts
 from cli.output import StatusCallback
@@ -22,7 +20,6 @@ from cli.up import parts
 from cli.up.broker import RunBroker
 from cli.up.ports import free_port
 from cli.up.supervisor import Supervisor, last_line, tail
-from penstock import redis_keys
 from penstock.config import RunConfig
 from penstock.errors import RunError, RunLocked
 
@@ -31,6 +28,7 @@ logger = logging.getLogger("penstock.up")
 TICK_S = 0.1
 STOP_S = 15.0  # idle workers take about one second; a trainer or an engine may take longer
 LOG_EVERY_S = 10.0
+LOOK_S = 2.0  # between two looks for the orchestrator of a run that was joined
 ALONE_S = 300.0  # after which workers that have joined a run and see no orchestrator end
 DONE = "done"
 
@@ -59,7 +57,7 @@ class Up:
         self._logs = options.run_dir / "logs"
         self._facts: list[Fact] = [Fact("starting", "redis")]
         self._draining = self._hurried = False
-        self._logged_at = self._seen_at = time.monotonic()
+        self._logged_at = self._seen_at = self._looked_at = time.monotonic()
         self._began_at = time.time()
         self._dashboard = ""
         self.status: dict[str, Any] = {}
@@ -155,10 +153,11 @@ class Up:
 
     def _alone(self) -> bool:
         """Whether workers that have joined a run have seen no orchestrator for ALONE_S."""
-        with contextlib.suppress(redis.RedisError), redis.Redis.from_url(self._broker.url) as client:
-            if client.exists(redis_keys.RUN_SETTINGS):
-                self._seen_at = time.monotonic()
-        alone = time.monotonic() - self._seen_at > ALONE_S
+        now = time.monotonic()
+        if now - self._looked_at > LOOK_S:
+            self._looked_at = now
+            self._seen_at = now if self._broker.has_orchestrator() else self._seen_at
+        alone = now - self._seen_at > ALONE_S
         if alone:
             logger.warning("action=alone no orchestrator was seen for %.0f s: the workers end", ALONE_S)
         return alone

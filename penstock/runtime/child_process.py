@@ -19,7 +19,7 @@ T = TypeVar("T")
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.02
-TAIL_CHARACTERS = 2000
+TAIL_BYTES = 4096
 
 
 class ChildProcess:
@@ -82,7 +82,12 @@ class ChildProcess:
 
     @property
     def output_tail(self) -> str:
-        return self.output[-TAIL_CHARACTERS:]
+        """The end of the output, from the beginning of a line; cheap, however long the log is."""
+        with self.log.open("rb") as log:
+            begin = max(self.log_start, log.seek(0, os.SEEK_END) - TAIL_BYTES)
+            log.seek(begin)
+            text = log.read().decode(errors="replace")
+        return text if begin == self.log_start else text.partition("\n")[2]
 
     def wait_until(self, done: Callable[[], T], *, what: str, timeout_s: float) -> T:
         """Poll `done` until it returns a true value, and return that. Raise `RunError` if the process ends first."""

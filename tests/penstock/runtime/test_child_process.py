@@ -8,7 +8,7 @@ from support.processes import alive
 from support.waiting import HANG_S, wait_until
 
 from penstock.errors import RunError
-from penstock.runtime.child_process import ChildProcess, program
+from penstock.runtime.child_process import TAIL_BYTES, ChildProcess, program
 
 STARTS = """
 import subprocess, sys, time
@@ -45,6 +45,16 @@ def test_an_appended_log_shows_the_output_of_the_present_process(tmp_path: Path)
         assert process.how_it_ended == "ended with exit code 0"
         process.kill()
     assert (tmp_path / "echo.log").read_text() == "first\nsecond\n"
+
+
+def test_the_tail_of_the_output_begins_with_a_line(tmp_path: Path) -> None:
+    code = "print('first ' * 99); print(*range(10_000), sep='\\n'); print('last')"
+    process = ChildProcess("count", ["python", "-c", code], directory=tmp_path, variables={})
+    wait_until(lambda: process.ended)
+    lines = process.output_tail.splitlines()
+    assert (lines[-2:], len(process.output_tail) <= TAIL_BYTES) == (["9999", "last"], True)
+    assert lines == process.output.splitlines()[-len(lines) :]
+    process.kill()
 
 
 def test_the_environment_and_directory_may_be_given(tmp_path: Path) -> None:
