@@ -1,13 +1,9 @@
 """A run's status, read from outside: its last status.json, its ledger, its Redis. Read-only; each may be missing."""
 
 import contextlib
-import fcntl
 import shutil
-import socket
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +17,16 @@ from penstock.config.redis_address import address, explain
 from penstock.errors import LedgerError
 from penstock.ids import LeaseId, LeaseValue
 from penstock.inspection import run_json
+from penstock.inspection.run_state import State, last_status, state_of, status_age_s, why_idle
 from penstock.ledger import queries, schema
 from penstock.queues import Queue
 from penstock.runtime import lag_summaries
 
-SILENT_S = 10.0  # ten statuses are missing
 REDIS_TIMEOUT_S = 2.0
 FULL_BYTES = 1 << 20
 FROM_LAST_STATUS = ("phase", "stopped_by", "process", "running_s", "step", "steps", "rollouts", "states",
                     "rollouts_per_s", "tokens_per_s", "http", "notes", "excluded_workers", "evaluations",
                     "losses", "next_step", "replicas")  # fmt: skip
-
-
-class State(StrEnum):
-    STARTING = "starting"
-    RUNNING = "running"
-    SILENT = "silent"
-    """its process exists but writes no status"""
-    STOPPED = "stopped"
-    DONE = "done"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +50,14 @@ def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
     identity = run_json.read(directory)
     url: str = redis_url or identity["redis"]
     in_redis = _read_redis(url, identity["run"])
-    last = _last_status(directory)
-    age_s = round(max(0.0, time.time() - last["at"]), 1) if last else None
-    state = _state(directory, last, age_s, in_redis)
+    last = last_status(directory)
+    state = state_of(directory, last, held_elsewhere=in_redis.held)
     counts, ledger_error = _read_ledger(directory / identity["ledger"])
     result = {
         "run": identity["run"],
         "run_dir": str(directory.resolve()),
         "state": state,
-        "status_age_s": age_s,
+        "status_age_s": status_age_s(last),
         "changed_settings": identity.get("changed", []),
         **{key: last.get(key) for key in FROM_LAST_STATUS},
         **counts,
@@ -86,53 +72,8 @@ def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
         lags = in_redis.event_loop_lag | {"orchestrator": last["event_loop_lag"]}
         return result | {"event_loop_lag": lags, "waiting_for": last["waiting_for"]}
     idle = {"rollouts_per_s": 0.0, "tokens_per_s": 0.0, "http": None}
-    return result | idle | {"waiting_for": [*_troubles(result), *full_disks(directory, identity)]}
-
-
-def _troubles(result: dict[str, Any]) -> list[str]:
-    """Why a run that does not report itself makes no progress."""
-    match result["state"]:
-        case State.DONE:
-            return []
-        case State.SILENT:
-            why = "it is paused, it hangs (kill -USR1 PID logs its stacks), or its disk is full"
-            troubles = [f"the orchestrator has written no status for {result['status_age_s']:.0f} s: {why}"]
-        case State.STOPPED:
-            ended = {"running": "its process has died", None: "it has not started working yet"}
-            why = result["stopped_by"] or ended.get(result["phase"], "it was stopped")
-            # An error may have cost rollouts before it stopped the run.
-            kept = "open rollouts are kept" if result["stopped_by"] else "nothing is lost"
-            troubles = [f"the orchestrator is not running ({why}): {kept}, `penstock run` resumes the run"]
-        case _:
-            troubles = []
-    return [*troubles, result["redis"]["error"]] if result["redis"]["error"] else troubles
-
-
-def _state(directory: Path, last: dict[str, Any], age_s: float | None, in_redis: RedisView) -> State:
-    elsewhere = bool(last) and last["process"]["host"] != socket.gethostname()
-    if _locked(directory / "lock") or (elsewhere and in_redis.held):
-        if age_s is None:
-            return State.STARTING
-        return State.SILENT if age_s > SILENT_S else State.RUNNING
-    return State.DONE if last.get("phase") == "done" else State.STOPPED
-
-
-def _locked(path: Path) -> bool:
-    try:
-        with path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def _last_status(directory: Path) -> dict[str, Any]:
-    try:
-        return orjson.loads((directory / "status.json").read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return {}
+    unreachable = [in_redis.error] if in_redis.error and state is not State.DONE else []
+    return result | idle | {"waiting_for": [*why_idle(state, last), *unreachable, *full_disks(directory, identity)]}
 
 
 def _read_ledger(path: Path) -> tuple[dict[str, Any], str | None]:
@@ -145,8 +86,7 @@ def _read_ledger(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def _read_redis(url: str, run: str) -> RedisView:
-    timeouts = {"socket_timeout": REDIS_TIMEOUT_S, "socket_connect_timeout": REDIS_TIMEOUT_S}
-    with redis.Redis.from_url(url, retry=Retry(NoBackoff(), retries=0), **timeouts) as client:
+    with open_redis(url) as client:
         try:
             lock: Any = client.get(redis_keys.LOCK)
             holder: dict[str, Any] = orjson.loads(lock) if lock else {}
@@ -162,6 +102,12 @@ def _read_redis(url: str, run: str) -> RedisView:
             )
         except (redis.RedisError, OSError) as error:
             return RedisView(error=explain(url, error))
+
+
+def open_redis(url: str) -> redis.Redis:
+    """A client that neither waits long nor tries again."""
+    timeouts = {"socket_timeout": REDIS_TIMEOUT_S, "socket_connect_timeout": REDIS_TIMEOUT_S}
+    return redis.Redis.from_url(url, retry=Retry(NoBackoff(), retries=0), **timeouts)
 
 
 def _workers(leases: dict[bytes, bytes], run: str) -> dict[str, list[str]]:

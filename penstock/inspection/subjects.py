@@ -4,14 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from penstock import redis_keys
 from penstock.errors import RunError
 from penstock.ids import LeaseId, LeaseValue, RolloutId
 from penstock.inspection import run_json
-from penstock.inspection.status import REDIS_TIMEOUT_S
+from penstock.inspection.status import open_redis
 from penstock.ledger import histories, schema
 
 FORMS = "name a rollout, such as g0000012-3, or the number of a step"
@@ -37,9 +35,8 @@ def _unknown(message: str) -> dict[str, Any]:
 
 def _leases(url: str, run: str, job: str) -> list[dict[str, Any]]:
     """Executions at this moment; none if Redis is not reachable."""
-    timeouts = {"socket_timeout": REDIS_TIMEOUT_S, "socket_connect_timeout": REDIS_TIMEOUT_S}
     try:
-        with redis.Redis.from_url(url, retry=Retry(NoBackoff(), retries=0), **timeouts) as client:
+        with open_redis(url) as client:
             found: Any = list(client.hscan_iter(redis_keys.LEASES, match=f"{run}.{job}.*", count=1000))
     except (redis.RedisError, OSError):
         return []

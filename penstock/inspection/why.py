@@ -13,7 +13,8 @@ from typing import Any
 
 from penstock.errors import LedgerError
 from penstock.inspection import run_json
-from penstock.inspection.status import State, full_disks, status
+from penstock.inspection.run_state import State
+from penstock.inspection.status import full_disks, status
 from penstock.ledger import histories, schema
 from penstock.queues import WorkerKind
 

@@ -9,6 +9,7 @@ from typing import Any
 from penstock.batches import Manifest
 from penstock.errors import LedgerError, NotFound
 from penstock.ids import RolloutId
+from penstock.inspection.run_state import State, last_status, state_of, status_age_s, why_idle
 from penstock.inspection.why import why
 from penstock.ledger import pages, queries
 from penstock.ledger.states import RolloutState
@@ -44,20 +45,19 @@ class RunView:
         self._texts = token_texts(tokenizer, self.files.settings())
 
     def summary(self) -> dict[str, Any]:
-        status = self.files.status()
-        state = self.files.state(status)
+        status = last_status(self.files.path)
         return {
             "name": self.files.name,
             "path": str(self.files.path),
             "run": self.files.identity()["run"],
-            "state": state,
+            "state": state_of(self.files.path, status),
             "step": status.get("step"),
             "steps": status.get("steps"),
         }
 
     def overview(self) -> dict[str, Any]:
-        status = self.files.status()
-        state = self.files.state(status)
+        status = last_status(self.files.path)
+        state = state_of(self.files.path, status)
         self._curves.read()
         lags = dict(status.get("other_loops") or {})
         if "event_loop_lag" in status:
@@ -66,8 +66,8 @@ class RunView:
             "name": self.files.name,
             "run": self.files.identity()["run"],
             "state": state,
-            "status_age_s": round(max(0.0, time.time() - status["at"]), 1) if status else None,
-            "waiting_for": self.files.waiting_for(status, state),
+            "status_age_s": status_age_s(status),
+            "waiting_for": status["waiting_for"] if state is State.RUNNING else why_idle(state, status),
             "status": {key: status[key] for key in FROM_STATUS if key in status},
             "lags": lags,
             "last_steps": self._curves.last(STEPS_SHOWN),
@@ -79,8 +79,8 @@ class RunView:
         """What the run waits for. It may ask Redis and engines, so the last answer holds for some seconds."""
         with self._explaining:
             if time.monotonic() - self._explained_at > WHY_S:
-                state = self.files.state(self.files.status())
-                causes = [] if state == "done" else why(self.files.path)["causes"]
+                state = state_of(self.files.path, last_status(self.files.path))
+                causes = [] if state is State.DONE else why(self.files.path)["causes"]
                 self._causes, self._explained_at = causes, time.monotonic()
             return {"causes": self._causes}
 
@@ -93,7 +93,7 @@ class RunView:
                     "ledger_error": None,
                 }
         except LedgerError as error:
-            return {"rollouts": self.files.status().get("rollouts"), "deaths": [], "ledger_error": str(error)}
+            return {"rollouts": last_status(self.files.path).get("rollouts"), "deaths": [], "ledger_error": str(error)}
 
     def curves(self, keys: list[str]) -> dict[str, Any]:
         complete = self._curves.read()

@@ -46,7 +46,7 @@ def test_the_overview_of_a_crashed_run_says_that_its_process_has_died(run: MadeR
     assert status == 200
     assert overview["state"] == "stopped"
     assert overview["waiting_for"] == [
-        "the orchestrator is not running (its process has died): `penstock run` resumes the run"
+        "the orchestrator is not running (its process has died): nothing is lost, `penstock run` resumes the run"
     ]
     assert overview["rollouts"]["planned"] == 15
     assert overview["deaths"] == [{"kind": "rollout", "error": "boom", "jobs": 3}]
