@@ -22,7 +22,7 @@ from penstock.filters import Verdict as Matches
 from penstock.filters import judge, rollout_filters
 from penstock.ids import GroupId
 from penstock.inspection import run_json
-from penstock.ledger import pages, queries, schema
+from penstock.ledger import histories, pages, queries, schema
 from penstock.messages import GroupInputs, GroupMember, RolloutResult, StepAdvantages, StepValues
 from penstock.stages.advantages import estimate_group, estimate_step
 from penstock.stages.filtering import read_tokens
@@ -106,10 +106,9 @@ class Redo:
         self._config = configuration.load(None, flags={**settings, **self.changes}, environ={})
         self._ledger = run_dir / identity["ledger"]
         self._store = open_store(run_store_url(run_dir, identity["store"]))
-        names = {key.split(".")[2] for key in recorded if key.startswith("filters.custom.")}
-        self._token_filters = {*TOKEN_FILTERS, *names, *self._config.filters.custom}
-        names = {key.split(".")[2] for key in recorded if key.startswith("filters.custom_groups.")}
-        self._group_filters = {*GROUP_FILTERS, *names, *self._config.filters.custom_groups}
+        filters = self._config.filters
+        self._token_filters = {*TOKEN_FILTERS, *_named(recorded, "filters.custom."), *filters.custom}
+        self._group_filters = {*GROUP_FILTERS, *_named(recorded, "filters.custom_groups."), *filters.custom_groups}
 
     def steps(self) -> list[int]:
         """Whose columns are kept."""
@@ -269,6 +268,11 @@ class Redo:
         return "; ".join(reasons) or None
 
 
+def _named(settings: Mapping[str, Any], section: str) -> set[str]:
+    """The names of the tables below a section."""
+    return {key.removeprefix(section).partition(".")[0] for key in settings if key.startswith(section)}
+
+
 def parse_change(text: str) -> tuple[str, Any]:
     """`advantages.estimator=rloo`; the value as in TOML, or a text."""
     key, equals, value = text.partition("=")
@@ -289,7 +293,7 @@ def _groups(connection: sqlite3.Connection, manifest: Manifest) -> list[str]:
 
 def _results(connection: sqlite3.Connection, group: str) -> list[tuple[pages.Row, RolloutResult]]:
     """What the run gave the group's jobs: every rollout with a result that did not die."""
-    kept = pages.kept_of_group(connection, group).results
+    kept = histories.kept_of_group(connection, group).results
     rows = [row for row in pages.group_rows(connection, group) if row["state"] != "dead" and row["index"] in kept]
     return [(row, RolloutResult.model_validate(kept[row["index"]])) for row in rows]
 

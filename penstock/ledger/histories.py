@@ -5,7 +5,7 @@ Histories of closed groups are kept for `trainer.keep_events_steps`; after that 
 
 import sqlite3
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -13,7 +13,12 @@ from penstock.ids import GroupId, RolloutId
 from penstock.ledger import archive
 
 EVENTS_SHOWN = 50
+GROUP_EVENTS_SHOWN = 200
 DEAD_SHOWN = 1_000
+JOB = ("id", "kind", "state", "attempt", "failures", "losses", "error")
+EVENT = ("at", "step", "subject", "action", "detail")
+
+Row = dict[str, Any]
 
 
 def events_of(
@@ -25,23 +30,59 @@ def events_of(
         "ORDER BY id DESC LIMIT ?",
         (orjson.dumps(list(subjects)).decode(), limit),
     ).fetchall()
-    names = ("at", "step", "subject", "action", "detail")
-    return [dict(zip(names, row, strict=True)) for row in reversed(rows)]
+    return [dict(zip(EVENT, row, strict=True)) for row in reversed(rows)]
+
+
+class Kept(NamedTuple):
+    """What the ledger keeps of a group beside its rows: of old groups nothing (`trainer.keep_events_steps`)."""
+
+    results: dict[int, Row]
+    """index -> `RolloutResult` as JSON, for rollouts that have one"""
+    errors: dict[int, str]
+    jobs: list[Row]
+
+
+def kept_of_group(connection: sqlite3.Connection, group: str) -> Kept:
+    row = connection.execute("SELECT content FROM histories WHERE grp = ?", (GroupId.parse(group).ordinal,)).fetchone()
+    if row:
+        content = orjson.loads(row[0])
+        results = {each["index"]: each["result"] for each in content["rollouts"] if each.get("result")}
+        errors = {each["index"]: each["error"] for each in content["rollouts"] if each.get("error")}
+        return Kept(results, errors, content["jobs"])
+    rows = connection.execute("SELECT idx, result, error FROM rollouts WHERE grp = ?", (group,)).fetchall()
+    jobs = connection.execute(
+        f"SELECT {', '.join(JOB)} FROM jobs WHERE id > ? AND id < ? ORDER BY id", (f"{group}-", f"{group}.")
+    )
+    return Kept(
+        {index: orjson.loads(result) for index, result, _ in rows if result},
+        {index: error for index, _, error in rows if error},
+        [dict(zip(JOB, values, strict=True)) for values in jobs],
+    )
+
+
+def group_events(connection: sqlite3.Connection, group: str) -> list[Row]:
+    """Of the group and its jobs, in order. The table holds 100,000 events at most (`trainer.keep_events_steps`)."""
+    query = f"""SELECT {", ".join(EVENT)} FROM events
+        WHERE subject = :group OR subject > :group || '-' AND subject < :group || '.' ORDER BY id DESC LIMIT :limit"""
+    rows = connection.execute(query, {"group": group, "limit": GROUP_EVENTS_SHOWN}).fetchall()
+    return [dict(zip(EVENT, row, strict=True)) for row in reversed(rows)]
 
 
 def rollout(connection: sqlite3.Connection, id: str) -> dict[str, Any] | None:
     """State, attempts, jobs, events and result of a rollout; None if the ledger has no such rollout."""
     group, index = RolloutId.parse(id)
     hot = connection.execute(
-        "SELECT rollouts.state, reason, step, advantage, result, error, rollouts.attempt, execution, generated_at, "
-        "duration_s, environment, example, groups.state FROM rollouts JOIN groups ON grp = id "
+        "SELECT iif(rollouts.state = 'delivered' AND batches.state = 'trained', 'trained', rollouts.state), reason, "
+        "rollouts.step, advantage, result, error, rollouts.attempt, execution, generated_at, duration_s, environment, "
+        "example, groups.state FROM rollouts JOIN groups ON grp = id LEFT JOIN batches ON batches.step = rollouts.step "
         "WHERE grp = ? AND idx = ?",
         (group, index),
     ).fetchone()
-    found = _hot(hot) if hot else _closed(connection, group, index)
+    kept = kept_of_group(connection, group)
+    found = _hot(hot) if hot else _closed(connection, group, index, kept)
     if found is None:
         return None
-    jobs = _jobs(connection, group)
+    jobs = [{"job": job["id"], **{name: job[name] for name in JOB[1:]}} for job in kept.jobs]
     own = next((job for job in jobs if job["job"] == id), None)
     stages = [job for job in jobs if not RolloutId.match(job["job"])]
     shown = [id, group, *(job["job"] for job in stages)]
@@ -64,7 +105,7 @@ def _hot(row: tuple[Any, ...]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _closed(connection: sqlite3.Connection, group: str, index: int) -> dict[str, Any] | None:
+def _closed(connection: sqlite3.Connection, group: str, index: int, kept: Kept) -> dict[str, Any] | None:
     ordinal = GroupId.parse(group).ordinal
     row = connection.execute(
         "SELECT all_rollouts.state, all_rollouts.reason, all_rollouts.step, all_rollouts.reward, "
@@ -79,35 +120,17 @@ def _closed(connection: sqlite3.Connection, group: str, index: int) -> dict[str,
         return None
     (state, reason, step, reward, advantage, attempt, execution, at, duration, turns, prompt, tool, completion, first,
      last, truncated, failures, losses, example, environment) = row  # fmt: skip
-    kept = connection.execute(
-        "SELECT json_extract(value, '$.error'), json_extract(value, '$.result') FROM histories, "
-        "json_each(content, '$.rollouts') WHERE grp = ? AND json_extract(value, '$.index') = ?",
-        (ordinal, index),
-    ).fetchone()
-    result = orjson.loads(kept[1]) if kept and kept[1] else {
+    result = kept.results.get(index) or {
         "reward": reward, "turns": turns, "prompt_tokens": prompt, "tool_tokens": tool, "completion_tokens": completion,
         "version_first": first, "version_last": last, "truncated": bool(truncated),
     }  # fmt: skip
     return {
-        "state": state, "reason": reason, "step": step, "advantage": advantage, "error": kept[0] if kept else None,
+        "state": state, "reason": reason, "step": step, "advantage": advantage, "error": kept.errors.get(index),
         "attempt": attempt, "execution": archive.execution_text(execution) if execution is not None else None,
         "generated_at": at / 1000 if at else None, "duration_s": duration / 1000 if duration is not None else None,
         "environment": environment, "example": example, "group_state": "closed", "failures": failures,
         "losses": losses, "result": result if state != "dead" else None,
     }  # fmt: skip
-
-
-def _jobs(connection: sqlite3.Connection, group: str) -> list[dict[str, Any]]:
-    """The jobs of a group and of its rollouts, as long as they are kept."""
-    columns = ("job", "kind", "state", "attempt", "failures", "losses", "error")
-    rows = connection.execute(
-        "SELECT id, kind, state, attempt, failures, losses, error FROM jobs WHERE id > ? || '-' AND id < ? || '.' "
-        "UNION ALL SELECT json_extract(value, '$.id'), json_extract(value, '$.kind'), json_extract(value, '$.state'), "
-        "json_extract(value, '$.attempt'), json_extract(value, '$.failures'), json_extract(value, '$.losses'), "
-        "json_extract(value, '$.error') FROM histories, json_each(content, '$.jobs') WHERE grp = ?",
-        (group, group, GroupId.parse(group).ordinal),
-    ).fetchall()
-    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def step(connection: sqlite3.Connection, number: int) -> dict[str, Any] | None:

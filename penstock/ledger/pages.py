@@ -1,4 +1,4 @@
-"""Rollouts as rows, newest first, in pages by key; one rollout or one group with everything that is kept of it.
+"""Rollouts as rows: in pages by key, newest first, and those of one group.
 
 A page reads a bounded number of rows. Where few of them match, it holds fewer than were asked for and names the key at
 which the next one begins.
@@ -8,16 +8,12 @@ import sqlite3
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import orjson
-
 from penstock.ids import GroupId, RolloutId
 from penstock.ledger import archive
 from penstock.ledger.states import RolloutState
 
 SCANNED_MOST = 20_000
 """Archived rows that one page reads: 10 to 20 ms. An index by reason would be written with every rollout."""
-EVENTS_MOST = 200
-"""Events of one rollout or group that are shown, the latest ones."""
 
 FIELDS = ("grp", "idx", "state", "reason", "step", "environment", "example", "reward", "advantage", "turns",
           "prompt_tokens", "tool_tokens", "completion_tokens", "samples", "version_first", "version_last", "masked",
@@ -175,39 +171,3 @@ def group_rows(connection: sqlite3.Connection, group: str) -> list[Row]:
     archived = connection.execute(_ARCHIVED.format(tables=_BY_KEY) + " WHERE closed_rollouts.grp = ?", (ordinal,))
     rows = archived.fetchall() or connection.execute(_HOT + " WHERE groups.id = ?", (group,)).fetchall()
     return [_shown(row) for row in sorted(map(_row, rows), key=lambda row: row["idx"])]
-
-
-class Kept(NamedTuple):
-    """What the ledger keeps of a group beside its rows: of old groups nothing (`trainer.keep_events_steps`)."""
-
-    results: dict[int, Row]
-    """index -> `RolloutResult` as JSON, for rollouts that have one"""
-    errors: dict[int, str]
-    jobs: list[Row]
-
-
-def kept_of_group(connection: sqlite3.Connection, group: str) -> Kept:
-    row = connection.execute("SELECT content FROM histories WHERE grp = ?", (GroupId.parse(group).ordinal,)).fetchone()
-    if row:
-        content = orjson.loads(row[0])
-        results = {each["index"]: each["result"] for each in content["rollouts"] if each.get("result")}
-        errors = {each["index"]: each["error"] for each in content["rollouts"] if each.get("error")}
-        return Kept(results, errors, content["jobs"])
-    rows = connection.execute("SELECT idx, result, error FROM rollouts WHERE grp = ?", (group,)).fetchall()
-    names = ("id", "kind", "state", "attempt", "failures", "losses", "error")
-    jobs = connection.execute(
-        f"SELECT {', '.join(names)} FROM jobs WHERE id > ? AND id < ? ORDER BY id", (f"{group}-", f"{group}.")
-    )
-    return Kept(
-        {index: orjson.loads(result) for index, result, _ in rows if result},
-        {index: error for index, _, error in rows if error},
-        [dict(zip(names, values, strict=True)) for values in jobs],
-    )
-
-
-def group_events(connection: sqlite3.Connection, group: str) -> list[Row]:
-    """Of the group and its jobs, in order. The table holds 100,000 events at most (`trainer.keep_events_steps`)."""
-    query = """SELECT at, subject, action, detail FROM events
-        WHERE subject = :group OR subject > :group || '-' AND subject < :group || '.' ORDER BY id DESC LIMIT :limit"""
-    rows = connection.execute(query, {"group": group, "limit": EVENTS_MOST}).fetchall()
-    return [dict(zip(("at", "subject", "action", "detail"), row, strict=True)) for row in reversed(rows)]

@@ -11,7 +11,7 @@ from penstock.errors import LedgerError, NotFound
 from penstock.ids import RolloutId
 from penstock.inspection.run_state import State, last_status, state_of, status_age_s, why_idle
 from penstock.inspection.why import why
-from penstock.ledger import pages, queries
+from penstock.ledger import histories, pages, queries
 from penstock.ledger.states import RolloutState
 from penstock.ledger.waterfall import Waterfall
 from penstock.store.columns import Columns
@@ -115,14 +115,14 @@ class RunView:
     def group(self, group: str) -> dict[str, Any]:
         rows, _ = self._read_group(group)
         with self.files.ledger() as connection:
-            events = pages.group_events(connection, group)
+            events = histories.group_events(connection, group)
         described = {"environment": rows[0]["environment"], "example": rows[0]["example"]}
         return {"group": group, **described, "rollouts": rows, "events": events}
 
     def _read_group(self, group: str) -> tuple[list[pages.Row], list[pages.Row]]:
         """Its rollouts with their errors and results, and its jobs."""
         with self.files.ledger() as connection:
-            rows, kept = pages.group_rows(connection, group), pages.kept_of_group(connection, group)
+            rows, kept = pages.group_rows(connection, group), histories.kept_of_group(connection, group)
         if not rows:
             raise NotFound(f"{self.files.name} has no group {group}")
         kept_of = {row["index"]: (kept.errors.get(row["index"]), kept.results.get(row["index"])) for row in rows}
@@ -139,7 +139,7 @@ class RunView:
     def rollout(self, rollout: str) -> dict[str, Any]:
         row, jobs, size = self._read_rollout(rollout)
         with self.files.ledger() as connection:
-            events = pages.group_events(connection, row["group"])
+            events = histories.group_events(connection, row["group"])
         own = [job for job in jobs if job["id"] == rollout or not RolloutId.match(job["id"])]
         events = [event for event in events if event["subject"] in (rollout, row["group"])]
         return {**row, "group_rollouts": size, "jobs": own, "events": events}

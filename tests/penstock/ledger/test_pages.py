@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.run_dirs import make_run
 
-from penstock.ledger import pages, schema
+from penstock.ledger import histories, pages, schema
 from penstock.ledger.pages import Filter, Key
 from penstock.ledger.states import RolloutState
 from penstock.ledger.waterfall import Waterfall
@@ -70,12 +70,12 @@ def test_a_page_of_a_rare_kind_reads_a_bounded_number_of_rows(tmp_path: Path, mo
 
 
 def test_a_group_has_its_results_jobs_and_events(connection: sqlite3.Connection) -> None:
-    rows, kept = pages.group_rows(connection, "g0000001"), pages.kept_of_group(connection, "g0000001")
+    rows, kept = pages.group_rows(connection, "g0000001"), histories.kept_of_group(connection, "g0000001")
     assert [row["index"] for row in rows] == [0, 1, 2]
     assert {row["environment"] for row in rows} == {"sums"}
     assert [kept.results[index]["completion_tokens"] for index in range(3)] == [18, 19, 20]
-    assert [event["action"] for event in pages.group_events(connection, "g0000001")] == ["lost"]
-    assert pages.kept_of_group(connection, "g0001001").errors == {0: "boom", 1: "boom", 2: "boom"}
+    assert [event["action"] for event in histories.group_events(connection, "g0000001")] == ["lost"]
+    assert histories.kept_of_group(connection, "g0001001").errors == {0: "boom", 1: "boom", 2: "boom"}
     assert pages.group_rows(connection, "g0009999") == []
 
 
