@@ -7,6 +7,7 @@ for byte, every time it is read.
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -45,7 +46,7 @@ from penstock.batches.signals import (
     write_policy,
     write_progress,
 )
-from penstock.errors import BatchError, BlobCorrupt, ConfigError, Stalled
+from penstock.errors import BatchError, BlobCorrupt, BlobMissing, ConfigError, Stalled
 from penstock.store import Store, open_store, tensors
 from penstock.store.columns import Columns, read_columns
 from penstock.store.experts import Experts, Layers, Missing
@@ -185,7 +186,8 @@ class Batch:
         self.plan = manifest.plan
         self._experts = BatchExperts(store, manifest.plan)
         ref = manifest.ranks[data_rank].file
-        file = tensors.read(store, ref)
+        with _missing_explained(self.step):
+            file = tensors.read(store, ref)
         if file.metadata != rank_metadata(self.step, data_rank):
             raise BlobCorrupt(f"blob {ref.key} is not rank {data_rank} of step {self.step}: {file.metadata}")
         self._arrays = file.arrays
@@ -369,14 +371,16 @@ class BatchExperts:
 
     def columns(self, rollout_index: int) -> Columns:
         """A rollout's own columns, verified; encoding has read them before."""
-        return read_columns(self._store, self._rollouts[rollout_index].columns)
+        with _missing_explained(self._step):
+            return read_columns(self._store, self._rollouts[rollout_index].columns)
 
     @cached_property
     def kind(self) -> RowKind:
         """The same on every rank, including ranks whose own samples have no experts."""
         for rollout in self._rollouts:
             if rollout.experts:
-                return _kind(Experts(self._store, rollout.experts))
+                with _missing_explained(self._step):
+                    return _kind(Experts(self._store, rollout.experts))
         raise BatchError(
             f"no rollout of step {self._step} has routed experts: set engine.routed_experts and start the engine so "
             "that it returns them"
@@ -397,11 +401,24 @@ class BatchExperts:
         if ref is None:
             return None
         if rollout_index not in self._opened:
-            experts = Experts(self._store, ref)
+            with _missing_explained(self._step):
+                experts = Experts(self._store, ref)
             if _kind(experts) != self.kind:
                 raise BatchError(f"{ref.key} holds experts of {_kind(experts)}, other rollouts of {self.kind}")
             self._opened[rollout_index] = experts
         return self._opened[rollout_index]
+
+
+@contextmanager
+def _missing_explained(step: int) -> Iterator[None]:
+    """A trainer that reads a step again after its release has nearly always opened its reader without `resume_step`."""
+    try:
+        yield
+    except BlobMissing as error:
+        raise BlobMissing(
+            f"{error}: step {step} was released, or the file is lost. A trainer that continues from a checkpoint opens "
+            "BatchReader with resume_step = the step of that checkpoint; without it reading begins at step 0"
+        ) from error
 
 
 def _kind(experts: Experts) -> RowKind:

@@ -43,6 +43,26 @@ def test_in_an_outage_nothing_is_quarantined(ledger: Ledger) -> None:
     assert poison.notes(["noop"]) == []
 
 
+@pytest.mark.parametrize("examples", [1, 4])
+def test_deaths_in_several_outages_do_not_add_up(ledger: Ledger, examples: int) -> None:
+    """In each one every example dies, some rollouts of each; between them others are generated."""
+    poison = Poison(config(), ledger)
+    for _ in range(DEATHS - 1):
+        for example in range(examples):
+            die(poison, ledger, example, DEATHS, others=0)
+        ledger.increment("rollouts_generated", 1_000)
+    assert poison.notes(["noop"]) == []
+
+
+def test_two_poison_examples_are_found_although_they_die_at_the_same_time(ledger: Ledger) -> None:
+    poison = Poison(config(), ledger)
+    for number in range(4 * DEATHS):
+        for example in ((0, 1), (1, 0))[number % 2]:
+            poison.died(group(example), "no such image")
+        ledger.increment("rollouts_generated")
+    assert len(poison.notes(["noop"])) == 2
+
+
 def test_a_generated_rollout_ends_the_row_of_deaths(ledger: Ledger) -> None:
     poison = Poison(config(), ledger)
     for _ in range(10):

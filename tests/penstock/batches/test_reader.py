@@ -197,6 +197,21 @@ def test_a_step_whose_manifest_was_released_is_named_as_such(store: FileStore) -
         next(reader_of(store, resume_step=3))
 
 
+@pytest.mark.parametrize("released", ["rank_*", "experts*"])
+def test_a_trainer_that_reads_released_steps_is_told_to_name_its_checkpoint(store: FileStore, released: str) -> None:
+    for step in range(2):
+        seal_step(store, step)
+    first = reader_of(store)
+    first.ack(next(first).step)
+    first.checkpointed(0)
+    for path in [*store.root.rglob(released)]:
+        if "step_000001" not in str(path) and "s1-" not in str(path):
+            path.unlink()
+    with pytest.raises(BlobMissing, match=r"step 0 was released.*resume_step = the step of that checkpoint"):
+        fingerprint(next(reader_of(store)))
+    assert fingerprint(next(reader_of(store, resume_step=0)))
+
+
 def test_progress_files_of_a_trainer_with_more_ranks_are_ignored(store: FileStore) -> None:
     for rank in range(4):
         reader_of(store, data_rank=rank, data_ranks=4, resume_step=9)
