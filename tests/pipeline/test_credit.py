@@ -11,6 +11,7 @@ from support.engine_process import EngineProcess
 
 from penstock import BatchReader
 from penstock.batches import MicroBatch
+from penstock.redo import Redo
 
 ENVIRONMENT = """
 from penstock import Score
@@ -57,9 +58,22 @@ def run(tmp_path: Path, estimator: str) -> tuple[dict[str, dict[str, Any]], list
             assert orchestrator.wait(90) == 0, orchestrator.text[-3000:]
             result = cluster.audit()
             assert result["balanced"], result["problems"]
+            assert_redone(cluster.run_dir, estimator)
             return ledger_results(cluster), list(delivered(cluster))
     finally:
         engine.end()
+
+
+def assert_redone(run_dir: Path, estimator: str) -> None:
+    """Unchanged settings give the same bytes; one advantage for all turns of a rollout gives others."""
+    other = Redo(run_dir, ["advantages.estimator=grpo"])
+    for step in (0, 1):
+        redone = Redo(run_dir).step(step)
+        assert redone.same_bytes, estimator
+        assert [one for one in redone.rollouts if one.why] == []
+        changed = other.step(step)
+        assert not changed.same_bytes
+        assert {one.why for one in changed.rollouts} == {"advantages.estimator = grpo"}
 
 
 def ledger_results(cluster: Cluster) -> dict[str, dict[str, Any]]:
