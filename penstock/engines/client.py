@@ -15,6 +15,7 @@ import aiohttp
 from penstock.config.engine import Engine
 from penstock.engines.dialects.base import Dialect
 from penstock.engines.replicas import Replica
+from penstock.engines.request_names import head_of
 from penstock.engines.transport import (
     ON_LOOP_BYTES,
     RETRY_HEADER,
@@ -116,8 +117,9 @@ class EngineClient(EngineConnection):
             await retries.pause()
 
     async def _send_once(self, replica: Replica, request: Request, read: Callable[[bytes], T], *, attempts: int) -> T:
-        url, data = replica.url + request.dialect.endpoint, sendable(request.body)
-        headers = {**request.headers, RETRY_HEADER: str(attempts)}
+        name = self._names.next()
+        url, data = replica.url + request.dialect.endpoint, sendable(request.dialect.named(request.body, name))
+        headers = self._named(replica, {**request.headers, RETRY_HEADER: str(attempts)}, name)
         with self.budget.reservation() as reservation:
             async with (
                 limited(self.settings),
@@ -127,9 +129,13 @@ class EngineClient(EngineConnection):
                     content = await response.content.read(ERROR_BYTES)
                     _raise_status(url, response.status, content, request.dialect)
                 chunks = await receive(response, reservation, self.budget)
+            head = head_of(chunks)
             if reservation.held <= ON_LOOP_BYTES:
-                return read(b"".join(chunks))
-            return await in_cpu_thread(_read_chunks, chunks, read)
+                value = read(b"".join(chunks))
+            else:
+                value = await in_cpu_thread(_read_chunks, chunks, read)
+            self._names.check(replica, name, head)
+            return value
 
 
 class Retries:

@@ -81,6 +81,8 @@ class Replica:
     """Since the last one that succeeded."""
     doubted_at: float = -math.inf
     """When a poll or a connection last failed: the server may have restarted since, with other weights."""
+    names_requests: bool = False
+    """Whether its last response named the request that it answers (`request_names.py`)."""
     router: bool = False
     """Whether several servers answer at this address: nothing that one says holds for the next."""
     _polled: asyncio.Event = field(default_factory=asyncio.Event)

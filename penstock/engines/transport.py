@@ -14,14 +14,19 @@ import logging
 import resource
 import select
 import time
-from collections.abc import AsyncIterator, Generator
+import weakref
+from collections.abc import AsyncIterator, Generator, Mapping
 from typing import Self
 
 import aiohttp
+from aiohttp import hdrs
+from aiohttp.client_proto import ResponseHandler
+from multidict import CIMultiDict
 
 from penstock.config.engine import Engine
 from penstock.engines.control import EngineControl, LoadPoller, VersionPoller
-from penstock.engines.replicas import Replicas
+from penstock.engines.replicas import Replica, Replicas
+from penstock.engines.request_names import NAME_HEADER, RequestNames
 from penstock.errors import ConfigError, InfrastructureFailure, Upstream
 from penstock.runtime.offload import cores
 
@@ -44,6 +49,7 @@ ON_LOOP_BYTES = 128 * 1024
 SENT_AT_ONCE_BYTES = 1 << 20
 # File descriptors kept for everything else: Redis, files, the loop.
 OTHER_DESCRIPTORS = 256
+CLOSE = "close"
 SESSION_HEADER = "X-Session-ID"
 """Its value is `ids.engine_session`. Lets an engine, or a router before several, keep a conversation on one replica."""
 RETRY_HEADER = "X-Retry-Count"
@@ -131,18 +137,35 @@ class ByteBudget:
 
 class IdleConnector(aiohttp.TCPConnector):
     """Reuses a connection only if nothing was received on it since its last response. aiohttp would give what an engine
-    sent unasked to the next request, which may be another session's."""
+    sent unasked to the next request, which may be another session's. A request with `Connection: close` gets one of its
+    own: its response has no name, by which bytes that arrive later than this look could be told from it."""
+
+    def __init__(self, *, limit: int, keepalive_timeout: float) -> None:
+        super().__init__(limit=limit, keepalive_timeout=keepalive_timeout)
+        self._reusable = weakref.WeakKeyDictionary[ResponseHandler, bool]()
 
     async def connect(
         self, req: aiohttp.ClientRequest, traces: list[aiohttp.tracing.Trace], timeout: aiohttp.ClientTimeout
     ) -> aiohttp.connector.Connection:
+        alone = req.headers.get(hdrs.CONNECTION) == CLOSE
         for _ in range(self.limit + 1):
             connection = await super().connect(req, traces, timeout)
-            if not _has_input(connection):
+            if not self._may_carry(connection, alone=alone):
+                connection.close()
+            elif not _has_input(connection):
                 return connection
-            connection.close()
-            logger.warning("action=connection_dropped host=%s: it sent what was not asked for", req.url.host)
+            else:
+                connection.close()
+                logger.warning("action=connection_dropped host=%s: it sent what was not asked for", req.url.host)
         raise aiohttp.ClientConnectionError("every connection to it has unread bytes before a request was sent")
+
+    def _may_carry(self, connection: aiohttp.connector.Connection, *, alone: bool) -> bool:
+        if connection.protocol is None:
+            return False
+        new = connection.protocol not in self._reusable
+        may_carry = new or (self._reusable[connection.protocol] and not alone)
+        self._reusable[connection.protocol] = not alone
+        return may_carry
 
 
 def _has_input(connection: aiohttp.connector.Connection) -> bool:
@@ -183,6 +206,17 @@ class EngineConnection:
             settings.received_bytes, copies=cores(), buffered=BUFFERED_BYTES, fragmentation=FRAGMENTATION
         )
         self._http = http
+        self._names = RequestNames()
+
+    def _named(self, replica: Replica, headers: Mapping[str, str], name: str | None) -> CIMultiDict[str]:
+        """The headers of a request: its name, and whether its connection may be used again. None for a request whose
+        response will not have the name."""
+        named = CIMultiDict(headers)
+        if name:
+            named[NAME_HEADER] = name
+        if not (name and replica.names_requests):
+            named[hdrs.CONNECTION] = CLOSE
+        return named
 
     @classmethod
     @contextlib.asynccontextmanager

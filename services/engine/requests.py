@@ -57,6 +57,7 @@ class ChatRequest(msgspec.Struct):
     return_prompt_token_ids: bool = False
     return_routed_experts: bool = False
     routed_experts_start_len: Count = 0
+    rid: str | None = None
 
 
 CHAT = msgspec.json.Decoder(ChatRequest)
@@ -100,6 +101,7 @@ def read_chat(body: bytes, dialect: Dialect) -> CompletionRequest:
             temperature=chat.temperature,
             logprobs=bool(chat.logprobs),
             token_ids=bool(chat.return_prompt_token_ids if sglang else chat.return_token_ids),
+            request_id=chat.rid if sglang else None,
             meta_info=chat.return_meta_info,
             routed_experts=chat.return_routed_experts if sglang else True,
             experts_from=chat.routed_experts_start_len if sglang else chat.routed_experts_prompt_start,

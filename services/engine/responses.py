@@ -41,6 +41,10 @@ class ResponseContent:
     """as before vLLM 0.32 and SGLang 0.5.19"""
 
     @property
+    def name(self) -> str:
+        return self.request.request_id or self.generation.id
+
+    @property
     def sequence(self) -> Ids:
         return np.concatenate([self.request.prompt_ids, self.generation.completion_ids])
 
@@ -55,8 +59,8 @@ def vllm_chat_body(content: ResponseContent) -> list[Part]:
     ids = _ids(generation.completion_ids) if request.token_ids else b"null"
     prompt_ids = _ids(request.prompt_ids) if request.token_ids else b"null"
     return [
-        b'{"id":"chatcmpl-%b","object":"chat.completion","created":%d,"model":%b,"choices":[{"index":0,"message":%b'
-        % (generation.id.encode(), CREATED, orjson.dumps(content.model), orjson.dumps(message)),
+        b'{"id":%b,"object":"chat.completion","created":%d,"model":%b,"choices":[{"index":0,"message":%b'
+        % (orjson.dumps(f"chatcmpl-{content.name}"), CREATED, orjson.dumps(content.model), orjson.dumps(message)),
         b',"logprobs":%b' % _logprobs(content, _vllm_token),
         b',"finish_reason":"%b","stop_reason":null,"token_ids":%b' % (generation.finish_reason.encode(), ids),
         *(_routed_experts(content, ExpertForm.NPY) or [b',"routed_experts":null']),
@@ -74,8 +78,8 @@ def sglang_chat_body(content: ResponseContent) -> list[Part]:
     matched = b"null" if generation.ended_early else b"%d" % MESSAGE_END
     experts = _routed_experts(content, ExpertForm.BARE) if request.meta_info else []
     return [
-        b'{"id":"%b","object":"chat.completion","created":%d,"model":%b,"choices":[{"index":0,"message":%b'
-        % (generation.id.encode(), CREATED, orjson.dumps(content.model), orjson.dumps(message)),
+        b'{"id":%b,"object":"chat.completion","created":%d,"model":%b,"choices":[{"index":0,"message":%b'
+        % (orjson.dumps(content.name), CREATED, orjson.dumps(content.model), orjson.dumps(message)),
         b',"logprobs":%b' % _logprobs(content, _sglang_token),
         b',"finish_reason":"%b","matched_stop":%b' % (generation.finish_reason.encode(), matched),
         b',"prompt_token_ids":%b' % _ids(request.prompt_ids) if request.token_ids else b"",
@@ -90,8 +94,8 @@ def sglang_chat_body(content: ResponseContent) -> list[Part]:
 def _sglang_meta_info(content: ResponseContent, experts: list[Part]) -> list[Part]:
     generation, request = content.generation, content.request
     return [
-        b',"meta_info":{"id":"%b","finish_reason":%b,"prompt_tokens":%d,"weight_version":%b'
-        % (generation.id.encode(), _sglang_finish_reason(generation), len(request.prompt_ids), _label(content)),
+        b',"meta_info":{"id":%b,"finish_reason":%b,"prompt_tokens":%d,"weight_version":%b'
+        % (orjson.dumps(content.name), _sglang_finish_reason(generation), len(request.prompt_ids), _label(content)),
         b"" if content.older else b',"weight_versions":%b' % _weight_versions(content),
         b',"total_retractions":0',
         b',"output_token_logprobs":[%b]' % _tokens(generation, _sglang_pair) if request.logprobs else b"",
@@ -114,7 +118,7 @@ def _sglang_finish_reason(generation: Generation) -> bytes:
 def generate_body(content: ResponseContent) -> list[Part]:
     """In vLLM 0.32, the choices come last, and a choice's logprobs last of all."""
     generation = content.generation
-    name = content.request.request_id or generation.id
+    name = content.name
     experts = _routed_experts(content, ExpertForm.NPY) or [b',"routed_experts":null']
     reason = generation.finish_reason if generation.ended_early else "stop"
     finished = b',"finish_reason":"%b"' % reason.encode()

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import StrEnum
 from functools import partial
 from itertools import groupby
@@ -15,6 +15,7 @@ from aiohttp import web
 
 from penstock.engines.dialects.generate import Generate
 from penstock.engines.dialects.vllm import Vllm
+from penstock.engines.request_names import NAME_HEADER
 from penstock.engines.transport import RETRY_HEADER, SESSION_HEADER
 from penstock.errors import BadRequest, ConfigError
 from penstock.runtime.event_loop import event_loop_factory
@@ -86,6 +87,8 @@ class Engine:
     async def _respond(
         self, request: web.Request, completion: CompletionRequest, body: Callable[[ResponseContent], list[Part]]
     ) -> web.StreamResponse:
+        if (name := _header(request, NAME_HEADER)) and self._settings.dialect is not Dialect.SGLANG:
+            completion = replace(completion, request_id=name.decode(errors="replace"))
         session, retry = _header(request, SESSION_HEADER), _header(request, RETRY_HEADER) or b"0"
         draws = draws_of(completion, self._settings, session)
         room_for(completion, self._settings)

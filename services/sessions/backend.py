@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import aiohttp
 from yarl import URL
 
+from penstock.engines.dialects.base import Dialect
 from penstock.engines.replicas import Replica
+from penstock.engines.request_names import head_of
 from penstock.engines.transport import (
     UNREACHABLE,
     EngineConnection,
@@ -41,6 +43,8 @@ class EngineRequest:
     """path and query, already percent-encoded"""
     body: bytes
     headers: Mapping[str, str]
+    dialect: Dialect | None = None
+    """of a chat: its response names it. None for a request that is passed on"""
     version: SaidVersion | None = None
     """of the adapter that the request names: the response cannot be of another one"""
 
@@ -51,6 +55,9 @@ class EngineResponse:
     headers: Mapping[str, str]
     chunks: list[bytes]
     """the body as received; `joined` empties the list"""
+    name: str | None
+    """of the request that it must name (`Backend.check_name`)"""
+    head: bytes
     replica: Replica
     version: SaidVersion
     """of the replica's weights before the request left"""
@@ -84,17 +91,26 @@ class Backend(EngineConnection):
                 raise Upstream(str(error)) from error
             yield response
 
+    def check_name(self, response: EngineResponse) -> None:
+        """`Upstream` if it answers another request."""
+        if response.name:
+            self._names.check(response.replica, response.name, response.head)
+
     async def _receive(self, replica: Replica, request: EngineRequest, reservation: Reservation) -> EngineResponse:
         version = await self.replicas.before(replica)
         if refusal := self.replicas.refusal(replica):
             raise Upstream(f"{UNREACHABLE}: {refusal}")
         started = time.monotonic()
-        url = URL(replica.url + request.target, encoded=True)
+        url, body, name = URL(replica.url + request.target, encoded=True), request.body, None
+        if request.dialect:
+            name = self._names.next()
+            body = request.dialect.named(body, name)
+        headers = self._named(replica, request.headers, name)
         try:
             async with (
                 limited(self.settings),
                 self._http.request(
-                    request.method, url, data=sendable(request.body), headers=request.headers, allow_redirects=False
+                    request.method, url, data=sendable(body), headers=headers, allow_redirects=False
                 ) as response,
             ):
                 if response.status not in RELAYED:
@@ -108,6 +124,8 @@ class Backend(EngineConnection):
             status=response.status,
             headers=response.headers,
             chunks=chunks,
+            name=name,
+            head=head_of(chunks),
             replica=replica,
             version=request.version or version,
             answered_at=None if request.version else self.replicas.answered_at(),

@@ -178,7 +178,9 @@ class Chats:
         sent = await _by_size(size, self._dialect.request_body, prompt, chat.sampling, model=model)
         passed = self._headers(sent_chat.request, session, metadata)
         target = self._dialect.endpoint
-        engine_request = EngineRequest(method="POST", target=target, body=sent, headers=passed, version=version)
+        engine_request = EngineRequest(
+            method="POST", target=target, body=sent, headers=passed, dialect=self._dialect, version=version
+        )
         async with self._backend.send(engine_request, preferred=entry.last_replica) as response:
             before, entry.last_replica = entry.last_replica, response.replica
             if response.status != 200:
@@ -187,6 +189,7 @@ class Chats:
             exchange = Exchange(chat=chat, prompt=prompt, prepared=prepared, sent=sent)
             try:
                 read = await self._read(response, exchange)
+                self._backend.check_name(response)
             except Aborted as error:  # 503: the client's SDK sends the request again
                 self.counts.aborted += 1
                 entry.aborts += 1

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-Answer = Callable[[socket.socket, bytes], None]
-"""Gets a connection and the body of a request; sends what it likes."""
+from penstock.engines.request_names import NAME_HEADER
+
+Answer = Callable[[socket.socket, bytes, str], None]
+"""Gets a connection, the body of a request and its name; sends what it likes."""
 
 
 @dataclass(kw_only=True)
@@ -34,16 +36,17 @@ class RawServer:
         with suppress(OSError), connection.makefile("rb") as requests:
             while line := requests.readline():
                 self.targets.add(line.rpartition(b" ")[0])
-                self.answer(connection, read_body(requests.readline, requests.read))
+                body, name = read_request(requests.readline, requests.read)
+                self.answer(connection, body, name)
         connection.close()
 
 
-def read_body(readline: Callable[[], bytes], read: Callable[[int], bytes]) -> bytes:
-    length = 0
+def read_request(readline: Callable[[], bytes], read: Callable[[int], bytes]) -> tuple[bytes, str]:
+    headers: dict[bytes, bytes] = {}
     while (line := readline()).strip():
-        if line.lower().startswith(b"content-length:"):
-            length = int(line.partition(b":")[2])
-    return read(length)
+        header, _, value = line.partition(b":")
+        headers[header.lower()] = value.strip()
+    return read(int(headers.get(b"content-length", 0))), headers.get(NAME_HEADER.lower().encode(), b"").decode()
 
 
 def http_response(body: bytes, *, status: bytes = b"200 OK", headers: bytes = b"") -> bytes:

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
+from multidict import CIMultiDict
 
 from penstock.engines.load import METRICS_PATH
+from penstock.engines.request_names import NAME_HEADER
 from penstock.renderers import NextTurn
 from penstock.turn import Ids, Message
 from support.conversations import ROLES, rows_of
@@ -55,6 +57,8 @@ class Response:
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
+NAMED = {"vllm": ("id", "chatcmpl-"), "sglang": ("id", ""), "generate": ("request_id", "generate-tokens-")}
+"""Where a response has the name of its request, and what stands before it."""
 VERSION_PATHS = frozenset({"/weight_info", "/model_info", "/get_model_info", "/get_weight_version"})
 Respond = Callable[[ReceivedRequest], Response]
 
@@ -120,7 +124,7 @@ class Server:
         if request.path == METRICS_PATH:
             metrics = self.metrics if isinstance(self.metrics, str) else self.metrics()
             return web.Response(text=metrics, status=200 if metrics else 404)
-        headers = {**request.headers, "peer": str(request.transport.get_extra_info("peername"))}
+        headers = CIMultiDict(request.headers, peer=str(request.transport.get_extra_info("peername")))
         body = json.loads(await request.read() or b"null")
         received = ReceivedRequest(method=request.method, path=request.path, body=body, headers=headers)
         self.received.append(received)
@@ -216,6 +220,9 @@ def answer(
         response["choices"][0]["message"] = message
     if dialect == "sglang":
         response["choices"][0]["prompt_token_ids"] = ids
+    if name := request.body.get("rid") if dialect == "sglang" else request.headers.get(NAME_HEADER):
+        key, prefix = NAMED[dialect]
+        response[key] = prefix + name
     return compact({**response, **changes})
 
 

@@ -164,6 +164,11 @@ class Dialect(ABC):
         except TypeError as error:
             raise BadRequest(f"the request is not JSON-serializable: {error}") from error
 
+    def named(self, body: bytes, name: str) -> bytes:
+        """The body of a request that its response is to name, if the server does not take the name from the header
+        `X-Request-Id`."""
+        return body
+
     def is_context_limit(self, error: str) -> bool:
         """Whether an HTTP 4xx with this body refuses the prompt for its length."""
         return any(phrase in error.lower() for phrase in self.context_limit)

@@ -89,6 +89,10 @@ class Sglang(ChatDialect):
             fields["return_sampling_mask"] = True
         return fields
 
+    def named(self, body: bytes, name: str) -> bytes:
+        """Behind the caller's fields: of two with one name, the last one holds."""
+        return body[:-1] + b',"rid":"%b"}' % name.encode()
+
     def read(self, text: bytes) -> ResponseFields:
         response = RESPONSE.decode(text)
         choice = only_choice(response.choices)

@@ -10,12 +10,13 @@ import orjson
 import pytest
 from support.engine_clients import assert_idle, quick_engine, run
 from support.engine_responses import request_info
-from support.upstream import ReceivedRequest, Response, Server, answer, serving, user
+from support.upstream import ReceivedRequest, Respond, Response, Server, answer, serving, user
 from support.waiting import wait_until_async
 
 from penstock.engines import transport
 from penstock.engines.client import ON_LOOP_BYTES, EngineClient, Request
 from penstock.engines.replicas import Orders
+from penstock.engines.request_names import NAME_HEADER
 from penstock.engines.response import read_turn
 from penstock.errors import EngineUnreachable, InfrastructureFailure, PolicyFailure, Upstream
 from penstock.runtime.offload import cores
@@ -344,11 +345,12 @@ def test_a_connection_that_was_read_slowly_is_not_reused(
     monkeypatch.setattr(transport, "SLOW_READ_S", patience_s)
 
     async def main() -> None:
-        with serving(lambda _: Response(body=bytes(MEGABYTE))) as server:
+        with serving(named(bytes(MEGABYTE))) as server:
             async with client_of(server.url) as client:
+                await client.send(REQUEST, len)  # over a connection of its own: names are not yet known
                 for _ in range(2):
-                    assert (await client.send(REQUEST, len)).value == MEGABYTE
-            assert len({request.headers["peer"] for request in server.received}) == connections
+                    assert (await client.send(REQUEST, len)).value > MEGABYTE
+            assert len({request.headers["peer"] for request in server.received[1:]}) == connections
 
     run(main)
 
@@ -357,11 +359,57 @@ def test_connections_are_bounded_and_reused() -> None:
     async def main() -> None:
         with serving(hello) as server:
             async with client_of(server.url, connections=3) as client:
+                await client.send(REQUEST, content_of)
                 await asyncio.gather(*(client.send(REQUEST, content_of) for _ in range(20)))
             assert server.most_answering <= 3
-            assert len({request.headers["peer"] for request in server.received}) <= 3
+            assert len({request.headers["peer"] for request in server.received}) <= 4
 
     run(main)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang", "generate"])
+def test_a_request_is_named_in_every_dialect(dialect: str) -> None:
+    body = orjson.dumps({"rid": "of the caller", "messages": [user("hello")]})
+    request = Request(dialect=request_info(dialect).dialect, body=body, headers={"x-request-id": "of the caller"})
+
+    async def main() -> None:
+        with serving(lambda request: Response(body=answer(request, "hello", dialect=dialect))) as server:
+            async with client_of(server.url) as client:
+                for _ in range(3):
+                    await client.send(request, bytes)
+            first, *reused = [request.headers["peer"] for request in server.received]
+        assert len({first, *reused}) == 2, "only the first has a connection of its own"
+
+    run(main)
+
+
+def test_connections_to_a_server_that_names_no_requests_are_used_once() -> None:
+    async def main() -> None:
+        with serving(lambda _: Response(body=b"{}")) as server:
+            async with client_of(server.url, connections=3) as client:
+                await asyncio.gather(*(client.send(REQUEST, bytes) for _ in range(10)))
+            assert len({request.headers["peer"] for request in server.received}) == 10
+            assert server.most_answering <= 3
+
+    run(main)
+
+
+def test_a_response_that_does_not_name_its_request_is_refused_by_a_client_that_knows_names() -> None:
+    """After that, a server that names none is accepted, over connections of their own: it may have been replaced."""
+
+    async def main() -> None:
+        with serving(named(b"")) as server:
+            async with client_of(server.url) as client:
+                await client.send(REQUEST, bytes)
+                server.respond = lambda _: Response(body=b"{}")
+                response = await client.send(REQUEST, bytes)
+        assert (response.value, response.failures) == (b"{}", 1)
+
+    run(main)
+
+
+def named(rest: bytes) -> Respond:
+    return lambda request: Response(body=request.headers[NAME_HEADER].encode() + rest)
 
 
 def test_a_large_request_arrives_complete() -> None:

@@ -141,7 +141,7 @@ def exchange(server: SessionsProcess, request: bytes, *, complete: bool) -> byte
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[RawServer]:
-    with raw_server(lambda connection, _: connection.sendall(ANSWER)) as server:
+    with raw_server(lambda connection, *_: connection.sendall(ANSWER)) as server:
         yield server
 
 
