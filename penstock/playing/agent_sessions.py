@@ -32,7 +32,7 @@ SEALED = msgspec.json.Decoder(Sealed)
 CONNECT_S = 5.0
 CREATE_S = 30.0  # creates a few files; seconds if the server has no free threads
 SEAL_S = 300.0  # for a rollout with gigabytes of routed rows, on a slow disk
-SEAL_ATTEMPTS, SEAL_PAUSE_S = 3, 0.5
+SEAL_ATTEMPTS, SEAL_PAUSE_S = 20, 0.5  # a server that restarts answers as the one before did
 DELETE_S = 10.0
 ERROR_CHARACTERS = 2_000
 

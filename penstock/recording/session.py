@@ -275,11 +275,17 @@ class Session:
         return (await in_file_thread(self._spool.records, [turn]))[0]
 
     async def seal(
-        self, *, error: str = "", fields: FieldValues = NO_FIELDS, version_after: VersionAfter | None = None
+        self,
+        *,
+        error: str = "",
+        fields: FieldValues = NO_FIELDS,
+        version_after: VersionAfter | None = None,
+        save: Callable[[Sealed], None] = lambda _: None,
     ) -> Sealed:
         """Write the blobs. Later calls return the same result; after a failure the session is open again.
 
-        `version_after` settles the versions of turns whose responses did not state them.
+        `version_after` settles the versions of turns whose responses did not state them. `save` is called in a thread:
+        with the result, before the log goes away, from which a killed process's session could be sealed again.
         """
         if self._sealing is None:
             self._require_open()
@@ -288,7 +294,7 @@ class Session:
             if not self.turns:
                 raise NothingToTrain(f"session {self.settings.session} recorded no turn: there is nothing to train on")
             self._state = State.SEALED
-            self._sealing = asyncio.create_task(self._seal(error, fields, version_after))
+            self._sealing = asyncio.create_task(self._seal(error, fields, version_after, save))
         return await asyncio.shield(self._sealing)
 
     async def close(self) -> None:
@@ -388,22 +394,27 @@ class Session:
         unseen = frozenset(self._unseen.turns.difference(parents))
         return sample_tree(self._samples, parents, unseen=unseen, repaired_echoes=self.repaired_echoes)
 
-    async def _seal(self, error: str, fields: FieldValues, version_after: VersionAfter | None) -> Sealed:
+    async def _seal(
+        self, error: str, fields: FieldValues, version_after: VersionAfter | None, save: Callable[[Sealed], None]
+    ) -> Sealed:
         try:
             await self._settle_versions(version_after)
-            return await in_file_thread(self._write_blobs, error, fields)
+            return await in_file_thread(self._write_blobs, error, fields, save)
         except BaseException:
             self._sealing = None
             if not self._is_closed():
                 self._state = State.OPEN
             raise
 
-    def _write_blobs(self, error: str, fields: FieldValues) -> Sealed:
+    def _write_blobs(self, error: str, fields: FieldValues, save: Callable[[Sealed], None]) -> Sealed:
         """In a thread: the turns of a sealed session do not change, and a tree of 128 samples takes milliseconds."""
         tree, order = self._tree(), self._samples.by_arrival()
         paths = [self._conversation.path_to(order[sample.turns[-1]]) for sample in tree.samples]
         columns, experts = self._spool.seal(tree, paths, error=error, fields=fields)
-        return sealed_rollout(tree, columns, experts)
+        sealed = sealed_rollout(tree, columns, experts)
+        save(sealed)
+        self._spool.finish()
+        return sealed
 
     async def _settle_versions(self, version_after: VersionAfter | None) -> None:
         for index in self._samples.unsettled():

@@ -151,7 +151,7 @@ class Spool:
         self, samples: SampleTree, paths: Sequence[Sequence[int]], *, error: str, fields: FieldValues
     ) -> tuple[BlobRef, BlobRef | None]:
         """Write the columns and, if rows were recorded, the experts. `paths` has each sample's turns. Can be repeated
-        after an error."""
+        after an error. The log stays until `finish`."""
         settings, state = self.settings, self._rows_state
         columns = columns_of(
             samples,
@@ -176,9 +176,12 @@ class Spool:
                 attempt=settings.attempt,
             )
             self._rows = None
+        return ref, self._experts
+
+    def finish(self) -> None:
+        """Remove the log of a sealed session."""
         with writing(self._log.path):
             self.discard()
-        return ref, self._experts
 
     @property
     def nbytes(self) -> int:

@@ -3,6 +3,7 @@
 Its methods block: call them in a thread, or before the loop runs.
 """
 
+import contextlib
 import fcntl
 import os
 import re
@@ -12,7 +13,9 @@ from pathlib import Path
 from penstock import ids
 from penstock.errors import ConfigError
 from penstock.recording import unsealed
-from penstock.store import Store
+from penstock.store import Store, atomic
+
+ANSWER = ".sealed.json"
 
 
 def owner_of(instance_id: str | None, port: int) -> str:
@@ -40,15 +43,39 @@ class SessionDirectory:
             raise ConfigError(f"cannot keep sessions in {path}: {error.strerror}; choose another --store") from error
 
     def recoverable(self) -> list[str]:
-        """Ids of the sessions that an earlier process did not seal. Removes its other unfinished files."""
+        """Ids of the sessions that an earlier process did not seal, or sealed and did not delete. Removes its other
+        unfinished files."""
         found = {key.rpartition("/")[2] for key in unsealed(self.store, self.key)}
-        for directory in self.store.local_path(self.key).iterdir():
+        root = self.store.local_path(self.key)
+        for directory in root.iterdir():
             if directory.is_dir() and directory.name not in found:
                 _remove_unfinished(directory)
-        return sorted(found)
+        return sorted(found | {path.parent.name for path in root.glob(f"*/{ANSWER}")})
 
     def session_key(self, session: str) -> str:
         return f"{self.key}/{session}"
+
+    def save_answer(self, session: str, answer: bytes) -> None:
+        """Keep the answer to a seal request until the session is deleted or expires."""
+        path = self._answer_path(session)
+        with atomic.writing(path):
+            atomic.write(path, answer)
+
+    def answer(self, session: str) -> bytes | None:
+        """What the seal request of an earlier process was answered; None if it did not finish: the session is then
+        sealed again from its log."""
+        path = self._answer_path(session)
+        return path.read_bytes() if path.exists() and not unsealed(self.store, self.session_key(session)) else None
+
+    def forget_answer(self, session: str) -> None:
+        """Sealed blobs stay."""
+        path = self._answer_path(session)
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it has blobs, or was never made
+            path.parent.rmdir()
+
+    def _answer_path(self, session: str) -> Path:
+        return self.store.local_path(self.session_key(session)) / ANSWER
 
     def discard(self, session: str) -> None:
         """Remove all files of a session, unfinished ones included. Usually only the empty directory is left."""
@@ -56,8 +83,9 @@ class SessionDirectory:
 
 
 def _remove_unfinished(directory: Path) -> None:
-    """Sealed blobs stay: they belong to the client that sealed them."""
+    """Sealed blobs stay: they belong to the client that sealed them, and so does the answer to it."""
     for file in directory.glob(".*"):
-        file.unlink(missing_ok=True)
+        if file.name != ANSWER:
+            file.unlink(missing_ok=True)
     if not any(directory.iterdir()):
         directory.rmdir()

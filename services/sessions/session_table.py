@@ -5,6 +5,7 @@ request.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -22,7 +23,7 @@ from penstock.config import RunConfig
 from penstock.engines.replicas import Replica
 from penstock.errors import BlobError, Expired, Full, NotFound
 from penstock.fields import FieldValues
-from penstock.recording import Echo, Mode, Session, SessionSettings
+from penstock.recording import Echo, Mode, Sealed, Session, SessionSettings
 from penstock.recording.session import VersionAfter
 from penstock.replica_use import Usage
 from penstock.runtime.offload import in_io_thread
@@ -57,6 +58,13 @@ class SessionMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """seconds since 1970"""
     files_key: str | None = None
     """directory of the store that files are sealed into; default: the session's own"""
+
+
+class SealedSession(msgspec.Struct, frozen=True, kw_only=True):
+    """A sealed session on disk, for a seal request that is repeated after a restart."""
+
+    metadata: SessionMetadata
+    answer: msgspec.Raw
 
 
 @dataclass(kw_only=True, eq=False)
@@ -195,14 +203,23 @@ class SessionTable:
     async def _seal(self, entry: Entry, session: Session, seal: SealRequest, version_after: VersionAfter) -> None:
         declared = self._config.batch.fields_of("turn")
         fields = FieldValues(declared=declared, required=not seal.error, turn_rewards=seal.turn_rewards)
+        metadata, usage = entry.metadata, entry.usage
+        assert metadata is not None
+
+        def save(sealed: Sealed) -> None:
+            metrics = {**sealed.metrics, "engine_aborts": float(entry.aborts)}
+            answer = orjson.dumps(replace(sealed, metrics=metrics, replica_uses=usage.by_replica))
+            self._directory.save_answer(
+                entry.id, msgspec.json.encode(SealedSession(metadata=metadata, answer=msgspec.Raw(answer)))
+            )
+            answers.append(answer)
+
+        answers: list[bytes] = []
         await entry.in_flight.end()
-        sealed = await session.seal(error=seal.error, fields=fields, version_after=version_after)
-        metrics = {**sealed.metrics, "engine_aborts": float(entry.aborts)}
-        entry.sealed = orjson.dumps(replace(sealed, metrics=metrics, replica_uses=entry.usage.by_replica))
+        await session.seal(error=seal.error, fields=fields, version_after=version_after, save=save)
+        entry.sealed = answers[-1]
         self.counts.sealed += 1
         self._drop_session(entry)
-        if _seals_elsewhere(entry):
-            await self._discard(entry.id)
 
     async def delete(self, entry: Entry) -> None:
         if self._entries.get(entry.id) is not entry:
@@ -266,6 +283,9 @@ class SessionTable:
         await entry.in_flight.end()
         if entry.sealing:
             await asyncio.wait([entry.sealing])
+        if entry.metadata is None:  # not used since the restart
+            with contextlib.suppress(BlobError, OSError, msgspec.DecodeError):
+                await self._recover_answer(entry)
         session = entry.session
         unwanted = entry.sealed is None and (_seals_elsewhere(entry) or not (session and session.sealed))
         if session is not None:
@@ -273,8 +293,16 @@ class SessionTable:
                 await session.close()
             except (BlobError, OSError) as error:
                 logger.warning("action=not_closed session=%s error=%r", entry.id, error)
-        if unwanted:
+        if unwanted or _seals_elsewhere(entry):
             await self._discard(entry.id)
+        elif entry.sealed is not None:
+            await self._forget_answer(entry.id)
+
+    async def _forget_answer(self, id: str) -> None:
+        try:
+            await in_io_thread(self._directory.forget_answer, id)
+        except (BlobError, OSError) as error:
+            logger.warning("action=answer_not_removed session=%s error=%r: a restart expires it", id, error)
 
     async def _discard(self, id: str) -> None:
         try:
@@ -304,12 +332,15 @@ class SessionTable:
         if entry.opening is None:
             entry.opening = asyncio.create_task(self._recover(entry))
         await asyncio.shield(entry.opening)
-        if entry.session is None:
+        if entry.session is None and entry.sealed is None:
             raise self.gone(entry.id)
 
     async def _recover(self, entry: Entry) -> None:
         key, route_format = self._directory.session_key(entry.id), self._config.engine.route_format
         try:
+            await self._recover_answer(entry)
+            if entry.sealed is not None:
+                return
             session = await Session.recover(self._directory.store, key, route_format=route_format)
             entry.metadata = msgspec.json.decode(session.settings.notes, type=SessionMetadata)
         except (BlobError, OSError, msgspec.DecodeError) as error:
@@ -321,6 +352,11 @@ class SessionTable:
         entry.deadline = time.monotonic() + self._settings.lifetime_s - (time.time() - entry.metadata.created_at)
         self.counts.recovered += 1
         logger.info("action=session_recovered session=%s turns=%d", entry.id, session.turns)
+
+    async def _recover_answer(self, entry: Entry) -> None:
+        if answer := await in_io_thread(self._directory.answer, entry.id):
+            sealed = msgspec.json.decode(answer, type=SealedSession)
+            entry.metadata, entry.sealed = sealed.metadata, bytes(sealed.answer)
 
     def gone(self, id: str) -> NotFound | Expired:
         if id in self._expired:

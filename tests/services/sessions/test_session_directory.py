@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 from support.session_process import Script, running
 from support.stores import directory_store
+from support.waiting import wait_until
 from typer.testing import CliRunner
 
 from cli.main import app
@@ -60,13 +62,40 @@ def test_a_restart_removes_unfinished_files_and_expires_unreadable_sessions(scri
     with running(tmp_path, script.server.url, *instance) as again:
         for agent in (sealed, broken, whole):
             agent.server = again
-        assert again.status()["sessions"]["open"] == 2
+        assert again.status()["sessions"]["open"] == 3
         assert (broken.request("GET").status, sealed.request("GET").status, whole.turns()) == (410, 404, 1)
         assert {path.name for path in directory.iterdir()} >= {sealed.id, whole.id}
         assert not list(directory.rglob("*.half"))
         assert not (directory / ("0" * 32)).exists()
         assert (process.store / files["columns"]["key"]).exists()
         whole.assert_usable()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["own directory", "directory of the execution"])
+@pytest.mark.parametrize("end", ["deleted", "expired"])
+def test_a_seal_that_is_repeated_after_a_kill_has_the_same_answer(
+    script: Script, tmp_path: Path, elsewhere: bool, end: str
+) -> None:
+    """Until the session is deleted or expires; its files stay."""
+    arguments = ["--instance-id", "ef" * 16, "--require-secret"]
+    of_rollout = {"run": "run", "rollout": "r1", "execution": "e1"} if elsewhere else {}
+    with running(tmp_path, script.server.url, *arguments) as process:
+        agent = process.agent(**of_rollout)
+        agent.talk("hello")
+        first = agent.request("POST", "/seal", {"error": "out of time"})
+        process.kill()
+    settings = {"sessions__idle_s": "1"} if end == "expired" else {}
+    with running(tmp_path, script.server.url, *arguments, **settings) as again:
+        agent.server = again
+        if end == "deleted":
+            repeated = agent.request("POST", "/seal", {"error": "out of time"})
+            assert (repeated.status, repeated.body) == (200, first.body)
+            assert again.request("POST", agent.path + "/seal").status == 401
+            assert agent.request("DELETE").status == 204
+        wait_until(lambda: not list(again.store.rglob(".sealed.json")))
+        wait_until(lambda: again.status()["sessions"]["open"] == 0)
+        for name in ("columns", "experts"):
+            assert (again.store / first.json[name]["key"]).exists()
 
 
 def test_a_secret_survives_a_restart_and_is_never_stored(script: Script, tmp_path: Path) -> None:
