@@ -2,10 +2,11 @@
 
 import ipaddress
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from penstock.config.engine import RESERVED
 from penstock.sections import OF_HOST, CommaSeparated, Port, Reader, Section, read_by
 
 ADMINISTRATIVE = re.compile(
@@ -15,8 +16,31 @@ ADMINISTRATIVE = re.compile(
 PLAIN_PATH = re.compile(r"(/[A-Za-z0-9_][A-Za-z0-9._-]*)+")
 
 
+class LeaveOut(Section):
+    """Which requests are not the task, such as titles and summaries. All patterns that are given must match."""
+
+    system: str | None = None
+    """Regular expression, searched in the text of the system messages."""
+    user: str | None = None
+    """Regular expression, searched in the text of the last user message."""
+    model: str | None = None
+    """Regular expression, searched in the name of the model that the client asks for."""
+
+    @model_validator(mode="after")
+    def _check_patterns(self) -> "LeaveOut":
+        patterns = {name: value for name, value in self.model_dump().items() if value is not None}
+        if not patterns:
+            raise ValueError("give at least one of system, user and model: the rule would leave out every request")
+        for name, pattern in patterns.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{name} is not a regular expression: {error}") from None
+        return self
+
+
 class Sessions(Section):
-    """The session server, which records agents that use an OpenAI-compatible URL."""
+    """The session server, which records agents that use OpenAI's or Anthropic's API."""
 
     declared = read_by(Reader.SESSIONS)
 
@@ -41,6 +65,16 @@ class Sessions(Section):
     """Most chats of one session in flight, for agents that run several at once."""
     when_busy: Annotated[Literal["refuse", "queue"], read_by(Reader.SESSIONS, Reader.ROLLOUTS)] = "refuse"
     """What happens to a chat beyond `concurrency`: it is refused with 409, or waits for its turn."""
+    model: str | None = None
+    """Model of every chat, whatever the client names. A session may be created with another one. Default: the client's,
+    or `engine.model` if it names none."""
+    forced: dict[str, Any] = Field(default={})
+    """Fields of every chat, whatever the client sends, e.g. `{temperature = 1.0, max_tokens = 4096}`. A session may be
+    created with others, which come first."""
+    leave_out: dict[str, LeaveOut] = Field(default={})
+    """Rules for chats that are answered and logged, and not trained on, each under a name of its own."""
+    keep_alive_s: PositiveFloat = 10.0
+    """Seconds without a byte after which a stream sends a keep-alive."""
     append_roles: CommaSeparated = ("tool", "user")
     """Roles of the messages that may extend a linear conversation."""
     proxy_allow: CommaSeparated = ()
@@ -73,6 +107,13 @@ class Sessions(Section):
     @property
     def needs_secret(self) -> bool:
         return not is_loopback(self.host) if self.require_secret is None else self.require_secret
+
+    @field_validator("forced")
+    @classmethod
+    def _check_forced(cls, forced: dict[str, Any]) -> dict[str, Any]:
+        if refused := sorted(RESERVED & forced.keys()):
+            raise ValueError(f"{', '.join(refused)}: set by Penstock itself, or by sessions.model")
+        return forced
 
     @field_validator("proxy_allow")
     @classmethod

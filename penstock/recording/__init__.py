@@ -3,8 +3,9 @@
 from penstock.recording.arrivals import Claim
 from penstock.recording.conversation import DigestedMessages, Mode, digest_messages
 from penstock.recording.echoes import Echo
+from penstock.recording.prepared import Prepared
 from penstock.recording.sealed import Sealed
-from penstock.recording.session import Prepared, Session
+from penstock.recording.session import Session
 from penstock.recording.spool import SessionSettings, unsealed
 
 __all__ = [

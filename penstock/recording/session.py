@@ -7,8 +7,7 @@ serial, under a lock that only commits use. Files are written in threads. A turn
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from enum import StrEnum
 
 import numpy as np
@@ -17,8 +16,16 @@ import orjson
 from penstock.errors import Busy, ContextFull, Invariant, NotFound, NothingToTrain
 from penstock.fields import NO_FIELDS, FieldValues
 from penstock.recording.arrivals import BUSY, Arrivals, Claim
-from penstock.recording.conversation import START, Checkpoint, Conversation, ConversationRequest, Mode
+from penstock.recording.conversation import (
+    START,
+    Checkpoint,
+    Conversation,
+    ConversationRequest,
+    DigestedMessages,
+    Mode,
+)
 from penstock.recording.echoes import restored
+from penstock.recording.prepared import Prepared
 from penstock.recording.sample_tree import SampleTree, sample_tree
 from penstock.recording.samples import Samples
 from penstock.recording.sealed import Sealed, sealed_rollout
@@ -32,7 +39,6 @@ from penstock.turn import (
     ANY_FORMAT,
     Ids,
     Message,
-    OpenSample,
     RouteFormat,
     Rows,
     SaidVersion,
@@ -51,30 +57,6 @@ class State(StrEnum):
     OPEN = "open"
     SEALED = "sealed"  # its blobs are written or being written
     CLOSED = "closed"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What is needed to send a request and to read its response."""
-
-    request: ConversationRequest
-    arrival: int
-    """Number of the request in the session, from 0 on."""
-    history_ids: Ids
-    """Tokens of the conversation before `request.appended`."""
-    answer_from: int
-    """Position of the last answer in `history_ids`."""
-    routes_from: int
-    """First routed row to request, provided that the prompt begins with `history_ids`."""
-    open_turns: Mapping[int, OpenSample]
-    """Turns that the response may extend."""
-    route_format: RouteFormat
-    """For `read_turn`."""
-
-    @property
-    def open_samples(self) -> list[OpenSample]:
-        """For `read_turn`."""
-        return list(self.open_turns.values())
 
 
 class Session:
@@ -274,6 +256,36 @@ class Session:
     async def record_of(self, turn: int) -> bytes:
         return (await in_file_thread(self._spool.records, [turn]))[0]
 
+    def arrival_of(self, turn: int) -> int:
+        return self._samples.turns[turn].arrival
+
+    def turn_of(self, arrival: int) -> int | None:
+        """The recorded turn of the request with this number."""
+        return next((turn for turn in range(self.turns) if self.arrival_of(turn) == arrival), None)
+
+    async def messages_until(self, turn: int) -> list[Message]:
+        """The conversation up to and including a turn's answer."""
+        return await in_file_thread(self._spool.messages, self._conversation.path_to(turn))
+
+    def beside(self, messages: DigestedMessages) -> Prepared:
+        """A request that is no part of the conversation: it gets no number and is not committed."""
+        return Prepared.beside(messages, self._route_format)
+
+    @property
+    def chats_left_out(self) -> int:
+        """Chats whose records are kept, and that are no part of the recording."""
+        return self._spool.chats_left_out
+
+    async def leave_out(self, record: bytes) -> None:
+        """Keep the record of a chat that was prepared by `beside`."""
+        async with self._commits:
+            if self._state is State.OPEN:
+                await run_to_completion(asyncio.create_task(in_file_thread(self._spool.write_left_out, record)))
+
+    async def records_left_out(self) -> list[bytes]:
+        self._require_open()
+        return await in_file_thread(self._spool.left_out)
+
     async def seal(
         self,
         *,
@@ -292,7 +304,10 @@ class Session:
             if self._arrivals.in_flight:
                 raise Busy(BUSY)
             if not self.turns:
-                raise NothingToTrain(f"session {self.settings.session} recorded no turn: there is nothing to train on")
+                left_out = f" ({self.chats_left_out} chats were left out)" if self.chats_left_out else ""
+                raise NothingToTrain(
+                    f"session {self.settings.session} recorded no turn{left_out}: there is nothing to train on"
+                )
             self._state = State.SEALED
             self._sealing = asyncio.create_task(self._seal(error, fields, version_after, save))
         return await asyncio.shield(self._sealing)

@@ -31,6 +31,7 @@ from penstock.recording.turn_log import (
     entry_frame,
     frame,
     frames,
+    left_out_frame,
     read_log,
     seen_frame,
 )
@@ -89,12 +90,15 @@ class Spool:
         rows: Part | None = None,
         rows_state: RowsState | None = None,
         frames: "array[int] | None" = None,
+        left_out: "array[int] | None" = None,
     ) -> None:
         self._store = store
         self.settings = settings
         self._log = log
         self._frames = array("q") if frames is None else frames
         """Where each turn's frame begins in the log."""
+        self._left_out = array("q") if left_out is None else left_out
+        """Where the frame of each chat begins that is not part of the recording."""
         self._rows = rows
         self._rows_state = rows_state
         self._experts: BlobRef | None = None
@@ -124,6 +128,7 @@ class Spool:
             rows=_recover_rows(store, settings, turns.rows),
             rows_state=turns.rows,
             frames=array("q", turns.frames),
+            left_out=array("q", turns.left_out),
         )
         return spool, turns
 
@@ -142,6 +147,12 @@ class Spool:
             raise
         self._frames.append(begin)
         self._rows_state = state
+
+    def write_left_out(self, record: bytes) -> None:
+        """Write the record of a chat that is not part of the recording."""
+        begin = self._log.length
+        self._log.append(*left_out_frame(record))
+        self._left_out.append(begin)
 
     def write_seen(self, turns: Sequence[int]) -> None:
         """Note that the answers of these turns were seen."""
@@ -184,6 +195,10 @@ class Spool:
             self.discard()
 
     @property
+    def chats_left_out(self) -> int:
+        return len(self._left_out)
+
+    @property
     def nbytes(self) -> int:
         return self._log.length + (self._rows.length if self._rows else 0)
 
@@ -193,6 +208,15 @@ class Spool:
     def answers(self, turns: Sequence[int]) -> list[Message]:
         return [orjson.loads(body.arrays["answer"].tobytes()) for body in self._bodies(turns)]
 
+    def messages(self, turns: Sequence[int]) -> list[Message]:
+        """The conversation of a path: what each turn's request appended, and its answer."""
+        parts = ((body.arrays["appended"].tobytes(), body.arrays["answer"].tobytes()) for body in self._bodies(turns))
+        return [message for appended, answer in parts for message in (*orjson.loads(appended), orjson.loads(answer))]
+
+    def left_out(self) -> list[bytes]:
+        """The records of chats that are not part of the recording."""
+        return [body.arrays["record"].tobytes() for body in self._frames_at(self._left_out)]
+
     def discard(self) -> None:
         """Remove the files that are not sealed."""
         self._log.discard()
@@ -200,11 +224,14 @@ class Spool:
             self._rows.discard()
 
     def _bodies(self, turns: Iterable[int]) -> Iterator[Tensors]:
+        return self._frames_at(self._frames[turn] for turn in turns)
+
+    def _frames_at(self, places: Iterable[int]) -> Iterator[Tensors]:
         content = _mapped(self._log.path)
-        for turn in turns:
-            found = next(frames(content, self._frames[turn]), None)
+        for place in places:
+            found = next(frames(content, place), None)
             if found is None:
-                raise BlobCorrupt(f"turn {turn} of the session at {self.settings.key} is damaged in its log")
+                raise BlobCorrupt(f"the log of the session at {self.settings.key} is damaged at byte {place}")
             yield found[0]
 
     def _rows_part(self) -> Part:

@@ -1,7 +1,8 @@
 """The append-only log of a session, from which it is recovered after its process was killed.
 
 A frame is a length, an xxh3 and a safetensors body. The first frame has the session's settings, each later one a
-committed turn, or the turns whose answers were seen. Reading stops at the first incomplete frame.
+committed turn, the turns whose answers were seen, or a chat that is not part of the recording. Reading stops at the
+first incomplete frame.
 """
 
 import struct
@@ -39,6 +40,7 @@ DELTA_FIELDS = tuple(field.name for field in dataclass_fields(TurnDelta) if fiel
 TRAINER_FIELD = "field."  # prefix of the arrays that hold `TurnDelta.fields`
 ENTRY_TEXTS = ("appended", "answer", "record")
 SEEN_KEY = "seen"
+LEFT_OUT_KEY = "left_out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,8 @@ class TurnLog:
     """Where the frame of each entry begins."""
     seen: set[int] = field(default_factory=set[int])
     """Turns whose answers were seen after their commit."""
+    left_out: list[int] = field(default_factory=list[int])
+    """Where the frame of each chat begins that is not part of the recording."""
     rows: RowsState | None = None
     """After the last entry."""
 
@@ -111,12 +115,18 @@ def seen_frame(turns: Sequence[int]) -> list[Piece]:
     return frame({SEEN_KEY: turns}, {})
 
 
+def left_out_frame(record: bytes) -> list[Piece]:
+    return frame({LEFT_OUT_KEY: True}, {"record": np.frombuffer(record, np.uint8)})
+
+
 def read_log(bodies: Iterable[tuple[tensors.Tensors, int]], *, begin: int) -> TurnLog:
     """The frames behind the first one, which ends at `begin`."""
     log, last_of = TurnLog(), dict[int, int]()
     for body, end in bodies:
         if SEEN_KEY in body.metadata:
             log.seen.update(orjson.loads(body.metadata[SEEN_KEY]))
+        elif LEFT_OUT_KEY in body.metadata:
+            log.left_out.append(begin)
         else:
             entry, log.rows = _read_entry(body, len(log.entries), last_of)
             log.entries.append(entry)

@@ -4,12 +4,11 @@ The claim is released on every exit. A failed chat records nothing.
 """
 
 import contextlib
-import time
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
-import msgspec
 import orjson
 from aiohttp import web
 
@@ -28,13 +27,20 @@ from penstock.runtime.offload import in_cpu_thread
 from penstock.turn import Turn, TurnMetadata
 from services.sessions import headers
 from services.sessions.agents import agent_of
+from services.sessions.apis import CHAT, Api
 from services.sessions.backend import Backend, EngineRequest, EngineResponse
-from services.sessions.client_response import EVENT_STREAM, Rendered, as_event_stream, completion_for
+from services.sessions.client_response import Rendered, completion_for
+from services.sessions.error_responses import CONTEXT_CODE, engine_error, error_response
+from services.sessions.keep_alive import EVENT_STREAM, KEEP_ALIVES, KeepAlives
+from services.sessions.records import answer_id_of, history_of, record_of, recorded_completion
 from services.sessions.rendered_logprobs import rendered_logprobs
-from services.sessions.requests import Chat, read_body, read_chat
+from services.sessions.requests import Chat, read_body, read_chat, read_object
 from services.sessions.retries import Answer, Attempt, SentChat, request_id
+from services.sessions.rules import ChatRules
 from services.sessions.session_table import Entry, SessionMetadata, SessionTable, opened
 from services.sessions.watched_response import WatchedResponse
+
+logger = logging.getLogger("penstock.sessions")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,13 +67,8 @@ class ChatCounts:
     """prompts whose chat template changed recorded tokens, and no bridge kept them: each begins another sample"""
     sent_again: int = 0
     """requests that joined one in flight or got a recorded answer"""
-
-
-class _Record(msgspec.Struct):
-    response: msgspec.Raw
-
-
-RECORD = msgspec.json.Decoder(_Record)
+    left_out: int = 0
+    """answered and logged, and not trained on, by a rule or a header"""
 
 
 class RefusedUpstream(Exception):
@@ -86,6 +87,7 @@ class Exchange:
     prompt: Prompt
     prepared: Prepared
     sent: bytes
+    answer_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +108,16 @@ class Chats:
         self._backend = backend
         self._requests = requests
         self._table = table
-        self._renderer = renderer_of(config)
+        self.renderer = renderer_of(config)
         self._fields = tuple(field.name for field in config.batch.fields_of("turn"))
-        self._dialect = dialect_of(config.engine, renderer=self._renderer, place=config.place_of("engine", "dialect"))
+        self._dialect = dialect_of(config.engine, renderer=self.renderer, place=config.place_of("engine", "dialect"))
 
     async def warm_up(self) -> None:
         """Build the renderer before the first chat. Raises ConfigError if that cannot work."""
-        if self._renderer:
-            await self._renderer.warm_up()
+        if self.renderer:
+            await self.renderer.warm_up()
 
-    async def handle(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
+    async def handle(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata, api: Api) -> web.Response:
         session, attempt = opened(entry), Attempt.of(request)
         with contextlib.ExitStack() as places:
             claim = None
@@ -124,9 +126,11 @@ class Chats:
             reservation, limits = places.enter_context(self._requests.reservation()), self._config.sessions
             body = await read_body(request, reservation, limit=limits.request_bytes, timeout_s=limits.request_s)
             agent = agent_of(request)
-            id = request_id(agent, body)
+            id = request_id(agent if api is CHAT else f"{agent}\0{api.path}", body)
             earlier = entry.sent_chats.find(session, id, attempt)
-            chat = await _by_size(len(body), read_chat, body, metadata.sampling, session.settings.echo)
+            chat = await self._read_chat(request, session, metadata, api, body)
+            if chat.asked.stream:
+                request[KEEP_ALIVES] = KeepAlives(request, api, limits.keep_alive_s)
             if earlier is not None:
                 self.counts.sent_again += 1
                 answer = await self._answer_of(earlier, session, chat, request)
@@ -147,6 +151,23 @@ class Chats:
                 raise
             sent_chat.answer.set_result(answer)
             return self._response(request, entry, answer, sent_chat)
+
+    async def _read_chat(
+        self, request: web.BaseRequest, session: Session, metadata: SessionMetadata, api: Api, body: bytes
+    ) -> Chat:
+        given = await _by_size(len(body), read_object, body)
+        history = await history_of(session, api, given)
+        rules = ChatRules.of(self._config.sessions, sampling=metadata.sampling, forced=metadata.forced)
+        return await _by_size(
+            len(body),
+            read_chat,
+            api,
+            given,
+            headers=request.headers,
+            rules=rules,
+            history=history,
+            echo=session.settings.echo,
+        )
 
     async def _claim(self, session: Session, places: contextlib.ExitStack) -> Claim:
         await session.place()
@@ -169,7 +190,7 @@ class Chats:
         prepared = self._prepare(session, claim, chat, agent, sent_chat.id)
         messages = await session.restored(prepared, chat.conversation.messages)
         tools = chat.fields.get("tools")
-        prompt = await prompt_of(self._renderer, prepared, messages, tools=tools, fields=chat.fields)
+        prompt = await prompt_of(self.renderer, prepared, messages, tools=tools, fields=chat.fields)
         self.counts.rewritten_histories += prompt.rewritten
         model, version = chat.fields.get("model"), None
         if model in (None, self._config.engine.model):
@@ -185,8 +206,9 @@ class Chats:
             before, entry.last_replica = entry.last_replica, response.replica
             if response.status != 200:
                 self.counts.refused_upstream += 1
-                raise RefusedUpstream(forwarded(response))
-            exchange = Exchange(chat=chat, prompt=prompt, prepared=prepared, sent=sent)
+                raise RefusedUpstream(self._refusal(response, chat.api))
+            answer_id = answer_id_of(session, prepared.arrival)
+            exchange = Exchange(chat=chat, prompt=prompt, prepared=prepared, sent=sent, answer_id=answer_id)
             try:
                 read = await self._read(response, exchange)
                 self._backend.check_name(response)
@@ -204,7 +226,9 @@ class Chats:
                 agent=agent,
             )
             overlong = read.turn.overlong_prompt
-            if not (overlong and session.turns):  # as the first turn, it says why there is nothing to train on
+            if chat.left_out_by:
+                await self._leave_out(session, chat, read)
+            elif not (overlong and session.turns):  # as the first turn, it says why there is nothing to train on
                 await self._commit(session, claim, prepared, read, turn_info, sent_chat.key)
             if overlong:
                 limit = self._config.policy.max_seq_len
@@ -216,9 +240,27 @@ class Chats:
     ) -> Answer:
         if isinstance(earlier, SentChat):
             return await earlier.join(request)
-        completion = RECORD.decode(await session.record_of(earlier)).response
-        body = as_event_stream(bytes(completion), chat.asked) if chat.asked.stream else bytes(completion)
+        completion = await recorded_completion(session, earlier)
+        body = chat.answer(completion, answer_id_of(session, session.arrival_of(earlier)))
         return Answer(turn=earlier, headers=_client_headers({"Content-Type": "application/json"}, chat), body=body)
+
+    def _refusal(self, response: EngineResponse, api: Api) -> web.Response:
+        """The engine's own error, in the client's API."""
+        if api is CHAT:
+            return forwarded(response)
+        text = engine_error(response.joined())
+        code = CONTEXT_CODE if self._dialect.is_context_limit(text) else ""
+        return error_response(response.status, text, code=code, api=api)
+
+    async def _leave_out(self, session: Session, chat: Chat, read: ReadResponse) -> None:
+        self.counts.left_out += 1
+        logger.info(
+            "action=left_out session=%s by=%s tokens=%d",
+            session.settings.session,
+            chat.left_out_by,
+            len(read.turn.completion_ids),
+        )
+        await session.leave_out(read.record)
 
     def _response(
         self, request: web.BaseRequest, entry: Entry, answer: Answer, sent_chat: SentChat | None = None
@@ -235,6 +277,8 @@ class Chats:
         limit = self._config.policy.max_turns
         if session.begun > limit:  # the chat itself has begun
             raise ContextFull(f"turn limit: the session has used its {limit} turns (policy.max_turns)")
+        if chat.left_out_by:
+            return session.beside(chat.conversation)
         return session.prepare(claim, chat.conversation, agent=agent, request_id=id)
 
     async def _read(self, response: EngineResponse, exchange: Exchange) -> ReadResponse:
@@ -248,8 +292,8 @@ class Chats:
         message = await rendered_message(self._dialect, exchange.prompt, read.turn, number=number, fields=fields)
         turn = replace(read.turn, message=orjson.dumps(message))
         logprobs = None
-        if self._renderer and "logprobs" in exchange.chat.asked.names:
-            logprobs = await rendered_logprobs(self._renderer, self._dialect.logprobs(read.body), fields)
+        if self.renderer and "logprobs" in exchange.chat.asked.names:
+            logprobs = await rendered_logprobs(self.renderer, self._dialect.logprobs(read.body), fields)
         return await _by_size(len(read.body), self._for_client, read.body, turn, exchange, logprobs)
 
     def _read_turn(self, response: EngineResponse, exchange: Exchange) -> ReadResponse:
@@ -278,8 +322,8 @@ class Chats:
         completion = completion_for(self._dialect.chat_completion(engine_body, turn), asked, rendered)
         return ReadResponse(
             turn=turn,
-            body=as_event_stream(completion, asked) if asked.stream else completion,
-            record=_record(self._dialect.endpoint, exchange.sent, completion),
+            body=exchange.chat.answer(completion, exchange.answer_id),
+            record=record_of(self._dialect.endpoint, exchange.chat, exchange.sent, completion),
         )
 
     def _headers(self, request: web.BaseRequest, session: Session, metadata: SessionMetadata) -> Mapping[str, str]:
@@ -320,16 +364,6 @@ def renderer_of(config: RunConfig) -> PooledRenderer | None:
     return PooledRenderer(RendererPools(), RendererKey.of(settings, config.engine.model)) if settings else None
 
 
-def _record(path: str, request: bytes, response: bytes) -> bytes:
-    """Both are valid JSON, so nothing is parsed."""
-    return b'{"timestamp":%.6f,"method":"POST","path":"%b","status_code":200,"request":%b,"response":%b}' % (
-        time.time(),
-        path.encode(),
-        request,
-        response,
-    )
-
-
 def forwarded(response: EngineResponse) -> web.Response:
     """The engine's response, unchanged except for hop-by-hop headers."""
     return web.Response(status=response.status, headers=headers.to_client(response.headers), body=response.joined())
@@ -338,7 +372,7 @@ def forwarded(response: EngineResponse) -> web.Response:
 def _client_headers(passed: Mapping[str, str], chat: Chat) -> Mapping[str, str]:
     kept = headers.to_client(passed)
     if chat.asked.stream:
-        kept["Content-Type"], kept["Cache-Control"] = EVENT_STREAM, "no-cache"
+        kept.update(EVENT_STREAM)
     return kept
 
 

@@ -1,16 +1,15 @@
-"""A recorded response as its client gets it: what the client asked for, as one object or as an event stream.
+"""A recorded response with what its client asked for, as OpenAI's chat completion: the APIs give it their forms.
 
 Values are the engine's bytes. What only training needs was requested on the client's behalf and is left out.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import orjson
 
-EVENT_STREAM = "text/event-stream; charset=utf-8"
 COMPLETION = frozenset(
     {"id", "object", "created", "model", "choices", "usage", "service_tier", "system_fingerprint"}
     | {"index", "message", "finish_reason", "stop_reason", "matched_stop"}
@@ -25,7 +24,6 @@ ON_REQUEST = {
     "return_hidden_states": ("hidden_states",),
 }
 """Fields that a client gets if it sets the request's field."""
-ENVELOPE = ("id", "created", "model", "service_tier", "system_fingerprint")
 NULL = msgspec.Raw(b"null")
 
 OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -75,43 +73,9 @@ def completion_for(body: bytes, asked: Asked, rendered: Rendered | None = None) 
     return orjson.dumps(_kept(response, asked.names) | {"choices": [_kept(choice, asked.names | {"logprobs"})]})
 
 
-def as_event_stream(completion: bytes, asked: Asked) -> bytes:
-    """The events of a stream: role, thoughts, content, each tool call, the end, and the usage if asked for. Clients
-    that take only one kind of delta from a chunk would lose the others."""
-    response = OBJECT.decode(completion)
-    (choice,) = CHOICES.decode(response["choices"])
-    envelope: dict[str, Any] = {name: _fragment(response[name]) for name in ENVELOPE if name in response}
-    envelope["object"] = "chat.completion.chunk"
-    deltas = _deltas(orjson.loads(bytes(choice["message"])))
-    chunks: list[dict[str, Any]] = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
-    chunks.append({"index": 0, "delta": {}, "finish_reason": _fragment(choice.get("finish_reason", NULL))})
-    if "logprobs" in asked.names:
-        _bearer(chunks)["logprobs"] = _fragment(choice.get("logprobs", NULL))
-    events = [orjson.dumps(envelope | {"choices": [chunk]}) for chunk in chunks]
-    if asked.usage and "usage" in response:
-        events.append(orjson.dumps(envelope | {"choices": [], "usage": _fragment(response["usage"])}))
-    return b"".join(b"data: %b\n\n" % event for event in (*events, b"[DONE]"))
-
-
-def _deltas(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    given = {name: value for name, value in message.items() if value not in (None, "", [])}
-    calls = given.pop("tool_calls", [])
-    given.pop("role", None)
-    yield {"role": "assistant", "content": None if calls and "content" not in given else ""}
-    for name in sorted(given, key="content".__eq__):  # thoughts come first
-        yield {name: given[name]}
-    for index, call in enumerate(calls):
-        yield {"tool_calls": [{"index": index, **call}]}
-
-
-def _bearer(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The chunk with the logprobs: that of the content, or the first one behind the role."""
-    return next((chunk for chunk in chunks[1:] if "content" in chunk["delta"]), chunks[1])
-
-
 def _kept(values: Mapping[str, msgspec.Raw], names: frozenset[str]) -> dict[str, Any]:
-    return {name: _fragment(value) for name, value in values.items() if name in names}
+    return {name: fragment(value) for name, value in values.items() if name in names}
 
 
-def _fragment(value: msgspec.Raw) -> orjson.Fragment:
+def fragment(value: msgspec.Raw) -> orjson.Fragment:
     return orjson.Fragment(bytes(value))

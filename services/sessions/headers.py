@@ -19,6 +19,7 @@ HOP_BY_HOP = frozenset(
 NOT_FOR_UPSTREAM = HOP_BY_HOP | {"host", "accept-encoding", "expect"}
 NOT_FOR_CLIENT = HOP_BY_HOP | {"server", "date"}
 AUTHORIZATION = "Authorization"
+API_KEY = "x-api-key"
 KEYS = frozenset({"authorization", "x-api-key", "api-key"})
 SECRET_BYTES = 32
 SECRET = re.compile(r"(?<![A-Za-z0-9_-])[A-Za-z0-9_-]{43}(?![A-Za-z0-9_-])")
@@ -34,9 +35,11 @@ def digest(secret: str) -> str:
 
 
 def has_secret(headers: CIMultiDictProxy[str], secret_digest: str) -> bool:
-    """Whether an Authorization is the secret as bearer token. A client may send several."""
+    """Whether an Authorization is the secret as bearer token, or an x-api-key is the secret. A client may send
+    several."""
     given = (value.split(maxsplit=1) for value in headers.getall(AUTHORIZATION, ()))
     tokens = [parts[1].strip() for parts in given if len(parts) == 2 and parts[0].lower() == "bearer"]
+    tokens += (value.strip() for value in headers.getall(API_KEY, ()))
     return any(hmac.compare_digest(digest(token), secret_digest) for token in tokens)
 
 

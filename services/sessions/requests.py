@@ -5,11 +5,12 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 import orjson
 from aiohttp import web
+from multidict import CIMultiDictProxy
 
 from penstock.config.engine import RESERVED
 from penstock.engines.transport import Reservation
@@ -17,7 +18,9 @@ from penstock.errors import BadRequest, TooLarge, TooSlow
 from penstock.recording import DigestedMessages, Echo, digest_messages
 from penstock.runtime.offload import in_cpu_thread
 from penstock.turn import MAX_NESTING, is_nested_too_deeply
+from services.sessions.apis import Api, History, Recorded
 from services.sessions.client_response import Asked
+from services.sessions.rules import ChatRules
 
 T = TypeVar("T")
 
@@ -42,6 +45,10 @@ class NewSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """with `run` and `rollout`: sealed files are written into the directory of that execution"""
     sampling: dict[str, Any] = {}
     """default fields of every chat"""
+    model: Name | None = None
+    """of every chat, whatever the client names"""
+    forced: dict[str, Any] = {}
+    """fields of every chat, whatever the client sends; null removes one"""
     policy_version: Count | None = None
     """newest version that was published"""
     least_version: Count = 0
@@ -64,13 +71,24 @@ SEAL = msgspec.json.Decoder(SealRequest)
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
+    api: Api
     fields: Mapping[str, Any]
     conversation: DigestedMessages
     asked: Asked
+    context: Any
+    """what the API's response needs of its request"""
+    instructions: int
+    left_out_by: str
+    """what leaves it out of training; empty if it is recorded"""
 
     @property
     def sampling(self) -> dict[str, Any]:
         return {name: value for name, value in self.fields.items() if name not in NOT_SAMPLING}
+
+    def answer(self, completion: bytes, id: str) -> bytes:
+        """A recorded completion as the client asked for it."""
+        recorded = Recorded(completion=completion, id=id, asked=self.asked, context=self.context)
+        return self.api.stream(recorded) if self.asked.stream else self.api.response(recorded)
 
 
 async def read_body(request: web.BaseRequest, reservation: Reservation, *, limit: int, timeout_s: float) -> bytes:
@@ -123,7 +141,8 @@ def _decompress(body: bytes, window: int, limit: int) -> bytes:
     return content
 
 
-def read_chat(body: bytes, defaults: Mapping[str, Any], echo: Echo = Echo.RECOGNISED) -> Chat:
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a request."""
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -132,12 +151,30 @@ def read_chat(body: bytes, defaults: Mapping[str, Any], echo: Echo = Echo.RECOGN
         raise BadRequest("the request is not a JSON object")
     if is_nested_too_deeply(body, lambda: parsed):
         raise BadRequest(f"the request is nested deeper than {MAX_NESTING} levels")
-    fields: dict[str, Any] = {**defaults, **parsed}
+    return cast("dict[str, Any]", parsed)
+
+
+def read_chat(
+    api: Api,
+    given: dict[str, Any],
+    *,
+    headers: CIMultiDictProxy[str],
+    rules: ChatRules,
+    history: History | None = None,
+    echo: Echo = Echo.RECOGNISED,
+) -> Chat:
+    request = api.chat(given, history)
+    fields = rules.applied(request.fields)
     _check(fields)
+    conversation = digest_messages(fields.get("messages"), echo)
     return Chat(
+        api=api,
         fields=fields,
-        conversation=digest_messages(fields.get("messages"), echo),
+        conversation=conversation,
         asked=Asked.by(fields),
+        context=request.context,
+        instructions=request.instructions,
+        left_out_by=rules.left_out_by(request.fields, headers),
     )
 
 
@@ -155,8 +192,12 @@ def read_new_session(body: bytes) -> NewSession:
     new = _decoded(body, NEW_SESSION)
     if is_nested_too_deeply(body, lambda: new.sampling):
         raise BadRequest(f"sampling is nested deeper than {MAX_NESTING} levels")
+    if is_nested_too_deeply(body, lambda: new.forced):
+        raise BadRequest(f"forced is nested deeper than {MAX_NESTING} levels")
     if refused := sorted(RESERVED & new.sampling.keys()):
         raise BadRequest(f"sampling: {', '.join(refused)} cannot be a default; remove it")
+    if refused := sorted(RESERVED & new.forced.keys()):
+        raise BadRequest(f"forced: {', '.join(refused)} cannot be forced; remove it")
     if new.execution and not (new.run and re.fullmatch("[A-Za-z0-9_-]+", new.rollout or "")):
         raise BadRequest("execution needs a run, and a rollout of letters, digits, _ and -")
     return new

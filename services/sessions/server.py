@@ -1,4 +1,4 @@
-"""The session server: its routes, authorization, errors in OpenAI's form, and the life of its process.
+"""The session server: its routes, authorization, errors in the form of their API, and the life of its process.
 
 On SIGINT or SIGTERM it stops listening, gives chats in flight `sessions.drain_s` to finish, and leaves open sessions on
 disk for the next process.
@@ -14,13 +14,13 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
+from urllib.parse import unquote
 
 import orjson
 from aiohttp import web
 
 from penstock.config import RunConfig
 from penstock.config.engine import Engine
-from penstock.engines.dialects.base import CHAT_PATH
 from penstock.engines.replicas import Orders
 from penstock.engines.transport import UNREACHABLE, ByteBudget
 from penstock.errors import (
@@ -44,17 +44,21 @@ from penstock.store import open_store
 from penstock.turn import ids_text
 from services.sessions import headers
 from services.sessions.agents import split_branch
+from services.sessions.apis import APIS, MESSAGES, Api, api_of
 from services.sessions.backend import Backend, EngineRequest
 from services.sessions.chats import Chats, forwarded
 from services.sessions.connections import JsonServer
+from services.sessions.engine_queries import MODELS, EngineQueries
 from services.sessions.error_responses import JSON, error_response, response_to
-from services.sessions.requests import read_body, read_new_session, read_seal
+from services.sessions.keep_alive import KEEP_ALIVES
+from services.sessions.requests import read_body, read_new_session, read_object, read_seal
+from services.sessions.rules import ChatRules
 from services.sessions.session_directory import SessionDirectory, owner_of
 from services.sessions.session_table import Entry, SessionMetadata, SessionTable, opened
 
 logger = logging.getLogger("penstock.sessions")
 
-MODELS = "/v1/models"
+COUNT_TOKENS = f"{MESSAGES.path}/count_tokens"
 HOST = re.compile(r"(\[[0-9A-Fa-f:.%]{2,60}\]|[A-Za-z0-9._-]{1,253})(:[0-9]{1,5})?")
 CONCURRENCY = 32
 """Threads for file writes: each write takes 1 to 2 ms."""
@@ -158,6 +162,7 @@ class SessionServer:
         self._lag = lag
         self._requests = ByteBudget(self._settings.requests_bytes)
         self._chats = Chats(config, backend, self._requests, table)
+        self._queries = EngineQueries(config, backend, self._chats.renderer)
         self.refused = Counter[str]()
         """Responses of 4xx and 5xx, the engine's included, by status."""
         self.instance_id = self._settings.instance_id or secrets.token_hex(16)
@@ -166,8 +171,9 @@ class SessionServer:
             ("GET", ""): self._show,
             ("DELETE", ""): self._delete,
             ("POST", "/seal"): self._seal,
-            ("POST", CHAT_PATH): self._chat,
+            ("POST", COUNT_TOKENS): self._count_tokens,
             ("GET", MODELS): self._proxy,
+            **{("POST", api.path): self._chat for api in APIS},
         }
         for path in self._settings.proxy_allow:
             for method in ("GET", "POST"):
@@ -177,26 +183,31 @@ class SessionServer:
         await self._chats.warm_up()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        response = await self._answer(request)
+        try:
+            response = await self._answer(request, api_of(request.rel_url.raw_path))
+        except BaseException:
+            if keep_alives := request.get(KEEP_ALIVES):
+                keep_alives.cancel()
+            raise
         if response.status >= 400:
             self.refused[str(response.status)] += 1
-        return response
+        return await keep_alives.end(response) if (keep_alives := request.get(KEEP_ALIVES)) else response
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest, api: Api) -> web.StreamResponse:
         try:
             return await self._route(request)
         except SessionError as error:
-            return response_to(type(error)(self._without_addresses(error)))
+            return response_to(type(error)(self._without_addresses(error)), api)
         except BlobMissing:  # the session was closed while its files were read
-            return error_response(NotFound.status_code, f"session not found: {request.path}")
+            return error_response(NotFound.status_code, f"session not found: {request.path}", api=api)
         except BlobUnwritten as error:
             logger.error("action=store_unwritten path=%s error=%s", request.path, error)
-            return error_response(UNWRITTEN, str(error))
+            return error_response(UNWRITTEN, str(error), api=api)
         except EngineUnreachable as error:
-            return error_response(Upstream.status_code, f"{UNREACHABLE}: {self._without_addresses(error)}")
+            return error_response(Upstream.status_code, f"{UNREACHABLE}: {self._without_addresses(error)}", api=api)
         except PenstockError as error:
             logger.error("action=chat_failed path=%s error=%s", request.path, error)
-            return error_response(500, self._without_addresses(error))
+            return error_response(500, self._without_addresses(error), api=api)
         except ConnectionError:  # the client left before its request was read, and does not get this response
             return error_response(400, "the connection closed before the request was complete")
 
@@ -220,7 +231,8 @@ class SessionServer:
                 return await self._create(request)
             case method, ["", "sessions", id, *rest]:
                 below, _ = split_branch("/" + rest[0] if rest else "")
-                handler = self._handlers.get((method, below))
+                one_model = method == "GET" and below.startswith(f"{MODELS}/")
+                handler = self._model if one_model else self._handlers.get((method, below))
                 entry = await self.table.find(id)
                 metadata = self._authorize(request, entry)
                 if handler is None:
@@ -233,7 +245,7 @@ class SessionServer:
         assert entry.metadata is not None
         if self._settings.needs_secret and not headers.has_secret(request.headers, entry.metadata.secret_digest):
             raise Unauthorised(
-                "the session's secret is required: send it as bearer token (api_key); POST /sessions returned it"
+                "the session's secret is required: send it as bearer token or as x-api-key; POST /sessions returned it"
             )
         return entry.metadata
 
@@ -256,9 +268,23 @@ class SessionServer:
     async def _chat(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
         try:
             async with entry.in_flight.request(lambda: self.table.gone(entry.id)):
-                return await self._chats.handle(request, entry, metadata)
+                return await self._chats.handle(request, entry, metadata, api_of(request.rel_url.raw_path))
         finally:
             self.table.touch(entry)
+
+    async def _count_tokens(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
+        given, rules = read_object(await self._body(request)), self._rules(metadata)
+        async with entry.in_flight.request(lambda: self.table.gone(entry.id)):
+            count = await self._queries.count_tokens(request, opened(entry), given, rules)
+            return _json(orjson.dumps({"input_tokens": count}))
+
+    async def _model(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
+        below, _ = split_branch(request.rel_url.raw_path.removeprefix(f"/sessions/{entry.id}"))
+        async with entry.in_flight.request(lambda: self.table.gone(entry.id)):
+            return _json(await self._queries.model(unquote(below.removeprefix(f"{MODELS}/")), self._rules(metadata)))
+
+    def _rules(self, metadata: SessionMetadata) -> ChatRules:
+        return ChatRules.of(self._settings, sampling=metadata.sampling, forced=metadata.forced)
 
     async def _show(self, _: web.BaseRequest, entry: Entry, __: SessionMetadata) -> web.Response:
         session = opened(entry)
@@ -273,6 +299,7 @@ class SessionServer:
             "turns": session.turns,
             "repaired_echoes": session.repaired_echoes,
             "unseen_turns": session.unseen_turns,
+            "left_out": [orjson.Fragment(record) for record in await session.records_left_out()],
         }
         return _json(await in_io_thread(_shown, entry.id, records, details))
 

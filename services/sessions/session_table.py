@@ -58,6 +58,8 @@ class SessionMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """seconds since 1970"""
     files_key: str | None = None
     """directory of the store that files are sealed into; default: the session's own"""
+    forced: dict[str, Any] = {}
+    """fields of every chat, whatever the client sends"""
 
 
 class SealedSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +130,11 @@ class SessionTable:
             raise Full(f"there are {len(self._entries)} sessions: delete some, or raise sessions.max_sessions")
         id, secret = secrets.token_hex(16), new_secret()
         metadata = SessionMetadata(
-            secret_digest=digest(secret), sampling=new.sampling, created_at=time.time(), files_key=_files_key(new)
+            secret_digest=digest(secret),
+            sampling=new.sampling,
+            created_at=time.time(),
+            files_key=_files_key(new),
+            forced=({"model": new.model} if new.model else {}) | new.forced,
         )
         entry = Entry(id=id, metadata=metadata, deadline=time.monotonic() + self._settings.lifetime_s)
         self._entries[id] = entry  # counts while its files are created

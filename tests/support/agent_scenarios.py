@@ -103,7 +103,7 @@ def _with_messages(sent: Sent, before: list[Sent]) -> Sent:
     if sent.continues is None:
         return replace(sent, truth=[sent.appended], messages=[sent.appended])
     parent = before[sent.continues]
-    edit = {**parent.answer, "content": "edited"}
+    edit = _edited(parent.answer)
     last = edit if sent.edited else parent.answer
     echoed = [ECHOES[sent.echo](message) if _is_answer(message) else message for message in parent.truth]
     return replace(
@@ -111,6 +111,15 @@ def _with_messages(sent: Sent, before: list[Sent]) -> Sent:
         truth=[*parent.truth, last, sent.appended],
         messages=[*echoed, edit if sent.edited else ECHOES[sent.echo](last), sent.appended],
     )
+
+
+def _edited(answer: Message) -> Message:
+    """An agent that edits a message prints its arguments itself."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(json.loads(call["function"]["arguments"]))}}
+        for call in answer.get("tool_calls", [])
+    ]
+    return {**answer, "content": "edited", **({"tool_calls": calls} if calls else {})}
 
 
 def _is_answer(message: Message) -> bool:

@@ -58,9 +58,9 @@ def test_large_requests_are_read_in_a_thread_and_small_ones_on_the_loop(
 ) -> None:
     threads: list[str] = []
 
-    def watched(body: bytes, *args: Any) -> Any:
+    def watched(*args: Any, **options: Any) -> Any:
         threads.append(threading.current_thread().name.rpartition("_")[0])
-        return read_chat(body, *args)
+        return read_chat(*args, **options)
 
     monkeypatch.setattr(chats, "read_chat", watched)
 

@@ -131,7 +131,7 @@ def test_an_agent_reaches_no_other_path_of_the_engine(agent: Agent, script: Scri
     before = len(script.server.received)
     for method in ("GET", "POST", "PUT", "DELETE"):
         assert agent.request(method, path, b"").status == 404
-    assert len(script.server.received) == before
+    assert {request.path for request in script.server.received[before:]} <= {"/v1/models"}
 
 
 def test_models_are_read_from_the_engine(agent: Agent) -> None:
