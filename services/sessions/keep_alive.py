@@ -9,7 +9,7 @@ from aiohttp import web
 
 from services.sessions.apis import Api
 from services.sessions.error_responses import engine_error
-from services.sessions.watched_response import WatchedResponse, unbuffered
+from services.sessions.watched_response import WatchedResponse
 
 EVENT_STREAM = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
@@ -44,11 +44,10 @@ class KeepAlives:
         await self._sending
         if self._stream is None or not isinstance(response, web.Response):
             return response
-        with unbuffered(self._request) as open_connection, contextlib.suppress(ConnectionError):
+        watched = response.watched_write() if isinstance(response, WatchedResponse) else contextlib.nullcontext()
+        with contextlib.suppress(ConnectionError), watched:
             await self._stream.write(self._events(response))
             await self._stream.write_eof()
-            if isinstance(response, WatchedResponse) and open_connection():
-                response.written()
         return self._stream
 
     def cancel(self) -> None:

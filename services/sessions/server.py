@@ -81,7 +81,9 @@ async def _serve(config: RunConfig) -> None:
     owner = owner_of(config.sessions.instance_id, listening.getsockname()[1])
     directory = SessionDirectory(open_store(config.store_url), owner)
     await in_io_thread(directory.lock)
-    table = SessionTable(directory, config, await in_io_thread(directory.recoverable))
+    table = SessionTable(
+        directory, config, await in_io_thread(directory.recoverable), await in_io_thread(directory.open_handed)
+    )
     lag = config.lag.watch("sessions")
     connections, engine = _shared_descriptors(config)
     async with Backend.open(engine) as backend:

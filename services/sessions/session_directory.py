@@ -14,8 +14,9 @@ from penstock import ids
 from penstock.errors import ConfigError
 from penstock.recording import unsealed
 from penstock.store import Store, atomic
+from services.sessions.handed_answers import HandedAnswers
 
-ANSWER = ".sealed.json"
+ANSWER, HANDED = ".sealed.json", ".handed"
 
 
 def owner_of(instance_id: str | None, port: int) -> str:
@@ -41,6 +42,13 @@ class SessionDirectory:
             raise ConfigError(f"another session server uses {path}: choose another --port or --instance-id") from None
         except OSError as error:
             raise ConfigError(f"cannot keep sessions in {path}: {error.strerror}; choose another --store") from error
+
+    def open_handed(self) -> HandedAnswers:
+        path = self.store.local_path(self.key) / HANDED
+        try:
+            return HandedAnswers(path)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}; choose another --store") from error
 
     def recoverable(self) -> list[str]:
         """Ids of the sessions that an earlier process did not seal, or sealed and did not delete. Removes its other

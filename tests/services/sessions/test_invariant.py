@@ -46,7 +46,9 @@ async def listening(handler: Any) -> AsyncIterator[str]:
 async def sessions(directory: Path, upstream: str) -> AsyncIterator[tuple[SessionTable, str]]:
     policy = Policy(max_seq_len=1_000_000)
     config = RunConfig(store=f"file://{directory}", engine=Engine(urls=(upstream,)), policy=policy)
-    table = SessionTable(SessionDirectory(directory_store(directory), "test"), config, [])
+    own = SessionDirectory(directory_store(directory), "test")
+    own.lock()
+    table = SessionTable(own, config, [], own.open_handed())
     async with Backend.open(config.engine) as backend:
         server = SessionServer(config, table, backend, LoopLag(process="test"))
         async with listening(server.handle) as url:

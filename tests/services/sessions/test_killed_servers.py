@@ -49,19 +49,16 @@ class Servers:
 
     def __init__(self, directory: Path, engine: Server) -> None:
         self._directory, self._engine = directory, engine
-        self.sealing = threading.Lock()
-        """No server is killed while it seals: the response has the names of the files."""
         self.current = self._start()
 
     def _start(self) -> SessionsProcess:
         return SessionsProcess(self._directory, self._engine.url, **SETTINGS)
 
     def kill(self) -> None:
-        with self.sealing:
-            self.current.kill()
-            self.current.wait()
-            self.current = self._start()
-            assert self.current.address
+        self.current.kill()
+        self.current.wait()
+        self.current = self._start()
+        assert self.current.address
 
 
 @contextmanager
@@ -145,12 +142,7 @@ class Rollout:
 
     def sealed(self) -> tuple[Any, ...]:
         """The checksum of the columns, and the rows of all samples."""
-        with self.running.sealing:
-            for name, messages in self.conversations.items():  # a kill may have come before the log said "seen"
-                path = f"/branch/{name}{CHAT}" if name else CHAT
-                headers = {"x_stainless_retry_count": "1", "X_Tag": self.tag}
-                self.until_answered(path, {"messages": messages[:-1]}, **headers)
-            response = self.until_answered("/seal")
+        response = self.until_answered("/seal")
         store = directory_store(self.running.current.store)
         columns = read_columns(store, BlobRef(**response.json["columns"]))
         experts, rows = Experts(store, BlobRef(**response.json["experts"])), list[str]()

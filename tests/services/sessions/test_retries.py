@@ -117,14 +117,20 @@ def test_an_answer_is_seen_once_a_client_has_it(agent: Agent, script: Script, ho
 def test_what_was_seen_survives_a_kill(script: Script, tmp_path: Any) -> None:
     name = {"sessions__instance_id": "1" * 32}
     with running(tmp_path, script.server.url, **name) as server:
-        seen, unseen = server.agent(), server.agent()
+        seen, unseen, last = (server.agent() for _ in range(3))
         seen.talk("hello")
         recorded_unseen(unseen, script, "killed")
         log = next(path for path in server.store.rglob(".columns*") if seen.id in str(path))
         wait_until(lambda: b'"seen":"[0]"' in log.read_bytes())
+        last.talk("hello")  # an answer that was wholly written is seen, however soon the kill follows
         server.kill()
     with running(tmp_path, script.server.url, **name) as server:
-        seen.server = unseen.server = server
+        seen.server = unseen.server = last.server = server
+        assert last.request("GET").json["metadata"]["unseen_turns"] == 0
+        server.kill()
+    with running(tmp_path, script.server.url, **name) as server:
+        seen.server = unseen.server = last.server = server
+        assert columns_of(last).loss_mask.any()
         assert columns_of(seen).loss_mask.any()
         assert unseen.request("GET").json["metadata"]["unseen_turns"] == 1
         assert chat(unseen, "killed").content == "answer 1 to killed"
