@@ -4,7 +4,7 @@ import ipaddress
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from penstock.config.engine import RESERVED
 from penstock.sections import OF_HOST, CommaSeparated, Port, Reader, Section, read_by
@@ -101,6 +101,9 @@ class Sessions(Section):
     """Most open connections of clients. Beyond it, the one that has been idle longest is closed for a new one."""
     address_connections: PositiveInt = 8192
     """Most open connections of one address by the same rule."""
+    engine_wait_s: NonNegativeFloat = 30.0
+    """Seconds that an agent's request waits while no replica takes it: while weights are loaded (replicas are refused
+    or answer 503), or the engine restarts. After that, the agent gets the reason with 502, or the engine's 503."""
     drain_s: PositiveFloat = 30.0
     """Seconds that a stopping server waits for requests in progress."""
 

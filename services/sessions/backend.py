@@ -1,12 +1,14 @@
-"""Requests to the engine behind the sessions. Each is sent once, to the session's replica if that is reachable.
+"""Requests to the engine behind the sessions, each to the session's replica if that may serve.
 
-An engine that is unreachable, breaks off or exceeds the byte budget raises `Upstream` (502): retries are the client's
-decision.
+A request that no replica took waits for one, up to `sessions.engine_wait_s`. One that breaks off or exceeds the byte
+budget raises `Upstream` (502): retries are the client's decision.
 """
 
+import asyncio
 import contextlib
 import logging
 import os
+import random
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -32,6 +34,9 @@ from penstock.turn import SaidVersion
 
 logger = logging.getLogger("penstock.sessions")
 
+FIRST_PAUSE_S, MOST_PAUSE_S = 0.1, 2.0
+UNAVAILABLE = 503
+"""An engine's status while it is paused or starts."""
 RELAYED = range(200, 600)
 """Statuses of a response: 101 would hand the client's connection over to the engine."""
 
@@ -72,24 +77,47 @@ class EngineResponse:
         return body
 
 
+class NotTaken(Upstream):
+    """No replica has begun to answer: the request can be sent again."""
+
+
 class Backend(EngineConnection):
+    wait_s = 0.0
+    """`sessions.engine_wait_s`"""
+
     @contextlib.asynccontextmanager
     async def send(self, request: EngineRequest, *, preferred: Replica | None = None) -> AsyncIterator[EngineResponse]:
         """The response, whatever its status. Its bytes are reserved in the budget until the block ends."""
-        replica = self.replicas.choose(preferred)
-        with self.budget.reservation() as reservation:
+        deadline, pause_s, failed = time.monotonic() + self.wait_s, FIRST_PAUSE_S, None
+        while True:
+            replica = self.replicas.choose(preferred, failed=failed)
             try:
-                with replica.busy():
-                    response = await self._receive(replica, request, reservation)
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                replica.mark_unreachable()
-                raise Upstream(f"{UNREACHABLE}: {_describe(error)}") from error
-            except (aiohttp.ClientError, TimeoutError) as error:
-                replica.doubt()
-                raise Upstream(f"the engine broke off its response: {_describe(error)}") from error
-            except InfrastructureFailure as error:
-                raise Upstream(str(error)) from error
-            yield response
+                with self.budget.reservation() as reservation:
+                    response = await self._attempt(replica, request, reservation)
+                    if response.status != UNAVAILABLE or time.monotonic() >= deadline:
+                        yield response
+                        return
+            except NotTaken as error:
+                if time.monotonic() >= deadline:
+                    waited = f", after {self.wait_s:g} s (sessions.engine_wait_s)" if self.wait_s else ""
+                    raise Upstream(f"{error}{waited}") from error
+            failed = replica
+            spread_s = pause_s * random.uniform(0.5, 1.0)  # noqa: S311  of many requests that wait
+            await asyncio.sleep(min(spread_s, max(0.0, deadline - time.monotonic())))
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)
+
+    async def _attempt(self, replica: Replica, request: EngineRequest, reservation: Reservation) -> EngineResponse:
+        try:
+            with replica.busy():
+                return await self._receive(replica, request, reservation)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            replica.mark_unreachable()
+            raise NotTaken(f"{UNREACHABLE}: {_describe(error)}") from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            replica.doubt()
+            raise Upstream(f"the engine broke off its response: {_describe(error)}") from error
+        except InfrastructureFailure as error:
+            raise Upstream(str(error)) from error
 
     def check_name(self, response: EngineResponse) -> None:
         """`Upstream` if it answers another request."""
@@ -99,7 +127,7 @@ class Backend(EngineConnection):
     async def _receive(self, replica: Replica, request: EngineRequest, reservation: Reservation) -> EngineResponse:
         version = await self.replicas.before(replica)
         if refusal := self.replicas.refusal(replica):
-            raise Upstream(f"{UNREACHABLE}: {refusal}")
+            raise NotTaken(f"{UNREACHABLE}: {refusal}")
         started = time.monotonic()
         url, body, name = URL(replica.url + request.target, encoded=True), request.body, None
         if request.dialect:

@@ -87,6 +87,7 @@ async def _serve(config: RunConfig) -> None:
     lag = config.lag.watch("sessions")
     connections, engine = _shared_descriptors(config)
     async with Backend.open(engine) as backend:
+        backend.wait_s = config.sessions.engine_wait_s
         server = SessionServer(config, table, backend, lag)
         await server.warm_up()
         runner = web.ServerRunner(_http_server(server, config, connections), shutdown_timeout=config.sessions.drain_s)

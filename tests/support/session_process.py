@@ -59,7 +59,8 @@ class SessionsProcess(Process):
         self.store = directory / store
         command = [PENSTOCK, "sessions", "--port", "0", "--engine-urls", backend, "--store", f"file://{self.store}"]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
-        environment |= {f"PENSTOCK_{key.upper()}": value for key, value in settings.items()}
+        given = {"sessions__engine_wait_s": "0", **settings}
+        environment |= {f"PENSTOCK_{key.upper()}": value for key, value in given.items()}
         environment |= variables or {}
         if files:
             command = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(files), *command]
