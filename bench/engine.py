@@ -14,9 +14,10 @@ from pathlib import Path
 
 import orjson
 
-from bench.harness.processes import Process, listening_port
+from bench.harness.processes import listening_port
 from bench.harness.procfs import cpu_s
 from bench.harness.report import Report, Target, median
+from penstock.runtime.child_process import ChildProcess
 
 ENGINE = ["penstock", "engine", "--port", "0", "--layers", "48", "--form", "object", "--length", "constant:120"]
 SIZES = {"1.3 MB": (2_400, 64), "25 MB": (48_000, 8)}
@@ -107,7 +108,7 @@ def _request(characters: int) -> bytes:
 @contextlib.contextmanager
 def running(command: list[str]) -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as directory:
-        process = Process(command[1], command, directory=Path(directory), variables={})
+        process = ChildProcess(command[1], command, directory=Path(directory), variables={})
         try:
             yield Server(pid=process.pid, port=listening_port(process))
         finally:

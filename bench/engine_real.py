@@ -16,12 +16,12 @@ import orjson
 from bench.harness.cluster import Cluster, start_cluster
 from bench.harness.environments import user_message
 from bench.harness.job_feed import JobFeed
-from bench.harness.processes import Process
 from bench.harness.procfs import cpu_s
 from bench.harness.progress import progress
 from bench.harness.report import Report, Target, median
 from bench.harness.vllm_server import model_name, vllm_url
 from penstock.errors import RunError
+from penstock.runtime.child_process import ChildProcess
 from penstock.turn import Message
 
 SHARE_OF_DIRECT = 0.9
@@ -69,7 +69,7 @@ class Measured:
 class Worker:
     """Penstock's side: a rollout worker and the feed of its jobs."""
 
-    process: Process
+    process: ChildProcess
     feed: JobFeed
 
     def measure(self, load: Load) -> Measured:

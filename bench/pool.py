@@ -13,9 +13,9 @@ from typing import Any
 import redis
 from celery import Celery
 
-from bench.harness.processes import Process
 from bench.harness.procfs import cpu_s
 from bench.harness.report import Report, Target, median
+from penstock.runtime.child_process import ChildProcess
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 ROUNDS, TASKS = 5, 1_000
@@ -70,7 +70,9 @@ def spent_s(url: str, options: list[str], tasks: int, directory: Path) -> float:
     """CPU time of one worker and its children for `tasks` messages, published while it is stopped."""
     app, *rest = options
     celery = ["celery", "-b", url, "-A", f"bench.pool:{app}", "worker", "-l", "INFO", *rest]
-    worker = Process("worker", [*celery, "--without-mingle", "--without-gossip"], directory=directory, variables={})
+    worker = ChildProcess(
+        "worker", [*celery, "--without-mingle", "--without-gossip"], directory=directory, variables={}
+    )
     try:
         worker.wait_until(lambda: " ready." in worker.output, what="it is ready", timeout_s=TIMEOUT_S)
         os.kill(worker.pid, signal.SIGSTOP)

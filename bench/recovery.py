@@ -10,7 +10,6 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from bench.harness.cluster import Cluster, Run, start_cluster
-from bench.harness.processes import Process
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
 from orchestrator.ledger.audit import audit
@@ -18,6 +17,7 @@ from penstock import redis_keys
 from penstock.ids import LeaseId, LeaseValue, WorkerId
 from penstock.ledger import queries
 from penstock.ledger.schema import open_for_reading
+from penstock.runtime.child_process import ChildProcess
 
 ROUNDS = 5
 GROUP_SIZE, STEPS = 8, 2
@@ -101,7 +101,7 @@ def _round(cluster: Cluster, size: Size, show: Show) -> Round:
     )
 
 
-def _running_on(worker: Process, cluster: Cluster) -> set[str]:
+def _running_on(worker: ChildProcess, cluster: Cluster) -> set[str]:
     """Rollouts with a lease on this worker."""
     leases: dict[bytes, bytes] = cluster.redis.hgetall(redis_keys.LEASES)  # pyright: ignore[reportAssignmentType]
     return {

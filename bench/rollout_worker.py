@@ -15,11 +15,11 @@ from bench.harness.canary import INTERVAL_S, Canary
 from bench.harness.cluster import Cluster, start_cluster
 from bench.harness.environments import PARSED
 from bench.harness.job_feed import JobFeed
-from bench.harness.processes import Process
 from bench.harness.procfs import cpu_s, peak_mb, reset_peak, resident_mb
 from bench.harness.progress import progress
 from bench.harness.report import Report, Target, median
 from penstock.config.engine import Engine
+from penstock.runtime.child_process import ChildProcess
 from penstock.runtime.lag_summaries import LagSummary, read_summaries
 
 ROUNDS = 5
@@ -104,7 +104,7 @@ class Side:
     """The worker of one case and environment, and the feed of its jobs."""
 
     cluster: Cluster
-    worker: Process
+    worker: ChildProcess
     feed: JobFeed
     idle_mb: float
 
@@ -194,13 +194,13 @@ def engine(shared: Cluster, latency: str) -> str:
     return shared.engine(*experts, *completions, "--latency", latency)
 
 
-def start(cluster: Cluster, case: Case, url: str, *, app: str = "workers.rollouts") -> tuple[Cluster, Process]:
+def start(cluster: Cluster, case: Case, url: str, *, app: str = "workers.rollouts") -> tuple[Cluster, ChildProcess]:
     settings = f'engine.urls = ["{url}"]\nengine.routed_experts = true\npolicy.max_seq_len = {MAX_TOKENS}\n'
     cluster.configure(settings + case.settings(url))
     return cluster, cluster.worker("rollout worker", app, ["-Q", "rollouts", "-c", str(case.rollouts)])
 
 
-def _side(kind: str, cluster: Cluster, worker: Process) -> Side:
+def _side(kind: str, cluster: Cluster, worker: ChildProcess) -> Side:
     feed = JobFeed(cluster=cluster, policy_error=PARSED if kind == PARSE_ALL else None)
     return Side(cluster=cluster, worker=worker, feed=feed, idle_mb=resident_mb(worker.pid))
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.harness.processes import Process, listening_port
+from bench.harness.processes import listening_port
 from bench.harness.procfs import cpu_s, resident_bytes
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
 from bench.harness.session_load import SessionLoad
+from penstock.runtime.child_process import ChildProcess
 
 FORMS = {"base64": "object", "npy": "npy", "lists": "lists"}
 SIZES = {"1.3 MB": (2_000, 64), "25 MB": (46_000, 8)}
@@ -52,7 +53,7 @@ QUICK = Lengths(rounds=1, seconds=0.2, sessions=20, cycles=40, forms=("base64",)
 class Pair:
     """An engine and the session server in front of it."""
 
-    server: Process
+    server: ChildProcess
     port: int
     engine_port: int
 
@@ -171,8 +172,8 @@ def _pair(directory: Path, name: str, shape: list[str]) -> Iterator[Pair]:
 
 
 @contextlib.contextmanager
-def _running(directory: Path, name: str, command: list[str]) -> Iterator[Process]:
-    process = Process(name, command, directory=directory, variables={"PENSTOCK_POLICY__MAX_SEQ_LEN": "131072"})
+def _running(directory: Path, name: str, command: list[str]) -> Iterator[ChildProcess]:
+    process = ChildProcess(name, command, directory=directory, variables={"PENSTOCK_POLICY__MAX_SEQ_LEN": "131072"})
     try:
         yield process
     finally:

@@ -13,11 +13,11 @@ from celery import Celery
 
 from bench.harness.cluster import Cluster, start_cluster
 from bench.harness.job_feed import JobFeed
-from bench.harness.processes import Process
 from bench.harness.procfs import resident_mb
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target
 from penstock.errors import RunError
+from penstock.runtime.child_process import ChildProcess
 from tasks.celery_app import CONTENT_TYPE
 
 AT_ONCE = 64
@@ -66,7 +66,7 @@ def run(*, quick: bool) -> Report:
     return _report(size, before, after, (before_mb, after_mb), quick=quick)
 
 
-def _worker(cluster: Cluster) -> Process:
+def _worker(cluster: Cluster) -> ChildProcess:
     options = ["--layers", "4", "--topk", "2", "--length", "constant:20", "--failures", FAILURES]
     cluster.configure(f"""
 engine.urls = ["{cluster.engine(*options)}"]
@@ -81,7 +81,7 @@ environments.conversation.options = {{ turns = 2, user_tokens = 40 }}
     return worker
 
 
-def _play(feed: JobFeed, worker: Process, until: int, show: Show) -> None:
+def _play(feed: JobFeed, worker: ChildProcess, until: int, show: Show) -> None:
     def done() -> bool:
         show(f"{feed.finished} rollouts, the worker has {resident_mb(worker.pid):.1f} MB")
         feed.top_up("conversation", min(AT_ONCE, until - feed.finished))

@@ -226,11 +226,12 @@ def _session_server(config: Path | None, directory: Path, store: str) -> Iterato
     """A session server for the trial alone; its URL."""
     import os
 
-    from bench.harness.processes import Process, listening_port
+    from bench.harness.processes import listening_port
+    from penstock.runtime.child_process import ChildProcess
 
     variables = {name: value for name, value in os.environ.items() if name.startswith("PENSTOCK_")}
     arguments = [str(config.resolve())] if config else []
-    server = Process(
+    server = ChildProcess(
         "sessions",
         ["penstock", "sessions", *arguments, "--host", "127.0.0.1", "--port", "0", "--store", store],
         directory=directory,

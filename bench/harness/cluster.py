@@ -13,8 +13,8 @@ from typing import Any
 import redis
 from celery import Celery
 
-from bench.harness.processes import Process
 from bench.harness.procfs import cpu_s
+from penstock.runtime.child_process import ChildProcess
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from tasks.celery_app import CONTENT_TYPE
 
@@ -27,7 +27,7 @@ ENGINE_READY = re.compile(r"action=engine_ready url=(http://\S+)")
 class Run:
     """An orchestrator and the directory of its run."""
 
-    process: Process
+    process: ChildProcess
     directory: Path
 
     def status(self) -> dict[str, Any]:
@@ -50,8 +50,8 @@ class Cluster:
         defaults: dict[str, object] = {"trainer__max_steps_ahead": "unlimited", "test_hooks": 1}
         defaults |= {"engine__versions": "announced"}
         self._settings = {"redis_url": server.url, "store": self.store, **defaults, **settings}
-        self._processes: list[tuple[str, Process]] = []
-        self._starting: list[tuple[Process, str, str]] = []
+        self._processes: list[tuple[str, ChildProcess]] = []
+        self._starting: list[tuple[ChildProcess, str, str]] = []
         self._started = 0
 
     def configure(self, text: str) -> None:
@@ -60,14 +60,14 @@ class Cluster:
         path.write_text(text)
         self._settings["config"] = path
 
-    def start(self, kind: str, *command: str, **settings: object) -> Process:
+    def start(self, kind: str, *command: str, **settings: object) -> ChildProcess:
         self._started += 1
         variables = {f"PENSTOCK_{name.upper()}": str(value) for name, value in {**self._settings, **settings}.items()}
-        process = Process(f"{kind}-{self._started}", list(command), directory=self.directory, variables=variables)
+        process = ChildProcess(f"{kind}-{self._started}", list(command), directory=self.directory, variables=variables)
         self._processes.append((kind, process))
         return process
 
-    def kill(self, process: Process) -> None:
+    def kill(self, process: ChildProcess) -> None:
         process.kill()
         self._processes = [(kind, other) for kind, other in self._processes if other is not process]
 
@@ -80,15 +80,17 @@ class Cluster:
         assert match is not None
         return match[1]
 
-    def rollout_worker(self, *, concurrency: int, **settings: object) -> Process:
+    def rollout_worker(self, *, concurrency: int, **settings: object) -> ChildProcess:
         options = ["-Q", "rollouts", "-c", str(concurrency)]
         return self.worker("rollout worker", "workers.rollouts", options, **settings)
 
-    def compute_worker(self, *, concurrency: int) -> Process:
+    def compute_worker(self, *, concurrency: int) -> ChildProcess:
         options = ["-Q", "filtering,advantages,encoding", "-c", str(concurrency)]
         return self.worker("compute worker", "workers.compute", options)
 
-    def worker(self, kind: str, app: str, options: list[str], broker_url: str = "", /, **settings: object) -> Process:
+    def worker(
+        self, kind: str, app: str, options: list[str], broker_url: str = "", /, **settings: object
+    ) -> ChildProcess:
         """Start a Celery worker without waiting for it: see `wait_ready`."""
         node = f"bench{self._started}@localhost"
         broker = ["-b", broker_url] if broker_url else []

@@ -11,10 +11,10 @@ from typing import Any
 
 from bench.harness.canary import INTERVAL_S
 from bench.harness.cluster import Cluster, Run, start_cluster
-from bench.harness.processes import Process
 from bench.harness.procfs import read_bytes
 from orchestrator.ledger.audit import audit
 from penstock.errors import RunError
+from penstock.runtime.child_process import ChildProcess
 
 RUN_S = 300.0
 GROUP_SIZE = 8
@@ -55,7 +55,7 @@ engine.routed_experts = {json.dumps(self.layers > 0)}
 class Pipeline:
     load: Load
     cluster: Cluster
-    rollout_worker: Process
+    rollout_worker: ChildProcess
 
     def received_bytes(self) -> int:
         """Read by the rollout worker since it started, almost all of it from the engine."""

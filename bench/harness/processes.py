@@ -4,16 +4,13 @@ import re
 import subprocess
 import sys
 
-from penstock.runtime.child_process import POLL_S
-from penstock.runtime.child_process import ChildProcess as Process
-
-__all__ = ["POLL_S", "LineProcess", "Process", "listening_port"]
+from penstock.runtime.child_process import ChildProcess
 
 LISTENING = re.compile(r"url=http://127\.0\.0\.1:(\d+)")
 LISTEN_S = 60.0
 
 
-def listening_port(process: Process) -> int:
+def listening_port(process: ChildProcess) -> int:
     """Wait until a server has logged its URL. Returns its port."""
     match = process.wait_until(lambda: LISTENING.search(process.output), what="it is listening", timeout_s=LISTEN_S)
     assert match is not None

@@ -8,8 +8,8 @@ import time
 from celery import Celery
 from redis import Redis
 
-from bench.harness.processes import POLL_S
 from penstock.errors import RunError
+from penstock.runtime.child_process import POLL_S
 
 app = Celery("stock")
 app.conf.update(task_ignore_result=True, task_acks_late=True, worker_send_task_events=True)

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.harness.processes import Process
 from penstock.errors import ConfigError
+from penstock.runtime.child_process import ChildProcess
 
 PYTHON_VARIABLE, URL_VARIABLE = "PENSTOCK_VLLM_PYTHON", "ENGINE_URL"
 START_S = 300.0  # 20 to 60 s on an idle machine; the first start compiles bytecode
@@ -66,7 +66,7 @@ def vllm_url() -> Iterator[str]:
         model, port = write_model(Path(directory, "model")), free_port()
         address = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy"]
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *FLAGS, *address]
-        process = Process("vllm", command, directory=Path(directory), variables=VARIABLES)
+        process = ChildProcess("vllm", command, directory=Path(directory), variables=VARIABLES)
         try:
             url = f"http://127.0.0.1:{port}"
             process.wait_until(lambda: healthy(url), what="vLLM is ready", timeout_s=START_S)

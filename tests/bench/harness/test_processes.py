@@ -6,12 +6,12 @@ import pytest
 from support.waiting import HANG_S, wait_until
 
 from bench.harness.canary import Canary
-from bench.harness.processes import Process
 from penstock.errors import RunError
+from penstock.runtime.child_process import ChildProcess
 
 
-def python(tmp_path: Path, code: str) -> Process:
-    return Process("python", ["python", "-c", code], directory=tmp_path, variables={"WORD": "hello"})
+def python(tmp_path: Path, code: str) -> ChildProcess:
+    return ChildProcess("python", ["python", "-c", code], directory=tmp_path, variables={"WORD": "hello"})
 
 
 def test_waiting_ends_when_the_condition_is_true(tmp_path: Path) -> None:
