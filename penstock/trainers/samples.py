@@ -10,6 +10,7 @@ import numpy as np
 from penstock.batches.batch_columns import Array
 from penstock.batches.plan import BatchRollout
 from penstock.batches.reader import Batch
+from penstock.ids import RolloutId
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,11 @@ class TrainedSample:
     truncated: bool
     routed_experts: Array | None
     """[tokens, layers, top-k], -1 where the engine sent none; None if no rollout of the step has any"""
+
+    @property
+    def rollout_number(self) -> int:
+        """Its rollout's index in the group."""
+        return RolloutId.parse(self.rollout.rollout).number
 
     @property
     def prompt_length(self) -> int:

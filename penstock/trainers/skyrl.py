@@ -26,18 +26,12 @@ def to_generator_output(batch: Batch, trajectory_class: Any = None) -> dict[str,
         "rollout_metrics": None,
         "rollout_logprobs": [sample.after_prompt(sample.logprobs) for sample in samples],
         "trajectory_ids": [
-            trajectory(instance_id=sample.rollout.group, repetition_id=_repetition(sample)) for sample in samples
+            trajectory(instance_id=sample.rollout.group, repetition_id=sample.rollout_number) for sample in samples
         ],
         "trajectory_generation_times": None,
         "rollout_expert_indices": [_routes(sample) for sample in samples] if routed else None,
         "is_last_step": last,
     }
-
-
-def _repetition(sample: TrainedSample) -> int:
-    """A rollout is named GROUP-NUMBER."""
-    number = sample.rollout.rollout.rpartition("-")[2]
-    return int(number) if number.isdigit() else 0
 
 
 def _routes(sample: TrainedSample) -> list[Any]:

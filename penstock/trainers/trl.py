@@ -9,6 +9,7 @@ import queue
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -59,7 +60,8 @@ class PenstockWorker:
         self.start = threading.Thread(target=self._read, name="penstock", daemon=True).start
         self._failure: BaseException | None = None
         self._stopped, self._ended = threading.Event(), False
-        self._queued = list[tuple[int, int]]()  # step, and the number of samples that were queued up to its end
+        self._queued = deque[tuple[int, int]]()
+        """step, and the number of samples that were queued up to its end; the thread adds, the trainer takes away"""
         self._put = 0
         self._sample = import_module("trl.experimental.async_grpo.async_rollout_worker").RolloutSample
 
@@ -85,6 +87,8 @@ class PenstockWorker:
                 for sample in samples_of(batch):
                     if sample.loss_mask.any():
                         self._offer(self._converted(sample, (batch.step << 20) + sample.group))
+                if self._stopped.is_set():  # the rest of the step was not offered
+                    return
                 self._queued.append((batch.step, self._put))
             self._ended = True
         except Exception as error:  # noqa: BLE001 - reported by check_health, in the trainer's own thread
@@ -106,9 +110,8 @@ class PenstockWorker:
 
     def _acknowledge(self) -> None:
         taken = self._put - self.rollout_buffer.qsize()
-        for step in [step for step, until in self._queued if until <= taken]:
-            self._reader.ack(step)
-        self._queued = [each for each in self._queued if each[1] > taken]
+        while self._queued and self._queued[0][1] <= taken:
+            self._reader.ack(self._queued.popleft()[0])
 
 
 class PenstockRollouts:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.batches.reader import Batch
-from penstock.trainers.samples import TrainedSample, samples_of
+from penstock.trainers.samples import samples_of
 
 
 def to_transfer_queue(
@@ -29,7 +29,7 @@ def to_transfer_queue(
             routed = {"routed_experts": tensor(np.maximum(routes, 0).tolist(), dtype=torch.int16)}
         scores = np.zeros(total - prompt, np.float32)
         scores[-1:] = sample.rollout.reward
-        keys.append(f"{sample.rollout.group}_{_session(sample)}_{sample.sample_in_rollout}")
+        keys.append(f"{sample.rollout.group}_{sample.rollout_number}_{sample.sample_in_rollout}")
         fields.append({
             "prompts": ids[:prompt],
             "responses": ids[prompt:],
@@ -52,7 +52,3 @@ def to_transfer_queue(
             "max_global_steps": sample.rollout.version_last,
         })  # fmt: skip
     return keys, fields, tags
-
-
-def _session(sample: TrainedSample) -> str:
-    return sample.rollout.rollout.rpartition("-")[2]
