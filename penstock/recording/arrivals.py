@@ -1,4 +1,4 @@
-"""The chats of a session that are in flight, and the numbers of their requests in the order of arrival.
+"""The requests of a session: the chats in flight, their numbers in the order of arrival, and the recorded ones.
 
 The number of a request decides its seed, and later its place among the samples. A request that is sent again because
 its chat failed, or because the process was killed, gets the number that it had.
@@ -7,7 +7,7 @@ its chat failed, or because the process was killed, gets the number that it had.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Set
 from dataclasses import dataclass
 
 from penstock.errors import Busy
@@ -17,6 +17,7 @@ MAX_QUEUED = 256
 """Chats that wait for a free place. An agent that starts more at once is refused."""
 MAX_LOST = 64
 """Numbers of failed requests that are kept for their retries: more than chats in flight at one time."""
+DIGEST_BYTES = 16
 
 
 @dataclass(eq=False, kw_only=True)
@@ -138,3 +139,31 @@ class Arrivals:
             if not place.done():
                 place.set_result(None)
                 return
+
+
+class RecordedRequests:
+    """The requests of a session's turns, by their digests and idempotency keys."""
+
+    def __init__(self) -> None:
+        self._digests = bytearray()  # 16 bytes a turn: they are searched only for a request that may be a retry
+        self._keys: dict[str, int] = {}
+
+    def add(self, turn: int, request: bytes, key: str) -> None:
+        if request:
+            self._digests.extend(bytes(turn * DIGEST_BYTES - len(self._digests)) + request)
+        if key:
+            self._keys[key] = turn
+
+    def find(self, request: bytes, key: str, *, prefer: Set[int]) -> int | None:
+        """The newest turn of this request with this key. Without a key, the newest one of `prefer` if there is any."""
+        found = list(self._turns(request))
+        if key:
+            return self._keys[key] if self._keys.get(key) in found else None
+        return max(prefer & set(found) or found, default=None)
+
+    def _turns(self, request: bytes) -> Iterable[int]:
+        at = self._digests.find(request)
+        while at >= 0:
+            if at % DIGEST_BYTES == 0:
+                yield at // DIGEST_BYTES
+            at = self._digests.find(request, at + 1)

@@ -15,15 +15,8 @@ import orjson
 
 from penstock.errors import Busy, ContextFull, Invariant, NotFound, NothingToTrain
 from penstock.fields import NO_FIELDS, FieldValues
-from penstock.recording.arrivals import BUSY, Arrivals, Claim
-from penstock.recording.conversation import (
-    START,
-    Checkpoint,
-    Conversation,
-    ConversationRequest,
-    DigestedMessages,
-    Mode,
-)
+from penstock.recording.arrivals import BUSY, Arrivals, Claim, RecordedRequests
+from penstock.recording.conversation import START, Checkpoint, Conversation, ConversationRequest, DigestedMessages, Mode
 from penstock.recording.echoes import restored
 from penstock.recording.prepared import Prepared
 from penstock.recording.sample_tree import SampleTree, sample_tree
@@ -31,20 +24,11 @@ from penstock.recording.samples import Samples
 from penstock.recording.sealed import Sealed, sealed_rollout
 from penstock.recording.spool import SessionSettings, Spool
 from penstock.recording.turn_log import LogEntry
-from penstock.recording.unseen import RecordedRequests, UnseenTurns
+from penstock.recording.unseen import UnseenTurns
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_file_thread
 from penstock.store import Store
-from penstock.turn import (
-    ANY_FORMAT,
-    Ids,
-    Message,
-    RouteFormat,
-    Rows,
-    SaidVersion,
-    Turn,
-    TurnMetadata,
-)
+from penstock.turn import ANY_FORMAT, Ids, Message, RouteFormat, Rows, SaidVersion, Turn, TurnMetadata
 
 logger = logging.getLogger(__name__)
 
