@@ -18,7 +18,9 @@ VLLM_PYTHON ?= $(shell command -v python3.11 || ls -d $$HOME/.pyenv/versions/3.1
 # Bytecode is kept: without it every worker of pytest compiles the tests again (20 instead of 7 s of CPU each).
 unexport PYTHONDONTWRITEBYTECODE
 
-TESTS := --ignore tests/test_house_rules.py --ignore tests/verifiers --ignore tests/vllm --ignore tests/browser --ignore tests/sinks --ignore tests/with_torch
+# Suites with environments of their own, or real servers.
+ELSEWHERE := --ignore tests/verifiers --ignore tests/vllm --ignore tests/browser --ignore tests/sinks --ignore tests/with_torch
+TESTS := --ignore tests/test_house_rules.py $(ELSEWHERE)
 
 .PHONY: setup demo check bytecode test test-slow test-browser test-sinks test-verifiers test-vllm test-vllm-all test-engine vllm vllm-all chaos simulate fuzz soak bench docs clean test-torch test-learning torch
 
@@ -50,7 +52,7 @@ test: setup
 
 # Long tests: smoke runs of the benchmarks, two demos at once, killed demos.
 test-slow: setup
-	@$(BIN)/pytest --ignore tests/verifiers --ignore tests/vllm --ignore tests/browser --ignore tests/sinks --ignore tests/with_torch --numprocesses 3 --dist loadfile -m slow
+	@$(BIN)/pytest $(ELSEWHERE) --numprocesses 3 --dist loadfile -m slow
 
 # The dashboard in a real browser: needs Chromium on PATH (apt-get install chromium).
 test-browser: setup $(VENV)/.browser
@@ -154,4 +156,4 @@ docs: setup
 	@$(BIN)/python -m penstock.config.reference > docs/configuration.md
 
 clean:
-	@rm -rf $(VENV) $(VERIFIERS) $(SINKS) $(VLLM) $(VLLM_ROUTES) build *.egg-info
+	@rm -rf $(VENV) $(VERIFIERS) $(SINKS) $(VLLM) $(VLLM_ROUTES) $(TORCH) build *.egg-info

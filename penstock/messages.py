@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from penstock import ids
+from penstock.batches.batch_columns import AGENT_CHARACTERS
 from penstock.batches.manifest import EncodedRank
 from penstock.batches.plan import step_directory
 from penstock.errors import MalformedId
@@ -29,7 +30,6 @@ ERROR_CHARACTERS = 600  # a cause and what to do; the traceback stays in the wor
 METRICS_LIMIT = 37
 REWARDS_LIMIT = 8
 AGENTS_LIMIT = 4
-AGENT_CHARACTERS = 24
 SAMPLES_LIMIT = 128  # of one rollout; a step is packed by their lengths, before any token is read
 POLICY_ERROR_CHARACTERS = 120
 UNREADABLE_LIMIT = 64  # rollouts named in one reply; the step is formed again without them and may name more

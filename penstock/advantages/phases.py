@@ -110,6 +110,7 @@ def _spread(values: Floats, group: GroupValues) -> tuple[Floats, ...]:
 
 
 def _flat(values: Floats, by_turn: tuple[Floats, ...] | None) -> Floats:
+    """With a 0, so that the values of turns count as equal only if all of them are 0."""
     return values if by_turn is None else np.concatenate([*by_turn, np.zeros(1)])
 
 

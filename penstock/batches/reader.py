@@ -184,7 +184,7 @@ class Batch:
         self.step = manifest.plan.step
         self.totals = manifest.totals
         self.plan = manifest.plan
-        self._experts = BatchExperts(store, manifest.plan)
+        self._rollout_files = RolloutFiles(store, manifest.plan)
         ref = manifest.ranks[data_rank].file
         with _missing_explained(self.step):
             file = tensors.read(store, ref)
@@ -205,7 +205,7 @@ class Batch:
     def _micro_batch(self, number: int) -> "MicroBatch":
         tokens, samples, segments = (slice(*self._arrays[name][number : number + 2].tolist()) for name in OFFSETS)
         return MicroBatch(
-            **{name: self._token_column(name)[tokens] for name in TOKEN_COLUMNS},
+            **{name: self.column(name)[tokens] for name in TOKEN_COLUMNS},
             cu_seqlens=self._arrays["cu_seqlens"][segments],
             max_seqlen=int(self._arrays["max_seqlen"][number]),
             samples=SampleTable(**{name: self._sample_column(name)[samples] for name in SAMPLE_COLUMNS}),
@@ -213,14 +213,11 @@ class Batch:
                 **{name: array[tokens] for name, array in self._fields(TOKEN_FIELD)},
                 **{name: array[samples] for name, array in self._fields(SAMPLE_FIELD)},
             },
-            experts=self._experts,
+            files=self._rollout_files,
         )
 
     def column(self, name: str) -> Array:
         """A column of all micro-batches, one after the other."""
-        return self._token_column(name)
-
-    def _token_column(self, name: str) -> Array:
         if name in ADDED_COLUMNS and name not in self._arrays:
             return np.full(self._arrays["input_ids"].shape, ADDED_COLUMNS[name], TOKEN_COLUMNS[name])
         return self._arrays[name]
@@ -263,13 +260,13 @@ class MicroBatch:
     samples: "SampleTable"
     fields: dict[str, Array]
     """the fields that `[batch.fields]` declares: one entry per token, or per sample in the order of `samples`"""
-    experts: "BatchExperts"
+    files: "RolloutFiles"
 
     def sampling_support(self) -> "SamplingSupport":
         """With `engine.sampling_masks`: the tokens that each token was drawn from, read from the rollouts' files."""
         lengths, ids = np.zeros(self.input_ids.size, np.int64), list[Array]()
         for sample, (start, stop) in enumerate(pairwise(self.cu_seqlens[: len(self.samples) + 1].tolist())):
-            columns = self.experts.columns(int(self.samples.rollout_index[sample]))
+            columns = self.files.columns(int(self.samples.rollout_index[sample]))
             if columns.support_ids is None or columns.support_offsets is None:
                 continue
             first = int(self.samples.rollout_offset[sample])
@@ -282,13 +279,13 @@ class MicroBatch:
     def routed_experts(self, *, layers: Layers = slice(None), missing: Missing = -1) -> Array:
         """Expert ids [tokens, layers, topk]; `missing` where the engine sent none: -1 (signed dtype), 0, or "dummy",
         the valid ids 0, 1, ..., topk-1."""
-        rows = self.experts.new_rows(self.input_ids.size, layers, missing)
+        rows = self.files.new_rows(self.input_ids.size, layers, missing)
         for sample, segment, experts in self._segments():
             if experts:
                 inside = int(self.samples.sample_in_rollout[sample])
                 experts.read(inside, 0, segment.stop - segment.start, rows[segment], layers=layers, missing=missing)
             else:
-                rows[segment] = self.experts.filling(missing)
+                rows[segment] = self.files.filling(missing)
         return rows
 
     def routed_valid(self) -> Array:
@@ -313,7 +310,7 @@ class MicroBatch:
         """Number, slice and experts of each segment; padding has no experts."""
         for number, (start, stop) in enumerate(pairwise(self.cu_seqlens.tolist())):
             is_sample = number < self.samples.rollout_index.size
-            experts = self.experts.open(int(self.samples.rollout_index[number])) if is_sample else None
+            experts = self.files.open_experts(int(self.samples.rollout_index[number])) if is_sample else None
             yield number, slice(start, stop), experts
 
 
@@ -350,7 +347,7 @@ class SampleTable:
     """`sample_in_rollout` of the sample that it branches off or follows: a rolled back or compacted conversation, a
     sub-agent; -1 for none"""
     agent: Array
-    """in `batch.agents`"""
+    """in `batch.agents`; -1 where these are too many for the file"""
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -362,7 +359,7 @@ class RowKind(NamedTuple):
     dtype: np.dtype[Any]
 
 
-class BatchExperts:
+class RolloutFiles:
     """The files of a step's rollouts: experts, opened when they are first read, and columns."""
 
     def __init__(self, store: Store, plan: BatchPlan) -> None:
@@ -396,7 +393,7 @@ class BatchExperts:
         """The row of a token without experts."""
         return np.arange(self.kind.topk) if missing == "dummy" else np.array(missing)
 
-    def open(self, rollout_index: int) -> Experts | None:
+    def open_experts(self, rollout_index: int) -> Experts | None:
         ref = self._rollouts[rollout_index].experts
         if ref is None:
             return None

@@ -20,7 +20,7 @@ from penstock.errors import EngineUnreachable
 
 ANSWER_S = 20.0  # for a page that costs the server nothing
 PAGE_BYTES = 4 << 20
-LOOKS = 4  # at the process that answers: a router of two servers shows one of them each time in 1 of 8 cases, at random
+LOOKS = 4  # questions which process answers: a router that picks one of two at random is missed in 1 of 8 cases
 OLDEST = {"vllm": (0, 22), "sglang": (0, 5, 19)}
 """The first releases that send routed experts in a form that is read; see docs/engines.md."""
 FLAGS = (

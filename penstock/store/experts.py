@@ -53,9 +53,9 @@ def seal_experts(
     """Complete the blob from a part with a reserved head that holds the chunks' rows. `row` is (layers, topk). In a
     sample, later chunks have later positions."""
     rows, rest = divmod(part.length - HEAD, row[0] * row[1] * dtype.itemsize)
-    placed = [chunk.row for chunk in chunks if chunk.row is not None]
+    ends = [chunk.row + chunk.rows for chunk in chunks if chunk.row is not None]
     needed = sum(chunk.rows for chunk in chunks)
-    if rest or (rows < max(placed, default=0) if placed else rows != needed):
+    if rest or (rows < max(ends) if ends else rows != needed):
         raise StageError(f"part {part.path.name} has {part.length - HEAD} bytes for {needed} rows of {row} {dtype}")
     table, table_format = _table(chunks, rows)
     layout = {

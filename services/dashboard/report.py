@@ -6,7 +6,6 @@ The same scripts draw the same pictures, without a server. The file runs its own
 import base64
 import hashlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -120,10 +119,7 @@ def _groups(run: RunView) -> dict[str, Any]:
     answers: dict[str, Any] = {f"groups/{group}": run.group(group) for group in groups}
     rollouts = [row["id"] for group in groups for row in answers[f"groups/{group}"]["rollouts"]]
     for id in rollouts[:ROLLOUTS_MOST]:
-        reads: dict[str, Callable[[], Any]] = {
-            f"rollouts/{id}": lambda id=id: run.rollout(id),
-            f"rollouts/{id}/conversation": lambda id=id: run.conversation(id),
-            f"rollouts/{id}/tokens?start=0&count={TOKENS}": lambda id=id: run.tokens(id, 0, TOKENS),
-        }
-        answers |= {name: read() for name, read in reads.items()}
+        answers[f"rollouts/{id}"] = run.rollout(id)
+        answers[f"rollouts/{id}/conversation"] = run.conversation(id)
+        answers[f"rollouts/{id}/tokens?start=0&count={TOKENS}"] = run.tokens(id, 0, TOKENS)
     return answers

@@ -297,7 +297,8 @@ class Chats:
         turn = replace(read.turn, message=orjson.dumps(message))
         logprobs = None
         if self.renderer and "logprobs" in exchange.chat.asked.names:
-            logprobs = await rendered_logprobs(self.renderer, self._dialect.logprobs(read.body), fields)
+            choices = await _by_size(len(read.body), self._dialect.logprobs, read.body)
+            logprobs = await rendered_logprobs(self.renderer, choices, fields)
         return await _by_size(len(read.body), self._for_client, read.body, turn, exchange, logprobs)
 
     def _read_turn(self, response: EngineResponse, exchange: Exchange) -> ReadResponse:

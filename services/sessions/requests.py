@@ -52,8 +52,9 @@ class NewSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     policy_version: Count | None = None
     """newest version that was published"""
     least_version: Count = 0
-    abandoned_versions: tuple[Count, ...] = ()
     """replicas with older weights serve no session that is trained on"""
+    abandoned_versions: tuple[Count, ...] = ()
+    """nor do replicas with these"""
     sequence: Count = 0
     """of the job: the versions of the newest one hold"""
 

@@ -38,16 +38,12 @@ class Candidate(TokenLogprob, gc=False):
         return self.token_id if self.token_id is not None else int((self.token or "").removeprefix("token_id:"))
 
 
-class NamedLogprob(Candidate):
-    pass
-
-
 class RankedLogprob(Candidate):
     top_logprobs: list[Candidate] = msgspec.field(default_factory=list[Candidate])
 
 
 class NamedLogprobs(msgspec.Struct):
-    content: list[NamedLogprob]
+    content: list[Candidate]
 
 
 class Choice(msgspec.Struct):
@@ -83,15 +79,8 @@ OF_CHATS = frozenset(
     {"tool_choice", "parallel_tool_calls", "response_format", "user", "metadata", "store", "reasoning_effort"}
     | {"top_logprobs", "chat_template_kwargs", "chat_template", "functions", "function_call", "service_tier"}
     | {"include_reasoning", "return_token_ids", "add_generation_prompt", "continue_final_message", "modalities"}
-    | {
-        "prediction",
-        "verbosity",
-        "safety_identifier",
-        "prompt_cache_key",
-        "echo",
-        "add_special_tokens",
-        "prompt_logprobs",
-    }
+    | {"prediction", "verbosity", "safety_identifier", "prompt_cache_key", "echo", "add_special_tokens"}
+    | {"prompt_logprobs"}
 )
 """Fields of a chat that are no sampling parameters."""
 
@@ -154,7 +143,7 @@ def structured_outputs(response_format: object) -> dict[str, Any]:
             return {}
 
 
-def check_names(content: Sequence[NamedLogprob], ids: Ids) -> None:
+def check_names(content: Sequence[Candidate], ids: Ids) -> None:
     """`Upstream` if the logprobs name other tokens than `ids`."""
     if not content:
         return

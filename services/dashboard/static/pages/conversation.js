@@ -14,7 +14,7 @@ export function conversationView(run, rollout, messages, number, other = null) {
 
 function partView(run, rollout, conversation, message, part, other) {
   const shown = h("div", { cls: "text" }, other === null ? visible(part.text) : marked(part.text, other));
-  let start = [...part.text].length === part.length ? part.text.length : [...part.text].length;
+  let start = [...part.text].length; // characters, as the server counts them
   const rest = part.length > start ? h("button", { type: "button" }, `Show more of ${part.length.toLocaleString("en")} characters`) : null;
   rest?.addEventListener("click", async () => {
     rest.disabled = true;
