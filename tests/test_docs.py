@@ -8,6 +8,7 @@ import sys
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from penstock.messages import RolloutResult
 from penstock.playing.rollout import play
 
 MOST_LINES = 120  # of the README
+MOST_WALKED = 40  # files that one response passes from the engine to `BatchReader`
 RECIPES = ("An estimator", "A filter", "A sampler", "An engine dialect", "A store", "A field for the trainer")
 MOST_FILES = 3  # that a recipe touches in this repository, its test included
 PACKAGES = ("penstock", "tasks", "workers", "orchestrator", "services", "cli", "bench")
@@ -435,6 +437,22 @@ def test_the_readme_is_short_and_links_every_page() -> None:
     assert len(README.text.splitlines()) <= MOST_LINES
     linked = {(ROOT / link).resolve() for link in README.links()}
     assert [page.name for page in GUIDES[1:] if page.path not in linked] == []
+
+
+def test_the_walk_is_numbered_and_short_and_enters_no_room_twice() -> None:
+    """Files of `penstock/` outside of any room, the words, come first."""
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("\n## The walk\n")[2]
+    files = re.findall(r"^\| .*?\| (\d+)\. `([\w/]+\.py)` \|", table, re.MULTILINE)
+    assert [int(number) for number, _ in files] == [*range(1, len(files) + 1)]
+    assert 30 < len(files) <= MOST_WALKED
+    assert [path for _, path in files if not (ROOT / path).is_file()] == []
+    rooms = [room for room, _ in groupby(room_of(path) for _, path in files)]
+    assert sorted(set(rooms)) == sorted(rooms), "a room is entered twice"
+
+
+def room_of(path: str) -> str:
+    top, *inside = path.split("/")
+    return inside[0] if top == "penstock" and len(inside) > 1 else top
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
