@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.upstream import Response, serving
+from support.waiting import wait_until_async
 
 from orchestrator.concurrency import ADJUST_S, InFlightLimit, LoadWatch
 from orchestrator.ledger.ledger import Ledger
@@ -106,8 +107,7 @@ def test_the_replicas_are_asked_and_the_planner_begins_no_more_than_the_limit(tm
             watch = LoadWatch(config, ledger, [Replica(url=url) for url in config.engine.urls])
             watching = asyncio.create_task(watch.run())
             try:
-                while adapts and watch.limit.value == watch.limit.most:
-                    await asyncio.sleep(0)
+                await wait_until_async(lambda: not adapts or watch.limit.value < watch.limit.most)
                 await asyncio.sleep(0)
             finally:
                 watching.cancel()
