@@ -44,7 +44,7 @@ def maker_in(run_dir: Path, *, experts: str | None = None, seed: int = 0) -> Rol
 def sealed(run_dir: Path, *, data_ranks: int = 1, experts: str | None = None) -> list[Batch]:
     """Every rank of a step with samples of several lengths, whose ids are in the vocabulary."""
     maker = maker_in(run_dir, experts=experts)
-    made = [maker.make("a", [[SHORT, LONG], [SHORT]]), maker.make("b", [[LONG]]), maker.make("c", [[SHORT]])]
+    made = [maker.make("g-0", [[SHORT, LONG], [SHORT]]), maker.make("g-1", [[LONG]]), maker.make("g-2", [[SHORT]])]
     rules = PackingRules(data_ranks=data_ranks, seq_len=32, pad_to_multiple_of=4)
     seal(maker.store, plan_of(made, rules=rules, normalise="sample"))
     return [next(BatchReader(run_dir, data_rank=rank, data_ranks=data_ranks)) for rank in range(data_ranks)]

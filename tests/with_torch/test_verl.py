@@ -14,7 +14,7 @@ TAGS = {"status", "prompt_len", "response_len", "seq_len", "global_steps", "min_
 def test_every_sample_has_verls_key_fields_and_tags(tmp_path: Path) -> None:
     [batch] = sealed(tmp_path, experts="uint8")
     keys, fields, tags = to_transfer_queue(batch, global_steps=5)
-    assert keys == ["g_a_0", "g_a_1", "g_b_0", "g_c_0"]
+    assert keys == ["g_0_0", "g_0_1", "g_1_0", "g_2_0"]
     for entry, tag in zip(fields, tags, strict=True):
         assert entry.keys() >= FIELDS
         assert tag.keys() == TAGS
