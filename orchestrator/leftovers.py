@@ -20,7 +20,7 @@ from orchestrator.ledger import restore, upgrade
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.lock import lock_directory
 from orchestrator.release import SWEPT_AT_ONCE, Releaser, closed_files, named_files, releasable, sort_out
-from orchestrator.trainer import Trainer, read_progress
+from orchestrator.trainer import Trainer, trainer_state
 from penstock import ids, job_inputs
 from penstock.batches import manifest_steps, read_manifest
 from penstock.batches.manifest import manifest_key
@@ -135,7 +135,7 @@ class Finder:
         self._ledger = restore.read(config.ledger_path)
         self._ledger_path = config.ledger_path
         self._delivered = int(self._ledger.meta.get("steps_delivered") or 0)
-        allowed = releasable(config.trainer, read_progress(config))
+        allowed = releasable(config.trainer, trainer_state(config))
         self._released = {
             counter: max(int(self._ledger.meta.get(counter) or 0), allowed.get(counter, 0))
             for counter in queries.RELEASED

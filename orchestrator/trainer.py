@@ -9,7 +9,7 @@ from functools import partial
 
 from orchestrator.ledger.ledger import Ledger
 from penstock.batches import RunStatus, TrainerState, read_trainer, write_status
-from penstock.batches.prime_rl_directory import LAYOUTS, read_broadcasts
+from penstock.batches.prime_rl_directory import LAYOUTS, follow_broadcasts
 from penstock.config import RunConfig
 from penstock.config.run import Trainer as TrainerSettings
 from penstock.errors import BatchError, BlobUnwritten
@@ -22,11 +22,11 @@ PUBLISHED = "policy_published"  # key in the ledger
 HORIZON_STEPS = 64  # with max_steps_ahead = "unlimited": enough to fill any limit on rollouts in flight
 
 
-def read_progress(config: RunConfig) -> TrainerState:
+def trainer_state(config: RunConfig) -> TrainerState:
     """By prime-rl's own broadcasts if the run writes its format and there are any, else by the trainer's signals."""
     broadcasts = None
     if config.batch.format != "native":
-        broadcasts = read_broadcasts(config.batch.format, config.prime_rl_dir)
+        broadcasts = follow_broadcasts(config.batch.format, config.prime_rl_dir)
     return broadcasts or read_trainer(config.run_dir)
 
 
@@ -38,7 +38,7 @@ def last_released(settings: TrainerSettings, state: TrainerState) -> int:
 class Trainer:
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
         self._run_dir = config.run_dir
-        self._read = partial(read_progress, config)
+        self._read = partial(trainer_state, config)
         self._settings = config.trainer
         layout = LAYOUTS.get(config.batch.format)
         self._steps = config.steps

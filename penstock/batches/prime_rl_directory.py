@@ -71,9 +71,9 @@ def step_path(batch_format: Format, output_dir: Path, step: int) -> Path:
     return output_dir / layout.run / layout.folder / f"step_{step - FIRST_STEP + layout.first_step}"
 
 
-def read_broadcasts(batch_format: Format, output_dir: Path) -> TrainerState | None:
-    """The trainer's progress by its own files: a broadcast of version N is complete when N steps are trained. None
-    before the first. Accepts a version that the trainer offers, because it waits for that."""
+def follow_broadcasts(batch_format: Format, output_dir: Path) -> TrainerState | None:
+    """Accept the versions that the trainer offers, because it waits for that, and return its progress by its own files:
+    a broadcast of version N is complete when N steps are trained. None before the first."""
     directory = output_dir / LAYOUTS[batch_format].run
     finished = list[tuple[int, Path]]()
     for version, path in _steps(directory / "broadcasts"):

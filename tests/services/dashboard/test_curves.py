@@ -13,15 +13,6 @@ def steps_of(curves: Curves) -> list[int]:
     return curves.series([])["steps"]
 
 
-def test_a_full_file_is_followed_by_another(tmp_path: Path) -> None:
-    curves, newest = Curves(tmp_path), tmp_path / "metrics.jsonl"
-    write(newest, 0, 1)
-    assert steps_of(curves) == [0, 1]
-    newest.rename(tmp_path / "metrics.1.jsonl")
-    write(newest, 2)
-    assert steps_of(curves) == [0, 1, 2]
-
-
 def test_a_new_file_with_the_inode_of_a_deleted_one_is_read_from_its_beginning(tmp_path: Path) -> None:
     curves, newest = Curves(tmp_path), tmp_path / "metrics.jsonl"
     write(newest, 0, 1, 2)
