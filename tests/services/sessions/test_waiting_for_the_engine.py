@@ -62,10 +62,11 @@ def test_an_agents_request_waits_while_the_engine_restarts(agent: Agent, script:
 
 
 def test_a_request_that_waits_ends_with_its_session(agent: Agent, script: Script) -> None:
+    begun = agent.server.status()["chats"]["begun"]
     script.server.stop()
     with ThreadPoolExecutor(1) as pool:
         chat = pool.submit(agent.chat, "never")
-        wait_until(lambda: agent.chat("busy?").status == 409)
+        wait_until(lambda: agent.server.status()["chats"]["begun"] > begun)
         assert agent.request("DELETE").status == 204
         assert chat.result().status == 404
     script.server.start()
