@@ -1,18 +1,19 @@
 """Sends the lines of metrics.jsonl to W&B, TensorBoard and trackio, from a process of its own.
 
-The libraries start threads and wait for networks: none is loaded into the orchestrator, and a sink that fails or hangs
-costs the run nothing. The process ends when its stdin does, also because its orchestrator was killed.
+The libraries start threads and wait for networks: none is loaded into the orchestrator, sees its PENSTOCK_* variables,
+or costs the run anything when it fails or hangs. The process ends when its stdin does, also because its orchestrator
+was killed.
 """
 
 import asyncio
 import contextlib
 import logging
-import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator
 
 from penstock.config import RunConfig
+from penstock.runtime.privacy import inherited_variables
 
 logger = logging.getLogger("penstock.sinks")
 
@@ -28,6 +29,7 @@ class Sinks:
         settings = config.metrics
         name = settings.name or self._run_dir.name
         self._command = [sys.executable, "-m", MODULE, str(self._run_dir), run, settings.project, name, *settings.sinks]
+        self._environment = inherited_variables() | {"PYTHONSAFEPATH": "1"}
         self._wanted = settings.sinks
         self._patience_s = 0.0
         self.notes: list[str] = []
@@ -50,7 +52,11 @@ class Sinks:
     async def _run(self) -> None:
         while True:
             process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=PIPE, stdout=DEVNULL, stderr=PIPE, env=os.environ | {"PYTHONSAFEPATH": "1"}
+                *self._command,
+                stdin=PIPE,
+                stdout=DEVNULL,
+                stderr=PIPE,
+                env=self._environment,
             )
             try:
                 words = await _last_words(process)
