@@ -16,7 +16,7 @@ from penstock.recording import unsealed
 from penstock.store import Store, atomic
 from services.sessions.handed_answers import HandedAnswers
 
-ANSWER, HANDED = ".sealed.json", ".handed"
+ANSWER, LOCK = ".sealed.json", ".lock"
 
 
 def owner_of(instance_id: str | None, port: int) -> str:
@@ -36,7 +36,7 @@ class SessionDirectory:
         path = self.store.local_path(self.key)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another session server uses {path}: choose another --port or --instance-id") from None
@@ -44,7 +44,8 @@ class SessionDirectory:
             raise ConfigError(f"cannot keep sessions in {path}: {error.strerror}; choose another --store") from error
 
     def open_handed(self) -> HandedAnswers:
-        path = self.store.local_path(self.key) / HANDED
+        """The notes are in the lock file."""
+        path = self.store.local_path(self.key) / LOCK
         try:
             return HandedAnswers(path)
         except OSError as error:

@@ -1,6 +1,7 @@
 """Agents that use a URL: their rollouts become batches, and no session, process or file of theirs is left."""
 
 import asyncio
+import json
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ from support.processes import alive
 from support.rollout_stages import attempt_of, files, loaded
 from support.session_process import Script, SessionsProcess, running, scripted
 from support.stores import directory_store
+from support.upstream import ReceivedRequest, Response, answer, user
 from support.waiting import wait_until, wait_until_async
 
 from penstock.config.engine import Engine, Policy
@@ -129,6 +131,35 @@ def test_a_rollout_is_sealed_into_the_directory_of_its_execution(server: Session
     asyncio.run(main())
     assert server.status()["sessions"]["open"] == 0
     assert [path.name for path in (server.store / "sessions").glob("*/*")] == [".lock"]
+
+
+def test_the_reply_of_an_agents_rollout_counts_what_the_engine_aborted(server: SessionsProcess, script: Script) -> None:
+    aborted: list[ReceivedRequest] = []
+
+    def respond(request: ReceivedRequest) -> Response:
+        aborted.append(request)
+        choice = json.loads(body := script.body(request))["choices"][0]
+        body = answer(request, "half", routed=True, choices=[{**choice, "finish_reason": "abort"}])
+        return Response(body=body if len(aborted) == 1 else script.body(request))
+
+    class Aborted(Chatting):
+        async def rollout(self, example: str, policy: AgentPolicy) -> float:
+            headers = {"Authorization": f"Bearer {policy.api_key}"}
+            request, statuses = {"messages": [user("is aborted")]}, list[int]()
+            async with ClientSession(headers=headers) as http:
+                for _ in range(2):
+                    async with http.post(f"{policy.base_url}/chat/completions", json=request) as response:
+                        statuses.append(response.status)
+            assert statuses == [503, 200]
+            return 1.0
+
+    async def main() -> None:
+        script.responses["is aborted"] = respond
+        async with stage_with(server) as stage:
+            result = await play(stage, loaded(Aborted(nothing)), 0, attempt_of("aborted"))
+        assert (result.metrics["engine_aborts"], result.turns) == (1, 1)
+
+    asyncio.run(main())
 
 
 def test_cancelling_a_rollout_ends_its_session_and_all_processes_of_its_agent(

@@ -30,7 +30,7 @@ def server(faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def files(server: SessionsProcess) -> list[str]:
     """By `os.walk`, which passes over directories that go away meanwhile."""
-    return [name for _, _, names in os.walk(server.store) for name in names if name not in (".lock", ".handed")]
+    return [name for _, _, names in os.walk(server.store) for name in names if name != ".lock"]
 
 
 def test_a_session_that_cannot_be_created_leaves_no_file(server: SessionsProcess, faults: Faults) -> None:
