@@ -44,6 +44,18 @@ def test_nothing_is_lost_when_redis_fails(tmp_path: Path, fault: object, appendo
     assert result["delivered"] == result["planned"] == 48
 
 
+def test_workers_that_start_while_redis_is_full_wait(tmp_path: Path) -> None:
+    with cluster_in(tmp_path) as cluster:
+        cluster.redis.config_set("maxmemory", 1)
+        workers = [cluster.rollout_worker(), cluster.compute_worker()]
+        for worker in workers:
+            wait_until(lambda worker=worker: "OutOfMemoryError" in worker.text, what=worker.name)
+        cluster.redis.config_set("maxmemory", 0)
+        result = cluster.finish(cluster.orchestrator())
+        assert all(worker.exit_code is None for worker in workers)
+    assert result["delivered"] == result["planned"]
+
+
 def test_messages_that_a_killed_run_left_are_removed_by_the_next_run(tmp_path: Path) -> None:
     """Their sequences would make the next run's queued jobs look lost, and workers would play them for nothing."""
     with cluster_in(tmp_path, noop={"rollout_s": 60}) as cluster:

@@ -1,22 +1,23 @@
 import socket
 
 from support.raw_server import http_response, raw_server
+from support.waiting import HANG_S
 
 from penstock.inspection.why import why_silent
 
 
 def test_any_http_response_is_an_answer() -> None:
-    with raw_server(lambda connection, _: connection.sendall(http_response(b"", status=b"503 Loading"))) as server:
-        assert why_silent(server.url) is None
+    with raw_server(lambda connection, *_: connection.sendall(http_response(b"", status=b"503 Loading"))) as server:
+        assert why_silent(server.url, timeout_s=HANG_S) is None
 
 
 def test_a_server_that_does_not_speak_http_does_not_answer() -> None:
-    def greet(connection: socket.socket, _: bytes) -> None:
+    def greet(connection: socket.socket, *_: object) -> None:
         connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
         connection.close()
 
     with raw_server(greet) as server:
-        assert "SSH-2.0" in (why_silent(server.url) or "")
+        assert "SSH-2.0" in (why_silent(server.url, timeout_s=HANG_S) or "")
 
 
 def test_a_closed_port_is_named() -> None:
