@@ -47,12 +47,13 @@ class Connection:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+    async def request(self, method: str, path: str, body: bytes = b"", *, secret: str = "") -> bytes:
         if self._writer is None or self._reader is None:
             self._reader, self._writer = await asyncio.open_connection(*self._address, limit=1 << 20)
         head = (
             f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         )
+        head += f"Authorization: Bearer {secret}\r\n" if secret else ""
         self._writer.write(head.encode() + b"\r\n" + body)
         response_head = await self._reader.readuntil(b"\r\n\r\n")
         status, length = int(response_head[9:12]), response_head.lower().partition(b"content-length: ")[2].split()
@@ -79,12 +80,13 @@ class Agent:
     """seals each session before deleting it"""
 
     def __post_init__(self) -> None:
-        self.session, self._messages = "", list[Any]()
+        self.session, self._control, self._messages = "", "", list[Any]()
 
     async def chat(self) -> float:
         """Duration of one chat in seconds, without creating the session and the request."""
         if not self.direct and not self.session:
-            self.session = orjson.loads(await self.connection.request("POST", "/sessions"))["session_id"]
+            created = orjson.loads(await self.connection.request("POST", "/sessions"))
+            self.session, self._control = created["session_id"], created["control_secret"]
         characters = CHARACTERS_A_TURN if self._messages else self.characters
         self._messages.append({"role": "user", "content": "x" * characters})
         path = "/v1/chat/completions" if self.direct else f"/sessions/{self.session}/v1/chat/completions"
@@ -100,9 +102,9 @@ class Agent:
 
     async def end(self) -> None:
         if self.session and self.seals and self._messages:
-            await self.connection.request("POST", f"/sessions/{self.session}/seal")
+            await self.connection.request("POST", f"/sessions/{self.session}/seal", secret=self._control)
         if self.session:
-            await self.connection.request("DELETE", f"/sessions/{self.session}")
+            await self.connection.request("DELETE", f"/sessions/{self.session}", secret=self._control)
         self.session, self._messages = "", []
 
 

@@ -79,7 +79,7 @@ async def run_program(
     variables: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> ProgramResult:
-    """Run `command` with the policy's URL and key in the variables that the `openai` package reads.
+    """Run `command` with the policy's URL, key and model in the variables that agents read (`policy.variables`).
 
     The program has its own process group, which is killed when this call returns, raises or is cancelled; the program
     itself also ends with this process. It inherits this process's environment except Penstock's settings, and runs as

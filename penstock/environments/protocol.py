@@ -95,11 +95,46 @@ class AgentPolicy:
     api_key: str = field(repr=False)
     model: str = "policy"
     """the engine's name for it, `engine.model`"""
+    control_key: str = field(default="", repr=False)
+    """bearer token for `rewards_url`, for a harness outside of the agent. An agent that had it could reward itself"""
+
+    @property
+    def rewards_url(self) -> str:
+        """Where a harness posts rewards, metrics and rewards of turns before the rollout ends"""
+        return f"{self.base_url.removesuffix('/v1')}/rewards"
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables that the `openai` package reads, and OPENAI_MODEL, which it does not."""
-        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model}
+        """Environment variables by which agents find their API, `docs/agents.md` has the table."""
+        return agent_variables(self.base_url, self.api_key, self.model)
+
+
+def agent_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
+    """For agents that speak Chat Completions or Responses (`.../v1`) and those that speak Messages, whose clients add
+    `/v1` themselves."""
+    messages_url = base_url.removesuffix("/v1")
+    of_openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "LLM_BASE_URL": base_url}
+    of_anthropic = {"ANTHROPIC_BASE_URL": messages_url, "ANTHROPIC_API_BASE": messages_url}
+    keys = ("OPENAI_API_KEY", "CODEX_API_KEY", "LLM_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
+    models = (
+        "OPENAI_MODEL",
+        "ANTHROPIC_MODEL",
+        "ANTHROPIC_SMALL_FAST_MODEL",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+        "ANTHROPIC_DEFAULT_SONNET_MODEL",
+        "ANTHROPIC_DEFAULT_OPUS_MODEL",
+        "CLAUDE_CODE_SUBAGENT_MODEL",
+    )
+    prefixed = dict.fromkeys(("LLM_MODEL", "AIDER_MODEL", "MSWEA_MODEL_NAME"), f"openai/{model}")
+    quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    return {
+        **of_openai,
+        **of_anthropic,
+        **dict.fromkeys(keys, api_key),
+        **dict.fromkeys(models, model),
+        **prefixed,
+        **quiet,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +162,9 @@ class Environment(Protocol):
         """A sequence, or any iterable, which is read into a list once."""
         ...
 
-    async def rollout(self, example: Any, policy: Any) -> AnyScore:
-        """`policy` is a Policy, or an AgentPolicy if the class sets `external_agent = True`."""
+    async def rollout(self, example: Any, policy: Any) -> AnyScore | None:
+        """`policy` is a Policy, or an AgentPolicy if the class sets `external_agent = True`. None if the score of an
+        external agent is posted to `policy.rewards_url`."""
         ...
 
 

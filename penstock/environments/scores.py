@@ -31,7 +31,7 @@ AnyScore = Score | float | Mapping[str, float]
 """A mapping holds named rewards; the reward is their sum."""
 
 
-def checked_score(returned: AnyScore) -> Score:
+def checked_score(returned: AnyScore | None) -> Score:
     """What an environment returned, as a Score of finite floats. Raises StageError for anything else."""
     match returned:
         case Score():
@@ -40,7 +40,7 @@ def checked_score(returned: AnyScore) -> Score:
             rewards = _numbers("reward", returned, REWARDS_LIMIT)
             return Score(reward=math.fsum(rewards.values()), rewards=rewards)
         case _:
-            score = Score(reward=returned)
+            score = Score(reward=_number("the reward", returned))
     return Score(
         reward=_number("the reward", score.reward),
         rewards=_numbers("reward", score.rewards, REWARDS_LIMIT),

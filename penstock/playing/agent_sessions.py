@@ -15,6 +15,7 @@ import orjson
 
 from penstock.config.sessions import Sessions
 from penstock.engines.replicas import Replica, Replicas
+from penstock.environments.posted_scores import NOTHING_POSTED, PostedScore
 from penstock.errors import (
     UNWRITTEN,
     BlobUnwritten,
@@ -28,7 +29,12 @@ from penstock.runtime.cancellation import run_to_completion
 
 logger = logging.getLogger("penstock.playing")
 
-SEALED = msgspec.json.Decoder(Sealed)
+
+class _Scored(msgspec.Struct):
+    score: PostedScore = NOTHING_POSTED
+
+
+SEALED, SCORED = msgspec.json.Decoder(Sealed), msgspec.json.Decoder(_Scored)
 CONNECT_S = 5.0
 CREATE_S = 30.0  # creates a few files; seconds if the server has no free threads
 SEAL_S = 300.0  # for a rollout with gigabytes of routed rows, on a slow disk
@@ -40,15 +46,17 @@ ERROR_CHARACTERS = 2_000
 class AgentSession:
     """One session: the URL and key for the agent, and how it is sealed."""
 
-    def __init__(self, http: aiohttp.ClientSession, base_url: str, secret: str) -> None:
+    def __init__(self, http: aiohttp.ClientSession, base_url: str, secret: str, control_secret: str) -> None:
         self.base_url = base_url
         self.secret = secret
+        """for chats; the agent does not get the other one"""
+        self.control_secret = control_secret
         self._http = http
         self._url = base_url.removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {secret}"}
+        self._headers = {"Authorization": f"Bearer {control_secret}"}
 
-    async def seal(self, error: str, turn_rewards: Sequence[float] | None = None) -> Sealed:
-        """The recorded rollout. NothingToTrain if the agent sent no request."""
+    async def seal(self, error: str, turn_rewards: Sequence[float] | None = None) -> tuple[Sealed, PostedScore]:
+        """The recorded rollout, and the score that was posted. NothingToTrain if the agent sent no request."""
         rewards = {} if turn_rewards is None else {"turn_rewards": turn_rewards}
         body = orjson.dumps({"error": error[:ERROR_CHARACTERS], **rewards})
         for attempt in range(1, SEAL_ATTEMPTS + 1):
@@ -67,7 +75,7 @@ class AgentSession:
                 raise NothingToTrain(_error(response))
             if status != 200:
                 raise InfrastructureFailure(f"the session server did not seal: {status}, {_error(response)}")
-            return SEALED.decode(response)
+            return SEALED.decode(response), SCORED.decode(response).score
         raise AssertionError("the last attempt returned or raised")
 
     async def delete(self) -> None:
@@ -129,7 +137,9 @@ class SessionServers:
                 continue
             if response.status == 200:
                 created = orjson.loads(body)
-                return server, AgentSession(self._http, created["base_url"], created["secret"])
+                return server, AgentSession(
+                    self._http, created["base_url"], created["secret"], created.get("control_secret", created["secret"])
+                )
             if response.status == UNWRITTEN:
                 raise BlobUnwritten(_error(body))
             if response.status != 503:

@@ -21,6 +21,7 @@ from penstock.engines.client import EngineClient
 from penstock.engines.dialects import Dialect
 from penstock.engines.replicas import NO_ORDERS, Orders
 from penstock.environments.loading import LoadedEnvironment
+from penstock.environments.posted_scores import completed
 from penstock.environments.protocol import AgentPolicy, PlayedRollout, ScoresGroups
 from penstock.environments.scores import Score, checked_score
 from penstock.error_boundary import error_boundary, in_own_task
@@ -112,6 +113,7 @@ async def _play_and_seal(
     """A rollout that fails because of the policy before its first turn has a result without files. It counts in the
     group's baseline: playing it again would select among rollouts."""
     score, error = await _play_environment(environment, example, policy, stage.settings, attempt.timeout_s)
+    assert score is not None, "only an external agent's score can be posted"
     if error and not session.turns:
         await session.close()
         return RolloutResult(reward=score.reward, policy_error=shortened(error, POLICY_ERROR_CHARACTERS))
@@ -152,15 +154,23 @@ async def _play_agent(
         "sequence": attempt.orders.sequence,
     }
     async with stage.sessions.session(request) as session:
-        policy = AgentPolicy(base_url=session.base_url, api_key=session.secret, model=stage.client.settings.model)
+        policy = AgentPolicy(
+            base_url=session.base_url,
+            api_key=session.secret,
+            model=stage.client.settings.model,
+            control_key=session.control_secret,
+        )
         score, error = await _play_environment(environment, example, policy, stage.settings, attempt.timeout_s)
-        if score.columns:
+        if score and score.columns:
             raise StageError(f"environment {environment.name!r}: Score.columns is not supported with an external agent")
         try:
-            sealed = await session.seal(error or "", score.turn_rewards)
+            sealed, posted = await session.seal(error or "", score.turn_rewards if score else None)
         except NothingToTrain as nothing:
             policy_error = shortened(error or str(nothing), POLICY_ERROR_CHARACTERS)
-            return RolloutResult(reward=score.reward, policy_error=policy_error)
+            reward = score.reward if score else stage.settings.policy_error_reward
+            return RolloutResult(reward=reward, policy_error=policy_error)
+        with error_boundary(StageError, f"environment {environment.name!r} has no score at example {example}"):
+            score = completed(score, posted)
         return _result(environment, score, error, sealed, {})
 
 
@@ -235,12 +245,16 @@ async def _play_environment(
     policy: RecordedPolicy | AgentPolicy,
     settings: Policy,
     timeout_s: float,
-) -> tuple[Score, str | None]:
-    """The score, and the policy's failure if the environment did not score it itself."""
+) -> tuple[Score | None, str | None]:
+    """The score, and the policy's failure if the environment did not score it itself. No score if an external agent's
+    environment returns None: it is then posted to the session."""
     what = f"environment {environment.name!r} failed at example {example}"
 
-    async def play() -> Score:
-        return checked_score(await environment.environment.rollout(environment.example(example), policy))
+    async def play() -> Score | None:
+        returned = await environment.environment.rollout(environment.example(example), policy)
+        if returned is None and isinstance(policy, AgentPolicy):
+            return None
+        return checked_score(returned)
 
     limit = asyncio.timeout(timeout_s)
     try:

@@ -60,6 +60,8 @@ logger = logging.getLogger("penstock.sessions")
 
 COUNT_TOKENS = f"{MESSAGES.path}/count_tokens"
 HOST = re.compile(r"(\[[0-9A-Fa-f:.%]{2,60}\]|[A-Za-z0-9._-]{1,253})(:[0-9]{1,5})?")
+CONTROL = frozenset({("DELETE", ""), ("POST", "/seal"), ("POST", "/rewards")})
+"""What needs a session's control secret."""
 CONCURRENCY = 32
 """Threads for file writes: each write takes 1 to 2 ms."""
 
@@ -174,6 +176,7 @@ class SessionServer:
             ("GET", ""): self._show,
             ("DELETE", ""): self._delete,
             ("POST", "/seal"): self._seal,
+            ("POST", "/rewards"): self._score,
             ("POST", COUNT_TOKENS): self._count_tokens,
             ("GET", MODELS): self._proxy,
             **{("POST", api.path): self._chat for api in APIS},
@@ -237,25 +240,37 @@ class SessionServer:
                 one_model = method == "GET" and below.startswith(f"{MODELS}/")
                 handler = self._model if one_model else self._handlers.get((method, below))
                 entry = await self.table.find(id)
-                metadata = self._authorize(request, entry)
+                metadata = self._authorize(request, entry, control=(method, below) in CONTROL)
                 if handler is None:
                     raise NotFound(f"there is no {method} {path}")
                 return await handler(request, entry, metadata)
             case method, _:
                 raise NotFound(f"there is no {method} {path}")
 
-    def _authorize(self, request: web.BaseRequest, entry: Entry) -> SessionMetadata:
-        assert entry.metadata is not None
-        if self._settings.needs_secret and not headers.has_secret(request.headers, entry.metadata.secret_digest):
+    def _authorize(self, request: web.BaseRequest, entry: Entry, *, control: bool) -> SessionMetadata:
+        """An agent has the secret for chats. What decides about its rollout needs the other one, on loopback too."""
+        metadata = entry.metadata
+        assert metadata is not None
+        controls = headers.has_secret(request.headers, metadata.control_digest or metadata.secret_digest)
+        if control and not controls and (metadata.control_digest or self._settings.needs_secret):
+            raise Unauthorised(
+                "rewards, sealing and deleting need the session's control secret: send control_secret, which "
+                "POST /sessions returned, as bearer token"
+            )
+        if (
+            self._settings.needs_secret
+            and not controls
+            and not headers.has_secret(request.headers, metadata.secret_digest)
+        ):
             raise Unauthorised(
                 "the session's secret is required: send it as bearer token or as x-api-key; POST /sessions returned it"
             )
-        return entry.metadata
+        return metadata
 
     async def _create(self, request: web.BaseRequest) -> web.Response:
         host = _host(request)
         new = read_new_session(await self._body(request))
-        entry, secret = await self.table.create(new)
+        entry, secret, control = await self.table.create(new)
         if new.policy_version is not None:
             orders = Orders(
                 run=new.run or "",
@@ -266,7 +281,8 @@ class SessionServer:
             )
             self._backend.replicas.follow(orders)
         base_url = f"{request.scheme}://{host}/sessions/{entry.id}/v1"
-        return _json(orjson.dumps({"session_id": entry.id, "base_url": base_url, "secret": secret}))
+        created = {"session_id": entry.id, "base_url": base_url, "secret": secret, "control_secret": control}
+        return _json(orjson.dumps(created))
 
     async def _chat(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
         try:
@@ -313,6 +329,10 @@ class SessionServer:
     async def _seal(self, request: web.BaseRequest, entry: Entry, _: SessionMetadata) -> web.Response:
         seal = read_seal(await self._body(request))
         return _json(await self.table.seal(entry, seal, version_after=self._backend.replicas.after))
+
+    async def _score(self, request: web.BaseRequest, entry: Entry, _: SessionMetadata) -> web.Response:
+        await self.table.post_score(entry, await self._body(request))
+        return web.Response(status=204)
 
     async def _proxy(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
         body = await self._body(request)

@@ -16,7 +16,7 @@ from penstock.recording import unsealed
 from penstock.store import Store, atomic
 from services.sessions.handed_answers import HandedAnswers
 
-ANSWER, LOCK = ".sealed.json", ".lock"
+ANSWER, SCORE, LOCK = ".sealed.json", ".score.json", ".lock"
 
 
 def owner_of(instance_id: str | None, port: int) -> str:
@@ -64,6 +64,15 @@ class SessionDirectory:
     def session_key(self, session: str) -> str:
         return f"{self.key}/{session}"
 
+    def save_score(self, session: str, score: bytes) -> None:
+        path = self.store.local_path(self.session_key(session)) / SCORE
+        with atomic.writing(path):
+            atomic.write(path, score)
+
+    def score(self, session: str) -> bytes:
+        path = self.store.local_path(self.session_key(session)) / SCORE
+        return path.read_bytes() if path.exists() else b"{}"
+
     def save_answer(self, session: str, answer: bytes) -> None:
         """Keep the answer to a seal request until the session is deleted or expires."""
         path = self._answer_path(session)
@@ -80,6 +89,7 @@ class SessionDirectory:
         """Sealed blobs stay."""
         path = self._answer_path(session)
         path.unlink(missing_ok=True)
+        path.with_name(SCORE).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it has blobs, or was never made
             path.parent.rmdir()
 

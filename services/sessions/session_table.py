@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -20,19 +20,17 @@ import orjson
 
 from penstock import ids
 from penstock.config import RunConfig
-from penstock.engines.replicas import Replica
-from penstock.errors import BlobError, Expired, Full, NotFound
+from penstock.environments.posted_scores import POSTED, read_posted
+from penstock.errors import BadRequest, BlobError, Expired, Full, NotFound
 from penstock.fields import FieldValues
 from penstock.recording import Echo, Mode, Sealed, Session, SessionSettings
 from penstock.recording.session import VersionAfter
-from penstock.replica_use import Usage
 from penstock.runtime.offload import in_io_thread
 from services.sessions.handed_answers import WRITTEN, HandedAnswers
 from services.sessions.headers import digest, new_secret
-from services.sessions.in_flight import InFlight
 from services.sessions.requests import NewSession, SealRequest
-from services.sessions.retries import SentChats
 from services.sessions.session_directory import SessionDirectory
+from services.sessions.session_entry import Entry, SealedSession, SessionMetadata
 
 logger = logging.getLogger("penstock.sessions")
 
@@ -48,50 +46,6 @@ SAVE_SEEN_S = 0.02
 """Answers that were written in this time are noted together; a turn that follows notes them by itself."""
 CHECK_S = 1.0
 """Interval of the check for idle and overdue sessions."""
-
-
-class SessionMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """The server's own data about a session, stored by the recorder in `SessionSettings.notes`."""
-
-    secret_digest: str
-    sampling: dict[str, Any]
-    created_at: float
-    """seconds since 1970"""
-    files_key: str | None = None
-    """directory of the store that files are sealed into; default: the session's own"""
-    forced: dict[str, Any] = {}
-    """fields of every chat, whatever the client sends"""
-
-
-class SealedSession(msgspec.Struct, frozen=True, kw_only=True):
-    """A sealed session on disk, for a seal request that is repeated after a restart."""
-
-    metadata: SessionMetadata
-    answer: msgspec.Raw
-
-
-@dataclass(kw_only=True, eq=False)
-class Entry:
-    id: str
-    session: Session | None = None
-    """None: not yet recovered after a restart, or sealed"""
-    metadata: SessionMetadata | None = None
-    sealed: bytes | None = None
-    """response of the seal request"""
-    used_at: float = field(default_factory=time.monotonic)
-    deadline: float = 0.0
-    """on the monotonic clock"""
-    last_replica: Replica | None = None
-    """replica that served the last chat"""
-    usage: Usage = field(default_factory=Usage)
-    """of the replicas, since this process has the session"""
-    aborts: int = 0
-    """completions that the engine aborted, and the client asked for again"""
-    retained_bytes: int = 0
-    in_flight: InFlight = field(default_factory=InFlight)
-    sent_chats: SentChats = field(default_factory=SentChats)
-    opening: asyncio.Task[None] | None = None
-    sealing: asyncio.Task[None] | None = None
 
 
 @dataclass(kw_only=True)
@@ -131,13 +85,14 @@ class SessionTable:
     def expired(self) -> int:
         return len(self._expired)
 
-    async def create(self, new: NewSession) -> tuple[Entry, str]:
-        """The session and its secret. Only a digest of the secret is kept."""
+    async def create(self, new: NewSession) -> tuple[Entry, str, str]:
+        """The session, its secret for chats and its control secret. Only digests of them are kept."""
         if len(self._entries) >= self._settings.max_sessions:
             raise Full(f"there are {len(self._entries)} sessions: delete some, or raise sessions.max_sessions")
-        id, secret = secrets.token_hex(16), new_secret()
+        id, secret, control = secrets.token_hex(16), new_secret(), new_secret()
         metadata = SessionMetadata(
             secret_digest=digest(secret),
+            control_digest=digest(control),
             sampling=new.sampling,
             created_at=time.time(),
             files_key=_files_key(new),
@@ -157,7 +112,21 @@ class SessionTable:
             self._in_background(self._close(entry))
             raise
         self.counts.created += 1
-        return entry, secret
+        return entry, secret, control
+
+    async def post_score(self, entry: Entry, body: bytes) -> None:
+        """Add to the session's score. It is on disk when this returns."""
+        async with entry.scoring:
+            session = opened(entry)
+            if entry.sealing and not entry.sealing.done():
+                raise not_found(entry.id)
+            posted = read_posted(body, entry.score)
+            if posted.turn_rewards is not None and len(posted.turn_rewards) > session.turns:
+                raise BadRequest(
+                    f"turn_rewards has {len(posted.turn_rewards)} rewards: the session has {session.turns} turns"
+                )
+            await in_io_thread(self._directory.save_score, entry.id, msgspec.json.encode(posted))
+            entry.score = posted
 
     async def find(self, id: str) -> Entry:
         """The session, recovered if need be. Raises NotFound or Expired."""
@@ -225,14 +194,24 @@ class SessionTable:
         return entry.sealed
 
     async def _seal(self, entry: Entry, session: Session, seal: SealRequest, version_after: VersionAfter) -> None:
-        declared = self._config.batch.fields_of("turn")
-        fields = FieldValues(declared=declared, required=not seal.error, turn_rewards=seal.turn_rewards)
+        declared, posted = self._config.batch.fields_of("turn"), entry.score
+        rewards = posted.turn_rewards if seal.turn_rewards is None else seal.turn_rewards
+        if rewards is not None and len(rewards) != session.turns:
+            raise BadRequest(
+                f"turn_rewards has {len(rewards)} rewards for {session.turns} turns: send one for each turn"
+            )
+        fields = FieldValues(declared=declared, required=not seal.error, turn_rewards=rewards)
         metadata, usage = entry.metadata, entry.usage
         assert metadata is not None
 
         def save(sealed: Sealed) -> None:
             metrics = {**sealed.metrics, "engine_aborts": float(entry.aborts)}
-            answer = orjson.dumps(replace(sealed, metrics=metrics, replica_uses=usage.by_replica))
+            answer = orjson.dumps(
+                {
+                    **vars(replace(sealed, metrics=metrics, replica_uses=usage.by_replica)),
+                    "score": orjson.Fragment(msgspec.json.encode(posted)),
+                }
+            )
             self._directory.save_answer(
                 entry.id, msgspec.json.encode(SealedSession(metadata=metadata, answer=msgspec.Raw(answer)))
             )
@@ -369,6 +348,7 @@ class SessionTable:
                 return
             session = await Session.recover(self._directory.store, key, route_format=route_format)
             entry.metadata = msgspec.json.decode(session.settings.notes, type=SessionMetadata)
+            entry.score = POSTED.decode(await in_io_thread(self._directory.score, entry.id))
         except (BlobError, OSError, msgspec.DecodeError) as error:
             logger.error("action=session_lost session=%s error=%s", entry.id, error)
             if self._entries.get(entry.id) is entry:

@@ -162,6 +162,53 @@ def test_the_reply_of_an_agents_rollout_counts_what_the_engine_aborted(server: S
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("returned", "reward", "rewards"),
+    [(None, 0.5, {"tests": 0.5}), (0.75, 0.75, {"tests": 0.5}), ({"tests": 1.0}, 1.0, {"tests": 1.0})],
+)
+def test_rewards_that_a_harness_posts_are_the_rollouts(
+    server: SessionsProcess, returned: Any, reward: float, rewards: dict[str, float]
+) -> None:
+    """What the environment returns holds; what was posted besides is added."""
+    posted = {"reward": 0.5, "metrics": {"passed": 3.0}, "turn_rewards": [0.0, 1.0], "rewards": {"tests": 0.5}}
+
+    async def post(policy: AgentPolicy) -> None:
+        assert policy.control_key not in [*policy.variables.values(), repr(policy)]
+        async with (
+            ClientSession(headers={"Authorization": f"Bearer {policy.control_key}"}) as http,
+            http.post(policy.rewards_url, json=posted) as response,
+        ):
+            assert response.status == 204
+
+    class Harness(Chatting):
+        async def rollout(self, example: str, policy: AgentPolicy) -> Any:
+            await super().rollout(example, policy)
+            return returned
+
+    async def main() -> None:
+        async with stage_with(server) as stage:
+            result = await play(stage, loaded(Harness(post)), 0, attempt_of(f"posted-{reward}".replace(".", "-")))
+            assert result.columns
+            turns = read_columns(stage.store, result.columns).turns
+        assert (result.reward, result.rewards, result.metrics["passed"]) == (reward, rewards, 3.0)
+        assert turns.reward.tolist() == [0.0, 1.0]
+
+    asyncio.run(main())
+
+
+def test_an_environment_without_a_score_and_a_posted_one_has_failed(server: SessionsProcess) -> None:
+    class Silent(Chatting):
+        async def rollout(self, example: str, policy: AgentPolicy) -> Any:
+            await super().rollout(example, policy)
+
+    async def main() -> None:
+        async with stage_with(server) as stage:
+            with pytest.raises(StageError, match="no reward was posted"):
+                await play(stage, loaded(Silent(nothing)), 0, attempt_of("silent"))
+
+    asyncio.run(main())
+
+
 def test_cancelling_a_rollout_ends_its_session_and_all_processes_of_its_agent(
     server: SessionsProcess, tmp_path: Path
 ) -> None:

@@ -94,11 +94,12 @@ class SessionsProcess(Process):
     def agent(self, **fields: Any) -> "Agent":
         response = self.request("POST", "/sessions", fields)
         assert response.status == 200, response.body
-        assert set(response.json) == {"session_id", "base_url", "secret"}
+        assert set(response.json) == {"session_id", "base_url", "secret", "control_secret"}
         return Agent(
             server=self,
             id=response.json["session_id"],
             secret=response.json["secret"],
+            control_secret=response.json["control_secret"],
             base_url=response.json["base_url"],
         )
 
@@ -113,6 +114,7 @@ class Agent:
     server: SessionsProcess
     id: str
     secret: str
+    control_secret: str
     base_url: str
     messages: list[Message] = field(default_factory=list[Message])
 
@@ -121,7 +123,9 @@ class Agent:
         return f"/sessions/{self.id}"
 
     def request(self, method: str, path: str = "", request: Any = None, **headers: str) -> HttpResponse:
-        given = {"Authorization": f"Bearer {self.secret}"}
+        """With the control secret where it is needed."""
+        control = method == "DELETE" or path in ("/seal", "/rewards")
+        given = {"Authorization": f"Bearer {self.control_secret if control else self.secret}"}
         given |= {name.replace("_", "-"): text for name, text in headers.items()}
         return self.server.request(method, self.path + path, request, given)
 

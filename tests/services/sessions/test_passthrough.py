@@ -149,7 +149,7 @@ def test_other_hosts_need_the_secret(guarded: SessionsProcess, script: Script) -
         for method, path in paths:
             response = guarded.request(method, agent.path + path, None, headers)
             assert response.status == 401
-            assert "secret is required" in response.error
+            assert "secret" in response.error
     assert agent.chat("with the secret").status == 200
     for headers in ({"Authorization": f"bearer\t{agent.secret}"}, {"Authorization": f"Bearer  {agent.secret} "}):
         assert guarded.request("GET", agent.path, None, headers).status == 200
