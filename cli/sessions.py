@@ -1,10 +1,11 @@
 """`penstock sessions`: the session server, which gives each agent its own OpenAI-compatible URL."""
 
 import logging
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
 from cli.output import CONFIG_HELP, LOG_FORMAT
 
@@ -15,6 +16,7 @@ def sessions(
     config: Annotated[Path | None, Argument(metavar="CONFIG.toml", help=CONFIG_HELP, show_default=False)] = None,
     host: Annotated[str | None, Option(help="Bind address. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, Option(help="Default: 8100. 0: any free port.")] = None,
+    processes: Annotated[int | None, Option(help="Servers, on as many ports from --port on. Default: 1.")] = None,
     engine_urls: Annotated[str | None, Option(help="URLs of the engine's replicas, separated by commas.")] = None,
     policy_renderer: Annotated[
         str | None, Option(help="Render prompts here: a tokenizer's directory, or bytes-chatml.")
@@ -46,6 +48,7 @@ def sessions(
     flags = {
         "sessions.host": host,
         "sessions.port": port,
+        "sessions.processes": processes,
         "engine.urls": engine_urls,
         "policy.renderer": policy_renderer,
         "sessions.append_roles": append_roles,
@@ -57,4 +60,10 @@ def sessions(
         "store": store,
         "sessions.require_secret": require_secret,
     }
-    server.serve(configuration.load(config, flags=flags, section="sessions"))
+    loaded = configuration.load(config, flags=flags, section="sessions")
+    if loaded.sessions.processes == 1:
+        server.serve(loaded)
+    else:
+        from cli.session_processes import supervise
+
+        raise Exit(supervise(loaded, sys.argv[2:]))

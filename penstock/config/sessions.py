@@ -50,6 +50,9 @@ class Sessions(Section):
     """Bind address. Any address other than loopback requires secrets, unless `require_secret` is set."""
     port: Annotated[Port, OF_HOST] = 8100
     """Port to listen on; 0 picks a free one and logs it. A server restarted on the same port resumes its sessions."""
+    processes: Annotated[PositiveInt, OF_HOST] = 1
+    """Session servers that `penstock sessions` starts, on as many ports from `port` on. One that dies is started again,
+    with its sessions. `urls` has all of them."""
     instance_id: Annotated[Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None, OF_HOST] = None
     """Identity of this server, 32 hex digits, shown by /health. A server restarted with it on another host or port
     resumes its sessions. Default: random, and sessions are found by host name and port."""

@@ -1,0 +1,117 @@
+"""Several session servers under one supervisor: real processes, killed in turn."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from http.client import HTTPException
+from pathlib import Path
+
+import pytest
+from support.cluster import Process
+from support.processes import alive
+from support.session_process import READY, Agent, Script, SessionsProcess, scripted
+from support.waiting import wait_until
+from typer.testing import CliRunner
+
+from cli.main import app
+from penstock.errors import ConfigError
+
+BACK_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Script]:
+    with scripted() as script:
+        yield script
+
+
+def free_ports(count: int) -> int:
+    """The first of as many ports in a row that are free now."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+        try:
+            for each in range(port, port + count):
+                socket.create_server(("127.0.0.1", each)).close()
+        except OSError:
+            continue
+        return port
+
+
+class Several(SessionsProcess):
+    """The supervisor; `at` is one of its servers."""
+
+    port: int
+
+    def at(self, number: int) -> "SessionsProcess":
+        server = object.__new__(_One)
+        server.store, server.port = self.store, self.port + number
+        return server
+
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
+
+class _One(SessionsProcess):
+    port: int
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", self.port
+
+
+@pytest.fixture
+def several(script: Script, tmp_path: Path) -> Iterator[Several]:
+    port = free_ports(2)
+    process = Several(tmp_path, script.server.url, "--port", str(port), "--processes", "2")
+    process.port = port
+    wait_until(lambda: len(READY.findall(process.text)) == 2 or process.exit_code is not None)
+    yield process
+    Process.end(process)
+
+
+def test_a_server_that_is_killed_is_back_with_its_sessions(several: Several) -> None:
+    agents = [several.at(number).agent() for number in range(2)]
+    for number, agent in enumerate(agents):
+        assert agent.base_url.startswith(f"http://127.0.0.1:{several.port + number}/")
+        agent.talk("before")
+    first = several.pids()
+    os.kill(first[0], signal.SIGKILL)
+    killed_at = time.monotonic()
+    agents[1].talk("meanwhile")
+    wait_until(lambda: any(has_its_turn(agent) for agent in agents[:1]))
+    assert time.monotonic() - killed_at < BACK_S * slowness()
+    agents[0].talk("after")
+    assert agents[0].request("POST", "/seal").json["turns"] == 2
+    assert set(several.pids()) & set(first) == {first[1]}
+
+
+def has_its_turn(agent: Agent) -> bool:
+    try:
+        return agent.turns() == 1
+    except (OSError, HTTPException):
+        return False
+
+
+def slowness() -> float:
+    """How much longer than on an idle machine a start takes here."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_running(several: Several, signum: signal.Signals) -> None:
+    pids = several.pids()
+    assert len(pids) == 2
+    os.kill(several.pid, signum)
+    wait_until(lambda: not any(map(alive, pids)))
+    wait_until(lambda: several.exit_code is not None)
+    assert several.exit_code == (0 if signum != signal.SIGKILL else -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("arguments", [["--port", "0"], ["--port", "8100", "--instance-id", "a" * 32]])
+def test_processes_that_cannot_be_told_apart_are_refused(tmp_path: Path, arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["sessions", "--processes", "2", "--store", f"file://{tmp_path}", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert "--processes" in str(result.exception)
