@@ -69,6 +69,7 @@ def test_a_request_that_waits_ends_with_its_session(agent: Agent, script: Script
         wait_until(lambda: agent.server.status()["chats"]["begun"] > begun)
         assert agent.request("DELETE").status == 204
         assert chat.result().status == 404
+    script.server.start()
 
 
 @pytest.mark.parametrize("how", ["loading", "503", "away"])
