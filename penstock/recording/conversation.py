@@ -12,7 +12,7 @@ from typing import cast
 import xxhash
 
 from penstock.errors import BadRequest
-from penstock.recording.echoes import Echo, exact_form, is_text, meaning
+from penstock.recording.echoes import Echo, calls_alone, exact_form, is_text, meaning
 from penstock.turn import Message
 
 ANSWER = b"answer"
@@ -42,6 +42,8 @@ class Checkpoint:
     """Exact form of the answer."""
     echo: bytes = b""
     """Exact form of the parent's answer as the request repeated it."""
+    calls: bytes = b""
+    """Digest with the calls of an answer whose text an echo may lack; empty: it has none, or no text."""
     twin: int = -1
     """The turn committed last before this one with the same digest."""
     arrival: int = -1
@@ -95,6 +97,7 @@ class Conversation:
         self._answered: set[bytes] = set()
         """Digests of requests that have an answer."""
         self._aliases: dict[bytes, bytes] = {}
+        self._calls: dict[bytes, bytes] = {}
         """Digest of a request and the exact form of an echo behind it -> digest of the answer."""
         self._agents: dict[str, tuple[int, int]] = {}
         """The first and the last turn of each agent, by arrival."""
@@ -158,6 +161,7 @@ class Conversation:
             before = _digest(before, each)
         form = exact_form(answer, self.echo)
         digest = _digest(before, form if self.echo is Echo.EXACT else ANSWER + meaning(answer))
+        calls = calls_alone(answer)
         return Checkpoint(
             turn=self.turns,
             parent=parent.turn,
@@ -166,6 +170,7 @@ class Conversation:
             request_digest=before,
             answer=form,
             echo=parent.answer if request.echo == parent.answer else request.echo,
+            calls=_digest(before, ANSWER + calls) if calls else b"",
             twin=self._last_at.get(digest, -1),
             arrival=arrival,
             agent=agent,
@@ -177,6 +182,8 @@ class Conversation:
         self._answered.add(checkpoint.request_digest)
         if self.echo is Echo.RECOGNISED:
             self._remember(_digest(checkpoint.request_digest, checkpoint.answer), checkpoint.digest)
+            if checkpoint.calls:
+                self._calls[checkpoint.calls] = checkpoint.digest
         first, last = self._agents.get(checkpoint.agent, (checkpoint.turn, checkpoint.turn))
         order = sorted((first, last, checkpoint.turn), key=lambda turn: self._checkpoints[turn].arrival)
         self._agents[checkpoint.agent] = order[0], order[-1]
@@ -202,7 +209,8 @@ class Conversation:
         if (known := self._aliases.get(plain)) is not None:
             return known
         answer = _digest(before, ANSWER + meaning(message))
-        if answer not in self._last_at:
+        answer = answer if answer in self._last_at else self._calls.get(answer)
+        if answer is None:
             return plain
         self._remember(plain, answer)
         return answer

@@ -48,6 +48,11 @@ def meaning(message: Message) -> bytes:
     return xxhash.xxh3_128_digest(orjson.dumps([_text(message.get("content")), called], option=orjson.OPT_SORT_KEYS))
 
 
+def calls_alone(message: Message) -> bytes | None:
+    """The meaning of an echo without the text beside its calls, which some frameworks drop; None: it is `meaning`."""
+    return meaning({**message, "content": None}) if message.get("tool_calls") and message.get("content") else None
+
+
 def restored(messages: Sequence[Message], answers: Mapping[int, Message]) -> list[Message]:
     """The messages with recorded answers at the given positions. Tool messages behind one get its call ids."""
     call_ids, with_answers = dict[Any, Any](), list[Message]()

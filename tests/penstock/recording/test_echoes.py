@@ -52,10 +52,10 @@ ECHOES = {
     "arguments as an object": assistant(ANSWER["content"], tool_calls=[call("read", json.loads(ARGUMENTS))]),
     "another call id": assistant(ANSWER["content"], tool_calls=[{**call("read", AGAIN), "id": "toolu_7"}]),
     "fields added": assistant(ANSWER["content"], tool_calls=CALLS, refusal=None, audio=None, name="agent"),
+    "no text beside calls": assistant(None, tool_calls=CALLS),
 }  # fmt: skip
 EDITS = {
     "text": assistant("First, look at this.", tool_calls=CALLS),
-    "no text": assistant(None, tool_calls=CALLS),
     "argument": assistant(ANSWER["content"], tool_calls=[call("read", AGAIN.replace("a/b", "a/c"))]),
     "number": assistant(ANSWER["content"], tool_calls=[call("read", AGAIN.replace("1.0", '"1"'))]),
     "name": assistant(ANSWER["content"], tool_calls=[call("write", ARGUMENTS)]),
@@ -79,6 +79,12 @@ def test_an_echo_is_the_recorded_answer(mode: Mode, echo: dict[str, Any]) -> Non
     request = recorded(mode).prepare([user("1"), echo, RESULT])
     assert (request.parent.turn, request.appended) == (0, [RESULT])
     assert list(request.repairs) == [(1, 0)]
+
+
+def test_an_echo_without_text_is_the_answer_that_had_none() -> None:
+    silent = assistant(None, tool_calls=CALLS)
+    twice = record(recorded(), ([user("1")], silent), ([user("1")], ANSWER))
+    assert [twice.prepare([user("1"), echo, RESULT]).parent.turn for echo in (silent, ANSWER)] == [1, 2]
 
 
 @pytest.mark.parametrize("edited", EDITS.values(), ids=EDITS)

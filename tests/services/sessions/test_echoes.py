@@ -40,6 +40,7 @@ FRAMEWORKS: dict[str, Change] = {
         **message,
         "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": message["content"].strip()}],
     },
+    "text beside calls dropped": lambda message: {**dropped(message), "content": None},
     "call ids of its own": lambda message: {
         **message,
         "tool_calls": [{**call, "id": f"toolu_{call['id']}", "index": 0} for call in message["tool_calls"]],
