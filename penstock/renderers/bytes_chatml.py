@@ -1,7 +1,8 @@
 """ChatML over bytes: 256 byte tokens and two special tokens. Needs no files; used by the demo and the tests.
 
 The ids of a conversation begin with the ids of the conversation that it extends, generated completions included: text
-is encoded byte for byte, and tool calls are encoded exactly as they were decoded. Text cannot forge special tokens.
+is encoded byte for byte, thoughts and tool calls are encoded exactly as they were decoded. Text cannot forge special
+tokens.
 """
 
 import re
@@ -25,6 +26,7 @@ UNKNOWN = ord("?")
 TOOL_CALL = re.compile(
     r'<tool_call>\n\{"name": (?P<name>"(?:[^"\\]|\\.)*"), "arguments": (?P<arguments>.*?)\}\n</tool_call>', re.DOTALL
 )
+THOUGHTS = re.compile(r"<think>\n(?P<thoughts>.+?)\n</think>\n\n", re.DOTALL)
 
 
 class BytesChatmlRenderer:
@@ -140,7 +142,14 @@ def _body(message: Mapping[str, Any]) -> str:
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise BadRequest("a message's tool_calls must be a list")
-    return content_text(message.get("content")) + "\n".join(map(_tool_call, calls))
+    return _thoughts(message) + content_text(message.get("content")) + "\n".join(map(_tool_call, calls))
+
+
+def _thoughts(message: Mapping[str, Any]) -> str:
+    """Under either name that engines give them."""
+    thoughts = message.get("reasoning_content") or message.get("reasoning")
+    is_text = isinstance(thoughts, str) and message.get("role", "assistant") == "assistant"
+    return f"<think>\n{thoughts}\n</think>\n\n" if is_text else ""
 
 
 def _tool_call(call: object) -> str:
@@ -161,13 +170,15 @@ def _json(tools: Sequence[Any]) -> str:
 
 def _parse_message(role: str, text: str) -> Message:
     """Tool calls are parsed only if formatting them gives the same text; otherwise they stay in the content."""
-    message: Message = {"role": role, "content": text}
-    matches = list(TOOL_CALL.finditer(text)) if role == "assistant" else []
+    thoughts = THOUGHTS.match(text) if role == "assistant" else None
+    rest = text[thoughts.end() :] if thoughts else text
+    message: Message = {"role": role, "content": rest, **({"reasoning_content": thoughts[1]} if thoughts else {})}
+    matches = list(TOOL_CALL.finditer(rest)) if role == "assistant" else []
     if not matches or not all(_is_json(text) for match in matches for text in match.groups()):
         return message
     functions = [{"name": orjson.loads(match["name"]), "arguments": match["arguments"]} for match in matches]
     calls = [{"type": "function", "function": function} for function in functions]
-    parsed: Message = {"role": role, "content": text[: matches[0].start()] or None, "tool_calls": calls}
+    parsed: Message = {**message, "content": rest[: matches[0].start()] or None, "tool_calls": calls}
     return parsed if _body(parsed) == text else message
 
 

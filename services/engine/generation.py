@@ -42,10 +42,15 @@ class Generation:
     filler: int = 0
     """first tokens that are filler: they depend on the weights"""
     reasoning: str | None = None
+    """a thought that was cut off"""
     logprobs: NDArray[np.float64] | None = None
     """of a model, in place of `levels`"""
     unknown_logprobs: int = 0
     """last tokens whose logprob is sent as -9999.0"""
+
+    @property
+    def thoughts(self) -> str | None:
+        return self.reasoning or self.message.get("reasoning_content")
 
     @property
     def cut(self) -> bool:
@@ -127,7 +132,7 @@ def generate(request: CompletionRequest, draws: Draws, settings: EngineSettings)
     answer = scripted_answer(bytes_chatml.decode_messages(request.prompt_ids), draws, settings.skill) or ScriptedAnswer(
         text=""
     )
-    answer_ids = bytes_chatml.encode_completion({"content": answer.text, "tool_calls": answer.calls})
+    answer_ids = bytes_chatml.encode_completion(answer.message)
     begun = request.prompt_ids[answer_from(request.prompt_ids) :]
     length = round(settings.completion_tokens.at(draws.uniform("length")))
     length = max(length, len(answer_ids), len(begun) + 1)  # another seed may have begun a longer answer

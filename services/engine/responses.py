@@ -55,7 +55,7 @@ def vllm_chat_body(content: ResponseContent) -> list[Part]:
     message |= {"annotations": None, "audio": None, "function_call": None}
     if calls := _tool_calls(generation):
         message["tool_calls"] = calls
-    message["reasoning"] = generation.reasoning
+    message["reasoning"] = generation.thoughts
     ids = _ids(generation.completion_ids) if request.token_ids else b"null"
     prompt_ids = _ids(request.prompt_ids) if request.token_ids else b"null"
     return [
@@ -74,7 +74,7 @@ def sglang_chat_body(content: ResponseContent) -> list[Part]:
     generation, request = content.generation, content.request
     text = generation.message["content"]
     message: Json = {"role": "assistant", "content": text if generation.reasoning is None else ""}
-    message |= {"reasoning_content": generation.reasoning, "tool_calls": _tool_calls(generation) or None}
+    message |= {"reasoning_content": generation.thoughts, "tool_calls": _tool_calls(generation) or None}
     matched = b"null" if generation.ended_early else b"%d" % MESSAGE_END
     experts = _routed_experts(content, ExpertForm.BARE) if request.meta_info else []
     return [

@@ -1,11 +1,13 @@
 """A policy without a model: answers the questions of the built-in environments with a given share of good answers.
 
-It recognizes questions by the texts in `docs/environments.md`.
+It recognizes questions by the texts in `docs/environments.md`, and plays the steps that a user's message lists.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import orjson
 
@@ -16,17 +18,23 @@ NUMBER = r"[1-9]\d{0,8}"
 PROBLEM = re.compile(rf"What is ((?:{NUMBER} [-+*] ){{0,99}}{NUMBER})\?")
 MULTIPLE = re.compile(rf"whole number from 1 to ({NUMBER}) that is divisible by ({NUMBER})\.")
 BOXES = re.compile(rf"The boxes (.+) each hold a whole number from 1 to ({NUMBER})\.")
+STEPS = "Steps: ["
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptedAnswer:
     text: str
     calls: Sequence[Message] = field(default_factory=list[Message])
+    thoughts: str = ""
+
+    @property
+    def message(self) -> Message:
+        return {"content": self.text, "reasoning_content": self.thoughts, "tool_calls": self.calls}
 
 
 def scripted_answer(messages: Sequence[Message], draws: Draws, skill: float) -> ScriptedAnswer | None:
     """None if the question is not one of a built-in environment."""
-    players = (add, name_multiple, guess_boxes)
+    players = (play_steps, add, name_multiple, guess_boxes)
     return next((answer for player in players if (answer := player(messages, draws, skill))), None)
 
 
@@ -69,6 +77,37 @@ def guess_boxes(messages: Sequence[Message], draws: Draws, skill: float) -> Scri
             arguments = orjson.dumps({"box": box, "number": number}).decode()
             calls.append({"type": "function", "function": {"name": "guess", "arguments": arguments}})
     return ScriptedAnswer(text="" if calls else "DONE", calls=calls)
+
+
+def play_steps(messages: Sequence[Message], draws: Draws, skill: float) -> ScriptedAnswer | None:
+    """The next of the steps that a user's message lists as JSON: `Steps: [{"think": TEXT, "say": TEXT, "call": [[TOOL,
+    ARGUMENTS], ...]}, ...]`. After the last one the answer is `Done.`"""
+    listed = [at for at, message in enumerate(messages) if message["role"] == "user" and STEPS in message["content"]]
+    if not listed:
+        return None
+    text = messages[listed[-1]]["content"]
+    try:
+        steps, _ = json.JSONDecoder().raw_decode(text, text.index(STEPS) + len(STEPS) - 1)
+    except (ValueError, RecursionError):
+        return None
+    done = sum(message["role"] == "assistant" for message in messages[listed[-1] :])
+    match steps[done : done + 1]:
+        case [dict(step)]:
+            return _step(cast("Message", step))
+        case _:
+            return ScriptedAnswer(text="Done.")
+
+
+def _step(step: Message) -> ScriptedAnswer:
+    calls: list[Message] = []
+    for call in step.get("call") or []:
+        match call:
+            case [str(name), dict(arguments)]:
+                function = {"name": name, "arguments": json.dumps(arguments)}
+                calls.append({"type": "function", "function": function})
+            case _:
+                pass
+    return ScriptedAnswer(text=str(step.get("say") or ""), thoughts=str(step.get("think") or ""), calls=calls)
 
 
 def _guesses(messages: Sequence[Message]) -> Iterator[tuple[str, int, str]]:

@@ -88,6 +88,16 @@ def test_tool_calls_are_decoded() -> None:
     assert decode_completion(bytes_chatml.encode_completion(message)) == message
 
 
+def test_thoughts_are_decoded_and_encoded_under_either_name() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": "Well.", "reasoning_content": "hm\n", "tool_calls": [call]}
+    ids = bytes_chatml.encode_completion(message)
+    assert bytes_chatml.decode(ids).startswith("<think>\nhm\n\n</think>\n\nWell.<tool_call>")
+    assert decode_completion(ids) == message
+    renamed = {name: value for name, value in message.items() if name != "reasoning_content"} | {"reasoning": "hm\n"}
+    assert np.array_equal(bytes_chatml.encode_completion(renamed), ids)
+
+
 @pytest.mark.parametrize(
     "text",
     [

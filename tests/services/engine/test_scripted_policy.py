@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.engine.draws import Draws
-from services.engine.scripted_policy import scripted_answer
+from services.engine.scripted_policy import ScriptedAnswer, play_steps, scripted_answer
 
 ARITHMETIC = "What is {}? Think it through, then end with a line `Answer: N`, where N is a whole number."
 DISTINCT = (
@@ -86,3 +86,29 @@ def test_malformed_tool_calls_in_the_history_are_ignored() -> None:
     answer = scripted_answer([*messages, *[{"role": "tool", "content": "error: no"}] * 4], Draws(b""), 1)
     assert answer is not None
     assert [json.loads(call["function"]["arguments"]) for call in answer.calls] == [{"box": "A", "number": 2}]
+
+
+STEPS = (
+    'Go. Steps: [{"think": "hm", "say": "I look.", "call": [["look", {"at": 1}], ["look", {}], 3]}, {"say": "End."}] x'
+)
+
+
+def test_listed_steps_are_played_one_an_answer() -> None:
+    draws = Draws(b"")
+    messages: list[Any] = [{"role": "system", "content": ""}, {"role": "user", "content": STEPS}]
+    first = play_steps(messages, draws, 1.0)
+    assert first
+    functions = [call["function"] for call in first.calls]
+    assert (first.thoughts, first.text, functions) == (
+        "hm",
+        "I look.",
+        [{"name": "look", "arguments": '{"at": 1}'}, {"name": "look", "arguments": "{}"}],
+    )
+    for expected in ("End.", "Done.", "Done."):
+        messages += [{"role": "assistant", "content": "?"}, {"role": "tool", "content": "?"}]
+        assert play_steps(messages, draws, 1.0) == ScriptedAnswer(text=expected)
+
+
+@pytest.mark.parametrize("text", ["Steps: [", "Steps: [}", "no steps", "Steps: " + "[" * 100_000])
+def test_what_lists_no_steps_is_not_played(text: str) -> None:
+    assert play_steps([{"role": "user", "content": text}], Draws(b""), 1.0) is None
