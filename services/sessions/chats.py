@@ -24,7 +24,7 @@ from penstock.playing.turns import named_adapter, prompt_of, rendered_message, t
 from penstock.recording import Claim, Prepared, Session
 from penstock.renderers import PooledRenderer, RendererKey, RendererPools
 from penstock.runtime.offload import in_cpu_thread
-from penstock.turn import Turn, TurnMetadata
+from penstock.turn import Ids, Turn, TurnMetadata, ids_text
 from services.sessions import headers
 from services.sessions.agents import agent_of
 from services.sessions.apis import CHAT, Api
@@ -190,7 +190,10 @@ class Chats:
         prepared = self._prepare(session, claim, chat, agent, sent_chat.id)
         messages = await session.restored(prepared, chat.conversation.messages)
         tools = chat.fields.get("tools")
-        prompt = await prompt_of(self.renderer, prepared, messages, tools=tools, fields=chat.fields)
+        if chat.prompt_ids is None:
+            prompt = await prompt_of(self.renderer, prepared, messages, tools=tools, fields=chat.fields)
+        else:
+            prompt = Prompt(messages=[{"role": "user", "content": ""}], ids=self._sendable(chat.prompt_ids))
         self.counts.rewritten_histories += prompt.rewritten
         model, version = chat.fields.get("model"), None
         if model in (None, self._config.engine.model):
@@ -283,7 +286,16 @@ class Chats:
             raise ContextFull(f"turn limit: the session has used its {limit} turns (policy.max_turns)")
         if chat.left_out_by:
             return session.beside(chat.conversation)
-        return session.prepare(claim, chat.conversation, agent=agent, request_id=id)
+        messages = chat.conversation if chat.prompt_ids is None else None
+        return session.prepare(claim, messages, agent=agent, request_id=id)
+
+    def _sendable(self, prompt_ids: Ids) -> Ids:
+        if self.renderer is None or not self._dialect.takes_tokens:
+            raise BadRequest(
+                "prompt: this server sends messages; for token ids set policy.renderer, and engine.dialect to generate "
+                "or sglang"
+            )
+        return prompt_ids
 
     async def _read(self, response: EngineResponse, exchange: Exchange) -> ReadResponse:
         if is_quick(response.chunks, self._dialect.experts_key):
@@ -293,7 +305,11 @@ class Chats:
         if read.turn.message is not None:
             return read
         fields, number = exchange.chat.fields, exchange.prepared.arrival
-        message = await rendered_message(self._dialect, exchange.prompt, read.turn, number=number, fields=fields)
+        if exchange.chat.prompt_ids is not None and self.renderer:
+            texts = await self.renderer.texts(read.turn.completion_ids)
+            message = {"role": "assistant", "content": "".join(texts)}
+        else:
+            message = await rendered_message(self._dialect, exchange.prompt, read.turn, number=number, fields=fields)
         turn = replace(read.turn, message=orjson.dumps(message))
         logprobs = None
         if self.renderer and "logprobs" in exchange.chat.asked.names:
@@ -323,7 +339,10 @@ class Chats:
         asked = exchange.chat.asked
         rendered = None
         if exchange.prompt.ids is not None and turn.message is not None:
-            rendered = Rendered(message=turn.message, finish_reason=finish_reason(turn), logprobs=logprobs)
+            ids = b"[%b]" % ids_text(turn.completion_ids)
+            rendered = Rendered(
+                message=turn.message, finish_reason=finish_reason(turn), logprobs=logprobs, token_ids=ids
+            )
         completion = completion_for(self._dialect.chat_completion(engine_body, turn), asked, rendered)
         return ReadResponse(
             turn=turn,

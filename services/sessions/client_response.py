@@ -57,6 +57,8 @@ class Rendered:
     finish_reason: str | None
     logprobs: bytes | None
     """None: as the engine sent them"""
+    token_ids: bytes
+    """a JSON list"""
 
 
 def completion_for(body: bytes, asked: Asked, rendered: Rendered | None = None) -> bytes:
@@ -66,6 +68,7 @@ def completion_for(body: bytes, asked: Asked, rendered: Rendered | None = None) 
     if rendered:
         ended = orjson.dumps(rendered.finish_reason)
         choice |= {"message": msgspec.Raw(rendered.message), "finish_reason": msgspec.Raw(ended)}
+        choice["token_ids"] = msgspec.Raw(rendered.token_ids)
         if rendered.logprobs is not None:
             choice["logprobs"] = msgspec.Raw(rendered.logprobs)
     if "logprobs" in choice and "logprobs" not in asked.names:

@@ -17,7 +17,7 @@ from penstock.engines.transport import Reservation
 from penstock.errors import BadRequest, TooLarge, TooSlow
 from penstock.recording import DigestedMessages, Echo, digest_messages
 from penstock.runtime.offload import in_cpu_thread
-from penstock.turn import MAX_NESTING, is_nested_too_deeply
+from penstock.turn import MAX_NESTING, Ids, is_nested_too_deeply
 from services.sessions.apis import Api, History, Recorded
 from services.sessions.client_response import Asked
 from services.sessions.rules import ChatRules
@@ -27,6 +27,7 @@ T = TypeVar("T")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Handled here: streams are never requested from the engine; the dialect sends the rest in its own way.
 NOT_SAMPLING = frozenset({"model", "messages", "tools", "stream", "stream_options"})
+NO_MESSAGES = DigestedMessages(messages=[], forms=[])
 IDENTITY = "identity"
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """The formats of a compressed body, as zlib's `wbits`."""
@@ -81,6 +82,8 @@ class Chat:
     instructions: int
     left_out_by: str
     """what leaves it out of training; empty if it is recorded"""
+    prompt_ids: Ids | None = None
+    """the prompt itself, in place of messages"""
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -167,7 +170,8 @@ def read_chat(
     request = api.chat(given, history)
     fields = rules.applied(request.fields)
     _check(fields)
-    conversation = digest_messages(fields.get("messages"), echo)
+    ids = request.prompt_ids
+    conversation = NO_MESSAGES if ids is not None else digest_messages(fields.get("messages"), echo)
     return Chat(
         api=api,
         fields=fields,
@@ -176,6 +180,7 @@ def read_chat(
         context=request.context,
         instructions=request.instructions,
         left_out_by=rules.left_out_by(request.fields, headers),
+        prompt_ids=ids,
     )
 
 

@@ -3,12 +3,13 @@
 from services.sessions.agents import split_branch
 from services.sessions.apis.base import Api, ChatRequest, Completion, History, Recorded
 from services.sessions.apis.chat import ChatCompletions
+from services.sessions.apis.completions import Completions
 from services.sessions.apis.messages import Messages
 from services.sessions.apis.responses import Responses
 
 CHAT = ChatCompletions()
 MESSAGES = Messages()
-APIS: tuple[Api, ...] = (CHAT, MESSAGES, Responses())
+APIS: tuple[Api, ...] = (CHAT, MESSAGES, Responses(), Completions())
 
 
 def api_of(path: str) -> Api:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 import orjson
 
 from penstock.errors import BadRequest
-from penstock.turn import Message, is_nested_too_deeply
+from penstock.turn import Ids, Message, is_nested_too_deeply
 from services.sessions.client_response import Asked
 
 Fields = Mapping[str, Any]
@@ -37,6 +37,8 @@ class ChatRequest:
     """what the API needs of the request for its response"""
     instructions: int = 0
     """characters of the first message that hold for this request only"""
+    prompt_ids: Ids | None = None
+    """the prompt itself, in place of messages"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,7 +124,7 @@ def test_other_paths_are_not_found(sessions: SessionsProcess, path: str) -> None
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/completions", "/update_weights", "/flush_cache", "/sleep", "/v1/chat", "/v1/chat/completions/",
+    ["/v1/embeddings", "/update_weights", "/flush_cache", "/sleep", "/v1/chat", "/v1/chat/completions/",
      "/v1/models/../../flush_cache", "/v1/models%2f..%2fsleep", "//v1/models", "/v1/models/x", "/generate", "/health"],
 )  # fmt: skip
 def test_an_agent_reaches_no_other_path_of_the_engine(agent: Agent, script: Script, path: str) -> None:

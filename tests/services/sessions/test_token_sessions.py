@@ -187,3 +187,35 @@ def test_a_template_that_rewrites_history_is_counted_and_starts_a_sample(tmp_pat
         agent.talk("two")
         assert process.status()["chats"]["rewritten_histories"] == 1
         assert len(agent.request("POST", "/seal").json["sample_lengths"]) == 2
+
+
+def test_completions_take_and_return_tokens(agent: Agent) -> None:
+    """An agent that renders its prompts itself: a prompt that begins with what was recorded extends the sample."""
+    ids = bytes_chatml.encode([{"role": "user", "content": "one"}]).tolist()
+    for number in range(2):
+        options = {"prompt": ids, "max_tokens": 9, "logprobs": 1} | ({"stream": True} if number else {})
+        response = agent.request("POST", "/v1/completions", options)
+        assert response.status == 200, response.body
+        events = response.body.decode().split("\n\n")
+        choice = json.loads(events[0].removeprefix("data: "))["choices"][0]
+        assert choice["text"].startswith("answer to ")
+        assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
+        history = np.array(ids + choice["token_ids"], np.int32)
+        ids = bytes_chatml.encode_next(history, [{"role": "user", "content": "two"}]).tolist()
+    sealed = agent.request("POST", "/seal").json
+    assert (len(sealed["sample_lengths"]), sealed["metrics"]["turns"]) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": "text"}, {"prompt": []}, {"prompt": [[1], [2]]}, {"prompt": [-1]}, {"echo": True}]
+)
+def test_completions_of_text_are_refused(agent: Agent, fields: dict[str, Any]) -> None:
+    response = agent.request("POST", "/v1/completions", {"prompt": [1], **fields})
+    assert response.status == 400
+    assert next(iter(fields)) in response.error
+
+
+def test_completions_need_an_engine_that_takes_tokens(engine: Server, tmp_path: Path) -> None:
+    with running(tmp_path, engine.url) as process:
+        response = process.agent().request("POST", "/v1/completions", {"prompt": [1]})
+        assert (response.status, "policy.renderer" in response.error) == (400, True)
