@@ -30,6 +30,9 @@ BYTES_A_TOKEN = 9
 """of the columns: `input_ids` i32, `logprobs` f32, `loss_mask` u8"""
 IDLE_TOKENS = 2_400 + 23 + 120
 """of an idle session: user message, roles, completion"""
+APIS = ("messages", "responses")
+API_SHARE = 0.8
+"""of the chats per second that Chat Completions has"""
 ENOUGH_CHATS, HEALTH_MS, MEMORY_RATIO, GROWTH_MB = 250.0, 10.0, 1.2, 10.0
 
 
@@ -70,11 +73,12 @@ class Bench:
     poller: SessionLoad
     lengths: Lengths
 
-    def flood(self, form: str, size: str, *, direct: bool = False) -> dict[str, float]:
+    def flood(self, form: str, size: str, *, direct: bool = False, api: str = "chat") -> dict[str, float]:
         pair, (characters, connections) = self.pairs[form], SIZES[size]
         before = cpu_s(pair.server.pid)
         port = pair.engine_port if direct else pair.port
-        agent: dict[str, Any] = {"characters": characters // self.lengths.shrink, "turns": TURNS, "direct": direct}
+        agent: dict[str, Any] = {"characters": characters // self.lengths.shrink, "turns": TURNS}
+        agent |= {"direct": direct, "api": api}
         server: dict[str, Any] = {"host": "127.0.0.1", "port": port, "connections": connections}
         result = self.load.do("closed_loop", **server, seconds=self.lengths.seconds, **agent)
         cpu_ms = (cpu_s(pair.server.pid) - before) * 1000 / result["chats"]
@@ -125,6 +129,15 @@ def run(*, quick: bool) -> Report:
     late_ms = figures["/health p95 (ms)"] - figures["canary p95 (ms)"]
     targets = [
         Target(name="chats/s", value=figures["base64, 1.3 MB: chats/s"], limit=ENOUGH_CHATS, sense="at least"),
+        *(
+            Target(
+                name=f"chats/s through {api}, of chat's",
+                value=figures[f"base64, 1.3 MB, {api}: chats/s"] / figures["base64, 1.3 MB: chats/s"],
+                limit=API_SHARE,
+                sense="at least",
+            )
+            for api in APIS
+        ),
         Target(name="/health p95 above the canary's (ms)", value=late_ms, limit=HEALTH_MS),
         Target(name="idle session / its columns", value=ratio, limit=MEMORY_RATIO),
         Target(name=f"growth over {lengths.cycles} sessions (MB)", value=growth / 1e6, limit=GROWTH_MB),
@@ -139,6 +152,9 @@ def measured(bench: Bench, show: Show) -> dict[str, float]:
         show(f"round {number + 1} of {bench.lengths.rounds}")
         direct = bench.flood("base64", "1.3 MB", direct=True)
         figures.setdefault("base64, 1.3 MB, without a session: chats/s", []).append(direct["chats/s"])
+        for api in APIS:
+            for name, value in bench.flood("base64", "1.3 MB", api=api).items():
+                figures.setdefault(f"base64, 1.3 MB, {api}: {name}", []).append(value)
         for size in SIZES:
             for form in bench.lengths.forms:
                 for name, value in bench.flood(form, size).items():

@@ -16,6 +16,7 @@ import orjson
 from bench.harness.processes import LineProcess
 from penstock.runtime.event_loop import event_loop_factory
 
+PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}
 CHARACTERS_A_TURN = 40
 """of the user message of every turn after the first"""
 
@@ -78,9 +79,11 @@ class Agent:
     """sends requests to the engine itself, without a session"""
     seals: bool = False
     """seals each session before deleting it"""
+    api: str = "chat"
+    """chat, messages or responses"""
 
     def __post_init__(self) -> None:
-        self.session, self._control, self._messages = "", "", list[Any]()
+        self.session, self._control, self._messages, self._chats = "", "", list[Any](), 0
 
     async def chat(self) -> float:
         """Duration of one chat in seconds, without creating the session and the request."""
@@ -89,23 +92,42 @@ class Agent:
             self.session, self._control = created["session_id"], created["control_secret"]
         characters = CHARACTERS_A_TURN if self._messages else self.characters
         self._messages.append({"role": "user", "content": "x" * characters})
-        path = "/v1/chat/completions" if self.direct else f"/sessions/{self.session}/v1/chat/completions"
-        body = orjson.dumps({"messages": self._messages, "seed": 1, "logprobs": True, "return_token_ids": True})
+        path = PATHS[self.api] if self.direct else f"/sessions/{self.session}{PATHS[self.api]}"
+        body = orjson.dumps(self._request())
         started = time.perf_counter()
         response = await self.connection.request("POST", path, body)
         taken = time.perf_counter() - started
-        if len(self._messages) // 2 + 1 < self.turns:
-            self._messages.append(orjson.loads(response)["choices"][0]["message"])
+        self._chats += 1
+        if self._chats < self.turns:
+            self._messages += self._echo(orjson.loads(response))
         else:
             await self.end()
         return taken
+
+    def _request(self) -> dict[str, Any]:
+        match self.api:
+            case "messages":
+                return {"messages": self._messages, "seed": 1, "max_tokens": 1000}
+            case "responses":
+                return {"input": self._messages, "seed": 1, "store": False}
+            case _:
+                return {"messages": self._messages, "seed": 1, "logprobs": True, "return_token_ids": True}
+
+    def _echo(self, response: dict[str, Any]) -> list[Any]:
+        match self.api:
+            case "messages":
+                return [{"role": "assistant", "content": response["content"]}]
+            case "responses":
+                return response["output"]
+            case _:
+                return [response["choices"][0]["message"]]
 
     async def end(self) -> None:
         if self.session and self.seals and self._messages:
             await self.connection.request("POST", f"/sessions/{self.session}/seal", secret=self._control)
         if self.session:
             await self.connection.request("DELETE", f"/sessions/{self.session}", secret=self._control)
-        self.session, self._messages = "", []
+        self.session, self._control, self._messages, self._chats = "", "", [], 0
 
 
 async def closed_loop(host: str, port: int, *, connections: int, seconds: float, **agent: Any) -> dict[str, Any]:
