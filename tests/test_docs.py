@@ -30,7 +30,7 @@ from penstock.batches import Batch, BatchReader, MicroBatch
 from penstock.config import load, reference
 from penstock.config.engine import EnvironmentSettings
 from penstock.config.rules import check_rules
-from penstock.environments import Policy, load_environments
+from penstock.environments import AgentPolicy, Policy, load_environments
 from penstock.filters import group_filters, rollout_filters
 from penstock.messages import RolloutResult
 from penstock.playing.rollout import play
@@ -414,8 +414,8 @@ def setting_named(code: str, sections: set[str]) -> str | None:
     dotted = re.fullmatch(r"([a-z_]+)\.([a-z_]+)(?:\.[a-z_]+)*", name)
     if dotted is None or dotted[1] not in sections or dotted[2] in ("json", "jsonl"):
         return None
-    kinds: dict[str, type] = {"batch": Batch, "policy": Policy}
-    return None if dotted[1] in kinds and is_attribute(kinds[dotted[1]], dotted[2]) else name
+    kinds: dict[str, tuple[type, ...]] = {"batch": (Batch,), "policy": (Policy, AgentPolicy)}
+    return None if any(is_attribute(kind, dotted[2]) for kind in kinds.get(dotted[1], ())) else name
 
 
 @named(GUIDES)

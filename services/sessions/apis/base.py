@@ -134,15 +134,15 @@ class Completion:
         stops = [choice.get(name) for name in ("stop_reason", "matched_stop")]
         return cls(
             model=str(response.get("model") or ""),
-            created=int(response.get("created") or 0),
+            created=_count(response.get("created")),
             message=choice["message"],
             finish_reason=choice.get("finish_reason"),
             stop=next((stop for stop in stops if isinstance(stop, str)), None),
             logprobs=_object(choice.get("logprobs")).get("content") or [],
-            prompt_tokens=usage.get("prompt_tokens") or 0,
-            cached_tokens=_object(usage.get("prompt_tokens_details")).get("cached_tokens") or 0,
-            completion_tokens=usage.get("completion_tokens") or 0,
-            reasoning_tokens=_object(usage.get("completion_tokens_details")).get("reasoning_tokens") or 0,
+            prompt_tokens=_count(usage.get("prompt_tokens")),
+            cached_tokens=_count(_object(usage.get("prompt_tokens_details")).get("cached_tokens")),
+            completion_tokens=_count(usage.get("completion_tokens")),
+            reasoning_tokens=_count(_object(usage.get("completion_tokens_details")).get("reasoning_tokens")),
         )
 
     @property
@@ -189,7 +189,7 @@ def text_of(content: object, where: str, kinds: frozenset[str]) -> str:
 
 def _part_text(part: object, where: str, kinds: frozenset[str]) -> str:
     match part:
-        case {"type": kind, "text": str(text)} if kind in kinds:
+        case {"type": str(kind), "text": str(text)} if kind in kinds:
             return text
         case {"type": "refusal", "refusal": str(text)}:
             return text
@@ -260,6 +260,10 @@ def arguments_text(value: Fields) -> str:
 def dumped(value: object) -> str:
     """As chat templates print JSON."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _object(value: object) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def _tool_choice(choice: object) -> dict[str, Any]:
     match given:
         case {"type": "tool", "name": name}:
             return {"tool_choice": {"type": "function", "function": {"name": name}}} | parallel
-        case {"type": kind} if kind in TOOL_CHOICES:
+        case {"type": str(kind)} if kind in TOOL_CHOICES:
             return {"tool_choice": TOOL_CHOICES[kind]} | parallel
         case _:
             raise BadRequest(f"tool_choice.type must be auto, any, tool or none, not {given.get('type')!r}")

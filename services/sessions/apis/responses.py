@@ -192,10 +192,10 @@ def _add_item(assistant: AssistantParts, item: dict[str, Any], where: str) -> No
             texts = item.get("content") or item.get("summary") or []
             assistant.thoughts.append(text_of(texts, f"{where}.content", TEXT))
         case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
-            known = ToolName(name=name, namespace=item.get("namespace"))
+            known = ToolName(name=name, namespace=_namespace(item, where))
             assistant.calls.append(tool_call(_call_id(item, where), known.function, arguments))
         case {"type": "custom_tool_call", "name": str(name), "input": str(text)}:
-            known = ToolName(name=name, namespace=item.get("namespace"))
+            known = ToolName(name=name, namespace=_namespace(item, where))
             assistant.calls.append(tool_call(_call_id(item, where), known.function, dumped({CUSTOM_INPUT: text})))
         case {"role": "assistant", "content": str(text)}:
             assistant.texts.append(text)
@@ -226,6 +226,13 @@ def _call_id(item: Fields, where: str) -> str:
     return id
 
 
+def _namespace(item: Fields, where: str) -> str | None:
+    namespace = item.get("namespace")
+    if not isinstance(namespace, str | None):
+        raise BadRequest(f"{where}.namespace must be a string")
+    return namespace
+
+
 def _tools(given: object, context: Context, namespace: str | None = None) -> Iterator[dict[str, Any]]:
     for at, each in enumerate(listed(given, "tools")):
         where = f"tools[{at}]"
@@ -250,7 +257,7 @@ def _description(tool: Fields) -> object:
     """With the grammar of a custom tool, which is not enforced."""
     match tool.get("format"):
         case {"definition": str(definition)}:
-            return "\n\n".join(filter(None, [tool.get("description"), definition]))
+            return "\n\n".join(text for text in (tool.get("description"), definition) if text and isinstance(text, str))
         case _:
             return tool.get("description")
 
@@ -263,7 +270,7 @@ def _tool_choice(given: Fields) -> dict[str, Any]:
         case "auto" | "none" | "required" as choice:
             return {"tool_choice": choice} | parallel
         case {"type": "function" | "custom", "name": str(name), **rest}:
-            known = ToolName(name=name, namespace=cast("Fields", rest).get("namespace"))
+            known = ToolName(name=name, namespace=_namespace(cast("Fields", rest), "tool_choice"))
             return {"tool_choice": {"type": "function", "function": {"name": known.function}}} | parallel
         case choice:
             raise BadRequest(f"tool_choice {choice!r} cannot be recorded: use auto, none, required or a function")

@@ -18,7 +18,12 @@ REQUESTS_A_ROUND = 25
 MARKER = "words of another session"
 ANSWER = http_response(compact(ResponseSpec(prompt=[1, 2], completion=[3], content="ok").as_dict()))
 METHODS = ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "CONNECT", "TRACE", "get", "P\x00ST", "É", ""]
-ALLOWED = {b"POST /v1/chat/completions", b"GET /v1/models", b"GET /metrics"}  # the last by the server itself
+ALLOWED = {
+    b"POST /v1/chat/completions",
+    b"GET /v1/models",
+    b"POST /tokenize",
+    b"GET /metrics",
+}  # the last two by itself
 SCALARS: list[Any] = [None, True, 0, -1, 1e308, 2**70, "", "x", "\u2028", "\x00", "é" * 9, "../..", [], {}, [[]], [{}]]
 NAMES = ["messages", "role", "content", "tool_calls", "tools", "n", "stream", "stream_options", "model", "logprobs"]
 NAMES += ["temperature", "max_tokens", "stop", "seed", "sampling_params", "token_ids", "input_ids", "rid", "priority"]
@@ -71,7 +76,8 @@ class Fuzz:
         session = choose(
             [self.agent.path] * 6 + [self.victim.path, "/sessions/" + "0" * 32, "/sessions/..", "/sessions"]
         )
-        rest = choose([CHAT] * 6 + ["", "/seal", "/v1/models", "/v1/completions", "/v1", "/update_weights", "/x" * 50])
+        apis = [CHAT] * 6 + ["/v1/messages", "/v1/responses", "/v1/completions", "/v1/messages/count_tokens"]
+        rest = choose([*apis, "", "/seal", "/v1/models", "/v1", "/update_weights", "/x" * 50])
         if rest == "/seal" and self.random.random() < 0.9:
             rest = "/seals"
         return self.altered(session + rest) + choose(["", "", "?", "?a=%2F", "?" + "&" * 99, "#x"])
@@ -97,7 +103,7 @@ class Fuzz:
 
     def chat(self) -> bytes:
         message: dict[str, Any] = {"role": "user", "content": "hello"}
-        body: dict[str, Any] = {"messages": [message], "model": "policy"}
+        body: dict[str, Any] = {self.random.choice(["messages", "messages", "input"]): [message], "model": "policy"}
         for _ in range(self.random.randrange(3)):
             self.random.choice([message, body])[self.random.choice(NAMES)] = self.value()
         return self.spoiled(json.dumps(body))
