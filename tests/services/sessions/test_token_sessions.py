@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.api_clients import CLIENTS, ApiClient
 from support.engine_responses import ResponseSpec
 from support.session_process import Agent, SessionsProcess, running
 from support.stores import directory_store
@@ -82,6 +83,19 @@ def test_history_is_sent_as_it_was_recorded(agent: Agent) -> None:
     assert sent_ids(agent)[: len(before)] == before
     sealed = agent.request("POST", "/seal").json
     assert len(sealed["sample_lengths"]) == 1
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+def test_every_api_continues_recorded_tokens(agent: Agent, client: ApiClient) -> None:
+    items = client.items([{"role": "user", "content": "call"}])
+    response = agent.request("POST", client.path, client.request(items, system="Be brief."))
+    echo = client.answer(response.json)
+    (id,) = client.calls(echo)
+    items += [*echo, *client.items([{"role": "tool", "tool_call_id": id, "content": "2"}])]
+    before = agent.request("GET").json["metadata"]["accumulated_token_ids"]
+    assert agent.request("POST", client.path, client.request(items, system="Be brief.")).status == 200
+    assert sent_ids(agent)[: len(before)] == before
+    assert len(agent.request("POST", "/seal").json["sample_lengths"]) == 1
 
 
 def test_answers_become_messages_here(agent: Agent) -> None:

@@ -1,16 +1,12 @@
 """Model and sampling that a session forces, and chats that are left out of training."""
 
-import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.api_clients import CLIENTS, ApiClient
 from support.session_process import Agent, Script, SessionsProcess, running
-from support.upstream import Response, user
-from support.waiting import wait_until
+from support.upstream import user
 
 TITLE = "Write a title"
 RULES = """
@@ -116,31 +112,3 @@ def test_chats_that_were_left_out_are_kept_over_a_kill(script: Script, tmp_path:
         shown = agent.request("GET").json
         assert (len(shown["records"]), len(shown["metadata"]["left_out"])) == (3, 1)
         assert len(agent.request("POST", "/seal").json["sample_lengths"]) == 1
-
-
-@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
-def test_a_slow_stream_is_kept_alive_and_an_error_comes_in_it(
-    script: Script, tmp_path: Path, client: ApiClient
-) -> None:
-    events = [threading.Event() for _ in range(2)]
-    script.responses["slow"] = lambda request: Response(body=script.body(request), waits_for=events[0])
-    script.responses["fails"] = lambda _: Response(status=500, body=b"broken", waits_for=events[1])
-    with running(tmp_path, script.server.url, sessions__keep_alive_s="0.05") as process, ThreadPoolExecutor(1) as pool:
-        agent = process.agent()
-        for text, event in zip(("slow", "fails"), events, strict=True):
-            connection = process.connect()
-            body = client.request(client.items([user(text)])) | {"stream": True}
-            connection.request("POST", agent.path + client.path, json.dumps(body))
-            response = pool.submit(connection.getresponse).result()  # its head came before the answer
-            assert response.status == 200
-            kept = response.read1()
-            assert kept.startswith(b"event: ping" if client.name == "messages" else b": keep-alive")
-            event.set()
-            received = kept + response.read()
-            connection.close()
-            if text == "slow":
-                assert client.answer(client.streamed(received)), received
-        assert b"broken" in received
-        assert b"event: error\n" in received or client.name == "chat"
-        wait_until(lambda: agent.request("GET").json["metadata"]["unseen_turns"] == 0)
-        assert agent.turns() == 1
