@@ -3,7 +3,7 @@ recorded completion to its responses, streams and errors. Here is also what seve
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -99,6 +99,7 @@ class AssistantParts:
     thoughts: list[str] = field(default_factory=list[str])
     texts: list[str] = field(default_factory=list[str])
     calls: list[Message] = field(default_factory=list[Message])
+    begun: bool = False
 
     def message(self) -> Message:
         """As OpenAI's chat API has it."""
@@ -108,6 +109,28 @@ class AssistantParts:
         if self.calls:
             message["tool_calls"] = self.calls
         return message
+
+
+def as_chat(
+    given: object,
+    name: str,
+    add: Callable[[AssistantParts, Fields, str], bool],
+    others: Callable[[Fields, str], Iterable[Message]],
+) -> list[Message]:
+    """The items of the field `name` as messages. `add` adds an item to the assistant's message, or returns False if it
+    is no part of one; `others` has the messages of such an item."""
+    messages, assistant = list[Message](), AssistantParts()
+    for at, each in enumerate(listed(given, name)):
+        where = f"{name}[{at}]"
+        item = mapping(each, where)
+        if add(assistant, item, where):
+            assistant.begun = True
+            continue
+        if assistant.begun:
+            messages.append(assistant.message())
+            assistant = AssistantParts()
+        messages += others(item, where)
+    return [*messages, *([assistant.message()] if assistant.begun else [])]
 
 
 @dataclass(frozen=True, kw_only=True)

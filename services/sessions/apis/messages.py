@@ -24,6 +24,7 @@ from services.sessions.apis.base import (
     Recorded,
     arguments_object,
     arguments_text,
+    as_chat,
     event,
     function_tool,
     json_format,
@@ -64,7 +65,9 @@ class Messages(Api):
 
     def chat(self, given: dict[str, Any], history: History | None) -> ChatRequest:
         refuse(given, REFUSED)
-        messages = with_system([_system(given.get("system"))], list(_messages(given.get("messages"))))
+        messages = with_system(
+            [_system(given.get("system"))], as_chat(given.get("messages"), "messages", _add_blocks, _other_messages)
+        )
         if messages and messages[-1]["role"] == "assistant":
             raise BadRequest("messages ends with an assistant's message: a recording continues no text of a client")
         fields = passed(given) | {"messages": messages}
@@ -121,34 +124,14 @@ def _system(system: object) -> str:
     return "\n\n".join(filter(None, texts))
 
 
-def _messages(given: object) -> Iterator[Message]:
-    assistant: AssistantParts | None = None
-    for at, each in enumerate(listed(given, "messages")):
-        where = f"messages[{at}]"
-        message = mapping(each, where)
-        role, content = message.get("role"), message.get("content")
-        if role == "assistant":
-            assistant = assistant or AssistantParts()
-            _add_blocks(assistant, content, f"{where}.content")
-            continue
-        if assistant:
-            yield assistant.message()
-            assistant = None
-        if role == "user":
-            yield from _user(content, f"{where}.content")
-        elif role == "system":
-            yield {"role": "system", "content": text_of(content, f"{where}.content", TEXT)}
-        else:
-            raise BadRequest(f"{where}.role must be user, assistant or system, not {role!r}")
-    if assistant:
-        yield assistant.message()
-
-
-def _add_blocks(assistant: AssistantParts, content: object, where: str) -> None:
+def _add_blocks(assistant: AssistantParts, message: Fields, where: str) -> bool:
+    if message.get("role") != "assistant":
+        return False
+    content = message.get("content")
     if isinstance(content, str):
         assistant.texts.append(content)
-        return
-    for at, block in enumerate(listed(content, where)):
+        return True
+    for at, block in enumerate(listed(content, f"{where}.content")):
         match block:
             case {"type": "text", "text": str(text)}:
                 assistant.texts.append(text)
@@ -159,7 +142,18 @@ def _add_blocks(assistant: AssistantParts, content: object, where: str) -> None:
             case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(arguments)}:
                 assistant.calls.append(tool_call(id, name, arguments_text(cast("Fields", arguments))))
             case _:
-                raise unsupported(block, f"{where}[{at}]")
+                raise unsupported(block, f"{where}.content[{at}]")
+    return True
+
+
+def _other_messages(message: Fields, where: str) -> Iterator[Message]:
+    match message.get("role"):
+        case "user":
+            yield from _user(message.get("content"), f"{where}.content")
+        case "system":
+            yield {"role": "system", "content": text_of(message.get("content"), f"{where}.content", TEXT)}
+        case role:
+            raise BadRequest(f"{where}.role must be user, assistant or system, not {role!r}")
 
 
 def _user(content: object, where: str) -> Iterator[Message]:

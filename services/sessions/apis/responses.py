@@ -22,6 +22,7 @@ from services.sessions.apis.base import (
     History,
     Recorded,
     arguments_object,
+    as_chat,
     dumped,
     event,
     function_tool,
@@ -45,6 +46,7 @@ REFUSED = {
 DROPPED = "web_search"
 """Begins the types of tools that are left out: the agent does not run them, and the policy cannot."""
 ROLES = {"user": "user", "system": "system", "developer": "system"}
+ANSWER_ITEMS = ("reasoning", "function_call", "custom_tool_call")
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "store", "temperature", "top_p")
 CUSTOM_INPUT = "input"
@@ -159,34 +161,16 @@ def _earlier(history: History | None) -> list[Message]:
     return messages
 
 
-def _messages(given: object) -> Iterator[Message]:
+def _messages(given: object) -> list[Message]:
     if isinstance(given, str):
-        yield {"role": "user", "content": given}
-        return
-    assistant: AssistantParts | None = None
-    for at, each in enumerate(listed(given, "input")):
-        where = f"input[{at}]"
-        item = mapping(each, where)
-        if _is_assistant(item):
-            assistant = assistant or AssistantParts()
-            _add_item(assistant, item, where)
-            continue
-        if assistant:
-            yield assistant.message()
-            assistant = None
-        yield _other_message(item, where)
-    if assistant:
-        yield assistant.message()
+        return [{"role": "user", "content": given}]
+    return as_chat(given, "input", _add_item, _other_messages)
 
 
-def _is_assistant(item: Fields) -> bool:
+def _add_item(assistant: AssistantParts, item: Fields, where: str) -> bool:
     kind = item.get("type")
-    return kind in ("reasoning", "function_call", "custom_tool_call") or (
-        kind in (None, "message") and item.get("role") == "assistant"
-    )
-
-
-def _add_item(assistant: AssistantParts, item: dict[str, Any], where: str) -> None:
+    if kind not in ANSWER_ITEMS and not (kind in (None, "message") and item.get("role") == "assistant"):
+        return False
     match item:
         case {"type": "reasoning"}:
             texts = item.get("content") or item.get("summary") or []
@@ -204,15 +188,16 @@ def _add_item(assistant: AssistantParts, item: dict[str, Any], where: str) -> No
                 assistant.texts.append(text_of([part], f"{where}.content[{part_at}]", TEXT))
         case _:
             raise unsupported(item, where)
+    return True
 
 
-def _other_message(item: dict[str, Any], where: str) -> Message:
+def _other_messages(item: Fields, where: str) -> Iterator[Message]:
     match item:
         case {"type": "function_call_output" | "custom_tool_call_output", "output": output}:
             text = text_of(output, f"{where}.output", TEXT)
-            return {"role": "tool", "tool_call_id": _call_id(item, where), "content": text}
+            yield {"role": "tool", "tool_call_id": _call_id(item, where), "content": text}
         case {"role": str(role)} if item.get("type") in (None, "message") and role in ROLES:
-            return {"role": ROLES[role], "content": text_of(item.get("content"), f"{where}.content", TEXT)}
+            yield {"role": ROLES[role], "content": text_of(item.get("content"), f"{where}.content", TEXT)}
         case {"type": "item_reference"}:
             raise BadRequest(f"{where} refers to an item: send the item, or previous_response_id")
         case _:
