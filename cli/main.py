@@ -15,6 +15,7 @@ from cli import (
     engine,
     gc,
     init,
+    record,
     redis_server,
     redo,
     report,
@@ -53,6 +54,7 @@ app.command("dashboard")(dashboard.dashboard)
 app.command("report")(report.report)
 app.command("redo")(redo.redo)
 app.command("sessions")(sessions.sessions)
+app.command("record")(record.record)
 app.command("engine")(engine.engine)
 app.command("bench")(bench.bench)
 

@@ -64,6 +64,7 @@ RUN_BY = {
     "penstock report": "tests/services/dashboard/test_report.py",
     "penstock sessions": "tests/services/sessions",
     "penstock try": "tests/cli/test_trial.py",
+    "penstock record": "tests/cli/test_record.py",
     "python examples/numpy_trainer.py": "tests/examples/test_numpy_trainer.py",
     "python examples/trl_": "tests/with_torch/test_trl.py",
     "torchrun": "tests/vllm/test_learning.py",

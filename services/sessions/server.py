@@ -5,6 +5,7 @@ disk for the next process.
 """
 
 import asyncio
+import contextlib
 import gc
 import logging
 import re
@@ -12,7 +13,7 @@ import secrets
 import signal
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict
 from urllib.parse import unquote
 
@@ -79,6 +80,13 @@ async def _serve(config: RunConfig) -> None:
     stopping = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
+    async with serving(config):
+        await stopping.wait()
+
+
+@contextlib.asynccontextmanager
+async def serving(config: RunConfig) -> AsyncIterator["tuple[SessionServer, str]"]:
+    """A server of this process and its URL."""
     listening = _bind(config.sessions.host, config.sessions.port)
     owner = owner_of(config.sessions.instance_id, listening.getsockname()[1])
     directory = SessionDirectory(open_store(config.store_url), owner)
@@ -97,8 +105,7 @@ async def _serve(config: RunConfig) -> None:
             background = [group.create_task(lag.run()), group.create_task(table.watch())]
             try:
                 gc.freeze()  # objects of the start-up live as long as the process: collections skip them
-                await _listen(runner, listening, server, config)
-                await stopping.wait()
+                yield server, await _listen(runner, listening, server, config)
             finally:
                 await runner.cleanup()
                 for task in background:
@@ -143,19 +150,21 @@ def _shared_descriptors(config: RunConfig) -> tuple[int, Engine]:
 
 async def _listen(
     runner: web.ServerRunner, listening: socket.socket, server: "SessionServer", config: RunConfig
-) -> None:
+) -> str:
+    """The server's URL."""
     await runner.setup()
     await web.SockSite(runner, listening, backlog=1024).start()
     host, port = listening.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     logger.info(
-        "action=sessions_ready url=http://%s:%d instance=%s engine=%s recoverable=%d secrets=%s",
-        f"[{host}]" if ":" in host else host,
-        port,
+        "action=sessions_ready url=%s instance=%s engine=%s recoverable=%d secrets=%s",
+        url,
         server.instance_id,
         ",".join(config.engine.urls),
         len(server.table),
         "required" if config.sessions.needs_secret else "not required",
     )
+    return url
 
 
 class SessionServer:

@@ -1,0 +1,53 @@
+"""`penstock record -- COMMAND`: one program's conversation with an engine, recorded token by token, without a run."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Exit, Option
+
+from cli.output import Json, print_json
+
+
+def record(
+    command: Annotated[list[str], Argument(metavar="COMMAND...", help="The program and its arguments, behind --.")],
+    config: Annotated[Path | None, Option(metavar="CONFIG.toml", help="Settings of engine and sessions.")] = None,
+    engine: Annotated[str | None, Option(help="URL of the engine. Default: engine.urls.")] = None,
+    dialect: Annotated[str | None, Option(help="vllm, sglang or generate. Default: engine.dialect.")] = None,
+    model: Annotated[str | None, Option(help="The engine's name for the model. Default: engine.model.")] = None,
+    out: Annotated[Path, Option(help="Directory of the session's files and the transcript.")] = Path("recording"),
+    as_json: Json = False,
+) -> None:
+    """Run a program against a session server in front of an engine, and write what it said.
+
+    The program finds the server in the variables that agents read (OPENAI_BASE_URL, ANTHROPIC_BASE_URL and others).
+    Exits with the program's status.
+    """
+    import shutil
+    import tempfile
+
+    from cli import recorded_program
+    from penstock import config as configuration
+    from penstock.errors import ConfigError
+
+    if (program := shutil.which(command[0])) is None:
+        raise ConfigError(f"there is no program {command[0]!r} to record")
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty: choose another --out")
+    with tempfile.TemporaryDirectory(prefix="penstock-record-") as scratch:
+        flags = {
+            "engine.urls": engine,
+            "engine.dialect": dialect,
+            "engine.model": model,
+            "store": f"file://{scratch}",
+            "sessions.host": "127.0.0.1",
+            "sessions.port": 0,
+            "sessions.require_secret": True,
+        }
+        loaded = configuration.load(config, flags=flags, section="sessions")
+        summary = recorded_program.record(loaded, [program, *command[1:]], out)
+    if as_json:
+        print_json(summary)
+    else:
+        print(recorded_program.line(summary), file=sys.stderr)
+    raise Exit(summary["exit_code"])
