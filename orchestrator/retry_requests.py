@@ -23,11 +23,15 @@ class RetryRequests:
         self._ledger = ledger
         self._poison = Poison(config, ledger)
         self._done: set[Path] = set()
-        """files that were taken, or cannot be read, and are still there"""
+        """files that were taken, or are no requests, and are still there"""
+        self._reading = Reported(f"read the requests of penstock dead --retry in {self._directory}")
 
     async def run_once(self) -> None:
         """Each request is taken once, also if its file cannot be deleted: it may belong to another user."""
-        for path, request in await in_io_thread(self._read):
+        requests: list[tuple[Path, dict[str, Any]]] = []
+        with self._reading:
+            requests = await in_io_thread(self._read)
+        for path, request in requests:
             self._apply(request)
             await self._ledger.committed()
             self._done.add(path)
@@ -42,7 +46,7 @@ class RetryRequests:
             try:
                 content: Any = orjson.loads(path.read_bytes())
                 requests.append((path, {"examples": dict(content["examples"]), "until": int(content["until"])}))
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (PermissionError, ValueError, KeyError, TypeError) as error:
                 logger.error("action=retry_unreadable path=%s error=%r", path, error)
                 self._done.add(path)
         return requests

@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import json
 from pathlib import Path
 
@@ -59,3 +60,21 @@ def test_a_request_that_cannot_be_read_is_logged_once_and_stays(
         asyncio.run(requests.run_once())
     assert [record.message.split()[0] for record in caplog.records] == ["action=retry_unreadable"]
     assert path.exists()
+
+
+@pytest.mark.parametrize("call", ["is_dir", "read_bytes"])
+def test_a_disk_that_fails_does_not_end_the_run_and_the_request_is_taken_later(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    ledger.set("examples:noop", 4)
+    path = request(tmp_path, {"until": 7, "examples": {"noop": [2]}})
+    requests, poison = RetryRequests(config(tmp_path), ledger), Poison(config(tmp_path), ledger)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, call, fail)
+        asyncio.run(requests.run_once())
+    assert (path.exists(), poison.again("noop")) == (True, 0)
+    asyncio.run(requests.run_once())
+    assert (path.exists(), poison.again("noop")) == (False, 1)
