@@ -295,6 +295,10 @@ class TurnMetadata:
     answered_at: float | None = None
     """When the response had come, by the monotonic clock: what the replica says after that decides about `version` when
     the session is sealed. None if nothing is to be asked."""
+    begun_at: float = 0.0
+    """When the request was sent, by the clock of the process that records it; 0 if that is not known."""
+    seconds: float = 0.0
+    """Until its response had come, with what was sent again in between."""
     temperature: float = 1.0
     sampling: str = "{}"
     """Sampling fields that change the distribution (top_p and others), as JSON."""

@@ -32,7 +32,8 @@ INSERT INTO closed_rollouts
     abs(random()) % 2, iif(step IS NULL, NULL, random() / 9.3e18), 1 + abs(random()) % 12,
     200 + abs(random()) % 2000, abs(random()) % 4000, 100 + abs(random()) % 30000, 1 + abs(random()) % 3,
     coalesce(step, ordinal / {{step_groups}}), coalesce(step, ordinal / {{step_groups}}), 0, abs(random()) % 50 = 0, 0,
-    0, abs(random()) % 100 = 0, 1790000000000 + ordinal * 1000 + n, 1000 + abs(random()) % 600000
+    0, abs(random()) % 100 = 0, 1790000000000 + ordinal * 1000 + n, 1000 + abs(random()) % 600000,
+    800 + abs(random()) % 400000
 FROM made CROSS JOIN numbers ORDER BY position, n"""
 BATCHES = f"""
 INSERT INTO batches SELECT step, 1, 'trained', count(*) FROM closed_groups JOIN closed_rollouts ON grp = ordinal

@@ -18,6 +18,7 @@ from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.launcher import LAUNCHER
 from penstock.runtime.offload import in_io_thread
 from penstock.runtime.privacy import inherited_variables
+from penstock.spans import timed
 
 NICENESS = 10
 """Programs yield the CPU to the event loop that serves them: without it, 16 starting at once took 90 % of its time."""
@@ -92,7 +93,8 @@ async def run_program(
     # In a thread: each fork blocks its caller (380 ms when 16 programs started at once).
     starting = asyncio.create_task(in_io_thread(_start, [*launcher, *command], environment, directory))
     try:
-        return await in_io_thread(_wait, await asyncio.shield(starting))
+        with timed("program", Path(command[0]).name):
+            return await in_io_thread(_wait, await asyncio.shield(starting))
     finally:
         await run_to_completion(asyncio.create_task(_kill(starting)))
 

@@ -26,6 +26,7 @@ from penstock.errors import InfrastructureFailure, PolicyFailure, StageError
 from penstock.runtime import offload
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.privacy import inherited_variables
+from penstock.spans import timed
 
 Ts = TypeVarTuple("Ts")
 R = TypeVar("R")
@@ -60,7 +61,8 @@ async def graded(
     """
     call = JudgeCall.of(judge, arguments, timeout_s=timeout_s, memory_mb=memory_mb)
     pool = _pools.get(asyncio.get_running_loop()) or install()
-    return await pool.grade(call)
+    with timed("grading", judge.__name__):
+        return await pool.grade(call)
 
 
 def install(processes: int | None = None) -> "GraderPool":

@@ -20,6 +20,7 @@ from penstock.environments.protocol import Completion, ToolCall
 from penstock.error_boundary import raised_at
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.offload import in_io_thread
+from penstock.spans import timed
 from penstock.turn import Message
 
 logger = logging.getLogger("penstock.environments")
@@ -155,7 +156,8 @@ class Tools:
         except ValidationError as error:
             return self._error(f"{called.name}: {_problems(error)}")
         async with self._slots:
-            return await self._run(called, arguments)
+            with timed("tool", called.name):
+                return await self._run(called, arguments)
 
     async def _run(self, called: Tool, arguments: Mapping[str, Any]) -> str:
         limit = asyncio.timeout(called.timeout_s)

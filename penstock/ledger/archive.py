@@ -23,6 +23,7 @@ CREATE TABLE closed_rollouts (
     reward REAL, advantage REAL, turns INTEGER, prompt_tokens INTEGER, tool_tokens INTEGER, completion_tokens INTEGER,
     samples INTEGER, version_first INTEGER, version_last INTEGER, masked INTEGER, truncated INTEGER,
     policy_failed INTEGER, failures INTEGER, losses INTEGER, generated_ms INTEGER, duration_ms INTEGER,
+    engine_ms INTEGER,
     PRIMARY KEY (grp, idx)
 ) WITHOUT ROWID;
 CREATE TABLE histories (id INTEGER PRIMARY KEY, grp INTEGER NOT NULL, step INTEGER NOT NULL, content TEXT NOT NULL);
@@ -96,7 +97,8 @@ SELECT closing.ordinal, idx,
     json_extract(result, '$.version_first'), json_extract(result, '$.version_last'),
     masked, json_extract(result, '$.truncated'), json_extract(result, '$.policy_error') IS NOT NULL,
     coalesce(failures, 0), coalesce(losses, 0),
-    CAST(generated_at * 1000 AS INTEGER), CAST(duration_s * 1000 AS INTEGER)
+    CAST(generated_at * 1000 AS INTEGER), CAST(duration_s * 1000 AS INTEGER),
+    CAST(json_extract(result, '$.metrics.engine_s') * 1000 AS INTEGER)
 FROM temp.closing JOIN rollouts ON grp = closing.id
 LEFT JOIN (SELECT id, failures, losses FROM jobs) AS job ON job.id = grp || '-' || idx
 ORDER BY closing.ordinal, idx"""
@@ -117,6 +119,17 @@ FORGET = (
         ON jobs.id > closing.id || '-' AND jobs.id < closing.id || '.')""",
     "DELETE FROM groups WHERE id IN (SELECT id FROM temp.closing)",
 )
+
+
+def has_engine_times(connection: sqlite3.Connection) -> bool:
+    """False of a ledger that no orchestrator has opened since `engine_ms` was added."""
+    query = "SELECT 1 FROM pragma_table_info('closed_rollouts') WHERE name = 'engine_ms'"
+    return connection.execute(query).fetchone() is not None
+
+
+def add_engine_times(connection: sqlite3.Connection) -> None:
+    if not has_engine_times(connection):
+        connection.execute("ALTER TABLE closed_rollouts ADD COLUMN engine_ms INTEGER")
 
 
 def has_closing(connection: sqlite3.Connection) -> bool:

@@ -118,6 +118,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         connection.executescript(WRITABLE)
         if version == 0:
             connection.executescript(CREATE)
+        archive.add_engine_times(connection)
     return connection
 
 

@@ -1,4 +1,4 @@
-"""How far rollouts came, and where they were lost: in rollouts, sampled tokens and seconds of their executions.
+"""How far rollouts came, and where they were lost: in rollouts, sampled tokens and seconds of the engine.
 
 The archive is summed in blocks of groups. A block whose groups are all closed never changes and is read once; a call
 reads as many new blocks as its time allows, so that millions of rollouts are summed over a few calls.
@@ -23,7 +23,7 @@ class Amount(NamedTuple):
     tokens: int = 0
     """sampled ones"""
     seconds: float = 0.0
-    """of the executions that produced the results: engine, tools and grading"""
+    """that the requests of their turns took, in the executions that produced the results"""
 
     def plus(self, other: "Amount") -> "Amount":
         return Amount(self.rollouts + other.rollouts, self.tokens + other.tokens, self.seconds + other.seconds)
@@ -118,8 +118,8 @@ def _block(connection: sqlite3.Connection, block: int) -> tuple[Sums, bool]:
     """The sums of a block of the archive, and whether all its groups are there."""
     first, after = block * BLOCK, (block + 1) * BLOCK
     rows = connection.execute(
-        """SELECT state, (SELECT name FROM names WHERE id = reason), generated_ms IS NOT NULL, count(*),
-            coalesce(sum(completion_tokens), 0), coalesce(sum(duration_ms), 0) / 1000.0
+        f"""SELECT state, (SELECT name FROM names WHERE id = reason), generated_ms IS NOT NULL, count(*),
+            coalesce(sum(completion_tokens), 0), {_archived_seconds(connection)}
         FROM closed_rollouts WHERE grp >= ? AND grp < ? GROUP BY 1, reason, 3""",
         (first, after),
     ).fetchall()
@@ -132,13 +132,18 @@ def _block(connection: sqlite3.Connection, block: int) -> tuple[Sums, bool]:
     return sums, closed >= after - max(first, 1)
 
 
+def _archived_seconds(connection: sqlite3.Connection) -> str:
+    return "coalesce(sum(engine_ms), 0) / 1000.0" if archive.has_engine_times(connection) else "0.0"
+
+
 def _open(connection: sqlite3.Connection) -> Sums:
     """The sums of the hot tables. A generated rollout whose group is not complete has the state `scoring`."""
     rows = connection.execute(
         """SELECT CASE WHEN rollouts.state = 'generated' AND groups.state IN ('collecting', 'scoring') THEN 'scoring'
                 WHEN rollouts.state = 'trained' THEN 'delivered' ELSE rollouts.state END, reason,
             result IS NOT NULL, count(*),
-            coalesce(sum(json_extract(result, '$.completion_tokens')), 0), coalesce(sum(duration_s), 0.0)
+            coalesce(sum(json_extract(result, '$.completion_tokens')), 0),
+            coalesce(sum(json_extract(result, '$.metrics.engine_s')), 0.0)
         FROM rollouts JOIN groups ON grp = id GROUP BY 1, 2, 3"""
     ).fetchall()
     return {Kind(state, reason, bool(made)): Amount(*rest) for state, reason, made, *rest in rows}
@@ -152,10 +157,10 @@ def _some_steps(connection: sqlite3.Connection) -> tuple[Amount, bool]:
     archived = f"""
         FROM batches CROSS JOIN closed_groups USING (step) CROSS JOIN closed_rollouts ON grp = ordinal
         WHERE {condition} AND closed_rollouts.state = {archive.DELIVERED}"""
-    sums = "SELECT count(*), coalesce(sum(completion_tokens), 0), coalesce(sum(duration_ms), 0) / 1000.0"
+    sums = f"SELECT count(*), coalesce(sum(completion_tokens), 0), {_archived_seconds(connection)}"
     few = Amount(*connection.execute(sums + archived).fetchone())
     sums = """SELECT count(*), coalesce(sum(json_extract(result, '$.completion_tokens')), 0),
-        coalesce(sum(duration_s), 0.0)"""
+        coalesce(sum(json_extract(result, '$.metrics.engine_s')), 0.0)"""
     hot = f"FROM rollouts JOIN batches USING (step) WHERE {condition} AND rollouts.state = 'delivered'"
     return few.plus(Amount(*connection.execute(f"{sums} {hot}").fetchone())), few_trained
 

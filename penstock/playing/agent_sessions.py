@@ -26,6 +26,7 @@ from penstock.errors import (
 )
 from penstock.recording import Sealed
 from penstock.runtime.cancellation import run_to_completion
+from penstock.spans import Span
 
 logger = logging.getLogger("penstock.playing")
 
@@ -55,10 +56,12 @@ class AgentSession:
         self._url = base_url.removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {control_secret}"}
 
-    async def seal(self, error: str, turn_rewards: Sequence[float] | None = None) -> tuple[Sealed, PostedScore]:
+    async def seal(
+        self, error: str, turn_rewards: Sequence[float] | None = None, spans: Sequence[Span] = ()
+    ) -> tuple[Sealed, PostedScore]:
         """The recorded rollout, and the score that was posted. NothingToTrain if the agent sent no request."""
         rewards = {} if turn_rewards is None else {"turn_rewards": turn_rewards}
-        body = orjson.dumps({"error": error[:ERROR_CHARACTERS], **rewards})
+        body = orjson.dumps({"error": error[:ERROR_CHARACTERS], **rewards, "spans": [*map(tuple, spans)]})
         for attempt in range(1, SEAL_ATTEMPTS + 1):
             try:
                 status, response = await self._post_seal(body)

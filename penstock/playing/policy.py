@@ -45,6 +45,7 @@ from penstock.playing.turns import TEMPLATE_VALUES, named_adapter, prompt_of, re
 from penstock.recording import Prepared, Session
 from penstock.renderers.protocol import Tools
 from penstock.replica_use import Usage
+from penstock.spans import Stopwatch
 from penstock.turn import Ids, Message, OpenSample, RouteFormat, SaidVersion, Turn, TurnMetadata
 
 Exchanged = Response[tuple[Turn, Message | None]]
@@ -105,9 +106,11 @@ class RecordedPolicy:
             prompt = await prompt_of(self._dialect.renderer, prepared, restored, tools=tools, fields=fields)
             if prompt.ids is not None:
                 fields.pop(TEMPLATE_VALUES, None)
+            request = Stopwatch()
             response = await self._send(prepared, prompt, fields)
+            request.stop()
             turn, message = await self._with_rendered_message(prepared, prompt, fields, *response.value)
-            metadata = _metadata(response, fields, agent=agent, train=train)
+            metadata = _metadata(response, fields, request, agent=agent, train=train)
             recorded = await self._session.commit(claim, prepared, turn, metadata, seen=False)
             self._recorded_tokens += len(turn.completion_ids)
         if not recorded or claim.turn is None:
@@ -279,13 +282,16 @@ def _with_message(turn: Turn) -> tuple[Turn, Message | None]:
     return turn, message
 
 
-def _metadata(response: Exchanged, sampling: Mapping[str, Any], *, agent: str, train: bool) -> TurnMetadata:
+def _metadata(
+    response: Exchanged, sampling: Mapping[str, Any], request: Stopwatch, *, agent: str, train: bool
+) -> TurnMetadata:
     turn, _ = response.value
     return turn_metadata(
         sampling,
         response.replica,
         version=response.version,
         answered_at=response.answered_at,
+        request=request,
         agent=agent,
         completion_mask=None if train else np.zeros(len(turn.completion_ids), np.uint8),
     )

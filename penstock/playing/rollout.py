@@ -33,6 +33,7 @@ from penstock.playing.policy import RecordedPolicy
 from penstock.recording import Echo, Mode, Sealed, Session, SessionSettings
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_file_thread
+from penstock.spans import Span, collected, timed
 from penstock.store import Store
 from penstock.store.columns import read_columns
 
@@ -81,21 +82,22 @@ async def play(stage: RolloutStage, environment: LoadedEnvironment, example: int
     """Play one rollout, through a session server if the environment runs an external agent."""
     play_example = _play_agent if environment.external_agent else _play_here
     try:
-        return await play_example(stage, environment, example, attempt)
+        with collected() as spans:
+            return await play_example(stage, environment, example, attempt, spans)
     except BaseException:
         await run_to_completion(asyncio.create_task(_sweep(stage.store, attempt.key)))
         raise
 
 
 async def _play_here(
-    stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt
+    stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt, spans: Sequence[Span]
 ) -> RolloutResult:
     async with _recording(stage, attempt) as session:
         policy = RecordedPolicy(
             stage.client, session, stage.settings, stage.dialect, seed=attempt.seed, fields=stage.fields
         )
         try:
-            result = await _play_and_seal(stage, environment, example, attempt, session, policy)
+            result = await _play_and_seal(stage, environment, example, attempt, session, policy, spans)
         except BaseException as error:
             policy.discarded(error)
             raise
@@ -109,6 +111,7 @@ async def _play_and_seal(
     attempt: Attempt,
     session: Session,
     policy: RecordedPolicy,
+    spans: Sequence[Span],
 ) -> RolloutResult:
     """A rollout that fails because of the policy before its first turn has a result without files. It counts in the
     group's baseline: playing it again would select among rollouts."""
@@ -127,7 +130,7 @@ async def _play_and_seal(
     )
     with error_boundary(StageError, f"environment {environment.name!r} left its rollout unfinished"):
         after = stage.client.replicas.after
-        sealed = await session.seal(error=error or "", fields=fields, version_after=after)
+        sealed = await session.seal(error=error or "", fields=fields, version_after=after, spans=spans)
     metrics = {
         "engine_s": policy.engine_s,
         "engine_failures": float(policy.failures),
@@ -137,7 +140,7 @@ async def _play_and_seal(
 
 
 async def _play_agent(
-    stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt
+    stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt, spans: Sequence[Span]
 ) -> RolloutResult:
     """An agent that sent no request has a result without files, whatever its score."""
     assert stage.sessions is not None, "checked when the environments were loaded"
@@ -164,7 +167,7 @@ async def _play_agent(
         if score and score.columns:
             raise StageError(f"environment {environment.name!r}: Score.columns is not supported with an external agent")
         try:
-            sealed, posted = await session.seal(error or "", score.turn_rewards if score else None)
+            sealed, posted = await session.seal(error or "", score.turn_rewards if score else None, spans)
         except NothingToTrain as nothing:
             policy_error = shortened(error or str(nothing), POLICY_ERROR_CHARACTERS)
             reward = score.reward if score else stage.settings.policy_error_reward
@@ -259,7 +262,8 @@ async def _play_environment(
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
-            return await in_own_task(StageError, what, play), None
+            with timed("rollout"):
+                return await in_own_task(StageError, what, play), None
     except PolicyFailure as failure:
         error = str(failure)
     except (TimeoutError, asyncio.CancelledError):

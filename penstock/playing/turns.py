@@ -13,6 +13,7 @@ from penstock.errors import BadRequest, Upstream
 from penstock.recording import Prepared
 from penstock.renderers import NextTurn
 from penstock.renderers.protocol import NO_VALUES, TemplateValues, Tools, begins_with
+from penstock.spans import Stopwatch
 from penstock.turn import Ids, Mask, Message, SaidVersion, Turn, TurnMetadata
 
 TEMPLATE_VALUES = "chat_template_kwargs"
@@ -101,16 +102,19 @@ def turn_metadata(
     *,
     version: SaidVersion,
     answered_at: float | None,
+    request: Stopwatch,
     agent: str = "",
     completion_mask: Mask | None = None,
 ) -> TurnMetadata:
-    """`sampling` are the fields of the request."""
+    """`sampling` are the fields of the request; `request` took its time."""
     temperature = sampling.get("temperature")
     return TurnMetadata(
         agent=agent,
         engine=replica.url,
         version=version,
         answered_at=answered_at,
+        begun_at=request.begun_at,
+        seconds=request.seconds,
         temperature=1.0 if temperature is None else float(temperature),
         sampling=altered_sampling(sampling),
         completion_mask=completion_mask,

@@ -1,12 +1,13 @@
 """The samples of a rollout as the columns of the store."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from penstock.fields import Array
 from penstock.recording.sample_tree import Offsets, SampleTree
+from penstock.spans import Span
 from penstock.store.columns import Columns, TurnTable
 from penstock.turn import Ids, Mask
 
@@ -32,6 +33,7 @@ def columns_of(
     error: str = "",
     fields: FieldColumns = NO_COLUMNS,
     conversation: bytes = b"",
+    spans: Sequence[Span] = (),
 ) -> Columns:
     """Context has loss mask 0 and logprob 0, also where it is the completion of a turn that another sample has. The
     loss mask of a turn that no client saw is 0; if the rollout ended in an error, it is 0 everywhere."""
@@ -69,6 +71,7 @@ def columns_of(
         turns=turns,
         **_span_columns(tree, offsets),
         metrics=tree.metrics(),
+        spans=[list(span) for span in spans],
         token_fields=fields.by_token,
         sample_fields=fields.by_sample,
         conversation=np.frombuffer(conversation, np.uint8),
@@ -118,6 +121,8 @@ def _turn_table(tree: SampleTree, offsets: Offsets, rewards: Array | None) -> Tu
         version_last=np.array([turn.version_last for turn in turns], np.int32),
         version_exact=np.array([turn.version_exact and turn.answered_at is None for turn in turns], np.uint8),
         unseen=np.array([number in tree.unseen for number in range(len(turns))], np.uint8),
+        begun_at=np.array([turn.begun_at for turn in turns], np.float64),
+        seconds=np.array([turn.seconds for turn in turns], np.float32),
         temperature=np.array([turn.temperature for turn in turns], np.float32),
         reward=np.full(len(turns), np.nan) if rewards is None else rewards,
         **numbers,

@@ -81,7 +81,8 @@ class SampleTree:
     def metrics(self) -> dict[str, float]:
         """Counts of samples, turns and prefix breaks, where the first break is, and how many tokens are repeated as
         context because of breaks. `missing_routes` counts tokens without a row, except a sample's last, and
-        `absent_routes` the turns without any; both are omitted if no rows were requested or sent."""
+        `absent_routes` the turns without any; both are omitted if no rows were requested or sent. `engine_s` is how
+        long the requests of the turns took together."""
         broken_at = [sample.broken_at for sample in self.samples if sample.broken_at is not None]
         rows, absent = sum(chunk.rows for chunk in self.chunks()), sum(turn.routes_absent for turn in self.turns)
         return {
@@ -94,6 +95,7 @@ class SampleTree:
             "unknown_logprobs": sum(turn.unknown_logprobs for turn in self.turns),
             "repaired_echoes": self.repaired_echoes,
             "unseen_turns": len(self.unseen),
+            **({"engine_s": seconds} if (seconds := sum(turn.seconds for turn in self.turns)) else {}),
             **({"missing_routes": self._expected_rows() - rows, "absent_routes": absent} if rows or absent else {}),
         }
 

@@ -74,6 +74,9 @@ class TurnDelta:
     """If the response states several versions."""
     answered_at: float | None = None
     """As in `TurnMetadata`, until the version is settled."""
+    begun_at: float = 0.0
+    """This and the next as in `TurnMetadata`."""
+    seconds: float = 0.0
     support_ids: Ids | None = None
     """The tokens that each completion token was drawn from, one set after the other."""
     support_lengths: Ids | None = None
@@ -144,6 +147,8 @@ class Samples:
             agent=metadata.agent,
             engine=metadata.engine,
             **_versions(turn, metadata),
+            begun_at=metadata.begun_at,
+            seconds=metadata.seconds,
             temperature=metadata.temperature,
             sampling=metadata.sampling,
             finish_reason=turn.finish_reason or "",

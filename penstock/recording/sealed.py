@@ -1,6 +1,6 @@
 """The result of sealing a session: its blobs, and numbers about them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.recording.sample_tree import SampleTree
@@ -35,6 +35,10 @@ class Sealed:
     """Completion tokens of each agent that the environment named, in the order of their first turns."""
     replica_uses: Mapping[str, ReplicaUse] = field(default_factory=dict[str, ReplicaUse])
     """What a session server's chats used of each replica of the engine."""
+
+
+SaveSealed = Callable[[Sealed], None]
+"""Called in a thread, once the blobs are written."""
 
 
 def sealed_rollout(tree: SampleTree, columns: BlobRef, experts: BlobRef | None) -> Sealed:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from enum import StrEnum
+from functools import partial
 
 import numpy as np
 import orjson
@@ -21,12 +22,13 @@ from penstock.recording.echoes import restored
 from penstock.recording.prepared import Prepared
 from penstock.recording.sample_tree import SampleTree, sample_tree
 from penstock.recording.samples import Samples
-from penstock.recording.sealed import Sealed, sealed_rollout
+from penstock.recording.sealed import SaveSealed, Sealed, sealed_rollout
 from penstock.recording.spool import SessionSettings, Spool
 from penstock.recording.turn_log import LogEntry
 from penstock.recording.unseen import UnseenTurns
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_file_thread
+from penstock.spans import Span
 from penstock.store import Store
 from penstock.turn import ANY_FORMAT, Ids, Message, RouteFormat, Rows, SaidVersion, Turn, TurnMetadata
 
@@ -281,12 +283,13 @@ class Session:
         error: str = "",
         fields: FieldValues = NO_FIELDS,
         version_after: VersionAfter | None = None,
-        save: Callable[[Sealed], None] = lambda _: None,
+        spans: Sequence[Span] = (),
+        save: SaveSealed = lambda _: None,
     ) -> Sealed:
         """Write the blobs. Later calls return the same result; after a failure the session is open again.
 
-        `version_after` settles the versions of turns whose responses did not state them. `save` is called in a thread:
-        with the result, before the log goes away, from which a killed process's session could be sealed again.
+        `version_after` settles versions that responses did not state; `spans` are what the rollout did beside its
+        turns. `save` gets the result in a thread, before the log goes away that could be sealed again after a kill.
         """
         if self._sealing is None:
             self._require_open()
@@ -298,7 +301,8 @@ class Session:
                     f"session {self.settings.session} recorded no turn{left_out}: there is nothing to train on"
                 )
             self._state = State.SEALED
-            self._sealing = asyncio.create_task(self._seal(error, fields, version_after, save))
+            write = partial(self._write_blobs, error, fields, spans, save)
+            self._sealing = asyncio.create_task(self._seal(write, version_after))
         return await asyncio.shield(self._sealing)
 
     async def close(self) -> None:
@@ -398,23 +402,21 @@ class Session:
         unseen = frozenset(self._unseen.masked.difference(parents))
         return sample_tree(self._samples, parents, unseen=unseen, repaired_echoes=self.repaired_echoes)
 
-    async def _seal(
-        self, error: str, fields: FieldValues, version_after: VersionAfter | None, save: Callable[[Sealed], None]
-    ) -> Sealed:
+    async def _seal(self, write: Callable[[], Sealed], version_after: VersionAfter | None) -> Sealed:
         try:
             await self._settle_versions(version_after)
-            return await in_file_thread(self._write_blobs, error, fields, save)
+            return await in_file_thread(write)
         except BaseException:
             self._sealing = None
             if not self._is_closed():
                 self._state = State.OPEN
             raise
 
-    def _write_blobs(self, error: str, fields: FieldValues, save: Callable[[Sealed], None]) -> Sealed:
+    def _write_blobs(self, error: str, fields: FieldValues, spans: Sequence[Span], save: SaveSealed) -> Sealed:
         """In a thread: the turns of a sealed session do not change, and a tree of 128 samples takes milliseconds."""
         tree, order = self._tree(), self._samples.by_arrival()
         paths = [self._conversation.path_to(order[sample.turns[-1]]) for sample in tree.samples]
-        columns, experts = self._spool.seal(tree, paths, error=error, fields=fields)
+        columns, experts = self._spool.seal(tree, paths, error=error, fields=fields, spans=spans)
         sealed = sealed_rollout(tree, columns, experts)
         save(sealed)
         self._spool.finish()

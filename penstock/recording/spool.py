@@ -35,6 +35,7 @@ from penstock.recording.turn_log import (
     read_log,
     seen_frame,
 )
+from penstock.spans import Span
 from penstock.store import BlobRef, Store
 from penstock.store.atomic import writing
 from penstock.store.columns import write_columns
@@ -159,7 +160,13 @@ class Spool:
         self._log.append(*seen_frame(turns))
 
     def seal(
-        self, samples: SampleTree, paths: Sequence[Sequence[int]], *, error: str, fields: FieldValues
+        self,
+        samples: SampleTree,
+        paths: Sequence[Sequence[int]],
+        *,
+        error: str,
+        fields: FieldValues,
+        spans: Sequence[Span] = (),
     ) -> tuple[BlobRef, BlobRef | None]:
         """Write the columns and, if rows were recorded, the experts. `paths` has each sample's turns. Can be repeated
         after an error. The log stays until `finish`."""
@@ -172,6 +179,7 @@ class Spool:
             error=error,
             fields=field_columns(samples, fields),
             conversation=self._conversation(paths),
+            spans=spans,
         )
         ref = write_columns(self._store, settings.blob(COLUMNS_FILE), columns)
         if self._rows and state:

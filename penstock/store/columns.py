@@ -41,7 +41,7 @@ DTYPES = {
     },
     "V": {"span_turn": "i4", "span_start": "i8", "span_version": "i4"},
 }
-ADDED = {"S": {"parent": "i4", "agent": "i4"}, "N": {"turn.unseen": "u1"}}
+ADDED = {"S": {"parent": "i4", "agent": "i4"}, "N": {"turn.unseen": "u1", "turn.begun_at": "f8", "turn.seconds": "f4"}}
 """What files of earlier releases do not have."""
 
 
@@ -71,6 +71,10 @@ class TurnTable:
     words: Mapping[str, list[str]]
     unseen: Array | None = None
     """1 if no client saw its answer: its loss mask is then 0"""
+    begun_at: Array | None = None
+    """when its request was sent, by the clock of the process that recorded it; 0 if that is not known"""
+    seconds: Array | None = None
+    """until its response had come"""
 
     @property
     def last_finish_reason(self) -> str:
@@ -98,6 +102,8 @@ class Columns:
     agent: Array | None = None
     """the agent that began each sample: indices into `turns.words["agent"]`"""
     turns: TurnTable
+    spans: list[list[Any]] = field(default_factory=list[list[Any]])
+    """what the rollout did beside its turns (penstock/spans.py): kind, name, begin, seconds"""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     token_fields: Mapping[str, Array] = field(default_factory=dict[str, Array])
     """[T] each: the declared fields that have a value, see penstock/fields.py"""
@@ -200,5 +206,5 @@ def _arrays(columns: Columns) -> dict[str, Array]:
 
 
 def _metadata(columns: Columns) -> dict[str, Any]:
-    names = ("rollout", "attempt", "logprobs_mode", "error", "metrics")
+    names = ("rollout", "attempt", "logprobs_mode", "error", "metrics", "spans")
     return {**{name: getattr(columns, name) for name in names}, "words": columns.turns.words}

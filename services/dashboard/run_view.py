@@ -155,7 +155,8 @@ class RunView:
         row, _, _, columns = self._recorded(rollout)
         if columns is None:
             return {"kept": False, "why": _why_deleted(row), "conversations": []}
-        return {"kept": True, "conversations": recording.conversations(columns), "error": columns.error}
+        talks, timeline = recording.conversations(columns), recording.timeline(columns)
+        return {"kept": True, "conversations": talks, "timeline": timeline, "error": columns.error}
 
     def message_part(self, rollout: str, conversation: int, message: int, name: str, start: int) -> dict[str, Any]:
         _, _, _, columns = self._recorded(rollout)

@@ -24,6 +24,7 @@ from penstock.playing.turns import named_adapter, prompt_of, rendered_message, t
 from penstock.recording import Claim, Prepared, Session
 from penstock.renderers import PooledRenderer, RendererKey, RendererPools
 from penstock.runtime.offload import in_cpu_thread
+from penstock.spans import Stopwatch
 from penstock.turn import Ids, Turn, TurnMetadata, ids_text
 from services.sessions import headers
 from services.sessions.agents import agent_of
@@ -205,6 +206,7 @@ class Chats:
         engine_request = EngineRequest(
             method="POST", target=target, body=sent, headers=passed, dialect=self._dialect, version=version
         )
+        watch = Stopwatch()
         async with self._backend.send(engine_request, preferred=entry.last_replica) as response:
             before, entry.last_replica = entry.last_replica, response.replica
             if response.status != 200:
@@ -226,6 +228,7 @@ class Chats:
                 response.replica,
                 version=response.version,
                 answered_at=response.answered_at,
+                request=watch.stop(),
                 agent=agent,
             )
             overlong = read.turn.overlong_prompt

@@ -219,7 +219,7 @@ class SessionTable:
 
         answers: list[bytes] = []
         await entry.in_flight.end()
-        await session.seal(error=seal.error, fields=fields, version_after=version_after, save=save)
+        await session.seal(error=seal.error, fields=fields, version_after=version_after, spans=seal.spans, save=save)
         entry.sealed = answers[-1]
         self.counts.sealed += 1
         self._drop_session(entry)

@@ -126,6 +126,13 @@ def test_a_rollout_is_sealed_into_the_directory_of_its_execution(server: Session
         assert result.experts
         columns = read_columns(stage.store, result.columns)
         assert (columns.rollout, result.turns) == ("sealed", 2)
+        assert columns.turns.begun_at is not None
+        assert columns.turns.seconds is not None
+        programs = [span for span in columns.spans if span[0] == "program"]
+        began, took = programs[0][2:]
+        assert (columns.turns.begun_at >= began).all()
+        assert float(columns.turns.seconds.sum()) <= took
+        assert result.metrics["engine_s"] == pytest.approx(float(columns.turns.seconds.sum()), abs=1e-3)
         stage.store.open(result.experts)
 
     asyncio.run(main())

@@ -14,6 +14,7 @@ function filled(element, props, children) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "width%") element.style.width = `${value}%`;
+    else if (name === "left%") element.style.left = `${value}%`;
     else element.setAttribute(name === "cls" ? "class" : name, value === true ? "" : value);
   }
   element.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));

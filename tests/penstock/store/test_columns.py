@@ -32,6 +32,8 @@ def some_columns(**changes: Any) -> Columns:
         engine=np.zeros(3, np.int32),
         sampling=np.zeros(3, np.int32),
         unseen=np.array([0, 1, 0], np.uint8),
+        begun_at=np.array([1.5, 2.5, 1e9]),
+        seconds=np.array([0.25, 0.5, 0.0], np.float32),
         words={"finish_reason": ["stop", "length"], "agent": ["löser", ""], "engine": ["http://a"], "sampling": ["{}"]},
     )
     columns = Columns(
@@ -49,6 +51,7 @@ def some_columns(**changes: Any) -> Columns:
         agent=np.array([0, 1], np.int32),
         turns=turns,
         metrics={"samples": 2.0},
+        spans=[["tool", "löschen", 1.5, 0.25]],
         token_fields={"process.reward": np.linspace(0, 1, 6, dtype=np.float32), "tag": np.arange(6, dtype=np.uint8)},
         sample_fields={"level": np.array([3, -4], np.int32)},
         conversation=np.frombuffer(b'[{"role":"user"}]', np.uint8),
@@ -81,7 +84,9 @@ def test_columns_survive_writing_and_reading(store: FileStore) -> None:
 
 def test_samples_have_a_parent_and_an_agent_also_in_files_of_earlier_releases() -> None:
     columns = some_columns()
-    earlier = some_columns(parent=None, agent=None, turns=dataclasses.replace(columns.turns, unseen=None))
+    earlier = some_columns(
+        parent=None, agent=None, turns=dataclasses.replace(columns.turns, unseen=None, begun_at=None, seconds=None)
+    )
     assert [columns.agent_of(0), columns.agent_of(1)] == [earlier.agent_of(0), earlier.agent_of(1)] == ["löser", ""]
     assert (columns.parent_of(1), earlier.parent_of(1)) == (0, -1)
 

@@ -114,6 +114,22 @@ def test_tokens_have_what_the_batch_and_the_trainer_know_of_them(run: MadeRun) -
     assert page["version"][0] == -1
 
 
+def test_a_timeline_has_turns_tools_and_grading_in_their_order(run: MadeRun) -> None:
+    spans = RunView(run.path).conversation("g0000001-0")["timeline"]
+    assert [(span["kind"], span["name"], span["begin_s"], span["seconds"]) for span in spans] == [
+        ("rollout", "", 0.0, 1.85),
+        ("turn", "0", 0.1, 0.5),
+        ("tool", "search", 0.6, 0.15),
+        ("turn", "1", 0.8, 0.3),
+        ("turn", "2", 1.2, 0.2),
+        ("grading", "judge", 1.5, 0.3),
+    ]
+
+
+def test_a_recording_of_an_earlier_release_has_no_times(run: MadeRun) -> None:
+    assert RunView(run.path).conversation("g0000002-0")["timeline"] == []
+
+
 def test_tokens_of_a_dropped_rollout_are_gone_and_the_answer_says_why(run: MadeRun) -> None:
     page = RunView(run.path).tokens("g0001000-0", 0, 10)
     assert page == {

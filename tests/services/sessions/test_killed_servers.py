@@ -20,8 +20,9 @@ from support.upstream import ReceivedRequest, Response, Server, answer, serving,
 from support.waiting import wait_until
 
 from penstock.store import BlobRef
-from penstock.store.columns import read_columns
+from penstock.store.columns import read_columns, write_columns
 from penstock.store.experts import Experts
+from penstock.store.memory import MemoryStore
 
 AGENTS = ("", "a", "b")
 ROUNDS = 3
@@ -141,7 +142,7 @@ class Rollout:
             wait_until(lambda server=server: self.running.current is not server)
 
     def sealed(self) -> tuple[Any, ...]:
-        """The checksum of the columns, and the rows of all samples."""
+        """A checksum of the columns without their times, and the rows of all samples."""
         response = self.until_answered("/seal")
         store = directory_store(self.running.current.store)
         columns = read_columns(store, BlobRef(**response.json["columns"]))
@@ -151,7 +152,10 @@ class Rollout:
             out = np.empty((length, *experts.rows.shape[1:]), np.int16)
             experts.read(sample, 0, length, out)
             rows.append(xxhash.xxh3_128_hexdigest(out.tobytes()))
-        return response.json["columns"]["checksum"], response.json["metrics"], rows
+        metrics = {name: value for name, value in response.json["metrics"].items() if name != "engine_s"}
+        turns = replace(columns.turns, begun_at=None, seconds=None)
+        timeless = replace(columns, turns=turns, metrics=metrics)
+        return write_columns(MemoryStore("memory://timeless"), "columns", timeless).checksum, metrics, rows
 
 
 def play(directory: Path, *, sessions: int, kills: int, seed: int) -> None:

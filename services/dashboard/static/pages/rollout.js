@@ -11,7 +11,7 @@ export async function rolloutPage(run, id) {
     content: [
       h("div", { cls: "title" }, h("h1", {}, `Rollout ${id}`), tag(rollout.state, rollout.reason ? visible(rollout.reason) : rollout.state),
         h("a", { href: `#/${run}/group/${rollout.group}` }, `its group of ${rollout.group_rollouts}`)),
-      h("div", { cls: "grid" }, summary(rollout), timeline(rollout), attempts(rollout), metrics(rollout)),
+      h("div", { cls: "grid" }, summary(rollout), timeline(rollout, talk.timeline || []), attempts(rollout), metrics(rollout)),
       h("div", { cls: "panel gap" }, h("h2", {}, "Conversation"),
         talk.kept ? talk.conversations.map((messages, at) => [talk.conversations.length > 1 ? h("h2", {}, `Conversation ${at + 1}`) : null, conversationView(run, id, messages, at)]) : h("p", { cls: "muted" }, visible(talk.why))),
       tokens,
@@ -33,14 +33,51 @@ function summary(rollout) {
   ]));
 }
 
-function timeline(rollout) {
-  const engine = rollout.result?.metrics?.engine_s, whole = rollout.duration_s;
+const LANES = [["turn", "turns"], ["tool", "tools"], ["grading", "grading"], ["program", "program"]];
+
+function timeline(rollout, spans) {
+  const whole = rollout.duration_s;
   if (!whole) return panel("Timeline", h("p", { cls: "muted" }, "It has no result yet."));
-  const share = engine === undefined ? 0 : Math.min(100, (100 * engine) / whole);
+  const parts = spans.filter((span) => span.kind !== "rollout");
+  const length = Math.max(whole, ...spans.map((span) => span.begin_s + span.seconds));
+  const engine = rollout.result?.metrics?.engine_s;
+  const lanes = LANES.map(([kind, text]) => [text, parts.filter((span) => span.kind === kind)]).filter(([, some]) => some.length);
   return panel("Timeline",
-    h("div", { cls: "timeline", role: "img", "aria-label": `${seconds(whole)}` }, h("div", { cls: "engine", "width%": share }), h("div", { cls: "rest", "width%": 100 - share })),
+    lanes.length ? h("div", { cls: "lanes" }, lanes.map(([text, some]) => lane(text, some, length)), h("span", {}), h("div", { cls: "axis" }, h("span", {}, "0 s"), h("span", {}, seconds(length)))) : null,
     facts([["began", clock(rollout.generated_at - whole)], ["generated", clock(rollout.generated_at)], ["took", seconds(whole)],
-      ["engine", engine === undefined ? "not measured, or no longer kept" : seconds(engine)], ["tools, waiting, grading", engine === undefined ? null : seconds(Math.max(0, whole - engine))]]));
+      ["engine", engine === undefined ? "not measured, or no longer kept" : seconds(engine)],
+      ...lanes.slice(1).map(([text, some]) => [text, `${seconds(total(some))} in ${number(some.length)} ${some.length === 1 ? "call" : "calls"}`]),
+      ["waiting and other", parts.length ? seconds(Math.max(0, length - covered(parts))) : null]]),
+    parts.length ? details(parts) : h("p", { cls: "muted" }, "Turns and tools have no times: the files are deleted, or an earlier release wrote them."));
+}
+
+function lane(text, spans, length) {
+  return [h("span", {}, text), h("div", { cls: "lane", role: "img", "aria-label": `${text}: ${spans.length}, ${seconds(total(spans))}` },
+    spans.map((span) => h("div", { cls: span.kind, title: `${label(span)}: ${seconds(span.seconds)} from ${seconds(span.begin_s)}`, "left%": (100 * span.begin_s) / length, "width%": (100 * span.seconds) / length })))];
+}
+
+function details(parts) {
+  const rows = parts.map((span) => [label(span), seconds(span.begin_s), seconds(span.seconds)]);
+  return h("details", {}, h("summary", {}, `${number(parts.length)} times`), table([{ name: "what" }, { name: "begin", n: 1 }, { name: "took", n: 1 }], rows));
+}
+
+function label(span) {
+  return span.kind === "turn" ? `turn ${Number(span.name) + 1}` : visible(`${span.kind} ${span.name}`);
+}
+
+function total(spans) {
+  return spans.reduce((sum, span) => sum + span.seconds, 0);
+}
+
+// Seconds in which at least one of the spans, sorted by their begin, goes on. A program's own turns lie inside it.
+function covered(spans) {
+  let end = 0, sum = 0;
+  for (const span of spans.filter((one) => one.kind !== "program")) {
+    const until = span.begin_s + span.seconds;
+    sum += Math.max(0, until - Math.max(end, span.begin_s));
+    end = Math.max(end, until);
+  }
+  return sum;
 }
 
 function attempts(rollout) {

@@ -3,7 +3,7 @@
 import { h, number, panel, seconds, segmented, visible } from "../dom.js";
 import { get } from "../data.js";
 
-const UNITS = { rollouts: ["rollouts", number], tokens: ["sampled tokens", number], seconds: ["seconds", seconds] };
+const UNITS = { rollouts: ["rollouts", number], tokens: ["sampled tokens", number], seconds: ["engine-seconds", seconds] };
 let unit = "rollouts";
 
 export async function waterfallPage(run, query, refresh) {
@@ -20,7 +20,7 @@ export async function waterfallPage(run, query, refresh) {
 }
 
 function explained() {
-  return { rollouts: "", tokens: "of rollouts that have a result", seconds: "of the executions that made the results: engine, tools, grading" }[unit];
+  return { rollouts: "", tokens: "of rollouts that have a result", seconds: "that the requests of the turns took, of rollouts that have a result" }[unit];
 }
 
 function row(stage, all, run) {

@@ -1,0 +1,62 @@
+"""When the parts of a rollout began, and how long they took, to be drawn as its timeline.
+
+Turns are timed by the process that records them, in the table of turns. Tools, judges and programs add themselves here,
+to the rollout whose task calls them.
+"""
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, NamedTuple
+
+SPANS_MOST = 500
+"""Of one rollout: 30 kB in its columns. Later ones are not kept."""
+NAME_CHARACTERS = 40
+
+Kind = Literal["rollout", "tool", "grading", "program"]
+"""`rollout`: the environment's call as a whole."""
+
+
+class Span(NamedTuple):
+    kind: str
+    name: str
+    begun_at: float
+    """by this host's clock"""
+    seconds: float
+
+
+class Stopwatch:
+    def __init__(self) -> None:
+        self.begun_at = time.time()
+        self._started = time.monotonic()
+        self.seconds = 0.0
+
+    def stop(self) -> "Stopwatch":
+        self.seconds = time.monotonic() - self._started
+        return self
+
+
+_spans: ContextVar[list[Span] | None] = ContextVar("spans", default=None)
+
+
+@contextmanager
+def collected() -> Generator[list[Span]]:
+    """The spans of what this task and its children do, completed as each ends."""
+    spans: list[Span] = []
+    token = _spans.set(spans)
+    try:
+        yield spans
+    finally:
+        _spans.reset(token)
+
+
+@contextmanager
+def timed(kind: Kind, name: str = "") -> Generator[None]:
+    watch, spans = Stopwatch(), _spans.get()
+    try:
+        yield
+    finally:
+        if spans is not None and len(spans) < SPANS_MOST:
+            seconds = round(watch.stop().seconds, 4)
+            spans.append(Span(kind, name[:NAME_CHARACTERS], round(watch.begun_at, 4), seconds))
