@@ -19,6 +19,7 @@ def dashboard(
     tokenizer: Annotated[
         str | None, typer.Option(help="Directory of a tokenizer, to show the text of single tokens.")
     ] = None,
+    wait: Annotated[bool, typer.Option(help="Start also if a run has not begun yet; its page says so.")] = False,
 ) -> None:
     """Show runs in the browser: curves, the waterfall, groups, rollouts token by token.
 
@@ -28,6 +29,6 @@ def dashboard(
     from services.dashboard import server
     from services.dashboard.run_view import RunView
 
-    runs = [RunView(directory, tokenizer) for directory in run_dirs]
+    runs = [RunView(directory, tokenizer, may_begin_later=wait) for directory in run_dirs]
     settings = server.Settings(host=host, port=port, secret=os.environ.get(SECRET) or None)
     server.serve(runs, settings, ready=lambda url: print(f"dashboard: {url}", flush=True))

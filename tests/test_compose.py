@@ -54,18 +54,18 @@ def test_every_service_has_a_health_check_and_can_be_stopped(name: str) -> None:
     assert "hostname" not in service
 
 
-def test_only_flower_has_a_port_and_only_on_loopback() -> None:
+def test_only_flower_and_the_dashboard_have_a_port_and_only_on_loopback() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
-    assert published.keys() == {"flower"}
-    assert all(port.startswith("127.0.0.1:") for port in published["flower"])
+    assert published.keys() == {"flower", "dashboard"}
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
 
 
 def test_passwords_are_required_environment_variables() -> None:
-    named = re.findall(r"\$\{(\w*PASSWORD\w*)([^}]*)", TEXT)
-    assert {name for name, _ in named} == {"REDIS_PASSWORD", "FLOWER_PASSWORD"}
+    named = re.findall(r"\$\{(\w*(?:PASSWORD|SECRET)\w*)([^}]*)", TEXT)
+    assert {name for name, _ in named} == {"REDIS_PASSWORD", "FLOWER_PASSWORD", "DASHBOARD_SECRET"}
     assert all(rest.startswith(f":?set {name} in .env") for name, rest in named)
     example = dict(line.split("=") for line in (ROOT / ".env.example").read_text().splitlines() if "=" in line[:20])
-    assert example["REDIS_PASSWORD"] == example["FLOWER_PASSWORD"] == ""
+    assert {example[name] for name, _ in named} == {""}
     assert ".env" in (ROOT / ".gitignore").read_text().splitlines()
 
 
@@ -87,7 +87,7 @@ def test_redis_is_durable_and_evicts_nothing() -> None:
     assert SERVICES["redis"]["volumes"] == ["redis:/data"]
 
 
-@pytest.mark.parametrize("name", ["engine", "orchestrator"])
+@pytest.mark.parametrize("name", ["engine", "orchestrator", "dashboard"])
 def test_commands_and_options_of_penstock_exist(name: str) -> None:
     program, command, *arguments = SERVICES[name]["command"]
     assert program == "penstock"
@@ -117,6 +117,13 @@ def test_the_trainer_script_exists_and_reads_the_run_directory() -> None:
     assert interpreter == "python3"
     assert (ROOT / script).is_file()
     assert Path(run_dir) == config.load(RUN, environ={}).run_dir
+
+
+def test_the_dashboard_reads_the_run_and_can_change_nothing() -> None:
+    service = SERVICES["dashboard"]
+    assert Path(service["command"][2]) == config.load(RUN, environ={}).run_dir
+    assert service["volumes"] == ["data:/data:ro"]
+    assert service["environment"].keys() == {"DASHBOARD_SECRET"}
 
 
 def test_the_run_s_configuration_fits_the_containers() -> None:

@@ -8,7 +8,7 @@ from sqlite3 import Connection
 from typing import Any
 
 from penstock.batches import read_trainer
-from penstock.errors import BatchError
+from penstock.errors import BatchError, NotFound
 from penstock.inspection import run_json
 from penstock.ledger import queries, schema
 from penstock.store import Store, open_store
@@ -16,14 +16,18 @@ from penstock.store.opening import run_store_url
 
 
 class RunFiles:
-    def __init__(self, directory: Path) -> None:
-        """RunError if it is not the directory of a run."""
+    def __init__(self, directory: Path, *, may_begin_later: bool = False) -> None:
+        """RunError if it is not the directory of a run, unless the run may begin later."""
         self.path = directory.resolve()
         self.name = self.path.name
-        self.identity()
+        self._may_begin_later = may_begin_later
+        if not may_begin_later:
+            self.identity()
 
     def identity(self) -> dict[str, Any]:
-        """The content of run.json, which a resumed run rewrites."""
+        """The content of run.json, which a resumed run rewrites. NotFound for a run that has not begun."""
+        if self._may_begin_later and not (self.path / "run.json").exists():
+            raise NotFound(f"{self.path} has no run yet. This page shows it once `penstock run` has begun it")
         return run_json.read(self.path)
 
     @contextmanager

@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.store.columns import Columns
 from services.dashboard import recording
 from services.dashboard.curves import Curves
 from services.dashboard.run_files import RunFiles
-from services.dashboard.token_text import token_texts
+from services.dashboard.token_text import TokenTexts, token_texts
 
 PAGE_MOST = 200
 """rollouts of one page"""
@@ -35,22 +36,30 @@ KEY = re.compile(r"[\w./:-]{1,200}")
 
 
 class RunView:
-    def __init__(self, directory: Path, tokenizer: str | None = None) -> None:
-        self.files = RunFiles(directory)
+    def __init__(self, directory: Path, tokenizer: str | None = None, *, may_begin_later: bool = False) -> None:
+        self.files = RunFiles(directory, may_begin_later=may_begin_later)
         self._curves = Curves(self.files.path)
         self._waterfall = Waterfall()
         self._summing = threading.Lock()
         self._explaining = threading.Lock()
         self._explained_at, self._causes = -WHY_S, list[str]()
-        self._texts = token_texts(tokenizer, self.files.settings())
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _texts(self) -> TokenTexts | None:
+        return token_texts(self._tokenizer, self.files.settings())
 
     def summary(self) -> dict[str, Any]:
         status = last_status(self.files.path)
+        try:
+            run, state = self.files.identity()["run"], state_of(self.files.path, status)
+        except NotFound:
+            run, state = None, "not begun"
         return {
             "name": self.files.name,
             "path": str(self.files.path),
-            "run": self.files.identity()["run"],
-            "state": state_of(self.files.path, status),
+            "run": run,
+            "state": state,
             "step": status.get("step"),
             "steps": status.get("steps"),
         }

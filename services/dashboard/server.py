@@ -72,12 +72,13 @@ async def _serve(runs: list[RunView], settings: Settings, ready: Callable[[str],
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
     secret = settings.secret or (None if is_loopback(settings.host) else secrets.token_urlsafe(24))
+    shown = "$DASHBOARD_SECRET" if settings.secret else secret  # what is printed may be kept in a log
     listener = _bind(settings.host, settings.port)
     runner = web.AppRunner(Dashboard(runs, secret).app(), access_log=None, shutdown_timeout=STOP_S)
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()
-        ready(f"{_url(listener)}/{f'?secret={secret}' if secret else ''}")
+        ready(f"{_url(listener)}/{f'?secret={shown}' if secret else ''}")
         await stopping.wait()
     finally:
         await runner.cleanup()

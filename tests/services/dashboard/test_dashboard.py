@@ -203,6 +203,22 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
         RunView(tmp_path)
 
 
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "later"
+
+    async def answers() -> list[tuple[int, Any, Any]]:
+        async with TestClient(TestServer(Dashboard([RunView(path, may_begin_later=True)], None).app())) as client:
+            found = [await _response(client.get(f"/api/{each}")) for each in ("runs", "runs/0/overview")]
+            make_run(path)
+            return [*found, *[await _response(client.get(f"/api/{each}")) for each in ("runs", "runs/0/overview")]]
+
+    (_, before, _), (status, error, _), (_, after, _), (then, overview, _) = asyncio.run(answers())
+    assert before["runs"][0]["state"] == "not begun"
+    assert (status, "has no run yet" in error["error"]) == (404, True)
+    assert after["runs"][0]["state"] == "stopped"
+    assert (then, overview["rollouts"]["planned"]) == (200, 15)
+
+
 def test_reading_leaves_the_run_directory_as_it_was(run: MadeRun) -> None:
     def files() -> dict[str, bytes]:
         return {str(path): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
