@@ -43,7 +43,7 @@ INSERT INTO histories (grp, step, content)
 SELECT ordinal, step, ? FROM closed_groups WHERE step > (SELECT max(step) FROM batches) - ? ORDER BY ordinal"""
 EVENTS = f"""
 INSERT INTO events (at, step, subject, action, detail)
-{NUMBERS} SELECT 1790000000.0 + n, (SELECT max(step) FROM batches), 'g0000001-0', 'lost',
+{NUMBERS} SELECT 1790000000.0 + n, (SELECT max(step) FROM batches), printf('g%07d-0', n), 'lost',
     'attempt 1: the worker''s lease expired' FROM numbers"""
 
 

@@ -61,9 +61,9 @@ def kept_of_group(connection: sqlite3.Connection, group: str) -> Kept:
 
 
 def group_events(connection: sqlite3.Connection, group: str) -> list[Row]:
-    """Of the group and its jobs, in order. The table holds 100,000 events at most (`trainer.keep_events_steps`)."""
+    """Of the group and its jobs, in order. `+id`: found by their subject, not by reading all 100,000 events."""
     query = f"""SELECT {", ".join(EVENT)} FROM events
-        WHERE subject = :group OR subject > :group || '-' AND subject < :group || '.' ORDER BY id DESC LIMIT :limit"""
+        WHERE subject >= :group AND subject < :group || '.' ORDER BY +id DESC LIMIT :limit"""
     rows = connection.execute(query, {"group": group, "limit": GROUP_EVENTS_SHOWN}).fetchall()
     return [dict(zip(EVENT, row, strict=True)) for row in reversed(rows)]
 

@@ -56,6 +56,8 @@ PRAGMA temp_store = MEMORY;
 {archive.CLOSING};
 {evaluations.TABLES}
 """
+# Also of ledgers that an earlier release has begun; there are at most 100,000 events.
+EVENTS_BY_SUBJECT = "CREATE INDEX IF NOT EXISTS events_by_subject ON events (subject)"
 CREATE = f"BEGIN; {TABLES} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
 UNFINISHED = ("rollouts", "groups", "jobs", "batches", "events", "meta")
 """tables that a first start of release 0.1 may have left without a version"""
@@ -119,6 +121,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         if version == 0:
             connection.executescript(CREATE)
         archive.add_engine_times(connection)
+        connection.execute(EVENTS_BY_SUBJECT)
     return connection
 
 
