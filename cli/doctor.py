@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from cli.facts import Fact
+from cli.modules import find_modules
 from cli.output import CONFIG_HELP, Json, print_facts, print_json
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def doctor(
     from penstock.runtime.event_loop import event_loop_factory
 
     settings = configuration.load(config, flags={"engine.urls": engine})
+    find_modules(config)
     examination = Examination(settings)
     with asyncio.Runner(loop_factory=event_loop_factory(concurrency=8)) as runner:
         findings = runner.run(_findings(examination, surroundings=engine is None, show=not as_json))
@@ -147,6 +149,8 @@ def _redis(config: "RunConfig") -> "list[Finding]":
     try:
         said = cast("dict[bytes, bytes]", client.hgetall(redis_keys.WORKERS))
     except redis.RedisError as error:
+        if "redis_url" not in config.model_fields_set:
+            return [note("redis", "redis_url is not set: `penstock up` starts one; `penstock run` needs one")]
         return [wrong("redis", explain(config.redis_url, error))]
     finally:
         client.close()

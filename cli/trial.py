@@ -11,6 +11,7 @@ import typer
 
 from cli import facts
 from cli.facts import Fact
+from cli.modules import find_modules
 from cli.output import CONFIG_HELP, Json, print_facts, print_json
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def try_environments(
     from penstock.runtime.event_loop import event_loop_factory
 
     settings = configuration.load(config)
+    find_modules(config)
     with tempfile.TemporaryDirectory(prefix="penstock-try-") as directory, ExitStack() as stack:
         store = (Path(directory) / "store").as_uri()
         (Path(directory) / "store").mkdir()

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from cli.facts import Fact, counted
 from cli.interrupts import Interrupts
+from cli.modules import module_directories
 from cli.output import StatusCallback
 from cli.up import parts
 from cli.up.broker import RunBroker
@@ -87,9 +88,7 @@ class Up:
             shutil.rmtree(self._options.run_dir / "redis", ignore_errors=True)
 
     def _environment(self) -> dict[str, str]:
-        """Modules of environments are found beside the configuration, and where the command was typed."""
-        own = [self._options.config.resolve().parent] if self._options.config else []
-        paths = [*map(str, [*own, Path.cwd()]), os.environ.get("PYTHONPATH", "")]
+        paths = [*module_directories(self._options.config), os.environ.get("PYTHONPATH", "")]
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
         if self._options.config:
             variables["PENSTOCK_CONFIG"] = str(self._options.config.resolve())

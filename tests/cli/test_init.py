@@ -1,6 +1,7 @@
 """`penstock init` and `penstock redis`: files that load and play, a server that keeps its data."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -63,6 +64,22 @@ def test_the_engine_section_is_what_the_doctor_finds(tmp_path: Path) -> None:
     found = config.load(tmp_path / "mine" / "run.toml", environ={}).engine
     assert (found.urls, found.model, found.routed_experts) == ((url,), "mine", True)
     assert (found.hidden_layers, found.experts_per_token, found.versions) == (4, 2, "announced")
+
+
+def test_what_is_written_passes_the_doctor_and_is_played(tmp_path: Path) -> None:
+    """In the new directory, as the quickstart says, without a PYTHONPATH and without Redis."""
+    engine = EngineProcess(tmp_path)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK", "PYTHONPATH"))}
+    try:
+        host, port = engine.address
+        commands = (["init", "mine", "--engine", f"http://{host}:{port}"], ["doctor", "run.toml"], ["try", "run.toml"])
+        for command in commands:
+            directory = tmp_path if command[0] == "init" else tmp_path / "mine"
+            done = subprocess.run([PENSTOCK, *command], cwd=directory, env=variables, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "WRONG" not in done.stdout
+    finally:
+        engine.end()
 
 
 def test_an_engine_that_does_not_answer_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
