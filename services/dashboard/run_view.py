@@ -86,6 +86,7 @@ class RunView:
 
     def why(self) -> dict[str, Any]:
         """What the run waits for. It may ask Redis and engines, so the last answer holds for some seconds."""
+        self.files.identity()
         with self._explaining:
             if time.monotonic() - self._explained_at > WHY_S:
                 state = state_of(self.files.path, last_status(self.files.path))

@@ -29,10 +29,10 @@ def watched(browser: Browser) -> Iterator[Callable[..., Watched]]:
     contexts: list[Any] = []
     made: list[Watched] = []
 
-    def make(url: str, **options: Any) -> Watched:
+    def make(url: str, *, refusals: bool = False, **options: Any) -> Watched:
         context = browser.new_context(**options)
         contexts.append(context)
-        made.append(Watched(context.new_page(), url))
+        made.append(Watched(context.new_page(), url, refusals=refusals))
         return made[-1]
 
     yield make

@@ -64,6 +64,28 @@ def test_hostile_text_is_shown_as_text(url: str, watched: Open) -> None:
     assert page.locator("main img, main script").count() == 0
 
 
+def test_a_timeline_shows_when_turns_tools_and_grading_ran(url: str, watched: Open) -> None:
+    each = watched(url)
+    page = each.open("#/0/rollout/g0000001-0")
+    assert [page.locator(f".lane .{kind}").count() for kind in ("turn", "tool", "grading", "program")] == [3, 1, 1, 0]
+    page.get_by_text("5 times").click()
+    expect(page.get_by_role("row", name="tool search 600 ms 150 ms")).to_be_visible()
+    first, last = (page.locator(".lane .turn").nth(number).bounding_box() for number in (0, 2))
+    assert first
+    assert last
+    assert first["width"] / last["width"] == pytest.approx(0.5 / 0.2, rel=0.1), "drawn to scale"
+    each.go("#/0/rollout/g0000002-0")
+    expect(page.get_by_text("Turns and tools have no times")).to_be_visible()
+
+
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path, watched: Open) -> None:
+    with dashboard(tmp_path / "later", "--wait") as url:
+        page = watched(url, refusals=True).open()
+        expect(page.get_by_role("alert")).to_contain_text("has no run yet")
+        make_run(tmp_path / "later")
+        expect(page.locator("figure svg.chart").first).to_be_visible()
+
+
 def test_a_message_of_a_million_characters_is_read_in_parts(url: str, watched: Open) -> None:
     page = watched(url).open("#/0/rollout/g0000001-2")
     text = page.locator(".message .text").first
