@@ -9,6 +9,7 @@ const WORDS_MOST = 1500; // of a pair of texts that are compared word by word: 2
 export function conversationView(run, rollout, messages, number, other = null) {
   return messages.map((message, at) => h("div", { cls: `message ${/^[a-z]+$/.test(message.role) ? message.role : ""}` },
     h("div", { cls: "role" }, visible(message.role)),
+    message.parts.length ? null : h("div", { cls: "muted" }, "no text"),
     message.parts.map((part) => partView(run, rollout, number, at, part, other ? other[at]?.parts.find((one) => one.name === part.name)?.text ?? "" : null))));
 }
 

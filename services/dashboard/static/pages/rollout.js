@@ -92,5 +92,6 @@ function attempts(rollout) {
 function metrics(rollout) {
   const result = rollout.result || {};
   const values = [...Object.entries(result.rewards || {}), ...Object.entries(result.metrics || {})];
-  return values.length ? panel("Rewards and metrics", facts(values.map(([name, value]) => [visible(name), number(value)]))) : null;
+  if (!values.length) return null;
+  return h("section", { cls: "panel wide" }, h("h2", {}, "Rewards and metrics"), facts(values.map(([name, value]) => [visible(name), number(value)])));
 }
