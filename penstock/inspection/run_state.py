@@ -10,6 +10,8 @@ from typing import Any
 import orjson
 
 SILENT_S = 10.0  # ten statuses are missing
+OWN_REDIS = "redis"
+"""in the run directory: data of a Redis that `penstock up` starts and ends with the run"""
 
 
 class State(StrEnum):
@@ -44,7 +46,12 @@ def state_of(directory: Path, last: dict[str, Any], *, held_elsewhere: bool = Fa
     return State.DONE if last.get("phase") == "done" else State.STOPPED
 
 
-def why_idle(state: State, last: dict[str, Any]) -> list[str]:
+def owns_redis(directory: Path) -> bool:
+    """If so, it ends with the run, and `penstock up` resumes both."""
+    return (directory / OWN_REDIS).is_dir()
+
+
+def why_idle(directory: Path, state: State, last: dict[str, Any]) -> list[str]:
     """Why a run that does not report itself makes no progress."""
     match state:
         case State.SILENT:
@@ -56,7 +63,8 @@ def why_idle(state: State, last: dict[str, Any]) -> list[str]:
             why = stopped_by or ended.get(last.get("phase"), "it was stopped")
             # An error may have cost rollouts before it stopped the run.
             kept = "open rollouts are kept" if stopped_by else "nothing is lost"
-            return [f"the orchestrator is not running ({why}): {kept}, `penstock run` resumes the run"]
+            command = "penstock up" if owns_redis(directory) else "penstock run"
+            return [f"the orchestrator is not running ({why}): {kept}, `{command}` resumes the run"]
         case _:
             return []
 

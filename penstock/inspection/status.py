@@ -17,7 +17,7 @@ from penstock.config.redis_address import address, explain
 from penstock.errors import LedgerError
 from penstock.ids import LeaseId, LeaseValue
 from penstock.inspection import run_json
-from penstock.inspection.run_state import State, last_status, state_of, status_age_s, why_idle
+from penstock.inspection.run_state import State, last_status, owns_redis, state_of, status_age_s, why_idle
 from penstock.ledger import queries, schema
 from penstock.queues import Queue
 from penstock.runtime import lag_summaries
@@ -72,8 +72,10 @@ def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
         lags = in_redis.event_loop_lag | {"orchestrator": last["event_loop_lag"]}
         return result | {"event_loop_lag": lags, "waiting_for": last["waiting_for"]}
     idle = {"rollouts_per_s": 0.0, "tokens_per_s": 0.0, "http": None}
-    unreachable = [in_redis.error] if in_redis.error and state is not State.DONE else []
-    return result | idle | {"waiting_for": [*why_idle(state, last), *unreachable, *full_disks(directory, identity)]}
+    redis_ended = state is State.DONE or (state is State.STOPPED and owns_redis(directory))
+    unreachable = [in_redis.error] if in_redis.error and not redis_ended else []
+    troubles = [*why_idle(directory, state, last), *unreachable, *full_disks(directory, identity)]
+    return result | idle | {"waiting_for": troubles}
 
 
 def _read_ledger(path: Path) -> tuple[dict[str, Any], str | None]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.errors import LedgerError
 from penstock.inspection import run_json
-from penstock.inspection.run_state import State
+from penstock.inspection.run_state import State, owns_redis
 from penstock.inspection.status import full_disks, status
 from penstock.ledger import histories, schema
 from penstock.queues import WorkerKind
@@ -67,7 +67,8 @@ def _of_the_parts(directory: Path, seen: dict[str, Any]) -> list[str]:
     """What can be seen from here at once, before the run has noticed."""
     if seen["state"] is State.DONE:
         return []
-    redis_error = [seen["redis"]["error"]] if seen["redis"]["error"] else []
+    ends_with_the_run = seen["state"] is State.STOPPED and owns_redis(directory)
+    redis_error = [seen["redis"]["error"]] if seen["redis"]["error"] and not ends_with_the_run else []
     workers = [] if redis_error or seen["state"] is State.STOPPED else _missing_workers(seen)
     disks = full_disks(directory, run_json.read(directory))
     return [*redis_error, *disks, *_dead_engines(seen), *workers]

@@ -76,7 +76,9 @@ class RunView:
             "run": self.files.identity()["run"],
             "state": state,
             "status_age_s": status_age_s(status),
-            "waiting_for": status["waiting_for"] if state is State.RUNNING else why_idle(state, status),
+            "waiting_for": status["waiting_for"]
+            if state is State.RUNNING
+            else why_idle(self.files.path, state, status),
             "status": {key: status[key] for key in FROM_STATUS if key in status},
             "lags": lags,
             "last_steps": self._curves.last(STEPS_SHOWN),

@@ -59,6 +59,13 @@ def test_the_banner_has_what_penstock_why_says(run: MadeRun) -> None:
     assert any("the orchestrator is not running (its process has died)" in cause for cause in why["causes"])
 
 
+def test_a_stopped_run_with_a_redis_of_its_own_only_says_how_to_resume_it(run: MadeRun) -> None:
+    (run.path / "redis").mkdir()
+    resumed = "nothing is lost, `penstock up` resumes the run"
+    ((_, why, _),) = read(run, "/api/runs/0/why")
+    assert why["causes"] == [f"the orchestrator is not running (its process has died): {resumed}"]
+
+
 def test_curves_grow_with_the_file(run: MadeRun) -> None:
     view = RunView(run.path)
     assert view.curves(["reward_mean"])["series"] == {"reward_mean": [0.0, 0.25]}
