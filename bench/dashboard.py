@@ -1,6 +1,7 @@
 """`penstock bench dashboard`: server time of every page, memory and first paint, of a run of 1,000,000 rollouts.
 
-Server time is what the server says in `Server-Timing`. First paint needs Chromium on PATH and is left out without it.
+Server time is what the server says in `Server-Timing`; its CPU time does not depend on what else the machine does.
+First paint needs Chromium on PATH and is left out without it.
 """
 
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 from bench.harness.ledger_maker import make_ledger
-from bench.harness.procfs import resident_bytes
+from bench.harness.procfs import cpu_s, resident_bytes
 from bench.harness.report import Report, Target, median
 
 ROLLOUTS, QUICK_ROLLOUTS = 1_000_000, 20_000
@@ -44,11 +45,14 @@ def run(*, quick: bool) -> Report:
         run_dir = _make_run(Path(directory) / "run", QUICK_ROLLOUTS if quick else ROLLOUTS)
         with _serving(run_dir) as (url, pid):
             times, calls = _times(url)
+            cpu = {name: _cpu_s(url, pid, paths) for name, paths in PAGES.items()}
             paints = [paint for _ in range(ROUNDS) if (paint := _first_paint_s(url, directory)) is not None]
             memory = resident_bytes(pid) / MEGABYTE
     figures = {f"{name}, s": max(values) for name, values in times.items()}
+    figures |= {f"{name}, s of CPU": seconds for name, seconds in cpu.items()}
     targets = [
         Target(name="server time of a page, s", value=max(median(values) for values in times.values()), limit=0.1),
+        Target(name="CPU time of a page, s", value=max(cpu.values()), limit=0.1),
         Target(name="memory, MB", value=memory, limit=200),
     ]
     if paints:
@@ -97,6 +101,17 @@ def _times(url: str) -> tuple[dict[str, list[float]], int]:
             times[name] += [_get(f"{url}api/runs/0/{path}")[0] for path in paths]
         times["files"].append(sum(_get(f"{url}{path}")[0] for path in ("", "static/app.js", "static/style.css")))
     return dict(times), calls
+
+
+def _cpu_s(url: str, pid: int, paths: list[str]) -> float:
+    """Of the server, for the costliest of the paths, the mean of ROUNDS requests."""
+    costs: list[float] = []
+    for path in paths:
+        before = cpu_s(pid)
+        for _ in range(ROUNDS):
+            _get(f"{url}api/runs/0/{path}")
+        costs.append((cpu_s(pid) - before) / ROUNDS)
+    return max(costs)
 
 
 def _get(url: str) -> tuple[float, bytes]:
