@@ -1,11 +1,14 @@
 """Directory stores for tests, and their contents for assertions."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.batches.manifest import manifest_key
 from penstock.config import RunConfig
-from penstock.store import Store, open_store
+from penstock.store import BlobRef, Store, open_store
+from penstock.store.columns import read_columns, write_columns
 from penstock.store.files import FileStore, directory_of
+from penstock.store.memory import MemoryStore
 
 
 def directory_store(directory: Path) -> FileStore:
@@ -17,6 +20,15 @@ def directory_store(directory: Path) -> FileStore:
 def blob_keys(store: Store, under: str) -> list[str]:
     """Keys of the blobs below a directory, sorted; unfinished files have none."""
     return sorted(store.keys(under))
+
+
+def timeless_checksum(store: Store, ref: BlobRef) -> str:
+    """Of the columns without the times of their turns, which differ each time."""
+    columns = read_columns(store, ref)
+    turns = replace(columns.turns, begun_at=None, seconds=None)
+    metrics = {name: value for name, value in columns.metrics.items() if name != "engine_s"}
+    timeless = replace(columns, turns=turns, metrics=metrics)
+    return write_columns(MemoryStore("memory://timeless"), "columns", timeless).checksum
 
 
 def manifest_path(store: FileStore, step: int) -> Path:

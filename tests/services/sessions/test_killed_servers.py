@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 import xxhash
 from support.session_process import CHAT, Agent, HttpResponse, SessionsProcess
-from support.stores import directory_store
+from support.stores import directory_store, timeless_checksum
 from support.upstream import ReceivedRequest, Response, Server, answer, serving, user
 from support.waiting import wait_until
 
 from penstock.store import BlobRef
-from penstock.store.columns import read_columns, write_columns
+from penstock.store.columns import read_columns
 from penstock.store.experts import Experts
-from penstock.store.memory import MemoryStore
 
 AGENTS = ("", "a", "b")
 ROUNDS = 3
@@ -145,7 +144,8 @@ class Rollout:
         """A checksum of the columns without their times, and the rows of all samples."""
         response = self.until_answered("/seal")
         store = directory_store(self.running.current.store)
-        columns = read_columns(store, BlobRef(**response.json["columns"]))
+        ref = BlobRef(**response.json["columns"])
+        columns = read_columns(store, ref)
         experts, rows = Experts(store, BlobRef(**response.json["experts"])), list[str]()
         for sample in range(len(columns.sample_offsets) - 1):
             length = int(np.diff(columns.sample_offsets)[sample])
@@ -153,9 +153,7 @@ class Rollout:
             experts.read(sample, 0, length, out)
             rows.append(xxhash.xxh3_128_hexdigest(out.tobytes()))
         metrics = {name: value for name, value in response.json["metrics"].items() if name != "engine_s"}
-        turns = replace(columns.turns, begun_at=None, seconds=None)
-        timeless = replace(columns, turns=turns, metrics=metrics)
-        return write_columns(MemoryStore("memory://timeless"), "columns", timeless).checksum, metrics, rows
+        return timeless_checksum(store, ref), metrics, rows
 
 
 def play(directory: Path, *, sessions: int, kills: int, seed: int) -> None:
