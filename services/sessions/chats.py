@@ -189,12 +189,7 @@ class Chats:
     ) -> Answer:
         session = opened(entry)
         prepared = self._prepare(session, claim, chat, agent, sent_chat.id)
-        messages = await session.restored(prepared, chat.conversation.messages)
-        tools = chat.fields.get("tools")
-        if chat.prompt_ids is None:
-            prompt = await prompt_of(self.renderer, prepared, messages, tools=tools, fields=chat.fields)
-        else:
-            prompt = Prompt(messages=[{"role": "user", "content": ""}], ids=self._sendable(chat.prompt_ids))
+        prompt = await self._prompt(session, prepared, chat)
         self.counts.rewritten_histories += prompt.rewritten
         model, version = chat.fields.get("model"), None
         if model in (None, self._config.engine.model):
@@ -240,6 +235,13 @@ class Chats:
                 limit = self._config.policy.max_seq_len
                 raise ContextFull(f"the prompt has more than {limit} tokens (policy.max_seq_len)")
         return Answer(turn=claim.turn, headers=_client_headers(response.headers, chat), body=read.body)
+
+    async def _prompt(self, session: Session, prepared: Prepared, chat: Chat) -> Prompt:
+        if chat.prompt_ids is not None:
+            return Prompt(messages=[{"role": "user", "content": ""}], ids=self._sendable(chat.prompt_ids))
+        messages = await session.restored(prepared, chat.conversation.messages)
+        tools = chat.fields.get("tools")
+        return await prompt_of(self.renderer, prepared, messages, tools=tools, fields=chat.fields)
 
     async def _answer_of(
         self, earlier: SentChat | int, session: Session, chat: Chat, request: web.BaseRequest
