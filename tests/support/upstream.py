@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,7 @@ class Server:
     _loop: asyncio.AbstractEventLoop | None = None
     _stop: asyncio.Event | None = None
     _thread: threading.Thread | None = None
+    _transports: weakref.WeakSet[asyncio.Transport] = field(default_factory=weakref.WeakSet[asyncio.Transport])
 
     @property
     def url(self) -> str:
@@ -116,9 +118,14 @@ class Server:
             await asyncio.sleep(0)
         if connections:
             await connections.shutdown(0)
+        for transport in list(self._transports):  # one whose client does not read would stay open
+            with contextlib.suppress(AttributeError):  # it has lost its connection: asyncio's abort has no loop then
+                transport.abort()
+        await asyncio.sleep(0)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
+        self._transports.add(request.transport)
         if request.path in VERSION_PATHS:
             return web.json_response({"weight_version": self.weights}, status=200 if self.weights else 404)
         if request.path == METRICS_PATH:
