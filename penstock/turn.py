@@ -23,6 +23,8 @@ Logprobs = NDArray[np.float32]
 Mask = NDArray[np.uint8]
 Rows = NDArray[np.uint8] | NDArray[np.uint16]
 """Routed experts of consecutive tokens: `[rows, layers, topk]`."""
+Body = bytes | bytearray
+"""Of a response. A bytearray is a buffer that the next response is received in: what is kept of it must be a copy."""
 Span = tuple[int, int]
 """Start and end within a body, in bytes."""
 

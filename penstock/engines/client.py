@@ -20,6 +20,7 @@ from penstock.engines.transport import (
     ON_LOOP_BYTES,
     RETRY_HEADER,
     EngineConnection,
+    joined,
     limited,
     raise_if_out_of_descriptors,
     receive,
@@ -28,7 +29,7 @@ from penstock.engines.transport import (
 from penstock.errors import Aborted, EngineUnreachable, InfrastructureFailure, PolicyFailure, Upstream
 from penstock.replica_use import Usage
 from penstock.runtime.offload import in_cpu_thread
-from penstock.turn import SaidVersion
+from penstock.turn import Body, SaidVersion
 
 T = TypeVar("T")
 
@@ -69,7 +70,7 @@ class EngineClient(EngineConnection):
     async def send(
         self,
         request: Request,
-        read: Callable[[bytes], T],
+        read: Callable[[Body], T],
         *,
         preferred: Replica | None = None,
         usage: Usage | None = None,
@@ -116,7 +117,7 @@ class EngineClient(EngineConnection):
                 )
             await retries.pause()
 
-    async def _send_once(self, replica: Replica, request: Request, read: Callable[[bytes], T], *, attempts: int) -> T:
+    async def _send_once(self, replica: Replica, request: Request, read: Callable[[Body], T], *, attempts: int) -> T:
         name = self._names.next()
         url, data = replica.url + request.dialect.endpoint, sendable(request.dialect.named(request.body, name))
         headers = self._named(replica, {**request.headers, RETRY_HEADER: str(attempts)}, name)
@@ -131,7 +132,7 @@ class EngineClient(EngineConnection):
                 chunks = await receive(response, reservation, self.budget)
             head = head_of(chunks)
             if reservation.held <= ON_LOOP_BYTES:
-                value = read(b"".join(chunks))
+                value = read(joined(chunks))
             else:
                 value = await in_cpu_thread(_read_chunks, chunks, read)
             self._names.check(replica, name, head)
@@ -183,10 +184,8 @@ class Retries:
         self._pause_s = min(2 * self._pause_s, self._settings.retry_most_s)
 
 
-def _read_chunks(chunks: list[bytes], read: Callable[[bytes], T]) -> T:
-    body = b"".join(chunks)
-    chunks.clear()
-    return read(body)
+def _read_chunks(chunks: list[Body], read: Callable[[Body], T]) -> T:
+    return read(joined(chunks))
 
 
 def _raise_status(url: str, status: int, content: bytes, dialect: Dialect) -> NoReturn:

@@ -13,7 +13,7 @@ import xxhash
 
 from penstock.engines.routed_experts import NPY_MAGIC_TEXT, base64_length, npy_header
 from penstock.errors import Upstream
-from penstock.turn import Fingerprint, Ids, OpenSample, RouteFormat, Span
+from penstock.turn import Body, Fingerprint, Ids, OpenSample, RouteFormat, Span
 
 MARK = secrets.token_hex(16).encode()
 MARKED = b'"%b"' % MARK
@@ -57,11 +57,11 @@ class Cuts:
     def any(self) -> bool:
         return self.experts is not None or self.prompt is not None
 
-    def lists(self, body: bytes) -> bool:
+    def lists(self, body: Body) -> bool:
         """Whether the routed experts are nested lists rather than base64."""
         return self.experts is not None and body.startswith(LISTS_OPENING, self.experts[0])
 
-    def rest(self, body: bytes) -> bytes:
+    def rest(self, body: Body) -> bytes:
         """The body with the mark in place of each cut."""
         view, parts, done = memoryview(body), list[bytes | memoryview](), 0
         marks = [(self.experts, MARKED if self.lists(body) else MARK)] if self.experts else []
@@ -70,11 +70,11 @@ class Cuts:
         for (start, end), mark in sorted(marks):
             parts += [view[done:start], mark]
             done = end
-        return b"".join([*parts, view[done:]]) if parts else body
+        return b"".join([*parts, view[done:]]) if parts else bytes(body)
 
 
 def find_cuts(
-    body: bytes,
+    body: Body,
     open_samples: Sequence[OpenSample],
     route_format: RouteFormat,
     *,
@@ -127,9 +127,7 @@ def _longest(data: memoryview, candidates: list[tuple[int, int, int]]) -> Match 
     return Match(index=matching[-1], matches=len(matching)) if matching else None
 
 
-def _find_experts(
-    body: bytes, key: bytes, open_samples: Sequence[OpenSample], route_format: RouteFormat
-) -> Span | None:
+def _find_experts(body: Body, key: bytes, open_samples: Sequence[OpenSample], route_format: RouteFormat) -> Span | None:
     found = body.find(key)
     if found < 0:
         return None
@@ -150,7 +148,7 @@ def _find_experts(
     return (start, end) if end >= 0 else None
 
 
-def _find_copy(body: bytes, key: bytes, experts: Span) -> Span | None:
+def _find_copy(body: Body, key: bytes, experts: Span) -> Span | None:
     """A string as long as `experts`, behind the same key."""
     found = body.find(key + b'"', experts[1])
     start = found + len(key) + 1
@@ -158,7 +156,7 @@ def _find_copy(body: bytes, key: bytes, experts: Span) -> Span | None:
     return (start, end) if found >= 0 and body.startswith(b'"', end) else None
 
 
-def _npy_end(body: bytes, start: int, route_format: RouteFormat) -> int:
+def _npy_end(body: Body, start: int, route_format: RouteFormat) -> int:
     try:
         header_bytes, rows, learned = npy_header(memoryview(body)[start:], route_format)
     except Upstream:
@@ -167,7 +165,7 @@ def _npy_end(body: bytes, start: int, route_format: RouteFormat) -> int:
     return end if body.startswith(b'"', end) else -1
 
 
-def _base64_end(body: bytes, start: int, open_samples: Sequence[OpenSample], row_bytes: int | None) -> int:
+def _base64_end(body: Body, start: int, open_samples: Sequence[OpenSample], row_bytes: int | None) -> int:
     """Position of the closing quote. The search starts after the rows that the response must have if it extends an
     open sample."""
     if row_bytes:
@@ -186,7 +184,7 @@ def _least_rows(sample: OpenSample, chars: int, row_chars: float) -> int:
     return max(sample.rows_from, int((chars - others) / (row_chars + ID_CHARS)))
 
 
-def _find_prompt(body: bytes, key: bytes, open_samples: Sequence[OpenSample], experts: Span) -> PromptCut | None:
+def _find_prompt(body: Body, key: bytes, open_samples: Sequence[OpenSample], experts: Span) -> PromptCut | None:
     """Most engines print the prompt after the choices, some before."""
     found = body.find(key, experts[1])
     if found < 0:

@@ -11,6 +11,7 @@ from itertools import count
 
 from penstock.engines.replicas import Replica
 from penstock.errors import Upstream
+from penstock.turn import Body
 
 logger = logging.getLogger("penstock.engines")
 
@@ -41,7 +42,7 @@ class RequestNames:
             raise Upstream("the engine's response does not name its request: it answers another one")
 
 
-def head_of(chunks: Sequence[bytes]) -> bytes:
+def head_of(chunks: Sequence[Body]) -> bytes:
     head = b""
     for chunk in chunks:
         head += chunk[:HEAD_BYTES]

@@ -40,6 +40,7 @@ from penstock.errors import Aborted, StageError, Upstream
 from penstock.turn import (
     ANY_FORMAT,
     MAX_NESTING,
+    Body,
     Fingerprint,
     Ids,
     Logprobs,
@@ -104,7 +105,7 @@ PARTS = (
 
 
 def read_turn(
-    body: bytes,
+    body: Body,
     *,
     request: RequestInfo,
     open_samples: Sequence[OpenSample] = (),
@@ -128,11 +129,11 @@ def read_turn(
             raise
         except (Upstream, StageError):
             pass  # the cut may be wrong rather than the response: the full path decides
-    return _read(body, Cuts(), open_samples, request, route_format)
+    return _read(bytes(body), Cuts(), open_samples, request, route_format)  # decoders refer to what they decode
 
 
 def _read(
-    body: bytes, cuts: Cuts, open_samples: Sequence[OpenSample], request: RequestInfo, route_format: RouteFormat
+    body: Body, cuts: Cuts, open_samples: Sequence[OpenSample], request: RequestInfo, route_format: RouteFormat
 ) -> Turn:
     try:
         return _turn(body, cuts, open_samples, request, route_format)
@@ -145,7 +146,7 @@ def _read(
 
 
 def _turn(
-    body: bytes, cuts: Cuts, open_samples: Sequence[OpenSample], request: RequestInfo, route_format: RouteFormat
+    body: Body, cuts: Cuts, open_samples: Sequence[OpenSample], request: RequestInfo, route_format: RouteFormat
 ) -> Turn:
     rest = cuts.rest(body)
     response = _response(rest, request)
@@ -318,7 +319,7 @@ class _Payload:
     """In the body; None if the dialect made the value itself."""
 
 
-def _payload(body: bytes, cut: Span | None, raw: msgspec.Raw, cuts: Cuts) -> _Payload | None:
+def _payload(body: Body, cut: Span | None, raw: msgspec.Raw, cuts: Cuts) -> _Payload | None:
     """`cut` is the span that was cut out of this value, if one was."""
     if cut is not None:
         before, mark, after = bytes(raw).partition(MARK)
@@ -338,11 +339,11 @@ def _payload(body: bytes, cut: Span | None, raw: msgspec.Raw, cuts: Cuts) -> _Pa
     return _Payload(json=memoryview(body)[slice(*span)], span=span)
 
 
-def _address(buffer: msgspec.Raw | bytes) -> int:
+def _address(buffer: msgspec.Raw | Body) -> int:
     return np.frombuffer(buffer, np.uint8).ctypes.data
 
 
-def _routes(body: bytes, cuts: Cuts, payload: _Payload, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+def _routes(body: Body, cuts: Cuts, payload: _Payload, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
     if payload.json[:1] == b"[":
         return read_lists(payload.json, wanted, route_format)
     if cuts.experts is not None and cuts.lists(body):

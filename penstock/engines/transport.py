@@ -25,10 +25,12 @@ from multidict import CIMultiDict
 
 from penstock.config.engine import Engine
 from penstock.engines.control import EngineControl, LoadPoller, VersionPoller
+from penstock.engines.receiver import READ_BYTES, Buffers, attach, receiver_of
 from penstock.engines.replicas import Replica, Replicas
 from penstock.engines.request_names import NAME_HEADER, RequestNames
 from penstock.errors import ConfigError, InfrastructureFailure, Upstream
 from penstock.runtime.offload import cores
+from penstock.turn import Body
 
 logger = logging.getLogger("penstock.engines")
 
@@ -64,6 +66,8 @@ class Reservation:
     def __init__(self, budget: "ByteBudget") -> None:
         self._budget = budget
         self.held = 0
+        self.buffer: bytearray | None = None
+        """Of a body that is received in one piece; given back with the reservation."""
 
     async def reserve(self, size: int) -> None:
         """Wait until `size` more bytes may be received."""
@@ -83,6 +87,7 @@ class ByteBudget:
         self._fragmentation = fragmentation
         self._largest = 0
         self.used = self.most_used = 0
+        self.buffers = Buffers()
         self._holders: dict[Reservation, None] = {}  # oldest first
         self._waiting: dict[Reservation, tuple[int, asyncio.Future[None]]] = {}
 
@@ -99,6 +104,9 @@ class ByteBudget:
         finally:
             self._holders.pop(reservation, None)
             self.used -= reservation.held
+            # In the room for copies: a body that has a buffer is not copied.
+            self.buffers.limit = min(self._copies * self._largest, self.limit // 8)
+            self.buffers.give_back(reservation)
             self._admit()
 
     async def reserve(self, reservation: Reservation, size: int) -> None:
@@ -143,6 +151,7 @@ class IdleConnector(aiohttp.TCPConnector):
     def __init__(self, *, limit: int, keepalive_timeout: float) -> None:
         super().__init__(limit=limit, keepalive_timeout=keepalive_timeout)
         self._reusable = weakref.WeakKeyDictionary[ResponseHandler, bool]()
+        self._scratch = memoryview(bytearray(READ_BYTES))
 
     async def connect(
         self, req: aiohttp.ClientRequest, traces: list[aiohttp.tracing.Trace], timeout: aiohttp.ClientTimeout
@@ -153,6 +162,7 @@ class IdleConnector(aiohttp.TCPConnector):
             if not self._may_carry(connection, alone=alone):
                 connection.close()
             elif not _has_input(connection):
+                attach(connection, self._scratch)
                 return connection
             else:
                 connection.close()
@@ -250,11 +260,20 @@ async def limited(settings: Engine) -> AsyncIterator[None]:
         raise Upstream(f"the engine's response was not complete after {limit_s:g} s (engine.response_s)") from None
 
 
-async def receive(response: aiohttp.ClientResponse, reservation: Reservation, budget: ByteBudget) -> list[bytes]:
-    """The chunks of the body, not joined: joining megabytes would block the loop."""
+async def receive(response: aiohttp.ClientResponse, reservation: Reservation, budget: ByteBudget) -> list[Body]:
+    """The body: in one piece if its length was announced, else in chunks, since joining megabytes would block the
+    loop."""
     began = time.monotonic()
     await _reserve(reservation, budget, response.content_length or 0)
-    chunks, received, content = list[bytes](), 0, response.content
+    chunks, received, content = list[Body](), 0, response.content
+    if receiver := receiver_of(response):
+        reservation.buffer = budget.buffers.take(response.content_length or 0)
+        await receiver.receive(content, reservation.buffer)
+        if time.monotonic() - began > SLOW_READ_S:
+            do_not_reuse(response.connection)
+        if not content.is_eof():
+            content.feed_eof()  # releases the connection
+        return [reservation.buffer]
     while not content.at_eof():
         if time.monotonic() - began > SLOW_READ_S:
             do_not_reuse(response.connection)
@@ -266,6 +285,13 @@ async def receive(response: aiohttp.ClientResponse, reservation: Reservation, bu
     if error := content.exception():
         raise error
     return chunks
+
+
+def joined(chunks: list[Body]) -> Body:
+    """The whole body; the list is emptied, so that nothing but the caller refers to it."""
+    body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    chunks.clear()
+    return body
 
 
 def do_not_reuse(connection: aiohttp.connector.Connection | None) -> None:

@@ -24,13 +24,14 @@ from penstock.engines.transport import (
     EngineConnection,
     Reservation,
     do_not_reuse,
+    joined,
     limited,
     raise_if_out_of_descriptors,
     receive,
     sendable,
 )
 from penstock.errors import InfrastructureFailure, Upstream
-from penstock.turn import SaidVersion
+from penstock.turn import Body, SaidVersion
 
 logger = logging.getLogger("penstock.sessions")
 
@@ -58,7 +59,7 @@ class EngineRequest:
 class EngineResponse:
     status: int
     headers: Mapping[str, str]
-    chunks: list[bytes]
+    chunks: list[Body]
     """the body as received; `joined` empties the list"""
     name: str | None
     """of the request that it must name (`Backend.check_name`)"""
@@ -71,10 +72,8 @@ class EngineResponse:
     seconds: float
     """that the replica took to answer"""
 
-    def joined(self) -> bytes:
-        body = b"".join(self.chunks)
-        self.chunks.clear()
-        return body
+    def joined(self) -> Body:
+        return joined(self.chunks)
 
 
 class NotTaken(Upstream):

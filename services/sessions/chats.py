@@ -5,7 +5,7 @@ The claim is released on every exit. A failed chat records nothing.
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
@@ -25,7 +25,7 @@ from penstock.recording import Claim, Prepared, Session
 from penstock.renderers import PooledRenderer, RendererKey, RendererPools
 from penstock.runtime.offload import in_cpu_thread
 from penstock.spans import Stopwatch
-from penstock.turn import Ids, Turn, TurnMetadata, ids_text
+from penstock.turn import Body, Ids, Turn, TurnMetadata, ids_text
 from services.sessions import headers
 from services.sessions.agents import agent_of
 from services.sessions.apis import CHAT, Api
@@ -96,7 +96,7 @@ class ReadResponse:
     """An engine's response, validated."""
 
     turn: Turn
-    body: bytes
+    body: Body
     """for the client"""
     record: bytes
     """request and response as JSON, for the session's records"""
@@ -234,7 +234,7 @@ class Chats:
             if overlong:
                 limit = self._config.policy.max_seq_len
                 raise ContextFull(f"the prompt has more than {limit} tokens (policy.max_seq_len)")
-        return Answer(turn=claim.turn, headers=_client_headers(response.headers, chat), body=read.body)
+        return Answer(turn=claim.turn, headers=_client_headers(response.headers, chat), body=bytes(read.body))
 
     async def _prompt(self, session: Session, prepared: Prepared, chat: Chat) -> Prompt:
         if chat.prompt_ids is not None:
@@ -339,7 +339,7 @@ class Chats:
         return self._for_client(body, turn, exchange)
 
     def _for_client(
-        self, engine_body: bytes, turn: Turn, exchange: Exchange, logprobs: bytes | None = None
+        self, engine_body: Body, turn: Turn, exchange: Exchange, logprobs: bytes | None = None
     ) -> ReadResponse:
         asked = exchange.chat.asked
         rendered = None
@@ -395,7 +395,8 @@ def renderer_of(config: RunConfig) -> PooledRenderer | None:
 
 def forwarded(response: EngineResponse) -> web.Response:
     """The engine's response, unchanged except for hop-by-hop headers."""
-    return web.Response(status=response.status, headers=headers.to_client(response.headers), body=response.joined())
+    body = bytes(response.joined())
+    return web.Response(status=response.status, headers=headers.to_client(response.headers), body=body)
 
 
 def _client_headers(passed: Mapping[str, str], chat: Chat) -> Mapping[str, str]:
@@ -405,19 +406,20 @@ def _client_headers(passed: Mapping[str, str], chat: Chat) -> Mapping[str, str]:
     return kept
 
 
-def is_quick(chunks: list[bytes], experts_key: bytes) -> bool:
+def is_quick(chunks: Sequence[Body], experts_key: bytes) -> bool:
     """Whether reading a response takes less time than a thread switch. The cost is in the logprobs before or behind the
     routed experts: base64 is cut out unread, and known prompt ids are hashed."""
     size = sum(map(len, chunks))
     if size <= ON_LOOP_BYTES:
         return True
-    before = b"".join(chunks[:HEAD_CHUNKS])[:ON_LOOP_BYTES] if size <= CUT_ON_LOOP_BYTES else b""
+    head = chunks[:HEAD_CHUNKS] if size <= CUT_ON_LOOP_BYTES else []
+    before = b"".join(chunk[:ON_LOOP_BYTES] for chunk in head)[:ON_LOOP_BYTES]
     key = before.find(experts_key) if experts_key else -1
     quoted = key >= 0 and before[key + len(experts_key) :][:1] in (b'"', b"{")
     return quoted and b'"' not in _excerpt(chunks, ON_LOOP_BYTES)
 
 
-def _excerpt(chunks: list[bytes], distance: int) -> bytes:
+def _excerpt(chunks: Sequence[Body], distance: int) -> Body:
     """A few bytes at a distance from the end. Within logprobs they have a quote, within base64 and ids none."""
     for chunk in reversed(chunks):
         if len(chunk) >= distance:

@@ -16,7 +16,7 @@ from penstock.engines.dialects.control_calls import ControlCalls
 from penstock.error_boundary import raised_at
 from penstock.errors import BadRequest, PenstockError, StageError, Upstream, text_of
 from penstock.renderers.protocol import NO_VALUES, NextTurn, TemplateValues, Tools
-from penstock.turn import Ids, Logprobs, Message, Turn, VersionSpan
+from penstock.turn import Body, Ids, Logprobs, Message, Turn, VersionSpan
 
 MAX_TOKEN_ID = 2**31 - 1
 """Stored as i32."""
@@ -173,11 +173,11 @@ class Dialect(ABC):
         """Whether an HTTP 4xx with this body refuses the prompt for its length."""
         return any(phrase in error.lower() for phrase in self.context_limit)
 
-    def logprobs(self, body: bytes) -> "Sequence[TokenChoice]":
+    def logprobs(self, body: Body) -> "Sequence[TokenChoice]":
         """The tokens of a response that names them by id, with the most likely ones at their places."""
         return ()
 
-    def chat_completion(self, body: bytes, turn: Turn) -> bytes:
+    def chat_completion(self, body: Body, turn: Turn) -> bytes:
         """The response as a session's client gets it: OpenAI's chat completion, without what only training needs."""
         assert turn.message is not None
         message, tokens = orjson.Fragment(turn.message), (turn.prompt_tokens, len(turn.completion_ids))
@@ -219,7 +219,7 @@ class ChatDialect(Dialect):
             del fields["top_logprobs"]
         return fields
 
-    def chat_completion(self, body: bytes, turn: Turn) -> bytes:
+    def chat_completion(self, body: Body, turn: Turn) -> bytes:
         return without_routes(body, turn)
 
 
@@ -320,10 +320,10 @@ def read_part(raw: bytes | memoryview | msgspec.Raw, decoder: msgspec.json.Decod
         raise Upstream(f"the engine's response is malformed: {error} of {name}") from None
 
 
-def without_routes(body: bytes, turn: Turn) -> bytes:
+def without_routes(body: Body, turn: Turn) -> bytes:
     """The engine's body, byte for byte, with `null` in place of the routed experts."""
     if not turn.routes_spans:
-        return body
+        return bytes(body)
     view, parts, done = memoryview(body), list[bytes | memoryview](), 0
     for start, end in turn.routes_spans:
         parts += [view[done:start], b"null"]

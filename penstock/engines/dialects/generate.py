@@ -23,7 +23,7 @@ from penstock.engines.dialects.base import (
 from penstock.engines.dialects.control_calls import ControlCalls, VllmCalls
 from penstock.engines.weight_labels import LabelSpan, read_spans
 from penstock.errors import Upstream
-from penstock.turn import Ids, ids_text
+from penstock.turn import Body, Ids, ids_text
 
 MAX_RANKS = 20
 """As in OpenAI's API."""
@@ -105,7 +105,7 @@ class Generate(Dialect):
         parameters = {**sampling, "logprobs": logprobs, **structure, **routes}
         return {"token_ids": prompt.ids, "sampling_params": parameters}
 
-    def logprobs(self, body: bytes) -> Sequence[TokenChoice]:
+    def logprobs(self, body: Body) -> Sequence[TokenChoice]:
         (choice,) = RANKED.decode(body).choices
         return [
             TokenChoice(

@@ -1,0 +1,268 @@
+"""What the receiver and aiohttp make of a response, against a plain parser: the same bytes, or a refusal by both."""
+
+import asyncio
+import contextlib
+import gzip
+import itertools
+import zlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.engine_clients import run
+
+from penstock.config.engine import Engine
+from penstock.engines import receiver, transport
+from penstock.engines.receiver import Buffers
+from penstock.engines.transport import ByteBudget, joined, open_http, receive
+
+MEGABYTE = 1 << 20
+LIMIT = 64 * MEGABYTE
+
+
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that bodies of a few bytes have buffers of their own, and heads take several reads."""
+    monkeypatch.setattr(receiver, "LEAST_BYTES", 4)
+    monkeypatch.setattr(receiver, "HEAD_BYTES", 48)
+
+
+def plain(data: bytes) -> bytes | None:
+    """The body of a response whose connection was closed after `data`; None if it is malformed or incomplete."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    lines = [line.partition(b": ") for line in head.lower().split(b"\r\n")[1:]]
+    headers = {name: value for name, _, value in lines}
+    if not end:
+        return None
+    if b"transfer-encoding" in headers:
+        body = _chunked(rest)
+    elif b"content-length" in headers:
+        length = int(headers[b"content-length"])
+        body = rest[:length] if len(rest) >= length else None
+    else:
+        body = rest
+    if body and headers.get(b"content-encoding") == b"gzip":
+        try:
+            return gzip.decompress(body)
+        except (EOFError, OSError, zlib.error):
+            return None
+    return body
+
+
+def _chunked(rest: bytes) -> bytes | None:
+    body = b""
+    while True:
+        line, end, rest = rest.partition(b"\r\n")
+        if not end or not line:
+            return None
+        try:
+            size = int(line, 16)
+        except ValueError:
+            return None
+        if rest[size : size + 2] != b"\r\n":
+            return None
+        if size == 0:
+            return body
+        body, rest = body + rest[:size], rest[size + 2 :]
+
+
+def response(body: bytes, *, chunks: Sequence[int] = (), framing: str = "length", encoding: str = "") -> bytes:
+    body = gzip.compress(body) if encoding == "gzip" else body
+    encoded = b"Content-Encoding: gzip\r\n" if encoding == "gzip" else b""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n" + encoded
+    if framing == "length":
+        return head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    if framing == "close":
+        return head + b"Connection: close\r\n\r\n" + body
+    parts, at = [head + b"Transfer-Encoding: chunked\r\n\r\n"], 0
+    for size in [*chunks, len(body)]:
+        if piece := body[at : at + size]:
+            parts.append(b"%x\r\n%b\r\n" % (len(piece), piece))
+            at += size
+    return b"".join([*parts, b"0\r\n\r\n"])
+
+
+Script = Callable[[int], tuple[bytes, Sequence[int], bool]]
+"""Number of the request -> what is sent, where it is split, and whether the connection is closed behind it."""
+
+
+@contextlib.asynccontextmanager
+async def serving(script: Script) -> AsyncIterator[tuple[str, list[object]]]:
+    """A server on the client's own loop: between two pieces the client reads what was sent."""
+    numbers, peers = iter(range(1 << 30)), list[object]()
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError), contextlib.closing(writer):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0]))
+                peers.append(writer.get_extra_info("peername"))
+                data, splits, closes = script(next(numbers))
+                bounds = [0, *sorted(split for split in splits if split < len(data)), len(data)]
+                for start, end in itertools.pairwise(bounds):
+                    writer.write(data[start:end])
+                    for _ in range(3):
+                        await asyncio.sleep(0)
+                if closes:
+                    return
+
+    server = await asyncio.start_server(respond, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", peers
+
+
+async def fetched(http: aiohttp.ClientSession, url: str, budget: ByteBudget) -> bytes | None:
+    """A copy of the body; None if it was refused."""
+    with budget.reservation() as reservation:
+        try:
+            async with http.post(url, data=b"{}", allow_redirects=False) as answer:
+                chunks = await receive(answer, reservation, budget)
+        except aiohttp.ClientError:
+            return None
+        return bytes(joined(chunks))
+
+
+def body_of(size: int) -> bytes:
+    return bytes(index * 31 % 251 for index in range(size))
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked", "close"])
+def test_every_split_of_a_response_gives_its_bytes(framing: str) -> None:
+    data = response(body_of(60), chunks=[1, 20, 3], framing=framing)
+    assert plain(data) == body_of(60)
+
+    async def main() -> None:
+        async with (
+            serving(lambda number: (data, [number + 1], framing == "close")) as (url, peers),
+            open_http(Engine()) as http,
+        ):
+            budget = ByteBudget(LIMIT)
+            for _ in range(len(data)):
+                assert await fetched(http, url, budget) == body_of(60)
+            assert len(set(peers)) == (len(data) if framing == "close" else 1)
+
+    run(main)
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_every_response_that_breaks_off_is_refused(framing: str) -> None:
+    data = response(body_of(60), chunks=[1, 20, 3], framing=framing)
+
+    async def main() -> None:
+        async with (
+            serving(lambda number: (data[: number + 1], [number // 2], True)) as (url, _),
+            open_http(Engine()) as http,
+        ):
+            budget = ByteBudget(LIMIT)
+            for end in range(1, len(data)):
+                assert await fetched(http, url, budget) == plain(data[:end])
+
+    run(main)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_responses_are_read_as_by_the_plain_parser(data: st.DataObject) -> None:
+    """Two responses over one session: bodies, framings, splits, half of them broken off."""
+
+    def drawn() -> tuple[bytes, list[int], bool]:
+        body = body_of(data.draw(st.one_of(st.integers(0, 200), st.integers(10_000, 300_000))))
+        framing = data.draw(st.sampled_from(["length", "chunked", "close"]))
+        # aiohttp takes half a gzip stream for a whole one if the end of the connection is its only end.
+        encoding = data.draw(st.sampled_from(["", "gzip"])) if framing != "close" else ""
+        chunks = data.draw(st.lists(st.integers(1, 100_000), max_size=5))
+        sent = response(body, chunks=chunks, framing=framing, encoding=encoding)
+        breaks_off = data.draw(st.booleans())
+        if breaks_off:
+            sent = sent[: data.draw(st.integers(1, len(sent) - 1))]
+        splits = data.draw(st.lists(st.integers(1, len(sent)), max_size=6))
+        return sent, splits, breaks_off or framing == "close"
+
+    scripts = [drawn(), drawn()]
+
+    async def main() -> None:
+        async with serving(lambda number: scripts[number]) as (url, _), open_http(Engine()) as http:
+            budget = ByteBudget(LIMIT, copies=2)
+            for sent, *_ in scripts:
+                assert await fetched(http, url, budget) == plain(sent)
+
+    run(main)
+
+
+def test_a_buffer_is_used_again_unless_something_refers_to_it() -> None:
+    bodies = [bytes([number]) * MEGABYTE for number in range(4)]
+
+    async def main() -> None:
+        async with (
+            serving(lambda number: (response(bodies[number]), [], False)) as (url, _),
+            open_http(Engine()) as http,
+        ):
+            budget, used, kept = ByteBudget(LIMIT, copies=2), list[int](), list[Any]()
+            for number in range(4):
+                with budget.reservation() as reservation:
+                    async with http.post(url, data=b"{}") as answer:
+                        chunks = await receive(answer, reservation, budget)
+                    assert isinstance(chunks[0], bytearray)
+                    used.append(id(chunks[0]))
+                    if number == 1:
+                        kept.append(memoryview(chunks[0]))
+                    assert bytes(joined(chunks)) == bodies[number]
+                assert budget.buffers.kept_bytes <= 2 * MEGABYTE
+            assert used[0] == used[1] != used[2] == used[3]
+            assert bytes(kept[0]) == bodies[1]
+
+    run(main)
+
+
+@settings(max_examples=200)
+@given(sizes=st.lists(st.integers(1, 1 << 16), min_size=1, max_size=20))
+def test_buffers_have_the_size_that_was_asked_for_and_stay_within_their_limit(sizes: list[int]) -> None:
+    class Holder:
+        buffer: bytearray | None = None
+
+    buffers, holder = Buffers(), Holder()
+    buffers.limit = 1 << 17
+    for size in sizes:
+        holder.buffer = buffers.take(size)
+        assert len(holder.buffer) == size
+        buffers.give_back(holder)
+        assert holder.buffer is None
+        assert buffers.kept_bytes <= buffers.limit
+
+
+def test_silence_within_a_body_ends_it() -> None:
+    async def main() -> None:
+        data = response(body_of(MEGABYTE))[: MEGABYTE // 2]
+        async with (
+            serving(lambda _: (data, [], False)) as (url, _),
+            open_http(Engine(silence_s=0.1)) as http,
+        ):
+            budget = ByteBudget(LIMIT)
+            with pytest.raises(aiohttp.SocketTimeoutError), budget.reservation() as reservation:
+                async with http.post(url, data=b"{}") as answer:
+                    await receive(answer, reservation, budget)
+            assert budget.used == 0
+
+    run(main)
+
+
+def test_a_cancelled_body_closes_its_connection_and_leaves_the_budget() -> None:
+    async def main() -> None:
+        data = response(body_of(MEGABYTE))[: MEGABYTE // 2]
+        async with serving(lambda _: (data, [], False)) as (url, _), open_http(Engine()) as http:
+            budget = ByteBudget(LIMIT)
+            receiving = asyncio.create_task(fetched(http, url, budget))
+            while not budget.used:
+                await asyncio.sleep(0)
+            receiving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await receiving
+            assert budget.used == 0
+            assert isinstance(http.connector, transport.IdleConnector)
+            assert not http.connector._acquired
+            assert not http.connector._conns
+
+    run(main)
