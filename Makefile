@@ -181,7 +181,7 @@ soak: setup
 	@$(BIN)/penstock bench soak --strict
 
 bench: setup
-	@for name in control recovery ingest filters lag boundary sessions rollout-worker steps scale renderers engine pool dashboard learn; do $(BIN)/penstock bench $$name || exit 1; done
+	@for name in control recovery ingest filters lag boundary sessions rollout-worker steps turn scale renderers engine pool dashboard learn; do $(BIN)/penstock bench $$name || exit 1; done
 
 # tests/test_docs.py compares the page with the settings.
 docs: setup

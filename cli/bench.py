@@ -24,6 +24,7 @@ class Bench(StrEnum):
     LAG = "lag"
     BOUNDARY = "boundary"
     STEPS = "steps"
+    TURN = "turn"
     SCALE = "scale"
     SOAK = "soak"
     ENGINE = "engine"
@@ -57,6 +58,7 @@ def bench(
     lag             lag and memory of the orchestrator
     boundary        time from the last admitted rollout to the sealed step
     steps           CPU time of each step of a rollout worker's event loop
+    turn            where the CPU time of a turn goes in a rollout worker
     scale           CPU time of each step of the orchestrator's loop, with large steps and much open work
     soak            leaks of a worker over 20,000 rollouts
     engine          responses per second of the simulated engine

@@ -30,14 +30,13 @@ class Holder(Protocol):
 
 
 class Buffers:
-    """Buffers for the next bodies. Together they have at most `limit` bytes while none is in use."""
+    """Buffers for the next bodies; the limit of their bytes changes with what bodies use."""
 
     def __init__(self) -> None:
-        self.limit = 0
         self._free: list[bytearray] = []  # least recently used first
         self.kept_bytes = 0
 
-    def take(self, size: int) -> bytearray:
+    def take(self, size: int, *, limit: int) -> bytearray:
         """A buffer of `size` bytes, with the bytes of an earlier body."""
         capacity = _capacity(size)
         for index in reversed(range(len(self._free))):
@@ -48,10 +47,11 @@ class Buffers:
         else:
             buffer = bytearray()
             _resize(buffer, capacity)  # unlike bytearray(capacity), this writes to none of its pages
+            self._shrink(limit)
         _resize(buffer, size)
         return buffer
 
-    def give_back(self, holder: Holder) -> None:
+    def give_back(self, holder: Holder, *, limit: int) -> None:
         """Keep a holder's buffer, unless a view of it exists or a thread still reads it."""
         buffer, holder.buffer = holder.buffer, None
         if buffer is None or sys.getrefcount(buffer) > UNUSED:
@@ -60,7 +60,10 @@ class Buffers:
         _resize(buffer, capacity)
         self._free.append(buffer)
         self.kept_bytes += capacity
-        while self.kept_bytes > self.limit:
+        self._shrink(limit)
+
+    def _shrink(self, limit: int) -> None:
+        while self.kept_bytes > limit:
             self.kept_bytes -= len(self._free.pop(0))
 
 

@@ -91,6 +91,15 @@ class ByteBudget:
         self._holders: dict[Reservation, None] = {}  # oldest first
         self._waiting: dict[Reservation, tuple[int, asyncio.Future[None]]] = {}
 
+    def buffer(self, size: int) -> bytearray:
+        """For a body whose bytes are reserved."""
+        return self.buffers.take(size, limit=self._kept_limit)
+
+    @property
+    def _kept_limit(self) -> int:
+        """Of buffers that no body uses: half of what is left, the other half is for what bodies cost besides."""
+        return min(self.limit // 4, max(0, self.limit - self.used) // 2)
+
     @property
     def waiting(self) -> int:
         return len(self._waiting)
@@ -104,9 +113,7 @@ class ByteBudget:
         finally:
             self._holders.pop(reservation, None)
             self.used -= reservation.held
-            # In the room for copies: a body that has a buffer is not copied.
-            self.buffers.limit = min(self._copies * self._largest, self.limit // 8)
-            self.buffers.give_back(reservation)
+            self.buffers.give_back(reservation, limit=self._kept_limit)
             self._admit()
 
     async def reserve(self, reservation: Reservation, size: int) -> None:
@@ -267,7 +274,7 @@ async def receive(response: aiohttp.ClientResponse, reservation: Reservation, bu
     await _reserve(reservation, budget, response.content_length or 0)
     chunks, received, content = list[Body](), 0, response.content
     if receiver := receiver_of(response):
-        reservation.buffer = budget.buffers.take(response.content_length or 0)
+        reservation.buffer = budget.buffer(response.content_length or 0)
         await receiver.receive(content, reservation.buffer)
         if time.monotonic() - began > SLOW_READ_S:
             do_not_reuse(response.connection)

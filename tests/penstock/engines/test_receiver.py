@@ -223,14 +223,13 @@ def test_buffers_have_the_size_that_was_asked_for_and_stay_within_their_limit(si
     class Holder:
         buffer: bytearray | None = None
 
-    buffers, holder = Buffers(), Holder()
-    buffers.limit = 1 << 17
+    buffers, holder, limit = Buffers(), Holder(), 1 << 17
     for size in sizes:
-        holder.buffer = buffers.take(size)
+        holder.buffer = buffers.take(size, limit=limit)
         assert len(holder.buffer) == size
-        buffers.give_back(holder)
+        buffers.give_back(holder, limit=limit)
         assert holder.buffer is None
-        assert buffers.kept_bytes <= buffers.limit
+        assert buffers.kept_bytes <= limit
 
 
 def test_silence_within_a_body_ends_it() -> None:
