@@ -153,6 +153,6 @@ def _report(pipe: list[PipeRound], stock: list[StockRound], size: Size, *, quick
     targets = [
         Target(name="CPU, ms a rollout", value=cpu_ms, limit=6),
         Target(name="rollouts a second", value=rollouts_per_s, limit=200, sense="at least"),
-        Target(name="orchestrator lag p99 above canary's, ms", value=above_canary_ms, limit=5),
+        Target(name="orchestrator lag p99 above canary's, ms", value=above_canary_ms, limit=3),
     ]
     return Report(bench="control", figures=figures, targets=targets, rounds=len(pipe), quick=quick)

@@ -183,7 +183,7 @@ def run(*, quick: bool) -> Report:
         speedup, overhead = taken["parse all"] / taken["read"], taken["read and write"] / taken["copy and write"]
         targets += [
             Target(name=f"{case}: times faster", value=speedup, limit=SPEEDUPS[case], sense="at least"),
-            Target(name=f"{case}: rows written, times copy and write", value=overhead, limit=3.0),
+            Target(name=f"{case}: rows written, times copy and write", value=overhead, limit=2.0),
         ]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         for case, rollout in cases.items():

@@ -34,6 +34,8 @@ APIS = ("messages", "responses")
 API_SHARE = 0.8
 """of the chats per second that Chat Completions has"""
 ENOUGH_CHATS, HEALTH_MS, MEMORY_RATIO, GROWTH_MB = 250.0, 10.0, 1.2, 10.0
+SHARE, CPU_MS = 0.85, 2.0
+AGAINST_ENGINE = "base64, 1.3 MB: chats/s against the engine without a session"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,8 @@ def run(*, quick: bool) -> Report:
             )
             for api in APIS
         ),
+        Target(name="chats/s / without a session", value=figures[AGAINST_ENGINE], limit=SHARE, sense="at least"),
+        Target(name="CPU of a chat (ms)", value=figures["base64, 1.3 MB: CPU ms"], limit=CPU_MS),
         Target(name="/health p95 above the canary's (ms)", value=late_ms, limit=HEALTH_MS),
         Target(name="idle session / its columns", value=ratio, limit=MEMORY_RATIO),
         Target(name=f"growth over {lengths.cycles} sessions (MB)", value=growth / 1e6, limit=GROWTH_MB),
@@ -159,6 +163,8 @@ def measured(bench: Bench, show: Show) -> dict[str, float]:
             for form in bench.lengths.forms:
                 for name, value in bench.flood(form, size).items():
                     figures.setdefault(f"{form}, {size}: {name}", []).append(value)
+        share = figures["base64, 1.3 MB: chats/s"][-1] / direct["chats/s"]
+        figures.setdefault(AGAINST_ENGINE, []).append(share)
         for server, polled in zip(("/health", "canary"), bench.health(), strict=True):
             for share, value in polled.items():
                 figures.setdefault(f"{server} {share} (ms)", []).append(value * 1000)

@@ -16,5 +16,5 @@ def test_every_process_is_counted_and_the_baseline_runs() -> None:
     assert [(target.sense, target.limit) for target in report.targets] == [
         ("at most", 6),
         ("at least", 200),
-        ("at most", 5),
+        ("at most", 3),
     ]

@@ -13,4 +13,4 @@ def test_lag_and_memory_of_both_workers_are_measured() -> None:
         assert report.figures[f"{case}, ours: turns a second"] > 0
         assert report.figures[f"{case}, ours: memory above idle, MB, most"] > 0
     assert report.figures["256 x 1.3 MB, parse all: loop's share of a core"] > 0
-    assert [target.limit for target in report.targets] == [15, 1000, 1, 1, 1]
+    assert [target.limit for target in report.targets] == [15, 15, 4, 1000, 1, 1, 1]
