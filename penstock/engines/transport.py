@@ -20,6 +20,7 @@ from typing import Self
 
 import aiohttp
 from aiohttp import hdrs
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.client_proto import ResponseHandler
 from multidict import CIMultiDict
 
@@ -185,6 +186,19 @@ class IdleConnector(aiohttp.TCPConnector):
         return may_carry
 
 
+class UnansweredRequest(aiohttp.ClientRequest):
+    """Looks again directly before its first byte is written: aiohttp may write it a step of the loop after `connect`.
+    What arrived meanwhile answers another request, so this one fails without being sent."""
+
+    async def write_bytes(
+        self, writer: AbstractStreamWriter, conn: aiohttp.connector.Connection, content_length: int | None = None
+    ) -> None:
+        if _has_input(conn) and conn.protocol is not None:
+            conn.protocol.set_exception(aiohttp.ClientConnectionError("bytes arrived before the request was sent"))
+        else:
+            await super().write_bytes(writer, conn, content_length)
+
+
 def _has_input(connection: aiohttp.connector.Connection) -> bool:
     """Whether bytes have been received, or wait in the socket; the latter also when the server has closed it."""
     protocol, transport = connection.protocol, connection.transport
@@ -209,6 +223,7 @@ async def open_http(settings: Engine) -> AsyncIterator[aiohttp.ClientSession]:
             **({"Authorization": f"Bearer {key.get_secret_value()}"} if key else {}),
         },
         cookie_jar=aiohttp.DummyCookieJar(),
+        request_class=UnansweredRequest,
     ) as http:
         yield http
 

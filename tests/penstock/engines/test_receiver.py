@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import gzip
 import itertools
+import ssl
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.engine_clients import run
+from support.redis_proxy import Authority
 
 from penstock.config.engine import Engine
 from penstock.engines import receiver, transport
@@ -90,7 +93,7 @@ Script = Callable[[int], tuple[bytes, Sequence[int], bool]]
 
 
 @contextlib.asynccontextmanager
-async def serving(script: Script) -> AsyncIterator[tuple[str, list[object]]]:
+async def serving(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIterator[tuple[str, list[object]]]:
     """A server on the client's own loop: between two pieces the client reads what was sent."""
     numbers, peers = iter(range(1 << 30)), list[object]()
 
@@ -109,9 +112,9 @@ async def serving(script: Script) -> AsyncIterator[tuple[str, list[object]]]:
                 if closes:
                     return
 
-    server = await asyncio.start_server(respond, "127.0.0.1", 0)
+    server = await asyncio.start_server(respond, "127.0.0.1", 0, ssl=tls)
     async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", peers
+        yield f"http{'s' if tls else ''}://127.0.0.1:{server.sockets[0].getsockname()[1]}/", peers
 
 
 async def fetched(http: aiohttp.ClientSession, url: str, budget: ByteBudget) -> bytes | None:
@@ -217,6 +220,36 @@ def test_a_buffer_is_used_again_unless_something_refers_to_it() -> None:
     run(main)
 
 
+@pytest.mark.parametrize("run", [run, lambda main: asyncio.run(main())], ids=["uvloop", "asyncio"])
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_both_loops_receive_into_buffers_with_and_without_tls(
+    tmp_path: Path, run: Callable[[Callable[[], Any]], None], encrypted: bool
+) -> None:
+    server_tls = client_tls = None
+    if encrypted:
+        made = Authority(tmp_path / "tls")
+        server_tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        server_tls.load_cert_chain(made.certificate, made.key)
+        client_tls = ssl.create_default_context(cafile=made.ca)
+    body = body_of(MEGABYTE)
+
+    async def main() -> None:
+        async with (
+            serving(lambda number: (response(body), [number * 100 + 60], False), server_tls) as (url, peers),
+            open_http(Engine()) as http,
+        ):
+            budget = ByteBudget(LIMIT)
+            for _ in range(3):
+                with budget.reservation() as reservation:
+                    async with http.post(url, data=b"{}", ssl=client_tls or True) as answer:
+                        chunks = await receive(answer, reservation, budget)
+                    assert isinstance(chunks[0], bytearray)
+                    assert joined(chunks) == body
+            assert len(set(peers)) == 1
+
+    run(main)
+
+
 @settings(max_examples=200)
 @given(sizes=st.lists(st.integers(1, 1 << 16), min_size=1, max_size=20))
 def test_buffers_have_the_size_that_was_asked_for_and_stay_within_their_limit(sizes: list[int]) -> None:
@@ -263,5 +296,36 @@ def test_a_cancelled_body_closes_its_connection_and_leaves_the_budget() -> None:
             assert isinstance(http.connector, transport.IdleConnector)
             assert not http.connector._acquired
             assert not http.connector._conns
+
+    run(main)
+
+
+def test_a_request_is_not_sent_behind_bytes_that_were_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They arrive between the look at the connection and the first byte of the request."""
+    data, writers, received = response(body_of(60)), list[asyncio.StreamWriter](), list[bytes]()
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError), contextlib.closing(writer):
+            while True:
+                received.append(await reader.readuntil(b"\r\n\r\n{}"))
+                writer.write(data)
+
+    def send_unasked(*args: Any) -> None:
+        attach(*args)
+        if len(received) == 1:
+            writers[0].write(response(b"of another session"))
+
+    attach = transport.attach
+    monkeypatch.setattr(transport, "attach", send_unasked)
+
+    async def main() -> None:
+        async with await asyncio.start_server(respond, "127.0.0.1", 0) as server, open_http(Engine()) as http:
+            url, budget = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", ByteBudget(LIMIT)
+            assert await fetched(http, url, budget) == body_of(60)
+            assert await fetched(http, url, budget) is None
+            assert len(received) == 1
+            received.clear()
+            assert await fetched(http, url, budget) == body_of(60)
 
     run(main)
