@@ -82,6 +82,9 @@ class Receiver(asyncio.BufferedProtocol):
         self._scratch = scratch
         self._loop = asyncio.get_running_loop()
         self._at_head = True
+        self.requests = 0
+        self._idle = False
+        """Between a body that was received here and the next request: aiohttp's parser still waits for that body."""
         self._rest: memoryview | None = None
         """What is missing of a body."""
         self._whole: asyncio.Future[None] | None = None
@@ -89,7 +92,8 @@ class Receiver(asyncio.BufferedProtocol):
         self._silence: asyncio.TimerHandle | None = None
 
     def expect_head(self) -> None:
-        self._at_head = True
+        self._at_head, self._idle = True, False
+        self.requests += 1
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._rest is not None:
@@ -105,10 +109,14 @@ class Receiver(asyncio.BufferedProtocol):
                 self._transport.pause_reading()  # or a loop that reads until nothing is left goes on
                 self._settle()
             return
+        if self._idle:  # not asked for
+            self._handler.force_close()
+            self._transport.pause_reading()
+            return
         more = self._at_head and nbytes == HEAD_BYTES
         self._at_head = False
         self._handler.data_received(bytes(self._scratch[:nbytes]))
-        if more and not self._transport.is_closing():  # the task that reads the head takes the body before `_go_on`
+        if more and self._transport.is_reading():  # the task that reads the head takes the body before `_go_on`
             self._transport.pause_reading()
             self._loop.call_soon(self._go_on)
 
@@ -119,6 +127,8 @@ class Receiver(asyncio.BufferedProtocol):
             rest[: len(first)] = first
             rest = rest[len(first) :]
         if content.is_eof():
+            if rest:  # the buffer has bytes of an earlier body there
+                raise aiohttp.ClientPayloadError(f"Response payload is not completed: {len(rest)} bytes are missing")
             return
         self._handler.pause_reading()  # ends aiohttp's own time limit
         self._rest, self._whole, self._last_read_s = rest, self._loop.create_future(), self._loop.time()
@@ -131,6 +141,10 @@ class Receiver(asyncio.BufferedProtocol):
             self._rest = self._whole = None
             if self._silence:
                 self._silence.cancel()
+        self._idle = True
+        if self._transport.get_extra_info("ssl_object"):  # may have decrypted more, which no look at the socket shows
+            self._transport.resume_reading()
+            await asyncio.sleep(0)
 
     def _go_on(self) -> None:
         if self._whole is None and not self._transport.is_closing():
@@ -180,6 +194,12 @@ def attach(connection: aiohttp.connector.Connection, scratch: memoryview) -> Non
         transport.set_protocol(receiver)
         transport.resume_reading()
     receiver.expect_head()
+
+
+def is_new(transport: Any) -> bool:
+    """Whether no request was answered on it."""
+    receiver = transport.get_protocol()
+    return not isinstance(receiver, Receiver) or receiver.requests <= 1
 
 
 def receiver_of(response: aiohttp.ClientResponse) -> Receiver | None:

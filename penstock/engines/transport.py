@@ -26,7 +26,7 @@ from multidict import CIMultiDict
 
 from penstock.config.engine import Engine
 from penstock.engines.control import EngineControl, LoadPoller, VersionPoller
-from penstock.engines.receiver import READ_BYTES, Buffers, attach, receiver_of
+from penstock.engines.receiver import READ_BYTES, Buffers, attach, is_new, receiver_of
 from penstock.engines.replicas import Replica, Replicas
 from penstock.engines.request_names import NAME_HEADER, RequestNames
 from penstock.errors import ConfigError, InfrastructureFailure, Upstream
@@ -204,6 +204,8 @@ def _has_input(connection: aiohttp.connector.Connection) -> bool:
     protocol, transport = connection.protocol, connection.transport
     if protocol is None or transport is None or protocol.should_close:
         return True
+    if transport.get_extra_info("ssl_object") and is_new(transport):
+        return False  # TLS 1.3 sends session tickets behind the handshake
     readable = select.poll()
     readable.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
     return bool(readable.poll(0))

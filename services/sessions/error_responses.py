@@ -6,6 +6,7 @@ import orjson
 from aiohttp import web
 
 from penstock.errors import ContextFull, SessionError
+from penstock.turn import Body
 from services.sessions.apis import CHAT, Api
 
 JSON = "application/json"
@@ -32,7 +33,7 @@ def response_to(error: SessionError, api: Api = CHAT) -> web.Response:
     return error_response(error.status_code, str(error), code=_code(error), api=api)
 
 
-def engine_error(body: bytes) -> str:
+def engine_error(body: Body) -> str:
     """The text of an engine's error, in whichever of the usual forms."""
     try:
         parsed = orjson.loads(body)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import itertools
+import select
 import ssl
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.engine_clients import run
-from support.redis_proxy import Authority
+from support.redis_proxy import Authority, tls_port
 
 from penstock.config.engine import Engine
 from penstock.engines import receiver, transport
@@ -117,11 +118,13 @@ async def serving(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIte
         yield f"http{'s' if tls else ''}://127.0.0.1:{server.sockets[0].getsockname()[1]}/", peers
 
 
-async def fetched(http: aiohttp.ClientSession, url: str, budget: ByteBudget) -> bytes | None:
+async def fetched(
+    http: aiohttp.ClientSession, url: str, budget: ByteBudget, tls: ssl.SSLContext | None = None
+) -> bytes | None:
     """A copy of the body; None if it was refused."""
     with budget.reservation() as reservation:
         try:
-            async with http.post(url, data=b"{}", allow_redirects=False) as answer:
+            async with http.post(url, data=b"{}", allow_redirects=False, ssl=tls or True) as answer:
                 chunks = await receive(answer, reservation, budget)
         except aiohttp.ClientError:
             return None
@@ -220,17 +223,20 @@ def test_a_buffer_is_used_again_unless_something_refers_to_it() -> None:
     run(main)
 
 
+def contexts(directory: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Of a server and of its clients."""
+    made = Authority(directory / "tls")
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(made.certificate, made.key)
+    return server, ssl.create_default_context(cafile=made.ca)
+
+
 @pytest.mark.parametrize("run", [run, lambda main: asyncio.run(main())], ids=["uvloop", "asyncio"])
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_both_loops_receive_into_buffers_with_and_without_tls(
     tmp_path: Path, run: Callable[[Callable[[], Any]], None], encrypted: bool
 ) -> None:
-    server_tls = client_tls = None
-    if encrypted:
-        made = Authority(tmp_path / "tls")
-        server_tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        server_tls.load_cert_chain(made.certificate, made.key)
-        client_tls = ssl.create_default_context(cafile=made.ca)
+    server_tls, client_tls = contexts(tmp_path) if encrypted else (None, None)
     body = body_of(MEGABYTE)
 
     async def main() -> None:
@@ -329,3 +335,101 @@ def test_a_request_is_not_sent_behind_bytes_that_were_not_asked_for(monkeypatch:
             assert await fetched(http, url, budget) == body_of(60)
 
     run(main)
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+BODY = body_of(60)
+ODD = {
+    "http 1.0": b"HTTP/1.0 200 OK\r\nContent-Length: 60\r\n\r\n" + BODY,
+    "http 1.0, keep-alive": b"HTTP/1.0 200 OK\r\nConnection: keep-alive\r\nContent-Length: 60\r\n\r\n" + BODY,
+    "close": OK + b"Connection: close\r\nContent-Length: 60\r\n\r\n" + BODY,
+    "length twice": OK + b"Content-Length: 60\r\nContent-Length: 60\r\n\r\n" + BODY,
+    "two lengths": OK + b"Content-Length: 60\r\nContent-Length: 59\r\n\r\n" + BODY,
+    "list of lengths": OK + b"Content-Length: 60, 60\r\n\r\n" + BODY,
+    "negative length": OK + b"Content-Length: -60\r\n\r\n" + BODY,
+    "signed length": OK + b"Content-Length: +60\r\n\r\n" + BODY,
+    "length too large": OK + b"Content-Length: 61\r\n\r\n" + BODY,
+    "length too small": OK + b"Content-Length: 59\r\n\r\n" + BODY,
+    "no bytes": OK + b"Content-Length: 0\r\n\r\n",
+    "chunks and length": OK
+    + b"Transfer-Encoding: chunked\r\nContent-Length: 60\r\n\r\n3c\r\n"
+    + BODY
+    + b"\r\n0\r\n\r\n",
+    "length and identity": OK + b"Transfer-Encoding: identity\r\nContent-Length: 60\r\n\r\n" + BODY,
+    "trailers": OK + b"Transfer-Encoding: chunked\r\n\r\n3c\r\n" + BODY + b"\r\n0\r\nDigest: 1\r\n\r\n",
+    "continue": b"HTTP/1.1 100 Continue\r\n\r\n" + response(BODY),
+    "204 with a length": b"HTTP/1.1 204 No Content\r\nContent-Length: 60\r\n\r\n",
+    "304 with a length": b"HTTP/1.1 304 Not Modified\r\nContent-Length: 60\r\n\r\n",
+    "500": b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 60\r\n\r\n" + BODY,
+    "lines end with LF": b"HTTP/1.1 200 OK\nContent-Length: 60\n\n" + BODY,
+    "compressed to a thousandth": response(bytes(1 << 22), encoding="gzip"),
+}
+
+
+@pytest.mark.parametrize("data", ODD.values(), ids=ODD)
+def test_odd_responses_are_read_as_by_aiohttp_alone(data: bytes) -> None:
+    async def alone(http: aiohttp.ClientSession, url: str) -> bytes | None:
+        try:
+            async with http.post(url, data=b"{}") as answer:
+                return await answer.read()
+        except aiohttp.ClientError:
+            return None
+
+    async def main() -> None:
+        for splits in ([], [30], [40, 90], [len(data) - 1]):
+            async with (
+                serving(lambda _, at=splits: (data, at, True)) as (url, _),
+                open_http(Engine()) as http,
+                aiohttp.ClientSession() as plain_http,
+            ):
+                assert await fetched(http, url, ByteBudget(LIMIT)) == await alone(plain_http, url)
+
+    run(main)
+
+
+@pytest.mark.parametrize("extra", [b"x", OK, response(b"of another session"), response(body_of(MEGABYTE))])
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_bytes_behind_a_body_end_its_connection(tmp_path: Path, encrypted: bool, later: bool, extra: bytes) -> None:
+    server_tls, client_tls = contexts(tmp_path) if encrypted else (None, None)
+    bodies = [body_of(MEGABYTE), bytes(MEGABYTE)]
+    first = response(bodies[0])
+
+    def script(number: int) -> tuple[bytes, list[int], bool]:
+        return (
+            (first + extra, [len(first)] if later else [], False) if number == 0 else (response(bodies[1]), [], False)
+        )
+
+    async def main() -> None:
+        async with serving(script, server_tls) as (url, peers), open_http(Engine()) as http:
+            budget = ByteBudget(LIMIT)
+            assert await fetched(http, url, budget, client_tls) == bodies[0]
+            for _ in range(20 if later else 0):  # idle meanwhile
+                await asyncio.sleep(0)
+            assert await fetched(http, url, budget, client_tls) == bodies[1]
+            assert await fetched(http, url, budget, client_tls) == bodies[1]
+            assert peers[0] != peers[1] == peers[2]
+
+    run(main)
+
+
+def test_session_tickets_of_tls_are_not_taken_for_a_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Authority(tmp_path / "tls")
+    client_tls, seen = ssl.create_default_context(cafile=made.ca), list[bool]()
+
+    def await_tickets(connection: Any, *args: Any) -> None:
+        attach(connection, *args)
+        readable = select.poll()
+        readable.register(connection.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        seen.append(bool(readable.poll(1000)))
+
+    attach = transport.attach
+    monkeypatch.setattr(transport, "attach", await_tickets)
+
+    async def main() -> None:
+        async with serving(lambda _: (response(BODY), [], False)) as (url, _), open_http(Engine()) as http:
+            with tls_port(int(url.rstrip("/").rpartition(":")[2]), made) as port:
+                assert await fetched(http, f"https://127.0.0.1:{port}/", ByteBudget(LIMIT), client_tls) == BODY
+
+    asyncio.run(main())
+    assert len(seen) == 1
