@@ -12,11 +12,11 @@ from typing import Any
 
 from bench.harness.cluster import start_cluster
 from bench.harness.job_feed import JobFeed
-from bench.harness.processes import Process
 from bench.harness.progress import progress
 from bench.harness.report import Report, median
 from bench.harness.section_timer import FILE
 from bench.rollout_worker import FULL, OURS, QUICK, Case, engine, start
+from penstock.runtime.child_process import ChildProcess
 
 ROUNDS = 3
 LATENCY = "constant:0.2"
@@ -30,7 +30,7 @@ class Side:
     """The worker of one size, and the feed of its jobs."""
 
     case: Case
-    worker: Process
+    worker: ChildProcess
     feed: JobFeed
     profile: Path
 

@@ -387,7 +387,11 @@ def test_odd_responses_are_read_as_by_aiohttp_alone(data: bytes) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("extra", [b"x", OK, response(b"of another session"), response(body_of(MEGABYTE))])
+@pytest.mark.parametrize(
+    "extra",
+    [b"x", OK, response(b"of another session"), response(body_of(MEGABYTE))],
+    ids=["byte", "line", "short", "long"],
+)
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_bytes_behind_a_body_end_its_connection(tmp_path: Path, encrypted: bool, later: bool, extra: bytes) -> None:
