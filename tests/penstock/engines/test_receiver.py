@@ -19,8 +19,9 @@ from support.engine_clients import run
 from support.redis_proxy import Authority, tls_port
 
 from penstock.config.engine import Engine
-from penstock.engines import receiver, transport
+from penstock.engines import receiver, request_names, transport
 from penstock.engines.receiver import Buffers
+from penstock.engines.request_names import head_of
 from penstock.engines.transport import ByteBudget, joined, open_http, receive
 
 MEGABYTE = 1 << 20
@@ -206,19 +207,21 @@ def test_a_buffer_is_used_again_unless_something_refers_to_it() -> None:
             serving(lambda number: (response(bodies[number]), [], False)) as (url, _),
             open_http(Engine()) as http,
         ):
-            budget, used, kept = ByteBudget(LIMIT, copies=2), list[int](), list[Any]()
+            budget, used, kept, heads = ByteBudget(LIMIT, copies=2), list[int](), list[Any](), list[bytes]()
             for number in range(4):
                 with budget.reservation() as reservation:
                     async with http.post(url, data=b"{}") as answer:
                         chunks = await receive(answer, reservation, budget)
                     assert isinstance(chunks[0], bytearray)
                     used.append(id(chunks[0]))
+                    heads.append(head_of(chunks))
                     if number == 1:
                         kept.append(memoryview(chunks[0]))
                     assert bytes(joined(chunks)) == bodies[number]
                 assert budget.buffers.kept_bytes <= 2 * MEGABYTE
             assert used[0] == used[1] != used[2] == used[3]
             assert bytes(kept[0]) == bodies[1]
+            assert heads == [body[: request_names.HEAD_BYTES] for body in bodies]
 
     run(main)
 
