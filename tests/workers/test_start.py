@@ -71,10 +71,11 @@ def test_workers_of_one_machine_have_different_names(cluster: Cluster) -> None:
 def test_remote_control_does_not_look_like_loss(tmp_path: Path) -> None:
     patient = {"lease_s": 30.0}  # no lease ends because a busy machine renews it late
     with cluster_in(tmp_path, steps=4, noop={"rollout_s": 0.3}, recovery=patient) as cluster:
-        cluster.compute_worker()
+        compute = cluster.compute_worker()
         worker = cluster.rollout_worker(concurrency=8)
         run = cluster.orchestrator()
         cluster.wait_running(8)
+        wait_until(lambda: "compute0@test ready." in compute.text, what="the compute worker to listen")
         both = "compute0@test,rollouts1@test"
         controls = {
             "rate_limit penstock.rollouts.run 1/m": both,
