@@ -110,7 +110,8 @@ class Shutdown:
         give_up_at = time.monotonic() + self._config.recovery.lease_s
         while await self._leases() and time.monotonic() < give_up_at:
             await asyncio.sleep(TICK_S)
-        await remove_leases(self._broker, list(map(str, await self._leases())))
+        # Of every run, as the messages: a live worker writes its lease again within a second, and removes it itself.
+        await remove_leases(self._broker, list(await read_leases(self._broker)))
         await self._replies.delete()
         await in_io_thread(_delete_inputs, open_store(self._config.store_url), self._run)
 

@@ -18,6 +18,7 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.reply_stream import ReplyStream
 from orchestrator.shutdown import Shutdown
 from orchestrator.submission import MESSAGES_AT_ONCE
+from penstock import redis_keys
 from penstock.ledger.states import GroupState, JobKind, JobState
 from penstock.messages import Outcome, Queue, Reply, RolloutResult
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -112,3 +113,19 @@ def test_queued_jobs_wait_again_when_the_run_drains(ledger: Ledger, tmp_path: Pa
         asyncio.run(main(server))
     assert [job.state for job in jobs] == [JobState.SUBMITTED, *[JobState.WAITING] * (len(jobs) - 1)]
     assert ledger.job_counts[JobKind.ROLLOUT, JobState.SUBMITTED] == 1
+
+
+def test_the_end_of_a_run_removes_leases_of_every_run(ledger: Ledger, tmp_path: Path) -> None:
+    """Their workers may have died too shortly before for the leases to have expired."""
+    config = configured(run_dir=tmp_path, recovery={"lease_s": 1.0})
+    leases = ("other.g0000000-0.1.abc", "of another program")
+
+    async def main(server: EmbeddedRedis) -> None:
+        broker = Broker(server.url)
+        await broker.client.hset(redis_keys.LEASES, mapping=dict.fromkeys(leases, "host-1:7"))
+        await Shutdown(config, "run", ledger, broker, ReplyStream("run", broker, ledger)).finish()
+        assert not await broker.client.exists(redis_keys.LEASES)
+        await broker.close()
+
+    with EmbeddedRedis(tmp_path / "redis") as server:
+        asyncio.run(main(server))
