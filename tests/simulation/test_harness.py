@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from penstock.queues import WorkerKind
 from simulation.loop import Killed, Process, SimulatedLoop
 from simulation.playing import play, replay_command
+from simulation.workers import SimulatedWorker
 from simulation.world import World
 
 
@@ -98,6 +100,26 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
     world.loop.run_until_complete(asyncio.sleep(10))
     world.loop.close()
     assert done == ["replaced"]
+
+
+def test_the_end_awaits_a_replaced_worker_that_still_executes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedWorker, "start", lambda _: None)
+    world = World(1, tmp_path)
+    world.trainer.acked = world.config.steps - 1
+
+    async def work() -> float:
+        for _ in range(2):
+            world.add_worker(WorkerKind.COMPUTE)
+        worker, begun = world.workers[0], world.loop.time()
+        world.replace_worker(worker)
+        worker.running["t"] = asyncio.create_task(asyncio.sleep(20))
+        worker.running["t"].add_done_callback(lambda _: worker.running.clear())
+        await world._settled()
+        return world.loop.time() - begun
+
+    took_s = world.loop.run_until_complete(work())
+    world.loop.close()
+    assert took_s >= 20
 
 
 async def _append_later(done: list[str]) -> None:

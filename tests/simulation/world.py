@@ -73,7 +73,8 @@ class World:
         self.redis = Server(self.loop, self.random("redis"))
         self.trainer = SimulatedTrainer(self)
         self.workers: list[SimulatedWorker] = []
-        self._worker_numbers = 0
+        self._started_workers: list[SimulatedWorker] = []
+        """those included that were replaced and still finish a job"""
         self._switches: list[tuple[Callable[[SimulatedWorker], bool], Switch]] = []
         self.run = ""
         self.policy_version = 0
@@ -193,14 +194,14 @@ class World:
     def add_worker(self, kind: WorkerKind, config: RunConfig | None = None) -> None:
         if self._over:
             return
-        self._worker_numbers += 1
         current, self.config = self.config, config or self.config
-        worker = SimulatedWorker(self, kind, self._worker_numbers)
+        worker = SimulatedWorker(self, kind, len(self._started_workers) + 1)
         self.config = current
         for concerns, switch in self._switches:
             if concerns(worker):
                 switch(worker, True)
         self.workers.append(worker)
+        self._started_workers.append(worker)
         worker.start()
 
     def replace_worker(self, worker: SimulatedWorker) -> None:
@@ -275,7 +276,7 @@ class World:
         await asyncio.sleep(2.0)
         for _ in range(int(SETTLE_S)):
             busy = [process for process in self._disks if process.alive and process.held is not None]
-            working = [worker for worker in self.workers if worker.running and worker.process.alive]
+            working = [worker for worker in self._started_workers if worker.running and worker.process.alive]
             if not busy and not working and self.trainer.acked == self.config.steps - 1:
                 break
             await asyncio.sleep(1.0)
