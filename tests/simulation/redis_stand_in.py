@@ -46,6 +46,11 @@ class Server:
         self.wakers: dict[bytes, list[asyncio.Event]] = defaultdict(list)
         """of clients that wait for a list or a stream"""
 
+    @property
+    def failed_until(self) -> float:
+        """When its last outage ended or will end."""
+        return max(self.away_until, self.silent_until)
+
     def flush(self) -> None:
         self.data.clear()
         self._expires.clear()

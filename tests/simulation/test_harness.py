@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock import redis_keys
 from penstock.queues import WorkerKind
 from simulation.loop import Killed, Process, SimulatedLoop
 from simulation.playing import play, replay_command
@@ -120,6 +121,22 @@ def test_the_end_awaits_a_replaced_worker_that_still_executes(tmp_path: Path, mo
     took_s = world.loop.run_until_complete(work())
     world.loop.close()
     assert took_s >= 20
+
+
+@pytest.mark.parametrize(("expires", "left"), [(True, []), (False, ["keys are left in Redis: ['penstock:orders']"])])
+def test_keys_that_an_outage_leaves_must_expire(tmp_path: Path, expires: bool, left: list[str]) -> None:
+    world = World(1, tmp_path, faults=[])
+    run_until_done = world._run_until_done
+
+    async def end_in_outage() -> None:
+        await run_until_done()
+        world.redis.hset(redis_keys.ORDERS, "node", b"{}")
+        if expires:
+            world.redis.expire(redis_keys.ORDERS, redis_keys.ORCHESTRATOR_TTL_S)
+        world.redis.silent_until = world.loop.now + 1
+
+    world._run_until_done = end_in_outage
+    assert world.play().violations == left
 
 
 async def _append_later(done: list[str]) -> None:

@@ -21,10 +21,11 @@ from unittest import mock
 
 import numpy as np
 
-from orchestrator import crash_points, loop, release, run_dir, shutdown, start
+from orchestrator import crash_points, lock, loop, release, run_dir, shutdown, start
 from orchestrator.broker import Broker
 from orchestrator.ledger import writer
 from orchestrator.ledger.audit import Scope, audit
+from penstock import redis_keys
 from penstock.advantages import ESTIMATORS
 from penstock.batches import read_manifests
 from penstock.config import RunConfig
@@ -50,6 +51,8 @@ STARTS_MOST = 40
 AUDIT_EVERY_S = 10.0
 SETTLE_S = 90.0
 """after the run, at most"""
+LEAVING_S = 10.0
+"""an orchestrator that ends has tried for this long, at most, to delete its keys"""
 Switch = Callable[[SimulatedWorker, bool], None]
 
 
@@ -268,6 +271,8 @@ class World:
             await self._run_until_done()
             await self._settled()
         await self._run_until_done()  # the same command again: a finished run sweeps what came late
+        if self.redis.failed_until + LEAVING_S > self.loop.now:  # what could not be deleted expires
+            await asyncio.sleep(max(redis_keys.ORCHESTRATOR_TTL_S, lock.TTL_S))
         if not self.violations:
             invariants.check_end(self)
 
