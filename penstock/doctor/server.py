@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,9 +58,9 @@ async def read_facts(settings: Engine, url: str) -> ServerFacts:
         try:
             models = await _json(http, f"{url}/v1/models")
         except (aiohttp.ClientConnectionError, TimeoutError) as error:
-            raise EngineUnreachable(
-                f"{url} cannot be reached ({error!r}): is it running, is engine.urls right?"
-            ) from error
+            number = error.errno if isinstance(error, OSError) else None
+            why = os.strerror(number) if number else str(error) or type(error).__name__
+            raise EngineUnreachable(f"{url} cannot be reached ({why}): is it running, is engine.urls right?") from error
         version, info, weights, model_info, absent_calls = await asyncio.gather(
             _quietly(http, f"{url}/version"),
             _quietly(http, f"{url}/server_info?config_format=json"),

@@ -65,7 +65,7 @@ def test_a_good_engine_passes_and_an_absent_one_is_left_to_the_run(tmp_path: Pat
     for done in (good, absent):
         assert "Redis at redis://127.0.0.1:1/0 cannot be used" in done.stderr
     assert "was not checked" not in good.stderr
-    assert "the engine was not checked: http://127.0.0.1:1 cannot be reached" in absent.stderr
+    assert "the engine was not checked: http://127.0.0.1:1 cannot be reached (Connection refused)" in absent.stderr
     assert "was not checked" not in started(tmp_path, "http://127.0.0.1:1", PENSTOCK_ENGINE__CHECK="false").stderr
 
 
