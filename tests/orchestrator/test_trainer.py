@@ -1,5 +1,7 @@
 import asyncio
+import contextlib
 import errno
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from support.ledgers import configured
 from orchestrator import trainer as trainer_module
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.trainer import Trainer
-from penstock.batches.signals import PublishedPolicy, write_policy
+from penstock.batches.signals import PublishedPolicy, RunStatus, read_status, write_policy, write_status
 
 
 def test_a_trainer_that_goes_back_to_an_older_version_takes_the_run_with_it(ledger: Ledger, tmp_path: Path) -> None:
@@ -58,3 +60,29 @@ def test_a_disk_that_does_not_give_the_trainers_files_is_reported_and_read_again
 
 def unreadable(run_dir: Path) -> None:
     raise OSError(errno.EIO, "Input/output error", str(run_dir / "trainer" / "policy.json"))
+
+
+def test_a_status_that_is_being_written_when_the_run_ends_does_not_replace_the_last_one(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(configured(run_dir=tmp_path), ledger)
+    begun, slow = threading.Event(), threading.Event()
+
+    def write(run_dir: Path, status: RunStatus) -> None:
+        if not status.ended:
+            begun.set()
+            slow.wait()
+        write_status(run_dir, status)
+
+    async def end_while_writing() -> None:
+        duty = asyncio.create_task(trainer.write_status("rollouts are being generated"))
+        await asyncio.to_thread(begun.wait)
+        duty.cancel()
+        asyncio.get_running_loop().call_later(0.2, slow.set)  # time for the last status to be first
+        with contextlib.suppress(asyncio.CancelledError):
+            await duty
+        await trainer.write_status("the run is complete", ended=True)
+
+    monkeypatch.setattr(trainer_module, "write_status", write)
+    asyncio.run(end_while_writing())
+    assert read_status(tmp_path) == RunStatus(why="the run is complete", ended=True)
