@@ -56,6 +56,7 @@ def begin_or_resume(config: RunConfig) -> str:
             "redis": address(config.redis_url),
             "ledger": relative_path(config.run_dir, config.ledger_path),
             "store": stored_url(config.run_dir, config.store_url),
+            **_published_in(config),
         }
         if stored:
             _refuse_second_ledger(config, config.run_dir / stored["ledger"])
@@ -108,6 +109,12 @@ def _explained_store(store: Store) -> Iterator[None]:
 
 def write_json(path: Path, content: dict[str, Any], *, durable: bool = False) -> None:
     atomic.write(path, orjson.dumps(content, option=orjson.OPT_INDENT_2), durable=durable)
+
+
+def _published_in(config: RunConfig) -> dict[str, str]:
+    """Where prime-rl's trainer reads and broadcasts, for `penstock gc`."""
+    native = config.batch.format == "native"
+    return {} if native else {"output_dir": relative_path(config.run_dir, config.prime_rl_dir)}
 
 
 def _claim_store(store: Store, run: str) -> None:
