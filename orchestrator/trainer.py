@@ -13,7 +13,7 @@ from penstock.batches.prime_rl_directory import LAYOUTS, accept_broadcasts, read
 from penstock.config import RunConfig
 from penstock.config.run import Trainer as TrainerSettings
 from penstock.errors import BatchError, BlobUnwritten
-from penstock.runtime.offload import in_io_thread
+from penstock.runtime.offload import in_io_thread, to_its_end_in_io_thread
 
 logger = logging.getLogger("penstock.trainer")
 
@@ -164,7 +164,7 @@ class Trainer:
         if status == self._written:
             return
         try:
-            await in_io_thread(write_status, self._run_dir, status)
+            await to_its_end_in_io_thread(write_status, self._run_dir, status)
         except BlobUnwritten as error:
             if self._unwritable is None:
                 logger.error("action=trainer_status_unwritten error=%s", error)

@@ -3,12 +3,13 @@ import errno
 from pathlib import Path
 
 import pytest
+from support.held_writes import HeldFirst
 from support.ledgers import configured
 
 from orchestrator import trainer as trainer_module
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.trainer import Trainer
-from penstock.batches.signals import PublishedPolicy, write_policy
+from penstock.batches.signals import PublishedPolicy, read_status, write_policy
 
 
 def test_a_trainer_that_goes_back_to_an_older_version_takes_the_run_with_it(ledger: Ledger, tmp_path: Path) -> None:
@@ -54,6 +55,20 @@ def test_a_disk_that_does_not_give_the_trainers_files_is_reported_and_read_again
     assert any("the trainer's progress cannot be read" in trouble for trouble in trainer.troubles)
     asyncio.run(trainer.read())
     assert (trainer.troubles, ledger.number("policy_version")) == ([], 7)
+
+
+def test_the_end_of_a_run_is_not_overwritten_by_a_slow_earlier_status(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer would wait for ever."""
+    trainer = Trainer(configured(run_dir=tmp_path), ledger)
+    held = HeldFirst(trainer_module.write_status)
+    monkeypatch.setattr(trainer_module, "write_status", held)
+    ending = trainer.write_status("rollouts are being generated")
+    asyncio.run(held.end_with(ending, lambda: trainer.write_status("the run is complete", ended=True)))
+    told = read_status(tmp_path)
+    assert told is not None
+    assert told.ended
 
 
 def unreadable(run_dir: Path) -> None:
