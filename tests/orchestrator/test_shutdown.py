@@ -121,6 +121,26 @@ def test_queued_jobs_wait_again_when_the_run_drains(ledger: Ledger, tmp_path: Pa
         asyncio.run(main(server))
 
 
+def test_executions_learn_of_the_end_of_their_run_with_their_leases(ledger: Ledger, tmp_path: Path) -> None:
+    config = configured(run_dir=tmp_path, recovery={"lease_s": HANG_S})
+
+    async def main(server: EmbeddedRedis) -> None:
+        broker = Broker(server.url)
+        await broker.client.hset(redis_keys.LEASES, "run.g0000000-0.1.abc", "host-1:7")
+        end = Shutdown(config, "run", ledger, broker, ReplyStream("run", broker, ledger))
+        finishing = asyncio.create_task(end.finish())
+        await wait_until_async(lambda: broker.client.get(redis_keys.ENDED))
+        assert await broker.client.get(redis_keys.ENDED) == b"run"
+        assert not finishing.done()
+        await broker.client.hdel(redis_keys.LEASES, "run.g0000000-0.1.abc")
+        await finishing
+        assert await broker.client.keys("penstock:*") == []
+        await broker.close()
+
+    with EmbeddedRedis(tmp_path / "redis") as server:
+        asyncio.run(main(server))
+
+
 def test_the_end_of_a_run_removes_leases_of_every_run(ledger: Ledger, tmp_path: Path) -> None:
     """Their workers may have died too shortly before for the leases to have expired."""
     config = configured(run_dir=tmp_path, recovery={"lease_s": 1.0})
