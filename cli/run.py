@@ -65,7 +65,7 @@ def _check_engine(config: Path | None, settings: "RunConfig") -> list[str] | Non
     which never runs in the orchestrator's."""
     import asyncio
 
-    from orchestrator.engine_check import examined
+    from orchestrator.engine.check import examined
     from penstock.config.test_hooks import checks_engine
     from penstock.errors import ConfigError
 

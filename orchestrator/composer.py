@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 
-from orchestrator.examples import Examples
+from orchestrator.examples.choice import Examples
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord, GroupRecord, RolloutRecord
 from orchestrator.quotas import in_groups, leftover, quantity, quotas

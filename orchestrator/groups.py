@@ -6,14 +6,14 @@ Every method is one ledger transaction: the effects of a reply and the jobs that
 import logging
 from collections import Counter
 
-from orchestrator.attendance import Attendance
 from orchestrator.causes import Causes
-from orchestrator.evaluation import Evaluations
-from orchestrator.examples import Examples
+from orchestrator.examples.choice import Examples
+from orchestrator.examples.evaluation import Evaluations
 from orchestrator.gates import Gates
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord, JobRecord, RolloutRecord
-from orchestrator.replica_costs import ReplicaCosts
+from orchestrator.ledger.replica_costs import ReplicaCosts
+from orchestrator.workforce.attendance import Attendance
 from penstock import ids
 from penstock.batches.credit import credit_key
 from penstock.config import RunConfig

@@ -2,8 +2,8 @@
 
 import logging
 
-from orchestrator.evaluation import Evaluations
-from orchestrator.examples import Examples
+from orchestrator.examples.choice import Examples
+from orchestrator.examples.evaluation import Evaluations
 from orchestrator.housekeeping import delete
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import (

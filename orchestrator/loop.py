@@ -19,22 +19,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator import crash_points, release
-from orchestrator.attendance import Attendance
 from orchestrator.batch_phase import BatchPhase
 from orchestrator.broker import Broker
 from orchestrator.composer import Composer
-from orchestrator.concurrency import LoadWatch
-from orchestrator.engine_check import EngineCheck
+from orchestrator.engine.check import EngineCheck
+from orchestrator.engine.concurrency import LoadWatch
+from orchestrator.engine.replicas import ReplicaWatch
+from orchestrator.engine.weights import WeightUpdates
+from orchestrator.examples.retry_requests import RetryRequests
 from orchestrator.gates import Gates
 from orchestrator.groups import Groups
-from orchestrator.leases import remove_leases
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord
 from orchestrator.lock import RunLock
 from orchestrator.planner import Planner
 from orchestrator.reconciler import Reconciler
 from orchestrator.release import Releaser, Sweeper
-from orchestrator.replicas import ReplicaWatch
 from orchestrator.reply_stream import AT_ONCE, ReplyStream
 from orchestrator.reporting.endpoint import Endpoint
 from orchestrator.reporting.evaluations_file import EvaluationsFile
@@ -43,14 +43,14 @@ from orchestrator.reporting.next_step import NextStep
 from orchestrator.reporting.prometheus import RunCollector
 from orchestrator.reporting.reporter import Reporter, Sources, StatusCallback
 from orchestrator.reporting.sinks import Sinks
-from orchestrator.retry_requests import RetryRequests
 from orchestrator.sealing import Sealer
 from orchestrator.shutdown import Phase, Shutdown, StopRequests
 from orchestrator.slices import in_slices
 from orchestrator.stall import StallWatch
 from orchestrator.submission import Submitter
 from orchestrator.trainer import Trainer
-from orchestrator.weights import WeightUpdates
+from orchestrator.workforce.attendance import Attendance
+from orchestrator.workforce.leases import remove_leases
 from penstock.batches import EncodedRank, read_manifest
 from penstock.config import RunConfig
 from penstock.errors import OtherPlan

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from orchestrator.causes import Causes
-from orchestrator.examples import Examples
+from orchestrator.examples.choice import Examples
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.quotas import UNFINISHED, in_groups, leftover, quotas
 from orchestrator.submission import AT_ONCE

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from orchestrator.examples import Examples
+from orchestrator.examples.choice import Examples
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord
 from penstock.config import RunConfig

@@ -16,12 +16,12 @@ from orchestrator import envelope
 from orchestrator.broker import Broker
 from orchestrator.gates import Gates
 from orchestrator.groups import Groups
-from orchestrator.leases import read_leases
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import JobRecord
 from orchestrator.slices import in_slices
 from orchestrator.staleness import Staleness
 from orchestrator.submission import timeout_s
+from orchestrator.workforce.leases import read_leases
 from penstock.config import RunConfig
 from penstock.ids import LeaseId, LeaseValue
 from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState

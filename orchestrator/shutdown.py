@@ -14,12 +14,12 @@ from redis.exceptions import RedisError
 from orchestrator import envelope
 from orchestrator.broker import Broker
 from orchestrator.housekeeping import Reported, delete
-from orchestrator.leases import LEASES_AT_ONCE, read_leases, remove_leases
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord
 from orchestrator.reply_stream import ReplyStream
 from orchestrator.slices import in_slices
 from orchestrator.submission import MESSAGES_AT_ONCE
+from orchestrator.workforce.leases import LEASES_AT_ONCE, read_leases, remove_leases
 from penstock import ids, job_inputs, redis_keys
 from penstock.config import RunConfig
 from penstock.ids import LeaseId

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from orchestrator import attendance, crash_points, run_dir
+from orchestrator import crash_points, run_dir
 from orchestrator.broker import Broker
 from orchestrator.ledger import rebuild, upgrade
 from orchestrator.ledger.ledger import Ledger
@@ -18,6 +18,7 @@ from orchestrator.reporting import endpoint
 from orchestrator.reporting.reporter import StatusCallback, ignore_status
 from orchestrator.shutdown import StopRequests
 from orchestrator.trainer import trainer_state
+from orchestrator.workforce import attendance
 from penstock.config import RunConfig, rules, test_hooks
 from penstock.errors import BatchError, ConfigError, PenstockError, RunLocked
 from penstock.ledger import schema

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from orchestrator import crash_points, envelope
-from orchestrator.attendance import Attendance
 from orchestrator.broker import Broker
 from orchestrator.gates import Gate, Gates
 from orchestrator.inputs import JobInputs
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import JobRecord
 from orchestrator.slices import in_slices
+from orchestrator.workforce.attendance import Attendance
 from penstock.config import RunConfig
 from penstock.ids import EncodeJobId, RolloutId
 from penstock.ledger.states import JobKind, JobState

@@ -8,7 +8,7 @@ import logging
 import os
 from pathlib import Path
 
-from orchestrator.evaluation import FINISHED
+from orchestrator.examples.evaluation import FINISHED
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.reporting.metrics import last_line
 from penstock.config import RunConfig

@@ -15,11 +15,11 @@ from typing import IO, Any
 
 import orjson
 
-from orchestrator import evaluation
 from orchestrator.broker import Broker
+from orchestrator.examples import evaluation
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord
-from orchestrator.replica_costs import LOST, SECONDS, TOKENS
+from orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS
 from orchestrator.reporting import step_metrics
 from penstock.batches import read_manifest
 from penstock.config import RunConfig

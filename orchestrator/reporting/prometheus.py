@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.replica_costs import LOST, SECONDS, TOKENS
+from orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS
 from orchestrator.reporting.metrics import LagPoller, Metrics, counters
 from penstock.ledger.states import RolloutState
 from penstock.runtime.lag_summaries import LagSummary

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from orchestrator.ledger.records import GroupRecord, RolloutRecord
-from orchestrator.replica_costs import LOST, SECONDS, TOKENS, slow_tokens
+from orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS, slow_tokens
 from penstock.batches import EncodedRank, Manifest
 from penstock.ledger.states import JobKind, RolloutState
 from penstock.messages import RolloutResult

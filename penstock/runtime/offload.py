@@ -130,7 +130,8 @@ async def in_io_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
 
 
 async def to_its_end_in_io_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The same for writes that a later one must not overtake: a caller that is cancelled returns after the call."""
+    """For files that are written again and again: a cancelled caller waits for the end of its call, so that an old
+    content cannot replace a newer one."""
     return await run_to_completion(asyncio.create_task(in_io_thread(fn, *args, **kwargs)))
 
 

@@ -14,10 +14,10 @@ from support.ledgers import configured, submitted
 from orchestrator.broker import Broker
 from orchestrator.gates import Gates
 from orchestrator.groups import Groups
-from orchestrator.leases import LEASES_AT_ONCE, read_leases, remove_leases
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord, JobRecord
 from orchestrator.reconciler import Findings, Reconciler, Snapshot
+from orchestrator.workforce.leases import LEASES_AT_ONCE, read_leases, remove_leases
 from penstock import redis_keys
 from penstock.ledger.states import GroupState, JobState, RolloutState
 from penstock.messages import GRACE_S, Outcome, Queue, RolloutResult

@@ -1,15 +1,16 @@
 import asyncio
+import contextlib
 import errno
+import threading
 from pathlib import Path
 
 import pytest
-from support.held_writes import HeldFirst
 from support.ledgers import configured
 
 from orchestrator import trainer as trainer_module
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.trainer import Trainer
-from penstock.batches.signals import PublishedPolicy, read_status, write_policy
+from penstock.batches.signals import PublishedPolicy, RunStatus, read_status, write_policy, write_status
 
 
 def test_a_trainer_that_goes_back_to_an_older_version_takes_the_run_with_it(ledger: Ledger, tmp_path: Path) -> None:
@@ -57,19 +58,31 @@ def test_a_disk_that_does_not_give_the_trainers_files_is_reported_and_read_again
     assert (trainer.troubles, ledger.number("policy_version")) == ([], 7)
 
 
-def test_the_end_of_a_run_is_not_overwritten_by_a_slow_earlier_status(
-    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The trainer would wait for ever."""
-    trainer = Trainer(configured(run_dir=tmp_path), ledger)
-    held = HeldFirst(trainer_module.write_status)
-    monkeypatch.setattr(trainer_module, "write_status", held)
-    ending = trainer.write_status("rollouts are being generated")
-    asyncio.run(held.end_with(ending, lambda: trainer.write_status("the run is complete", ended=True)))
-    told = read_status(tmp_path)
-    assert told is not None
-    assert told.ended
-
-
 def unreadable(run_dir: Path) -> None:
     raise OSError(errno.EIO, "Input/output error", str(run_dir / "trainer" / "policy.json"))
+
+
+def test_a_status_that_is_being_written_when_the_run_ends_does_not_replace_the_last_one(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(configured(run_dir=tmp_path), ledger)
+    begun, slow = threading.Event(), threading.Event()
+
+    def write(run_dir: Path, status: RunStatus) -> None:
+        if not status.ended:
+            begun.set()
+            slow.wait()
+        write_status(run_dir, status)
+
+    async def end_while_writing() -> None:
+        duty = asyncio.create_task(trainer.write_status("rollouts are being generated"))
+        await asyncio.to_thread(begun.wait)
+        duty.cancel()
+        asyncio.get_running_loop().call_later(0.2, slow.set)  # time for the last status to be first
+        with contextlib.suppress(asyncio.CancelledError):
+            await duty
+        await trainer.write_status("the run is complete", ended=True)
+
+    monkeypatch.setattr(trainer_module, "write_status", write)
+    asyncio.run(end_while_writing())
+    assert read_status(tmp_path) == RunStatus(why="the run is complete", ended=True)

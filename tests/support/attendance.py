@@ -1,7 +1,7 @@
 """The attendance of a run without Redis: no worker is announced, and every reply is used."""
 
-from orchestrator.attendance import Attendance
 from orchestrator.broker import Broker
+from orchestrator.workforce.attendance import Attendance
 from penstock.config import RunConfig
 
 ANY_SEQUENCE = 1 << 62

@@ -13,7 +13,7 @@ import orjson
 
 from orchestrator.broker import Broker
 from orchestrator.ledger.records import JobRecord
-from orchestrator.quarantine import Peer, Quarantine, Standing
+from orchestrator.workforce.quarantine import Peer, Quarantine, Standing
 from penstock import redis_keys
 from penstock.config import RunConfig
 from penstock.ledger.states import JobKind

@@ -8,7 +8,7 @@ from serving.
 import asyncio
 import logging
 
-from orchestrator.replicas import ReplicaWatch
+from orchestrator.engine.replicas import ReplicaWatch
 from orchestrator.trainer import Trainer
 from penstock.batches.signals import PublishedPolicy
 from penstock.config import RunConfig

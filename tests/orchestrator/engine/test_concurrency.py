@@ -8,7 +8,7 @@ import pytest
 from support.upstream import Response, serving
 from support.waiting import wait_until_async
 
-from orchestrator.concurrency import ADJUST_S, InFlightLimit, LoadWatch
+from orchestrator.engine.concurrency import ADJUST_S, InFlightLimit, LoadWatch
 from orchestrator.ledger.ledger import Ledger
 from penstock.config import RunConfig
 from penstock.config.engine import Engine

@@ -17,9 +17,9 @@ from typing import Any
 
 import orjson
 
+from orchestrator.examples.poison import Poison
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord, JobRecord, Value
-from orchestrator.poison import Poison
 from penstock import ids
 from penstock.config import RunConfig
 from penstock.errors import RunError

@@ -6,9 +6,9 @@ from typing import Any
 
 import orjson
 
+from orchestrator.examples.poison import Poison
 from orchestrator.housekeeping import Reported
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.poison import Poison
 from penstock.config import RunConfig
 from penstock.inspection.dead import FOLDER, RETRIED
 from penstock.runtime.offload import in_io_thread

@@ -1,10 +1,10 @@
 import pytest
 from support.ledgers import configured
 
-from orchestrator.examples import Examples
+from orchestrator.examples.choice import Examples
+from orchestrator.examples.poison import DEATHS_MOST, Poison
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord
-from orchestrator.poison import DEATHS_MOST, Poison
 from penstock.config import RunConfig
 from penstock.errors import RunError
 

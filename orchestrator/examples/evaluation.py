@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from orchestrator.evaluation_values import kept, values
+from orchestrator.examples.evaluation_values import kept, values
 from orchestrator.ledger.evaluations import ClosedEvaluation, EvaluationRecord, EvaluationRollout
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import JobRecord

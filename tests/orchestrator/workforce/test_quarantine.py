@@ -3,7 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.quarantine import LEAST_FAILURES, PAUSE_FIRST_S, PAUSE_MOST_S, WINDOW, Peer, Quarantine, Standing
+from orchestrator.workforce.quarantine import (
+    LEAST_FAILURES,
+    PAUSE_FIRST_S,
+    PAUSE_MOST_S,
+    WINDOW,
+    Peer,
+    Quarantine,
+    Standing,
+)
 
 KIND = "rollouts"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from support.ledgers import configured, generated
 
-from orchestrator.examples import DRAWN_LEAST, HISTORY_MOST, Examples
+from orchestrator.examples.choice import DRAWN_LEAST, HISTORY_MOST, Examples
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import GroupRecord, JobRecord
 from penstock.ledger.states import JobKind, JobState

@@ -10,7 +10,7 @@ from support.attendance import unattended
 from support.clock import Clock
 from support.ledgers import configured
 
-from orchestrator.evaluation import AT_ONCE, Evaluations, unreported
+from orchestrator.examples.evaluation import AT_ONCE, Evaluations, unreported
 from orchestrator.gates import Gates
 from orchestrator.groups import Groups
 from orchestrator.ledger.evaluations import is_open

@@ -9,8 +9,8 @@ import logging
 import time
 from typing import Any
 
-from orchestrator.abandoned_weights import AbandonedWeights
 from orchestrator.composer import COMPOSED_STEP, COMPOSED_VERSION
+from orchestrator.engine.abandoned_weights import AbandonedWeights
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.trainer import Trainer
 from penstock.config import RunConfig

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from support.ledgers import configured
 
+from orchestrator.examples.poison import Poison
+from orchestrator.examples.retry_requests import RetryRequests
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.poison import Poison
-from orchestrator.retry_requests import RetryRequests
 from penstock.config import RunConfig
 from penstock.inspection.dead import FOLDER, RETRIED
 

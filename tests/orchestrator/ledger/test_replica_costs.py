@@ -3,7 +3,7 @@
 from support.ledgers import configured
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.replica_costs import LOST, OTHER, TOKENS, ReplicaCosts, slow_tokens
+from orchestrator.ledger.replica_costs import LOST, OTHER, TOKENS, ReplicaCosts, slow_tokens
 from penstock.replica_use import ReplicaUse
 
 A, B = "http://a:8000", "http://b:8000"

@@ -7,8 +7,8 @@ import pytest
 from support.ledgers import configured
 
 from orchestrator.composer import COMPOSED_STEP, COMPOSED_VERSION
+from orchestrator.engine.replicas import ReplicaWatch
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.replicas import ReplicaWatch
 from orchestrator.trainer import Trainer
 from penstock.batches import TrainerState
 from penstock.batches.signals import PublishedPolicy

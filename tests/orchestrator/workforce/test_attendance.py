@@ -11,12 +11,12 @@ import redis
 from support.clock import Clock
 from support.ledgers import configured, submitted
 
-from orchestrator.attendance import DECLINES_MOST, LISTED_MOST, PAUSE_MOST_S, Attendance, leave
 from orchestrator.broker import Broker
 from orchestrator.gates import Gates
 from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import JobRecord
+from orchestrator.workforce.attendance import DECLINES_MOST, LISTED_MOST, PAUSE_MOST_S, Attendance, leave
 from penstock import redis_keys
 from penstock.ledger.states import JobState, RolloutState
 from penstock.messages import Outcome, Reply, RolloutResult

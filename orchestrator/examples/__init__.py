@@ -1,0 +1,1 @@
+"""What is played next, what is not played again, and what is played to evaluate."""
