@@ -77,6 +77,8 @@ def _check_engine(config: Path | None, settings: "RunConfig") -> list[str] | Non
         raise ConfigError(f"{refused}. Then run the same command again; `penstock doctor` shows more")
     if unchecked := found.get("unchecked", found.get("away")):
         print(f"the engine was not checked: {unchecked}", file=sys.stderr)
+    for noted in found.get("notes", ()):
+        print(f"note: {noted}", file=sys.stderr)
     return command if "away" in found else None
 
 

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import orjson
 from yarl import URL
@@ -58,6 +59,8 @@ class EngineCheck:
                 logger.warning("action=engine_unchecked %s", unchecked)
             else:
                 logger.info("action=engine_checked")
+            for noted in found.get("notes", ()):
+                logger.warning("action=engine_noted %s", noted)
             self._command = None
 
 
@@ -71,7 +74,7 @@ async def _listens(url: str) -> bool:
     return False
 
 
-async def examined(command: Sequence[str]) -> dict[str, str]:
+async def examined(command: Sequence[str]) -> dict[str, Any]:
     """What the child found; `unchecked` says why it found nothing."""
     child = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
