@@ -1,7 +1,7 @@
 """The quick part of an examination, in a process of its own: `python -m penstock.doctor [CONFIG.toml]`.
 
 Prints a JSON object: `refused`, why every rollout would fail or be spoilt; `away`, that no replica can be reached;
-`unchecked`, why nothing was found; `notes`, what fails only some rollouts.
+`busy`, that none answered in time; `notes`, what fails only some rollouts.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ async def examined(settings: config.RunConfig) -> dict[str, Any]:
             store = open_store(probes.STORE)
             notes = await quick(RolloutStage(client=client, store=store, settings=settings.policy, dialect=dialect))
     except TimeoutError:
-        return {"unchecked": f"the engine did not answer within {CHECK_S:g} s"}
+        return {"busy": f"the engine did not answer within {CHECK_S:g} s"}
     except EngineUnreachable as error:
         return {"away": str(error)}
     except PenstockError as error:
