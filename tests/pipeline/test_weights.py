@@ -242,6 +242,45 @@ def test_a_restarted_engine_serves_nothing_until_the_trainer_has_loaded_its_weig
         assert cluster.audit()["dead"] == 0
 
 
+def test_a_replica_with_weights_that_the_trainer_gave_up_serves_nothing(tmp_path: Path) -> None:
+    """The trainer goes back from version 2 to 1 and forgets one replica until version 3."""
+    with run_of(tmp_path, replicas=2, steps=5) as (cluster, engines, run):
+
+        def publish(version: int, urls: list[str]) -> None:
+            for url in urls:
+                load(url, write_weights(tmp_path, version), version)
+            reader.publish_policy(version)
+
+        def forgotten() -> dict[str, Any]:
+            return cluster.status()["replicas"][engines.urls[1]]
+
+        reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
+        for version in (1, 2):
+            step = next(reader).step
+            publish(version, engines.urls)
+        wait_until(lambda: labels(cluster) == {"2"}, what="the status to show version 2")
+        reader.ack(step - 1)
+        reader.checkpointed(step - 1)
+
+        reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60, resume_step=0)
+        publish(1, engines.urls[:1])
+        wait_until(lambda: not forgotten()["serves"], what="the abandoned weights to be refused")
+        told = f"{engines.urls[1]} calls its weights '2', and the trainer has gone back to an older checkpoint"
+        assert told in str(cluster.status()["waiting_for"])
+        for batch in reader:
+            if batch.step == 1:
+                publish(2, engines.urls[:1])
+                wait_until(lambda: labels(cluster) == {"2"}, what="the status to show version 2 of both")
+                assert not forgotten()["serves"], "its version 2 is another one"
+            else:
+                publish(batch.step + 1, engines.urls)
+            if batch.step == 2:
+                wait_until(lambda: forgotten()["serves"], what="the replica to be admitted with version 3")
+            reader.ack(batch.step)
+        assert run.wait() == 0, run.text[-3000:]
+        assert cluster.audit()["dead"] == 0
+
+
 def test_an_engine_that_names_no_version_stops_the_run_and_names_the_setting(tmp_path: Path) -> None:
     with run_of(tmp_path, "--no-dev-mode", engine={"weight_update_timeout_s": 0.5}) as (cluster, _, run):
         reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
