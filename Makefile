@@ -118,12 +118,14 @@ $(AGENTS_NODE)/.installed: constraints-agents-node.txt
 	@touch $@
 
 # A real vLLM on CPU; two starts of the server. `make test-vllm-all`: all flags, and vLLM 0.30.0 with routed experts.
+# Agents and learning need environments of their own and have their own targets.
+VLLM_TESTS := tests/vllm --ignore tests/vllm/test_agents.py --ignore tests/vllm/test_learning.py
 test-vllm: setup vllm
-	@PENSTOCK_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/pytest tests/vllm -m 'not slow' --timeout 600
+	@PENSTOCK_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/pytest $(VLLM_TESTS) -m 'not slow' --timeout 600
 
 test-vllm-all: setup vllm-all
 	@for environment in $(VLLM) $(VLLM_ROUTES); do \
-		PENSTOCK_VLLM_PYTHON=$$environment/bin/python $(BIN)/pytest tests/vllm --timeout 900 --durations 5 || exit 1; \
+		PENSTOCK_VLLM_PYTHON=$$environment/bin/python $(BIN)/pytest $(VLLM_TESTS) --timeout 900 --durations 5 || exit 1; \
 	done
 
 # The same tests against any server: make test-engine ENGINE_URL=http://host:8000 [TOKENIZER=/models/the-model]
