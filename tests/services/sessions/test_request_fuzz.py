@@ -28,9 +28,12 @@ SCALARS: list[Any] = [None, True, 0, -1, 1e308, 2**70, "", "x", "\u2028", "\x00"
 NAMES = ["messages", "role", "content", "tool_calls", "tools", "n", "stream", "stream_options", "model", "logprobs"]
 NAMES += ["temperature", "max_tokens", "stop", "seed", "sampling_params", "token_ids", "input_ids", "rid", "priority"]
 NAMES += ["chat_template_kwargs", "return_token_ids", "include_reasoning", "rollout", "attempt", "run", "error"]
+NAMES += ["system", "instructions", "previous_response_id", "tool_choice", "include", "type", "text", "prompt", "name"]
+NAMES += ["output_config", "stop_sequences", "metadata", "function", "arguments", "call_id", "output", "forced"]
 HEADER_NAMES = ["Host", "Content-Length", "Transfer-Encoding", "Content-Encoding", "Expect", "Connection", "Upgrade"]
 HEADER_NAMES += ["Authorization", "X-Api-Key", "Cookie", "X-Session-ID", "X-Retry-Count", "Range", "Content-Type"]
 HEADER_NAMES += ["Idempotency-Key", "x-stainless-retry-count", "thread-id", "Accept", "TE", "Trailer", "X\x7f", "", " "]
+HEADER_NAMES += ["x-penstock-train", "x-claude-code-agent-id", "X-Request-Id"]
 HEADER_VALUES = [
     "",
     " ",
@@ -46,6 +49,15 @@ HEADER_VALUES = [
     "upgrade",
 ]
 HEADER_VALUES += ["x" * 9000, "\xff\xfe", "a\tb", "a\r\n b", "a\x00b", "Bearer", "Basic eDp5", "bytes=0-1", "*/*;q=x"]
+
+
+RULES = """
+[sessions.leave_out.titles]
+system = "^x"
+user = "e"
+[sessions.leave_out.small]
+model = "^x"
+"""
 
 
 class Fuzz:
@@ -77,9 +89,8 @@ class Fuzz:
             [self.agent.path] * 6 + [self.victim.path, "/sessions/" + "0" * 32, "/sessions/..", "/sessions"]
         )
         apis = [CHAT] * 6 + ["/v1/messages", "/v1/responses", "/v1/completions", "/v1/messages/count_tokens"]
-        rest = choose([*apis, "", "/seal", "/v1/models", "/v1", "/update_weights", "/x" * 50])
-        if rest == "/seal" and self.random.random() < 0.9:
-            rest = "/seals"
+        others = ["", "/seal", "/rewards", "/v1/models", "/v1/models/x", "/v1", "/update_weights", "/x" * 50]
+        rest = choose(["", "", "", "/branch/a"]) + choose([*apis, *others])
         return self.altered(session + rest) + choose(["", "", "?", "?a=%2F", "?" + "&" * 99, "#x"])
 
     def altered(self, path: str) -> str:
@@ -103,7 +114,8 @@ class Fuzz:
 
     def chat(self) -> bytes:
         message: dict[str, Any] = {"role": "user", "content": "hello"}
-        body: dict[str, Any] = {self.random.choice(["messages", "messages", "input"]): [message], "model": "policy"}
+        names = ["messages", "messages", "input", "prompt"]
+        body: dict[str, Any] = {self.random.choice(names): [message], "model": "policy"}
         for _ in range(self.random.randrange(3)):
             self.random.choice([message, body])[self.random.choice(NAMES)] = self.value()
         return self.spoiled(json.dumps(body))
@@ -155,7 +167,9 @@ def test_malformed_requests_get_4xx_and_nothing_of_another_session(
     engine: RawServer, tmp_path_factory: pytest.TempPathFactory, fuzz_rounds: int
 ) -> None:
     settings = {"sessions__max_sessions": "1000000", "engine__versions": "announced"}
-    with running(tmp_path_factory.mktemp("fuzz"), engine.url, "--require-secret", **settings) as server:
+    directory = tmp_path_factory.mktemp("fuzz")
+    (directory / "run.toml").write_text(RULES)
+    with running(directory, engine.url, str(directory / "run.toml"), "--require-secret", **settings) as server:
         victim = server.agent()
         victim.talk(MARKER)
         for number in range(fuzz_rounds):
