@@ -6,20 +6,29 @@ import random
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from support.engine_responses import ResponseSpec, compact
 from support.raw_server import RawServer, http_response, raw_server
 from support.session_process import CHAT, Agent, SessionsProcess, running
+from support.tokenizer_directory import tokenizer_dir
 
 REQUESTS_A_ROUND = 25
 """With a session of its own. 100,000 requests in `make fuzz`."""
 MARKER = "words of another session"
-ANSWER = http_response(compact(ResponseSpec(prompt=[1, 2], completion=[3], content="ok").as_dict()))
+SPEC = ResponseSpec(prompt=[1, 2], completion=[3], content="ok")
+ANSWER = http_response(compact(SPEC.as_dict()))
+TOKENS = http_response(
+    compact(
+        {key: value for key, value in replace(SPEC, dialect="generate").as_dict().items() if key != "prompt_token_ids"}
+    )
+)
 METHODS = ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "CONNECT", "TRACE", "get", "P\x00ST", "É", ""]
 ALLOWED = {
     b"POST /v1/chat/completions",
+    b"POST /inference/v1/generate",
     b"GET /v1/models",
     b"POST /tokenize",
     b"GET /metrics",
@@ -159,20 +168,29 @@ def exchange(server: SessionsProcess, request: bytes, *, complete: bool) -> byte
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[RawServer]:
-    with raw_server(lambda connection, *_: connection.sendall(ANSWER)) as server:
+    def respond(connection: socket.socket, body: bytes, _: str) -> None:
+        connection.sendall(TOKENS if b'"sampling_params":{' in body else ANSWER)
+
+    with raw_server(respond) as server:
         yield server
 
 
+@pytest.mark.parametrize("renderer", ["", "bytes-chatml", "a tokenizer"])
 def test_malformed_requests_get_4xx_and_nothing_of_another_session(
-    engine: RawServer, tmp_path_factory: pytest.TempPathFactory, fuzz_rounds: int
+    engine: RawServer, tmp_path_factory: pytest.TempPathFactory, fuzz_rounds: int, renderer: str
 ) -> None:
     settings = {"sessions__max_sessions": "1000000", "engine__versions": "announced"}
     directory = tmp_path_factory.mktemp("fuzz")
     (directory / "run.toml").write_text(RULES)
-    with running(directory, engine.url, str(directory / "run.toml"), "--require-secret", **settings) as server:
+    arguments = [str(directory / "run.toml"), "--require-secret"]
+    if renderer:
+        settings["engine__dialect"] = "generate"
+        name = str(tokenizer_dir(directory / "tokenizer")) if renderer == "a tokenizer" else renderer
+        arguments += ["--policy-renderer", name, "--mode", "open"]
+    with running(directory, engine.url, *arguments, **settings) as server:
         victim = server.agent()
         victim.talk(MARKER)
-        for number in range(fuzz_rounds):
+        for number in range(fuzz_rounds // (8 if renderer else 1)):
             fuzz = Fuzz(number, server.agent(), victim)
             for _ in range(REQUESTS_A_ROUND):
                 request, complete = fuzz.request()
