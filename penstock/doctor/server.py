@@ -45,6 +45,8 @@ class ServerFacts:
     version: str | None = None
     models: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
     """name -> longest sequence, if stated"""
+    weights: str | None = None
+    """directory or name of the weights that the server has begun with"""
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
     weight_version: str | None = None
     """what the server says about its weights"""
@@ -94,6 +96,7 @@ async def read_facts(settings: Engine, url: str) -> ServerFacts:
         kind=str(served[0].get("owned_by")) if served and served[0].get("owned_by") else None,
         version=_text(version.get("version") or info.get("version")),
         models={each["id"]: _number(each.get("max_model_len")) for each in served},
+        weights=_text(model_info.get("model_path") or (served[0].get("root") if served else None)),
         flags=_flags(info),
         weight_version=_text(stated),
         absent_calls=absent_calls,
