@@ -31,6 +31,10 @@ def evaluated(cluster: Cluster, version: int) -> bool:
     return any(line["version"] == version for line in lines(cluster, "evaluations.jsonl"))
 
 
+def scraped(cluster: Cluster) -> str:
+    return urllib.request.urlopen(f"{cluster.status()['http']}/metrics", timeout=HANG_S).read().decode()
+
+
 def test_killed_processes_neither_lose_nor_repeat_a_rollout_of_an_evaluation(tmp_path: Path) -> None:
     hold = tmp_path / "hold"
     settings = {"evaluation.held_out": EVALUATION, "noop": {"hold_while": str(hold)}}
@@ -85,10 +89,9 @@ def test_every_second_version_is_evaluated_and_reported_with_the_next_step(tmp_p
             if (step + 1) % 2 == 0:
                 wait_until(lambda step=step: evaluated(cluster, step + 1), what=f"the evaluation of version {step + 1}")
             if step == 4:
-                url = f"{cluster.status()['http']}/metrics"
-                scraped = urllib.request.urlopen(url, timeout=HANG_S).read().decode()
-                assert 'penstock_evaluation_version{evaluation="held_out"} 4.0' in scraped
-                assert 'penstock_evaluation_rollouts{state="evaluated"} 45.0' in scraped
+                newest = 'penstock_evaluation_version{evaluation="held_out"} 4.0'
+                wait_until(lambda: newest in scraped(cluster), what="a status with the evaluation of version 4")
+                assert 'penstock_evaluation_rollouts{state="evaluated"} 45.0' in scraped(cluster)
             write_progress(
                 cluster.run_dir, RankProgress(data_rank=0, data_ranks=1, epoch=1, resume_step=-1, acked=step)
             )
