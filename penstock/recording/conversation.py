@@ -97,8 +97,9 @@ class Conversation:
         self._answered: set[bytes] = set()
         """Digests of requests that have an answer."""
         self._aliases: dict[bytes, bytes] = {}
-        self._calls: dict[bytes, bytes] = {}
         """Digest of a request and the exact form of an echo behind it -> digest of the answer."""
+        self._calls: dict[bytes, bytes] = {}
+        """`Checkpoint.calls` -> digest of the answer that was committed last."""
         self._agents: dict[str, tuple[int, int]] = {}
         """The first and the last turn of each agent, by arrival."""
 

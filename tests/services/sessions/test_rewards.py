@@ -58,7 +58,7 @@ def test_posted_rewards_survive_a_kill(script: Script, tmp_path: Path) -> None:
         (b"[", "cannot be read"),
     ],
 )
-def test_a_score_that_is_none_is_refused(agent: Agent, score: Any, reason: str) -> None:
+def test_an_invalid_score_is_refused(agent: Agent, score: Any, reason: str) -> None:
     agent.talk("hello")
     response = agent.request("POST", "/rewards", score)
     assert (response.status, reason in response.error) == (400, True), response.body
