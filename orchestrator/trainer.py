@@ -19,6 +19,7 @@ logger = logging.getLogger("penstock.trainer")
 
 AWAITED_S = 5.0  # a run waits less than this for its trainer at every step: not worth reporting
 PUBLISHED = "policy_published"  # key in the ledger
+RANKS_NAMED = 8  # of a trainer, in a cause
 HORIZON_STEPS = 64  # with max_steps_ahead = "unlimited": enough to fill any limit on rollouts in flight
 
 
@@ -107,10 +108,14 @@ class Trainer:
         if self._awaited_since is None or time.monotonic() - self._awaited_since < AWAITED_S:
             return None
         step = self._ledger.number("steps_delivered") - 1
+        behind = ", ".join(map(str, self.state.behind[:RANKS_NAMED]))
+        who = f"{f'rank {behind} of ' if behind else ''}the trainer has not"
+        then = "it is slow, paused or not running: look at its log"
+        if not self.state.data_ranks:
+            who, then = "no trainer has", f"start one that reads {self._run_dir} (examples/toy_trainer.py)"
         return (
-            f"step {step} is sealed, and the trainer has not acknowledged step {self.state.acked + 1}: start a trainer "
-            f"that reads {self._run_dir} (examples/toy_trainer.py), or raise trainer.max_steps_ahead "
-            '("unlimited" if the trainer does not acknowledge)'
+            f"step {step} is sealed, and {who} acknowledged step {self.state.acked + 1}: {then}, or raise "
+            'trainer.max_steps_ahead ("unlimited" if the trainer does not acknowledge)'
         )
 
     @property

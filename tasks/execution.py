@@ -36,7 +36,7 @@ from penstock.messages import (
     shortened,
 )
 from penstock.queues import WorkerKind
-from penstock.replica_use import ReplicaUse
+from penstock.replica_use import ASKED, ReplicaUse
 from penstock.runtime.lag_summaries import redis_publisher
 from tasks.agreement import Identity, identity, message_headers
 from tasks.celery_app import settings
@@ -206,7 +206,9 @@ class AsyncExecutor:
         if refusal := execution.declined():
             await self._outbox.write(lambda pipe: write_reply(pipe, execution, refusal.content))
             return
-        value = self._leases.hold(execution.lease)
+        asked: list[str] = []
+        ASKED.set(asked)  # of this asyncio task, which executes one message
+        value = self._leases.hold(execution.lease, asked)
         limit = asyncio.timeout(job.timeout_s + GRACE_S)
         try:
             await self._outbox.write(lambda pipe: write_lease(pipe, execution.lease, value))

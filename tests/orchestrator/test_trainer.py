@@ -10,7 +10,15 @@ from support.ledgers import configured
 from orchestrator import trainer as trainer_module
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.trainer import Trainer
-from penstock.batches.signals import PublishedPolicy, RunStatus, read_status, write_policy, write_status
+from penstock.batches.signals import (
+    PublishedPolicy,
+    RankProgress,
+    RunStatus,
+    read_status,
+    write_policy,
+    write_progress,
+    write_status,
+)
 
 
 def test_a_trainer_that_goes_back_to_an_older_version_takes_the_run_with_it(ledger: Ledger, tmp_path: Path) -> None:
@@ -43,6 +51,27 @@ def test_a_complete_run_stays_until_prime_rls_trainer_has_broadcast_its_last_ver
         seen.append(trainer.last_broadcast_awaited)
         assert any("trainer.last_broadcast_s" in trouble for trouble in trainer.troubles) == seen[-1]
     assert seen == awaited
+
+
+@pytest.mark.parametrize(
+    ("acked", "said"),
+    [
+        ({}, "no trainer has acknowledged step 0: start one that reads"),
+        ({0: 3, 1: 3}, "the trainer has not acknowledged step 4: it is slow, paused or not running"),
+        ({0: 3, 1: 2}, "rank 1 of the trainer has not acknowledged step 3: "),
+        ({0: 3}, "rank 1 of the trainer has not acknowledged step 0: "),
+    ],
+)
+def test_a_trainer_that_is_waited_for_is_named_with_the_rank_that_is_behind(
+    ledger: Ledger, tmp_path: Path, acked: dict[int, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_module, "AWAITED_S", 0.0)
+    trainer = Trainer(configured(run_dir=tmp_path), ledger)
+    ledger.set("steps_delivered", 9)
+    for rank, step in acked.items():
+        write_progress(tmp_path, RankProgress(data_rank=rank, data_ranks=2, epoch=1, resume_step=-1, acked=step))
+    asyncio.run(trainer.read())
+    assert f"step 8 is sealed, and {said}" in trainer.troubles[0]
 
 
 def test_a_disk_that_does_not_give_the_trainers_files_is_reported_and_read_again(

@@ -32,6 +32,15 @@ def test_a_held_lease_is_renewed_and_its_key_expires(client: redis.Redis, keeper
     assert 0 < client.ttl(redis_keys.LEASES) <= redis_keys.LEASES_TTL_S
 
 
+def test_a_renewal_names_the_replica_that_is_asked(client: redis.Redis, keeper: LeaseKeeper) -> None:
+    asked: list[str] = []
+    assert "@" not in keeper.hold("lease", asked)
+    asked += ["http://first:8000", "http://second:8000"]
+    wait_until(lambda: (client.hget(redis_keys.LEASES, "lease") or b"").endswith(b"@http://second:8000"))
+    asked.clear()
+    wait_until(lambda: b"@" not in (client.hget(redis_keys.LEASES, "lease") or b"@"))
+
+
 def test_a_late_renewal_does_not_restore_an_ended_lease(client: redis.Redis, keeper: LeaseKeeper) -> None:
     keeper.hold("ended")
     wait_until(lambda: client.hexists(redis_keys.LEASES, "ended"))
