@@ -4,14 +4,15 @@ import gzip
 import json
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.engine_responses import ResponseSpec, compact
-from support.raw_server import RawServer, http_response, raw_server
+from support.raw_server import http_response, raw_server
 from support.session_process import CHAT, Agent, SessionsProcess, running
 from support.tokenizer_directory import tokenizer_dir
 
@@ -166,28 +167,22 @@ def exchange(server: SessionsProcess, request: bytes, *, complete: bool) -> byte
     return bytes(received)
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[RawServer]:
-    def respond(connection: socket.socket, body: bytes, _: str) -> None:
-        connection.sendall(TOKENS if b'"sampling_params":{' in body else ANSWER)
-
-    with raw_server(respond) as server:
-        yield server
-
-
 @pytest.mark.parametrize("renderer", ["", "bytes-chatml", "a tokenizer"])
 def test_malformed_requests_get_4xx_and_nothing_of_another_session(
-    engine: RawServer, tmp_path_factory: pytest.TempPathFactory, fuzz_rounds: int, renderer: str
+    tmp_path: Path, fuzz_rounds: int, renderer: str
 ) -> None:
     settings = {"sessions__max_sessions": "1000000", "engine__versions": "announced"}
-    directory = tmp_path_factory.mktemp("fuzz")
-    (directory / "run.toml").write_text(RULES)
-    arguments = [str(directory / "run.toml"), "--require-secret"]
+    (tmp_path / "run.toml").write_text(RULES)
+    arguments = [str(tmp_path / "run.toml"), "--require-secret"]
     if renderer:
         settings["engine__dialect"] = "generate"
-        name = str(tokenizer_dir(directory / "tokenizer")) if renderer == "a tokenizer" else renderer
+        name = str(tokenizer_dir(tmp_path / "tokenizer")) if renderer == "a tokenizer" else renderer
         arguments += ["--policy-renderer", name, "--mode", "open"]
-    with running(directory, engine.url, *arguments, **settings) as server:
+    response = TOKENS if renderer else ANSWER
+    with (
+        raw_server(lambda connection, *_: connection.sendall(response)) as engine,
+        running(tmp_path, engine.url, *arguments, **settings) as server,
+    ):
         victim = server.agent()
         victim.talk(MARKER)
         for number in range(fuzz_rounds // (8 if renderer else 1)):
