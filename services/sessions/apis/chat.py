@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 import orjson
 
 from penstock.engines.dialects.base import CHAT_PATH
-from services.sessions.apis.base import Api, ChatRequest, History, Recorded, refuse
+from services.sessions.apis.base import OF_OPERATORS, Api, ChatRequest, History, Recorded, refuse
 from services.sessions.client_response import CHOICES, NULL, OBJECT, Asked, fragment
 
-REFUSED = {
+REFUSED = OF_OPERATORS | {
     "audio": "answers are text",
     "web_search_options": "declare a tool that the agent runs",
     "functions": "declare them in tools",

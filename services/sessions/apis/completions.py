@@ -12,9 +12,18 @@ import orjson
 from penstock.engines.dialects.base import TOKEN_IDS
 from penstock.errors import BadRequest
 from penstock.turn import Ids
-from services.sessions.apis.base import Api, ChatRequest, Completion, Fields, History, Recorded, refuse
+from services.sessions.apis.base import (
+    OF_OPERATORS,
+    Api,
+    ChatRequest,
+    Completion,
+    Fields,
+    History,
+    Recorded,
+    refuse,
+)
 
-REFUSED = {
+REFUSED = OF_OPERATORS | {
     "suffix": "send the whole prompt",
     "echo": "the prompt is not repeated",
     "best_of": "a request records one completion",

@@ -186,7 +186,7 @@ def test_bodies_and_heads_are_limited(agent: Agent, sessions: SessionsProcess, s
     agent.assert_usable()
 
 
-@pytest.mark.parametrize("field", ["audio", "web_search_options", "functions", "function_call"])
+@pytest.mark.parametrize("field", ["audio", "functions", "function_call", "kv_transfer_params", "lora_path"])
 def test_what_a_recording_cannot_honour_names_the_field(agent: Agent, script: Script, field: str) -> None:
     before = len(script.server.received)
     response = agent.chat("hello", **{field: {"x": "y"}})
