@@ -20,6 +20,12 @@ ENGINE_FIELDS = frozenset(
     | {"frequency_penalty", "chat_template_kwargs", "logit_bias", "min_tokens", "ignore_eos", "skip_special_tokens"}
 )
 """Fields that mean the same in every API, or that engines read and no API has."""
+OF_OPERATORS = dict.fromkeys(
+    {"kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "session_params", "lora_path"}
+    | {"custom_logit_processor", "logits_processors"},
+    "it makes the engine connect, load or run something; set it in forced when the session is created",
+)
+"""Fields of vLLM and SGLang that reach beyond one's own completion, and why an agent's request may not have them."""
 UNPARSED = "_arguments"
 """Key of a call's arguments that are not a JSON object, in APIs that have room only for one."""
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}

@@ -6,9 +6,15 @@ from typing import Any, ClassVar
 import orjson
 
 from penstock.engines.dialects.base import CHAT_PATH
-from services.sessions.apis.base import Api, ChatRequest, History, Recorded
+from services.sessions.apis.base import OF_OPERATORS, Api, ChatRequest, History, Recorded, refuse
 from services.sessions.client_response import CHOICES, NULL, OBJECT, Asked, fragment
 
+REFUSED = OF_OPERATORS | {
+    "audio": "answers are text",
+    "web_search_options": "declare a tool that the agent runs",
+    "functions": "declare them in tools",
+    "function_call": "send tool_choice",
+}
 ENVELOPE = ("id", "created", "model", "service_tier", "system_fingerprint")
 
 
@@ -16,6 +22,7 @@ class ChatCompletions(Api):
     path: ClassVar[str] = CHAT_PATH
 
     def chat(self, given: dict[str, Any], history: History | None) -> ChatRequest:
+        refuse(given, REFUSED)
         return ChatRequest(fields=given)
 
     def response(self, recorded: Recorded) -> bytes:

@@ -83,6 +83,8 @@ class Messages(Api):
         match given.get("output_config"):
             case {"format": {"type": "json_schema", "schema": schema}}:
                 fields["response_format"] = json_format(None, schema)
+            case {"format": {"type": kind}}:
+                raise BadRequest(f"output_config.format of type {kind!r} cannot be recorded: use json_schema")
             case _:
                 pass
         return ChatRequest(fields=fields)

@@ -270,6 +270,8 @@ def _format(given: Fields) -> dict[str, Any]:
             return {"response_format": json_format(named.get("name"), schema, named.get("strict"))}
         case {"format": {"type": "json_object"}}:
             return {"response_format": {"type": "json_object"}}
+        case {"format": {"type": str(kind)}} if kind != "text":
+            raise BadRequest(f"text.format of type {kind!r} cannot be recorded: use text, json_object or json_schema")
         case _:
             return {}
 

@@ -4,16 +4,18 @@ import gzip
 import json
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.engine_responses import ResponseSpec, compact
-from support.raw_server import RawServer, http_response, raw_server
+from support.raw_server import http_response, raw_server
 from support.session_process import CHAT, Agent, SessionsProcess, running
 from support.tokenizer_directory import tokenizer_dir
+from support.waiting import HANG_S
 
 REQUESTS_A_ROUND = 25
 """With a session of its own. 100,000 requests in `make fuzz`."""
@@ -60,12 +62,19 @@ HEADER_VALUES = [
 HEADER_VALUES += ["x" * 9000, "\xff\xfe", "a\tb", "a\r\n b", "a\x00b", "Bearer", "Basic eDp5", "bytes=0-1", "*/*;q=x"]
 
 
+APIS = [CHAT] * 6 + ["/v1/messages", "/v1/responses", "/v1/completions", "/v1/messages/count_tokens"]
+OF_CHATS = ["Idempotency-Key", "x-stainless-retry-count", "thread-id", "x-claude-code-agent-id", "x-penstock-train"]
+PLAIN_VALUES = ["", "0", "1", "-1", "x", "true", "9" * 30, "x" * 900]
+BODIES = 0.6
+"""Share of the requests that are spoiled in their body only."""
 RULES = """
+[policy]
+max_turns = 1000
 [sessions.leave_out.titles]
-system = "^x"
-user = "e"
+user = "^extra"
 [sessions.leave_out.small]
 model = "^x"
+system = "x"
 """
 
 
@@ -75,7 +84,18 @@ class Fuzz:
         self.agent, self.victim = agent, victim
 
     def request(self) -> tuple[bytes, bool]:
-        """A request, and whether it is certainly complete: a response to it can be awaited."""
+        """A request, and whether it is certainly complete: a response to it can be awaited. Most are spoiled in their
+        body only: a spoiled path or head ends before a body is looked at."""
+        return self.chat_request() if self.random.random() < BODIES else self.any_request()
+
+    def chat_request(self) -> tuple[bytes, bool]:
+        choose = self.random.choice
+        path, body = self.agent.path + choose(["", "", "/branch/a"]) + choose(APIS), self.chat()
+        more = choose([[], [], ["x-penstock-train: false"], [f"{choose(OF_CHATS)}: {choose(PLAIN_VALUES)}"]])
+        lines = [f"POST {path} HTTP/1.1", "Host: x", f"x-api-key: {self.agent.secret}", *more]
+        return "\r\n".join([*lines, f"Content-Length: {len(body)}"]).encode() + b"\r\n\r\n" + body, True
+
+    def any_request(self) -> tuple[bytes, bool]:
         choose = self.random.choice
         body = choose([self.chat, self.chat, self.new_session, self.noise])()
         complete = self.random.random() < 0.97
@@ -97,9 +117,8 @@ class Fuzz:
         session = choose(
             [self.agent.path] * 6 + [self.victim.path, "/sessions/" + "0" * 32, "/sessions/..", "/sessions"]
         )
-        apis = [CHAT] * 6 + ["/v1/messages", "/v1/responses", "/v1/completions", "/v1/messages/count_tokens"]
         others = ["", "/seal", "/rewards", "/v1/models", "/v1/models/x", "/v1", "/update_weights", "/x" * 50]
-        rest = choose(["", "", "", "/branch/a"]) + choose([*apis, *others])
+        rest = choose(["", "", "", "/branch/a"]) + choose([*APIS, *others])
         return self.altered(session + rest) + choose(["", "", "?", "?a=%2F", "?" + "&" * 99, "#x"])
 
     def altered(self, path: str) -> str:
@@ -122,7 +141,7 @@ class Fuzz:
         return self.random.choice(tricks)(path) if self.random.random() < 0.4 else path
 
     def chat(self) -> bytes:
-        message: dict[str, Any] = {"role": "user", "content": "hello"}
+        message: dict[str, Any] = {"role": "user", "content": self.random.choice(["hello", "extra"])}
         names = ["messages", "messages", "input", "prompt"]
         body: dict[str, Any] = {self.random.choice(names): [message], "model": "policy"}
         for _ in range(self.random.randrange(3)):
@@ -159,46 +178,45 @@ def exchange(server: SessionsProcess, request: bytes, *, complete: bool) -> byte
     """What the server sends until it closes the connection; nothing if it may be waiting for more."""
     last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     received = bytearray()
-    with socket.create_connection(server.address, timeout=5) as client, suppress(OSError):
+    with socket.create_connection(server.address, timeout=HANG_S) as client, suppress(OSError):
         client.sendall(request + last)
         while complete and (part := client.recv(1 << 16)):
             received += part
     return bytes(received)
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[RawServer]:
-    def respond(connection: socket.socket, body: bytes, _: str) -> None:
-        connection.sendall(TOKENS if b'"sampling_params":{' in body else ANSWER)
-
-    with raw_server(respond) as server:
-        yield server
-
-
 @pytest.mark.parametrize("renderer", ["", "bytes-chatml", "a tokenizer"])
 def test_malformed_requests_get_4xx_and_nothing_of_another_session(
-    engine: RawServer, tmp_path_factory: pytest.TempPathFactory, fuzz_rounds: int, renderer: str
+    tmp_path: Path, fuzz_rounds: int, renderer: str
 ) -> None:
     settings = {"sessions__max_sessions": "1000000", "engine__versions": "announced"}
-    directory = tmp_path_factory.mktemp("fuzz")
-    (directory / "run.toml").write_text(RULES)
-    arguments = [str(directory / "run.toml"), "--require-secret"]
+    (tmp_path / "run.toml").write_text(RULES)
+    arguments = [str(tmp_path / "run.toml"), "--require-secret"]
     if renderer:
         settings["engine__dialect"] = "generate"
-        name = str(tokenizer_dir(directory / "tokenizer")) if renderer == "a tokenizer" else renderer
+        name = str(tokenizer_dir(tmp_path / "tokenizer")) if renderer == "a tokenizer" else renderer
         arguments += ["--policy-renderer", name, "--mode", "open"]
-    with running(directory, engine.url, *arguments, **settings) as server:
+    response = TOKENS if renderer else ANSWER
+    with (
+        raw_server(lambda connection, *_: connection.sendall(response)) as engine,
+        running(tmp_path, engine.url, *arguments, **settings) as server,
+    ):
         victim = server.agent()
         victim.talk(MARKER)
+        requests = 0
         for number in range(fuzz_rounds // (8 if renderer else 1)):
             fuzz = Fuzz(number, server.agent(), victim)
             for _ in range(REQUESTS_A_ROUND):
                 request, complete = fuzz.request()
                 received = exchange(server, request, complete=complete)
+                assert received or not complete, (number, request)
                 assert not received.startswith(b"HTTP/1.1 5"), (number, request, received)
                 assert MARKER.encode() not in received, (number, request, received)
                 assert victim.secret.encode() not in received
-        refused = server.status()["refused"]
+                requests += 1
+        refused, chats = server.status()["refused"], server.status()["chats"]
+        assert chats["begun"] > requests * BODIES / 2, "most bodies were looked at"
+        assert min(chats["recorded"], chats["left_out"]) > requests / 100, chats
         assert not [status for status in refused if status.startswith("5")], refused
         assert {"400", "401", "404"} <= refused.keys()
         assert "action=unexpected" not in server.text

@@ -186,6 +186,14 @@ def test_bodies_and_heads_are_limited(agent: Agent, sessions: SessionsProcess, s
     agent.assert_usable()
 
 
+@pytest.mark.parametrize("field", ["audio", "functions", "function_call", "kv_transfer_params", "lora_path"])
+def test_what_a_recording_cannot_honour_names_the_field(agent: Agent, script: Script, field: str) -> None:
+    before = len(script.server.received)
+    response = agent.chat("hello", **{field: {"x": "y"}})
+    assert (response.status, response.error.startswith(f"{field} is not supported by a recording: ")) == (400, True)
+    assert len(script.server.received) == before
+
+
 def test_a_chunked_body_is_limited_while_it_is_received(agent: Agent, sessions: SessionsProcess) -> None:
     with socket.create_connection(sessions.address) as client:
         client.sendall(f"POST {agent.path}{CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())

@@ -137,6 +137,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"system": 5}, "system"),
+        ({"output_config": {"format": {"type": "grammar"}}}, "output_config.format of type 'grammar'"),
         ({"temperature": "hot"}, "temperature"),
     ],
 )  # fmt: skip

@@ -146,9 +146,18 @@ def test_what_a_recording_cannot_honour_names_the_field(agent: Agent, fields: di
     assert agent.turns() == 0
 
 
+def test_a_format_that_cannot_be_recorded_is_named(agent: Agent) -> None:
+    body = {"model": MODEL, "input": "hello", "text": {"format": {"type": "grammar"}}}
+    response = agent.request("POST", PATH, body)
+    assert (response.status, "text.format of type 'grammar'" in response.error) == (400, True)
+
+
 def test_a_response_of_another_session_is_not_found(agent: Agent, sessions: SessionsProcess) -> None:
-    id = ask(sessions.agent(), "hello").json["id"]
-    assert ask(agent, "and", previous_response_id=id).status == 400
+    own, id = (ask(each, "hello").json["id"] for each in (agent, sessions.agent()))
+    assert ask(agent, "and", previous_response_id=own).status == 200
+    response = ask(agent, "and", previous_response_id=id)
+    assert (response.status, "not found" in response.error) == (400, True)
+    assert agent.turns() == 2
 
 
 def test_instructions_hold_for_one_request(agent: Agent, script: Script) -> None:
