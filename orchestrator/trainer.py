@@ -9,7 +9,7 @@ from functools import partial
 
 from orchestrator.ledger.ledger import Ledger
 from penstock.batches import RunStatus, TrainerState, read_trainer, write_status
-from penstock.batches.prime_rl_directory import LAYOUTS, follow_broadcasts
+from penstock.batches.prime_rl_directory import LAYOUTS, accept_broadcasts, read_broadcasts
 from penstock.config import RunConfig
 from penstock.config.run import Trainer as TrainerSettings
 from penstock.errors import BatchError, BlobUnwritten
@@ -23,11 +23,14 @@ RANKS_NAMED = 8  # of a trainer, in a cause
 HORIZON_STEPS = 64  # with max_steps_ahead = "unlimited": enough to fill any limit on rollouts in flight
 
 
-def trainer_state(config: RunConfig) -> TrainerState:
-    """By prime-rl's own broadcasts if the run writes its format and there are any, else by the trainer's signals."""
+def trainer_state(config: RunConfig, *, accept: bool = False) -> TrainerState:
+    """By prime-rl's own broadcasts if the run writes its format and there are any, else by the trainer's signals.
+    `accept`: the trainer may go on with the broadcast that it offers."""
     broadcasts = None
     if config.batch.format != "native":
-        broadcasts = follow_broadcasts(config.batch.format, config.prime_rl_dir)
+        if accept:
+            accept_broadcasts(config.batch.format, config.prime_rl_dir)
+        broadcasts = read_broadcasts(config.batch.format, config.prime_rl_dir)
     return broadcasts or read_trainer(config.run_dir)
 
 
@@ -37,9 +40,9 @@ def last_released(settings: TrainerSettings, state: TrainerState) -> int:
 
 
 class Trainer:
-    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, *, accept: bool = True) -> None:
         self._run_dir = config.run_dir
-        self._read = partial(trainer_state, config)
+        self._read = partial(trainer_state, config, accept=accept)
         self._settings = config.trainer
         layout = LAYOUTS.get(config.batch.format)
         self._steps = config.steps

@@ -1,19 +1,20 @@
 """The leases of a worker process: one field per running execution, renewed by one thread with one command a second.
 
 A lease exists before the body starts and ends after its reply is written. The thread stops renewing when `alive` is
-false (an event loop that does not tick), so a wedged worker looks like a dead one.
+false (an event loop that does not tick), so a wedged worker looks like a dead one. With each renewal it learns whether
+the run has ended, also while the worker drains and hears no remote control.
 """
 
 import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import redis
 
 from penstock import redis_keys
-from penstock.ids import LeaseValue
+from penstock.ids import LeaseId, LeaseValue
 from penstock.replica_use import URL_CHARACTERS
 
 logger = logging.getLogger("penstock.leases")
@@ -24,12 +25,20 @@ RENEWALS_A_LEASE = 5  # a lease outlives four renewals that fail or are late
 
 class LeaseKeeper:
     def __init__(
-        self, client: redis.Redis, *, worker: str, lease_s: float, alive: Callable[[], bool] = lambda: True
+        self,
+        client: redis.Redis,
+        *,
+        worker: str,
+        lease_s: float,
+        alive: Callable[[], bool] = lambda: True,
+        run_ended: Callable[[Collection[str]], None] = lambda leases: None,
     ) -> None:
+        """`run_ended` is called on the thread with the leases of a run that has ended."""
         self._client = client
         self._every_s = min(RENEW_MOST_S, lease_s / RENEWALS_A_LEASE)
         self._worker = worker
         self._alive = alive
+        self._run_ended = run_ended
         self._held: dict[str, Sequence[str]] = {}
         """lease -> replicas that its execution waits for"""
         self._renewed: set[str] = set()
@@ -97,5 +106,13 @@ class LeaseKeeper:
             if held:
                 pipe.hset(redis_keys.LEASES, mapping={lease: self._value(asked) for lease, asked in held.items()})
                 pipe.expire(redis_keys.LEASES, redis_keys.LEASES_TTL_S)
-            pipe.execute()
+            pipe.get(redis_keys.ENDED)
+            *_, ended_run = pipe.execute()
         self._renewed = set(held)
+        if ended_run:
+            self._run_ended([lease for lease in held if _run_of(lease) == ended_run.decode()])
+
+
+def _run_of(lease: str) -> str | None:
+    found = LeaseId.match(lease)
+    return found.run if found else None

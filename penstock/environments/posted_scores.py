@@ -1,5 +1,6 @@
 """The score that a harness posts to a session, in place of the environment or beside it."""
 
+import math
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -26,10 +27,14 @@ class PostedScore(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_on
     def rewarded(self) -> bool:
         return self.reward is not None or bool(self.rewards)
 
+    def check(self) -> None:
+        """Raises StageError if it is not a valid score."""
+        _ = self.score
+
     @property
     def score(self) -> Score:
         """Raises StageError if it is not a valid one."""
-        reward = sum(self.rewards.values()) if self.reward is None else self.reward
+        reward = math.fsum(self.rewards.values()) if self.reward is None else self.reward
         return checked_score(
             Score(
                 reward=reward,
@@ -59,7 +64,7 @@ def read_posted(body: bytes, before: PostedScore) -> PostedScore:
     """The body of a request, and what was posted before it. Raises BadRequest."""
     try:
         posted = before.updated(POSTED.decode(body or b"{}"))
-        assert posted.score
+        posted.check()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the score cannot be read: {error}") from None
     except StageError as error:
@@ -69,7 +74,7 @@ def read_posted(body: bytes, before: PostedScore) -> PostedScore:
 
 def completed(returned: Score | None, posted: PostedScore) -> Score:
     """The score of a rollout: what its environment returned holds, and what was posted besides is added. StageError if
-    neither has a reward."""
+    neither has a reward, or both together exceed the limits of a score."""
     if returned is None and not posted.rewarded:
         raise StageError(
             "the environment returned None, and no reward was posted to policy.rewards_url: return a Score, or post one"
@@ -77,11 +82,13 @@ def completed(returned: Score | None, posted: PostedScore) -> Score:
     score = posted.score
     if returned is None:
         return score
-    return Score(
-        reward=returned.reward,
-        rewards={**score.rewards, **returned.rewards},
-        turn_rewards=score.turn_rewards if returned.turn_rewards is None else returned.turn_rewards,
-        agent_rewards={**score.agent_rewards, **returned.agent_rewards},
-        metrics={**score.metrics, **returned.metrics},
-        columns=returned.columns,
+    return checked_score(
+        Score(
+            reward=returned.reward,
+            rewards={**score.rewards, **returned.rewards},
+            turn_rewards=score.turn_rewards if returned.turn_rewards is None else returned.turn_rewards,
+            agent_rewards={**score.agent_rewards, **returned.agent_rewards},
+            metrics={**score.metrics, **returned.metrics},
+            columns=returned.columns,
+        )
     )

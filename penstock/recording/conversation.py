@@ -97,8 +97,9 @@ class Conversation:
         self._answered: set[bytes] = set()
         """Digests of requests that have an answer."""
         self._aliases: dict[bytes, bytes] = {}
-        self._calls: dict[bytes, bytes] = {}
         """Digest of a request and the exact form of an echo behind it -> digest of the answer."""
+        self._calls: dict[bytes, bytes] = {}
+        """`Checkpoint.calls` -> digest of the answer that was committed last."""
         self._agents: dict[str, tuple[int, int]] = {}
         """The first and the last turn of each agent, by arrival."""
 
@@ -294,6 +295,10 @@ def _checked(messages: object) -> list[Message]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRequest(f"messages[{index}] must be an object with a role")
         content = message.get("content")
+        if not isinstance(content, str | list | None):
+            raise BadRequest(f"messages[{index}].content must be text or a list of text parts")
+        if not isinstance(message.get("tool_calls"), list | None):
+            raise BadRequest(f"messages[{index}].tool_calls must be a list")
         parts = cast("list[object]", content) if isinstance(content, list) else []
         if not all(is_text(part, message["role"]) for part in parts):
             raise BadRequest(f"messages[{index}] has content that is not text: only text parts are supported")

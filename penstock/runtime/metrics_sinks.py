@@ -107,15 +107,20 @@ class Follower:
             temporary.replace(self._positions)
 
     def _lines(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """A full file is renamed and another begins: the rest of the full one, which stays open, comes first."""
+        """A full file is renamed and another begins: the rest of the full one, which stays open, comes first. It is read
+        after the rename was seen: nothing is appended after that."""
         if self._open:
+            replaced = self._is_replaced(self._open)
             yield from _appended(self._open)
-            if self._file.exists() and not os.path.samestat(self._file.stat(), os.fstat(self._open.fileno())):
+            if replaced:
                 self._open.close()
                 self._open = None
         if self._open is None and self._file.exists():
             self._open = self._file.open("rb")
             yield from _appended(self._open)
+
+    def _is_replaced(self, file: BinaryIO) -> bool:
+        return self._file.exists() and not os.path.samestat(self._file.stat(), os.fstat(file.fileno()))
 
 
 def _appended(file: BinaryIO) -> Iterator[tuple[int, dict[str, float]]]:

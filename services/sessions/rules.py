@@ -11,7 +11,7 @@ from penstock.config.sessions import LeaveOut, Sessions
 from penstock.errors import BadRequest
 
 TRAIN_HEADER = "x-penstock-train"
-SAME = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
+SYNONYMS = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
 """Fields with one meaning: forcing one removes the other."""
 SYSTEM_ROLES = ("system", "developer")
 
@@ -30,7 +30,7 @@ class ChatRules:
         return cls(defaults=sampling, forced={**model, **settings.forced, **forced}, leave_out=settings.leave_out)
 
     def applied(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        replaced = {SAME[name] for name in self.forced if name in SAME}
+        replaced = {SYNONYMS[name] for name in self.forced if name in SYNONYMS}
         decided = {name: value for name, value in {**self.defaults, **fields}.items() if name not in replaced}
         return {name: value for name, value in {**decided, **self.forced}.items() if name not in self._unset}
 

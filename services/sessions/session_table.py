@@ -194,7 +194,9 @@ class SessionTable:
         return entry.sealed
 
     async def _seal(self, entry: Entry, session: Session, seal: SealRequest, version_after: VersionAfter) -> None:
-        declared, posted = self._config.batch.fields_of("turn"), entry.score
+        declared = self._config.batch.fields_of("turn")
+        async with entry.scoring:  # a score that is being written is part of it; later ones are refused
+            posted = entry.score
         rewards = posted.turn_rewards if seal.turn_rewards is None else seal.turn_rewards
         if rewards is not None and len(rewards) != session.turns:
             raise BadRequest(

@@ -61,6 +61,20 @@ def test_a_lease_that_the_last_renewal_restored_is_removed_at_the_stop(client: r
     assert client.hkeys(redis_keys.LEASES) == [b"abandoned"]
 
 
+def test_the_leases_of_a_run_that_has_ended_are_reported(client: redis.Redis) -> None:
+    told: list[list[str]] = []
+    keeper = LeaseKeeper(client, worker="w", lease_s=0.1, run_ended=lambda leases: told.append(sorted(leases)))
+    keeper.start()
+    for lease in ("run.g0000000-0.1.abc", "run.g0000000-1.1.abc", "other.g0000000-0.1.abc"):
+        keeper.hold(lease)
+    wait_until(lambda: client.hlen(redis_keys.LEASES) == 3)
+    assert told == []
+    client.set(redis_keys.ENDED, "run")
+    wait_until(lambda: told)
+    keeper.stop()
+    assert told[0] == ["run.g0000000-0.1.abc", "run.g0000000-1.1.abc"]
+
+
 def test_a_blocked_process_renews_nothing(client: redis.Redis) -> None:
     checks: list[float] = []
     keeper = LeaseKeeper(client, worker="w", lease_s=0.1, alive=lambda: checks.append(time.monotonic()) is not None)

@@ -207,10 +207,10 @@ def text_of(content: object, where: str, kinds: frozenset[str]) -> str:
     """The text of a string, or of a list of parts of these kinds."""
     if isinstance(content, str):
         return content
-    return JOINED_BY.join(_part_text(part, f"{where}[{at}]", kinds) for at, part in enumerate(listed(content, where)))
+    return JOINED_BY.join(part_text(part, f"{where}[{at}]", kinds) for at, part in enumerate(listed(content, where)))
 
 
-def _part_text(part: object, where: str, kinds: frozenset[str]) -> str:
+def part_text(part: object, where: str, kinds: frozenset[str]) -> str:
     match part:
         case {"type": str(kind), "text": str(text)} if kind in kinds:
             return text

@@ -14,6 +14,8 @@ from penstock.errors import BadRequest
 from penstock.turn import Ids
 from services.sessions.apis.base import Api, ChatRequest, Completion, Fields, History, Recorded, refuse
 
+READ_HERE = ("prompt", "logprobs", "messages", "tools")
+"""Fields that are read here, and those of a chat that this API does not have."""
 REFUSED = {
     "suffix": "send the whole prompt",
     "echo": "the prompt is not repeated",
@@ -26,7 +28,7 @@ class Completions(Api):
 
     def chat(self, given: dict[str, Any], history: History | None) -> ChatRequest:
         refuse(given, REFUSED)
-        fields = {name: value for name, value in given.items() if name not in ("prompt", "logprobs", *REFUSED)}
+        fields = {name: value for name, value in given.items() if name not in (*READ_HERE, *REFUSED)}
         ranks = given.get("logprobs")
         if ranks is not None:
             fields |= {"logprobs": True, "top_logprobs": ranks}

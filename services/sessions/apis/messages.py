@@ -15,6 +15,7 @@ import xxhash
 from penstock.errors import BadRequest
 from penstock.turn import Message
 from services.sessions.apis.base import (
+    JOINED_BY,
     Api,
     AssistantParts,
     ChatRequest,
@@ -30,6 +31,7 @@ from services.sessions.apis.base import (
     json_format,
     listed,
     mapping,
+    part_text,
     passed,
     refuse,
     text_of,
@@ -117,11 +119,9 @@ class Messages(Api):
 
 
 def _system(system: object) -> str:
-    parts = system if isinstance(system, list) else [{"type": "text", "text": system}] if system else []
-    texts = (
-        BILLING.sub("", text_of([part], f"system[{at}]", TEXT)) for at, part in enumerate(cast("list[object]", parts))
-    )
-    return "\n\n".join(filter(None, texts))
+    parts = [{"type": "text", "text": system}] if isinstance(system, str) else listed(system, "system")
+    texts = (BILLING.sub("", part_text(part, f"system[{at}]", TEXT)) for at, part in enumerate(parts))
+    return JOINED_BY.join(filter(None, texts))
 
 
 def _add_blocks(assistant: AssistantParts, message: Fields, where: str) -> bool:
@@ -161,21 +161,19 @@ def _user(content: object, where: str) -> Iterator[Message]:
     if isinstance(content, str):
         yield {"role": "user", "content": content}
         return
-    blocks, texts = listed(content, where), list[object]()
+    blocks, texts = listed(content, where), list[str]()
     for at, block in enumerate(blocks):
         match block:
             case {"type": "tool_result", "tool_use_id": str(id), **rest}:
                 if texts:
-                    yield {"role": "user", "content": text_of(texts, where, TEXT)}
+                    yield {"role": "user", "content": JOINED_BY.join(texts)}
                     texts = []
                 result = text_of(rest.get("content"), f"{where}[{at}].content", TEXT)
                 yield {"role": "tool", "tool_call_id": id, "content": result}
-            case {"type": "text"}:
-                texts.append(block)
             case _:
-                raise unsupported(block, f"{where}[{at}]")
+                texts.append(part_text(block, f"{where}[{at}]", TEXT))
     if texts or not blocks:
-        yield {"role": "user", "content": text_of(texts, where, TEXT)}
+        yield {"role": "user", "content": JOINED_BY.join(texts)}
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:

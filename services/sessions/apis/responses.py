@@ -14,6 +14,7 @@ import orjson
 from penstock.errors import BadRequest
 from penstock.turn import Message
 from services.sessions.apis.base import (
+    JOINED_BY,
     Api,
     AssistantParts,
     ChatRequest,
@@ -29,6 +30,7 @@ from services.sessions.apis.base import (
     json_format,
     listed,
     mapping,
+    part_text,
     passed,
     refuse,
     text_of,
@@ -156,7 +158,7 @@ def _earlier(history: History | None) -> list[Message]:
         return []
     messages = list(history.messages)
     if history.instructions:
-        rest = messages[0]["content"][history.instructions :].lstrip("\n")
+        rest = messages[0]["content"][history.instructions :].removeprefix(JOINED_BY)
         messages[:1] = [{"role": "system", "content": rest}] if rest else []
     return messages
 
@@ -185,7 +187,7 @@ def _add_item(assistant: AssistantParts, item: Fields, where: str) -> bool:
             assistant.texts.append(text)
         case {"role": "assistant", "content": list(parts)}:
             for part_at, part in enumerate(cast("list[object]", parts)):
-                assistant.texts.append(text_of([part], f"{where}.content[{part_at}]", TEXT))
+                assistant.texts.append(part_text(part, f"{where}.content[{part_at}]", TEXT))
         case _:
             raise unsupported(item, where)
     return True
@@ -325,8 +327,8 @@ def _items(id: str, completion: Completion, context: Context) -> Iterator[dict[s
         item = {"id": f"fc_{id}{number}", "call_id": call_id, "name": known.name, "status": "completed"}
         if known.namespace is not None:
             item["namespace"] = known.namespace
-        text = arguments_object(arguments).get(CUSTOM_INPUT)
         if known.custom:
+            text = arguments_object(arguments).get(CUSTOM_INPUT)
             yield item | {"type": "custom_tool_call", "input": text if isinstance(text, str) else arguments}
         else:
             yield item | {"type": "function_call", "arguments": arguments}

@@ -1,7 +1,11 @@
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
+import pytest
+
+from penstock.runtime import metrics_sinks
 from penstock.runtime.metrics_sinks import POSITIONS, Follower
 
 
@@ -61,3 +65,24 @@ def test_a_file_that_is_full_is_followed_by_another(tmp_path: Path) -> None:
     append(tmp_path, 3)
     follower.forward()
     assert sink.steps == [0, 1, 2, 3], "the last line of the full file too"
+
+
+def test_a_line_that_is_appended_just_before_the_file_is_full_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink, appended = Recorded(), metrics_sinks._appended
+    follower = Follower(tmp_path, {"one": sink})
+    append(tmp_path, 0)
+    follower.forward()
+
+    def full_after_reading(file: BinaryIO) -> Iterator[tuple[int, dict[str, float]]]:
+        yield from appended(file)
+        if not (tmp_path / "metrics.1.jsonl").exists():
+            append(tmp_path, 1)
+            (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics.1.jsonl")
+            append(tmp_path, 2)
+
+    monkeypatch.setattr(metrics_sinks, "_appended", full_after_reading)
+    follower.forward()
+    follower.forward()
+    assert sink.steps == [0, 1, 2]

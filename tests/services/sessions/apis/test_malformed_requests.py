@@ -1,18 +1,23 @@
 """Whatever a client sends through an API: it becomes a chat, or is refused with a reason."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from multidict import CIMultiDict, CIMultiDictProxy
 from support.api_clients import CLIENTS, ApiClient
 from support.upstream import calling, tool_call, user
 
+from penstock.config.sessions import LeaveOut
 from penstock.errors import BadRequest
 from penstock.recording import digest_messages
 from services.sessions.apis import APIS, api_of
+from services.sessions.requests import read_chat
+from services.sessions.rules import ChatRules
 
 NAMES = [
     "messages",
@@ -37,6 +42,7 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "1"}
 CONVERSATION = [
     user("go"),
     {**calling(tool_call("f", "{}")), "reasoning_content": "hm"},
@@ -88,3 +94,40 @@ def try_to_translate(chat: Callable[[dict[str, Any], None], Any], request: dict[
         translated = chat(request, None)
         if translated.prompt_ids is None:
             digest_messages(translated.fields.get("messages"))
+
+
+@pytest.mark.parametrize(
+    ("path", "request_body", "where"),
+    [
+        ("/v1/messages", {"system": [{"type": "text", "text": 5}]}, "system[0] of type 'text'"),
+        ("/v1/messages", {"system": 5}, "system must be a list"),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [RESULT, {"type": "text"}]}]},
+            "messages[0].content[1] of type 'text'",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "assistant", "content": [{"type": "output_text", "text": "a"}, {"type": "image"}]}]},
+            "input[0].content[1] of type 'image'",
+        ),
+    ],
+)
+def test_the_reason_names_the_place(path: str, request_body: dict[str, Any], where: str) -> None:
+    with pytest.raises(BadRequest, match=re.escape(where)):
+        api_of(f"/sessions/x{path}").chat(request_body, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "request_body"),
+    [
+        ("/v1/completions", {"prompt": [1, 2], "messages": [5]}),
+        ("/v1/completions", {"prompt": [1, 2], "messages": 5}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": {"text": "a"}}]}),
+    ],
+)
+def test_rules_read_any_request(path: str, request_body: dict[str, Any]) -> None:
+    rules = ChatRules(defaults={}, forced={}, leave_out={"titles": LeaveOut(system="title", user="title")})
+    headers = CIMultiDictProxy(CIMultiDict[str]())
+    chat = read_chat(api_of(f"/sessions/x{path}"), request_body, headers=headers, rules=rules)
+    assert not chat.left_out_by
