@@ -105,20 +105,19 @@ class Shutdown:
         await self._ledger.committed()
         await self._withdraw()
         running = await self._leases()
+        await self._broker.call(lambda client: client.set(redis_keys.ENDED, self._run, ex=redis_keys.ENDED_TTL_S))
         if running:
-            await self._broker.call(lambda client: client.set(redis_keys.ENDED, self._run, ex=redis_keys.ENDED_TTL_S))
             await self.revoke([str(lease.task) for lease in running])
         give_up_at = time.monotonic() + self._config.recovery.lease_s
         while await self._leases() and time.monotonic() < give_up_at:
             await asyncio.sleep(TICK_S)
-        await self.resume()
         # Of every run, as the messages: a live worker writes its lease again within a second, and removes it itself.
         await remove_leases(self._broker, list(await read_leases(self._broker)))
         await self._replies.delete()
         await in_io_thread(_delete_inputs, open_store(self._config.store_url), self._run)
 
     async def resume(self) -> None:
-        """A run that ended, or was killed while it did, may continue with more steps."""
+        """A run that has ended continues with more steps."""
         await self._broker.call(lambda client: client.delete(redis_keys.ENDED))
 
     async def revoke(self, task_ids: list[str]) -> None:

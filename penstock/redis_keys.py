@@ -10,8 +10,8 @@ LEASES = "penstock:leases"
 LEASES_TTL_S = 3600  # longer than any outage that is waited for; workers renew it every second
 
 ENDED = "penstock:ended"
-"""string: the run whose open executions end, while its orchestrator waits for their leases at its end"""
-ENDED_TTL_S = 60  # of an orchestrator that is killed meanwhile; a resumed one deletes it before its first job
+"""string: the run that ended last. Executions of it end; if it continues, it deletes the key before its first job"""
+ENDED_TTL_S = 600  # for workers that were cut off at the end
 
 LOCK = "penstock:lock"
 """string: the orchestrator that drives the run of this database; expires"""

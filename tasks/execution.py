@@ -169,7 +169,7 @@ class AsyncExecutor:
             worker=self.name,
             lease_s=config.recovery.lease_s,
             alive=self.ticks,
-            run_ended=lambda leases: self._loop.call_soon_threadsafe(self._end_bodies, leases),
+            run_ended=self._on_run_ended,
         )
 
     def ticks(self) -> bool:
@@ -192,6 +192,10 @@ class AsyncExecutor:
             self._leases.stop()
             await self._client.aclose()
             self._sync_client.close()
+
+    def _on_run_ended(self, leases: Collection[str]) -> None:
+        """Called by the thread of the leases."""
+        self._loop.call_soon_threadsafe(self._end_bodies, leases)
 
     def _end_bodies(self, leases: Collection[str]) -> None:
         """Their run would neither read their replies nor sweep their files."""

@@ -134,7 +134,10 @@ def test_executions_learn_of_the_end_of_their_run_with_their_leases(ledger: Ledg
         assert not finishing.done()
         await broker.client.hdel(redis_keys.LEASES, "run.g0000000-0.1.abc")
         await finishing
-        assert await broker.client.keys("penstock:*") == []
+        assert await broker.client.keys("penstock:*") == [redis_keys.ENDED.encode()], "for workers that were cut off"
+        assert 0 < await broker.client.ttl(redis_keys.ENDED) <= redis_keys.ENDED_TTL_S
+        await end.resume()
+        assert not await broker.client.exists(redis_keys.ENDED)
         await broker.close()
 
     with EmbeddedRedis(tmp_path / "redis") as server:

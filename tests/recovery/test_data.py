@@ -46,7 +46,7 @@ def test_a_run_out_of_data_continues_with_more_epochs_and_tells_its_trainer(shar
         return told is not None and told.ended
 
     assert trainers_loop_ends()
-    shared.redis.set(redis_keys.ENDED, read(shared.run_dir)["run"])  # as if it had been killed while it ended
+    assert shared.redis.get(redis_keys.ENDED) == read(shared.run_dir)["run"].encode()
     more = {"PENSTOCK_ENVIRONMENTS__NOOP__EPOCHS": "4"}
     assert shared.orchestrator(PENSTOCK_TESTING__CRASH_AT="planned", **more).wait() == -signal.SIGKILL
     assert not trainers_loop_ends()

@@ -180,7 +180,7 @@ def _check_redis(world: "World") -> None:
         world.violated(f"leases are left: {leases}")
     if left := {queue.value: world.redis.llen(queue) for queue in Queue if world.redis.llen(queue)}:
         world.violated(f"messages are left: {left}")
-    kept = (redis_keys.WORKERS, redis_keys.replies(world.run), redis_keys.replies(OTHER_RUN))
+    kept = (redis_keys.WORKERS, redis_keys.ENDED, redis_keys.replies(world.run), redis_keys.replies(OTHER_RUN))
     ours = {key.decode() for key in world.redis.scan("penstock:*")} - set(kept)
     if left := {key for key in ours if not key.startswith("penstock:lag:")}:
         world.violated(f"keys are left in Redis: {sorted(left)}")

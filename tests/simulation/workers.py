@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 EXAMPLES = 50
+MOST_TOKENS = 250  # 31 s of 40; a worker that is slow for a time may need more
 JOBS = {name: kind for kind, name in TASKS.items()}
 MOMENTS = ("taken", "leased", "files", "replied")
 """where an armed worker dies: before its lease, after it, after its files, after its reply"""
@@ -324,8 +325,8 @@ def chance(seed: int, *parts: object) -> float:
 
 
 def length_of(seed: int, rollout: str) -> int:
-    """Completion tokens of a rollout; its duration is proportional."""
-    return 1 + int(4 * math.exp(1.2 * Random(f"{seed}/{rollout}").gauss(0, 1)))
+    """Completion tokens of a rollout; its duration is proportional, and within its time-out."""
+    return min(MOST_TOKENS, 1 + int(4 * math.exp(1.2 * Random(f"{seed}/{rollout}").gauss(0, 1))))
 
 
 def reward_of(seed: int, rollout: str) -> float:

@@ -195,7 +195,8 @@ class Cluster:
 
 
 def assert_nothing_left_in_redis(cluster: Cluster) -> None:
-    ours = {key.decode() for key in cluster.redis.scan_iter("penstock:*")} - {redis_keys.LEASES, redis_keys.WORKERS}
+    ours = {key.decode() for key in cluster.redis.scan_iter("penstock:*")}
+    ours -= {redis_keys.LEASES, redis_keys.WORKERS, redis_keys.ENDED}
     # A worker that replies after the end of the run starts its stream again, until it expires.
     late = {key for key in ours if key.startswith("penstock:replies:") and cluster.redis.ttl(key) != -1}
     assert {key for key in ours - late if not key.startswith("penstock:lag:")} == set()

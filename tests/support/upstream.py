@@ -33,6 +33,7 @@ class ReceivedRequest:
     path: str
     body: Any
     headers: Mapping[str, str]
+    query: str = ""
 
     @property
     def messages(self) -> list[Message]:
@@ -137,7 +138,9 @@ class Server:
             return web.Response(text=metrics, status=200 if metrics else 404)
         headers = CIMultiDict(request.headers, peer=str(request.transport.get_extra_info("peername")))
         body = json.loads(await request.read() or b"null")
-        received = ReceivedRequest(method=request.method, path=request.path, body=body, headers=headers)
+        received = ReceivedRequest(
+            method=request.method, path=request.path, body=body, headers=headers, query=request.query_string
+        )
         self.received.append(received)
         self.answering += 1
         self.most_answering = max(self.most_answering, self.answering)

@@ -5,10 +5,12 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.engine_clients import quick_engine, run
 from support.engine_process import CHAT, EngineProcess, running, user
+from support.upstream import Response, serving
 from support.waiting import wait_until_async
 from support.weights import write_weights
 
@@ -60,6 +62,43 @@ def test_loaded_weights_have_the_name_of_version_and_run(engine: EngineProcess, 
             assert content(engine) != before
 
     run(main)
+
+
+VLLM_UPDATE: list[tuple[str, Any]] = [
+    ("/pause?mode=keep", None),
+    ("/update_weight_version", {"new_version": "loading 7@r1"}),
+    ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/w"}}),
+    ("/reset_prefix_cache?reset_running_requests=true", None),
+    ("/update_weight_version", {"new_version": "7@r1"}),
+    ("/resume", None),
+]
+SGLANG_UPDATE: list[tuple[str, Any]] = [
+    ("/pause_generation", {"mode": "retract"}),
+    ("/update_weight_version", {"new_version": "loading 7@r1", "abort_all_requests": False}),
+    (
+        "/update_weights_from_disk",
+        {"model_path": "/w", "weight_version": "7@r1", "flush_cache": True, "abort_all_requests": False},
+    ),
+    ("/continue_generation", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "expected"), [("vllm", VLLM_UPDATE), ("generate", VLLM_UPDATE), ("sglang", SGLANG_UPDATE)]
+)
+def test_an_update_holds_requests_names_what_it_loads_and_drops_the_cache(
+    dialect: str, expected: list[tuple[str, Any]]
+) -> None:
+    """In this order, each once: what a server does not do cannot be seen in the scripted engine's answers."""
+
+    async def main() -> None:
+        async with EngineControl.open(quick_engine(server.url, dialect=dialect)) as control:
+            await control.load(server.url, weights="/w", version=7, run="r1", timeout_s=20)
+
+    with serving(lambda _: Response(body=b'{"success": true}')) as server:
+        run(main)
+    paths = [f"{request.path}?{request.query}".rstrip("?") for request in server.received]
+    assert list(zip(paths, [request.body for request in server.received], strict=True)) == expected
 
 
 def test_an_engine_that_cannot_load_says_so_and_generates_on(engine: EngineProcess, tmp_path: Path) -> None:

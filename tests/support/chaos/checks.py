@@ -91,7 +91,7 @@ def _nothing_left_in_redis(world: World) -> None:
     keys = {key.decode() for key in redis.scan_iter("penstock:*")}
     endless = [key for key in keys if redis.ttl(key) == -1]
     assert not endless, f"keys without a TTL: {endless}"
-    kept = (redis_keys.LEASES, redis_keys.WORKERS, "penstock:replies:", "penstock:lag:")
+    kept = (redis_keys.LEASES, redis_keys.WORKERS, redis_keys.ENDED, "penstock:replies:", "penstock:lag:")
     assert [key for key in keys if not key.startswith(kept)] == []
 
 
