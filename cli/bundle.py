@@ -17,14 +17,16 @@ def bundle(
         Path | None,
         typer.Option("--output", "-o", help="Default: penstock-RUN.tar.gz in this directory.", show_default=False),
     ] = None,
-    texts: Annotated[bool, typer.Option("--texts", help="Add texts of the last rollouts.")] = False,
+    texts: Annotated[
+        bool, typer.Option("--texts", help="Add texts of rollouts, and logs of engine and trainer.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write what a bug report needs of a run into one archive.
 
     Settings, versions of all packages, status, why, what died, excerpts of the ledger, the ends of logs and metrics.
-    Secrets are replaced, and texts of rollouts are left out unless --texts is given; error messages are in it. Look at
-    it before you send it. Works during a run, after it and after a crash.
+    Secrets are replaced, and texts of rollouts are left out unless --texts is given; error messages and what
+    environments print are in it. Look at it before you send it. Works during a run, after it and after a crash.
     """
     from penstock.config import redis_address
     from penstock.errors import RunError

@@ -302,7 +302,7 @@ def _message_facts(message: dict[str, Any]) -> Iterator[Fact]:
         yield Fact(f"{message['role']}", f"(thinks) {_shortened(str(thoughts))}")
     content = message.get("content")
     if content or not message.get("tool_calls"):
-        yield Fact(message["role"], _shortened(content if isinstance(content, str) else str(content)))
+        yield Fact(message["role"], _shortened(content if isinstance(content, str) else str(content or "(no content)")))
     for call in message.get("tool_calls") or []:
         function = call.get("function", {})
         yield Fact(message["role"], f"calls {function.get('name')}({_shortened(str(function.get('arguments')))})")

@@ -53,6 +53,9 @@ def main(options: argparse.Namespace) -> None:
             reader.publish_policy(batch.step + 1, weights=weights)
             with (options.output / "training.jsonl").open("a") as log:
                 log.write(json.dumps({"step": batch.step, **metrics}) + "\n")
+            print(
+                f"step {batch.step}:", ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()), flush=True
+            )
     dist.destroy_process_group()
 
 

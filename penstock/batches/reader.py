@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,8 +123,9 @@ class BatchReader:
         write_progress(self._run_dir, self._progress)
 
     def publish_policy(self, version: int, weights: str | PathLike[str] | None = None) -> None:
-        """Report that the engines have, or can load, policy `version`. Called by one rank."""
-        policy = PublishedPolicy(version=version, weights=fspath(weights) if weights else None)
+        """Report that the engines have, or can load, policy `version`. Called by one rank. A relative directory is one
+        of the trainer's: the engine, which loads it, has a working directory of its own."""
+        policy = PublishedPolicy(version=version, weights=str(Path(weights).absolute()) if weights else None)
         write_policy(self._run_dir, policy, data_rank=self._progress.data_rank)
 
     def checkpointed(self, step: int) -> None:

@@ -1,7 +1,8 @@
 """What a bug report needs of a run, in one archive: settings, versions, status, why, excerpts of ledger and logs.
 
 Without secrets: values that are named like one, passwords in URLs, and the values of such variables of this process.
-Without texts of rollouts, unless asked: results, conversations and the policy's errors stay out.
+Without texts of rollouts, unless asked: results, conversations and the policy's errors stay out, and so do the logs of
+engine and trainer, which print what they like.
 """
 
 import io
@@ -28,6 +29,7 @@ from penstock.ledger import queries, schema
 TAIL_BYTES = 256 << 10  # of each log and of metrics.jsonl
 LOGS_MOST = 64
 ROWS_MOST = 2_000  # of each table
+WITH_TEXTS = ("engine.log", "trainer.log")  # of programs of the user, and what was rotated of them
 TEXTS_MOST = 16  # rollouts whose texts are added, if asked
 HIDDEN = "(hidden)"
 SECRET_NAME = re.compile(r"(key|secret|password|passwd|token|credential)s?$", re.IGNORECASE)
@@ -94,6 +96,9 @@ def _files(directory: Path, redis_url: str | None, texts: bool, problems: list[s
         except (PenstockError, OSError) as error:
             problems.append(f"{name}: {error}")
     for name, path in _paths(directory):
+        if path.name.startswith(WITH_TEXTS) and not texts:
+            problems.append(f"{name}: may have texts of rollouts; --texts adds it")
+            continue
         try:
             yield name, _tail(path)
         except OSError as error:

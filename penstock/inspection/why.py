@@ -32,7 +32,7 @@ def why(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
         job["replica"] = seen["asked"].get(job["job"])
     causes = [*_of_the_end(seen), *_of_the_parts(directory, seen), *_reported(seen)]
     if seen["state"] is State.RUNNING:
-        causes += _of_the_step(seen, next_step) if not causes else []
+        causes += of_the_step(seen, next_step) if not causes else []
     return {
         "run": seen["run"],
         "run_dir": seen["run_dir"],
@@ -109,9 +109,11 @@ def why_silent(url: str, *, timeout_s: float = ANSWER_S) -> str | None:
         return getattr(reason, "strerror", None) or str(reason) or "timed out"
 
 
-def _of_the_step(seen: dict[str, Any], next_step: dict[str, Any]) -> list[str]:
+def of_the_step(seen: dict[str, Any], next_step: dict[str, Any]) -> list[str]:
     """Nothing is wrong: what is slow."""
     step = next_step.get("step", seen["step"])
+    if seen["steps"] and step >= seen["steps"]:
+        return [f"all {seen['steps']:,} steps are delivered: the run ends when what is still running has ended"]
     match next_step.get("waits_for"):
         case "trainer":
             return [f"step {step} waits for the trainer, which has not acknowledged an earlier one: is it running?"]

@@ -9,4 +9,4 @@ def test_every_page_of_a_small_run_is_timed() -> None:
     assert report.rounds == ROUNDS
     assert report.figures["rollouts"] == 20_000
     assert {f"{name}, s" for name in PAGES} <= report.figures.keys()
-    assert [target.limit for target in report.targets][:2] == [0.1, 200]
+    assert [target.limit for target in report.targets][:3] == [0.1, 0.1, 200]

@@ -171,6 +171,20 @@ def test_pages_fit_a_phone_and_have_dark_colours(url: str, watched: Open, option
     assert (background == "rgb(16, 20, 22)") == (options.get("color_scheme") == "dark")
 
 
+def test_no_choice_of_the_token_strip_is_cut_off_on_a_phone(url: str, watched: Open) -> None:
+    page = watched(url, viewport={"width": 375, "height": 700}).open("#/0/rollout/g0000001-1")
+    choices = page.locator(".seg").last
+    names = choices.get_by_role("button").all_text_contents()
+    assert {"mask", "logprob", "advantage", "routing", "version"} <= set(names)
+    frame = choices.bounding_box()
+    assert frame
+    for button in choices.get_by_role("button").all():
+        box = button.bounding_box()
+        assert box
+        assert box["x"] + box["width"] <= frame["x"] + frame["width"] + 1, button.text_content()
+        assert box["y"] + box["height"] <= frame["y"] + frame["height"] + 1, button.text_content()
+
+
 def test_every_page_is_reached_by_the_keyboard(url: str, watched: Open) -> None:
     page = watched(url).open()
     page.keyboard.press("Tab")

@@ -39,6 +39,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     logs = config.run_dir / "logs"
     logs.mkdir()
     lines = ["redis://:hunter2hunter2@127.0.0.1:1/0", "Authorization: Bearer abcdefghij", "WANDB 0123456789abcdef"]
+    for name in ("engine.log", "engine.log.1", "trainer.log"):
+        (logs / name).write_text(f"prompt: {SAID}")
     (logs / "orchestrator.log").write_text("x" * TAIL_BYTES + "\n" + "\n".join(lines))
     return config.run_dir
 
@@ -72,12 +74,15 @@ def test_an_archive_has_neither_secrets_nor_texts_of_rollouts(run: Path, tmp_pat
     everything = "\n".join(bundled(run, tmp_path).values())
     for secret in ("hunter2", "abcdefghij", "0123456789abcdef", "abcd1234", SAID):
         assert secret not in everything
+    assert "logs/engine.log: may have texts of rollouts; --texts adds it" in everything
     assert f"redis://:{HIDDEN}@127.0.0.1:1/0" in everything
     assert len(bundled(run, tmp_path)["logs/orchestrator.log"]) <= TAIL_BYTES + len(HIDDEN) * 4
 
 
 def test_texts_are_added_if_asked(run: Path, tmp_path: Path) -> None:
-    assert SAID in bundled(run, tmp_path, "--texts")["rollouts.json"]
+    contents = bundled(run, tmp_path, "--texts")
+    for name in ("rollouts.json", "logs/engine.log", "logs/engine.log.1", "logs/trainer.log"):
+        assert SAID in contents[name]
 
 
 def test_a_redaction_leaves_ordinary_words() -> None:

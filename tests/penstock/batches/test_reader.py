@@ -83,6 +83,17 @@ def test_a_trainer_reads_every_step_and_reports_its_progress(store: FileStore) -
     assert names == {"rank_00.json", "policy.json", "checkpoint.json", "run.json"}, "as many after a thousand steps"
 
 
+def test_a_relative_directory_of_weights_is_that_of_the_trainer(
+    store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = reader_of(store)
+    monkeypatch.chdir(tmp_path)
+    reader.publish_policy(1, weights="training/weights/1")
+    policy = read_trainer(store.root.parent).policy
+    assert policy
+    assert policy.weights == str(tmp_path / "training" / "weights" / "1"), "the engine has another working directory"
+
+
 def test_a_trainer_that_resumes_20_steps_back_gets_the_same_batches(store: FileStore) -> None:
     for step in range(25):
         seal_step(store, step, data_ranks=2)

@@ -17,7 +17,7 @@ const CHARTS = [
 
 export async function overviewPage(run) {
   const [view, curves] = await Promise.all([get(`runs/${run}/overview`), get(`runs/${run}/curves`)]);
-  return { view, content: [tiles(view), charts(curves), h("div", { cls: "grid" }, steps(view, run), lags(view), queues(view), engines(view), deaths(view), evaluations(view), notes(view))] };
+  return { view, content: [tiles(view), charts(curves), h("div", { cls: "grid" }, steps(view, run), engines(view), lags(view), queues(view), deaths(view), evaluations(view), notes(view))] };
 }
 
 function tiles(view) {
@@ -75,7 +75,9 @@ function engines(view) {
   if (!replicas.length) return null;
   const share = (value) => (value === undefined || value === null ? "–" : `${(100 * value).toFixed(0)}%`);
   const rows = replicas.map(([url, one]) => [visible(url), one.serves ? "yes" : "no", visible(one.weights ?? "–"), number(one.running), number(one.waiting), share(one.cache_use)]);
-  return panel("Engine", table([{ name: "replica" }, { name: "serves" }, { name: "weights" }, { name: "running", n: 1 }, { name: "waiting", n: 1 }, { name: "KV use", n: 1 }], rows));
+  const section = panel("Engine", table([{ name: "replica" }, { name: "serves" }, { name: "weights" }, { name: "running", n: 1 }, { name: "waiting", n: 1 }, { name: "KV use", n: 1 }], rows));
+  section.classList.add("wide"); // waiting and KV use are what one looks for: not behind a scroll bar
+  return section;
 }
 
 function deaths(view) {
