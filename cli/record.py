@@ -32,8 +32,8 @@ def record(
 
     if (program := shutil.which(command[0])) is None:
         raise ConfigError(f"there is no program {command[0]!r} to record")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty: choose another --out")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is not an empty directory: choose another --out")
     with tempfile.TemporaryDirectory(prefix="penstock-record-") as scratch:
         flags = {
             "engine.urls": engine,
