@@ -26,7 +26,7 @@ from penstock.errors import (
 )
 from penstock.recording import Sealed
 from penstock.runtime.cancellation import run_to_completion
-from penstock.spans import Span
+from penstock.spans import TimedSpan
 
 logger = logging.getLogger("penstock.playing")
 
@@ -57,7 +57,7 @@ class AgentSession:
         self._headers = {"Authorization": f"Bearer {control_secret}"}
 
     async def seal(
-        self, error: str, turn_rewards: Sequence[float] | None = None, spans: Sequence[Span] = ()
+        self, error: str, turn_rewards: Sequence[float] | None = None, spans: Sequence[TimedSpan] = ()
     ) -> tuple[Sealed, PostedScore]:
         """The recorded rollout, and the score that was posted. NothingToTrain if the agent sent no request."""
         rewards = {} if turn_rewards is None else {"turn_rewards": turn_rewards}

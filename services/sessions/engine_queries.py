@@ -36,7 +36,7 @@ class EngineQueries:
         chat = read_chat(MESSAGES, given, headers=request.headers, rules=rules)
         tools = chat.fields.get("tools")
         if self._renderer:
-            prepared = session.beside(chat.conversation)
+            prepared = session.unrecorded(chat.conversation)
             messages = chat.conversation.messages
             prompt = await prompt_of(self._renderer, prepared, messages, tools=tools, fields=chat.fields)
             assert prompt.ids is not None
