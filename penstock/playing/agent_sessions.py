@@ -141,7 +141,7 @@ class SessionServers:
             if response.status == 200:
                 created = orjson.loads(body)
                 return server, AgentSession(
-                    self._http, created["base_url"], created["secret"], created.get("control_secret", created["secret"])
+                    self._http, created["base_url"], created["secret"], created["control_secret"]
                 )
             if response.status == UNWRITTEN:
                 raise BlobUnwritten(_error(body))

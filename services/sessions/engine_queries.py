@@ -20,7 +20,7 @@ from services.sessions.rules import ChatRules
 MODELS = "/v1/models"
 TOKENIZE = "/tokenize"
 BYTES_PER_TOKEN = 4
-"""For an engine that counts no tokens: a guess, and the text of English prose."""
+"""Estimate for an engine without /tokenize, from English prose."""
 
 
 class EngineQueries:

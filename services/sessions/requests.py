@@ -14,6 +14,7 @@ from multidict import CIMultiDictProxy
 
 from penstock.config.engine import RESERVED
 from penstock.engines.transport import Reservation
+from penstock.environments.posted_scores import TurnRewards
 from penstock.errors import BadRequest, TooLarge, TooSlow
 from penstock.recording import DigestedMessages, Echo, digest_messages
 from penstock.runtime.offload import in_cpu_thread
@@ -64,7 +65,7 @@ class NewSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class SealRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     error: Annotated[str, msgspec.Meta(max_length=10_000)] = ""
     """why the rollout failed: its tokens are then masked from the loss"""
-    turn_rewards: Annotated[tuple[float, ...], msgspec.Meta(max_length=100_000)] | None = None
+    turn_rewards: TurnRewards | None = None
     """one for each recorded turn"""
     spans: Annotated[tuple[TimedSpan, ...], msgspec.Meta(max_length=SPANS_MOST)] = ()
     """what the rollout did beside its turns"""
