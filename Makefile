@@ -17,6 +17,7 @@ AGENTS_ALL := $(AGENTS) .venv-agents-crewai
 AGENTS_NODE := .venv-agents-node
 # Trainers with torch (penstock.torch, TRL) have an environment of their own too, also of Python 3.11.
 TORCH := .venv-torch
+WHEELS := .venv-wheels
 VLLM_PYTHON ?= $(shell command -v python3.11 || ls -d $$HOME/.pyenv/versions/3.11.*/bin/python3.11 2>/dev/null | tail -n 1)
 
 # Bytecode is kept: without it every worker of pytest compiles the tests again (20 instead of 7 s of CPU each).
@@ -118,12 +119,14 @@ $(AGENTS_NODE)/.installed: constraints-agents-node.txt
 	@touch $@
 
 # A real vLLM on CPU; two starts of the server. `make test-vllm-all`: all flags, and vLLM 0.30.0 with routed experts.
+# Agents and learning need environments of their own and have their own targets.
+VLLM_TESTS := tests/vllm --ignore tests/vllm/test_agents.py --ignore tests/vllm/test_learning.py
 test-vllm: setup vllm
-	@PENSTOCK_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/pytest tests/vllm -m 'not slow' --timeout 600
+	@PENSTOCK_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/pytest $(VLLM_TESTS) -m 'not slow' --timeout 600
 
 test-vllm-all: setup vllm-all
 	@for environment in $(VLLM) $(VLLM_ROUTES); do \
-		PENSTOCK_VLLM_PYTHON=$$environment/bin/python $(BIN)/pytest tests/vllm --timeout 900 --durations 5 || exit 1; \
+		PENSTOCK_VLLM_PYTHON=$$environment/bin/python $(BIN)/pytest $(VLLM_TESTS) --timeout 900 --durations 5 || exit 1; \
 	done
 
 # The same tests against any server: make test-engine ENGINE_URL=http://host:8000 [TOKENIZER=/models/the-model]
@@ -132,14 +135,19 @@ test-engine: setup
 	@ENGINE_URL=$(ENGINE_URL) TOKENIZER=$(TOKENIZER) $(BIN)/pytest tests/vllm -m 'not slow' --timeout 600
 
 # penstock.torch and the adapter of TRL with the real packages, on CPU: two minutes after the installation.
-test-torch: torch
+test-torch: torch $(WHEELS)/.downloaded
 	@PYTHONPATH=. $(TORCH)/bin/python -m pytest --confcutdir tests/with_torch tests/with_torch
 
 # A model learns to a reward of 0.9 through vLLM, with kills of trainer, worker and engine: half an hour.
-test-learning: setup vllm torch
-	@PENSTOCK_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/pytest tests/vllm/test_learning.py -m slow --timeout 3600
+test-learning: setup vllm
+	@PENSTOCK_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/pytest tests/vllm/test_learning.py -m slow --timeout 3600 -rP
 
 torch: $(TORCH)/.installed
+
+# The definitions that the converters are held against. Neither package can be imported on a machine without a GPU.
+$(WHEELS)/.downloaded: $(TORCH)/.installed
+	@$(TORCH)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --python-version 3.12 --only-binary :all: --dest $(WHEELS) skyrl==0.4.0 verl==0.9.1
+	@touch $@
 
 $(TORCH)/.installed: constraints-torch.txt
 	@test -n "$(VLLM_PYTHON)" || { echo "The tests of trainers need Python 3.11 (make VLLM_PYTHON=/path/to/python3.11)."; exit 1; }
@@ -188,4 +196,4 @@ docs: setup
 	@$(BIN)/python -m penstock.config.reference > docs/configuration.md
 
 clean:
-	@rm -rf $(VENV) $(VERIFIERS) $(SINKS) $(VLLM) $(VLLM_ROUTES) $(TORCH) $(AGENTS_ALL) $(AGENTS_NODE) build *.egg-info
+	@rm -rf $(VENV) $(VERIFIERS) $(SINKS) $(VLLM) $(VLLM_ROUTES) $(TORCH) $(WHEELS) $(AGENTS_ALL) $(AGENTS_NODE) build *.egg-info

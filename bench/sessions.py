@@ -36,6 +36,9 @@ API_SHARE = 0.8
 ENOUGH_CHATS, HEALTH_MS, MEMORY_RATIO, GROWTH_MB = 250.0, 10.0, 1.2, 10.0
 SHARE, CPU_MS = 0.85, 2.0
 AGAINST_ENGINE = "base64, 1.3 MB: chats/s against the engine without a session"
+PARALLEL = 4
+"""chats of one session at once, each on a branch"""
+PARALLEL_AGAINST_ENGINE = "base64, 1.3 MB, parallel: chats/s against the engine without a session"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +78,14 @@ class Bench:
     poller: SessionLoad
     lengths: Lengths
 
-    def flood(self, form: str, size: str, *, direct: bool = False, api: str = "chat") -> dict[str, float]:
+    def flood(
+        self, form: str, size: str, *, direct: bool = False, api: str = "chat", parallel: int = 1
+    ) -> dict[str, float]:
         pair, (characters, connections) = self.pairs[form], SIZES[size]
         before = cpu_s(pair.server.pid)
         port = pair.engine_port if direct else pair.port
         agent: dict[str, Any] = {"characters": characters // self.lengths.shrink, "turns": TURNS}
-        agent |= {"direct": direct, "api": api}
+        agent |= {"direct": direct, "api": api, "parallel": parallel}
         server: dict[str, Any] = {"host": "127.0.0.1", "port": port, "connections": connections}
         result = self.load.do("closed_loop", **server, seconds=self.lengths.seconds, **agent)
         cpu_ms = (cpu_s(pair.server.pid) - before) * 1000 / result["chats"]
@@ -142,6 +147,13 @@ def run(*, quick: bool) -> Report:
         ),
         Target(name="chats/s / without a session", value=figures[AGAINST_ENGINE], limit=SHARE, sense="at least"),
         Target(name="CPU of a chat (ms)", value=figures["base64, 1.3 MB: CPU ms"], limit=CPU_MS),
+        Target(
+            name="parallel chats/s / without a session",
+            value=figures[PARALLEL_AGAINST_ENGINE],
+            limit=SHARE,
+            sense="at least",
+        ),
+        Target(name="CPU of a parallel chat (ms)", value=figures["base64, 1.3 MB, parallel: CPU ms"], limit=CPU_MS),
         Target(name="/health p95 above the canary's (ms)", value=late_ms, limit=HEALTH_MS),
         Target(name="idle session / its columns", value=ratio, limit=MEMORY_RATIO),
         Target(name=f"growth over {lengths.cycles} sessions (MB)", value=growth / 1e6, limit=GROWTH_MB),
@@ -163,8 +175,11 @@ def measured(bench: Bench, show: Show) -> dict[str, float]:
             for form in bench.lengths.forms:
                 for name, value in bench.flood(form, size).items():
                     figures.setdefault(f"{form}, {size}: {name}", []).append(value)
-        share = figures["base64, 1.3 MB: chats/s"][-1] / direct["chats/s"]
-        figures.setdefault(AGAINST_ENGINE, []).append(share)
+        for name, value in bench.flood("base64", "1.3 MB", parallel=PARALLEL).items():
+            figures.setdefault(f"base64, 1.3 MB, parallel: {name}", []).append(value)
+        for name, of in ((AGAINST_ENGINE, ""), (PARALLEL_AGAINST_ENGINE, ", parallel")):
+            share = figures[f"base64, 1.3 MB{of}: chats/s"][-1] / direct["chats/s"]
+            figures.setdefault(name, []).append(share)
         for server, polled in zip(("/health", "canary"), bench.health(), strict=True):
             for share, value in polled.items():
                 figures.setdefault(f"{server} {share} (ms)", []).append(value * 1000)
@@ -195,7 +210,8 @@ def _pair(directory: Path, name: str, shape: list[str]) -> Iterator[Pair]:
 
 @contextlib.contextmanager
 def _running(directory: Path, name: str, command: list[str]) -> Iterator[ChildProcess]:
-    process = ChildProcess(name, command, directory=directory, variables={"PENSTOCK_POLICY__MAX_SEQ_LEN": "131072"})
+    variables = {"PENSTOCK_POLICY__MAX_SEQ_LEN": "131072", "PENSTOCK_SESSIONS__CONCURRENCY": str(PARALLEL)}
+    process = ChildProcess(name, command, directory=directory, variables=variables)
     try:
         yield process
     finally:

@@ -52,6 +52,7 @@ def engine(
     max_model_len: Annotated[int, Option(min=1, help="Largest number of tokens of prompt and completion.")] = 131_072,
     served_model_name: Annotated[str, Option(help="Name in /v1/models.")] = "policy",
     logprobs_mode: Mode = "processed_logprobs",
+    enable_auto_tool_choice: Annotated[bool, Option(help="Answer chats with tools, as vLLM with this flag.")] = True,
     dev_mode: Annotated[bool, Option(help="Serve the control endpoints, as with VLLM_SERVER_DEV_MODE=1.")] = True,
 ) -> None:
     """Simulate an inference server. No GPU is needed.
@@ -81,6 +82,7 @@ def engine(
             served_model_name=served_model_name,
             logprobs_mode=settings.LogprobsMode(logprobs_mode),
             dev_mode=dev_mode,
+            auto_tool_choice=enable_auto_tool_choice,
             model=model,
             older=settings.is_older(settings.Dialect(dialect), release) if release else False,
         )

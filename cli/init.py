@@ -1,9 +1,12 @@
 """`penstock init DIR`: a configuration, an environment and a trainer to begin with."""
 
+import json
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,10 +16,25 @@ from cli.output import Json, print_facts, print_json
 if TYPE_CHECKING:
     from penstock.doctor.engine import Examination
 
-START = Path(__file__).parents[1] / "examples" / "start"
+ROOT = Path(__file__).parents[1]
+START = ROOT / "examples" / "start"
+TORCH_TRAINER = ROOT / "examples" / "grpo_torch.py"
 FILES = ("run.toml", "sums.py", "trainer.py")
 ENGINE = re.compile(r"^\[engine\]\n.*?(?=^\[)", re.MULTILINE | re.DOTALL)
+TRAINER = re.compile(r"^command = \"python trainer\.py .*$", re.MULTILINE)
 ANNOUNCED = 'versions = "announced"  # by trainer.py; the engine\'s own, token by token: docs/engines.md'
+LOADED = 'weight_update = "penstock"  # the run loads what trainer.py publishes into the server'
+PYTHON_S = 120.0  # for an interpreter on a slow disk to look for packages
+LOOK = """
+import importlib.util, json, os, sys
+names = ("torch", "transformers", "numpy", "xxhash", "penstock")
+found = {name: bool(importlib.util.find_spec(name)) for name in names}
+model = sys.argv[1]
+if found["transformers"] and not os.path.isdir(model):
+    from huggingface_hub import snapshot_download
+    model = snapshot_download(model, local_files_only=True)
+print(json.dumps({"found": found, "model": model}))
+"""
 
 
 def init(
@@ -24,25 +42,35 @@ def init(
     engine: Annotated[
         str | None, typer.Option(metavar="URL", help="Write the [engine] section for this server, after examining it.")
     ] = None,
+    torch: Annotated[
+        str | None,
+        typer.Option(metavar="PYTHON", help="Write a trainer for the engine's model, run by this Python with torch."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a run.toml with comments, an environment and a trainer to begin with.
 
-    Asks nothing and overwrites nothing. With an engine, its section is what `penstock doctor` finds.
+    Asks nothing and overwrites nothing. With an engine, its section is what `penstock doctor` finds; with --torch too,
+    trainer.py trains its model (examples/grpo_torch.py) and the run loads the weights, so that rewards can rise.
     """
     from penstock.errors import ConfigError
 
+    if torch and not engine:
+        raise ConfigError("--torch needs --engine: the model to train is the one that the server has")
     if taken := [name for name in FILES if (directory / name).exists()]:
         raise ConfigError(f"{directory} has a {taken[0]}: choose another directory, or remove it")
     configuration = (START / "run.toml").read_text()
     if engine:
-        section = f"{_examined(engine)}\n{ANNOUNCED}\n\n"
-        configuration = ENGINE.sub(lambda _: section, configuration)
+        section, weights = _examined(engine, loads_weights=torch is not None)
+        configuration = ENGINE.sub(lambda _: f"{section}\n{LOADED if torch else ANNOUNCED}\n\n", configuration)
+        if torch:
+            command = f"command = {json.dumps(_command(torch, weights))}  # --lr: larger for small models"
+            configuration = TRAINER.sub(lambda _: command, configuration)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name in FILES:
-            text = configuration if name == "run.toml" else (START / name).read_text()
-            (directory / name).write_text(text)
+            source = TORCH_TRAINER if torch and name == "trainer.py" else START / name
+            (directory / name).write_text(configuration if name == "run.toml" else source.read_text())
     except OSError as error:
         raise ConfigError(f"cannot write to {directory}: {error.strerror}") from error
     commands = [f"cd {directory}", "penstock doctor run.toml", "penstock try run.toml", "penstock up run.toml"]
@@ -58,8 +86,39 @@ def _next(commands: list[str]) -> list[Fact]:
     return [Fact("next" if not number else "", text) for number, text in enumerate(texts)]
 
 
-def _examined(url: str) -> str:
-    """The `[engine]` section for a server. Problems are printed; they do not keep the files from being written."""
+def _command(python: str, weights: str | None) -> str:
+    """That of the trainer with torch. ConfigError if it could not begin."""
+    from penstock.errors import ConfigError
+
+    if not weights:
+        raise ConfigError("the server does not say where its weights are: copy examples/grpo_torch.py, and name them")
+    seen = _look(python, weights)
+    if missing := [name for name, there in seen["found"].items() if not there and name != "penstock"]:
+        raise ConfigError(f"{python} has no {', '.join(missing)}: {python} -m pip install {' '.join(missing)}")
+    path = [] if seen["found"]["penstock"] else ["env", f"PYTHONPATH={ROOT}"]
+    launcher = [*path, python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    return shlex.join([*launcher, "trainer.py", "runs/first", seen["model"], "runs/first/training", "--lr", "1e-5"])
+
+
+def _look(python: str, weights: str) -> dict[str, Any]:
+    """Which packages a Python has, and the directory of the weights."""
+    from penstock.errors import ConfigError
+
+    try:
+        done = subprocess.run(
+            [python, "-c", LOOK, weights], cwd=START, capture_output=True, text=True, timeout=PYTHON_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"--torch {python}: {error}") from error
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["(no output)"])[-1]
+        raise ConfigError(f"--torch {python} does not find the weights {weights} on this machine: {said}")
+    return json.loads(done.stdout)
+
+
+def _examined(url: str, *, loads_weights: bool) -> tuple[str, str | None]:
+    """The `[engine]` section for a server, and where its weights are. Problems are printed; they do not keep the files
+    from being written."""
     import asyncio
 
     from penstock import config
@@ -67,14 +126,15 @@ def _examined(url: str) -> str:
     from penstock.errors import ConfigError
     from penstock.runtime.event_loop import event_loop_factory
 
-    examination = Examination(config.load(None, flags={"engine.urls": url}, environ={}))
+    flags = {"engine.urls": url, **({"engine.weight_update": "penstock"} if loads_weights else {})}
+    examination = Examination(config.load(None, flags=flags, environ={}))
     with asyncio.Runner(loop_factory=event_loop_factory(concurrency=8)) as runner:
         problems = runner.run(_problems(examination))
     if not examination.facts:
         raise ConfigError(f"the engine cannot be examined: {problems[0] if problems else url}")
     for problem in problems:
         print(f"penstock doctor: {problem}", file=sys.stderr)
-    return examination.block()
+    return examination.block(), examination.facts[0].weights
 
 
 async def _problems(examination: "Examination") -> list[str]:

@@ -12,7 +12,6 @@ from typing import Any
 
 from cli.transcript import transcript
 from penstock.config import RunConfig
-from penstock.config.sessions import Sessions
 from penstock.environments.protocol import agent_variables
 from penstock.errors import NothingToTrain
 from penstock.playing.agent_sessions import SessionServers
@@ -40,7 +39,7 @@ def record(config: RunConfig, command: Sequence[str], out: Path) -> dict[str, An
 async def _record(config: RunConfig, command: Sequence[str], out: Path) -> dict[str, Any]:
     async with (
         serving(config) as (server, url),
-        SessionServers.open(Sessions(urls=(url,))) as servers,
+        SessionServers.open(config.sessions.model_copy(update={"urls": (url,)})) as servers,
         servers.session({}) as session,
     ):
         variables = agent_variables(session.base_url, session.secret, config.engine.model)

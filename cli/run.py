@@ -75,9 +75,14 @@ def _check_engine(config: Path | None, settings: "RunConfig") -> list[str] | Non
     found = asyncio.run(examined(command))
     if refused := found.get("refused"):
         raise ConfigError(f"{refused}. Then run the same command again; `penstock doctor` shows more")
-    if unchecked := found.get("unchecked", found.get("away")):
+    again = found.get("away", found.get("busy"))
+    if again:
+        print(f"the engine was not checked: {again}\nThe run checks it before its first rollout.", file=sys.stderr)
+    if unchecked := found.get("unchecked"):
         print(f"the engine was not checked: {unchecked}", file=sys.stderr)
-    return command if "away" in found else None
+    for noted in found.get("notes", ()):
+        print(f"note: {noted}", file=sys.stderr)
+    return command if again else None
 
 
 def summary(status: dict[str, Any], result: dict[str, Any], batches: str) -> Iterator[Fact]:

@@ -78,13 +78,15 @@ def _alike(jobs: list[dict[str, Any]]) -> dict[tuple[Any, ...], list[dict[str, A
     """Jobs that differ in their names and ages only, the oldest first."""
     alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for job in sorted(jobs, key=lambda job: -(job["running_s"] or 0.0)):
-        key = tuple(job[name] for name in ("kind", "state", "worker", "attempt", "failures", "losses", "error"))
+        key = tuple(job.get(name) for name in ("kind", "state", "worker", "replica", "attempt", "failures", "losses",
+                                               "error"))  # fmt: skip
         alike.setdefault(key, []).append(job)
     return alike
 
 
 def _job(job: Mapping[str, Any]) -> str:
     where = f" on {job['worker']}" if job["worker"] else f" in {job['queue']}" if job["state"] == "queued" else ""
+    where += f", at {job['replica']}" if job.get("replica") else ""
     since = f" for {facts.duration(job['running_s'])}" if job["running_s"] else ""
     tried = f", attempt {job['attempt']}" if job["attempt"] > 1 else ""
     failed = f", {job['failures']} failed" if job["failures"] else ""
@@ -116,7 +118,8 @@ def _rollout(result: Mapping[str, Any]) -> Iterator[Fact]:
     yield Fact("rollout", f"{result['rollout']} of {result['environment']}, example {result['example']}")
     yield Fact("state", f"{result['state']}{reason}{step}; its group is {result['group_state']}")
     for lease in result["leases"]:
-        yield Fact("running", f"attempt {lease['attempt']} on worker {lease['worker']}")
+        at = f", at {lease['replica']}" if lease["replica"] else ""
+        yield Fact("running", f"attempt {lease['attempt']} on worker {lease['worker']}{at}")
     if job := result["job"]:
         tried = f"{facts.counted(job['attempt'], 'attempt')}, {job['failures']} failed, {job['losses']} lost"
         error = f"; last error: {job['error']}" if job["error"] else ""

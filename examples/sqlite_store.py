@@ -7,6 +7,7 @@ Every process of the run finds this module on its PYTHONPATH. Small blobs only: 
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from urllib.parse import unquote
 
@@ -66,8 +67,20 @@ class SqliteStore(Store):
         connection = getattr(self._of_thread, "connection", None)
         if connection is None:
             connection = self._of_thread.connection = sqlite3.connect(self._file, timeout=PATIENCE_S)
-            connection.execute("PRAGMA journal_mode = WAL")
+            self._use_write_ahead_log(connection)
             connection.execute("PRAGMA synchronous = FULL")
             with connection:
                 connection.execute(TABLE)
         return connection
+
+    def _use_write_ahead_log(self, connection: sqlite3.Connection) -> None:
+        """SQLite does not wait here for another process that creates the file at the same time."""
+        give_up_at = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError:
+                if time.monotonic() > give_up_at:
+                    raise
+                time.sleep(0.01)

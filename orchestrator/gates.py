@@ -79,7 +79,7 @@ class Gates:
 
     def worker_excluded(self, node: str) -> None:
         """Reopen the gates that only `node` has closed: the engine and the store may be fine for the others."""
-        for gate in (self.rollouts, self.encoding):
+        for gate in (self.rollouts, self.filtering, self.encoding):
             gate.worker_excluded(node)
 
     def probe_lost(self, kind: JobKind, job: str) -> None:

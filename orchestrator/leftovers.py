@@ -25,6 +25,7 @@ from penstock.batches import manifest_steps, read_manifest
 from penstock.batches.manifest import manifest_key
 from penstock.batches.plan import BATCHES, step_directory
 from penstock.config import RunConfig
+from penstock.config.run import Trainer as TrainerSettings
 from penstock.errors import LedgerError, RunError
 from penstock.inspection import run_json
 from penstock.inspection.run_state import is_locked
@@ -99,25 +100,25 @@ def _count(found: dict[str, Any], files: dict[str, int]) -> None:
 def _settings(directory: Path) -> RunConfig:
     """The settings of the run's last start that decide what is kept."""
     content = run_dir.read(directory)
-    prefix = "trainer."
     if "settings" not in content:
         raise RunError(f"{directory} is a run of release 0.1, which did not record what to keep: resume it once first")
     settings: dict[str, Any] = content["settings"]
-    of_trainer = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
-    known = {key: value for key, value in of_trainer.items() if key in type(RunConfig().trainer).model_fields}
+    trainer = {name: settings[key] for name in TrainerSettings.model_fields if (key := f"trainer.{name}") in settings}
+    batch = {"format": settings["batch.format"]} if "batch.format" in settings else {}
+    if "output_dir" in content:
+        batch["output_dir"] = directory / content["output_dir"]
     ledger = run_json.ledger_path(directory)
     if not ledger.exists():
         raise LedgerError(f"there is no ledger at {ledger}, which says what may be deleted: run this on its host")
-    return RunConfig.model_validate(
-        {"run_dir": directory, "store": run_dir.store_url(directory), "ledger_dir": ledger.parent, "trainer": known}
-    )
+    places = {"run_dir": directory, "store": run_dir.store_url(directory), "ledger_dir": ledger.parent}
+    return RunConfig.model_validate({**places, "trainer": trainer, "batch": batch})
 
 
 async def _record_releases(config: RunConfig) -> None:
     """Release what the trainer has allowed since the orchestrator ended, in the ledger and in the store."""
     ledger = Ledger(config.ledger_path, keep_events_steps=config.trainer.keep_events_steps)
     try:
-        trainer = Trainer(config, ledger)
+        trainer = Trainer(config, ledger, accept=False)
         await trainer.read()
         await ledger.committed()
         await Releaser(config, ledger, trainer).run_once()

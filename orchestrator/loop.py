@@ -183,6 +183,7 @@ class Orchestrator:
         self.evaluations.resume()
         self.evaluations_file.resume()
         await self.submitter.remove_leftovers()
+        await self.shutdown.resume()
         await self.attendance.exchange()
         duties = [self.read_replies, self.reconcile, self.follow_trainer, self.sweep, self.lock.keep, self.engine.run,
                   self.engine_check.run, self.load.run, self.weights.run, self.reporter.run, self.metrics.run,

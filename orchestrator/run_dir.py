@@ -56,12 +56,15 @@ def begin_or_resume(config: RunConfig) -> str:
             "redis": address(config.redis_url),
             "ledger": relative_path(config.run_dir, config.ledger_path),
             "store": stored_url(config.run_dir, config.store_url),
+            **_published_in(config),
         }
         if stored:
             _refuse_second_ledger(config, config.run_dir / stored["ledger"])
             _refuse_second_store(config, stored["store"])
             _refuse_other_release(config.ledger_path)
             content["changed"] = [*content["changed"], *_changed(config, stored)][-CHANGES_KEPT:]
+        with _explained_store(store):
+            _refuse_store_of_another_run(store, content["run"])
         if content != stored:
             write_json(config.run_dir / "run.json", content, durable=True)
         with _explained_store(store):
@@ -108,11 +111,22 @@ def write_json(path: Path, content: dict[str, Any], *, durable: bool = False) ->
     atomic.write(path, orjson.dumps(content, option=orjson.OPT_INDENT_2), durable=durable)
 
 
+def _published_in(config: RunConfig) -> dict[str, str]:
+    """Where prime-rl's trainer reads and broadcasts, for `penstock gc`."""
+    native = config.batch.format == "native"
+    return {} if native else {"output_dir": relative_path(config.run_dir, config.prime_rl_dir)}
+
+
 def _claim_store(store: Store, run: str) -> None:
-    """A store belongs to one run: the steps of two runs would have the same names."""
+    """After run.json is written: a kill in between must not leave a store that belongs to a run without a directory."""
     if store.size(OWNER) is None:
         store.create(OWNER, run.encode())
-    owner = store.read(OWNER).decode()
+    _refuse_store_of_another_run(store, run)
+
+
+def _refuse_store_of_another_run(store: Store, run: str) -> None:
+    """A store belongs to one run: the steps of two runs would have the same names."""
+    owner = store.read(OWNER).decode() if store.size(OWNER) is not None else run
     if owner != run:
         raise RunMismatch(f"the store {store} belongs to run {owner}: set store to another one")
 

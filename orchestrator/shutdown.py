@@ -20,7 +20,7 @@ from orchestrator.reply_stream import ReplyStream
 from orchestrator.slices import in_slices
 from orchestrator.submission import MESSAGES_AT_ONCE
 from orchestrator.workforce.leases import LEASES_AT_ONCE, read_leases, remove_leases
-from penstock import ids, job_inputs
+from penstock import ids, job_inputs, redis_keys
 from penstock.config import RunConfig
 from penstock.ids import LeaseId
 from penstock.ledger.states import IN_FLIGHT, GroupState, JobState
@@ -106,14 +106,20 @@ class Shutdown:
         await self._withdraw()
         running = await self._leases()
         if running:
+            await self._broker.call(lambda client: client.set(redis_keys.ENDED, self._run, ex=redis_keys.ENDED_TTL_S))
             await self.revoke([str(lease.task) for lease in running])
         give_up_at = time.monotonic() + self._config.recovery.lease_s
         while await self._leases() and time.monotonic() < give_up_at:
             await asyncio.sleep(TICK_S)
+        await self.resume()
         # Of every run, as the messages: a live worker writes its lease again within a second, and removes it itself.
         await remove_leases(self._broker, list(await read_leases(self._broker)))
         await self._replies.delete()
         await in_io_thread(_delete_inputs, open_store(self._config.store_url), self._run)
+
+    async def resume(self) -> None:
+        """A run that ended, or was killed while it did, may continue with more steps."""
+        await self._broker.call(lambda client: client.delete(redis_keys.ENDED))
 
     async def revoke(self, task_ids: list[str]) -> None:
         """Only saves work, so it neither fails nor waits: the ledger has already settled these jobs."""

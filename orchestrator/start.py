@@ -13,12 +13,14 @@ from orchestrator.ledger import rebuild, upgrade
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.lock import RunLock, lock_directory
 from orchestrator.loop import PROCESS, Orchestrator
+from orchestrator.release import releasable
 from orchestrator.reporting import endpoint
 from orchestrator.reporting.reporter import StatusCallback, ignore_status
 from orchestrator.shutdown import StopRequests
+from orchestrator.trainer import trainer_state
 from orchestrator.workforce import attendance
 from penstock.config import RunConfig, rules, test_hooks
-from penstock.errors import ConfigError, PenstockError, RunLocked
+from penstock.errors import BatchError, ConfigError, PenstockError, RunLocked
 from penstock.ledger import schema
 from penstock.runtime import garbage, stacks
 from penstock.runtime.event_loop import event_loop_factory
@@ -70,7 +72,7 @@ async def _run(
     stacks.show_on_signal(asyncio.get_running_loop())
     broker = Broker(config.redis_url)
     await broker.connect(patience_s=config.recovery.redis_patience_s)
-    rebuild.rebuild_if_lost(config)
+    rebuild.rebuild_if_lost(config, lambda: _releasable(config))
     ledger = Ledger(config.ledger_path, keep_events_steps=config.trainer.keep_events_steps)
     try:
         lock = RunLock(config.run_dir.resolve(), broker, run=run, epoch=ledger.increment("epoch"))
@@ -101,6 +103,14 @@ async def _run(
     finally:
         ledger.close()
         await broker.close()
+
+
+def _releasable(config: RunConfig) -> dict[str, int]:
+    """Nothing while the trainer's files cannot be read: what was released is then released again."""
+    try:
+        return releasable(config.trainer, trainer_state(config))
+    except (BatchError, OSError):
+        return {}
 
 
 async def _drive(orchestrator: Orchestrator) -> None:

@@ -9,24 +9,28 @@ from functools import partial
 
 from orchestrator.ledger.ledger import Ledger
 from penstock.batches import RunStatus, TrainerState, read_trainer, write_status
-from penstock.batches.prime_rl_directory import LAYOUTS, follow_broadcasts
+from penstock.batches.prime_rl_directory import LAYOUTS, accept_broadcasts, read_broadcasts
 from penstock.config import RunConfig
 from penstock.config.run import Trainer as TrainerSettings
 from penstock.errors import BatchError, BlobUnwritten
-from penstock.runtime.offload import in_io_thread
+from penstock.runtime.offload import in_io_thread, to_its_end_in_io_thread
 
 logger = logging.getLogger("penstock.trainer")
 
 AWAITED_S = 5.0  # a run waits less than this for its trainer at every step: not worth reporting
 PUBLISHED = "policy_published"  # key in the ledger
+RANKS_NAMED = 8  # of a trainer, in a cause
 HORIZON_STEPS = 64  # with max_steps_ahead = "unlimited": enough to fill any limit on rollouts in flight
 
 
-def trainer_state(config: RunConfig) -> TrainerState:
-    """By prime-rl's own broadcasts if the run writes its format and there are any, else by the trainer's signals."""
+def trainer_state(config: RunConfig, *, accept: bool = False) -> TrainerState:
+    """By prime-rl's own broadcasts if the run writes its format and there are any, else by the trainer's signals.
+    `accept`: the trainer may go on with the broadcast that it offers."""
     broadcasts = None
     if config.batch.format != "native":
-        broadcasts = follow_broadcasts(config.batch.format, config.prime_rl_dir)
+        if accept:
+            accept_broadcasts(config.batch.format, config.prime_rl_dir)
+        broadcasts = read_broadcasts(config.batch.format, config.prime_rl_dir)
     return broadcasts or read_trainer(config.run_dir)
 
 
@@ -36,9 +40,9 @@ def last_released(settings: TrainerSettings, state: TrainerState) -> int:
 
 
 class Trainer:
-    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, *, accept: bool = True) -> None:
         self._run_dir = config.run_dir
-        self._read = partial(trainer_state, config)
+        self._read = partial(trainer_state, config, accept=accept)
         self._settings = config.trainer
         layout = LAYOUTS.get(config.batch.format)
         self._steps = config.steps
@@ -104,10 +108,14 @@ class Trainer:
         if self._awaited_since is None or time.monotonic() - self._awaited_since < AWAITED_S:
             return None
         step = self._ledger.number("steps_delivered") - 1
+        behind = ", ".join(map(str, self.state.behind[:RANKS_NAMED]))
+        who = f"{f'rank {behind} of ' if behind else ''}the trainer has not"
+        then = "it is slow, paused or not running: look at its log"
+        if not self.state.data_ranks:
+            who, then = "no trainer has", f"start one that reads {self._run_dir} (examples/toy_trainer.py)"
         return (
-            f"step {step} is sealed, and the trainer has not acknowledged step {self.state.acked + 1}: start a trainer "
-            f"that reads {self._run_dir} (examples/toy_trainer.py), or raise trainer.max_steps_ahead "
-            '("unlimited" if the trainer does not acknowledge)'
+            f"step {step} is sealed, and {who} acknowledged step {self.state.acked + 1}: {then}, or raise "
+            'trainer.max_steps_ahead ("unlimited" if the trainer does not acknowledge)'
         )
 
     @property
@@ -161,7 +169,7 @@ class Trainer:
         if status == self._written:
             return
         try:
-            await in_io_thread(write_status, self._run_dir, status)
+            await to_its_end_in_io_thread(write_status, self._run_dir, status)
         except BlobUnwritten as error:
             if self._unwritable is None:
                 logger.error("action=trainer_status_unwritten error=%s", error)

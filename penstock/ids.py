@@ -34,7 +34,7 @@ EVALUATION_ROLLOUT = re.compile(rf"v[0-9]{{6,}}-{NUMBER}")
 ENCODE_JOB = re.compile(rf"s([0-9]{{6,}})f{NUMBER}r{NUMBER}")
 TASK = re.compile(rf"([^.]+)\.([^.]+)\.{NUMBER}")
 LEASE = re.compile(rf"{TASK.pattern}\.([^.]+)")
-LEASE_VALUE = re.compile(rf"(.+):{NUMBER}")
+LEASE_VALUE = re.compile(rf"([^@]+):{NUMBER}(?:@(.+))?")
 EXECUTION = re.compile(rf".*/{NUMBER}\.([^./]+)/[^/]+")
 WORKER = re.compile(rf"(.+)-{NUMBER}")
 
@@ -174,14 +174,16 @@ class LeaseId(NamedTuple):
 class LeaseValue(NamedTuple):
     worker: str
     beat: int
+    replica: str | None = None
+    """of the engine, that a request of the rollout waits for"""
 
     def __str__(self) -> str:
-        return f"{self.worker}:{self.beat}"
+        return f"{self.worker}:{self.beat}{f'@{self.replica}' if self.replica else ''}"
 
     @classmethod
     def match(cls, text: str) -> Self | None:
         matched = LEASE_VALUE.fullmatch(text)
-        return cls(matched[1], int(matched[2])) if matched else None
+        return cls(matched[1], int(matched[2]), matched[3]) if matched else None
 
 
 class WorkerId(NamedTuple):

@@ -9,6 +9,10 @@ LEASES = "penstock:leases"
 """hash of `ids.LeaseId` -> `ids.LeaseValue`: workers add and remove fields, the orchestrator removes expired ones"""
 LEASES_TTL_S = 3600  # longer than any outage that is waited for; workers renew it every second
 
+ENDED = "penstock:ended"
+"""string: the run whose open executions end, while its orchestrator waits for their leases at its end"""
+ENDED_TTL_S = 60  # of an orchestrator that is killed meanwhile; a resumed one deletes it before its first job
+
 LOCK = "penstock:lock"
 """string: the orchestrator that drives the run of this database; expires"""
 

@@ -1,10 +1,14 @@
 """What one rollout used of each replica of the engine, and what the replicas that failed it cost, in tokens."""
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 REPLICAS_LIMIT = 3  # in one reply: a rollout stays with a replica unless that fails
 URL_CHARACTERS = 80
+
+ASKED: ContextVar[list[str] | None] = ContextVar("ASKED", default=None)
+"""Replicas that requests of this rollout wait for, the last one last: its lease names it, for `penstock why`."""
 
 
 @dataclass(kw_only=True)

@@ -72,19 +72,20 @@ class Fingerprint:
     def of(cls, ids: Ids) -> Self:
         return cls().extended(ids)
 
-    def extended(self, *parts: Ids) -> Self:
-        """The fingerprint of this sequence followed by `parts`."""
+    def extended(self, *parts: Ids, text: bytes | None = None) -> Self:
+        """The fingerprint of this sequence followed by `parts`. `text` is `ids_text` of the first, if it is known."""
         longer = type(self)()
         longer.tokens, longer.text_bytes = self.tokens, self.text_bytes
         longer._text, longer._ids = self._text.copy(), self._ids.copy()
         for ids in parts:
-            longer._append(ids)
+            longer._append(ids, text)
+            text = None
         return longer
 
-    def _append(self, ids: Ids) -> None:
+    def _append(self, ids: Ids, text: bytes | None) -> None:
         if not len(ids):
             return
-        text = ids_text(ids)
+        text = ids_text(ids) if text is None else text
         if self.tokens:
             self._text.update(b",")
             self.text_bytes += 1

@@ -12,13 +12,14 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import redis
 import redis.asyncio
+from celery.exceptions import Terminated
 
 from penstock import ids, redis_keys
 from penstock.config import RunConfig
@@ -35,7 +36,7 @@ from penstock.messages import (
     shortened,
 )
 from penstock.queues import WorkerKind
-from penstock.replica_use import ReplicaUse
+from penstock.replica_use import ASKED, ReplicaUse
 from penstock.runtime.lag_summaries import redis_publisher
 from tasks.agreement import Identity, identity, message_headers
 from tasks.celery_app import settings
@@ -159,8 +160,16 @@ class AsyncExecutor:
         self.lag = config.lag.watch(f"rollouts@{self.name}", redis_publisher(self._client))
         self._silence_s = config.recovery.lease_s / 2
         self._outbox = Outbox(self._client)
+        self._limits: dict[str, asyncio.Timeout] = {}
+        """lease -> the time limit of its body"""
+        self._ended: set[str] = set()
+        """leases whose run has ended before their bodies"""
         self._leases = LeaseKeeper(
-            self._sync_client, worker=self.name, lease_s=config.recovery.lease_s, alive=self.ticks
+            self._sync_client,
+            worker=self.name,
+            lease_s=config.recovery.lease_s,
+            alive=self.ticks,
+            run_ended=lambda leases: self._loop.call_soon_threadsafe(self._end_bodies, leases),
         )
 
     def ticks(self) -> bool:
@@ -170,6 +179,7 @@ class AsyncExecutor:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the lag sampler and the outbox; if either fails, the worker stops with its error."""
+        self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self.lag.run()), group.create_task(self._outbox.run())]
@@ -183,22 +193,36 @@ class AsyncExecutor:
             await self._client.aclose()
             self._sync_client.close()
 
+    def _end_bodies(self, leases: Collection[str]) -> None:
+        """Their run would neither read their replies nor sweep their files."""
+        for lease in leases:
+            limit = self._limits.get(lease)
+            if limit and not limit.expired():
+                self._ended.add(lease)
+                limit.reschedule(self._loop.time())
+
     async def execute(self, job: AnyJob, body: Callable[[str], Awaitable[AnyResult]]) -> None:
         execution = Execution(job=job, worker=self.name, identity=self._identity)
         if refusal := execution.declined():
             await self._outbox.write(lambda pipe: write_reply(pipe, execution, refusal.content))
             return
-        value = self._leases.hold(execution.lease)
+        asked: list[str] = []
+        ASKED.set(asked)  # of this asyncio task, which executes one message
+        value = self._leases.hold(execution.lease, asked)
         limit = asyncio.timeout(job.timeout_s + GRACE_S)
         try:
             await self._outbox.write(lambda pipe: write_lease(pipe, execution.lease, value))
             async with limit:
+                self._limits[execution.lease] = limit
                 result = await body(execution.id)
             reply = execution.done(result)
         except BaseException as error:  # noqa: BLE001  any error becomes the reply, and is raised again below
             if isinstance(error, TimeoutError) and limit.expired():
-                error = execution.timed_out()
-            reply = execution.failed(error, released=_is_asked_to_stop(error))
+                ended = execution.lease in self._ended
+                error = Terminated("the run has ended") if ended else execution.timed_out()
+            reply = execution.failed(error, released=isinstance(error, Terminated) or _is_asked_to_stop(error))
+        self._limits.pop(execution.lease, None)
+        self._ended.discard(execution.lease)
         try:
             await self._outbox.write(lambda pipe: write_reply(pipe, execution, reply.content))
         finally:

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from celery.bin.worker import worker as celery_worker
 from support import advantages, filtering
+from support.agent_catalogue import AGENTS
 from support.cluster import BIN, Cluster, Process, cluster_in
 from support.documents import CONTRIBUTING, GUIDES, LOGS, README, ROOT, Page
 from support.engine_clients import run
@@ -31,6 +32,7 @@ from penstock.config import load, reference
 from penstock.config.engine import EnvironmentSettings
 from penstock.config.rules import check_rules
 from penstock.environments import AgentPolicy, Policy, load_environments
+from penstock.environments.protocol import agent_variables
 from penstock.filters import group_filters, rollout_filters
 from penstock.messages import RolloutResult
 from penstock.playing.rollout import play
@@ -432,6 +434,15 @@ def test_every_variable_is_a_setting(page: Page) -> None:
 
 def test_the_configuration_page_is_that_of_the_settings() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == reference.page(), "run `make docs`"
+
+
+def test_the_page_of_agents_has_every_variable_and_every_agent() -> None:
+    """`make test-agents-all` compares the agents' figures."""
+    page = (ROOT / "docs" / "agents.md").read_text()
+    names = re.findall(r"`([A-Z][A-Z_]+)`", page.partition("## The variables of agents")[2].partition("\n## ")[0])
+    assert set(names) == set(agent_variables("", "", ""))
+    rows = [line.split(" | ")[0].strip("| ") for line in page.splitlines() if line.count("|") == 8]
+    assert rows[2:] == [agent.name for agent in AGENTS]
 
 
 def test_the_readme_is_short_and_links_every_page() -> None:

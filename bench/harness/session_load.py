@@ -8,7 +8,7 @@ import asyncio
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import orjson
@@ -69,10 +69,51 @@ class Connection:
 
 
 @dataclass(kw_only=True)
+class Session:
+    id: str
+    control: str
+    agents: int = 1
+    """that have joined"""
+    playing: int = 1
+
+
+class Sessions:
+    """Creates a session for every `agents` that ask for one."""
+
+    def __init__(self, agents: int = 1) -> None:
+        self._agents, self._lock = agents, asyncio.Lock()
+        self._newest: Session | None = None
+
+    async def join(self, connection: Connection) -> tuple[Session, str]:
+        """The session, and the agent's path in it: each agent of several has a branch."""
+        async with self._lock:
+            session = self._newest
+            if session is None or session.agents == self._agents:
+                created = orjson.loads(await connection.request("POST", "/sessions"))
+                session = self._newest = Session(id=created["session_id"], control=created["control_secret"])
+            else:
+                session.agents, session.playing = session.agents + 1, session.playing + 1
+        branch = f"/branch/a{session.agents}" if self._agents > 1 else ""
+        return session, f"/sessions/{session.id}{branch}"
+
+    async def leave(self, session: Session, connection: Connection, *, seals: bool) -> None:
+        """The last of its agents ends it."""
+        session.playing -= 1
+        if session.playing:
+            return
+        if session is self._newest:
+            self._newest = None
+        if seals:
+            await connection.request("POST", f"/sessions/{session.id}/seal", secret=session.control)
+        await connection.request("DELETE", f"/sessions/{session.id}", secret=session.control)
+
+
+@dataclass(kw_only=True)
 class Agent:
     """Plays one session after another, each of `turns` chats; the first user message has `characters`."""
 
     connection: Connection
+    sessions: Sessions = field(default_factory=Sessions)
     characters: int
     turns: int
     direct: bool = False
@@ -83,16 +124,16 @@ class Agent:
     """chat, messages or responses"""
 
     def __post_init__(self) -> None:
-        self.session, self._control, self._messages, self._chats = "", "", list[Any](), 0
+        self._session: Session | None = None
+        self._path, self._messages, self._chats = "", list[Any](), 0
 
     async def chat(self) -> float:
         """Duration of one chat in seconds, without creating the session and the request."""
-        if not self.direct and not self.session:
-            created = orjson.loads(await self.connection.request("POST", "/sessions"))
-            self.session, self._control = created["session_id"], created["control_secret"]
+        if not self.direct and not self._session:
+            self._session, self._path = await self.sessions.join(self.connection)
         characters = CHARACTERS_A_TURN if self._messages else self.characters
-        self._messages.append({"role": "user", "content": "x" * characters})
-        path = PATHS[self.api] if self.direct else f"/sessions/{self.session}{PATHS[self.api]}"
+        self._messages.append({"role": "user", "content": self._path[-1:] + "x" * characters})
+        path = self._path + PATHS[self.api]
         body = orjson.dumps(self._request())
         started = time.perf_counter()
         response = await self.connection.request("POST", path, body)
@@ -123,16 +164,17 @@ class Agent:
                 return [response["choices"][0]["message"]]
 
     async def end(self) -> None:
-        if self.session and self.seals and self._messages:
-            await self.connection.request("POST", f"/sessions/{self.session}/seal", secret=self._control)
-        if self.session:
-            await self.connection.request("DELETE", f"/sessions/{self.session}", secret=self._control)
-        self.session, self._control, self._messages, self._chats = "", "", [], 0
+        if session := self._session:
+            await self.sessions.leave(session, self.connection, seals=self.seals and bool(self._messages))
+        self._session, self._path, self._messages, self._chats = None, "", [], 0
 
 
-async def closed_loop(host: str, port: int, *, connections: int, seconds: float, **agent: Any) -> dict[str, Any]:
-    """Every agent sends its next request as soon as it has a response."""
-    taken, agents = list[float](), [Agent(connection=Connection(host, port), **agent) for _ in range(connections)]
+async def closed_loop(
+    host: str, port: int, *, connections: int, seconds: float, parallel: int = 1, **agent: Any
+) -> dict[str, Any]:
+    """Every agent sends its next request as soon as it has a response; `parallel` agents share a session."""
+    taken, sessions = list[float](), Sessions(parallel)
+    agents = [Agent(connection=Connection(host, port), sessions=sessions, **agent) for _ in range(connections)]
     started = time.monotonic()
     until = started + seconds
 

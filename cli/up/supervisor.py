@@ -119,12 +119,12 @@ class Supervisor:
             part.name, list(part.command), directory=self._logs, variables=variables, environment=environment,
             cwd=self._cwd, append=True,
         )  # fmt: skip
-        self._guard.add(process.pid)
+        self._guard.add(process)
         return process
 
     def _reap(self, process: ChildProcess) -> None:
         process.kill()
-        self._guard.remove(process.pid)
+        self._guard.remove(process)
 
     def _ended(self, each: Supervised, now: float) -> None:
         """Called at every check from its end until it runs again."""

@@ -1,4 +1,5 @@
-"""The check of an engine that was away when the run started: made as soon as it answers, before the first rollout.
+"""The check of an engine that was away or busy when the run started: made as soon as it answers, before the first
+rollout.
 
 The check itself runs in a child process, `python -m penstock.doctor`: it plays with the run's dialect, which may be
 code of the user.
@@ -8,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import orjson
 from yarl import URL
@@ -21,6 +23,7 @@ CHILD_S = 120.0  # of the child, which limits its own questions: its start takes
 LISTEN_S = 1.0  # between two attempts to connect
 CONNECT_S = 2.0
 AGAIN_S = 5.0  # a server that listens, and answers nothing yet
+BUSY_LOOKS = 3  # at an engine that others keep busy, a minute in all; then the run begins, and says so
 
 
 class EngineCheck:
@@ -38,12 +41,13 @@ class EngineCheck:
         if not self.pending:
             return None
         return (
-            f"the engine cannot be reached ({', '.join(self._urls)}): rollouts begin when it answers and has been "
+            f"the engine has not answered yet ({', '.join(self._urls)}): rollouts begin when it answers and has been "
             "checked. If it answers to the workers' hosts only, set engine.check = false"
         )
 
     async def run(self) -> None:
         """RunError, in the engine's words, if every rollout would fail or be spoilt."""
+        looks = 0
         while self._command:
             if not any(await asyncio.gather(*map(_listens, self._urls))):
                 await asyncio.sleep(LISTEN_S)
@@ -51,13 +55,16 @@ class EngineCheck:
             found = await examined(self._command)
             if refused := found.get("refused"):
                 raise RunError(f"{refused}. Then run the same command again; `penstock doctor` shows more")
-            if "away" in found:
+            looks += "busy" in found
+            if "away" in found or ("busy" in found and looks < BUSY_LOOKS):
                 await asyncio.sleep(AGAIN_S)
                 continue
-            if unchecked := found.get("unchecked"):
+            if unchecked := found.get("unchecked", found.get("busy")):
                 logger.warning("action=engine_unchecked %s", unchecked)
             else:
                 logger.info("action=engine_checked")
+            for noted in found.get("notes", ()):
+                logger.warning("action=engine_noted %s", noted)
             self._command = None
 
 
@@ -71,7 +78,7 @@ async def _listens(url: str) -> bool:
     return False
 
 
-async def examined(command: Sequence[str]) -> dict[str, str]:
+async def examined(command: Sequence[str]) -> dict[str, Any]:
     """What the child found; `unchecked` says why it found nothing."""
     child = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

@@ -145,15 +145,16 @@ class SealedFile:
     """the ledger's counter of steps whose files of this kind are released"""
 
 
-def _files_of(manifest: Manifest) -> Iterator[SealedFile]:
-    for rank in manifest.ranks:
-        yield SealedFile(ref=rank.file, released="columns_released")
-        if rank.rollouts_jsonl:
-            yield SealedFile(ref=rank.rollouts_jsonl, released="jsonl_released")
+def files_of(manifest: Manifest) -> Iterator[SealedFile]:
+    """In the order in which files of a kind are deleted when their step is released."""
     for rollout in manifest.plan.rollouts:
         yield SealedFile(ref=rollout.columns, released="columns_released")
         if rollout.experts:
             yield SealedFile(ref=rollout.experts, released="experts_released")
+    for rank in manifest.ranks:
+        yield SealedFile(ref=rank.file, released="columns_released")
+        if rank.rollouts_jsonl:
+            yield SealedFile(ref=rank.rollouts_jsonl, released="jsonl_released")
 
 
 class Files:
@@ -183,7 +184,7 @@ class Files:
     def _of(self, step: int) -> Iterator[SealedFile]:
         released = queries.released_steps(self._connection)
         manifest = read_manifest(self._store, step) if step >= min(released.values()) else None
-        files = _files_of(manifest) if manifest else ()
+        files = files_of(manifest) if manifest else ()
         return (each for each in files if each.ref.size and step >= released[each.released])
 
     def _is_released(self, file: SealedFile, step: int) -> bool:

@@ -1,12 +1,15 @@
-"""Rebuilds a lost ledger from the manifests: sealed steps are delivered, open work is planned again under new ids."""
+"""Rebuilds a lost ledger from the manifests: sealed steps are delivered, open work is planned again under new ids.
+
+The first steps whose files the trainer no longer needs, and which are gone, were released."""
 
 import logging
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 
+from orchestrator.ledger.audit import files_of
 from orchestrator.ledger.records import ESTIMATOR_STATE, BatchRecord, GroupRecord, RolloutRecord, Row
 from penstock.batches import BatchRollout, Manifest, manifest_steps, read_manifest
 from penstock.batches.plan import FIRST_STEP
@@ -16,7 +19,7 @@ from penstock.ledger.archive import archive
 from penstock.ledger.schema import STATEMENTS, open_for_writing
 from penstock.ledger.states import BatchState, GroupState, RolloutState
 from penstock.messages import RolloutResult
-from penstock.store import atomic, open_store
+from penstock.store import Store, atomic, open_store
 
 logger = logging.getLogger("penstock.ledger")
 
@@ -24,8 +27,11 @@ UNKNOWN = -1  # manifests do not name examples
 LOST = "ledger_lost"
 RESULT = 6  # column of a rollout's result
 
+Releasable = Mapping[str, int]
+"""counter of `queries.RELEASED` -> the first step whose files of that kind the trainer may still read"""
 
-def rebuild_if_lost(config: RunConfig) -> None:
+
+def rebuild_if_lost(config: RunConfig, releasable: Callable[[], Releasable] = dict[str, int]) -> None:
     """Rebuild when there is no ledger but there are manifests, or files of rollouts: these are played under new ids."""
     if config.ledger_path.exists():
         return
@@ -36,12 +42,40 @@ def rebuild_if_lost(config: RunConfig) -> None:
     logger.warning("action=ledger_rebuilt path=%s from_steps=%d", config.ledger_path, len(steps))
     replacing = atomic.replacing(config.ledger_path, suffix="rebuilding")
     with replacing as temporary, closing(open_for_writing(temporary)) as connection:
-        _fill(connection, filter(None, (read_manifest(store, step) for step in steps)), config.rollouts.group_size)
+        released = Released(store, releasable(), first_step=steps[0] if steps else FIRST_STEP)
+        manifests = filter(None, (read_manifest(store, step) for step in steps))
+        _fill(connection, manifests, config.rollouts.group_size, released)
         connection.execute("PRAGMA journal_mode = DELETE")  # a single file, so that the rename is atomic
 
 
-def _fill(connection: sqlite3.Connection, manifests: Iterator[Manifest], group_size: int) -> None:
-    last_ordinal = delivered_bytes = 0
+class Released:
+    """Which steps were released, as the ledger counted them. A step that the trainer has released since, or of which
+    files are left, is released again."""
+
+    def __init__(self, store: Store, releasable: Releasable, *, first_step: int) -> None:
+        self._store = store
+        self._releasable = releasable
+        self.counters = {counter: min(first_step, first_kept) for counter, first_kept in releasable.items()}
+        """manifests before `first_step` are deleted after every other file"""
+        self.held_bytes = 0
+        """of rollouts' files that are not released"""
+
+    def add(self, manifest: Manifest) -> None:
+        """Manifests in order."""
+        step, files = manifest.plan.step, [each for each in files_of(manifest) if each.ref.size]  # others have no file
+        for counter in self._releasable.keys() - {"manifests_released"}:
+            first = next((each.ref.key for each in files if each.released == counter), None)
+            gone = first is None or self._store.size(first) is None
+            if self.counters[counter] == step < self._releasable[counter] and gone:
+                self.counters[counter] = step + 1
+        for rollout in manifest.plan.rollouts:
+            blobs = {"columns_released": rollout.columns, "experts_released": rollout.experts}
+            held = (ref for counter, ref in blobs.items() if ref and self.counters.get(counter, 0) <= step)
+            self.held_bytes += sum(ref.size for ref in held)
+
+
+def _fill(connection: sqlite3.Connection, manifests: Iterator[Manifest], group_size: int, released: Released) -> None:
+    last_ordinal = 0
     step = FIRST_STEP - 1
     states = Counter[RolloutState]()
     estimator_state = None
@@ -63,8 +97,7 @@ def _fill(connection: sqlite3.Connection, manifests: Iterator[Manifest], group_s
             states.update(rollout.state for rollout in rollouts)
             last_ordinal = max(last_ordinal, ordinal)
         archive(connection, at_most=len(environments), now=time.time(), history=False)
-        blobs = [blob for rollout in sealed.values() for blob in (rollout.columns, rollout.experts) if blob]
-        delivered_bytes += sum(blob.size for blob in blobs)
+        released.add(manifest)
     # The ordinals of open groups are unknown: leave room, so that no id is used twice.
     counters = {
         "rollouts_planned": states.total(),
@@ -72,7 +105,8 @@ def _fill(connection: sqlite3.Connection, manifests: Iterator[Manifest], group_s
         "evaluations": 1_000_000,  # for the same reason
         "draws": 1_000_000,
         "steps_delivered": step + 1,
-        "delivered_bytes": delivered_bytes,
+        "delivered_bytes": released.held_bytes,
+        **released.counters,
         ESTIMATOR_STATE: estimator_state,
     }
     connection.executemany(STATEMENTS["meta"], counters.items())

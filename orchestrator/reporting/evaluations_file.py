@@ -15,7 +15,7 @@ from penstock.config import RunConfig
 from penstock.errors import LedgerError
 from penstock.ledger import schema
 from penstock.ledger.evaluations import results_after
-from penstock.runtime.offload import in_io_thread
+from penstock.runtime.offload import to_its_end_in_io_thread
 
 logger = logging.getLogger("penstock.evaluation")
 
@@ -50,7 +50,7 @@ class EvaluationsFile:
         if self._written >= self._ledger.number(FINISHED):
             return
         try:
-            self._written = await in_io_thread(_complete, self._path, self._ledger_path)
+            self._written = await to_its_end_in_io_thread(_complete, self._path, self._ledger_path)
         except (OSError, LedgerError) as error:
             if self.trouble is None:
                 logger.error("action=evaluations_wait path=%s error=%s", self._path, error)

@@ -21,7 +21,7 @@ from penstock.ledger.states import JobState, RolloutState
 from penstock.messages import Queue
 from penstock.queues import WorkerKind
 from penstock.runtime.loop_lag import LoopLag
-from penstock.runtime.offload import in_io_thread
+from penstock.runtime.offload import to_its_end_in_io_thread
 
 logger = logging.getLogger("penstock.orchestrator")
 
@@ -103,7 +103,7 @@ class Reporter:
         self._latest = self.status(stopped_by=stopped_by)
         self._on_status(self._latest)
         try:
-            await in_io_thread(run_dir.write_json, self._path, self._latest)
+            await to_its_end_in_io_thread(run_dir.write_json, self._path, self._latest)
         except OSError as error:
             if self.trouble is None:
                 logger.error("action=status_unwritten path=%s error=%s", self._path, error.strerror)

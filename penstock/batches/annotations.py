@@ -5,8 +5,8 @@ trainer/annotations.rank_00.jsonl                       a line of means per step
 """
 
 import json
+import os
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ STEPS_KEPT = 16
 """Steps whose arrays are kept, those that were written last: 4 bytes a token and name."""
 LINES_BYTES = 16 << 20
 """Of the file of means: then it begins anew. A line has about 150 bytes."""
+LINES_MOST = 50_000
+"""That a reader of means has in memory: 600 bytes each."""
 NAMES_MOST = 8
 NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 DIRECTORY = "annotations"
@@ -73,18 +75,60 @@ def _append(path: Path, line: Mapping[str, float]) -> None:
         file.write(json.dumps(line).encode() + b"\n")
 
 
-def read_means(run_dir: Path) -> dict[int, dict[str, float]]:
-    """step -> name -> its mean over the loss tokens of all ranks; of `mismatch_max` the maximum."""
-    by_step: dict[int, dict[int, dict[str, float]]] = defaultdict(dict)
-    for rank, path in enumerate(sorted((run_dir / FOLDER).glob(f"{DIRECTORY}.rank_*.jsonl"))):
-        for line in _lines(path):
-            by_step[int(line["step"])][rank] = line
-    return {step: _mean(list(ranks.values())) for step, ranks in sorted(by_step.items())}
+class Means:
+    """step -> name -> its mean over the loss tokens of all ranks (`mismatch_max`: the maximum), read as files grow."""
+
+    def __init__(self, run_dir: Path, *, lines_most: int = LINES_MOST) -> None:
+        self._folder = run_dir / FOLDER
+        self._lines_most = lines_most
+        self._read: dict[str, tuple[int, int]] = {}
+        """file of a rank -> its inode, and the bytes of it that were read"""
+        self._ranks: dict[int, dict[str, dict[str, float]]] = {}
+        """step -> file -> line, of the steps that were annotated last, the newest at the end"""
+        self._lines = 0
+        self.by_step: dict[int, dict[str, float]] = {}
+
+    def read(self, limit: int) -> int:
+        """Read at most `limit` bytes that were appended; how many there were."""
+        done, changed = 0, set[int]()
+        for path in sorted(self._folder.glob(f"{DIRECTORY}.rank_*.jsonl")):
+            content = self._appended(path, limit - done)
+            done += len(content)
+            changed |= {self._add(path.name, line) for line in _parsed(content)}
+        for step in changed:
+            self.by_step[step] = _mean([*self._ranks[step].values()])
+        self._forget()
+        return done
+
+    def _appended(self, path: Path, limit: int) -> bytes:
+        """Whole lines. A file that has become shorter has begun anew."""
+        with path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            inode, known = self._read.get(path.name, (0, 0))
+            begin = known if inode == stat.st_ino and known <= stat.st_size else 0
+            file.seek(begin)
+            content = file.read(max(0, limit))
+        content = content[: content.rfind(b"\n") + 1]
+        self._read[path.name] = stat.st_ino, begin + len(content)
+        return content
+
+    def _add(self, rank: str, line: dict[str, float]) -> int:
+        step = int(line["step"])
+        ranks = self._ranks.pop(step, {})  # of a step whose lines are forgotten: the ranks that annotate it again
+        self._lines += rank not in ranks
+        self._ranks[step] = ranks | {rank: line}
+        return step
+
+    def _forget(self) -> None:
+        """Means stay, lines of ranks go; then the means of the first steps too."""
+        while self._lines > self._lines_most:
+            self._lines -= len(self._ranks.pop(next(iter(self._ranks))))
+        for step in sorted(self.by_step)[: -self._lines_most]:
+            del self.by_step[step]
 
 
-def _lines(path: Path) -> Iterator[dict[str, float]]:
-    """A line that is being written is left out."""
-    for line in path.read_bytes().split(b"\n")[:-1]:
+def _parsed(content: bytes) -> Iterator[dict[str, float]]:
+    for line in content.splitlines():
         try:
             values: Any = json.loads(line)
         except ValueError:

@@ -71,17 +71,20 @@ def step_path(batch_format: Format, output_dir: Path, step: int) -> Path:
     return output_dir / layout.run / layout.folder / f"step_{step - FIRST_STEP + layout.first_step}"
 
 
-def follow_broadcasts(batch_format: Format, output_dir: Path) -> TrainerState | None:
-    """Accept the versions that the trainer offers, because it waits for that, and return its progress by its own files:
-    a broadcast of version N is complete when N steps are trained. None before the first."""
-    directory = output_dir / LAYOUTS[batch_format].run
-    finished = list[tuple[int, Path]]()
-    for version, path in _steps(directory / "broadcasts"):
+def accept_broadcasts(batch_format: Format, output_dir: Path) -> None:
+    """Accept the versions that the trainer offers, because it waits for that."""
+    for _, path in _steps(output_dir / LAYOUTS[batch_format].run / "broadcasts"):
         if (path / SENDER_READY).exists() and not (path / RECEIVER_READY).exists():
             with contextlib.suppress(FileNotFoundError):  # the trainer begins it again
                 (path / RECEIVER_READY).touch()
-        if any((path / marker).exists() for marker in FINISHED):
-            finished.append((version, path))
+
+
+def read_broadcasts(batch_format: Format, output_dir: Path) -> TrainerState | None:
+    """The trainer's progress by its own files: a broadcast of version N is complete when N steps are trained. None
+    before the first."""
+    directory = output_dir / LAYOUTS[batch_format].run
+    broadcasts = _steps(directory / "broadcasts")
+    finished = [each for each in broadcasts if any((each[1] / marker).exists() for marker in FINISHED)]
     if not finished:
         return None
     newest, weights = max(finished)

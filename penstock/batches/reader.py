@@ -23,6 +23,7 @@ from penstock.batches.batch_columns import (
     ADDED_COLUMNS,
     AGENTS,
     OFFSETS,
+    RECORDED,
     SAMPLE,
     SAMPLE_COLUMNS,
     SAMPLE_FIELD,
@@ -266,6 +267,8 @@ class MicroBatch:
         """With `engine.sampling_masks`: the tokens that each token was drawn from, read from the rollouts' files."""
         lengths, ids = np.zeros(self.input_ids.size, np.int64), list[Array]()
         for sample, (start, stop) in enumerate(pairwise(self.cu_seqlens[: len(self.samples) + 1].tolist())):
+            if not (self.sampling[start:stop] == RECORDED).any():
+                continue
             columns = self.files.columns(int(self.samples.rollout_index[sample]))
             if columns.support_ids is None or columns.support_offsets is None:
                 continue

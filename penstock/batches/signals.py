@@ -61,6 +61,8 @@ class TrainerState:
     data_ranks: int = 0
     acked: int = NOTHING
     """every rank has trained on the steps up to this one; falls when a trainer resumes from an older checkpoint"""
+    behind: tuple[int, ...] = ()
+    """ranks that have opened no reader; if there are none, those that have trained on fewer steps than others"""
     checkpointed: int = NOTHING
     policy: PublishedPolicy | None = None
 
@@ -108,12 +110,16 @@ def read_trainer(run_dir: Path) -> TrainerState:
     others = (read_progress(run_dir, data_rank) for data_rank in range(1, first.data_ranks))
     # Files of an earlier trainer with another number of ranks are ignored.
     ranks = [first, *(rank for rank in others if rank and rank.data_ranks == first.data_ranks)]
-    complete = len(ranks) == first.data_ranks
+    opened = {rank.data_rank: rank.acked for rank in ranks}
+    missing = tuple(rank for rank in range(first.data_ranks) if rank not in opened)
+    acked = NOTHING if missing else min(opened.values())
+    slow = tuple(rank for rank, step in opened.items() if step == acked)
     return replace(
         state,
         epoch=max(rank.epoch for rank in ranks),
         data_ranks=first.data_ranks,
-        acked=min(rank.acked for rank in ranks) if complete else NOTHING,
+        acked=acked,
+        behind=missing or (slow if len(slow) < len(opened) else ()),
     )
 
 

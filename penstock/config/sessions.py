@@ -4,7 +4,7 @@ import ipaddress
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
 from penstock.config.engine import RESERVED
 from penstock.sections import OF_HOST, CommaSeparated, Port, Reader, Section, read_by
@@ -58,6 +58,10 @@ class Sessions(Section):
     resumes its sessions. Default: random, and sessions are found by host name and port."""
     require_secret: bool | None = None
     """Whether every request must carry its session's secret as bearer token. Default: unless `host` is loopback."""
+    create_key: Annotated[SecretStr | None, OF_HOST, read_by(Reader.SESSIONS, Reader.ROLLOUTS)] = None
+    """Bearer token that creating a session needs. Set PENSTOCK_SESSIONS__CREATE_KEY for session servers and workers
+    rather than writing it to a file. Default: any client may create sessions, agents included, and say which versions
+    of the weights may serve."""
     mode: Literal["linear", "open"] | None = None
     """Whether a request must extend the conversation (`linear`) or may diverge from it (`open`). Default: `linear` with
     `policy.renderer`, else `open`."""

@@ -1,7 +1,7 @@
 """The quick part of an examination, in a process of its own: `python -m penstock.doctor [CONFIG.toml]`.
 
 Prints a JSON object: `refused`, why every rollout would fail or be spoilt; `away`, that no replica can be reached;
-`unchecked`, why nothing was found.
+`busy`, that none answered in time; `notes`, what fails only some rollouts.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ async def examined(settings: config.RunConfig) -> dict[str, Any]:
         dialect = await open_dialect(settings)
         async with asyncio.timeout(CHECK_S), EngineClient.open(engine) as client:
             store = open_store(probes.STORE)
-            await quick(RolloutStage(client=client, store=store, settings=settings.policy, dialect=dialect))
+            notes = await quick(RolloutStage(client=client, store=store, settings=settings.policy, dialect=dialect))
     except TimeoutError:
-        return {"unchecked": f"the engine did not answer within {CHECK_S:g} s"}
+        return {"busy": f"the engine did not answer within {CHECK_S:g} s"}
     except EngineUnreachable as error:
         return {"away": str(error)}
     except PenstockError as error:
         return {"refused": str(error)}
-    return {}
+    return {"notes": [finding.sentence for finding in notes]}
 
 
 def main() -> None:

@@ -10,9 +10,17 @@ from dataclasses import dataclass, field
 from penstock.config import RunConfig
 from penstock.doctor import probes
 from penstock.doctor.findings import Finding, note, ok, problems, wrong
-from penstock.doctor.server import ServerFacts, check_control, check_kind, check_length, check_model, read_facts
+from penstock.doctor.server import (
+    ServerFacts,
+    check_control,
+    check_kind,
+    check_length,
+    check_model,
+    check_shape,
+    read_facts,
+)
 from penstock.engines.client import EngineClient
-from penstock.errors import ConfigError, EngineUnreachable, PenstockError, StageError
+from penstock.errors import ConfigError, EngineUnreachable, InfrastructureFailure, PenstockError, StageError
 from penstock.playing.opening import open_dialect
 from penstock.playing.rollout import RolloutStage
 from penstock.store import open_store
@@ -22,25 +30,37 @@ AT_ONCE = 8
 TOOL_FLAGS = "start vLLM with --enable-auto-tool-choice --tool-call-parser NAME (SGLang: --tool-call-parser NAME)"
 
 
-async def quick(stage: RolloutStage) -> None:
-    """StageError, in the engine's words, if every rollout would fail or be spoilt. EngineUnreachable if no replica
-    answers; other replicas are left to the requests, which avoid what does not answer."""
-    settings, unreachable = stage.client.settings, list[str]()
+async def quick(stage: RolloutStage) -> list[Finding]:
+    """StageError, in the engine's words, if every rollout would fail or be spoilt; returns what fails only some.
+    EngineUnreachable if no replica answers; other replicas are left to the requests, which avoid what does not
+    answer."""
+    settings, unreachable, stated = stage.client.settings, list[str](), list[str]()
     for url in settings.urls:
         try:
             facts = await read_facts(settings, url)
         except EngineUnreachable as error:
             unreachable.append(str(error))
             continue
-        checks = [check_model(facts, settings), *check_kind(facts, settings), *check_control(facts, settings)]
-        if found := problems(checks):
+        checks = [check_model(facts, settings), *check_kind(facts, settings), *check_shape(facts, settings)]
+        if found := problems([*checks, *check_control(facts, settings)]):
             raise StageError(found[0].sentence)
+        stated += [mode] if (mode := facts.logprobs_mode) else []
     if len(unreachable) == len(settings.urls):
         raise EngineUnreachable(unreachable[0])
     recorded = await probes.record(stage, probes.draws)
-    checks = [probes.check_logprobs_mode(recorded.columns, settings.logprobs_mode)]
+    checks = [probes.check_logprobs_mode(recorded.columns, settings.logprobs_mode, stated)]
     if found := problems([*checks, *probes.check_routes(recorded, stage)]):
         raise StageError(found[0].sentence)
+    try:
+        await probes.record(stage, probes.call_with_tools)
+    except InfrastructureFailure as error:
+        return [refused_tools(error)]
+    return []
+
+
+def refused_tools(error: PenstockError) -> Finding:
+    """Not every environment has tools, so this alone stops no run."""
+    return note("tools", f"environments with tools fail: {error}", TOOL_FLAGS)
 
 
 @dataclass
@@ -82,6 +102,7 @@ class Examination:
             *check_kind(facts, engine),
             check_model(facts, engine),
             *check_length(facts, engine, self.config.policy.max_seq_len),
+            *check_shape(facts, engine),
         ]:
             yield finding
         if facts.flags:
@@ -106,9 +127,10 @@ class Examination:
         except PenstockError as error:
             yield wrong("tokens", f"nothing can be recorded: {error}")
             return
-        self.routes, self.mode = drawn.routes, probes.logprobs_mode(drawn.columns)
+        stated = [mode for facts in self.facts if (mode := facts.logprobs_mode)]
+        self.routes, self.mode = drawn.routes, probes.logprobs_mode(drawn.columns) or next(iter(stated), None)
         yield ok("tokens", "ids and logprobs of every sampled token are recorded")
-        yield probes.check_logprobs_mode(drawn.columns, stage.client.settings.logprobs_mode)
+        yield probes.check_logprobs_mode(drawn.columns, stage.client.settings.logprobs_mode, stated)
         for finding in probes.check_routes(drawn, stage):
             yield finding
         async for finding in self._turns(stage):
@@ -121,7 +143,7 @@ class Examination:
             recorded = await probes.record(stage, probes.three_turns_with_tools)
             yield ok("tools", "requests with tools are answered")
         except PenstockError as error:
-            yield note("tools", f"environments with tools fail: {error}", TOOL_FLAGS)
+            yield refused_tools(error)
             try:
                 recorded = await probes.record(stage, probes.three_turns)
             except PenstockError as without:

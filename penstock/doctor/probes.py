@@ -151,8 +151,9 @@ def check_sampling(policy: Policy, engine: Engine) -> Finding | None:
     return None
 
 
-def check_logprobs_mode(columns: Columns, configured: str) -> Finding:
-    mode = logprobs_mode(columns)
+def check_logprobs_mode(columns: Columns, configured: str, stated: Sequence[str] = ()) -> Finding:
+    """`stated`: what servers say of themselves, for a policy so flat or so certain that its tokens cannot tell."""
+    mode = logprobs_mode(columns) or next((each for each in stated if each != configured), next(iter(stated), None))
     if mode is None:
         return note("logprobs", "their mode could not be determined: no token was drawn at both temperatures")
     if mode == configured:
@@ -195,6 +196,10 @@ async def three_turns(policy: Any, *, tools: Sequence[dict[str, Any]] | None = N
         messages.append(completion.message)
         answers = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in completion.tool_calls]
         messages += answers or [_user(question)]
+
+
+async def call_with_tools(policy: Any) -> None:
+    await policy.chat([_user("What is the weather in Oslo?")], tools=[WEATHER], max_tokens=1)
 
 
 async def three_turns_with_tools(policy: Any) -> None:

@@ -5,8 +5,9 @@ import contextlib
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,6 +19,7 @@ from penstock.engines.control import UNREACHABLE, EngineControl
 from penstock.engines.dialects import load_dialect
 from penstock.engines.transport import open_http
 from penstock.errors import EngineUnreachable
+from penstock.runtime.offload import in_file_thread
 
 ANSWER_S = 20.0  # for a page that costs the server nothing
 PAGE_BYTES = 4 << 20
@@ -43,6 +45,8 @@ class ServerFacts:
     version: str | None = None
     models: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
     """name -> longest sequence, if stated"""
+    weights: str | None = None
+    """directory or name of the weights that the server has begun with"""
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
     weight_version: str | None = None
     """what the server says about its weights"""
@@ -50,6 +54,22 @@ class ServerFacts:
     """paths that `engine.weight_update = "penstock"` would need and the server does not have"""
     processes: int = 0
     """that answered at the address; 0 if the server does not say"""
+    shape: "ModelShape | None" = None
+    """by the model's own config.json, where this host can read it"""
+
+    @property
+    def logprobs_mode(self) -> str | None:
+        """By the server's own word (vLLM with VLLM_SERVER_DEV_MODE=1); as `engine.logprobs_mode`."""
+        stated = str(self.flags.get("logprobs_mode", ""))
+        return next((mode for mode in ("raw", "processed") if stated.lower().endswith(f"{mode}_logprobs")), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    path: Path
+    hidden_layers: int
+    experts_per_token: int | None
+    """None for a dense model"""
 
 
 async def read_facts(settings: Engine, url: str) -> ServerFacts:
@@ -69,17 +89,35 @@ async def read_facts(settings: Engine, url: str) -> ServerFacts:
             _absent_calls(http, url, settings),
         )
     served = [each for each in _list(models.get("data")) if isinstance(each.get("id"), str)]
+    roots = model_info.get("model_path"), *(each.get("root") for each in served[:1])
     stated = weights.get("weight_version", weights.get("version", model_info.get("weight_version")))
     return ServerFacts(
         url=url,
         kind=str(served[0].get("owned_by")) if served and served[0].get("owned_by") else None,
         version=_text(version.get("version") or info.get("version")),
         models={each["id"]: _number(each.get("max_model_len")) for each in served},
+        weights=_text(model_info.get("model_path") or (served[0].get("root") if served else None)),
         flags=_flags(info),
         weight_version=_text(stated),
         absent_calls=absent_calls,
         processes=await _processes(settings, url),
+        shape=await in_file_thread(_model_shape, [root for root in roots if isinstance(root, str)]),
     )
+
+
+def _model_shape(directories: Sequence[str]) -> ModelShape | None:
+    """Of the first directory that has a readable config.json; a model's name on a hub is none."""
+    for directory in directories:
+        path = Path(directory) / "config.json"
+        with contextlib.suppress(OSError, ValueError):
+            if not path.is_absolute() or path.stat().st_size > PAGE_BYTES:
+                continue
+            given = orjson.loads(path.read_bytes())
+            given = given.get("text_config", given) if isinstance(given, dict) else {}
+            if layers := _number(given.get("num_hidden_layers")):
+                experts = _number(given.get("num_experts_per_tok"))
+                return ModelShape(path=path, hidden_layers=layers, experts_per_token=experts)
+    return None
 
 
 async def _absent_calls(http: aiohttp.ClientSession, url: str, settings: Engine) -> tuple[str, ...]:
@@ -194,6 +232,27 @@ def _release(facts: ServerFacts) -> tuple[int, ...]:
     """Empty if the server does not say, or calls it otherwise."""
     match = re.match(r"v?(\d+(?:\.\d+)+)", facts.version or "")
     return tuple(map(int, match[1].split("."))) if match else ()
+
+
+def check_shape(facts: ServerFacts, settings: Engine) -> list[Finding]:
+    """The configured shape of routed experts: rows of SGLang carry none, and a wrong one may divide them as well."""
+    if not settings.routed_experts or facts.shape is None:
+        return []
+    path, layers, topk = facts.shape.path, facts.shape.hidden_layers, facts.shape.experts_per_token
+    if topk is None:
+        text = f"engine.routed_experts = true, and {path} has no num_experts_per_tok: the model is dense"
+        return [note("shape", text, "set engine.routed_experts = false")]
+    asked = settings.hidden_layers or layers, settings.experts_per_token or topk
+    if asked == (layers, topk):
+        return [ok("shape", f"{layers} hidden layers and {topk} experts per token, as {path} says")]
+    return [
+        wrong(
+            "shape",
+            f"engine.hidden_layers and engine.experts_per_token are {asked[0]} and {asked[1]}, and {path} has "
+            f"{layers} and {topk}",
+            f"set engine.hidden_layers = {layers} and engine.experts_per_token = {topk}",
+        )
+    ]
 
 
 def check_control(facts: ServerFacts, settings: Engine) -> list[Finding]:

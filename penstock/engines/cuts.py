@@ -4,10 +4,13 @@ They are located by the dialect's keys and replaced by a random mark before the 
 finds the mark in the expected field, the cut was right; otherwise the caller decodes the whole body.
 """
 
+import ctypes
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -17,6 +20,7 @@ from penstock.turn import Body, Fingerprint, Ids, OpenSample, RouteFormat, Span
 
 MARK = secrets.token_hex(16).encode()
 MARKED = b'"%b"' % MARK
+MARKED_LIST = msgspec.Raw(b"[%b]" % MARKED)
 OBJECT_OPENING = b'{"data":"'
 LISTS_OPENING, LISTS_CLOSING = b"[[[", b"]]]"
 
@@ -24,6 +28,11 @@ ID_CHARS = 11
 """Longest id with its comma."""
 OTHER_CHARS = 4096
 """Upper bound of what follows the routed experts besides the prompt ids (usage and others): about 500 in practice."""
+
+_memmem = getattr(ctypes.CDLL(None), "memmem", None)
+if _memmem:
+    _memmem.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t)
+    _memmem.restype = ctypes.c_void_p
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +45,17 @@ class Match:
     """How many matched. More than one is recorded as ambiguous."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptCut:
-    """The ids of an open sample at the start of the prompt."""
+class PromptCut(NamedTuple):
+    """A prompt that begins with the ids of an open sample."""
 
     match: Match
     span: Span
-    """Without the bracket before and the comma after the ids."""
+    """All of its ids, without brackets."""
+    new: Span
+    """The comma and the ids behind those of the sample; empty if there are none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cuts:
+class Cuts(NamedTuple):
     experts: Span | None = None
     """The base64 text without its quotes, or nested lists with their brackets."""
     experts_copy: Span | None = None
@@ -128,7 +137,7 @@ def _longest(data: memoryview, candidates: list[tuple[int, int, int]]) -> Match 
 
 
 def _find_experts(body: Body, key: bytes, open_samples: Sequence[OpenSample], route_format: RouteFormat) -> Span | None:
-    found = body.find(key)
+    found = _first(body, key)
     if found < 0:
         return None
     start = found + len(key)
@@ -146,6 +155,15 @@ def _find_experts(body: Body, key: bytes, open_samples: Sequence[OpenSample], ro
     else:
         end = _base64_end(body, start, open_samples, route_format.row_bytes)
     return (start, end) if end >= 0 else None
+
+
+def _first(body: Body, key: bytes) -> int:
+    """`body.find(key)` by the C library: 1 MB of logprobs takes 0.1 ms instead of 0.3, and not the GIL."""
+    if not _memmem:
+        return body.find(key)
+    address = np.frombuffer(body, np.uint8).ctypes.data
+    found = _memmem(address, len(body), key, len(key))
+    return -1 if found is None else found - address
 
 
 def _find_copy(body: Body, key: bytes, experts: Span) -> Span | None:
@@ -195,4 +213,6 @@ def _find_prompt(body: Body, key: bytes, open_samples: Sequence[OpenSample], exp
     match = longest_in_text(memoryview(body)[first:], [sample.sequence for sample in open_samples])
     if match is None:
         return None
-    return PromptCut(match=match, span=(first, first + open_samples[match.index].sequence.text_bytes))
+    known = first + open_samples[match.index].sequence.text_bytes
+    end = body.find(b"]", known)
+    return PromptCut(match=match, span=(first, end), new=(known, end)) if end >= 0 else None

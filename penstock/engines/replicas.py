@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from penstock.engines.load import Load
 from penstock.engines.weight_labels import START_VERSION, WeightLabel
 from penstock.errors import EngineUnreachable
+from penstock.replica_use import ASKED
 from penstock.turn import SaidVersion
 
 # How long an unreachable replica is the last choice. A restart takes longer; after this, one request at a time finds
@@ -112,10 +113,15 @@ class Replica:
     def busy(self) -> Generator[None]:
         """Count one request in flight."""
         self.in_flight += 1
+        asked = ASKED.get()
+        if asked is not None:
+            asked.append(self.url)
         try:
             yield
         finally:
             self.in_flight -= 1
+            if asked is not None:
+                asked.remove(self.url)
 
     def hear_load(self, load: Load | None) -> None:
         self.load, self._in_flight_at_look = load, self.in_flight

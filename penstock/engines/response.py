@@ -9,20 +9,22 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import orjson
 
 from penstock.config.engine import AbsentRoutes
-from penstock.engines.cuts import MARK, MARKED, Cuts, Match, find_cuts, longest_in_ids
+from penstock.engines.cuts import MARK, MARKED, MARKED_LIST, Cuts, Match, find_cuts, longest_in_ids
 from penstock.engines.dialects.base import (
     ABSENT,
     LOGPROB_ROUNDING,
+    NO_IDS,
     Dialect,
     ResponseFields,
-    compact_ids,
     dialect_boundary,
+    listed_ids,
     read_ids,
     read_part,
 )
@@ -150,7 +152,7 @@ def _turn(
 ) -> Turn:
     rest = cuts.rest(body)
     response = _response(rest, request)
-    match, new_ids = _prompt(response.prompt_ids, cuts, open_samples, request)
+    match, new_ids, new_text = _prompt(body, response.prompt_ids, cuts, open_samples, request)
     payload = _payload(body, cuts.experts, response.routed_experts, cuts)
     copy = _payload(body, cuts.experts_copy, response.routed_experts_copy, cuts)
     sample = NEW_SAMPLE if match is None else open_samples[match.index]
@@ -175,7 +177,9 @@ def _turn(
         completion_ids=completion_ids,
         completion_logprobs=logprobs[: len(completion_ids)],
         routes=routes,
-        sequence=sample.sequence.extended(prompt_ids, completion_ids),
+        sequence=sample.sequence.extended(
+            prompt_ids, completion_ids, text=new_text if len(prompt_ids) == len(new_ids) else None
+        ),
         finish_reason=response.finish_reason,
         version=response.version,
         version_spans=_spans(response.version_spans, len(sampled_ids), len(completion_ids)),
@@ -275,17 +279,25 @@ def _spans(spans: tuple[VersionSpan, ...], tokens: int, kept: int) -> tuple[Vers
     return tuple(replace(span, end=min(span.end, kept)) for span in spans if span.start < kept)
 
 
+class _NewIds(NamedTuple):
+    """The open sample that a prompt begins with, and the ids after it."""
+
+    match: Match | None
+    ids: Ids
+    text: bytes | None = None
+    """`ids_text`, if it is known."""
+
+
 def _prompt(
-    raw: msgspec.Raw, cuts: Cuts, open_samples: Sequence[OpenSample], request: RequestInfo
-) -> tuple[Match | None, Ids]:
-    """The open sample that the prompt begins with, and the ids after it."""
+    body: Body, raw: msgspec.Raw, cuts: Cuts, open_samples: Sequence[OpenSample], request: RequestInfo
+) -> _NewIds:
     if cuts.prompt is not None:
-        before, mark, after = bytes(raw).partition(MARKED)
-        ids = compact_ids(b"[" + after.removeprefix(b","))
-        if before != b"[" or not mark or ids is None:  # ids with spaces may hide a longer match
+        text = bytes(memoryview(body)[slice(*cuts.prompt.new)])
+        ids = listed_ids(text[1:]) if text else NO_IDS
+        if raw != MARKED_LIST or ids is None:  # ids with spaces may hide a longer match
             raise Upstream(WRONG_CUT)
         _check_sent(ids, open_samples[cuts.prompt.match.index].sequence, request)
-        return cuts.prompt.match, ids
+        return _NewIds(match=cuts.prompt.match, ids=ids, text=text[1:])
     ids = request.prompt_ids if raw == ABSENT else read_ids(bytes(raw), "prompt_token_ids")
     if ids is None:
         raise Upstream("the engine's response has no prompt_token_ids, and the request had no ids")
@@ -295,7 +307,7 @@ def _prompt(
     if raw != ABSENT:
         _check_sent(ids, NEW_SAMPLE.sequence, request)
     match = longest_in_ids(ids, [sample.sequence for sample in open_samples])
-    return match, ids[open_samples[match.index].sequence.tokens :] if match else ids
+    return _NewIds(match=match, ids=ids[open_samples[match.index].sequence.tokens :] if match else ids)
 
 
 def _check_sent(ids: Ids, prefix: Fingerprint, request: RequestInfo) -> None:
@@ -309,8 +321,7 @@ def _check_sent(ids: Ids, prefix: Fingerprint, request: RequestInfo) -> None:
         raise Upstream("the engine's response has other prompt_token_ids than its request: it answers another one")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Payload:
+class _Payload(NamedTuple):
     """The value of `routed_experts`."""
 
     json: bytes | memoryview

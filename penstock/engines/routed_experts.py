@@ -8,7 +8,7 @@ import binascii
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,8 +38,7 @@ BLOCK_CHARS = 1 << 18
 GIL for long."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
+class Wanted(NamedTuple):
     """Which rows of a response are needed, and how many it must have."""
 
     tokens: int
@@ -73,8 +72,7 @@ class WireObject(msgspec.Struct):
 WIRE_OBJECT = msgspec.json.Decoder(WireObject)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Payload:
+class Payload(NamedTuple):
     """Base64 text, and the rows in it."""
 
     text: Text

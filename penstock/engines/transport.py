@@ -242,13 +242,15 @@ class EngineConnection:
         self._http = http
         self._names = RequestNames()
 
-    def _named(self, replica: Replica, headers: Mapping[str, str], name: str | None) -> CIMultiDict[str]:
+    def _named(
+        self, replica: Replica, headers: Mapping[str, str], name: str | None, *, alone: bool = False
+    ) -> CIMultiDict[str]:
         """The headers of a request: its name, and whether its connection may be used again. None for a request whose
-        response will not have the name."""
+        response will not have the name; `alone` for one that gets a connection of its own all the same."""
         named = CIMultiDict(headers)
         if name:
             named[NAME_HEADER] = name
-        if not (name and replica.names_requests):
+        if alone or not (name and replica.names_requests):
             named[hdrs.CONNECTION] = CLOSE
         return named
 

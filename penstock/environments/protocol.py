@@ -123,6 +123,7 @@ def agent_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
         "ANTHROPIC_DEFAULT_HAIKU_MODEL",
         "ANTHROPIC_DEFAULT_SONNET_MODEL",
         "ANTHROPIC_DEFAULT_OPUS_MODEL",
+        "ANTHROPIC_DEFAULT_FABLE_MODEL",
         "CLAUDE_CODE_SUBAGENT_MODEL",
     )
     prefixed = dict.fromkeys(("LLM_MODEL", "AIDER_MODEL", "MSWEA_MODEL_NAME"), f"openai/{model}")

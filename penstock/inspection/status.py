@@ -39,6 +39,8 @@ class RedisView:
     queued: dict[str, Any] | None = None
     workers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """worker -> the jobs it runs"""
+    asked: dict[str, str] = field(default_factory=dict[str, str])
+    """job -> the replica that one of its requests waits for"""
     present: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     """worker's node -> what it says of itself (`tasks.agreement.Presence`)"""
     event_loop_lag: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -63,6 +65,7 @@ def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
         **counts,
         "queued": in_redis.queued,
         "workers": in_redis.workers,
+        "asked": in_redis.asked,
         "present_workers": in_redis.present,
         "event_loop_lag": in_redis.event_loop_lag,
         "redis": {"address": address(url), "error": in_redis.error},
@@ -98,7 +101,7 @@ def _read_redis(url: str, run: str) -> RedisView:
             return RedisView(
                 held=bool(holder),
                 queued={queue.value: client.llen(queue) for queue in Queue},
-                workers=_workers(leases, run),
+                **_leases(leases, run),
                 present=_present(client.hgetall(redis_keys.WORKERS)),
                 event_loop_lag={lag.process: lag.as_dict() for lag in lag_summaries.read_summaries(client)},
             )
@@ -112,13 +115,15 @@ def open_redis(url: str) -> redis.Redis:
     return redis.Redis.from_url(url, retry=Retry(NoBackoff(), retries=0), **timeouts)
 
 
-def _workers(leases: dict[bytes, bytes], run: str) -> dict[str, list[str]]:
+def _leases(leases: dict[bytes, bytes], run: str) -> dict[str, Any]:
     workers: dict[str, list[str]] = defaultdict(list)
+    asked: dict[str, str] = {}
     for lease, value in sorted(leases.items()):
         id, held = LeaseId.match(lease.decode()), LeaseValue.match(value.decode())
         if id and held and id.run == run:
             workers[held.worker].append(id.job)
-    return dict(workers)
+            asked |= {id.job: held.replica} if held.replica else {}
+    return {"workers": dict(workers), "asked": asked}
 
 
 def _present(said: Any) -> dict[str, dict[str, Any]]:

@@ -42,5 +42,7 @@ def _leases(url: str, run: str, job: str) -> list[dict[str, Any]]:
         return []
     parsed = [(LeaseId.match(lease.decode()), LeaseValue.match(value.decode())) for lease, value in found]
     return [
-        {"attempt": id.attempt, "execution": id.execution, "worker": held.worker} for id, held in parsed if id and held
+        {"attempt": id.attempt, "execution": id.execution, "worker": held.worker, "replica": held.replica}
+        for id, held in parsed
+        if id and held
     ]

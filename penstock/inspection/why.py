@@ -28,6 +28,8 @@ def why(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
     """`redis_url` overrides the address in run.json, which has no password."""
     seen = status(directory, redis_url)
     next_step: dict[str, Any] = seen["next_step"] or {}
+    for job in (job for group in next_step.get("groups", []) for job in group["jobs"]):
+        job["replica"] = seen["asked"].get(job["job"])
     causes = [*_of_the_end(seen), *_of_the_parts(directory, seen), *_reported(seen)]
     if seen["state"] is State.RUNNING:
         causes += _of_the_step(seen, next_step) if not causes else []
@@ -130,7 +132,8 @@ def _slow_group(step: int, group: dict[str, Any]) -> str:
         return f"step {step} waits for {named}: {said}"
     where = f" on worker {running['worker']}" if running["worker"] else f" in the queue {running['queue']}"
     since = f" for {running['running_s']:.0f} s" if running["running_s"] else ""
-    return f"step {step} waits for {named}: {said}; {running['job']} is {running['state']}{since}{where}"
+    asked = f", which waits for the engine at {running['replica']}" if running["replica"] else ""
+    return f"step {step} waits for {named}: {said}; {running['job']} is {running['state']}{since}{where}{asked}"
 
 
 def _events(directory: Path, seen: dict[str, Any], next_step: dict[str, Any]) -> list[dict[str, Any]]:

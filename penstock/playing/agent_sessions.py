@@ -102,16 +102,18 @@ class AgentSession:
 
 
 class SessionServers:
-    def __init__(self, http: aiohttp.ClientSession, urls: Sequence[str]) -> None:
+    def __init__(self, http: aiohttp.ClientSession, settings: Sessions) -> None:
         self._http = http
-        self._replicas = Replicas(urls)
+        self._replicas = Replicas(settings.urls)
+        key = settings.create_key
+        self._headers = {"Authorization": f"Bearer {key.get_secret_value()}"} if key else {}
 
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, settings: Sessions) -> AsyncIterator["SessionServers"]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()) as http:
-            yield cls(http, settings.urls)
+            yield cls(http, settings)
 
     @contextlib.asynccontextmanager
     async def session(self, request: Mapping[str, Any]) -> AsyncIterator[AgentSession]:
@@ -131,7 +133,9 @@ class SessionServers:
             try:
                 async with (
                     asyncio.timeout(CREATE_S),
-                    self._http.post(f"{server.url}/sessions", data=orjson.dumps(request)) as response,
+                    self._http.post(
+                        f"{server.url}/sessions", data=orjson.dumps(request), headers=self._headers
+                    ) as response,
                 ):
                     body = await response.read()
             except (aiohttp.ClientError, TimeoutError) as error:

@@ -295,6 +295,10 @@ def _checked(messages: object) -> list[Message]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRequest(f"messages[{index}] must be an object with a role")
         content = message.get("content")
+        if not isinstance(content, str | list | None):
+            raise BadRequest(f"messages[{index}].content must be text or a list of text parts")
+        if not isinstance(message.get("tool_calls"), list | None):
+            raise BadRequest(f"messages[{index}].tool_calls must be a list")
         parts = cast("list[object]", content) if isinstance(content, list) else []
         if not all(is_text(part, message["role"]) for part in parts):
             raise BadRequest(f"messages[{index}] has content that is not text: only text parts are supported")

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from penstock.errors import RunError
-from penstock.runtime.launcher import GUARD, LAUNCHER
+from penstock.runtime.launcher import GUARD, LAUNCHER, MARK, kill_marked
 from penstock.runtime.privacy import inherited_variables
 
 T = TypeVar("T")
@@ -41,13 +42,15 @@ class ChildProcess:
         self.log = directory / f"{name}.log"
         launched = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), program(command[0]), *command[1:]]
         inherited = {**inherited_variables(), "PYTHONPATH": str(ROOT)} if environment is None else environment
+        self.mark = uuid.uuid4().hex
+        marks = {MARK: f"{self.mark} {inherited.get(MARK, '')}".strip()}  # those of the processes above it too
         with self.log.open("ab" if append else "wb") as log:
             self.log_start = log.tell()
             """where this process's output begins"""
             self._popen = subprocess.Popen(
                 launched,
                 cwd=cwd or directory,
-                env={**inherited, **variables},
+                env={**inherited, **variables, **marks},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -115,6 +118,7 @@ class ChildProcess:
         if self._popen.returncode is None:
             os.killpg(self.pid, signal.SIGKILL)
             self._popen.wait()
+            kill_marked(self.mark)
 
 
 def program(name: str) -> str:
@@ -127,8 +131,8 @@ def program(name: str) -> str:
 
 
 class Guard:
-    """A child that kills the named process groups when this process ends, also by SIGKILL, and then removes a temporary
-    directory for what they leave."""
+    """A child that kills the named processes and what they started when this process ends, also by SIGKILL, and then
+    removes a temporary directory for what they leave."""
 
     def __init__(self) -> None:
         # Not in the run directory: names of unix sockets below it may have 108 characters.
@@ -136,12 +140,12 @@ class Guard:
         command = [sys.executable, "-I", "-S", "-c", GUARD, str(self.directory)]
         self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0, text=True)
 
-    def add(self, group: int) -> None:
-        self._write(f"+{group}")
+    def add(self, process: ChildProcess) -> None:
+        self._write(f"+{process.pid} {process.mark}")
 
-    def remove(self, group: int) -> None:
-        """Call it when the group is gone: its number may be given to another process."""
-        self._write(f"-{group}")
+    def remove(self, process: ChildProcess) -> None:
+        """Call it when its group is gone: the number may be given to another process."""
+        self._write(f"-{process.pid} {process.mark}")
 
     def close(self) -> None:
         """Kill what is left of the groups."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from penstock.errors import InfrastructureFailure
+from penstock.runtime.cancellation import run_to_completion
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -126,6 +127,12 @@ def install(
 async def in_io_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """For blocking calls: sockets of synchronous libraries, programs, SQLite, an occasional file."""
     return await _pool().run(fn, *args, **kwargs)
+
+
+async def to_its_end_in_io_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """For files that are written again and again: a cancelled caller waits for the end of its call, so that an old
+    content cannot replace a newer one."""
+    return await run_to_completion(asyncio.create_task(in_io_thread(fn, *args, **kwargs)))
 
 
 async def in_file_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

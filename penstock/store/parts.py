@@ -31,7 +31,7 @@ HEAD = 4096
 BUFFERS_PER_WRITE = 1024  # most buffers of one pwritev (IOV_MAX on Linux)
 BYTES_PER_READ = 1 << 22  # bounds the memory of `recover`, which computes the checksum again
 
-# Bytes from which on space is reserved for a part, each time as much as it already has. Saves a quarter of the time.
+# Bytes from which on space is reserved for a part, each time for as much again. Saves a quarter of the time.
 RESERVED_FROM = 1 << 20
 FALLOC_FL_KEEP_SIZE = 1
 _libc_fallocate = getattr(ctypes.CDLL(None), "fallocate", None)  # os.posix_fallocate may write zeros
@@ -61,8 +61,9 @@ class GrowingFile(UnfinishedFile):
         self._append([view.cast("B") for view in map(view_of, pieces) if view.nbytes])
 
     def _append(self, views: list[memoryview]) -> None:
+        end = self.length + sum(map(len, views))
         with writing(self.path):
-            descriptor = self._open()
+            descriptor = self._open(end)
             try:
                 write_at(descriptor, views, self.length)
             except OSError:
@@ -70,9 +71,10 @@ class GrowingFile(UnfinishedFile):
                 raise
             finally:
                 self._release(descriptor)
-        self.length += sum(map(len, views))
+        self.length = end
 
-    def _open(self) -> int:
+    def _open(self, end: int) -> int:
+        """A descriptor to write up to `end`."""
         return os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def _release(self, descriptor: int) -> None:
@@ -141,17 +143,17 @@ class Part(GrowingFile):
         checksum.update(head or bytes(self._head or b""))
         return self.length, checksum.hexdigest()
 
-    def _open(self) -> int:
+    def _open(self, end: int) -> int:
         if self._kept is not None:
             descriptor = self._kept
         else:
-            descriptor = super()._open()
+            descriptor = super()._open(end)
             if KEPT_OPEN.acquire(blocking=False):
                 self._kept = descriptor
                 self._close_descriptor = weakref.finalize(self, _close_kept, descriptor)
-        if self.length > self._reserved:
-            _reserve(descriptor, self.length)
-            self._reserved = 2 * self.length
+        if end > self._reserved:
+            self._reserved = 2 * end
+            _reserve(descriptor, self.length, self._reserved)
         return descriptor
 
     def _release(self, descriptor: int) -> None:
@@ -196,10 +198,10 @@ def _close_kept(descriptor: int) -> None:
         KEPT_OPEN.release()
 
 
-def _reserve(descriptor: int, length: int) -> None:
-    """Reserve `length` bytes behind `length`, without changing the file's size. A no-op where unsupported."""
+def _reserve(descriptor: int, start: int, end: int) -> None:
+    """Reserve the bytes from `start` to `end`, without changing the file's size. A no-op where unsupported."""
     if _libc_fallocate:
-        _libc_fallocate(descriptor, FALLOC_FL_KEEP_SIZE, ctypes.c_int64(length), ctypes.c_int64(length))
+        _libc_fallocate(descriptor, FALLOC_FL_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(end - start))
 
 
 def write_at(descriptor: int, views: list[memoryview], offset: int) -> None:

@@ -26,9 +26,13 @@ class TrainedSample:
     logprobs: Array
     advantages: Array
     versions: Array
+    sampling: Array
     truncated: bool
     routed_experts: Array | None
     """[tokens, layers, top-k], -1 where the engine sent none; None if no rollout of the step has any"""
+    support_ids: Array
+    support_offsets: Array
+    """token t was drawn from `support_ids[support_offsets[t] : support_offsets[t + 1]]`, where that is recorded"""
 
     @property
     def rollout_number(self) -> int:
@@ -40,6 +44,11 @@ class TrainedSample:
         """Tokens before the first one that the policy sampled."""
         sampled = np.flatnonzero(self.versions >= 0)
         return int(sampled[0]) if sampled.size else int(self.input_ids.size)
+
+    @property
+    def completions(self) -> int:
+        """Runs of sampled tokens."""
+        return int(np.count_nonzero(np.diff(self.versions >= 0, prepend=False)[self.versions >= 0]))
 
     @property
     def advantage(self) -> float:
@@ -57,8 +66,9 @@ def samples_of(batch: Batch, *, routes: bool = False) -> Iterator[TrainedSample]
     routed = routes and any(rollout.experts for rollout in batch.plan.rollouts)
     for mb in batch.micro_batches():
         experts = mb.routed_experts(missing=-1) if routed else None
+        support = mb.sampling_support()
         for number, (start, stop) in enumerate(pairwise(mb.cu_seqlens[: len(mb.samples) + 1].tolist())):
-            columns = ("input_ids", "loss_mask", "logprobs", "advantages", "versions")
+            columns = ("input_ids", "loss_mask", "logprobs", "advantages", "versions", "sampling")
             found.append(
                 TrainedSample(
                     rollout=batch.plan.rollouts[int(mb.samples.rollout_index[number])],
@@ -66,6 +76,8 @@ def samples_of(batch: Batch, *, routes: bool = False) -> Iterator[TrainedSample]
                     group=int(mb.samples.group_index[number]),
                     truncated=bool(mb.samples.truncated[number]),
                     routed_experts=experts[start:stop] if experts is not None else None,
+                    support_ids=support.ids[support.offsets[start] : support.offsets[stop]],
+                    support_offsets=support.offsets[start : stop + 1] - support.offsets[start],
                     **{name: getattr(mb, name)[start:stop] for name in columns},
                 )
             )

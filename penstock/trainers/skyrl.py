@@ -1,4 +1,4 @@
-"""SkyRL: a batch as the `GeneratorOutput` that `GeneratorInterface.generate` returns (skyrl 0.3 and 0.4)."""
+"""SkyRL: a batch as the `GeneratorOutput` that `GeneratorInterface.generate` returns (skyrl 0.4)."""
 
 from importlib import import_module
 from itertools import pairwise
@@ -6,17 +6,19 @@ from typing import Any
 
 import numpy as np
 
+from penstock.batches.batch_columns import RECORDED, Array
 from penstock.batches.reader import Batch
 from penstock.trainers.samples import TrainedSample, samples_of
 
 
 def to_generator_output(batch: Batch, trajectory_class: Any = None) -> dict[str, Any]:
     """`trajectory_class` is SkyRL's `TrajectoryID`. A rollout of several samples is a trajectory of several steps, of
-    which the last has the reward."""
+    which the last has the reward: set `generator.step_wise_trajectories=true` if the run has such rollouts."""
     trajectory: Any = trajectory_class or import_module("skyrl.train.generators.base").TrajectoryID
     samples = list(samples_of(batch, routes=True))
     last = [*(one.rollout != other.rollout for one, other in pairwise(samples)), True]
-    routed = any(sample.routed_experts is not None for sample in samples)
+    routed = all(sample.routed_experts is not None for sample in samples)
+    widest = max((int(np.diff(sample.support_offsets).max(initial=0)) for sample in samples), default=0)
     return {
         "prompt_token_ids": [sample.input_ids[: sample.prompt_length].tolist() for sample in samples],
         "response_ids": [sample.after_prompt(sample.input_ids) for sample in samples],
@@ -29,11 +31,22 @@ def to_generator_output(batch: Batch, trajectory_class: Any = None) -> dict[str,
             trajectory(instance_id=sample.rollout.group, repetition_id=sample.rollout_number) for sample in samples
         ],
         "trajectory_generation_times": None,
-        "rollout_expert_indices": [_routes(sample) for sample in samples] if routed else None,
+        "rollout_expert_indices": [_routes(sample.routed_experts) for sample in samples] if routed else None,
+        "rollout_sample_support": [_support(sample, widest) for sample in samples] if widest else None,
         "is_last_step": last,
     }
 
 
-def _routes(sample: TrainedSample) -> list[Any]:
-    """[tokens, layers, top-k]; 0 where the engine sent none."""
-    return [] if sample.routed_experts is None else np.maximum(sample.routed_experts, 0).tolist()
+def _routes(rows: Array | None) -> Array:
+    """[tokens, layers, top-k] in the smallest of SkyRL's dtypes; 0 where the engine sent none."""
+    sent = np.maximum(rows if rows is not None else np.empty(0), 0)
+    return sent.astype(np.uint8 if sent.max(initial=0) < 256 else np.int16)
+
+
+def _support(sample: TrainedSample, widest: int) -> Array:
+    """For each token after the prompt, the tokens that it was drawn from, then -1; -1 alone where that is not known."""
+    lengths = np.diff(sample.support_offsets)[:, None]
+    rows = np.full((lengths.size, widest), -1, np.int32)
+    rows[np.arange(widest) < lengths] = sample.support_ids
+    rows[sample.sampling != RECORDED] = -1
+    return rows[sample.prompt_length :]

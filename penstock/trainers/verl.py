@@ -1,7 +1,6 @@
 """verl (0.9, V1 trainer): a batch as the keys, fields and tags that its agent loop puts into the TransferQueue.
 
-keys, fields, tags = to_transfer_queue(batch, global_steps=step)
-await tq.async_kv_batch_put(keys=keys, fields=list_of_dict_to_tensordict(fields), tags=tags, partition_id="train")
+Groups take the place of verl's prompts: its replay buffer then finds them under the ids that verl has given out.
 """
 
 from importlib import import_module
@@ -10,35 +9,41 @@ from typing import Any
 import numpy as np
 
 from penstock.batches.reader import Batch
+from penstock.errors import BatchError
 from penstock.trainers.samples import samples_of
 
 
 def to_transfer_queue(
-    batch: Batch, *, global_steps: int
+    batch: Batch, uids: list[str], *, global_steps: int
 ) -> tuple[list[str], list[dict[str, Any]], list[dict[str, Any]]]:
-    """verl computes advantages itself, from `rm_scores`; `advantage` of Penstock is in `extra_fields`."""
+    """`uids` are verl's prompts, as many as the batch has groups. verl computes advantages itself, from `rm_scores`;
+    that of Penstock is in `extra_fields`."""
     torch: Any = import_module("torch")
-    tensor, int64 = torch.tensor, torch.int64
+    if len(uids) != (groups := len(batch.plan.groups)):
+        has = f"step {batch.step} has {groups}: set batch.size to verl's data.train_batch_size"
+        raise BatchError(f"verl asks for {len(uids)} groups, {has} (batch.size = {len(uids)})")
     keys, fields, tags = list[str](), list[dict[str, Any]](), list[dict[str, Any]]()
     for sample in samples_of(batch, routes=True):
-        prompt, total = sample.prompt_length, int(sample.input_ids.size)
-        mask = tensor(sample.after_prompt(sample.loss_mask), dtype=int64)
-        ids = tensor(sample.input_ids.tolist(), dtype=int64)
+        uid, prompt, total = uids[sample.group], sample.prompt_length, int(sample.input_ids.size)
+        ids = torch.tensor(sample.input_ids.tolist(), dtype=torch.int64)
+        mask = torch.tensor(sample.after_prompt(sample.loss_mask), dtype=torch.int64)
         routes, routed = sample.routed_experts, dict[str, Any]()
         if routes is not None:  # of all tokens; 0 where the engine sent none
-            routed = {"routed_experts": tensor(np.maximum(routes, 0).tolist(), dtype=torch.int16)}
-        scores = np.zeros(total - prompt, np.float32)
+            routed = {"routed_experts": torch.tensor(np.maximum(routes, 0).tolist(), dtype=torch.int16)}
+        scores = torch.zeros(total - prompt)
         scores[-1:] = sample.rollout.reward
-        keys.append(f"{sample.rollout.group}_{sample.rollout_number}_{sample.sample_in_rollout}")
+        keys.append(f"{uid}_{sample.rollout_number}_{sample.sample_in_rollout}")
         fields.append({
+            "uid": uid,
             "prompts": ids[:prompt],
             "responses": ids[prompt:],
             "input_ids": ids,
             "response_mask": mask,
             "loss_mask": mask,
-            "position_ids": tensor(list(range(total)), dtype=int64),
-            "rollout_log_probs": tensor(sample.after_prompt(sample.logprobs)),
-            "rm_scores": tensor(scores.tolist()),
+            "position_ids": torch.arange(total),
+            "rollout_log_probs": torch.tensor(sample.after_prompt(sample.logprobs)),
+            "rm_scores": scores,
+            "num_turns": 2 * sample.completions,
             "extra_fields": {"advantage": sample.advantage, "rollout": sample.rollout.rollout},
             **routed,
         })  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from penstock.batches.annotations import read_means
+from penstock.batches.annotations import Means
 
 FILES = ("metrics.3.jsonl", "metrics.2.jsonl", "metrics.1.jsonl", "metrics.jsonl")
 STEPS_MOST = 20_000
@@ -36,22 +36,20 @@ class Curves:
         self._columns: dict[str, array[float]] = {}
         self._read: dict[int, int] = {}
         """inode of a file that is there -> bytes of it that were read"""
-        self._means: dict[int, dict[str, float]] = {}
-        self._means_changed = 0.0
+        self._means = Means(directory)
 
     def read(self) -> bool:
         """Read what was appended; False if more is left to be read."""
         with self._lock:
-            self._read_means()
-            left, before, self._read = READ_BYTES, self._read, {}
+            left, before, self._read = READ_BYTES - self._means.read(READ_BYTES), self._read, {}
             for name in FILES:
                 left -= self._read_file(self._directory / name, left, before)
             return left > 0
 
     def keys(self) -> list[str]:
         with self._lock:
-            means = {f"{ANNOTATED}{name}" for values in list(self._means.values())[-1:] for name in values}
-            return sorted(self._columns.keys() | means)
+            last = self._means.by_step[max(self._means.by_step)] if self._means.by_step else {}
+            return sorted(self._columns.keys() | {f"{ANNOTATED}{name}" for name in last})
 
     def last(self, count: int) -> list[dict[str, float]]:
         """The newest steps, with every key that they have, the newest first."""
@@ -59,7 +57,7 @@ class Curves:
             rows: list[dict[str, float]] = []
             for at in range(len(self._steps) - 1, max(-1, len(self._steps) - 1 - count), -1):
                 values = {key: column[at] for key, column in self._columns.items() if not math.isnan(column[at])}
-                means = self._means.get(self._steps[at], {})
+                means = self._means.by_step.get(self._steps[at], {})
                 rows.append({"step": self._steps[at], **values, **{f"{ANNOTATED}{k}": v for k, v in means.items()}})
             return rows
 
@@ -76,7 +74,7 @@ class Curves:
     def _mean(self, key: str, start: int, stop: int) -> float | None:
         if key.startswith(ANNOTATED):
             name = key.removeprefix(ANNOTATED)
-            values = [self._means.get(step, {}).get(name, MISSING) for step in self._steps[start:stop]]
+            values = [self._means.by_step.get(step, {}).get(name, MISSING) for step in self._steps[start:stop]]
         else:
             values = self._columns[key][start:stop] if key in self._columns else []
         known = [value for value in values if not math.isnan(value)]
@@ -118,9 +116,3 @@ class Curves:
         if len(self._steps) > 2 * STEPS_MOST:
             for column in (self._steps, *self._columns.values()):
                 del column[:STEPS_MOST]
-
-    def _read_means(self) -> None:
-        folder = self._directory / "trainer"
-        changed = max((path.stat().st_mtime for path in folder.glob("annotations.rank_*.jsonl")), default=0.0)
-        if changed != self._means_changed:
-            self._means, self._means_changed = read_means(self._directory), changed

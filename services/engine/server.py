@@ -78,7 +78,7 @@ class Engine:
         return web.json_response({"object": "list", "data": [model, *adapters]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        chat = read_chat(await request.read(), self._settings.dialect)
+        chat = read_chat(await request.read(), self._settings.dialect, tools=self._settings.auto_tool_choice)
         return await self._respond(request, chat, self._chat_body)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

@@ -117,6 +117,8 @@ class EngineSettings:
     logprobs_mode: LogprobsMode = LogprobsMode.PROCESSED
     dev_mode: bool = True
     """whether there are control endpoints: vLLM has them with VLLM_SERVER_DEV_MODE=1"""
+    auto_tool_choice: bool = True
+    """whether chats with tools are answered: vLLM needs --enable-auto-tool-choice"""
     model: str | None = None
     """`tiny-moe`: completions are sampled from that model, whose first weights are drawn by `seed`; None: scripted"""
     older: bool = False

@@ -18,7 +18,7 @@ from yarl import URL
 
 from penstock.engines.dialects.base import Dialect
 from penstock.engines.replicas import Replica
-from penstock.engines.request_names import head_of
+from penstock.engines.request_names import NAME_HEADER, head_of
 from penstock.engines.transport import (
     UNREACHABLE,
     EngineConnection,
@@ -36,6 +36,7 @@ from penstock.turn import Body, SaidVersion
 logger = logging.getLogger("penstock.sessions")
 
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.1, 2.0
+OK = 200
 UNAVAILABLE = 503
 """An engine's status while it is paused or starts."""
 RELAYED = range(200, 600)
@@ -127,12 +128,28 @@ class Backend(EngineConnection):
         version = await self.replicas.before(replica)
         if refusal := self.replicas.refusal(replica):
             raise NotTaken(f"{UNREACHABLE}: {refusal}")
+        response = await self._exchange(replica, request, reservation, version)
+        if response.status != OK and response.name and replica.names_requests and not _is_named(response):
+            # Errors have no name: on a connection that was used before, this may be another request's.
+            response = await self._exchange(replica, request, reservation, version, alone=True)
+        return response
+
+    async def _exchange(
+        self,
+        replica: Replica,
+        request: EngineRequest,
+        reservation: Reservation,
+        version: SaidVersion,
+        *,
+        alone: bool = False,
+    ) -> EngineResponse:
+        """`alone`: on a connection of its own."""
         started = time.monotonic()
         url, body, name = URL(replica.url + request.target, encoded=True), request.body, None
         if request.dialect:
             name = self._names.next()
             body = request.dialect.named(body, name)
-        headers = self._named(replica, request.headers, name)
+        headers = self._named(replica, request.headers, name, alone=alone)
         try:
             async with (
                 limited(self.settings),
@@ -140,8 +157,9 @@ class Backend(EngineConnection):
                     request.method, url, data=sendable(body), headers=headers, allow_redirects=False
                 ) as response,
             ):
-                if response.status not in RELAYED:
+                if response.status != OK:
                     do_not_reuse(response.connection)
+                if response.status not in RELAYED:
                     raise Upstream(f"the engine answered with status {response.status}, which is none of a response")
                 chunks = await receive(response, reservation, self.budget)
         except aiohttp.ClientConnectorError as error:
@@ -158,6 +176,11 @@ class Backend(EngineConnection):
             answered_at=None if request.version else self.replicas.answered_at(),
             seconds=time.monotonic() - started,
         )
+
+
+def _is_named(response: EngineResponse) -> bool:
+    """Servers may repeat the header in errors, too (vLLM: `--enable-request-id-headers`)."""
+    return response.headers.get(NAME_HEADER) == response.name
 
 
 def _describe(error: Exception) -> str:

@@ -5,9 +5,8 @@ The claim is released on every exit. A failed chat records nothing.
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
 
 import orjson
 from aiohttp import web
@@ -35,16 +34,13 @@ from services.sessions.error_responses import CONTEXT_CODE, engine_error, error_
 from services.sessions.keep_alive import EVENT_STREAM, KEEP_ALIVES, KeepAlives
 from services.sessions.records import answer_id_of, history_of, record_of, recorded_completion
 from services.sessions.rendered_logprobs import rendered_logprobs
-from services.sessions.requests import Chat, read_body, read_chat, read_object
+from services.sessions.requests import Chat, by_size, read_body, read_chat, read_object
 from services.sessions.retries import Answer, Attempt, SentChat, request_id
 from services.sessions.rules import ChatRules
 from services.sessions.session_table import Entry, SessionMetadata, SessionTable, opened
 from services.sessions.watched_response import WatchedResponse
 
 logger = logging.getLogger("penstock.sessions")
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 CUT_ON_LOOP_BYTES = 1 << 21
 """Joining, cutting and decoding the new rows of a response of 1.3 MB takes 0.6 ms; in a thread, a chat of that size
@@ -156,10 +152,10 @@ class Chats:
     async def _read_chat(
         self, request: web.BaseRequest, session: Session, metadata: SessionMetadata, api: Api, body: bytes
     ) -> Chat:
-        given = await _by_size(len(body), read_object, body)
+        given = await by_size(len(body), read_object, body)
         history = await history_of(session, api, given)
         rules = ChatRules.of(self._config.sessions, sampling=metadata.sampling, forced=metadata.forced)
-        return await _by_size(
+        return await by_size(
             len(body),
             read_chat,
             api,
@@ -195,7 +191,7 @@ class Chats:
         if model in (None, self._config.engine.model):
             adapter, version = await named_adapter(self._dialect, self._backend.replicas)
             model = adapter or model
-        sent = await _by_size(size, self._dialect.request_body, prompt, chat.sampling, model=model)
+        sent = await by_size(size, self._dialect.request_body, prompt, chat.sampling, model=model)
         passed = self._headers(sent_chat.request, session, metadata)
         target = self._dialect.endpoint
         engine_request = EngineRequest(
@@ -318,9 +314,9 @@ class Chats:
         turn = replace(read.turn, message=orjson.dumps(message))
         logprobs = None
         if self.renderer and "logprobs" in exchange.chat.asked.names:
-            choices = await _by_size(len(read.body), self._dialect.logprobs, read.body)
+            choices = await by_size(len(read.body), self._dialect.logprobs, read.body)
             logprobs = await rendered_logprobs(self.renderer, choices, fields)
-        return await _by_size(len(read.body), self._for_client, read.body, turn, exchange, logprobs)
+        return await by_size(len(read.body), self._for_client, read.body, turn, exchange, logprobs)
 
     def _read_turn(self, response: EngineResponse, exchange: Exchange) -> ReadResponse:
         """Runs in a thread too."""
@@ -357,7 +353,7 @@ class Chats:
 
     def _headers(self, request: web.BaseRequest, session: Session, metadata: SessionMetadata) -> Mapping[str, str]:
         own_key = self._config.engine.api_key is not None
-        passed = headers.to_upstream(request.headers, metadata.secret_digest, own_key=own_key)
+        passed = headers.to_upstream(request.headers, metadata.digests, own_key=own_key)
         passed.setdefault(SESSION_HEADER, engine_session(session.settings.rollout, session.settings.attempt))
         passed["Content-Type"] = "application/json"
         return passed
@@ -427,10 +423,3 @@ def _excerpt(chunks: Sequence[Body], distance: int) -> Body:
             return chunk[at : at + EXCERPT_BYTES]
         distance -= len(chunk)
     return b""
-
-
-async def _by_size(size: int, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Small bodies are handled on the loop: a thread would cost more than the work."""
-    if size <= ON_LOOP_BYTES:
-        return fn(*args, **kwargs)
-    return await in_cpu_thread(fn, *args, **kwargs)

@@ -14,7 +14,7 @@ from penstock.renderers import PooledRenderer
 from services.sessions.apis import MESSAGES
 from services.sessions.backend import Backend, EngineRequest
 from services.sessions.error_responses import JSON
-from services.sessions.requests import Chat, read_chat
+from services.sessions.requests import Chat, by_size, read_chat, read_object
 from services.sessions.rules import ChatRules
 
 MODELS = "/v1/models"
@@ -29,11 +29,11 @@ class EngineQueries:
         self._backend = backend
         self._renderer = renderer
 
-    async def count_tokens(
-        self, request: web.BaseRequest, session: Session, given: dict[str, Any], rules: ChatRules
-    ) -> int:
+    async def count_tokens(self, request: web.BaseRequest, session: Session, body: bytes, rules: ChatRules) -> int:
         """The tokens of a prompt: by the renderer, by the engine, or else by the length of its text."""
-        chat = read_chat(MESSAGES, given, headers=request.headers, rules=rules)
+        size = len(body)
+        given = await by_size(size, read_object, body)
+        chat = await by_size(size, read_chat, MESSAGES, given, headers=request.headers, rules=rules)
         tools = chat.fields.get("tools")
         if self._renderer:
             prepared = session.unrecorded(chat.conversation)
@@ -42,7 +42,7 @@ class EngineQueries:
             assert prompt.ids is not None
             return len(prompt.ids)
         wanted = {"model": self._model_of(chat), "messages": chat.conversation.messages}
-        body = orjson.dumps(wanted | ({"tools": tools} if tools else {}))
+        body = await by_size(size, orjson.dumps, wanted | ({"tools": tools} if tools else {}))
         answer = await self._ask("POST", TOKENIZE, body)
         match answer:
             case {"count": int(count)}:

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
@@ -43,18 +43,18 @@ def has_secret(headers: CIMultiDictProxy[str], secret_digest: str) -> bool:
     return any(hmac.compare_digest(digest(token), secret_digest) for token in tokens)
 
 
-def to_upstream(headers: CIMultiDictProxy[str], secret_digest: str, *, own_key: bool) -> CIMultiDict[str]:
-    """`own_key`: engine.api_key is set, which replaces the client's keys. No header that holds the secret is passed,
-    whatever its name."""
+def to_upstream(headers: CIMultiDictProxy[str], secret_digests: Collection[str], *, own_key: bool) -> CIMultiDict[str]:
+    """`own_key`: engine.api_key is set, which replaces the client's keys. No header that holds a secret of the session
+    is passed, whatever its name."""
     passed = _without(headers, NOT_FOR_UPSTREAM)
     for name, value in headers.items():
-        if (own_key and name.lower() in KEYS) or names_secret(value, secret_digest):
+        if (own_key and name.lower() in KEYS) or names_secret(value, secret_digests):
             passed.popall(name, None)
     return passed
 
 
-def names_secret(text: str, secret_digest: str) -> bool:
-    return any(hmac.compare_digest(digest(word), secret_digest) for word in SECRET.findall(text))
+def names_secret(text: str, secret_digests: Collection[str]) -> bool:
+    return any(digest(word) in secret_digests for word in SECRET.findall(text))
 
 
 def to_client(headers: Mapping[str, str]) -> CIMultiDict[str]:

@@ -3,9 +3,9 @@
 import asyncio
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, ParamSpec, TypeVar, cast
 
 import msgspec
 import orjson
@@ -13,7 +13,7 @@ from aiohttp import web
 from multidict import CIMultiDictProxy
 
 from penstock.config.engine import RESERVED
-from penstock.engines.transport import Reservation
+from penstock.engines.transport import ON_LOOP_BYTES, Reservation
 from penstock.environments.posted_scores import TurnRewards
 from penstock.errors import BadRequest, TooLarge, TooSlow
 from penstock.recording import DigestedMessages, Echo, digest_messages
@@ -24,6 +24,7 @@ from services.sessions.apis import Api, History, Recorded
 from services.sessions.client_response import Asked
 from services.sessions.rules import ChatRules
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -31,6 +32,8 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 NOT_SAMPLING = frozenset({"model", "messages", "tools", "stream", "stream_options"})
 NO_MESSAGES = DigestedMessages(messages=[], forms=[])
 IDENTITY = "identity"
+NEW_SESSION_BYTES = 1 << 18
+"""Most bytes of a request for a session: any client may send it. They are parsed on the loop and kept."""
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """The formats of a compressed body, as zlib's `wbits`."""
 Name = Annotated[str, msgspec.Meta(max_length=200, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]+\Z")]
@@ -149,6 +152,13 @@ def _decompress(body: bytes, window: int, limit: int) -> bytes:
     return content
 
 
+async def by_size(size: int, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Small bodies are handled on the loop: a thread would cost more than the work."""
+    if size <= ON_LOOP_BYTES:
+        return fn(*args, **kwargs)
+    return await in_cpu_thread(fn, *args, **kwargs)
+
+
 def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a request."""
     try:
@@ -225,4 +235,5 @@ def _decoded(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
 
 
 def _too_large(limit: int) -> TooLarge:
-    return TooLarge(f"the request has more than {limit} bytes: send less, or raise sessions.request_bytes")
+    instead = "" if limit == NEW_SESSION_BYTES else ", or raise sessions.request_bytes"
+    return TooLarge(f"the request has more than {limit} bytes: send less{instead}")

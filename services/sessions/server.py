@@ -23,7 +23,7 @@ from aiohttp import web
 from penstock.config import RunConfig
 from penstock.config.engine import Engine
 from penstock.engines.replicas import Orders
-from penstock.engines.transport import UNREACHABLE, ByteBudget
+from penstock.engines.transport import UNREACHABLE, ByteBudget, Reservation
 from penstock.errors import (
     UNWRITTEN,
     BadRequest,
@@ -52,7 +52,7 @@ from services.sessions.connections import JsonServer
 from services.sessions.engine_queries import MODELS, EngineQueries
 from services.sessions.error_responses import JSON, error_response, response_to
 from services.sessions.keep_alive import KEEP_ALIVES
-from services.sessions.requests import read_body, read_new_session, read_object, read_seal
+from services.sessions.requests import NEW_SESSION_BYTES, read_body, read_new_session, read_seal
 from services.sessions.rules import ChatRules
 from services.sessions.session_directory import SessionDirectory, owner_of
 from services.sessions.session_table import Entry, SessionMetadata, SessionTable, opened
@@ -277,8 +277,11 @@ class SessionServer:
         return metadata
 
     async def _create(self, request: web.BaseRequest) -> web.Response:
+        key = self._settings.create_key
+        if key and not headers.has_secret(request.headers, headers.digest(key.get_secret_value())):
+            raise Unauthorised("creating a session needs the server's sessions.create_key: send it as bearer token")
         host = _host(request)
-        new = read_new_session(await self._body(request))
+        new = read_new_session(await self._body(request, NEW_SESSION_BYTES))
         entry, secret, control = await self.table.create(new)
         if new.policy_version is not None:
             orders = Orders(
@@ -301,10 +304,11 @@ class SessionServer:
             self.table.touch(entry)
 
     async def _count_tokens(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
-        given, rules = read_object(await self._body(request)), self._rules(metadata)
-        async with entry.in_flight.request(lambda: self.table.gone(entry.id)):
-            count = await self._queries.count_tokens(request, opened(entry), given, rules)
-            return _json(orjson.dumps({"input_tokens": count}))
+        with self._requests.reservation() as reservation:
+            body = await self._read(request, reservation)
+            async with entry.in_flight.request(lambda: self.table.gone(entry.id)):
+                count = await self._queries.count_tokens(request, opened(entry), body, self._rules(metadata))
+                return _json(orjson.dumps({"input_tokens": count}))
 
     async def _model(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
         below, _ = split_branch(request.rel_url.raw_path.removeprefix(f"/sessions/{entry.id}"))
@@ -346,7 +350,7 @@ class SessionServer:
     async def _proxy(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
         body = await self._body(request)
         own_key = self._backend.settings.api_key is not None
-        passed = headers.to_upstream(request.headers, metadata.secret_digest, own_key=own_key)
+        passed = headers.to_upstream(request.headers, metadata.digests, own_key=own_key)
         target, _ = split_branch(request.rel_url.raw_path_qs.removeprefix(f"/sessions/{entry.id}"))
         engine_request = EngineRequest(method=request.method, target=target, body=body, headers=passed)
         async with (
@@ -355,10 +359,14 @@ class SessionServer:
         ):
             return forwarded(response)
 
-    async def _body(self, request: web.BaseRequest) -> bytes:
-        limits = self._settings
+    async def _body(self, request: web.BaseRequest, limit: int | None = None) -> bytes:
         with self._requests.reservation() as reservation:
-            return await read_body(request, reservation, limit=limits.request_bytes, timeout_s=limits.request_s)
+            return await self._read(request, reservation, limit)
+
+    async def _read(self, request: web.BaseRequest, reservation: Reservation, limit: int | None = None) -> bytes:
+        limits = self._settings
+        most = min(limits.request_bytes, limit or limits.request_bytes)
+        return await read_body(request, reservation, limit=most, timeout_s=limits.request_s)
 
     def _status(self) -> bytes:
         received, requests, limits = self._backend.budget, self._requests, self._settings

@@ -30,6 +30,11 @@ class SessionMetadata(msgspec.Struct, frozen=True, kw_only=True):
     forced: dict[str, Any] = {}
     """fields of every chat, whatever the client sends"""
 
+    @property
+    def digests(self) -> tuple[str, str]:
+        """of both secrets"""
+        return self.secret_digest, self.control_digest
+
 
 class SealedSession(msgspec.Struct, frozen=True, kw_only=True):
     """A sealed session on disk, for a seal request that is repeated after a restart."""

@@ -12,4 +12,6 @@ def test_measures_chats_health_and_memory() -> None:
         assert report.figures[f"base64, {size}: chats/s"] > 0
     assert report.figures["base64, 1.3 MB, without a session: chats/s"] > 0
     assert report.figures["/health p95 (ms)"] > 0
-    assert len(report.targets) == 6
+    for kind in ("messages", "responses", "parallel"):
+        assert report.figures[f"base64, 1.3 MB, {kind}: chats/s"] > 0
+    assert len(report.targets) == 10

@@ -69,6 +69,18 @@ def test_a_good_engine_passes_and_an_absent_one_is_left_to_the_run(tmp_path: Pat
     assert "was not checked" not in started(tmp_path, "http://127.0.0.1:1", PENSTOCK_ENGINE__CHECK="false").stderr
 
 
+def test_an_engine_that_refuses_tools_is_noted_in_its_words(tmp_path: Path) -> None:
+    """The orchestrator does not know which environments have tools."""
+    process = EngineProcess(tmp_path, "--no-enable-auto-tool-choice")
+    try:
+        done = started(tmp_path, "http://{}:{}".format(*process.address))
+    finally:
+        process.kill()
+    assert "note: environments with tools fail: " in done.stderr
+    assert "requires --enable-auto-tool-choice and --tool-call-parser to be set" in done.stderr
+    assert "Redis at redis://127.0.0.1:1/0 cannot be used" in done.stderr
+
+
 def test_a_dialect_that_prints_does_not_disturb_the_check(tmp_path: Path) -> None:
     code = 'from penstock.engines.dialects.vllm import Vllm\n\nprint("loaded")\n\n\nclass Loud(Vllm):\n    pass\n'
     (tmp_path / "loud.py").write_text(code)

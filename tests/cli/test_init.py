@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from support.engine_process import EngineProcess
 from support.waiting import HANG_S, wait_until
 from typer.testing import CliRunner
 
-from cli.init import FILES
+from cli.init import FILES, ROOT
 from cli.main import app, main
 from penstock import config
 from penstock.environments.loading import load_environments
@@ -80,6 +81,76 @@ def test_what_is_written_passes_the_doctor_and_is_played(tmp_path: Path) -> None
             assert "WRONG" not in done.stdout
     finally:
         engine.end()
+
+
+@pytest.fixture
+def engine_url(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "engine").mkdir()
+    engine = EngineProcess(tmp_path / "engine", "--model", "tiny-moe")
+    try:
+        yield "http://{}:{}".format(*engine.address)
+    finally:
+        engine.end()
+
+
+def python_with(directory: Path, *packages: str) -> str:
+    """A Python that finds these packages, and no others than its own."""
+    for package in ("", *packages):
+        (directory / "packages" / package).mkdir(parents=True)
+    (directory / "packages" / "huggingface_hub.py").write_text("def snapshot_download(id, **_): return f'/hub/{id}'")
+    python = directory / "a python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={directory}/packages exec {sys.base_prefix}/bin/python3 -S "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_with_torch_the_trainer_trains_the_model_of_the_engine(tmp_path: Path, engine_url: str) -> None:
+    python = python_with(tmp_path, "torch", "transformers", "numpy", "xxhash")
+    done = CliRunner().invoke(app, ["init", str(tmp_path / "mine"), "--engine", engine_url, "--torch", python])
+    assert done.exit_code == 0, done.output
+    loaded = config.load(tmp_path / "mine" / "run.toml", environ={})
+    assert (loaded.engine.weight_update, loaded.engine.versions) == ("penstock", "reported")
+    words = shlex.split(loaded.trainer.command or "")
+    assert words[:2] == ["env", f"PYTHONPATH={ROOT}"], "this Python has no penstock"
+    assert words[2:7] == [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    assert words[8:12] == ["trainer.py", "runs/first", "/hub/policy", "runs/first/training"]
+    assert (tmp_path / "mine" / "trainer.py").read_text() == (ROOT / "examples" / "grpo_torch.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("packages", "said"),
+    [(("torch", "numpy"), "has no transformers, xxhash: "), ((), "has no torch, transformers, numpy, xxhash: ")],
+)
+def test_packages_that_the_trainer_needs_are_named(
+    tmp_path: Path, engine_url: str, packages: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    python = python_with(tmp_path, *packages)
+    command = ["penstock", "init", str(tmp_path / "mine"), "--engine", engine_url, "--torch", python]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"penstock: {python} {said}{python} -m pip install" in capsys.readouterr().err
+    assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--torch", "python3"], "--torch needs --engine"),
+        (["--engine", "URL", "--torch", "/no/such/python"], "--torch /no/such/python: [Errno 2] No such file"),
+    ],
+)
+def test_a_trainer_that_could_not_begin_is_refused(
+    tmp_path: Path, engine_url: str, options: list[str], said: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    words = [engine_url if word == "URL" else word for word in options]
+    monkeypatch.setattr(sys, "argv", ["penstock", "init", str(tmp_path / "mine"), *words])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"penstock: {said}" in capsys.readouterr().err
+    assert not (tmp_path / "mine").exists()
 
 
 def test_an_engine_that_does_not_answer_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 import pytest
 from support.clock import Clock
 
-from orchestrator.gates import RETRY_FIRST_S, RETRY_MOST_S, Gate
+from orchestrator.gates import RETRY_FIRST_S, RETRY_MOST_S, Gate, Gates
+from penstock.ledger.states import JobKind
 from penstock.messages import Outcome
 
 
@@ -61,3 +62,16 @@ def test_a_lost_probe_is_followed_by_another(gate: Gate, clock: Clock) -> None:
     assert not gate.may_send_probe()
     gate.probe_lost("b")
     assert gate.may_send_probe()
+
+
+def test_the_exclusion_of_the_worker_that_closed_a_gate_opens_it() -> None:
+    gates = Gates()
+    kinds = (JobKind.ROLLOUT, JobKind.FILTER, JobKind.ENCODE)
+    for kind in kinds:
+        gate = gates.of(kind)
+        assert gate is not None
+        gate.close(Outcome.UNWRITTEN, "a", 1, "no space", node="bad")
+    gates.worker_excluded("good")
+    assert len(gates.troubles) == len(kinds)
+    gates.worker_excluded("bad")
+    assert gates.troubles == []

@@ -152,6 +152,25 @@ def test_what_the_trainer_released_after_the_end_of_the_run_is_deleted(config: R
     }
 
 
+def test_the_broadcasts_of_prime_rls_trainer_release_steps(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    batch = {"size": 1, "format": "prime-rl", "output_dir": out}
+    config = configured(run_dir=tmp_path / "run", trainer={"keep_steps": 1, "release_on": "acked"}, batch=batch)
+    run_dir.create_directories(config)
+    run = run_dir.begin_or_resume(config)
+    written(config, lambda ledger: fill(config, ledger, run_store(config), run))
+    (out / "batches" / "step_1").mkdir(parents=True)
+    (out / "batches" / "step_1" / "rank_0.bin").touch()
+    for version, marker in ((3, ".finished"), (4, ".sender_ready")):
+        (out / "broadcasts" / f"step_{version}").mkdir(parents=True)
+        (out / "broadcasts" / f"step_{version}" / marker).touch()
+    assert counts(collect(config.run_dir, dry_run=True))[RELEASED_STEPS] >= 3 * 4 + 2 * 4 + 2
+    collect(config.run_dir, dry_run=False)
+    assert sum(name.endswith("1.aa/experts") for name in files(config)) == 4 * 2
+    assert not (out / "batches" / "step_1").exists()
+    assert not list(out.rglob(".receiver_ready")), "only an orchestrator accepts a broadcast"
+
+
 def test_files_of_other_runs_and_old_sessions_are_deleted(config: RunConfig, run: str, store: FileStore) -> None:
     store.put("rollouts/another/g0000001-0/1.aa/columns", [b"x"])
     store.put("plans/another.g0000001.json", [b"{}"])

@@ -259,7 +259,7 @@ def test_a_group_has_no_time_out_with_partial_groups_wait(ledger: Ledger, clock:
 
 
 def test_time_in_which_no_rollout_of_a_group_can_run_is_not_its_time(ledger: Ledger, clock: Clock) -> None:
-    """Its rollout is queued for an hour, then it runs for 1,000 s while the engine is away."""
+    """Its rollout is queued for an hour, runs for 1,000 s while the engine is away, and is queued again for 1,000."""
     group, gates = one_unfinished(ledger), Gates()
     late = group.rollouts[3].id
     reconciler = timing_groups(ledger, gates)
@@ -267,7 +267,9 @@ def test_time_in_which_no_rollout_of_a_group_can_run_is_not_its_time(ledger: Led
     gates.rollouts.close(Outcome.UNREACHABLE, late, 1, "connection refused")
     poll(reconciler, clock, 1000, running=late)
     gates.rollouts.reopen()
-    poll(reconciler, clock, 30, running=late)
+    poll(reconciler, clock, 10, running=late)
+    poll(reconciler, clock, 1000)
+    poll(reconciler, clock, 20, running=late)
     assert group.state is GroupState.COLLECTING
     poll(reconciler, clock, 1, running=late)
     assert group.state is GroupState.FILTERING

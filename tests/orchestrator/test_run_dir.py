@@ -181,6 +181,12 @@ def test_a_store_belongs_to_one_run(tmp_path: Path) -> None:
     run = opened(first)
     with pytest.raises(RunMismatch, match=rf"store {tmp_path}/store belongs to run {run}: set store to another"):
         opened(configured(tmp_path, run_dir=tmp_path / "second", store=store))
+    assert not (tmp_path / "second" / "run.json").exists()
+    assert opened(configured(tmp_path, run_dir=tmp_path / "second")) != run, "a refused start does not bind the run"
+    before = (tmp_path / "second" / "run.json").read_bytes()
+    with pytest.raises(RunMismatch, match="belongs to run"):
+        opened(configured(tmp_path, run_dir=tmp_path / "second", store=store))
+    assert (tmp_path / "second" / "run.json").read_bytes() == before
     assert opened(first) == run
 
 

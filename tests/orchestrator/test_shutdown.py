@@ -9,6 +9,7 @@ import orjson
 import pytest
 from support.attendance import unattended
 from support.ledgers import admitted, configured, submitted
+from support.waiting import HANG_S, wait_until_async
 
 from orchestrator import shutdown
 from orchestrator.broker import Broker
@@ -96,7 +97,7 @@ def test_a_group_that_advances_while_the_run_ends_leaves_no_open_job(
 
 def test_queued_jobs_wait_again_when_the_run_drains(ledger: Ledger, tmp_path: Path) -> None:
     """More messages than are taken at once, one of them of another program; a job is running."""
-    config = configured(run_dir=tmp_path, recovery={"drain_s": 0.1})
+    config = configured(run_dir=tmp_path, recovery={"drain_s": 2 * HANG_S})
     groups = [submitted(ledger) for _ in range(MESSAGES_AT_ONCE // 2)]
     jobs = [ledger.jobs[rollout.id] for group in groups for rollout in group.rollouts]
 
@@ -104,15 +105,40 @@ def test_queued_jobs_wait_again_when_the_run_drains(ledger: Ledger, tmp_path: Pa
         broker = Broker(server.url)
         messages = [orjson.dumps({"headers": {"id": job.task_id("run")}}) for job in jobs[1:]]
         await broker.client.lpush(Queue.ROLLOUTS, b"of another program", *messages)
-        await Shutdown(config, "run", ledger, broker, ReplyStream("run", broker, ledger)).drain()
+        draining = asyncio.create_task(
+            Shutdown(config, "run", ledger, broker, ReplyStream("run", broker, ledger)).drain()
+        )
+        await wait_until_async(lambda: ledger.job_counts[JobKind.ROLLOUT, JobState.SUBMITTED] == 1)
         assert await broker.client.llen(Queue.ROLLOUTS) == 0
+        assert [job.state for job in jobs] == [JobState.SUBMITTED, *[JobState.WAITING] * (len(jobs) - 1)]
+        assert not draining.done()
+        ledger.end(jobs[0], JobState.SETTLED)
+        await draining
         await ledger.committed()
         await broker.close()
 
     with EmbeddedRedis(tmp_path / "redis") as server:
         asyncio.run(main(server))
-    assert [job.state for job in jobs] == [JobState.SUBMITTED, *[JobState.WAITING] * (len(jobs) - 1)]
-    assert ledger.job_counts[JobKind.ROLLOUT, JobState.SUBMITTED] == 1
+
+
+def test_executions_learn_of_the_end_of_their_run_with_their_leases(ledger: Ledger, tmp_path: Path) -> None:
+    config = configured(run_dir=tmp_path, recovery={"lease_s": HANG_S})
+
+    async def main(server: EmbeddedRedis) -> None:
+        broker = Broker(server.url)
+        await broker.client.hset(redis_keys.LEASES, "run.g0000000-0.1.abc", "host-1:7")
+        end = Shutdown(config, "run", ledger, broker, ReplyStream("run", broker, ledger))
+        finishing = asyncio.create_task(end.finish())
+        await wait_until_async(lambda: broker.client.get(redis_keys.ENDED))
+        assert await broker.client.get(redis_keys.ENDED) == b"run"
+        assert not finishing.done()
+        await broker.client.hdel(redis_keys.LEASES, "run.g0000000-0.1.abc")
+        await finishing
+        assert await broker.client.keys("penstock:*") == []
+        await broker.close()
+
+    with EmbeddedRedis(tmp_path / "redis") as server:
+        asyncio.run(main(server))
 
 
 def test_the_end_of_a_run_removes_leases_of_every_run(ledger: Ledger, tmp_path: Path) -> None:

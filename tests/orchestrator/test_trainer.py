@@ -1,5 +1,7 @@
 import asyncio
+import contextlib
 import errno
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,15 @@ from support.ledgers import configured
 from orchestrator import trainer as trainer_module
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.trainer import Trainer
-from penstock.batches.signals import PublishedPolicy, write_policy
+from penstock.batches.signals import (
+    PublishedPolicy,
+    RankProgress,
+    RunStatus,
+    read_status,
+    write_policy,
+    write_progress,
+    write_status,
+)
 
 
 def test_a_trainer_that_goes_back_to_an_older_version_takes_the_run_with_it(ledger: Ledger, tmp_path: Path) -> None:
@@ -43,6 +53,27 @@ def test_a_complete_run_stays_until_prime_rls_trainer_has_broadcast_its_last_ver
     assert seen == awaited
 
 
+@pytest.mark.parametrize(
+    ("acked", "said"),
+    [
+        ({}, "no trainer has acknowledged step 0: start one that reads"),
+        ({0: 3, 1: 3}, "the trainer has not acknowledged step 4: it is slow, paused or not running"),
+        ({0: 3, 1: 2}, "rank 1 of the trainer has not acknowledged step 3: "),
+        ({0: 3}, "rank 1 of the trainer has not acknowledged step 0: "),
+    ],
+)
+def test_a_trainer_that_is_waited_for_is_named_with_the_rank_that_is_behind(
+    ledger: Ledger, tmp_path: Path, acked: dict[int, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_module, "AWAITED_S", 0.0)
+    trainer = Trainer(configured(run_dir=tmp_path), ledger)
+    ledger.set("steps_delivered", 9)
+    for rank, step in acked.items():
+        write_progress(tmp_path, RankProgress(data_rank=rank, data_ranks=2, epoch=1, resume_step=-1, acked=step))
+    asyncio.run(trainer.read())
+    assert f"step 8 is sealed, and {said}" in trainer.troubles[0]
+
+
 def test_a_disk_that_does_not_give_the_trainers_files_is_reported_and_read_again(
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,3 +89,29 @@ def test_a_disk_that_does_not_give_the_trainers_files_is_reported_and_read_again
 
 def unreadable(run_dir: Path) -> None:
     raise OSError(errno.EIO, "Input/output error", str(run_dir / "trainer" / "policy.json"))
+
+
+def test_a_status_that_is_being_written_when_the_run_ends_does_not_replace_the_last_one(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(configured(run_dir=tmp_path), ledger)
+    begun, slow = threading.Event(), threading.Event()
+
+    def write(run_dir: Path, status: RunStatus) -> None:
+        if not status.ended:
+            begun.set()
+            slow.wait()
+        write_status(run_dir, status)
+
+    async def end_while_writing() -> None:
+        duty = asyncio.create_task(trainer.write_status("rollouts are being generated"))
+        await asyncio.to_thread(begun.wait)
+        duty.cancel()
+        asyncio.get_running_loop().call_later(0.2, slow.set)  # time for the last status to be first
+        with contextlib.suppress(asyncio.CancelledError):
+            await duty
+        await trainer.write_status("the run is complete", ended=True)
+
+    monkeypatch.setattr(trainer_module, "write_status", write)
+    asyncio.run(end_while_writing())
+    assert read_status(tmp_path) == RunStatus(why="the run is complete", ended=True)

@@ -51,7 +51,7 @@ def test_a_lease_id_survives_formatting(id: LeaseId) -> None:
     assert TaskId.match(str(id)) is None
 
 
-@given(st.builds(LeaseValue, HOSTS, COUNTS))
+@given(st.builds(LeaseValue, HOSTS, COUNTS, st.none() | HOSTS.map("http://{}:8000".format)))
 def test_a_lease_value_survives_formatting(value: LeaseValue) -> None:
     assert LeaseValue.match(str(value)) == value
 
@@ -106,6 +106,7 @@ def test_the_formats_are_those_on_the_wire_and_on_disk() -> None:
     ]
     assert str(LeaseId("run", "g0000012-3", 2, "aa")) == "run.g0000012-3.2.aa"
     assert str(LeaseValue("host-7", 4)) == "host-7:4"
+    assert str(LeaseValue("host-7", 4, "http://gpu:8000")) == "host-7:4@http://gpu:8000"
     assert WorkerId.of_this_process().pid == os.getpid()
     assert ids.engine_session("g0000012-3", 2) == "g0000012-3.2"
     assert ids.execution_directory("run", "g0000012-3", 2, "aa") == "rollouts/run/g0000012-3/2.aa"

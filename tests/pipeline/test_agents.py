@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession
+from pydantic import SecretStr
 from support.pipeline import Pipeline, pipeline_in
 from support.processes import alive
 from support.rollout_stages import attempt_of, files, loaded
@@ -33,6 +34,7 @@ from penstock.playing.rollout import RolloutStage, play
 from penstock.store.columns import read_columns
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+KEY = "key of the run"
 
 
 def test_three_kinds_of_agents_become_batches(tmp_path: Path) -> None:
@@ -78,7 +80,7 @@ def script() -> Iterator[Script]:
 
 @pytest.fixture(scope="module")
 def server(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionsProcess]:
-    with running(tmp_path_factory.mktemp("sessions"), script.server.url) as server:
+    with running(tmp_path_factory.mktemp("sessions"), script.server.url, sessions__create_key=KEY) as server:
         yield server
 
 
@@ -86,7 +88,7 @@ def server(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 async def stage_with(server: SessionsProcess, *more_urls: str) -> AsyncIterator[RolloutStage]:
     engine = Engine()
     async with EngineClient.open(engine) as client, SessionServers.open(
-        Sessions(urls=(*more_urls, server.url))
+        Sessions(urls=(*more_urls, server.url), create_key=SecretStr(KEY))
     ) as sessions:  # fmt: skip
         yield RolloutStage(
             client=client,

@@ -125,6 +125,44 @@ def test_the_run_loads_weights_and_brings_a_restarted_replica_up_to_date(tmp_pat
         assert [line["staleness_max"] for line in metrics(cluster)] == [0, 0, 0, 0]
 
 
+def test_a_replica_whose_update_fails_is_named_and_serves_nothing_until_one_succeeds(tmp_path: Path) -> None:
+    settings = {"engine": {"weight_update": "penstock"}, "trainer": {"max_steps_ahead": 0}, "steps": 2}
+    with run_of(tmp_path, **settings) as (cluster, engines, run):
+        reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
+        first = next(reader)
+        reader.ack(first.step)
+        reader.publish_policy(1, weights=tmp_path / "weights" / "version_1")
+        cluster.wait_waiting_for(f"{engines.urls[0]} could not be updated and serves nothing: version 1 from")
+        assert "cannot load weights from" in str(cluster.status()["waiting_for"])
+        assert not cluster.status()["replicas"][engines.urls[0]]["serves"]
+        assert labels(cluster) == {"failed 1"}
+        write_weights(tmp_path, 1)
+        second = next(reader)
+        assert {version for mb in second.micro_batches() for version in checked_versions(mb)} == {1}
+        reader.ack(second.step)
+        assert run.wait() == 0, run.text[-3000:]
+        assert cluster.audit()["dead"] == 0
+
+
+def test_every_version_of_a_lora_adapter_is_exact(tmp_path: Path) -> None:
+    """Requests name the adapter, so that its replica may load the next one while they are answered."""
+    settings = {"engine": {"weight_update": "penstock", "lora": True}}
+    with run_of(tmp_path, replicas=2, **settings) as (cluster, _, run):
+        reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
+        versions: set[int] = set()
+        for batch in reader:
+            for mb in batch.micro_batches():
+                versions |= set(checked_versions(mb))
+                assert mb.version_exact[mb.versions > 0].all()
+            reader.publish_policy(batch.step + 1, weights=write_weights(tmp_path, batch.step + 1))
+            if batch.step == 0:
+                wait_until(lambda: labels(cluster) == {"1"}, what="both replicas to have the first adapter")
+            reader.ack(batch.step)
+        assert run.wait() == 0, run.text[-3000:]
+        assert versions - {0}, "an adapter played"
+        assert cluster.audit()["dead"] == 0
+
+
 def test_an_update_of_the_weights_waits_for_the_evaluation_of_the_version_before(tmp_path: Path) -> None:
     evaluation = {"use": "arithmetic", "every": 1, "examples": 6}
     settings = {"engine": {"weight_update": "penstock"}, "evaluation.held_out": evaluation}
@@ -200,6 +238,45 @@ def test_a_restarted_engine_serves_nothing_until_the_trainer_has_loaded_its_weig
                 load(url, write_weights(tmp_path, 1), 1)
             reader.ack(batch.step)
             reader.checkpointed(batch.step)
+        assert run.wait() == 0, run.text[-3000:]
+        assert cluster.audit()["dead"] == 0
+
+
+def test_a_replica_with_weights_that_the_trainer_gave_up_serves_nothing(tmp_path: Path) -> None:
+    """The trainer goes back from version 2 to 1 and forgets one replica until version 3."""
+    with run_of(tmp_path, replicas=2, steps=5) as (cluster, engines, run):
+
+        def publish(version: int, urls: list[str]) -> None:
+            for url in urls:
+                load(url, write_weights(tmp_path, version), version)
+            reader.publish_policy(version)
+
+        def forgotten() -> dict[str, Any]:
+            return cluster.status()["replicas"][engines.urls[1]]
+
+        reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
+        for version in (1, 2):
+            step = next(reader).step
+            publish(version, engines.urls)
+        wait_until(lambda: labels(cluster) == {"2"}, what="the status to show version 2")
+        reader.ack(step - 1)
+        reader.checkpointed(step - 1)
+
+        reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60, resume_step=0)
+        publish(1, engines.urls[:1])
+        wait_until(lambda: not forgotten()["serves"], what="the abandoned weights to be refused")
+        told = f"{engines.urls[1]} calls its weights '2', and the trainer has gone back to an older checkpoint"
+        assert told in str(cluster.status()["waiting_for"])
+        for batch in reader:
+            if batch.step == 1:
+                publish(2, engines.urls[:1])
+                wait_until(lambda: labels(cluster) == {"2"}, what="the status to show version 2 of both")
+                assert not forgotten()["serves"], "its version 2 is another one"
+            else:
+                publish(batch.step + 1, engines.urls)
+            if batch.step == 2:
+                wait_until(lambda: forgotten()["serves"], what="the replica to be admitted with version 3")
+            reader.ack(batch.step)
         assert run.wait() == 0, run.text[-3000:]
         assert cluster.audit()["dead"] == 0
 

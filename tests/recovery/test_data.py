@@ -6,6 +6,9 @@ from collections.abc import Iterator
 import pytest
 from support.cluster import Cluster, cluster_in
 
+from penstock import redis_keys
+from penstock.batches.signals import read_status
+from penstock.inspection.run_json import read
 from penstock.sampling import example_at
 
 
@@ -37,8 +40,18 @@ def test_a_killed_run_plays_the_examples_of_its_seed_and_ends_with_them(shared: 
     assert shared.status()["phase"] == "done"
 
 
-def test_a_run_out_of_data_continues_with_more_epochs(shared: Cluster) -> None:
-    again = shared.orchestrator(PENSTOCK_ENVIRONMENTS__NOOP__EPOCHS="4")
+def test_a_run_out_of_data_continues_with_more_epochs_and_tells_its_trainer(shared: Cluster) -> None:
+    def trainers_loop_ends() -> bool:
+        told = read_status(shared.run_dir)
+        return told is not None and told.ended
+
+    assert trainers_loop_ends()
+    shared.redis.set(redis_keys.ENDED, read(shared.run_dir)["run"])  # as if it had been killed while it ended
+    more = {"PENSTOCK_ENVIRONMENTS__NOOP__EPOCHS": "4"}
+    assert shared.orchestrator(PENSTOCK_TESTING__CRASH_AT="planned", **more).wait() == -signal.SIGKILL
+    assert not trainers_loop_ends()
+    assert not shared.redis.exists(redis_keys.ENDED), "its executions would end"
+    again = shared.orchestrator(**more)
     result = shared.finish(again)
     assert sorted(played(shared)[14:21]) == list(range(7))
     assert len(played(shared)) == 28

@@ -15,6 +15,7 @@ from penstock.batches import read_manifests
 from penstock.batches.signals import PublishedPolicy, RankProgress, write_policy, write_progress
 
 EVALUATION = {"use": "noop", "every": 2, "examples": 5, "rollouts": 3}
+EVALUATED_4 = 'penstock_evaluation_version{evaluation="held_out"} 4.0'
 
 
 def lines(cluster: Cluster, name: str) -> list[dict[str, Any]]:
@@ -89,8 +90,8 @@ def test_every_second_version_is_evaluated_and_reported_with_the_next_step(tmp_p
             if (step + 1) % 2 == 0:
                 wait_until(lambda step=step: evaluated(cluster, step + 1), what=f"the evaluation of version {step + 1}")
             if step == 4:
-                newest = 'penstock_evaluation_version{evaluation="held_out"} 4.0'
-                wait_until(lambda: newest in scraped(cluster), what="a status with the evaluation of version 4")
+                # the status is written once a second
+                wait_until(lambda: EVALUATED_4 in scraped(cluster), what="a status with the evaluation of version 4")
                 assert 'penstock_evaluation_rollouts{state="evaluated"} 45.0' in scraped(cluster)
             write_progress(
                 cluster.run_dir, RankProgress(data_rank=0, data_ranks=1, epoch=1, resume_step=-1, acked=step)

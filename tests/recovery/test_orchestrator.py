@@ -150,7 +150,7 @@ def test_failures_are_retried_and_then_dead(tmp_path: Path) -> None:
 def test_the_status_names_a_missing_trainer(shared: Cluster) -> None:
     shared.new_run("no-trainer")
     run = shared.orchestrator(PENSTOCK_TRAINER__MAX_STEPS_AHEAD="1", PENSTOCK_STEPS="4")
-    text = "step 1 is sealed, and the trainer has not acknowledged step 0: start a trainer that reads "
+    text = "step 1 is sealed, and no trainer has acknowledged step 0: start one that reads "
     shared.wait_waiting_for(text)
     run.signal(signal.SIGINT)
     assert run.wait() == 0

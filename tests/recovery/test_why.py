@@ -15,6 +15,7 @@ from support.pipeline import Pipeline, pipeline_in
 from support.small_disk import SmallDisk, small_disk
 from support.waiting import HANG_S, wait_until
 
+from penstock.inspection import subjects
 from penstock.inspection.why import why
 
 SETTINGS: dict[str, Any] = {
@@ -65,9 +66,9 @@ class Matrix:
             self.wait_step(self.run)
         return self.run
 
-    def wait_step(self, run: Process) -> None:
-        delivered = lambda: self.cluster.status().get("step", 0) >= 1  # noqa: E731
-        wait_until(lambda: delivered() or run.exit_code is not None, what="a first step")
+    def wait_step(self, run: Process, step: int = 1) -> None:
+        delivered = lambda: self.cluster.status().get("step", 0) >= step  # noqa: E731
+        wait_until(lambda: delivered() or run.exit_code is not None, what=f"step {step}")
         assert run.exit_code is None, run.text[-3000:]
 
     def _serve(self, arguments: tuple[str, ...]) -> None:
@@ -108,8 +109,19 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
 
 def test_a_trainer_that_does_not_acknowledge(matrix: Matrix) -> None:
     matrix.begin(trainer={"max_steps_ahead": 1})
-    found = matrix.assert_named("trainer")
+    found = matrix.assert_named("and no trainer has acknowledged step 0: start one that reads")
     assert found["next_step"]["waits_for"] == "trainer"
+
+
+@pytest.mark.slow
+def test_a_paused_trainer(matrix: Matrix) -> None:
+    run = matrix.begin(trainer={"max_steps_ahead": 1})
+    trainer = matrix.pipeline.trainer()
+    matrix.wait_step(run, 3)
+    trainer.signal(signal.SIGSTOP)
+    found = matrix.assert_named("and the trainer has not acknowledged step")
+    assert "it is slow, paused or not running" in found["causes"][0]
+    trainer.end()
 
 
 def test_a_dead_engine(matrix: Matrix) -> None:
@@ -204,6 +216,11 @@ def test_slow_rollouts_are_named_with_group_worker_and_age(matrix: Matrix) -> No
     assert "waits for group g00000" in found["causes"][0]
     [job, *_] = found["next_step"]["groups"][0]["jobs"]
     assert (job["queue"], job["state"], job["attempt"]) == ("rollouts", "running", 1)
+    url = "http://{}:{}".format(*matrix.pipeline.engine.address)
+    found = matrix.assert_named(f", which waits for the engine at {url}")
+    assert {job["replica"] for group in found["next_step"]["groups"] for job in group["jobs"]} <= {url, None}
+    held = subjects.history(matrix.cluster.run_dir, job["job"], matrix.cluster.redis_server.url)["leases"]
+    assert [(lease["worker"], lease["replica"]) for lease in held] == [(worker_of(matrix), url)]
     assert "rollouts.timeout_s" in job["next"]
 
 

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 from support.cluster import cluster_in
-from support.waiting import wait_until
+from support.waiting import HANG_S, wait_until
 
 
 def test_rollouts_of_a_killed_worker_run_on_another(tmp_path: Path) -> None:
@@ -97,6 +97,24 @@ def test_a_stopping_worker_waits_at_most_drain_s(tmp_path: Path) -> None:
         worker.signal(signal.SIGTERM)
         worker.wait()
         wait_until(lambda: cluster.events("released") >= 8, what="the rollouts to be released")
+
+
+def test_a_draining_worker_ends_when_its_run_does(tmp_path: Path) -> None:
+    """It hears no remote control. Played to their ends, its rollouts would leave files behind the last sweep."""
+    held = tmp_path / "hold"
+    held.touch()
+    settings = {"batch": {"order": "completion"}, "rollouts": {"oversample": 2.0}, "recovery": {"drain_s": 2 * HANG_S}}
+    with cluster_in(tmp_path, **settings) as cluster:
+        cluster.compute_worker()
+        draining = cluster.rollout_worker(concurrency=2, PENSTOCK_NOOP__HOLD_WHILE=str(held))
+        run = cluster.orchestrator()
+        cluster.wait_running(2)
+        draining.signal(signal.SIGTERM)
+        wait_until(lambda: "draining" in draining.text, what="the worker to drain")
+        cluster.rollout_worker()
+        cluster.finish(run)
+        assert draining.wait() == 0
+        assert draining.text.count("the run has ended") >= 2
 
 
 def test_a_message_delivered_twice_counts_once(tmp_path: Path) -> None:

@@ -174,7 +174,6 @@ class World:
         self.orchestrator.at_kill.append(lambda: shutil.rmtree(self.directory / "ledger", ignore_errors=True))
         self._commits.forget()
         self.ledger_lost = True
-        self._audited_at = self.loop.now + 20  # until then, files that were released before look lost
 
     def with_settings(self, changes: dict[str, Any]) -> RunConfig:
         return RunConfig.model_validate(merged(self._settings, changes))

@@ -117,10 +117,9 @@ def _run(agent: RealAgent, session: Agent, directory: Path, task: str) -> str:
     """The program's home is its directory: no settings of this machine reach it."""
     directory.mkdir(parents=True, exist_ok=True)
     policy = AgentPolicy(base_url=session.base_url, api_key=session.secret)
-    urls = {"BASE_URL": session.base_url, "SESSION_URL": session.base_url.removesuffix("/v1"), "KEY": session.secret}
-    messages = {"ANTHROPIC_BASE_URL": urls["SESSION_URL"], "ANTHROPIC_API_KEY": session.secret}
+    urls = {"BASE_URL": session.base_url, "KEY": session.secret}
     own = {name: _filled(value, urls) for name, value in agent.variables.items()}
-    variables = {"HOME": str(directory), "PATH": agent.path, **messages, "ANTHROPIC_MODEL": policy.model, **own}
+    variables = {"HOME": str(directory), "PATH": agent.path, **own}
     command = [_filled(word, urls) for word in agent.command_line(task)]
     ended = asyncio.run(run_program(command, policy, variables=variables, directory=directory))
     assert ended.exit_code == 0, f"{shlex.join(command[:3])} ended with {ended.exit_code}:\n{ended.output[-4000:]}"

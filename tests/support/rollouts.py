@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -148,6 +148,25 @@ class RolloutMaker:
             rollout=rollout,
             attempt=1,
         )
+
+
+DRAWN_WITH = ["{}", '{"top_k":4,"top_p":0.9}', '{"presence_penalty":1.0,"top_k":4}']
+
+
+def drawn(store: FileStore, name: str, *, masks: bool) -> MadeRollout:
+    """A rollout of three turns: plain, truncated, and truncated with a penalty."""
+    made = RolloutMaker(store=store).make(name, [[MadeTurn(context=2, completion=3)] * 3])
+    columns, lengths = made.columns, np.zeros(15, np.int64)
+    turns = replace(
+        columns.turns, sampling=np.array([0, 1, 2], np.int32), words={**columns.turns.words, "sampling": DRAWN_WITH}
+    )
+    columns = replace(columns, turns=turns)
+    if masks:
+        lengths[7:10], lengths[12:15] = [2, 1, 3], 1
+        ids = np.arange(100, 100 + lengths.sum(), dtype=np.int32)
+        columns = replace(columns, support_ids=ids, support_offsets=np.concatenate([[0], np.cumsum(lengths)]))
+    ref = write_columns(store, f"rollouts/{name}/drawn", columns)
+    return replace(made, columns=columns, planned=replace(made.planned, columns=ref))
 
 
 def plan_of(made: Sequence[MadeRollout], *, step: int = 0, data_ranks: int = 1, **changes: Any) -> BatchPlan:

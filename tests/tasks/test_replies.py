@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import redis
+from celery.exceptions import Terminated
 from support.engine_clients import run
-from support.waiting import wait_until
+from support.waiting import HANG_S, wait_until
 
 from penstock import redis_keys
 from penstock.config import RunConfig
@@ -162,6 +163,19 @@ def test_a_cancelled_execution_is_released(config: RunConfig, client: redis.Redi
 
     run(main)
     assert only_reply(client).outcome is Outcome.RELEASED
+
+
+def test_an_execution_whose_run_has_ended_ends(config: RunConfig, client: redis.Redis) -> None:
+    """Its worker may be draining, and hears no remote control."""
+
+    async def body(_: str) -> Any:
+        client.set(redis_keys.ENDED, ROLLOUT.run)
+        await asyncio.sleep(2 * HANG_S)
+
+    error = executed(config, body)
+    assert isinstance(error, Terminated)
+    reply = only_reply(client)
+    assert (reply.outcome, reply.error) == (Outcome.RELEASED, "Terminated: the run has ended")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from support.waiting import HANG_S, wait_until
 from penstock.batches import BatchReader
 
 STEPS = 4
+TOKENS = "vllm:generation_tokens_total"
 SETTINGS: dict[str, Any] = {
     "steps": STEPS,
     "batch": {"size": 3},
@@ -25,8 +26,14 @@ SETTINGS: dict[str, Any] = {
     "environments.dialogue": {"use": ENVIRONMENT},
     "environments.dialogue.options": {"turns": 2},
 }
-ON_POLICY = {**SETTINGS, "trainer": {"max_steps_ahead": 0}}
-"""Every step is played by its own version, however fast the engine is."""
+ON_POLICY = {
+    **SETTINGS,
+    "trainer": {"max_steps_ahead": 0},
+    "policy.sampling": {"max_tokens": 128},
+    "policy.sampling.more": {"ignore_eos": True},
+    "filters.overlong": {"mode": "monitor"},
+}
+"""Every step is played by its own version, however fast the engine is, and long enough to kill a server meanwhile."""
 
 
 @pytest.fixture
@@ -96,14 +103,15 @@ def test_weights_loaded_by_the_run_into_a_server_that_is_killed(
     run."""
 
     def after(step: int, reader: BatchReader) -> None:
+        before = server.metric(TOKENS)
         if step + 1 in weights:
             reader.publish_policy(step + 1, weights=weights[step + 1])
         if step == 1:
-            restart(cluster, server)
+            restart(cluster, server, after_tokens=before)
 
+    server.weights = None  # loaded by the run, under names of its own
     with cluster_in(tmp_path, **ON_POLICY, engine=engine_of(server, release, weight_update="penstock")) as cluster:
         run = Run(cluster, after)
-    server.weights = None
     found = run.aligned(reference, weights)
     assert found.versions == {0, 1, 2, 3}
     assert found.tokens > found.left_out
@@ -120,10 +128,11 @@ def test_a_killed_server_that_the_trainer_updates(
         version = step + 1
         if version not in weights:
             return
+        before = server.metric(TOKENS)
         server.load(weights[version], version)
         reader.publish_policy(version)
         if step == 1:
-            restart(cluster, server)
+            restart(cluster, server, after_tokens=before)
             cluster.wait_waiting_for("calls its weights 'default'")
             server.load(weights[version], version)
 
@@ -134,8 +143,9 @@ def test_a_killed_server_that_the_trainer_updates(
     assert found.tokens > found.left_out
 
 
-def restart(cluster: Cluster, server: VllmServer) -> None:
-    wait_until(lambda: server.metric("vllm:num_requests_running") > 0, what="rollouts of the next step")
+def restart(cluster: Cluster, server: VllmServer, *, after_tokens: float) -> None:
+    """In the middle of the next step's rollouts: when it has sampled more than `after_tokens` since it started."""
+    wait_until(lambda: server.metric(TOKENS) > after_tokens, what="rollouts of the next step")
     server.end()
     wait_until(lambda: cluster.status().get("waiting_for"), what="the run to wait for the server")
     server.start()

@@ -2,19 +2,26 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from support.torch_batches import sealed
 
+from penstock.errors import BatchError
 from penstock.trainers.verl import to_transfer_queue
 
-FIELDS = {"prompts", "responses", "input_ids", "response_mask", "loss_mask", "position_ids", "rollout_log_probs"}
+FIELDS = {
+    "uid", "num_turns", "rm_scores", "extra_fields", "prompts", "responses", "input_ids", "response_mask", "loss_mask",
+    "position_ids", "rollout_log_probs",
+}  # fmt: skip
 TAGS = {"status", "prompt_len", "response_len", "seq_len", "global_steps", "min_global_steps", "max_global_steps"}
 
 
 def test_every_sample_has_verls_key_fields_and_tags(tmp_path: Path) -> None:
     [batch] = sealed(tmp_path, experts="uint8")
-    keys, fields, tags = to_transfer_queue(batch, global_steps=5)
-    assert keys == ["g_0_0", "g_0_1", "g_1_0", "g_2_0"]
+    keys, fields, tags = to_transfer_queue(batch, ["prompt"], global_steps=5)
+    assert keys == ["prompt_0_0", "prompt_0_1", "prompt_1_0", "prompt_2_0"]
+    assert [entry["num_turns"] for entry in fields] == [4, 2, 2, 2]
+    assert {entry["uid"] for entry in fields} == {"prompt"}, "advantages are computed by uid"
     for entry, tag in zip(fields, tags, strict=True):
         assert entry.keys() >= FIELDS
         assert tag.keys() == TAGS
@@ -27,3 +34,9 @@ def test_every_sample_has_verls_key_fields_and_tags(tmp_path: Path) -> None:
         rollout = {each.rollout: each for each in batch.plan.rollouts}[entry["extra_fields"]["rollout"]]
         assert (tag["min_global_steps"], tag["max_global_steps"]) == (rollout.version_first, rollout.version_last)
         assert tag["global_steps"] == 5
+
+
+def test_a_step_with_another_number_of_groups_names_the_settings(tmp_path: Path) -> None:
+    [batch] = sealed(tmp_path)
+    with pytest.raises(BatchError, match=r"asks for 2 groups, step 0 has 1.*batch.size = 2"):
+        to_transfer_queue(batch, ["one", "two"], global_steps=5)

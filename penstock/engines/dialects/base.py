@@ -16,7 +16,7 @@ from penstock.engines.dialects.control_calls import ControlCalls
 from penstock.error_boundary import raised_at
 from penstock.errors import BadRequest, PenstockError, StageError, Upstream, text_of
 from penstock.renderers.protocol import NO_VALUES, NextTurn, TemplateValues, Tools
-from penstock.turn import Body, Ids, Logprobs, Message, Turn, VersionSpan
+from penstock.turn import Body, Ids, Logprobs, Message, Turn, VersionSpan, ids_text
 
 MAX_TOKEN_ID = 2**31 - 1
 """Stored as i32."""
@@ -303,13 +303,18 @@ def read_ids(raw: bytes, name: str) -> Ids:
 
 def compact_ids(raw: bytes) -> Ids | None:
     """The ids of a JSON list of only digits and commas; None for any other value."""
-    text = raw[1:-1]
-    if raw[:1] != b"[" or text.translate(None, b"0123456789,"):
+    if raw[:1] != b"[":
         return None
-    if not text:
-        return np.empty(0, np.int32)
-    ids = np.fromstring(text, np.int64, sep=",")
-    return ids.astype(np.int32) if ids.max() <= MAX_TOKEN_ID else None
+    return NO_IDS if raw == b"[]" else listed_ids(raw[1:-1])
+
+
+def listed_ids(text: bytes) -> Ids | None:
+    """The ids of a text that is exactly `ids_text` of one or more; None for any other."""
+    try:
+        ids = np.fromstring(text, np.int64, sep=",").astype(np.int32)
+    except ValueError:
+        return None
+    return ids if ids_text(ids) == text and text and b"-" not in text else None
 
 
 def read_part(raw: bytes | memoryview | msgspec.Raw, decoder: msgspec.json.Decoder[Value], name: str) -> Value:

@@ -3,6 +3,7 @@
 Each logprob names its token: from vLLM 0.32 on by `token_id`, before by `token`, the text `token_id:<id>`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ import msgspec
 from penstock.engines.dialects.base import (
     ABORT,
     ABSENT,
+    MAX_TOKEN_ID,
     Dialect,
     Prompt,
     ResponseFields,
@@ -35,7 +37,13 @@ class Candidate(TokenLogprob, gc=False):
 
     @property
     def id(self) -> int:
-        return self.token_id if self.token_id is not None else int((self.token or "").removeprefix("token_id:"))
+        """`Upstream` if it names no token."""
+        if self.token_id is not None:
+            return self.token_id
+        digits = (self.token or "").removeprefix("token_id:")
+        if not re.fullmatch("[0-9]{1,10}", digits) or int(digits) > MAX_TOKEN_ID:
+            raise Upstream(f"the engine's response has a logprob of {self.token!r}, which is no token id")
+        return int(digits)
 
 
 class RankedLogprob(Candidate):
@@ -106,7 +114,10 @@ class Generate(Dialect):
         return {"token_ids": prompt.ids, "sampling_params": parameters}
 
     def logprobs(self, body: Body) -> Sequence[TokenChoice]:
-        (choice,) = RANKED.decode(body).choices
+        try:
+            (choice,) = RANKED.decode(body).choices
+        except msgspec.ValidationError as error:  # `read` does not look at the most likely tokens
+            raise Upstream(f"the engine's response has malformed top_logprobs: {error}") from error
         return [
             TokenChoice(
                 id=token.id, logprob=token.logprob, top=[(each.id, each.logprob) for each in token.top_logprobs]

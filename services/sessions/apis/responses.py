@@ -14,6 +14,7 @@ import orjson
 from penstock.errors import BadRequest
 from penstock.turn import Message
 from services.sessions.apis.base import (
+    JOINED_BY,
     Api,
     AssistantParts,
     ChatRequest,
@@ -157,7 +158,7 @@ def _earlier(history: History | None) -> list[Message]:
         return []
     messages = list(history.messages)
     if history.instructions:
-        rest = messages[0]["content"][history.instructions :].lstrip("\n")
+        rest = messages[0]["content"][history.instructions :].removeprefix(JOINED_BY)
         messages[:1] = [{"role": "system", "content": rest}] if rest else []
     return messages
 

@@ -319,7 +319,7 @@ def test_an_evaluation_that_is_not_configured_any_more_is_cancelled(scene: Scene
 
 def test_the_end_of_a_run_waits_for_open_evaluations(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("orchestrator.evaluation.time.monotonic", lambda: clock.now)
+    monkeypatch.setattr("orchestrator.examples.evaluation.time.monotonic", lambda: clock.now)
     assert not scene.evaluations.awaited_at_end()
     scene.plan()
     assert scene.evaluations.awaited_at_end()

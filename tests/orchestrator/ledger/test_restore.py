@@ -14,10 +14,12 @@ from orchestrator.inputs import batch_plan
 from orchestrator.ledger import rebuild, restore
 from orchestrator.ledger.audit import audit
 from orchestrator.ledger.ledger import Ledger
+from orchestrator.release import release_step
 from orchestrator.trainer import Trainer
-from penstock.batches import seal_manifest
+from penstock.batches import Manifest, seal_manifest
+from penstock.ids import rollout_directory
 from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
-from penstock.messages import EncodeResult
+from penstock.messages import EncodeResult, RolloutResult
 
 
 def written(path: Path, write: Callable[[Ledger], object]) -> Ledger:
@@ -156,6 +158,41 @@ def test_a_lost_ledger_is_rebuilt_from_the_manifests(tmp_path: Path) -> None:
     before = config.ledger_path.read_bytes()
     rebuild.rebuild_if_lost(config)
     assert config.ledger_path.read_bytes() == before, "a ledger that is there is left alone"
+
+
+def test_a_rebuilt_ledger_knows_what_was_released(tmp_path: Path) -> None:
+    """A file that is gone and that the trainer may still read is missing, also in a step before a released one."""
+    config = configured(run_dir=tmp_path / "run", trainer={"keep_steps": 1}, batch={"size": 1})
+    run_dir.create_directories(config)
+    run = run_dir.begin_or_resume(config)
+    store, manifests = run_store(config), list[Manifest]()
+
+    def deliver(ledger: Ledger) -> None:
+        for step in range(4):
+            group = admitted(ledger)
+            for rollout in group.rollouts:
+                place = f"{rollout_directory(run, rollout.id)}/1.0123456789ab"
+                columns, experts = (store.put(f"{place}/{name}", [b"tokens"]) for name in ("columns", "experts"))
+                rollout.result = RolloutResult(reward=0.0, columns=columns, experts=experts, sample_lengths=(1,))
+            batch = ledger.compose(step, [group])
+            manifests.append(seal_manifest(store, batch_plan(config, batch), encoded(config, batch)))
+            ledger.deliver(batch)
+
+    written(config.ledger_path, deliver)
+    for step, counter in ((0, "experts_released"), (1, "experts_released"), (0, "columns_released")):
+        release_step(store, manifests[step], counter)
+    allowed = {"experts_released": 3, "columns_released": 2, "jsonl_released": 0}
+
+    def rebuilt(allowed: dict[str, int]) -> tuple[dict[str, Any], list[str]]:
+        config.ledger_path.unlink()
+        rebuild.rebuild_if_lost(config, lambda: allowed)
+        return restore.read(config.ledger_path).meta, audit(config.run_dir)["problems"]
+
+    meta, problems = rebuilt(allowed)
+    assert problems == []
+    assert {counter: meta[counter] for counter in allowed} == {**allowed, "experts_released": 2, "columns_released": 1}
+    assert meta["delivered_bytes"] == len(b"tokens") * (2 * 4 + 3 * 4)
+    assert len(rebuilt(allowed | {"columns_released": 0})[1]) == 4, "the trainer has not released these"
 
 
 def test_a_ledger_that_is_lost_before_the_first_step_does_not_use_its_ids_again(tmp_path: Path) -> None:

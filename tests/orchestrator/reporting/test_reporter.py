@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from support.held_writes import HeldFirst
 from support.ledgers import configured, planned
 
 from orchestrator.broker import Broker
@@ -101,6 +102,16 @@ def test_a_status_that_cannot_be_written_is_reported(ledger: Ledger, tmp_path: P
     [trouble] = reporter.waiting_for()
     assert trouble.endswith("status.json cannot be written (No such file or directory): free space or repair the disk")
     assert reporter.latest_status()["run"] == "run"
+
+
+def test_the_last_status_is_not_overwritten_by_a_slow_earlier_one(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reporter = Reporter(sources(ledger, tmp_path))
+    held = HeldFirst(module.run_dir.write_json)
+    monkeypatch.setattr(module.run_dir, "write_json", held)
+    asyncio.run(held.end_with(reporter.write(), lambda: reporter.write(stopped_by="an error")))
+    assert json.loads((tmp_path / "status.json").read_text())["stopped_by"] == "an error"
 
 
 def test_series_are_read_from_status_ledger_and_lag(ledger: Ledger, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def scene(url: str, ledger: Ledger) -> Iterator[Scene]:
 @pytest.fixture
 def moment(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("orchestrator.attendance.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("orchestrator.workforce.attendance.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import numpy as np
@@ -6,7 +7,7 @@ from support.rollouts import MadeTurn, RolloutMaker, plan_of, seal
 from support.stores import directory_store
 
 from penstock.batches import BatchReader
-from penstock.batches.annotations import STEPS_KEPT, read_annotations, read_means
+from penstock.batches.annotations import STEPS_KEPT, Means, read_annotations
 from penstock.errors import BatchError
 from penstock.store.files import FileStore
 
@@ -21,6 +22,12 @@ def _seal(store: FileStore, step: int) -> None:
     maker = RolloutMaker(store=store, seed=step)
     made = [maker.make(f"g{step}-{n}", [[MadeTurn(context=5, completion=9)]], group=f"g{step}") for n in range(4)]
     seal(store, plan_of(made, step=step))
+
+
+def read_means(run_dir: Path) -> dict[int, dict[str, float]]:
+    means = Means(run_dir)
+    assert means.read(1 << 20)
+    return means.by_step
 
 
 def test_annotated_logprobs_give_the_mismatch_with_the_sampler(run_dir: Path) -> None:
@@ -60,7 +67,7 @@ def test_the_arrays_of_the_newest_steps_are_kept_and_the_means_of_all(run_dir: P
         batch = next(reader)
         reader.annotate(batch, logprobs=[batch.column("logprobs")])
     assert [step for step in range(STEPS_KEPT + 2) if read_annotations(run_dir, step, 0)] == [*range(2, STEPS_KEPT + 2)]
-    assert [*read_means(run_dir)] == [*range(STEPS_KEPT + 2)]
+    assert sorted(read_means(run_dir)) == [*range(STEPS_KEPT + 2)]
 
 
 def test_a_trainer_that_goes_back_annotates_earlier_steps_again(run_dir: Path) -> None:
@@ -75,3 +82,65 @@ def test_a_trainer_that_goes_back_annotates_earlier_steps_again(run_dir: Path) -
     batch = next(resumed)
     resumed.annotate(batch, logprobs=[batch.column("logprobs")])
     assert read_annotations(run_dir, batch.step, 0), "step 1, although later steps were annotated before"
+
+
+def line(step: int, entropy: float, loss_tokens: int = 1) -> str:
+    return json.dumps({"step": step, "loss_tokens": loss_tokens, "entropy": entropy}) + "\n"
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> list[Path]:
+    (tmp_path / "trainer").mkdir()
+    return [tmp_path / "trainer" / f"annotations.rank_{rank:02d}.jsonl" for rank in range(2)]
+
+
+def test_only_what_was_appended_is_read(tmp_path: Path, ranks: list[Path]) -> None:
+    means = Means(tmp_path)
+    ranks[0].write_text("".join(line(step, 1.0) for step in range(1000)))
+    size = ranks[0].stat().st_size
+    assert means.read(1 << 20) == size
+    with ranks[0].open("r+") as file:
+        file.write(line(0, 9.0))  # seen only by a reader that begins at the beginning
+        file.seek(0, 2)
+        file.write(line(1000, 2.0) + line(1000, 3.0) + '{"step": 1001, "lo')
+    assert means.read(1 << 20) == 2 * len(line(1000, 2.0))
+    assert [means.by_step[step]["entropy"] for step in (0, 999, 1000)] == [1.0, 1.0, 3.0], "the last line of a step"
+    assert 1001 not in means.by_step
+    assert means.read(1 << 20) == 0
+    ranks[0].write_text(line(1001, 4.0))  # the file was full
+    assert means.read(1 << 20) == len(line(1001, 4.0))
+    assert means.by_step[1001] == {"entropy": 4.0}
+    assert means.by_step[999] == {"entropy": 1.0}
+
+
+def test_a_read_is_bounded_and_the_next_one_continues(tmp_path: Path, ranks: list[Path]) -> None:
+    means = Means(tmp_path)
+    for number, rank in enumerate(ranks):
+        rank.write_text("".join(line(step, float(number), 1 + 2 * number) for step in range(100)))
+    reads = 0
+    while means.read(1000):
+        reads += 1
+    assert reads >= sum(rank.stat().st_size for rank in ranks) / 1000
+    assert set(means.by_step) == {*range(100)}
+    assert {values["entropy"] for values in means.by_step.values()} == {0.75}, "weighted by loss tokens"
+
+
+def test_a_step_that_is_annotated_again_long_after_has_the_mean_of_those_who_did(
+    tmp_path: Path, ranks: list[Path]
+) -> None:
+    means = Means(tmp_path, lines_most=20)
+    for step in range(15):
+        for rank in ranks:
+            with rank.open("a") as file:
+                file.write(line(step, 1.0))
+        means.read(1 << 20)
+    assert set(means.by_step) == {*range(15)}, "means are kept when the lines of their ranks are not"
+    for rank in ranks:
+        with rank.open("a") as file:
+            file.write(line(0, 5.0))
+        means.read(1 << 20)
+    assert means.by_step[0] == {"entropy": 5.0}
+    for step in range(15, 40):
+        ranks[0].open("a").write(line(step, 1.0))
+        means.read(1 << 20)
+    assert set(means.by_step) == {*range(20, 40)}

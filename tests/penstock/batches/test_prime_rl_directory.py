@@ -12,7 +12,12 @@ from support.stores import directory_store
 
 from penstock.batches.packing import PackingRules
 from penstock.batches.plan import Format
-from penstock.batches.prime_rl_directory import follow_broadcasts, publish_prime_rl, unpublish_prime_rl
+from penstock.batches.prime_rl_directory import (
+    accept_broadcasts,
+    publish_prime_rl,
+    read_broadcasts,
+    unpublish_prime_rl,
+)
 from penstock.batches.signals import NOTHING, PublishedPolicy
 from penstock.config import RunConfig
 from penstock.store.files import FileStore
@@ -105,19 +110,21 @@ def broadcast(out: Path, version: int, marker: str) -> Path:
 
 
 def test_broadcasts_are_accepted_and_tell_steps_and_versions(tmp_path: Path) -> None:
-    assert follow_broadcasts("prime-rl", tmp_path) is None
+    assert read_broadcasts("prime-rl", tmp_path) is None
     offered = broadcast(tmp_path, 0, ".sender_ready")
-    assert follow_broadcasts("prime-rl", tmp_path) is None, "offered, not complete"
+    assert read_broadcasts("prime-rl", tmp_path) is None, "offered, not complete"
+    assert not (offered / ".receiver_ready").exists()
+    accept_broadcasts("prime-rl", tmp_path)
     assert (offered / ".receiver_ready").exists(), "the trainer waits for this"
     broadcast(tmp_path, 0, ".finished")
-    state = follow_broadcasts("prime-rl", tmp_path)
+    state = read_broadcasts("prime-rl", tmp_path)
     assert state is not None
     assert (state.acked, state.checkpointed) == (NOTHING, NOTHING)
     assert state.policy == PublishedPolicy(version=0, weights=str(offered))
     newest = broadcast(tmp_path, 3, ".finished")
     for step in (1, 2, 3):
         (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
-    state = follow_broadcasts("prime-rl", tmp_path)
+    state = read_broadcasts("prime-rl", tmp_path)
     assert state is not None
     assert (state.acked, state.policy) == (2, PublishedPolicy(version=3, weights=str(newest)))
     assert state.checkpointed == 1, "the one of version 3 may be incomplete"
@@ -126,11 +133,11 @@ def test_broadcasts_are_accepted_and_tell_steps_and_versions(tmp_path: Path) -> 
 def test_older_broadcasts_are_complete_with_their_marker(tmp_path: Path) -> None:
     broadcast(tmp_path, 2, "STABLE")
     broadcast(tmp_path, 3, "model.safetensors")
-    state = follow_broadcasts("prime-rl-2026-08", tmp_path)
+    state = read_broadcasts("prime-rl-2026-08", tmp_path)
     assert state is not None
     assert (state.acked, state.policy and state.policy.version) == (1, 2)
     broadcast(tmp_path / "run_default", 4, "STABLE")
-    old = follow_broadcasts("prime-rl-2026-05", tmp_path)
+    old = read_broadcasts("prime-rl-2026-05", tmp_path)
     assert old is not None
     assert old.acked == 3
 

@@ -1,11 +1,9 @@
 """What a token was drawn from, up to the trainer's micro-batch."""
 
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from support.rollouts import MadeRollout, MadeTurn, RolloutMaker, plan_of, seal
+from support.rollouts import drawn, plan_of, seal
 from support.stores import directory_store
 
 from penstock.batches import BatchReader
@@ -13,27 +11,6 @@ from penstock.config import RunConfig
 from penstock.config.engine import Engine, Policy, Sampling
 from penstock.doctor.findings import Level
 from penstock.doctor.probes import check_sampling
-from penstock.store.columns import write_columns
-from penstock.store.files import FileStore
-
-TURN = MadeTurn(context=2, completion=3)
-SAMPLING = ["{}", '{"top_k":4,"top_p":0.9}', '{"presence_penalty":1.0,"top_k":4}']
-
-
-def drawn(store: FileStore, name: str, *, masks: bool) -> MadeRollout:
-    """A rollout of three turns: plain, truncated, and truncated with a penalty."""
-    made = RolloutMaker(store=store).make(name, [[TURN, TURN, TURN]])
-    columns, lengths = made.columns, np.zeros(15, np.int64)
-    turns = replace(
-        columns.turns, sampling=np.array([0, 1, 2], np.int32), words={**columns.turns.words, "sampling": SAMPLING}
-    )
-    columns = replace(columns, turns=turns)
-    if masks:
-        lengths[7:10], lengths[12:15] = [2, 1, 3], 1
-        ids = np.arange(100, 100 + lengths.sum(), dtype=np.int32)
-        columns = replace(columns, support_ids=ids, support_offsets=np.concatenate([[0], np.cumsum(lengths)]))
-    ref = write_columns(store, f"rollouts/{name}/drawn", columns)
-    return replace(made, columns=columns, planned=replace(made.planned, columns=ref))
 
 
 def test_each_token_says_whether_its_distribution_is_known(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,21 +33,26 @@ def engine(
     forgets: bool = False,
     version: str = "0.32.0",
     dev_mode: bool = True,
+    root: str = "org/model",
+    flat: bool = False,
 ) -> Respond:
     """A server whose completion is a letter. `forgets`: its template drops the first message of longer chats.
-    `dev_mode`: it has the endpoints that load weights."""
+    `dev_mode`: it has the endpoints that load weights. `flat`: no two completions are the same."""
+    letters = itertools.count(ord("a"))
 
     def respond(request: ReceivedRequest) -> Response:
         if request.method == "OPTIONS":
             return page({"detail": "Method Not Allowed"}, status=405 if dev_mode else 404)
         match request.path:
             case "/v1/models":
-                served = {"id": model, "owned_by": owned_by, "max_model_len": 4096}
+                served = {"id": model, "owned_by": owned_by, "max_model_len": 4096, "root": root}
                 return page({"object": "list", "data": [served]})
             case "/version":
                 return page({"version": version})
             case "/v1/chat/completions":
                 return chat(request)
+            case "/server_info" if dev_mode:
+                return page({"vllm_config": {"model_config": {"logprobs_mode": f"{mode}_logprobs"}}})
             case _:
                 return page({"error": "not found"}, status=404)
 
@@ -63,6 +69,7 @@ def engine(
                 body={**body, "messages": request.messages[1:]},
             )  # fmt: skip
         message = calling(tool_call("weather", {"city": "Oslo"})) if body.get("tools") else "ab"
+        message = chr(next(letters)) if flat else message
         response = json.loads(answer(request, message, routed=routed))
         scale = 1.0 if mode == "raw" else body.get("temperature", 1.0)
         for token in response["choices"][0]["logprobs"]["content"]:
@@ -97,20 +104,25 @@ def stage_of(client: EngineClient) -> RolloutStage:
     return RolloutStage(client=client, store=store, settings=Policy(), dialect=dialect_of(client.settings))
 
 
-def refused(respond: Respond, **settings: Any) -> str | None:
-    """What the quick part says."""
-    said: list[str] = []
+def noted_at_a_start(respond: Respond, **settings: Any) -> list[Finding]:
+    """What the quick part says. Raises what it refuses."""
+    noted: list[Finding] = []
     with serving(respond) as server:
 
         async def main() -> None:
             async with EngineClient.open(quick_engine(server.url, **settings)) as client:
-                try:
-                    await quick(stage_of(client))
-                except (StageError, InfrastructureFailure) as error:
-                    said.append(str(error))
+                noted.extend(await quick(stage_of(client)))
 
         run(main)
-    return said[0] if said else None
+    return noted
+
+
+def refused(respond: Respond, **settings: Any) -> str | None:
+    try:
+        noted_at_a_start(respond, **settings)
+    except (StageError, InfrastructureFailure) as error:
+        return str(error)
+    return None
 
 
 def test_a_good_engine_has_no_problem() -> None:
@@ -155,6 +167,44 @@ def test_tools_that_the_server_refuses_are_a_note_in_its_words() -> None:
     assert "requires --enable-auto-tool-choice" in findings["tools"].text
     assert findings["turns"].level is Level.OK
     assert refused(engine(refuses_tools=True)) is None
+    (noted,) = noted_at_a_start(engine(refuses_tools=True))
+    assert "requires --enable-auto-tool-choice" in noted.sentence
+    assert noted_at_a_start(engine()) == []
+
+
+@pytest.mark.parametrize("dev_mode", [True, False], ids=["the server says it", "not known"])
+def test_the_mode_of_a_flat_policys_logprobs_is_what_the_server_says(dev_mode: bool) -> None:
+    """No token is drawn at both temperatures."""
+    respond = engine(mode="raw", flat=True, dev_mode=dev_mode)
+    findings, examination = examined(respond)
+    assert findings["logprobs"].level is (Level.WRONG if dev_mode else Level.NOTE)
+    assert ('logprobs_mode = "raw"' in examination.block()) is dev_mode
+    assert ("--logprobs-mode processed_logprobs" in (refused(respond) or "")) is dev_mode
+    assert refused(engine(flat=True, dev_mode=dev_mode)) is None
+
+
+def test_the_shape_of_routed_experts_is_that_of_the_models_own_configuration(tmp_path: Path) -> None:
+    """SGLang's rows of 3 layers and 2 experts divide as well into 2 and 3."""
+    shape = {"num_hidden_layers": 3, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": shape}))
+    respond = engine(routed=True, root=str(tmp_path))
+    right = {"routed_experts": True, "hidden_layers": 3, "experts_per_token": 2}
+    for wrong in ({"hidden_layers": 2}, {"experts_per_token": 3}, {"hidden_layers": 2, "experts_per_token": 3}):
+        findings, _ = examined(respond, **(right | wrong))
+        assert findings["shape"].level is Level.WRONG
+        assert findings["shape"].fix == "set engine.hidden_layers = 3 and engine.experts_per_token = 2"
+        assert "engine.hidden_layers = 3" in (refused(respond, **(right | wrong)) or "")
+    findings, _ = examined(respond, **right)
+    assert findings["shape"].level is Level.OK
+    assert refused(respond, **right) is None
+    (tmp_path / "config.json").write_text("no JSON")
+    assert "shape" not in examined(respond, **right)[0]
+
+
+def test_routed_experts_of_a_dense_model_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3}))
+    findings, _ = examined(engine(routed=True, root=str(tmp_path)), routed_experts=True)
+    assert "the model is dense" in findings["shape"].text
 
 
 def test_a_template_that_rewrites_history_is_noted() -> None:

@@ -3,7 +3,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import orjson
@@ -49,9 +49,12 @@ def failing(times: int, fault: Response) -> Callable[[ReceivedRequest], Response
     return lambda request: fault if request.retry < times else hello(request)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
+@contextlib.contextmanager
+def refusing() -> Iterator[str]:
+    """The URL of a port on which nothing listens. It is taken, so that no other process can."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
 def content_of(body: bytes) -> bytes:
@@ -108,11 +111,11 @@ def test_a_silent_engine_is_a_failure() -> None:
 
 def test_an_engine_without_a_listener_is_unreachable() -> None:
     async def main() -> None:
-        urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
-        async with client_of(*urls, retries=0) as client:
-            with pytest.raises(EngineUnreachable, match=r"0\.1 s.*is it running, and is engine\.urls right"):
-                await client.send(REQUEST, content_of)
-            assert client.replicas.all_avoided
+        with refusing() as one, refusing() as other:
+            async with client_of(one, other, retries=0) as client:
+                with pytest.raises(EngineUnreachable, match=r"0\.1 s.*is it running, and is engine\.urls right"):
+                    await client.send(REQUEST, content_of)
+                assert client.replicas.all_avoided
 
     run(main)
 
@@ -161,8 +164,7 @@ def test_an_engine_killed_during_a_response_is_waited_for() -> None:
 
 def test_another_replica_is_used_if_one_is_unreachable_or_fails() -> None:
     async def main() -> None:
-        with serving(hello) as good, serving(lambda _: FAULTS["a 500"]) as bad:
-            away = f"http://127.0.0.1:{free_port()}"
+        with serving(hello) as good, serving(lambda _: FAULTS["a 500"]) as bad, refusing() as away:
             async with client_of(away, bad.url, good.url) as client:
                 first = await client.send(REQUEST, content_of)
                 assert first.replica.url == good.url

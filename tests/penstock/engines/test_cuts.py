@@ -117,6 +117,22 @@ def test_a_response_may_be_shorter_than_the_longest_open_sample() -> None:
     read(spec(form="bare", rows=ROWS.astype(np.int32)).body(), bare)
 
 
+@pytest.mark.parametrize("end", [b"]", b""])
+@pytest.mark.parametrize(
+    "behind",
+    [
+        *(b"", b",", b",,9", b",9000,", b",9000,,1", b",09", b",-1", b",+1", b",9.0", b",9e3", b", 9", b",9 ", b" ,9"),
+        *(b',"]"', b",[1]", b",null", b",2147483647", b",2147483648", b",%d" % 10**30, b"1", b"\xff", b",9000,10000"),
+    ],
+)
+def test_what_follows_the_known_ids_is_read_as_by_the_reference(behind: bytes, end: bytes) -> None:
+    known, whole = (compact(ids)[:-1] for ids in (PROMPT[:3], PROMPT))
+    for body in (spec().body(), spec(rows=None).body()):
+        assert whole + b"]" in body
+        for inputs in (ONE_SAMPLE, replace(ONE_SAMPLE, max_seq_len=4)):
+            agree(body.replace(whole + b"]", known + behind + end), inputs)
+
+
 sequences = st.lists(st.integers(0, 2**31 - 1), max_size=8)
 
 

@@ -154,7 +154,10 @@ def test_open_mode_accepts_any_conversation() -> None:
         ([user("1"), {"role": 7}], r"messages\[1\]"),
         ([user([{"type": "image_url", "image_url": {}}])], "only text parts are supported"),
         ([user(["bare text"])], "not text"),
-        ([user({1, 2})], "not JSON-serializable"),
+        ([user({1, 2})], r"messages\[0\].content must be text"),
+        ([user(5)], r"messages\[0\].content must be text"),
+        ([{"role": "assistant", "tool_calls": 5}], r"messages\[0\].tool_calls must be a list"),
+        ([user("1") | {"reasoning_content": {1, 2}}], "not JSON-serializable"),
     ],
 )
 @pytest.mark.parametrize("mode", Mode)

@@ -1,17 +1,20 @@
 """A batch in the structures of slime, miles and SkyRL, by their definitions (read in November 2026)."""
 
+import sys
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from support.rollouts import MadeRollout, MadeTurn, RolloutMaker, plan_of, seal
+from support.documents import ROOT, Page
+from support.rollouts import MadeRollout, MadeTurn, RolloutMaker, drawn, plan_of, seal
 from support.stores import directory_store
 
 from penstock import BatchReader
-from penstock.batches import Batch
+from penstock.batches import Batch, read_trainer
 from penstock.trainers.skyrl import to_generator_output
 from penstock.trainers.slime import to_samples
 
@@ -92,12 +95,34 @@ def test_slime_gets_groups_of_samples(batch: Batch, made: dict[str, MadeRollout]
         assert sample.weight_versions == ["3"]
 
 
+def test_the_rollout_function_of_the_guide_returns_steps_and_acknowledges_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the fields of slime's `Sample` alone: slime is not a package that can be installed."""
+    maker = RolloutMaker(store=directory_store(tmp_path / "store"))
+    for step in range(2):
+        seal(maker.store, plan_of([maker.make(f"g{step}-0", [[TURN]], group=f"g{step}")], step=step))
+    [block] = [each for each in Page(ROOT / "docs" / "trainers.md").blocks("python") if "slime_rollout" in each]
+    monkeypatch.setenv("RUN_DIR", str(tmp_path))
+    for name in ("slime", "slime.utils", "slime.utils.types"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["slime.utils.types"].Sample = SlimeSample  # type: ignore[attr-defined]
+    script: dict[str, Any] = {}
+    exec(block, script)
+    for step, acked in ((0, -1), (1, 0)):
+        [[sample]] = script["rollout"](None, step, None)
+        assert sample.metadata["rollout"] == f"g{step}-0"
+        assert read_trainer(tmp_path).acked == acked
+
+
 def test_skyrl_gets_lists_of_equal_lengths(batch: Batch, made: dict[str, MadeRollout]) -> None:
     output = to_generator_output(batch, TrajectoryID)
     assert output.keys() == {
         "prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_metrics",
-        "rollout_logprobs", "trajectory_ids", "trajectory_generation_times", "rollout_expert_indices", "is_last_step",
+        "rollout_logprobs", "trajectory_ids", "trajectory_generation_times", "rollout_expert_indices",
+        "rollout_sample_support", "is_last_step",
     }  # fmt: skip
+    assert output["rollout_sample_support"] is None, "nothing was truncated"
     assert {len(values) for values in output.values() if values is not None} == {4}
     assert output["is_last_step"] == [False, True, True, True]
     rewards = [0.0, *(made[name].planned.reward for name in ("g1-0", "g1-1", "g2-0"))]
@@ -110,4 +135,18 @@ def test_skyrl_gets_lists_of_equal_lengths(batch: Batch, made: dict[str, MadeRol
                                     "rollout_expert_indices")), strict=True
     ):  # fmt: skip
         assert len(response) == len(mask) == len(logprobs)
-        assert np.shape(routes) == (len(prompt) + len(response), 2, 3)
+        assert (routes.shape, routes.dtype) == ((len(prompt) + len(response), 2, 3), np.uint8)
+
+
+def test_skyrl_gets_the_tokens_that_truncation_left(tmp_path: Path) -> None:
+    """Three turns of three tokens: not truncated, truncated, and truncated with a penalty."""
+    store = directory_store(tmp_path / "store")
+    seal(store, plan_of([drawn(store, "g1-0", masks=True), drawn(store, "g1-1", masks=False)]))
+    output = to_generator_output(next(BatchReader(tmp_path, data_rank=0, data_ranks=1)), TrajectoryID)
+    with_masks, without = output["rollout_sample_support"]
+    nothing = [-1, -1, -1]
+    known = [[100, 101, -1], [102, -1, -1], [103, 104, 105]]
+    assert with_masks.tolist() == [*[nothing] * 5, *known, *[nothing] * 5]
+    assert without.tolist() == [nothing] * 13
+    assert with_masks.dtype == np.int32
+    assert [len(each) for each in output["response_ids"]] == [13, 13]

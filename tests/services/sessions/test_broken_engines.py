@@ -21,6 +21,7 @@ STATUSES = {
 }
 
 
+CROSSED: list[socket.socket] = []
 STOLEN = json.dumps({"messages": [{"role": "user", "content": "stolen"}]}).encode()
 
 
@@ -39,6 +40,11 @@ def respond(connection: socket.socket, body: bytes, name: str) -> None:
             connection.sendall(b" ")
     elif not body:
         connection.sendall(http_response(b"{}", status=b"404 Not Found"))
+    elif text == "refused":
+        connection.sendall(http_response(b'{"error": "it is too long"}', status=b"400 Bad Request"))
+    elif text == "an error crossed" and not CROSSED:
+        CROSSED.append(connection)
+        connection.sendall(http_response(b'{"error": "words of another session"}', status=b"400 Bad Request"))
     elif text.startswith("crossed"):
         another = name[:-1] + ("0" if name[-1] != "0" else "1") if "named" in text else ""
         connection.sendall(completion(STOLEN, another) + completion(body, name))
@@ -92,6 +98,23 @@ def test_what_arrives_before_an_answer_is_recorded_by_no_session(sessions: Sessi
     )
     assert agent.turns() == 1
     assert sessions.agent().talk("hello").content == "answer to hello"
+
+
+def test_an_error_that_answers_another_request_reaches_no_session(sessions: SessionsProcess) -> None:
+    """Errors have no name: on a connection that others used before, an error may be another request's."""
+    agent = sessions.agent()
+    agent.talk("mine")
+    response = agent.chat("an error crossed")
+    assert CROSSED
+    assert (response.status, response.content) == (200, "answer to an error crossed")
+
+
+def test_an_engines_own_error_is_passed_on(sessions: SessionsProcess, engine: RawServer) -> None:
+    agent = sessions.agent()
+    agent.talk("mine")
+    response = agent.chat("refused")
+    assert (response.status, response.json) == (400, {"error": "it is too long"})
+    agent.assert_usable()
 
 
 def test_what_an_engine_sends_unasked_is_given_to_no_session(sessions: SessionsProcess, engine: RawServer) -> None:

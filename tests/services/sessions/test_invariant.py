@@ -17,7 +17,7 @@ from penstock.config import RunConfig
 from penstock.config.engine import Engine, Policy
 from penstock.engines.transport import ON_LOOP_BYTES
 from penstock.runtime.loop_lag import LoopLag
-from services.sessions import chats
+from services.sessions import chats, engine_queries
 from services.sessions.backend import Backend
 from services.sessions.chats import CUT_ON_LOOP_BYTES, is_quick
 from services.sessions.connections import JsonServer
@@ -55,8 +55,9 @@ async def sessions(directory: Path, upstream: str) -> AsyncIterator[tuple[Sessio
             yield table, url
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "messages/count_tokens"])
 def test_large_requests_are_read_in_a_thread_and_small_ones_on_the_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     threads: list[str] = []
 
@@ -64,13 +65,14 @@ def test_large_requests_are_read_in_a_thread_and_small_ones_on_the_loop(
         threads.append(threading.current_thread().name.rpartition("_")[0])
         return read_chat(*args, **options)
 
-    monkeypatch.setattr(chats, "read_chat", watched)
+    for module in (chats, engine_queries):
+        monkeypatch.setattr(module, "read_chat", watched)
 
     async def main(upstream: Server) -> None:
         async with sessions(tmp_path, upstream.url) as (_, base), ClientSession() as http:
             for size in (10, ON_LOOP_BYTES):
                 _, created = await send(http, f"{base}/sessions")
-                chat = f"{base}/sessions/{created['session_id']}/v1/chat/completions"
+                chat = f"{base}/sessions/{created['session_id']}/v1/{path}"
                 assert (await send(http, chat, {"messages": [user("x" * size)]}))[0] == 200
 
     with serving(lambda request: Response(body=answer(request, "x"))) as upstream:

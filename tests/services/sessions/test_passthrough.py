@@ -116,13 +116,15 @@ def test_the_engine_gets_the_clients_headers_without_the_secret(agent: Agent, sc
         "Cookie: a=1; key={secret}",
     ],
 )
-def test_the_secret_reaches_the_engine_in_no_header(agent: Agent, script: Script, headers: str) -> None:
+@pytest.mark.parametrize("which", ["secret", "control_secret"])
+def test_a_secret_reaches_the_engine_in_no_header(agent: Agent, script: Script, headers: str, which: str) -> None:
+    secret = getattr(agent, which)
     body = json.dumps({"messages": [user("secret")]})
     head = f"POST {agent.path}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection(agent.server.address) as client:
-        client.sendall(f"{head}{headers.format(secret=agent.secret)}\r\n\r\n{body}".encode())
+        client.sendall(f"{head}{headers.format(secret=secret)}\r\n\r\n{body}".encode())
         assert client.recv(1000).startswith(b"HTTP/1.1 200 ")
-    assert agent.secret not in str(script.received("secret")[-1].headers)
+    assert secret not in str(script.received("secret")[-1].headers)
 
 
 def test_another_key_is_forwarded_to_the_engine(agent: Agent, script: Script) -> None:

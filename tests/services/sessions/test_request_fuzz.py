@@ -6,20 +6,29 @@ import random
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from support.engine_responses import ResponseSpec, compact
 from support.raw_server import RawServer, http_response, raw_server
 from support.session_process import CHAT, Agent, SessionsProcess, running
+from support.tokenizer_directory import tokenizer_dir
 
 REQUESTS_A_ROUND = 25
 """With a session of its own. 100,000 requests in `make fuzz`."""
 MARKER = "words of another session"
-ANSWER = http_response(compact(ResponseSpec(prompt=[1, 2], completion=[3], content="ok").as_dict()))
+SPEC = ResponseSpec(prompt=[1, 2], completion=[3], content="ok")
+ANSWER = http_response(compact(SPEC.as_dict()))
+TOKENS = http_response(
+    compact(
+        {key: value for key, value in replace(SPEC, dialect="generate").as_dict().items() if key != "prompt_token_ids"}
+    )
+)
 METHODS = ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "CONNECT", "TRACE", "get", "P\x00ST", "É", ""]
 ALLOWED = {
     b"POST /v1/chat/completions",
+    b"POST /inference/v1/generate",
     b"GET /v1/models",
     b"POST /tokenize",
     b"GET /metrics",
@@ -28,9 +37,12 @@ SCALARS: list[Any] = [None, True, 0, -1, 1e308, 2**70, "", "x", "\u2028", "\x00"
 NAMES = ["messages", "role", "content", "tool_calls", "tools", "n", "stream", "stream_options", "model", "logprobs"]
 NAMES += ["temperature", "max_tokens", "stop", "seed", "sampling_params", "token_ids", "input_ids", "rid", "priority"]
 NAMES += ["chat_template_kwargs", "return_token_ids", "include_reasoning", "rollout", "attempt", "run", "error"]
+NAMES += ["system", "instructions", "previous_response_id", "tool_choice", "include", "type", "text", "prompt", "name"]
+NAMES += ["output_config", "stop_sequences", "metadata", "function", "arguments", "call_id", "output", "forced"]
 HEADER_NAMES = ["Host", "Content-Length", "Transfer-Encoding", "Content-Encoding", "Expect", "Connection", "Upgrade"]
 HEADER_NAMES += ["Authorization", "X-Api-Key", "Cookie", "X-Session-ID", "X-Retry-Count", "Range", "Content-Type"]
 HEADER_NAMES += ["Idempotency-Key", "x-stainless-retry-count", "thread-id", "Accept", "TE", "Trailer", "X\x7f", "", " "]
+HEADER_NAMES += ["x-penstock-train", "x-claude-code-agent-id", "X-Request-Id"]
 HEADER_VALUES = [
     "",
     " ",
@@ -46,6 +58,15 @@ HEADER_VALUES = [
     "upgrade",
 ]
 HEADER_VALUES += ["x" * 9000, "\xff\xfe", "a\tb", "a\r\n b", "a\x00b", "Bearer", "Basic eDp5", "bytes=0-1", "*/*;q=x"]
+
+
+RULES = """
+[sessions.leave_out.titles]
+system = "^x"
+user = "e"
+[sessions.leave_out.small]
+model = "^x"
+"""
 
 
 class Fuzz:
@@ -77,9 +98,8 @@ class Fuzz:
             [self.agent.path] * 6 + [self.victim.path, "/sessions/" + "0" * 32, "/sessions/..", "/sessions"]
         )
         apis = [CHAT] * 6 + ["/v1/messages", "/v1/responses", "/v1/completions", "/v1/messages/count_tokens"]
-        rest = choose([*apis, "", "/seal", "/v1/models", "/v1", "/update_weights", "/x" * 50])
-        if rest == "/seal" and self.random.random() < 0.9:
-            rest = "/seals"
+        others = ["", "/seal", "/rewards", "/v1/models", "/v1/models/x", "/v1", "/update_weights", "/x" * 50]
+        rest = choose(["", "", "", "/branch/a"]) + choose([*apis, *others])
         return self.altered(session + rest) + choose(["", "", "?", "?a=%2F", "?" + "&" * 99, "#x"])
 
     def altered(self, path: str) -> str:
@@ -103,7 +123,8 @@ class Fuzz:
 
     def chat(self) -> bytes:
         message: dict[str, Any] = {"role": "user", "content": "hello"}
-        body: dict[str, Any] = {self.random.choice(["messages", "messages", "input"]): [message], "model": "policy"}
+        names = ["messages", "messages", "input", "prompt"]
+        body: dict[str, Any] = {self.random.choice(names): [message], "model": "policy"}
         for _ in range(self.random.randrange(3)):
             self.random.choice([message, body])[self.random.choice(NAMES)] = self.value()
         return self.spoiled(json.dumps(body))
@@ -147,18 +168,29 @@ def exchange(server: SessionsProcess, request: bytes, *, complete: bool) -> byte
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[RawServer]:
-    with raw_server(lambda connection, *_: connection.sendall(ANSWER)) as server:
+    def respond(connection: socket.socket, body: bytes, _: str) -> None:
+        connection.sendall(TOKENS if b'"sampling_params":{' in body else ANSWER)
+
+    with raw_server(respond) as server:
         yield server
 
 
+@pytest.mark.parametrize("renderer", ["", "bytes-chatml", "a tokenizer"])
 def test_malformed_requests_get_4xx_and_nothing_of_another_session(
-    engine: RawServer, tmp_path_factory: pytest.TempPathFactory, fuzz_rounds: int
+    engine: RawServer, tmp_path_factory: pytest.TempPathFactory, fuzz_rounds: int, renderer: str
 ) -> None:
     settings = {"sessions__max_sessions": "1000000", "engine__versions": "announced"}
-    with running(tmp_path_factory.mktemp("fuzz"), engine.url, "--require-secret", **settings) as server:
+    directory = tmp_path_factory.mktemp("fuzz")
+    (directory / "run.toml").write_text(RULES)
+    arguments = [str(directory / "run.toml"), "--require-secret"]
+    if renderer:
+        settings["engine__dialect"] = "generate"
+        name = str(tokenizer_dir(directory / "tokenizer")) if renderer == "a tokenizer" else renderer
+        arguments += ["--policy-renderer", name, "--mode", "open"]
+    with running(directory, engine.url, *arguments, **settings) as server:
         victim = server.agent()
         victim.talk(MARKER)
-        for number in range(fuzz_rounds):
+        for number in range(fuzz_rounds // (8 if renderer else 1)):
             fuzz = Fuzz(number, server.agent(), victim)
             for _ in range(REQUESTS_A_ROUND):
                 request, complete = fuzz.request()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from support.session_process import CHAT, Agent, Script, SessionsProcess, running
 from support.stores import directory_store
+from support.upstream import user
 
 from penstock.store import BlobRef
 from penstock.store.columns import read_columns
@@ -71,6 +72,19 @@ def test_a_reward_that_is_missing_for_a_turn_is_refused_at_sealing(agent: Agent)
     response = agent.request("POST", "/seal")
     assert (response.status, "1 rewards for 2 turns" in response.error) == (400, True)
     assert agent.request("POST", "/seal", {"turn_rewards": [0.0, 1.0]}).status == 200
+
+
+def test_creating_a_session_needs_the_key_if_one_is_set(script: Script, tmp_path: Path) -> None:
+    """Otherwise an agent could name versions that no replica has, and stop every other session."""
+    orders = {"run": "r", "sequence": 2**31 - 1, "policy_version": 2**31 - 1, "least_version": 2**31 - 1}
+    with running(tmp_path, script.server.url, sessions__create_key="key of the run") as server:
+        created = server.request("POST", "/sessions", {}, {"Authorization": "Bearer key of the run"}).json
+        for secret in ("", created["secret"], created["control_secret"]):
+            response = server.request("POST", "/sessions", orders, {"Authorization": f"Bearer {secret}"})
+            assert (response.status, "sessions.create_key" in response.error) == (401, True)
+        path = f"/sessions/{created['session_id']}{CHAT}"
+        assert server.request("POST", path, {"messages": [user("hello")]}).status == 200
+        assert "key of the run" not in server.text
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/seal"), ("POST", "/rewards"), ("DELETE", "")])

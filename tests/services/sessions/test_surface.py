@@ -170,10 +170,11 @@ def test_a_rollout_name_cannot_escape_the_store(sessions: SessionsProcess) -> No
 
 def test_bodies_and_heads_are_limited(agent: Agent, sessions: SessionsProcess, script: Script) -> None:
     before = len(script.server.received)
-    for path in (agent.path + CHAT, "/sessions"):
+    for path, limit in ((agent.path + CHAT, 1 << 24), ("/sessions", 1 << 18)):
         response = sessions.request("POST", path, HUGE)
         assert response.status == 413
-        assert "more than 16777216 bytes" in response.error
+        assert f"more than {limit} bytes" in response.error
+    assert sessions.request("POST", "/sessions", {"sampling": {"x": "x" * (1 << 18)}}).status == 413
     response = sessions.request(
         "POST", agent.path + CHAT, b"", {"Transfer-Encoding": "identity", "X-Long": "x" * 20_000}
     )

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support import engine_process
-from support.session_process import Script, SessionsProcess, running
+from support.engine_responses import compact
+from support.real_responses import vllm_generate
+from support.session_process import JSON, Script, SessionsProcess, running
 from support.stores import directory_store
 from support.tokenizer_directory import tokenizer_dir
-from support.upstream import user
+from support.upstream import ReceivedRequest, Response, serving, user
 from typer.testing import CliRunner
 
 from cli.main import app
@@ -41,6 +44,29 @@ def test_an_engine_of_tokens_only_serves_sessions(tmp_path: Path) -> None:
                 assert shown["records"][-1]["response"] == completion
             assert bytes_chatml.decode_messages(np.array(shown["metadata"]["accumulated_token_ids"])) == agent.messages
             assert len(agent.request("POST", "/seal").json["sample_lengths"]) == 1
+
+
+@pytest.mark.parametrize("wrong", [{}, {"token_id": -1}, {"token": "a"}, {"token": "token_id:4294967296"}], ids=str)
+def test_a_likely_token_without_an_id_is_502_and_records_nothing(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    candidates: list[dict[str, Any]] = [{"logprob": -1.0, **wrong}]
+
+    def respond(request: ReceivedRequest) -> Response:
+        body = vllm_generate(prompt=request.body["token_ids"], completion=[52], logprobs=[-0.5])
+        body["choices"][0]["logprobs"]["content"][0]["top_logprobs"] = candidates
+        return Response(body=compact(body), headers=JSON)
+
+    with serving(respond) as engine:
+        arguments = ["--policy-renderer", "bytes-chatml"]
+        with running(tmp_path, engine.url, *arguments, engine__dialect="generate") as process:
+            agent = process.agent()
+            response = agent.chat("What is 2 + 2?", logprobs=True, top_logprobs=1)
+            assert (response.status, agent.turns()) == (502, 0)
+            assert "the engine's response has" in response.error
+            candidates[:] = [{"logprob": -1.0, "token_id": 53}]
+            (token,) = agent.chat("What is 2 + 2?", logprobs=True, top_logprobs=1).json["choices"][0]["logprobs"][
+                "content"
+            ]
+            assert [each["token"] for each in token["top_logprobs"]] == ["5"]
 
 
 @pytest.fixture(scope="module")

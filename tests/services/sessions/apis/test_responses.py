@@ -152,12 +152,12 @@ def test_a_response_of_another_session_is_not_found(agent: Agent, sessions: Sess
 
 
 def test_instructions_hold_for_one_request(agent: Agent, script: Script) -> None:
-    items = [{"role": "developer", "content": "stays"}, {"role": "user", "content": "one"}]
+    items = [{"role": "developer", "content": "\n\nstays"}, {"role": "user", "content": "one"}]
     first = ask(agent, items, instructions="goes").json["id"]
     second = ask(agent, "two", previous_response_id=first).json["id"]
     ask(agent, "three", previous_response_id=second, instructions="new")
     sent = [script.received(text)[-1].messages[0]["content"] for text in ("one", "two", "three")]
-    assert sent == ["goes\n\nstays", "stays", "new\n\nstays"]
+    assert sent == ["goes\n\n\n\nstays", "\n\nstays", "new\n\n\n\nstays"]
 
 
 def test_previous_responses_are_found_after_a_kill(script: Script, tmp_path: Path) -> None:
