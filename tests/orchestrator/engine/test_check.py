@@ -11,8 +11,8 @@ from support.engine_clients import run
 from support.ledgers import configured
 from support.upstream import Response, serving
 
-from orchestrator import engine_check
-from orchestrator.engine_check import BUSY_LOOKS, EngineCheck
+from orchestrator.engine import check
+from orchestrator.engine.check import BUSY_LOOKS, EngineCheck
 from penstock.errors import RunError
 
 CHILD = """\
@@ -25,7 +25,7 @@ print(first)
 
 def checked(directory: Path, monkeypatch: pytest.MonkeyPatch, *answers: dict[str, Any]) -> list[str]:
     """The answers that no child has given when the check is over. The last one is repeated."""
-    monkeypatch.setattr(engine_check, "AGAIN_S", 0.0)
+    monkeypatch.setattr(check, "AGAIN_S", 0.0)
     file = directory / "answers"
     file.write_text("\n".join(map(json.dumps, answers)))
 
