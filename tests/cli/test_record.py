@@ -114,6 +114,15 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path, there: str) -> None:
     assert "choose another --out" in str(result.exception)
 
 
+def test_a_directory_that_cannot_be_made_is_refused_before_the_program_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    program = [sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')"]
+    result = CliRunner().invoke(app, ["record", "--out", str(tmp_path / "file" / "out"), "--", *program])
+    assert isinstance(result.exception, ConfigError), result.exception
+    assert "Not a directory; choose another --out" in str(result.exception)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_program_that_is_not_there_is_refused(script: Script, tmp_path: Path) -> None:
     ended = subprocess.run(
         [PENSTOCK, "record", "--out", str(tmp_path / "out"), "--", "no-such-program"],
