@@ -15,6 +15,8 @@ OWN_REDIS = "redis"
 
 
 class State(StrEnum):
+    NOT_BEGUN = "not begun"
+    """its directory has no run.json"""
     STARTING = "starting"
     RUNNING = "running"
     SILENT = "silent"
