@@ -14,13 +14,13 @@ from penstock.errors import BadRequest
 from penstock.turn import Ids
 from services.sessions.apis.base import Api, ChatRequest, Completion, Fields, History, Recorded, refuse
 
-READ_HERE = ("prompt", "logprobs", "messages", "tools")
-"""Fields that are read here, and those of a chat that this API does not have."""
 REFUSED = {
     "suffix": "send the whole prompt",
     "echo": "the prompt is not repeated",
     "best_of": "a request records one completion",
 }
+READ_HERE = ("prompt", "logprobs", "messages", "tools")
+"""Fields that are read here, and those of a chat that this API does not have."""
 
 
 class Completions(Api):
