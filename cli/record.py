@@ -1,6 +1,8 @@
 """`penstock record -- COMMAND`: one program's conversation with an engine, recorded token by token, without a run."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -32,9 +34,9 @@ def record(
 
     if (program := shutil.which(command[0])) is None:
         raise ConfigError(f"there is no program {command[0]!r} to record")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty: choose another --out")
-    with tempfile.TemporaryDirectory(prefix="penstock-record-") as scratch:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is not an empty directory: choose another --out")
+    with _made(out), tempfile.TemporaryDirectory(prefix="penstock-record-") as scratch:
         flags = {
             "engine.urls": engine,
             "engine.dialect": dialect,
@@ -51,3 +53,20 @@ def record(
     else:
         print(recorded_program.line(summary), file=sys.stderr)
     raise Exit(summary["exit_code"])
+
+
+@contextmanager
+def _made(directory: Path) -> Iterator[None]:
+    """Made before the program runs, so that nothing is lost behind it; removed if nothing was written."""
+    from penstock.errors import ConfigError
+
+    existed = directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot create {directory}: {error.strerror}; choose another --out") from error
+    try:
+        yield
+    finally:
+        if not existed and not any(directory.iterdir()):
+            directory.rmdir()

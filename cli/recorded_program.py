@@ -101,7 +101,6 @@ async def _signals(program: asyncio.subprocess.Process) -> AsyncIterator[None]:
 
 def _write(config: RunConfig, sealed: Sealed, out: Path, command: Sequence[str]) -> list[str]:
     store = open_store(config.store_url)
-    out.mkdir(parents=True, exist_ok=True)
     text = transcript(read_columns(store, sealed.columns), title=" ".join(command))
     (out / TRANSCRIPT).write_text(text)
     written = [str(out / TRANSCRIPT)]

@@ -1,7 +1,7 @@
 """`penstock sessions --processes N`: a session server for each of N ports, started again when it dies.
 
 All of them end with this process, however it ends. A server that is started again has its sessions: they are found by
-its port.
+its port. One that cannot start the first time ends the command; one that cannot start again is tried again.
 """
 
 import logging
@@ -32,6 +32,7 @@ class Server:
     port: int
     process: "subprocess.Popen[bytes]"
     started_at: float
+    restarts: int = 0
     pause_s: float = PAUSE_FIRST_S
     restart_at: float | None = None
 
@@ -49,7 +50,8 @@ def supervise(config: RunConfig, arguments: Sequence[str]) -> int:
     try:
         while not interrupts.signals:
             for index, server in enumerate(servers):
-                if (code := server.process.poll()) == BAD_CONFIGURATION:
+                code = server.process.poll()
+                if code == BAD_CONFIGURATION and not server.restarts:
                     return code  # it has said why
                 if code is not None:
                     servers[index] = _again(server, code, arguments)
@@ -77,7 +79,7 @@ def _again(server: Server, code: int, arguments: Sequence[str]) -> Server:
     if now < server.restart_at:
         return server
     again = _started(server.port, arguments)
-    again.pause_s = min(2 * server.pause_s, PAUSE_MOST_S)
+    again.restarts, again.pause_s = server.restarts + 1, min(2 * server.pause_s, PAUSE_MOST_S)
     return again
 
 

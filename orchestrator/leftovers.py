@@ -5,7 +5,6 @@ Deleting needs the run's lock; finding only reads.
 """
 
 import asyncio
-import fcntl
 import re
 import sqlite3
 import time
@@ -29,6 +28,7 @@ from penstock.config import RunConfig
 from penstock.config.run import Trainer as TrainerSettings
 from penstock.errors import LedgerError, RunError
 from penstock.inspection import run_json
+from penstock.inspection.run_state import is_locked
 from penstock.ledger import queries, schema
 from penstock.store import Store, open_store
 
@@ -200,22 +200,10 @@ class Finder:
         for server in sorted(self._store.names(ids.SESSIONS_FOLDER)):
             key = f"{ids.SESSIONS_FOLDER}/{server}"
             directory = self._store.local_path(key)
-            if directory.is_dir() and not _is_locked(directory / ".lock"):
+            if directory.is_dir() and not is_locked(directory / ".lock", if_unreadable=True):
                 for session in sorted(directory.iterdir()):
                     if session.is_dir() and _age_s(session) > SESSION_IS_OLD_S:
                         yield Leftovers(OLD_SESSIONS, f"{key}/{session.name}")
-
-
-def _is_locked(path: Path) -> bool:
-    """Also if that cannot be found out."""
-    try:
-        with path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
 
 
 def _age_s(directory: Path) -> float:

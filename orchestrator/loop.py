@@ -156,7 +156,7 @@ class Orchestrator:
                 self.submitter.inputs.trouble,
                 self.sealer.trouble, self.planner.trouble, *self.trainer.troubles, self.metrics.trouble,
                 self.evaluations_file.trouble, self.releaser.trouble, self.sweeper.trouble, *self.engine.troubles,
-                *self.weights.troubles, self.engine_check.trouble,
+                *self.weights.troubles, self.engine_check.trouble, self.trainer.last_broadcast if self.done else None,
             ],
         )  # fmt: skip
 

@@ -45,7 +45,6 @@ class Trainer:
         self._read = partial(trainer_state, config, accept=accept)
         self._settings = config.trainer
         layout = LAYOUTS.get(config.batch.format)
-        self._steps = config.steps
         self._handshake = layout is not None and layout.handshake
         self._progress_s: float | None = None
         """when the trainer was last seen to acknowledge a step, by the monotonic clock"""
@@ -100,7 +99,7 @@ class Trainer:
 
     @property
     def troubles(self) -> list[str]:
-        return [cause for cause in (self._unwritable, self._unreadable, self._awaited, self._last_broadcast) if cause]
+        return [cause for cause in (self._unwritable, self._unreadable, self._awaited) if cause]
 
     @property
     def _awaited(self) -> str | None:
@@ -130,8 +129,9 @@ class Trainer:
         return self._ledger.number("steps_delivered") - 1 - self.state.acked
 
     @property
-    def _last_broadcast(self) -> str | None:
-        if not (self._ledger.number("steps_delivered") >= self._steps and self.last_broadcast_awaited):
+    def last_broadcast(self) -> str | None:
+        """Why a run that is done, complete or out of data, has not ended."""
+        if not self.last_broadcast_awaited:
             return None
         return (
             f"every step is delivered, and prime-rl's trainer has {self._untrained_steps} to train: the run accepts "

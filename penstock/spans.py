@@ -18,7 +18,7 @@ Kind = Literal["rollout", "tool", "grading", "program"]
 """`rollout`: the environment's call as a whole."""
 
 
-class Span(NamedTuple):
+class TimedSpan(NamedTuple):
     kind: str
     name: str
     begun_at: float
@@ -37,13 +37,13 @@ class Stopwatch:
         return self
 
 
-_spans: ContextVar[list[Span] | None] = ContextVar("spans", default=None)
+_spans: ContextVar[list[TimedSpan] | None] = ContextVar("spans", default=None)
 
 
 @contextmanager
-def collected() -> Generator[list[Span]]:
+def collected() -> Generator[list[TimedSpan]]:
     """The spans of what this task and its children do, completed as each ends."""
-    spans: list[Span] = []
+    spans: list[TimedSpan] = []
     token = _spans.set(spans)
     try:
         yield spans
@@ -59,4 +59,4 @@ def timed(kind: Kind, name: str = "") -> Generator[None]:
     finally:
         if spans is not None and len(spans) < SPANS_MOST:
             seconds = round(watch.stop().seconds, 4)
-            spans.append(Span(kind, name[:NAME_CHARACTERS], round(watch.begun_at, 4), seconds))
+            spans.append(TimedSpan(kind, name[:NAME_CHARACTERS], round(watch.begun_at, 4), seconds))

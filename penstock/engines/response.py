@@ -28,7 +28,6 @@ from penstock.engines.dialects.base import (
     read_ids,
     read_part,
 )
-from penstock.engines.response_fields import read_fields
 from penstock.engines.routed_experts import (
     WIRE_OBJECT,
     Wanted,
@@ -38,6 +37,7 @@ from penstock.engines.routed_experts import (
     read_string,
 )
 from penstock.engines.sampling_masks import read_sampling_mask
+from penstock.engines.trainer_fields import read_fields
 from penstock.errors import Aborted, StageError, Upstream
 from penstock.turn import (
     ANY_FORMAT,

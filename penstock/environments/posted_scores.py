@@ -9,8 +9,9 @@ import msgspec
 from penstock.environments.scores import Score, checked_score
 from penstock.errors import BadRequest, StageError
 
-MAX_TURNS = 100_000
 Numbers = Mapping[str, float]
+TurnRewards = Annotated[tuple[float, ...], msgspec.Meta(max_length=100_000)]
+"""One for each recorded turn."""
 
 
 class PostedScore(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True, omit_defaults=True):
@@ -19,7 +20,7 @@ class PostedScore(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_on
     reward: float | None = None
     """default: the sum of `rewards`"""
     rewards: Numbers = {}
-    turn_rewards: Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_TURNS)] | None = None
+    turn_rewards: TurnRewards | None = None
     agent_rewards: Numbers = {}
     metrics: Numbers = {}
 

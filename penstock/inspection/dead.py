@@ -14,6 +14,7 @@ from penstock.errors import RunError
 from penstock.ids import GroupId, RolloutId
 from penstock.inspection import run_json
 from penstock.ledger import histories, queries, schema
+from penstock.store import atomic
 
 FOLDER = "retry"
 """of a run directory: the requests that no orchestrator has taken yet"""
@@ -79,8 +80,6 @@ def _write(directory: Path, request: dict[str, Any]) -> None:
     name = f"{time.time_ns()}-{uuid.uuid4().hex[:8]}.json"
     try:
         folder.mkdir(exist_ok=True)
-        temporary = folder / f".{name}.tmp"
-        temporary.write_bytes(orjson.dumps(request))
-        temporary.replace(folder / name)
+        atomic.write(folder / name, orjson.dumps(request))
     except OSError as error:
         raise RunError(f"the request cannot be written to {folder}: {error.strerror}") from error

@@ -15,6 +15,8 @@ OWN_REDIS = "redis"
 
 
 class State(StrEnum):
+    NOT_BEGUN = "not begun"
+    """its directory has no run.json"""
     STARTING = "starting"
     RUNNING = "running"
     SILENT = "silent"
@@ -38,7 +40,7 @@ def status_age_s(last: dict[str, Any]) -> float | None:
 def state_of(directory: Path, last: dict[str, Any], *, held_elsewhere: bool = False) -> State:
     """`held_elsewhere`: Redis says that an orchestrator has the run, which may be on another host."""
     other_host = bool(last) and last["process"]["host"] != socket.gethostname()
-    if _is_locked(directory / "lock") or (other_host and held_elsewhere):
+    if is_locked(directory / "lock", if_unreadable=False) or (other_host and held_elsewhere):
         age_s = status_age_s(last)
         if age_s is None:
             return State.STARTING
@@ -69,12 +71,15 @@ def why_idle(directory: Path, state: State, last: dict[str, Any]) -> list[str]:
             return []
 
 
-def _is_locked(path: Path) -> bool:
+def is_locked(path: Path, *, if_unreadable: bool) -> bool:
+    """Whether a process holds the lock of a file; `if_unreadable` if that cannot be found out."""
     try:
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return if_unreadable
     return False

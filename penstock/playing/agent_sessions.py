@@ -26,7 +26,7 @@ from penstock.errors import (
 )
 from penstock.recording import Sealed
 from penstock.runtime.cancellation import run_to_completion
-from penstock.spans import Span
+from penstock.spans import TimedSpan
 
 logger = logging.getLogger("penstock.playing")
 
@@ -57,7 +57,7 @@ class AgentSession:
         self._headers = {"Authorization": f"Bearer {control_secret}"}
 
     async def seal(
-        self, error: str, turn_rewards: Sequence[float] | None = None, spans: Sequence[Span] = ()
+        self, error: str, turn_rewards: Sequence[float] | None = None, spans: Sequence[TimedSpan] = ()
     ) -> tuple[Sealed, PostedScore]:
         """The recorded rollout, and the score that was posted. NothingToTrain if the agent sent no request."""
         rewards = {} if turn_rewards is None else {"turn_rewards": turn_rewards}
@@ -144,9 +144,9 @@ class SessionServers:
                 continue
             if response.status == 200:
                 created = orjson.loads(body)
-                return server, AgentSession(
-                    self._http, created["base_url"], created["secret"], created.get("control_secret", created["secret"])
-                )
+                secret = created["secret"]
+                control_secret = created.get("control_secret", secret)  # release 0.1 has one secret
+                return server, AgentSession(self._http, created["base_url"], secret, control_secret)
             if response.status == UNWRITTEN:
                 raise BlobUnwritten(_error(body))
             if response.status != 503:

@@ -33,7 +33,7 @@ from penstock.playing.policy import RecordedPolicy
 from penstock.recording import Echo, Mode, Sealed, Session, SessionSettings
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_file_thread
-from penstock.spans import Span, collected, timed
+from penstock.spans import TimedSpan, collected, timed
 from penstock.store import Store
 from penstock.store.columns import read_columns
 
@@ -90,7 +90,7 @@ async def play(stage: RolloutStage, environment: LoadedEnvironment, example: int
 
 
 async def _play_here(
-    stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt, spans: Sequence[Span]
+    stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt, spans: Sequence[TimedSpan]
 ) -> RolloutResult:
     async with _recording(stage, attempt) as session:
         policy = RecordedPolicy(
@@ -111,7 +111,7 @@ async def _play_and_seal(
     attempt: Attempt,
     session: Session,
     policy: RecordedPolicy,
-    spans: Sequence[Span],
+    spans: Sequence[TimedSpan],
 ) -> RolloutResult:
     """A rollout that fails because of the policy before its first turn has a result without files. It counts in the
     group's baseline: playing it again would select among rollouts."""
@@ -140,7 +140,7 @@ async def _play_and_seal(
 
 
 async def _play_agent(
-    stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt, spans: Sequence[Span]
+    stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt, spans: Sequence[TimedSpan]
 ) -> RolloutResult:
     """An agent that sent no request has a result without files, whatever its score."""
     assert stage.sessions is not None, "checked when the environments were loaded"

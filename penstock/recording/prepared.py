@@ -9,6 +9,7 @@ from penstock.recording.conversation import START, ConversationRequest, Digested
 from penstock.turn import Ids, OpenSample, RouteFormat
 
 NO_ARRIVAL = -1
+"""Of a request that is not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Prepared:
         return list(self.open_turns.values())
 
     @classmethod
-    def beside(cls, messages: DigestedMessages, route_format: RouteFormat) -> "Prepared":
+    def unrecorded(cls, messages: DigestedMessages, route_format: RouteFormat) -> "Prepared":
         """A request that is no part of the conversation."""
         return cls(
             request=ConversationRequest(parent=START, appended=messages.messages, forms=messages.forms),

@@ -7,7 +7,7 @@ import numpy as np
 
 from penstock.fields import Array
 from penstock.recording.sample_tree import Offsets, SampleTree
-from penstock.spans import Span
+from penstock.spans import TimedSpan
 from penstock.store.columns import Columns, TurnTable
 from penstock.turn import Ids, Mask
 
@@ -33,7 +33,7 @@ def columns_of(
     error: str = "",
     fields: FieldColumns = NO_COLUMNS,
     conversation: bytes = b"",
-    spans: Sequence[Span] = (),
+    spans: Sequence[TimedSpan] = (),
 ) -> Columns:
     """Context has loss mask 0 and logprob 0, also where it is the completion of a turn that another sample has. The
     loss mask of a turn that no client saw is 0; if the rollout ended in an error, it is 0 everywhere."""

@@ -28,7 +28,7 @@ from penstock.recording.turn_log import LogEntry
 from penstock.recording.unseen import UnseenTurns
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_file_thread
-from penstock.spans import Span
+from penstock.spans import TimedSpan
 from penstock.store import Store
 from penstock.turn import ANY_FORMAT, Ids, Message, RouteFormat, Rows, SaidVersion, Turn, TurnMetadata
 
@@ -258,9 +258,9 @@ class Session:
         """The conversation up to and including a turn's answer."""
         return await in_file_thread(self._spool.messages, self._conversation.path_to(turn))
 
-    def beside(self, messages: DigestedMessages) -> Prepared:
+    def unrecorded(self, messages: DigestedMessages) -> Prepared:
         """A request that is no part of the conversation: it gets no number and is not committed."""
-        return Prepared.beside(messages, self._route_format)
+        return Prepared.unrecorded(messages, self._route_format)
 
     @property
     def chats_left_out(self) -> int:
@@ -268,7 +268,7 @@ class Session:
         return self._spool.chats_left_out
 
     async def leave_out(self, record: bytes) -> None:
-        """Keep the record of a chat that was prepared by `beside`."""
+        """Keep the record of a chat that was prepared by `unrecorded`."""
         async with self._commits:
             if self._state is State.OPEN:
                 await run_to_completion(asyncio.create_task(in_file_thread(self._spool.write_left_out, record)))
@@ -283,7 +283,7 @@ class Session:
         error: str = "",
         fields: FieldValues = NO_FIELDS,
         version_after: VersionAfter | None = None,
-        spans: Sequence[Span] = (),
+        spans: Sequence[TimedSpan] = (),
         save: SaveSealed = lambda _: None,
     ) -> Sealed:
         """Write the blobs. Later calls return the same result; after a failure the session is open again.
@@ -412,7 +412,7 @@ class Session:
                 self._state = State.OPEN
             raise
 
-    def _write_blobs(self, error: str, fields: FieldValues, spans: Sequence[Span], save: SaveSealed) -> Sealed:
+    def _write_blobs(self, error: str, fields: FieldValues, spans: Sequence[TimedSpan], save: SaveSealed) -> Sealed:
         """In a thread: the turns of a sealed session do not change, and a tree of 128 samples takes milliseconds."""
         tree, order = self._tree(), self._samples.by_arrival()
         paths = [self._conversation.path_to(order[sample.turns[-1]]) for sample in tree.samples]

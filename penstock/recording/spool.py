@@ -35,7 +35,7 @@ from penstock.recording.turn_log import (
     read_log,
     seen_frame,
 )
-from penstock.spans import Span
+from penstock.spans import TimedSpan
 from penstock.store import BlobRef, Store
 from penstock.store.atomic import writing
 from penstock.store.columns import write_columns
@@ -166,7 +166,7 @@ class Spool:
         *,
         error: str,
         fields: FieldValues,
-        spans: Sequence[Span] = (),
+        spans: Sequence[TimedSpan] = (),
     ) -> tuple[BlobRef, BlobRef | None]:
         """Write the columns and, if rows were recorded, the experts. `paths` has each sample's turns. Can be repeated
         after an error. The log stays until `finish`."""

@@ -107,8 +107,8 @@ class Follower:
             temporary.replace(self._positions)
 
     def _lines(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """A full file is renamed and another begins: the rest of the full one, which stays open, comes first, read when
-        the rename was seen, because nothing is appended after that."""
+        """A full file is renamed and another begins: the rest of the full one, which stays open, comes first. It is
+        read after the rename was seen, when nothing is appended any more."""
         if self._open:
             replaced = self._is_replaced(self._open)
             yield from _appended(self._open)

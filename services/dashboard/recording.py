@@ -11,7 +11,7 @@ from penstock.batches import Manifest, read_manifest
 from penstock.batches.annotations import read_annotations
 from penstock.batches.batch_columns import SAMPLE, Array
 from penstock.errors import BlobError
-from penstock.spans import Span
+from penstock.spans import TimedSpan
 from penstock.store import BlobRef, Store, tensors
 from penstock.store.columns import Columns, read_columns
 from penstock.store.experts import Experts
@@ -122,10 +122,10 @@ def timeline(columns: Columns) -> list[dict[str, Any]]:
     """Turns, tools, grading and programs in the order in which they began, in seconds from the first of them; empty for
     recordings of earlier releases. The clocks of the session server and of the worker are taken to agree."""
     table = columns.turns
-    spans = [Span(*each) for each in columns.spans]
+    spans = [TimedSpan(*each) for each in columns.spans]
     if table.begun_at is not None and table.seconds is not None:
         begun = zip(table.begun_at.tolist(), table.seconds.tolist(), strict=True)
-        spans += [Span("turn", str(number), *times) for number, times in enumerate(begun) if times[0]]
+        spans += [TimedSpan("turn", str(number), *times) for number, times in enumerate(begun) if times[0]]
     first = min((span.begun_at for span in spans), default=0.0)
     return [
         {"kind": kind, "name": name, "begin_s": round(begun_at - first, DIGITS), "seconds": round(seconds, DIGITS)}

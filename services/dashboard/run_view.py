@@ -54,7 +54,7 @@ class RunView:
         try:
             run, state = self.files.identity()["run"], state_of(self.files.path, status)
         except NotFound:
-            run, state = None, "not begun"
+            run, state = None, State.NOT_BEGUN
         return {
             "name": self.files.name,
             "path": str(self.files.path),

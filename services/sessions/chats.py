@@ -286,7 +286,7 @@ class Chats:
         if session.begun > limit:  # the chat itself has begun
             raise ContextFull(f"turn limit: the session has used its {limit} turns (policy.max_turns)")
         if chat.left_out_by:
-            return session.beside(chat.conversation)
+            return session.unrecorded(chat.conversation)
         messages = chat.conversation if chat.prompt_ids is None else None
         return session.prepare(claim, messages, agent=agent, request_id=id)
 

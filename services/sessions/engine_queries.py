@@ -20,7 +20,7 @@ from services.sessions.rules import ChatRules
 MODELS = "/v1/models"
 TOKENIZE = "/tokenize"
 BYTES_PER_TOKEN = 4
-"""For an engine that counts no tokens: a guess, and the text of English prose."""
+"""Estimate for an engine without /tokenize, from English prose."""
 
 
 class EngineQueries:
@@ -36,7 +36,7 @@ class EngineQueries:
         chat = await by_size(size, read_chat, MESSAGES, given, headers=request.headers, rules=rules)
         tools = chat.fields.get("tools")
         if self._renderer:
-            prepared = session.beside(chat.conversation)
+            prepared = session.unrecorded(chat.conversation)
             messages = chat.conversation.messages
             prompt = await prompt_of(self._renderer, prepared, messages, tools=tools, fields=chat.fields)
             assert prompt.ids is not None

@@ -14,10 +14,11 @@ from multidict import CIMultiDictProxy
 
 from penstock.config.engine import RESERVED
 from penstock.engines.transport import ON_LOOP_BYTES, Reservation
+from penstock.environments.posted_scores import TurnRewards
 from penstock.errors import BadRequest, TooLarge, TooSlow
 from penstock.recording import DigestedMessages, Echo, digest_messages
 from penstock.runtime.offload import in_cpu_thread
-from penstock.spans import SPANS_MOST, Span
+from penstock.spans import SPANS_MOST, TimedSpan
 from penstock.turn import MAX_NESTING, Ids, is_nested_too_deeply
 from services.sessions.apis import Api, History, Recorded
 from services.sessions.client_response import Asked
@@ -67,9 +68,9 @@ class NewSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class SealRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     error: Annotated[str, msgspec.Meta(max_length=10_000)] = ""
     """why the rollout failed: its tokens are then masked from the loss"""
-    turn_rewards: Annotated[tuple[float, ...], msgspec.Meta(max_length=100_000)] | None = None
+    turn_rewards: TurnRewards | None = None
     """one for each recorded turn"""
-    spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=SPANS_MOST)] = ()
+    spans: Annotated[tuple[TimedSpan, ...], msgspec.Meta(max_length=SPANS_MOST)] = ()
     """what the rollout did beside its turns"""
 
 

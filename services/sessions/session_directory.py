@@ -16,7 +16,7 @@ from penstock.recording import unsealed
 from penstock.store import Store, atomic
 from services.sessions.handed_answers import HandedAnswers
 
-ANSWER, SCORE, LOCK = ".sealed.json", ".score.json", ".lock"
+SEALED, SCORE, LOCK = ".sealed.json", ".score.json", ".lock"
 
 
 def owner_of(instance_id: str | None, port: int) -> str:
@@ -59,7 +59,7 @@ class SessionDirectory:
         for directory in root.iterdir():
             if directory.is_dir() and directory.name not in found:
                 _remove_unfinished(directory)
-        return sorted(found | {path.parent.name for path in root.glob(f"*/{ANSWER}")})
+        return sorted(found | {path.parent.name for path in root.glob(f"*/{SEALED}")})
 
     def session_key(self, session: str) -> str:
         return f"{self.key}/{session}"
@@ -73,28 +73,28 @@ class SessionDirectory:
         path = self.store.local_path(self.session_key(session)) / SCORE
         return path.read_bytes() if path.exists() else b"{}"
 
-    def save_answer(self, session: str, answer: bytes) -> None:
-        """Keep the answer to a seal request until the session is deleted or expires."""
-        path = self._answer_path(session)
+    def save_sealed(self, session: str, sealed: bytes) -> None:
+        """Keep the response to a seal request until the session is deleted or expires."""
+        path = self._sealed_path(session)
         with atomic.writing(path):
-            atomic.write(path, answer)
+            atomic.write(path, sealed)
 
-    def answer(self, session: str) -> bytes | None:
-        """What the seal request of an earlier process was answered; None if it did not finish: the session is then
-        sealed again from its log."""
-        path = self._answer_path(session)
+    def sealed(self, session: str) -> bytes | None:
+        """What `save_sealed` kept; None if the seal request did not finish: the session is then sealed again from its
+        log."""
+        path = self._sealed_path(session)
         return path.read_bytes() if path.exists() and not unsealed(self.store, self.session_key(session)) else None
 
-    def forget_answer(self, session: str) -> None:
+    def forget_sealed(self, session: str) -> None:
         """Sealed blobs stay."""
-        path = self._answer_path(session)
+        path = self._sealed_path(session)
         path.unlink(missing_ok=True)
         path.with_name(SCORE).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it has blobs, or was never made
             path.parent.rmdir()
 
-    def _answer_path(self, session: str) -> Path:
-        return self.store.local_path(self.session_key(session)) / ANSWER
+    def _sealed_path(self, session: str) -> Path:
+        return self.store.local_path(self.session_key(session)) / SEALED
 
     def discard(self, session: str) -> None:
         """Remove all files of a session, unfinished ones included. Usually only the empty directory is left."""
@@ -102,9 +102,9 @@ class SessionDirectory:
 
 
 def _remove_unfinished(directory: Path) -> None:
-    """Sealed blobs stay: they belong to the client that sealed them, and so does the answer to it."""
+    """Sealed blobs stay: they belong to the client that sealed them, and so does the response to it."""
     for file in directory.glob(".*"):
-        if file.name != ANSWER:
+        if file.name != SEALED:
             file.unlink(missing_ok=True)
     if not any(directory.iterdir()):
         directory.rmdir()

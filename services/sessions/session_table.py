@@ -214,7 +214,7 @@ class SessionTable:
                     "score": orjson.Fragment(msgspec.json.encode(posted)),
                 }
             )
-            self._directory.save_answer(
+            self._directory.save_sealed(
                 entry.id, msgspec.json.encode(SealedSession(metadata=metadata, answer=msgspec.Raw(answer)))
             )
             answers.append(answer)
@@ -292,7 +292,7 @@ class SessionTable:
             await asyncio.wait([entry.sealing])
         if entry.metadata is None:  # not used since the restart
             with contextlib.suppress(BlobError, OSError, msgspec.DecodeError):
-                await self._recover_answer(entry)
+                await self._recover_sealed(entry)
         session = entry.session
         unwanted = entry.sealed is None and (_seals_elsewhere(entry) or not (session and session.sealed))
         if session is not None:
@@ -303,13 +303,13 @@ class SessionTable:
         if unwanted or _seals_elsewhere(entry):
             await self._discard(entry.id)
         elif entry.sealed is not None:
-            await self._forget_answer(entry.id)
+            await self._forget_sealed(entry.id)
 
-    async def _forget_answer(self, id: str) -> None:
+    async def _forget_sealed(self, id: str) -> None:
         try:
-            await in_io_thread(self._directory.forget_answer, id)
+            await in_io_thread(self._directory.forget_sealed, id)
         except (BlobError, OSError) as error:
-            logger.warning("action=answer_not_removed session=%s error=%r: a restart expires it", id, error)
+            logger.warning("action=sealed_not_removed session=%s error=%r: a restart expires it", id, error)
 
     async def _discard(self, id: str) -> None:
         try:
@@ -345,7 +345,7 @@ class SessionTable:
     async def _recover(self, entry: Entry) -> None:
         key, route_format = self._directory.session_key(entry.id), self._config.engine.route_format
         try:
-            await self._recover_answer(entry)
+            await self._recover_sealed(entry)
             if entry.sealed is not None:
                 return
             session = await Session.recover(self._directory.store, key, route_format=route_format)
@@ -366,9 +366,9 @@ class SessionTable:
         self.counts.recovered += 1
         logger.info("action=session_recovered session=%s turns=%d", entry.id, session.turns)
 
-    async def _recover_answer(self, entry: Entry) -> None:
-        if answer := await in_io_thread(self._directory.answer, entry.id):
-            sealed = msgspec.json.decode(answer, type=SealedSession)
+    async def _recover_sealed(self, entry: Entry) -> None:
+        if kept := await in_io_thread(self._directory.sealed, entry.id):
+            sealed = msgspec.json.decode(kept, type=SealedSession)
             entry.metadata, entry.sealed = sealed.metadata, bytes(sealed.answer)
 
     def gone(self, id: str) -> NotFound | Expired:

@@ -13,7 +13,10 @@ from support.session_process import PENSTOCK, Script, scripted
 from support.stores import directory_store
 from support.upstream import Response, answer, calling, tool_call
 from support.waiting import HANG_S
+from typer.testing import CliRunner
 
+from cli.main import app
+from penstock.errors import ConfigError
 from penstock.store import BlobRef
 from penstock.store.columns import read_columns
 
@@ -100,6 +103,24 @@ def test_what_was_said_before_ctrl_c_is_written(script: Script, tmp_path: Path, 
     assert summary_of(output)["turns"] == 1
     assert (tmp_path / "out" / "transcript.md").exists()
     assert (tmp_path / "out" / "session.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("there", ["a file", "a directory with a file"])
+def test_what_is_there_is_not_overwritten(tmp_path: Path, there: str) -> None:
+    out = tmp_path / "out"
+    out.touch() if there == "a file" else (out.mkdir(), (out / "notes").touch())
+    result = CliRunner().invoke(app, ["record", "--out", str(out), "--", sys.executable])
+    assert isinstance(result.exception, ConfigError), result.exception
+    assert "choose another --out" in str(result.exception)
+
+
+def test_a_directory_that_cannot_be_made_is_refused_before_the_program_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    program = [sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')"]
+    result = CliRunner().invoke(app, ["record", "--out", str(tmp_path / "file" / "out"), "--", *program])
+    assert isinstance(result.exception, ConfigError), result.exception
+    assert "Not a directory; choose another --out" in str(result.exception)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_program_that_is_not_there_is_refused(script: Script, tmp_path: Path) -> None:

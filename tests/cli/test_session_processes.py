@@ -88,6 +88,28 @@ def test_a_server_that_is_killed_is_back_with_its_sessions(several: Several) -> 
     assert set(several.pids()) & set(first) == {first[1]}
 
 
+def test_a_server_that_cannot_start_again_ends_no_other(several: Several) -> None:
+    agents = [several.at(number).agent() for number in range(2)]
+    agents[0].talk("before")
+    with taken_after_kill(several):
+        wait_until(lambda: "cannot listen" in several.text)
+        wait_until(lambda: several.text.count("action=sessions_died") > 1 or several.exit_code is not None)
+        agents[1].talk("meanwhile")
+    wait_until(lambda: has_its_turn(agents[0]))
+
+
+def taken_after_kill(several: Several) -> socket.socket:
+    """The port of the first server, before the next one has it."""
+    _, other = several.pids()
+    while True:
+        for pid in set(several.pids()) - {other}:
+            os.kill(pid, signal.SIGKILL)
+        try:
+            return socket.create_server(("127.0.0.1", several.port))
+        except OSError:
+            wait_until(lambda: len(several.pids()) == 2)
+
+
 def has_its_turn(agent: Agent) -> bool:
     try:
         return agent.turns() == 1

@@ -23,13 +23,13 @@ from services.sessions.apis.base import (
     refuse,
 )
 
-READ_HERE = ("prompt", "logprobs", "messages", "tools")
-"""Fields that are read here, and those of a chat that this API does not have."""
 REFUSED = OF_OPERATORS | {
     "suffix": "send the whole prompt",
     "echo": "the prompt is not repeated",
     "best_of": "a request records one completion",
 }
+READ_HERE = ("prompt", "logprobs", "messages", "tools")
+"""Fields that are read here, and those of a chat that this API does not have."""
 
 
 class Completions(Api):

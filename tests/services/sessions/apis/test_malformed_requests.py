@@ -123,7 +123,7 @@ def test_the_reason_names_the_place(path: str, request_body: dict[str, Any], whe
     [
         ("/v1/completions", {"prompt": [1, 2], "messages": [5]}),
         ("/v1/completions", {"prompt": [1, 2], "messages": 5}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": {"text": "a"}}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}),
     ],
 )
 def test_rules_read_any_request(path: str, request_body: dict[str, Any]) -> None:
