@@ -16,6 +16,12 @@ class Fact(NamedTuple):
     """highlighted on a terminal"""
 
 
+def printable(text: str) -> str:
+    """Control characters, marks that turn text around and halves of surrogates by their numbers, as on the dashboard:
+    an error may have text of a model."""
+    return "".join(char if char.isprintable() or char in "\n\t" else f"⟨U+{ord(char):04X}⟩" for char in text)
+
+
 def progress(status: Mapping[str, Any]) -> Iterator[Fact]:
     """Progress in a status. Lines whose numbers are unknown are omitted."""
     if status["steps"]:

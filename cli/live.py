@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from cli import facts
-from cli.facts import Fact
+from cli.facts import Fact, printable
 from cli.output import LOG_FORMAT, table
 
 REFRESH_PER_S = 2
@@ -98,7 +98,7 @@ class ConsoleHandler(logging.Handler):
         if record.levelno <= logging.INFO and record.getMessage().startswith(IN_VIEW):
             return
         style = "red" if record.levelno >= logging.ERROR else "yellow" if record.levelno >= logging.WARNING else "dim"
-        self._console.print(Text(self.format(record), style=style))
+        self._console.print(Text(printable(self.format(record)), style=style))
 
 
 def view(status: dict[str, Any], more_facts: Iterable[Fact] = ()) -> RenderableType:
@@ -106,7 +106,7 @@ def view(status: dict[str, Any], more_facts: Iterable[Fact] = ()) -> RenderableT
     grid.add_row("", ProgressBar(total=status["steps"], completed=status["step"], width=40))
     parts: list[RenderableType] = [grid]
     if status["waiting_for"]:
-        causes = Text("\n").join(Text(cause) for cause in status["waiting_for"])
+        causes = Text("\n").join(Text(printable(cause)) for cause in status["waiting_for"])
         parts.append(Panel(causes, title="waiting for", title_align="left", border_style="bold yellow"))
     return Padding(Group(*parts), (1, 0, 0, 0))
 

@@ -26,6 +26,7 @@ from cli import (
     why,
 )
 from cli.demo import command as demo
+from cli.facts import printable
 from cli.up import command as up
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.privacy import forbid_inspection
@@ -75,5 +76,5 @@ def main() -> None:
         _refuse_renamed_flags(sys.argv[1:])
         app()
     except PenstockError as error:
-        print(f"penstock: {error}", file=sys.stderr)
+        print(f"penstock: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)

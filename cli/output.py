@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.facts import Fact
+from cli.facts import Fact, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,7 +52,7 @@ def print_facts(facts: Iterable[Fact]) -> None:
         Console(highlight=False).print(table(facts))
         return
     for label, text, _ in facts:
-        print(f"{label:<{LABEL_WIDTH}} {text}".rstrip())
+        print(f"{label:<{LABEL_WIDTH}} {printable(text)}".rstrip())
 
 
 def table(facts: Iterable[Fact]) -> "Table":
@@ -63,5 +63,5 @@ def table(facts: Iterable[Fact]) -> "Table":
     grid.add_column(style="dim", min_width=LABEL_WIDTH, no_wrap=True)
     grid.add_column(overflow="fold")
     for label, text, alarm in facts:
-        grid.add_row(label, Text(text, style="bold yellow" if alarm else ""))
+        grid.add_row(label, Text(printable(text), style="bold yellow" if alarm else ""))
     return grid

@@ -309,9 +309,7 @@ def _message_facts(message: dict[str, Any]) -> Iterator[Fact]:
 
 
 def _shortened(text: str) -> str:
-    """Printable: control characters of a model's text do not reach the terminal."""
-    shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ... ({len(text):,} characters)"
-    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in shown)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ... ({len(text):,} characters)"
 
 
 def _totals(played: Sequence[TriedRollout]) -> Iterator[Fact]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import sqlite3
 import subprocess
@@ -113,6 +114,24 @@ def test_status_prints_each_evaluation(run: Path) -> None:
     shown = output_of("status", str(run))
     assert "held_out: versions 10 to 11: reward 0.5312, 63 rollouts, 1 dead; version 20 is running, 12 of 64" in shown
     assert "hard: none yet" in shown
+
+
+@pytest.mark.parametrize("command", ["status", "why"])
+def test_a_models_text_in_an_error_is_shown_as_text(run: Path, command: str) -> None:
+    hostile = [
+        "\x1b[2J",
+        "\x1b]0;title\x07",
+        "\u202egnirts",
+    ]  # clears the screen, names the window, turns the line
+    process = {"host": "elsewhere", "pid": 1}
+    last = {"at": 0.0, "phase": "done", "process": process, "steps": 4, "stopped_by": None, "notes": ["".join(hostile)]}
+    run_dir.write_json(run / "status.json", last)
+    plain = output_of(command, str(run))
+    with Terminal(PENSTOCK, command, str(run), env=dict(os.environ)) as terminal:
+        assert terminal.wait() == 0
+    for shown in (plain, terminal.raw):
+        assert "⟨U+001B⟩[2J⟨U+001B⟩]0;title⟨U+0007⟩⟨U+202E⟩gnirts" in shown
+        assert [part for part in hostile if part in shown] == []
 
 
 def test_status_prints_one_json_object(run: Path) -> None:
