@@ -167,6 +167,10 @@ def test_pages_fit_a_phone_and_have_dark_colours(url: str, watched: Open, option
         page.goto(f"{url}{place}")
         page.locator("main .panel").first.wait_for()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{place} is wider than the screen"
+    each.go("#/0/group/g0000001?show=0,1")
+    colour = "getComputedStyle(document.querySelector(NAME)).color"
+    marked, plain = (page.evaluate(colour.replace("NAME", repr(name))) for name in ("mark.differs", ".message .text"))
+    assert marked == plain, "readable on the mark's background"
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(16, 20, 22)") == (options.get("color_scheme") == "dark")
 
