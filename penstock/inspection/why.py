@@ -30,7 +30,10 @@ def why(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
     next_step: dict[str, Any] = seen["next_step"] or {}
     for job in (job for group in next_step.get("groups", []) for job in group["jobs"]):
         job["replica"] = seen["asked"].get(job["job"])
-    causes = [*_of_the_end(seen), *_of_the_parts(directory, seen), *_reported(seen)]
+    parts, reported = _of_the_parts(directory, seen), _reported(seen)
+    causes = [*_of_the_end(seen), *parts, *reported]
+    if seen["state"] is State.STOPPED:
+        causes, next_step = [*reported, *parts], _interrupted(next_step)
     if seen["state"] is State.RUNNING:
         causes += of_the_step(seen, next_step) if not causes else []
     return {
@@ -50,6 +53,15 @@ def why(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
         "replicas": seen["replicas"] or {},
         "notes": [*(seen["notes"] or []), *_restarts(seen)],
     }
+
+
+def _interrupted(next_step: dict[str, Any]) -> dict[str, Any]:
+    """Of a run that has stopped: what was running and when it would have ended holds no more."""
+    over = {"state": "interrupted", "worker": None, "running_s": None, "next": "it runs again when the run is resumed"}
+    groups = [
+        group | {"next": None, "jobs": [job | over for job in group["jobs"]]} for group in next_step.get("groups", [])
+    ]
+    return next_step | {"groups": groups, "jobs": [job | over for job in next_step.get("jobs", [])]}
 
 
 def _of_the_end(seen: dict[str, Any]) -> list[str]:
@@ -73,7 +85,7 @@ def _of_the_parts(directory: Path, seen: dict[str, Any]) -> list[str]:
     redis_error = [seen["redis"]["error"]] if seen["redis"]["error"] and not ends_with_the_run else []
     workers = [] if redis_error or seen["state"] is State.STOPPED else _missing_workers(seen)
     disks = full_disks(directory, run_json.read(directory))
-    return [*redis_error, *disks, *_dead_engines(seen), *workers]
+    return [*redis_error, *disks, *([] if ends_with_the_run else _dead_engines(seen)), *workers]
 
 
 def _missing_workers(seen: dict[str, Any]) -> list[str]:

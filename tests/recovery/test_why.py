@@ -199,6 +199,14 @@ def test_a_killed_orchestrator(matrix: Matrix) -> None:
     run.kill()
     found = matrix.assert_named("the orchestrator is not running (its process has died)")
     assert found["step"] >= 1
+    open_jobs = [job for group in found["next_step"]["groups"] for job in group["jobs"]]
+    assert {(job["state"], job["worker"], job["next"]) for job in open_jobs} <= {
+        ("interrupted", None, "it runs again when the run is resumed")
+    }
+    matrix.pipeline.engine.end()
+    again = why(matrix.cluster.run_dir, matrix.cluster.redis_server.url)
+    assert "the orchestrator is not running" in again["causes"][0], "what was lost first comes first"
+    assert "does not answer" in again["causes"][1]
 
 
 @pytest.mark.slow

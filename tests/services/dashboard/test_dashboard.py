@@ -1,5 +1,6 @@
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,9 @@ def test_the_banner_has_what_penstock_why_says(run: MadeRun) -> None:
 def test_a_stopped_run_with_a_redis_of_its_own_only_says_how_to_resume_it(run: MadeRun) -> None:
     (run.path / "redis").mkdir()
     resumed = "nothing is lost, `penstock up` resumes the run"
+    status = json.loads((run.path / "status.json").read_text())
+    status["process"]["host"] = socket.gethostname()  # its engine, which `penstock up` has started, is asked from here
+    (run.path / "status.json").write_text(json.dumps(status))
     ((_, why, _),) = read(run, "/api/runs/0/why")
     assert why["causes"] == [f"the orchestrator is not running (its process has died): {resumed}"]
 
