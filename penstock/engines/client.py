@@ -195,7 +195,8 @@ def _raise_status(url: str, status: int, content: bytes, dialect: Dialect) -> No
         raise Upstream(message)
     if dialect.is_context_limit(text):
         raise PolicyFailure(f"context limit: {message}")
-    raise InfrastructureFailure(f"{message}; check engine.urls, engine.model and engine.dialect")
+    absent = f"; {dialect.absent_hint}" if status == 404 and dialect.absent_hint else ""
+    raise InfrastructureFailure(f"{message}; check engine.urls, engine.model and engine.dialect{absent}")
 
 
 def _text(error: Exception) -> str:
