@@ -300,8 +300,8 @@ def _message_facts(message: dict[str, Any]) -> Iterator[Fact]:
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     if thoughts:
         yield Fact(f"{message['role']}", f"(thinks) {_shortened(str(thoughts))}")
-    content = message.get("content")
-    if content or not message.get("tool_calls"):
+    content = message.get("content") or ""
+    if content or not (thoughts or message.get("tool_calls")):
         yield Fact(message["role"], _shortened(content if isinstance(content, str) else str(content)))
     for call in message.get("tool_calls") or []:
         function = call.get("function", {})
