@@ -125,8 +125,8 @@ test-vllm: setup vllm
 	@PENSTOCK_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/pytest $(VLLM_TESTS) -m 'not slow' --timeout 600
 
 test-vllm-all: setup vllm-all
-	@for environment in $(VLLM) $(VLLM_ROUTES); do \
-		PENSTOCK_VLLM_PYTHON=$$environment/bin/python $(BIN)/pytest $(VLLM_TESTS) --timeout 900 --durations 5 || exit 1; \
+	@for served in $(VLLM):dense $(VLLM_ROUTES):dense $(VLLM_ROUTES):moe; do \
+		PENSTOCK_VLLM_PYTHON=$${served%:*}/bin/python VLLM_MODEL=$${served#*:} $(BIN)/pytest $(VLLM_TESTS) --timeout 900 --durations 5 || exit 1; \
 	done
 
 # The same tests against any server: make test-engine ENGINE_URL=http://host:8000 [TOKENIZER=/models/the-model]

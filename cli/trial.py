@@ -301,7 +301,7 @@ def _message_facts(message: dict[str, Any]) -> Iterator[Fact]:
     if thoughts:
         yield Fact(f"{message['role']}", f"(thinks) {_shortened(str(thoughts))}")
     content = message.get("content")
-    if content or not message.get("tool_calls"):
+    if content or not (thoughts or message.get("tool_calls")):
         yield Fact(message["role"], _shortened(content if isinstance(content, str) else str(content or "(no content)")))
     for call in message.get("tool_calls") or []:
         function = call.get("function", {})

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from penstock import tiny_moe
 from penstock.batches import Batch, BatchReader, MicroBatch
+from penstock.batches.batch_columns import RECORDED, UNRECORDED
 from penstock.store import atomic, tensors
 from penstock.tiny_moe import BEFORE, WINDOW, Weights
 
@@ -44,6 +45,9 @@ class Tokens:
     temperatures: Array
     versions: Array
     version_exact: Array
+    sampling: Array
+    left: Array
+    """bool [tokens, vocabulary]: the tokens that it was drawn from, where truncation was recorded"""
 
     @classmethod
     def of(cls, mb: MicroBatch) -> "Tokens":
@@ -51,11 +55,12 @@ class Tokens:
         back = np.arange(WINDOW, 0, -1)
         before = mb.input_ids[np.maximum(at[:, None] - back, 0)]
         same_sample = back <= mb.position_ids[at][:, None]
-        columns = ("logprobs", "advantages", "loss_weights", "temperatures", "versions", "version_exact")
+        columns = ("logprobs", "advantages", "loss_weights", "temperatures", "versions", "version_exact", "sampling")
         return cls(
             ids=mb.input_ids[at],
             windows=np.where(same_sample, before, BEFORE),
             routes=mb.routed_experts(missing=-1)[at - 1],
+            left=drawn_from(mb, at),
             **{name: getattr(mb, name)[at] for name in columns},
         )
 
@@ -63,11 +68,22 @@ class Tokens:
         return Tokens(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
 
 
+def drawn_from(mb: MicroBatch, at: Array) -> Array:
+    left = np.ones((len(at), tiny_moe.VOCABULARY), np.bool_)
+    recorded = np.flatnonzero(mb.sampling[at] == RECORDED)
+    support = mb.sampling_support()
+    for row in recorded.tolist():
+        left[row] = False
+        left[row, support.ids[support.offsets[at[row]] : support.offsets[at[row] + 1]]] = True
+    return left
+
+
 def log_distributions(weights: Weights, tokens: Tokens) -> tuple[tiny_moe.ForwardPass, Array]:
-    """Log-probabilities [tokens, vocabulary] at the sampling temperature, with the routes replayed."""
+    """Log-probabilities [tokens, vocabulary] at the sampling temperature, with routes and truncation replayed."""
     passed = tiny_moe.forward(weights, tokens.windows, tokens.routes)
     temperatures = tokens.temperatures.astype(passed.hidden.dtype)[:, None]
-    return passed, tiny_moe.log_softmax(tiny_moe.logits(weights, passed.hidden) / temperatures)
+    scaled = tiny_moe.logits(weights, passed.hidden) / temperatures
+    return passed, tiny_moe.log_softmax(np.where(tokens.left, scaled, -np.inf).astype(scaled.dtype))
 
 
 def logprobs_of(weights: Weights, tokens: Tokens) -> Array:
@@ -102,7 +118,7 @@ class StepReport:
     """trained"""
     loss: float
     aligned: int
-    """trained tokens with an exact version, whose logprobs were computed again"""
+    """trained tokens with an exact version and a known distribution, whose logprobs were computed again"""
     largest_difference: float
     """of their logprobs"""
     versions: list[int]
@@ -172,7 +188,7 @@ class Learner:
         """Raises Misaligned if a logprob is not that of the recorded version and experts."""
         aligned, largest, versions = 0, 0.0, set[int]()
         for tokens in micro_batches:
-            exact = tokens.where(tokens.version_exact != 0)
+            exact = tokens.where((tokens.version_exact != 0) & (tokens.sampling != UNRECORDED))
             for version in np.unique(exact.versions).tolist():
                 if version not in self._recent:
                     raise Misaligned(
@@ -202,13 +218,14 @@ class Learner:
     def save(self) -> None:
         """The checkpoint first: what follows from it can be repeated."""
         arrays = self._moments | {f"weights.{name}": array for name, array in self.weights.items()}
-        atomic.write_durably(self._checkpoint, tensors.to_bytes(arrays, {"step": str(self.step)}))
+        atomic.write_durably(self._checkpoint, tensors.to_bytes(arrays, {"step": str(self.step)}), suffix="tmp")
         self.save_version()
 
     def save_version(self) -> None:
         """The weights as `penstock engine --model tiny-moe` loads them. Complete when `weights.json` is there."""
         tiny_moe.save(self.version_directory, self.weights)
-        atomic.write_durably(self.version_directory / "weights.json", json.dumps({"version": self.version}).encode())
+        version = json.dumps({"version": self.version}).encode()
+        atomic.write_durably(self.version_directory / "weights.json", version, suffix="tmp")
 
     def forget_old_versions(self) -> None:
         for version, directory in self._version_directories().items():

@@ -13,7 +13,8 @@ from typing import Any
 from datasets import Dataset
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from penstock.trainers.trl import PenstockWorker, PublishedWeights
+from penstock.trainers.trl import PenstockWorker
+from penstock.trainers.weights import PublishedWeights
 
 PLACEHOLDER = Dataset.from_dict({"prompt": [""]})  # prompts come with the samples
 

@@ -7,18 +7,20 @@ The run has `rollouts.group_size` = TRL's `num_generations`, `rollouts.partial_g
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from penstock.trainers.trl import PenstockRollouts
+from penstock.trainers.weights import PublishedWeights
 
 PLACEHOLDER = Dataset.from_dict({"prompt": ["-"] * 1024})  # each step's own prompts take the place of these
 
 
 def main(run_dir: str, model_dir: str, output_dir: str, **options: Any) -> GRPOTrainer:
-    rollouts = PenstockRollouts(run_dir)
+    rollouts = PenstockRollouts(run_dir, PublishedWeights(model_dir, Path(output_dir) / "weights"))
     trainer = GRPOTrainer(
         model=model_dir,
         args=GRPOConfig(output_dir=output_dir, **options),
@@ -27,7 +29,7 @@ def main(run_dir: str, model_dir: str, output_dir: str, **options: Any) -> GRPOT
         rollout_func=rollouts,
     )
     trainer.train()
-    rollouts.acknowledge()
+    rollouts.acknowledge(trainer)
     return trainer
 
 

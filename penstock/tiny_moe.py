@@ -67,8 +67,8 @@ def initial_weights(seed: int) -> Weights:
 
 
 def save(directory: Path, weights: Weights) -> None:
-    """The same weights give the same bytes."""
-    atomic.write_durably(directory / FILE, tensors.to_bytes(weights, {}))
+    """The same weights give the same bytes. What a killed writer left is overwritten."""
+    atomic.write_durably(directory / FILE, tensors.to_bytes(weights, {}), suffix="tmp")
 
 
 def load(directory: Path) -> Weights:

@@ -15,7 +15,7 @@ import orjson
 
 from penstock.config.engine import Engine
 from penstock.doctor.findings import Finding, note, ok, wrong
-from penstock.engines.control import UNREACHABLE, EngineControl
+from penstock.engines.control import UNREACHABLE, EngineControl, read_page
 from penstock.engines.dialects import load_dialect
 from penstock.engines.transport import open_http
 from penstock.errors import EngineUnreachable
@@ -150,7 +150,7 @@ async def _processes(settings: Engine, url: str) -> int:
 async def _json(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     """Empty if the page does not exist or is no JSON object."""
     async with asyncio.timeout(ANSWER_S), http.get(url, allow_redirects=False) as response:
-        body = await response.content.read(PAGE_BYTES)
+        body = await read_page(response, PAGE_BYTES)
     if response.status != 200:
         return {}
     try:

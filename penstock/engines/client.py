@@ -13,6 +13,7 @@ from typing import Generic, NoReturn, TypeVar
 import aiohttp
 
 from penstock.config.engine import Engine
+from penstock.engines.control import read_page
 from penstock.engines.dialects.base import Dialect
 from penstock.engines.replicas import Replica
 from penstock.engines.request_names import head_of
@@ -127,7 +128,7 @@ class EngineClient(EngineConnection):
                 self._http.post(url, data=data, headers=headers, allow_redirects=False) as response,
             ):
                 if response.status != 200:
-                    content = await response.content.read(ERROR_BYTES)
+                    content = await read_page(response, ERROR_BYTES)
                     _raise_status(url, response.status, content, request.dialect)
                 chunks = await receive(response, reservation, self.budget)
             head = head_of(chunks)
@@ -195,7 +196,8 @@ def _raise_status(url: str, status: int, content: bytes, dialect: Dialect) -> No
         raise Upstream(message)
     if dialect.is_context_limit(text):
         raise PolicyFailure(f"context limit: {message}")
-    raise InfrastructureFailure(f"{message}; check engine.urls, engine.model and engine.dialect")
+    absent = f"; {dialect.absent_hint}" if status == 404 and dialect.absent_hint else ""
+    raise InfrastructureFailure(f"{message}; check engine.urls, engine.model and engine.dialect{absent}")
 
 
 def _text(error: Exception) -> str:

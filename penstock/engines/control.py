@@ -33,6 +33,7 @@ __all__ = [
     "VersionPoller",
     "WeightLabel",
     "label_of",
+    "read_page",
 ]
 
 POLL_S = 1.0
@@ -84,7 +85,7 @@ class EngineControl:
         known = self._version_path.get(url)
         for path in [known] if known else self._calls.version_paths:
             async with asyncio.timeout(ANSWER_S), self._http.get(url + path) as response:
-                body = await response.content.read(ANSWER_BYTES)
+                body = await read_page(response, ANSWER_BYTES)
             if response.status == 200 and (text := self._calls.read_version(body)) is not None:
                 self._version_path[url] = path
                 return WeightLabel.parse(text)
@@ -96,7 +97,7 @@ class EngineControl:
     async def busyness(self, url: str) -> Load | None:
         """How busy the replica is; None if it does not say. Raises UNREACHABLE."""
         async with asyncio.timeout(ANSWER_S), self._http.get(url + METRICS_PATH) as response:
-            page = await response.content.read(ANSWER_BYTES)
+            page = await read_page(response, ANSWER_BYTES)
         return read_load(page.decode(errors="replace")) if response.status == 200 else None
 
     async def load(self, url: str, *, weights: str, version: int, run: str, timeout_s: float) -> None:
@@ -133,7 +134,7 @@ class EngineControl:
     async def _adapters(self, url: str) -> list[str]:
         """Names of the loaded versions, the last loaded last."""
         async with asyncio.timeout(ANSWER_S), self._http.get(url + self._calls.models_path) as response:
-            body = await response.content.read(ANSWER_BYTES)
+            body = await read_page(response, ANSWER_BYTES)
         if response.status != 200:
             raise aiohttp.ClientError(f"{url}{self._calls.models_path} answered {response.status}")
         return [name for name in self._calls.read_adapters(body) if WeightLabel.parse(name).run]
@@ -162,11 +163,20 @@ class EngineControl:
     async def _call(self, url: str, call: Call) -> str | None:
         """What the server answered if it refused."""
         async with self._http.post(url + call.path, json=call.body) as response:
-            body = await response.content.read(ANSWER_BYTES)
+            body = await read_page(response, ANSWER_BYTES)
         text = f"{response.status}: {' '.join(body.decode(errors='replace').split())[:ERROR_CHARACTERS]}"
         if response.status in ABSENT:
             raise InfrastructureFailure(f"{url}{call.path} answered {text}. {self._calls.hint}")
         return text if response.status != 200 or _says_no(body) else None
+
+
+async def read_page(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """The body, or its first `limit` bytes. aiohttp's `read` returns what has arrived."""
+    parts = list[bytes]()
+    while limit and (part := await response.content.read(limit)):
+        parts.append(part)
+        limit -= len(part)
+    return b"".join(parts)
 
 
 def _says_no(body: bytes) -> bool:

@@ -2,61 +2,43 @@
 for `GRPOTrainer(rollout_func=..., reward_funcs=...)`. TRL 1.16.
 
 Both acknowledge a step when TRL has taken all of its samples and updated its weights, and publish these weights.
+Started again, they continue after the last acknowledged step; `resume_step` names another one.
 """
 
 import contextlib
 import queue
-import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from penstock.batches.reader import Batch, BatchReader
+from penstock.batches.signals import read_trainer
 from penstock.errors import BatchError
 from penstock.trainers.samples import TrainedSample, samples_of
+from penstock.trainers.weights import PublishedWeights
 
 QUEUED = 4096  # samples: a step or two; the reader waits beyond that
-KEPT_WEIGHTS = 3  # directories: an engine may still load the one before the last
 REWARD = "penstock_reward"
 
 
-class PublishedWeights:
-    """Writes each version of the weights beside the model's other files, and announces it to the run, which loads it
-    (`engine.weight_update = "penstock"`). TRL's `WeightTransferProtocol`."""
-
-    def __init__(self, model_dir: str | Path, output_dir: str | Path) -> None:
-        self._model, self._output = Path(model_dir), Path(output_dir)
-        self.newest: Path | None = None
-        self._written = 0
-
-    def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        self.newest = self._output / str(self._written)
-        self._written += 1
-        ignored = shutil.ignore_patterns("*.safetensors*")
-        shutil.copytree(self._model, self.newest, dirs_exist_ok=True, ignore=ignored)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in iterator}
-        import_module("safetensors.torch").save_file(tensors, self.newest / "model.safetensors", {"format": "pt"})
-        shutil.rmtree(self._output / str(self._written - 1 - KEPT_WEIGHTS), ignore_errors=True)
-
-    def init_weight_transfer(self) -> None: ...
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
-    def destroy(self) -> None: ...
+def _reader(run_dir: str | Path, resume_step: int | None = None, **options: Any) -> BatchReader:
+    acked = read_trainer(Path(run_dir)).acked
+    resume_step = acked if resume_step is None and acked >= 0 else resume_step
+    return BatchReader(run_dir, data_rank=0, data_ranks=1, resume_step=resume_step, **options)
 
 
 class PenstockWorker:
     """TRL's `RolloutWorkerProtocol`: a thread reads sealed steps and queues their samples with finished advantages.
-    TRL's version n is the policy after n - 1 updates: it counts the first weights as 1."""
+    TRL counts the weights that it begins with as 1."""
 
     def __init__(self, run_dir: str | Path, weights: PublishedWeights | None = None, **reader: Any) -> None:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(QUEUED)
         self.metrics_queue: queue.Queue[Any] = queue.Queue()
-        self._reader = BatchReader(run_dir, data_rank=0, data_ranks=1, **reader)
-        self._weights = weights
+        self._reader = _reader(run_dir, **reader)
+        self._weights, self._trl_ahead = weights, 1
         self.start = threading.Thread(target=self._read, name="penstock", daemon=True).start
         self._failure: BaseException | None = None
         self._stopped, self._ended = threading.Event(), False
@@ -72,8 +54,9 @@ class PenstockWorker:
     def update_model_version(self, model_version: int) -> None:
         """TRL has sent these weights."""
         self._acknowledge()
-        if self._weights and self._weights.newest and model_version > 1:
-            self._reader.publish_policy(model_version - 1, weights=self._weights.newest)
+        if self._weights:
+            self._trl_ahead = model_version - self._weights.version
+            self._weights.announce(self._reader)
 
     def check_health(self, stale_after_s: float) -> None:
         if self._failure:
@@ -103,7 +86,7 @@ class PenstockWorker:
 
     def _converted(self, sample: TrainedSample, group: int) -> Any:
         columns = {"input_ids": sample.input_ids, "completion_mask": sample.loss_mask, "old_log_probs": sample.logprobs}
-        version, metrics = sample.rollout.version_first + 1, {"reward": sample.rollout.reward}
+        version, metrics = sample.rollout.version_first + self._trl_ahead, {"reward": sample.rollout.reward}
         more = {"prompt": [], "completion": [], "group_id": group, "metrics": metrics}
         more |= {"advantage": sample.advantage, "model_version": version, "enqueued_at": time.time()}
         return self._sample(**columns, **more)
@@ -119,13 +102,12 @@ class PenstockRollouts:
     the reward function. TRL computes advantages itself, so a step has whole groups of `num_generations` rollouts, one
     sample each, and as many rollouts as TRL asks for."""
 
-    def __init__(self, run_dir: str | Path, **reader: Any) -> None:
-        self.reader = BatchReader(run_dir, data_rank=0, data_ranks=1, **reader)
-        self._step: int | None = None
+    def __init__(self, run_dir: str | Path, weights: PublishedWeights | None = None, **reader: Any) -> None:
+        self._reader, self._weights, self._step = _reader(run_dir, **reader), weights, -1
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        self.acknowledge()
-        batch: Batch = next(self.reader)
+        self.acknowledge(trainer)
+        batch: Batch = next(self._reader)
         self._step, samples = batch.step, list(samples_of(batch))
         size, group = len(prompts), trainer.num_generations
         whole = all(len({each.group for each in samples[n : n + group]}) == 1 for n in range(0, size, group))
@@ -143,10 +125,13 @@ class PenstockRollouts:
             REWARD: [sample.rollout.reward for sample in samples],
         }
 
-    def acknowledge(self) -> None:
+    def acknowledge(self, trainer: Any) -> None:
         """The step before is trained. Call it once more after `trainer.train()`."""
-        if self._step is not None:
-            self.reader.ack(self._step)
+        if self._weights:
+            self._weights.send_weights(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
+            self._weights.announce(self._reader)
+        if self._step >= 0:
+            self._reader.ack(self._step)
 
     @staticmethod
     def reward(**fields: Any) -> list[float]:

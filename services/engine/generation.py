@@ -45,6 +45,8 @@ class Generation:
     """a thought that was cut off"""
     logprobs: NDArray[np.float64] | None = None
     """of a model, in place of `levels`"""
+    sampling_mask: Sequence[Ids] | None = None
+    """the tokens that each token was drawn from, of a model with top_k"""
     unknown_logprobs: int = 0
     """last tokens whose logprob is sent as -9999.0"""
 
@@ -94,7 +96,8 @@ class Generation:
     def _first(self, tokens: int) -> "Generation":
         ids = self.completion_ids[:tokens]
         logprobs = None if self.logprobs is None else self.logprobs[:tokens]
-        first = replace(self, completion_ids=ids, levels=self.levels[:tokens], logprobs=logprobs)
+        mask = self.sampling_mask and self.sampling_mask[:tokens]
+        first = replace(self, completion_ids=ids, levels=self.levels[:tokens], logprobs=logprobs, sampling_mask=mask)
         return replace(first, message=bytes_chatml.decode_completion(ids))
 
 

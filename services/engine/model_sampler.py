@@ -41,6 +41,7 @@ class TokenStream:
     def __init__(self, request: CompletionRequest, draws: Draws, flight: Flight, limit: int) -> None:
         self.flight = flight
         self.temperature = 1.0 if request.temperature is None else request.temperature
+        self.top_k = request.top_k if request.top_k and request.top_k > 0 else tiny_moe.VOCABULARY
         self.done = asyncio.Event()
         self.failed = False
         self._draws, self._limit = draws, limit
@@ -54,6 +55,7 @@ class TokenStream:
         self._routed = self.rows_from
         """tokens whose row is known"""
         self.logprobs: list[float] = []
+        self.drawn_from: list[Ids] = []
         self.states: list[State] = []
         """of each token"""
 
@@ -88,12 +90,13 @@ class TokenStream:
         self._rows.append(rows)
         self._routed += len(rows)
 
-    def add_token(self, token: int, logprob: float, state: State) -> None:
+    def add_token(self, token: int, logprob: float, drawn_from: Ids, state: State) -> None:
         if tiny_moe.WINDOW + self._length == len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
         self._tokens[tiny_moe.WINDOW + self._length] = token
         self._length += 1
         self.logprobs.append(logprob)
+        self.drawn_from.append(drawn_from)
         self.states.append(state)
 
 
@@ -164,28 +167,42 @@ def sample_next(model: tiny_moe.Weights, state: State, rows: Mapping[TokenStream
     """Reads some tokens of each stream; of one that is read to its end, the next token is sampled."""
     windows = [stream.windows(count) for stream, count in rows.items()]
     temperatures = np.array([stream.temperature for stream in rows])
+    top_k = np.array([stream.top_k for stream in rows])
     uniforms = np.array([stream.uniform() for stream in rows])
-    passed = next_tokens(model, windows, temperatures, uniforms, raw)
-    for stream, routes, token, logprob in zip(rows, *passed, strict=True):
+    passed = next_tokens(model, windows, temperatures, uniforms, raw, top_k)
+    for stream, routes, token, logprob, drawn_from in zip(rows, *passed, strict=True):
         stream.add_rows(routes)
         if not stream.unread:
-            stream.add_token(token, logprob, state)
+            stream.add_token(token, logprob, drawn_from, state)
 
 
 def next_tokens(
-    model: tiny_moe.Weights, windows: Sequence[Array], temperatures: Array, uniforms: Array, raw: bool
-) -> tuple[list[Array], list[int], list[float]]:
-    """Rows of each stream's windows, and the token after the last one with its logprob."""
+    model: tiny_moe.Weights,
+    windows: Sequence[Array],
+    temperatures: Array,
+    uniforms: Array,
+    raw: bool,
+    top_k: Array | int = tiny_moe.VOCABULARY,
+) -> tuple[list[Array], list[int], list[float], list[Ids]]:
+    """Rows of each stream's windows, and the token after the last one with its logprob and, with a top_k, the tokens
+    that it was drawn from."""
     ends = np.cumsum([len(each) for each in windows])
     passed = tiny_moe.forward(model, np.concatenate(windows))
     logits = tiny_moe.logits(model, passed.hidden[ends - 1]).astype(np.float64)
-    scaled = tiny_moe.log_softmax(logits / np.where(temperatures > 0, temperatures, 1.0)[:, None])
+    scaled = logits / np.where(temperatures > 0, temperatures, 1.0)[:, None]
+    drawn_from = [np.empty(0, np.int32)] * len(windows)
+    if np.min(top_k) < tiny_moe.VOCABULARY:
+        ranks = (-logits).argsort(axis=1).argsort(axis=1)
+        left = ranks < np.broadcast_to(top_k, len(windows))[:, None]
+        scaled = np.where(left, scaled, -np.inf)
+        drawn_from = [np.flatnonzero(each).astype(np.int32) for each in left]
+    scaled = tiny_moe.log_softmax(scaled)
     shares = np.exp(scaled).cumsum(axis=1)
     # The last share may be below 1 by rounding.
     drawn = (shares < uniforms[:, None] * shares[:, -1:]).sum(axis=1)
     tokens = np.where(temperatures > 0, drawn, logits.argmax(axis=1))
     logprobs = np.take_along_axis(tiny_moe.log_softmax(logits) if raw else scaled, tokens[:, None], axis=1)[:, 0]
-    return np.split(passed.routes, ends[:-1]), tokens.tolist(), logprobs.tolist()
+    return np.split(passed.routes, ends[:-1]), tokens.tolist(), logprobs.tolist(), drawn_from
 
 
 def _generation(stream: TokenStream, draws: Draws) -> Generation:
@@ -200,6 +217,7 @@ def _generation(stream: TokenStream, draws: Draws) -> Generation:
         completion_ids=stream.ids.copy(),
         levels=np.zeros(len(stream.ids), np.int64),
         logprobs=np.array(stream.logprobs),
+        sampling_mask=stream.drawn_from if stream.top_k < tiny_moe.VOCABULARY else None,
         message=message,
         finish_reason=reason,
         latency_s=0.0,

@@ -25,6 +25,7 @@ class Sampling(msgspec.Struct):
     seed: int | None = None
     n: int | None = 1
     temperature: Temperature | None = None
+    top_k: int | None = None
     logprobs: int | None = None
     routed_experts_prompt_start: Count = 0
 
@@ -74,6 +75,7 @@ class CompletionRequest:
     seed: int | None
     model: str | None
     temperature: float | None = None
+    top_k: int | None = None
     request_id: str | None = None
     logprobs: bool
     token_ids: bool
@@ -122,6 +124,7 @@ def read_generate(body: bytes) -> CompletionRequest:
             seed=sampling.seed,
             model=generate.model,
             temperature=sampling.temperature,
+            top_k=sampling.top_k,
             request_id=generate.request_id,
             logprobs=sampling.logprobs is not None,
             token_ids=False,

@@ -139,7 +139,8 @@ def generate_body(content: ResponseContent) -> list[Part]:
         b',"metrics":null,"kv_transfer_params":null,"ec_transfer_params":null,"output_mode":"tokens"',
         b',"choices":[{"index":0%b,"stop_reason":null%b' % (finished, ids),
         *experts,
-        b',"sampling_mask":null,"weight_versions":%b' % _weight_versions(content),
+        b',"sampling_mask":%b' % orjson.dumps(generation.sampling_mask, option=orjson.OPT_SERIALIZE_NUMPY),
+        b',"weight_versions":%b' % _weight_versions(content),
         b',"logprobs":%b}]}' % _logprobs(content, _numbered_token),
     ]
 

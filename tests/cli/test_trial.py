@@ -95,6 +95,16 @@ def test_an_exception_is_shown_with_its_traceback_and_what_was_said_before(
     assert 'raise KeyError("mistaken")' in shown.stdout
 
 
+def test_a_thought_that_was_cut_off_is_shown_without_a_content(tmp_path: Path) -> None:
+    engine = EngineProcess(tmp_path, "--failures", "thought=1")
+    try:
+        done = tried(tmp_path, engine, '[environments.echo]\nuse = "echoes:Echo"\n', "--examples", "1")
+    finally:
+        engine.kill()
+    assert "(thinks)" in done.stdout
+    assert "None" not in done.stdout
+
+
 def test_an_agent_of_its_own_is_recorded_by_a_session_server_of_the_trial(
     tmp_path: Path, engine: EngineProcess
 ) -> None:

@@ -26,9 +26,10 @@ MODULE, MODEL = "vllm.entrypoints.openai.api_server", "/models/tiny"
 
 @dataclass(frozen=True)
 class Release:
-    """An environment with vLLM."""
+    """An environment with vLLM, and which of the tiny models the tests serve: `dense` or `moe`."""
 
     python: Path
+    kind: str = "dense"
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -38,12 +39,12 @@ class Release:
     @property
     def has_routes(self) -> bool:
         """From 0.31 routed experts need Triton, which the builds for CPU have not."""
-        return self.version < (0, 31)
+        return self.kind == "moe" and self.version < (0, 31)
 
     @property
-    def kind(self) -> str:
-        """Of the tiny models, the one that the tests serve. The builds for CPU reload weights of dense models only."""
-        return "moe" if self.has_routes else "dense"
+    def names_tokens(self) -> bool:
+        """Whether `generate` states the version of each token."""
+        return self.version >= (0, 32)
 
 
 class AnyEngine:
@@ -107,6 +108,7 @@ class VllmServer(AnyEngine):
         self.weights: Path | None = model
         """the directory that was loaded last; None if it is not known"""
         self._first_weights = model
+        self._reloads = release.kind == "dense"
         self.start()
 
     def start(self) -> None:
@@ -136,7 +138,16 @@ class VllmServer(AnyEngine):
         self.start()
 
     def load(self, weights: Path, version: int) -> None:
-        """Run the documented commands: pause, load, reset the cache, name the version, resume."""
+        """Run the documented commands: pause, load, reset the cache, name the version, resume. A mixture of experts,
+        which the builds for CPU do not reload, is served anew."""
+        if not self._reloads:
+            self.end()
+            self._command[self._command.index("--model") + 1] = str(weights)
+            self._first_weights = weights
+            self.start()
+            self.wait_ready()
+            self.post("/update_weight_version", {"new_version": str(version)})
+            return
         replaced = {DOCUMENTED_URL: self.url, "/weights/7": str(weights), '"7"': f'"{version}"'}
         for command in update_commands(DOCUMENTED_URL):
             done = subprocess.run(filled(command, replaced), capture_output=True, text=True, check=False)

@@ -1,7 +1,8 @@
 """A real vLLM server, tiny models and Hugging Face's forward pass, or any server: ENGINE_URL.
 
-PENSTOCK_VLLM_PYTHON is the Python of the environment with vLLM. With ENGINE_URL, tests that start, stop or update a
-server, or that compare with the weights of the tiny models, are left out, and the summary says so.
+PENSTOCK_VLLM_PYTHON is the Python of the environment with vLLM. VLLM_MODEL=moe serves the mixture of experts, without
+the tests that reload weights, which the builds for CPU do for dense models only. With ENGINE_URL, tests that start,
+stop or update a server, or that compare with the weights of the tiny models, are left out. The summary says what was.
 """
 
 import hashlib
@@ -23,12 +24,14 @@ from support.vllm_server import AnyEngine, Release, VllmServer
 URL = os.environ.get("ENGINE_URL", "")
 PYTHON = Path(os.environ.get("PENSTOCK_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python")).absolute()
 TOKENIZER = os.environ.get("TOKENIZER", "")
+KIND = os.environ.get("VLLM_MODEL", "dense")
 SCRIPT = ROOT / "tests" / "support" / "tiny_models.py"
 NEEDS = {
     "server": "controls the server's process or its weights",
     "start_server": "starts servers with flags of its own",
     "reference": "compares with a forward pass under known weights",
 }
+RELOADS = {"reloading": "reloads weights, which a mixture of experts on CPU does not"}
 if not TOKENIZER:
     NEEDS["tokenizer"] = "renders prompts: set TOKENIZER to the directory of the model's tokenizer"
 left_out: dict[str, list[str]] = {}
@@ -38,9 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests that start servers of their own come first, before the server of the session starts; whole runs, which kill
     that one, come last."""
     items.sort(key=lambda item: ("start_server" not in item.fixturenames, "test_runs" in item.nodeid))  # type: ignore[attr-defined]
-    if not URL:
-        return
-    here = {item: next((NEEDS[name] for name in NEEDS if name in item.fixturenames), "") for item in items}  # type: ignore[attr-defined]
+    absent = NEEDS if URL else RELOADS if KIND == "moe" else {}
+    here = {item: next((absent[name] for name in absent if name in item.fixturenames), "") for item in items}  # type: ignore[attr-defined]
     for item, why in here.items():
         if why:
             left_out.setdefault(why, []).append(item.name)
@@ -56,14 +58,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 @pytest.fixture(scope="session")
 def release() -> Release:
     assert PYTHON.exists(), f"no vLLM at {PYTHON}: run `make vllm`, or set PENSTOCK_VLLM_PYTHON or ENGINE_URL"
-    return Release(PYTHON)
+    return Release(PYTHON, KIND)
 
 
 @pytest.fixture(scope="session")
 def models(release: Release) -> Path:
     """The tiny models, made once an environment: moe/0 ..., dense/0 ..., lora/1 ..., tokenizer."""
     sources = SCRIPT.read_bytes() + Path(tokenizer_directory.__file__).read_bytes() + Path(__file__).read_bytes()
-    directory = PYTHON.parent.parent / f"tiny-models-{hashlib.sha256(sources).hexdigest()[:12]}"
+    directory = PYTHON.parent.parent / f"tiny-models-{KIND}-{hashlib.sha256(sources).hexdigest()[:12]}"
     if not directory.exists():
         new = directory.with_suffix(f".{os.getpid()}")
         tokenizer_dir(
@@ -72,7 +74,7 @@ def models(release: Release) -> Path:
             tokenizer_class="PreTrainedTokenizerFast",
             eos_token="<|im_end|>",
         )
-        subprocess.run([str(PYTHON), str(SCRIPT), str(new), str(new / "tokenizer"), release.kind], check=True)
+        subprocess.run([str(PYTHON), str(SCRIPT), str(new), str(new / "tokenizer"), KIND], check=True)
         new.rename(directory)
     return directory
 
@@ -117,6 +119,12 @@ def server(running_server: VllmServer, weights: dict[int, Path]) -> VllmServer:
     if running_server.weights != weights[0]:
         running_server.load(weights[0], 0)
     return running_server
+
+
+@pytest.fixture
+def reloading(server: VllmServer) -> VllmServer:
+    """The same, for tests that load weights while it serves."""
+    return server
 
 
 @pytest.fixture

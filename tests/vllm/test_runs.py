@@ -81,14 +81,14 @@ def test_a_run(cluster: Cluster, reference: Reference, weights: Weights, release
 
 
 def test_weights_loaded_by_the_trainer(
-    cluster: Cluster, server: VllmServer, reference: Reference, weights: Weights
+    cluster: Cluster, reloading: VllmServer, reference: Reference, weights: Weights
 ) -> None:
     """While rollouts of later steps are played. Those of the last step begin when the first one is acknowledged, which
     is after the update."""
 
     def after(step: int, reader: BatchReader) -> None:
         if step == 0:
-            server.load(weights[1], 1)
+            reloading.load(weights[1], 1)
             reader.publish_policy(1)
 
     run = Run(cluster, after)
@@ -97,10 +97,11 @@ def test_weights_loaded_by_the_trainer(
 
 
 def test_weights_loaded_by_the_run_into_a_server_that_is_killed(
-    tmp_path: Path, server: VllmServer, release: Release, reference: Reference, weights: Weights
+    tmp_path: Path, reloading: VllmServer, release: Release, reference: Reference, weights: Weights
 ) -> None:
     """While it plays step 2. It starts again with its first weights, and samples nothing before it has those of the
     run."""
+    server = reloading
 
     def after(step: int, reader: BatchReader) -> None:
         before = server.metric(TOKENS)
@@ -109,9 +110,11 @@ def test_weights_loaded_by_the_run_into_a_server_that_is_killed(
         if step == 1:
             restart(cluster, server, after_tokens=before)
 
-    server.weights = None  # loaded by the run, under names of its own
-    with cluster_in(tmp_path, **ON_POLICY, engine=engine_of(server, release, weight_update="penstock")) as cluster:
-        run = Run(cluster, after)
+    try:
+        with cluster_in(tmp_path, **ON_POLICY, engine=engine_of(server, release, weight_update="penstock")) as cluster:
+            run = Run(cluster, after)
+    finally:
+        server.weights = None  # loaded by the run, under names of its own
     found = run.aligned(reference, weights)
     assert found.versions == {0, 1, 2, 3}
     assert found.tokens > found.left_out
@@ -120,9 +123,10 @@ def test_weights_loaded_by_the_run_into_a_server_that_is_killed(
 
 @pytest.mark.slow
 def test_a_killed_server_that_the_trainer_updates(
-    tmp_path: Path, server: VllmServer, release: Release, reference: Reference, weights: Weights
+    tmp_path: Path, reloading: VllmServer, release: Release, reference: Reference, weights: Weights
 ) -> None:
     """While it plays step 2; the run waits until the trainer has loaded version 2 again."""
+    server = reloading
 
     def after(step: int, reader: BatchReader) -> None:
         version = step + 1
@@ -141,6 +145,26 @@ def test_a_killed_server_that_the_trainer_updates(
     found = run.aligned(reference, weights)
     assert found.versions == {0, 1, 2, 3}
     assert found.tokens > found.left_out
+
+
+@pytest.mark.slow
+def test_a_killed_server_without_updates(
+    tmp_path: Path, server: VllmServer, release: Release, reference: Reference, weights: Weights
+) -> None:
+    """While it plays step 1; routed experts too are those of whole rollouts."""
+
+    def after(step: int, reader: BatchReader) -> None:
+        if step == 0:
+            restart(cluster, server, after_tokens=server.metric(TOKENS))
+
+    settings = {**ON_POLICY, "trainer": {"max_steps_ahead": 1}}
+    with cluster_in(tmp_path, **settings, engine=engine_of(server, release)) as cluster:
+        run = Run(cluster, after)
+    found = run.aligned(reference, weights)
+    assert found.tokens > found.left_out
+    assert run.audit["delivered"] == STEPS * 3 * 4
+    if release.has_routes:
+        assert found.rows > 0
 
 
 def restart(cluster: Cluster, server: VllmServer, *, after_tokens: float) -> None:

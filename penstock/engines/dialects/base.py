@@ -115,6 +115,8 @@ class Dialect(ABC):
 
     endpoint: ClassVar[str]
     """Path of the request, below the engine's URL."""
+    absent_hint: ClassVar[str] = ""
+    """What to do if the server does not have it."""
     takes_messages: ClassVar[bool] = True
     """If False, prompts are sent as tokens: `policy.renderer` is required."""
     takes_tokens: ClassVar[bool] = False

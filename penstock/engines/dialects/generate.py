@@ -97,6 +97,7 @@ class Generate(Dialect):
     checks_values: ClassVar[bool] = True
     control: ClassVar[ControlCalls] = VllmCalls()
     endpoint: ClassVar[str] = "/inference/v1/generate"
+    absent_hint: ClassVar[str] = "vLLM has this endpoint with --enable-scale-out"
     takes_messages: ClassVar[bool] = False
     takes_tokens: ClassVar[bool] = True
     prompt_key: ClassVar[bytes] = b'"prompt_token_ids":['

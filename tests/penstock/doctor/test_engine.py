@@ -52,7 +52,8 @@ def engine(
             case "/v1/chat/completions":
                 return chat(request)
             case "/server_info" if dev_mode:
-                return page({"vllm_config": {"model_config": {"logprobs_mode": f"{mode}_logprobs"}}})
+                config = {"environment": "." * 500_000, "model_config": {"logprobs_mode": f"{mode}_logprobs"}}
+                return page({"vllm_config": config})
             case _:
                 return page({"error": "not found"}, status=404)
 

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -15,6 +16,7 @@ from support.waiting import wait_until_async
 
 from penstock.engines import transport
 from penstock.engines.client import ON_LOOP_BYTES, EngineClient, Request
+from penstock.engines.dialects import load_dialect
 from penstock.engines.replicas import Orders
 from penstock.engines.request_names import NAME_HEADER
 from penstock.engines.response import read_turn
@@ -171,6 +173,17 @@ def test_another_replica_is_used_if_one_is_unreachable_or_fails() -> None:
                 for _ in range(5):
                     assert (await client.send(REQUEST, content_of, preferred=first.replica)).replica is first.replica
                 assert len(bad.received) == 1
+
+    run(main)
+
+
+def test_an_absent_endpoint_of_generate_is_named_with_its_flag() -> None:
+    async def main() -> None:
+        with serving(lambda _: Response(status=404, body=b'{"detail":"Not Found"}')) as server:
+            async with client_of(server.url, dialect="generate") as client:
+                request = replace(REQUEST, dialect=load_dialect("generate")(client.settings))
+                with pytest.raises(InfrastructureFailure, match="--enable-scale-out"):
+                    await client.send(request, content_of)
 
     run(main)
 

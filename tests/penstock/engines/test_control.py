@@ -101,6 +101,25 @@ def test_an_update_holds_requests_names_what_it_loads_and_drops_the_cache(
     assert list(zip(paths, [request.body for request in server.received], strict=True)) == expected
 
 
+def test_a_page_that_arrives_in_pieces_is_read_whole() -> None:
+    """vLLM's metrics have tens of kilobytes, its models as many as it has adapters."""
+    adapters = [{"id": f"{version}@r1", "padding": "." * 1000} for version in range(1, 500)]
+
+    async def main() -> None:
+        settings = quick_engine(server.url, lora=True, weight_update="penstock")
+        async with EngineControl.open(settings) as control:
+            load = await control.busyness(server.url)
+            assert load is not None
+            assert (load.running, load.waiting) == (2, 3)
+            label = await control.label(server.url)
+            assert label is not None
+            assert label.version == 499
+
+    with serving(lambda _: Response(body=json.dumps({"data": adapters}).encode())) as server:
+        server.metrics = "vllm:num_requests_waiting 3\n" + "# HELP\n" * 60_000 + "vllm:num_requests_running 2\n"
+        run(main)
+
+
 def test_an_engine_that_cannot_load_says_so_and_generates_on(engine: EngineProcess, tmp_path: Path) -> None:
     async def main() -> None:
         async with control_of(engine) as control:

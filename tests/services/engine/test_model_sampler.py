@@ -110,12 +110,30 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
     uniforms = (np.arange(draws) + 0.5) / draws
     for temperature in (1.0, 0.5):
         temperatures = np.full(draws, temperature)
-        _, tokens, logprobs = next_tokens(weights, [window] * draws, temperatures, uniforms, False)
+        _, tokens, logprobs, _ = next_tokens(weights, [window] * draws, temperatures, uniforms, False)
         logits = tiny_moe.logits(weights, tiny_moe.forward(weights, window).hidden)
         expected = np.exp(tiny_moe.log_softmax(logits / temperature))[0]
         shares = np.bincount(tokens, minlength=tiny_moe.VOCABULARY) / draws
         assert np.abs(shares - expected).max() <= 1.5 / draws
         assert np.abs(np.exp(logprobs) - expected[tokens]).max() < TOLERANCE
+
+
+def test_with_a_top_k_the_response_has_the_tokens_that_were_left(engine: EngineProcess) -> None:
+    """Their probabilities add up to 1, also beside a completion without one."""
+    weights, kept = tiny_moe.initial_weights(SEED), 3
+    plain = sent(engine, GENERATE, generate())
+    choice = json.loads(engine.answer(GENERATE, generate(top_k=kept, temperature=0.7)))["choices"][0]
+    assert plain.result(60)["choices"][0]["sampling_mask"] is None
+    ids = np.concatenate([PROMPT, np.array(choice["token_ids"], np.int32)])
+    at = np.arange(len(PROMPT), len(ids))
+    logits = tiny_moe.logits(weights, tiny_moe.forward(weights, tiny_moe.windows_of(ids)[at]).hidden)
+    for token, left, own, found in zip(
+        choice["token_ids"], choice["sampling_mask"], logits, choice["logprobs"]["content"], strict=True
+    ):
+        assert token in left
+        assert sorted(left) == sorted(np.argsort(own)[-kept:].tolist())
+        logs = tiny_moe.log_softmax(own[left][None] / 0.7)[0]
+        assert found["logprob"] == pytest.approx(logs[left.index(token)], abs=TOLERANCE)
 
 
 def test_weights_that_change_in_flight_give_exact_versions(tmp_path: Path) -> None:
