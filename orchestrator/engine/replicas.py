@@ -196,6 +196,6 @@ class ReplicaWatch:
         raise RunError(
             f"version {self._version} was published {self._settings.weight_update_timeout_s:g} s ago "
             f"(engine.weight_update_timeout_s), and no replica has reported a published version: {replica.url} {says}. "
-            f"Let the trainer name the weights that it loads (vLLM 0.32 with VLLM_SERVER_DEV_MODE=1: POST "
+            f"Let the trainer name the weights that it loads (vLLM 0.30 with VLLM_SERVER_DEV_MODE=1: POST "
             '/update_weight_version), or set engine.versions = "announced" if the engine cannot say'
         )

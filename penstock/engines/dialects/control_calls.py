@@ -70,10 +70,10 @@ class ControlCalls:
 
 
 class VllmCalls(ControlCalls):
-    """vLLM 0.32 with VLLM_SERVER_DEV_MODE=1."""
+    """vLLM 0.30 with VLLM_SERVER_DEV_MODE=1."""
 
     version_paths = ("/weight_info",)
-    hint = "Start vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1"
+    hint = "Start vLLM 0.30 or later with VLLM_SERVER_DEV_MODE=1"
 
     def pause(self, label: str) -> list[Call]:
         return [Call(path="/pause?mode=keep"), self._name(label)]
