@@ -172,9 +172,12 @@ class Agent:
 async def closed_loop(
     host: str, port: int, *, connections: int, seconds: float, parallel: int = 1, **agent: Any
 ) -> dict[str, Any]:
-    """Every agent sends its next request as soon as it has a response; `parallel` agents share a session."""
-    taken, sessions = list[float](), Sessions(parallel)
-    agents = [Agent(connection=Connection(host, port), sessions=sessions, **agent) for _ in range(connections)]
+    """Every agent sends its next request as soon as it has a response; `parallel` agents share sessions."""
+    taken, shared = list[float](), [Sessions(parallel) for _ in range(-(-connections // parallel))]
+    agents = [
+        Agent(connection=Connection(host, port), sessions=shared[number // parallel], **agent)
+        for number in range(connections)
+    ]
     started = time.monotonic()
     until = started + seconds
 

@@ -6,7 +6,6 @@ its chat failed, or because the process was killed, gets the number that it had.
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Generator, Iterable, Set
 from dataclasses import dataclass
 
@@ -37,7 +36,7 @@ class Arrivals:
         self._concurrency = concurrency
         self._queue = queue
         self._claims: list[Claim] = []
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: list[asyncio.Future[None]] = []  # at most 256; an empty deque takes 760 bytes
         self._lost: dict[int, bytes] = {}
         """Number of a request that was not recorded -> its digest."""
         self._last_recorded = -1
@@ -60,7 +59,7 @@ class Arrivals:
             if len(self._waiting) >= MAX_QUEUED:
                 raise Busy(f"{BUSY}, and {MAX_QUEUED} chats wait")
             place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.appendleft(place) if woken else self._waiting.append(place)
+            self._waiting.insert(0 if woken else len(self._waiting), place)
             try:
                 await place
             except asyncio.CancelledError:
@@ -135,7 +134,7 @@ class Arrivals:
 
     def _wake(self) -> None:
         while self._waiting:
-            place = self._waiting.popleft()
+            place = self._waiting.pop(0)
             if not place.done():
                 place.set_result(None)
                 return

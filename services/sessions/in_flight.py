@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 class InFlight:
     def __init__(self) -> None:
         self._scopes: set[asyncio.Timeout] = set()
-        self._ended = asyncio.Event()
+        self._ended: asyncio.Event | None = None  # made when it is awaited: it takes a kilobyte
 
     @contextlib.asynccontextmanager
     async def request(self, gone: Callable[[], Exception]) -> AsyncIterator[None]:
@@ -25,11 +25,13 @@ class InFlight:
             raise
         finally:
             self._scopes.discard(scope)
-            self._ended.set()
+            if self._ended:
+                self._ended.set()
 
     async def end(self) -> None:
         """Returns when none is left. Nothing is awaited after that, so that the caller can keep it so."""
         while self._scopes:
+            self._ended = self._ended or asyncio.Event()
             self._ended.clear()
             for scope in self._scopes:
                 if not scope.expired():
