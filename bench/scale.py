@@ -6,6 +6,7 @@ runs on a loop that times its steps and garbage collections (`harness/step_timer
 
 import asyncio
 import json
+import os
 import subprocess
 import time
 from dataclasses import dataclass
@@ -240,11 +241,13 @@ def _measure_memory(size: Size, _: int, show: Show) -> Measured:
 def _measure_ledger(size: Size, _: int, show: Show) -> Measured:
     """Start, status and sweep of a run with a ledger of many closed rollouts, which is made and not played."""
     name = f"ledger of {size.closed} rollouts"
-    with start_cluster(rollouts__group_size=GROUP_SIZE, rollouts__max_in_flight=GROUP_SIZE) as cluster:
+    settings = {"rollouts__group_size": GROUP_SIZE, "rollouts__max_in_flight": GROUP_SIZE, "steps": size.closed}
+    with start_cluster(**settings) as cluster:  # more steps than the ledger has, so that the run continues
         show(f"{name}: making it")
         made, empty = cluster.directory / "made", cluster.directory / "empty"
         made.mkdir()
         make_ledger(made / "ledger.sqlite", size.closed, group_size=GROUP_SIZE, step_rollouts=MADE_STEP)
+        os.sync()  # the file's pages are not written to disk while starts are timed
         stored = (made / "ledger.sqlite").stat().st_size / size.closed
         starts: dict[Path, list[float]] = {made: [], empty: []}
         status_s: list[float] = []

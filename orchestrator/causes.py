@@ -17,6 +17,8 @@ RECENT = 512
 SHOWN_MOST = 3
 LOST_MOST = 0.5
 """Share of lost rollouts from which the losses themselves are what a run waits for."""
+CANCELLED, TOO_SMALL = "cancelled", "group_too_small"
+"""Reasons of rollouts whose group can no longer be trained on: consequences of other losses, never a cause."""
 LEAST = 8
 """Rollouts that must have ended before their share says anything."""
 Ending = Literal["admitted", "died", "dropped"]
@@ -47,6 +49,8 @@ class Causes:
         self._texts = {kind: text for kind, text in self._texts.items() if self._recent["died", kind]}
 
     def dropped(self, reason: str, rollouts: int) -> None:
+        if reason in (CANCELLED, TOO_SMALL):  # the losses that made them so count
+            return
         self._drops[reason] += rollouts
         self._end("dropped", reason, rollouts)
 

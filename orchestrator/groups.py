@@ -6,7 +6,7 @@ Every method is one ledger transaction: the effects of a reply and the jobs that
 import logging
 from collections import Counter
 
-from orchestrator.causes import Causes
+from orchestrator.causes import CANCELLED, TOO_SMALL, Causes
 from orchestrator.examples.choice import Examples
 from orchestrator.examples.evaluation import Evaluations
 from orchestrator.gates import Gates
@@ -253,8 +253,8 @@ class Groups:
         possible = len(unfinished) + len(group.of(RolloutState.GENERATED))
         partial = possible < len(group.rollouts) and self._config.rollouts.partial_groups == "drop"
         if partial or possible < self._config.rollouts.smallest_group:
-            self._cancel(unfinished, "cancelled")
-            self._close(group, "group_too_small")
+            self._cancel(unfinished, CANCELLED)
+            self._close(group, TOO_SMALL)
         elif unfinished:
             return
         elif self._ledger.meta.get(f"scores_groups:{group.environment}"):

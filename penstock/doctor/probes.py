@@ -165,7 +165,7 @@ def check_logprobs_mode(columns: Columns, configured: str, stated: Sequence[str]
     }
     return wrong(
         "logprobs",
-        f"the engine's are {mode}: they do{' not' if mode == 'raw' else ''} depend on the temperature, and "
+        f"the engine's logprobs are {mode}: they do{' not' if mode == 'raw' else ''} depend on the temperature, and "
         f"engine.logprobs_mode is {configured!r}",
         fixes[mode],
     )

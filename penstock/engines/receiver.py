@@ -170,8 +170,12 @@ class Receiver(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         why = f"the connection was closed with {exc!r}" if exc else "the connection was closed"
-        self._settle(aiohttp.ClientPayloadError(f"Response payload is not completed: {why}"))
+        error = aiohttp.ClientPayloadError(f"Response payload is not completed: {why}")
+        self._settle(error)
+        body: aiohttp.StreamReader | None = self._handler._payload  # pyright: ignore[reportPrivateUsage]
         self._handler.connection_lost(exc)
+        if body is not None and not body.is_eof() and body.exception() is None:  # aiohttp leaves one with a wrong chunk
+            body.set_exception(error)
 
     def eof_received(self) -> None:
         self._handler.eof_received()

@@ -36,6 +36,16 @@ def test_drops_are_named_by_reason_when_they_outnumber_deaths() -> None:
     assert causes.explain().startswith("Rollouts dropped by reason: unknown")
 
 
+def test_rollouts_that_were_cancelled_with_their_group_do_not_hide_the_error() -> None:
+    causes = Causes()
+    for number in range(20):
+        causes.died(TOOL_CHOICE.format(number))
+        causes.dropped("cancelled", 5)
+        causes.dropped("group_too_small", 2)
+    assert causes.explain().startswith("Last error (20 of 20): the engine answered 400")
+    assert "20 of the last 20 rollouts died" in str(causes.trouble)
+
+
 def test_the_number_of_errors_that_are_told_apart_is_bounded() -> None:
     causes = Causes()
     causes.generated()

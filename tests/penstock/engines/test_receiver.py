@@ -13,6 +13,9 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_parser import HttpResponseParser
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.engine_clients import run
@@ -120,12 +123,13 @@ async def serving(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIte
 
 
 async def fetched(
-    http: aiohttp.ClientSession, url: str, budget: ByteBudget, tls: ssl.SSLContext | None = None
+    http: aiohttp.ClientSession, url: str, budget: ByteBudget, tls: ssl.SSLContext | None = None, *, once: bool = False
 ) -> bytes | None:
-    """A copy of the body; None if it was refused."""
+    """A copy of the body; None if it was refused. `once`: its connection is not used again."""
+    headers = {"Connection": "close"} if once else {}
     with budget.reservation() as reservation:
         try:
-            async with http.post(url, data=b"{}", allow_redirects=False, ssl=tls or True) as answer:
+            async with http.post(url, data=b"{}", allow_redirects=False, ssl=tls or True, headers=headers) as answer:
                 chunks = await receive(answer, reservation, budget)
         except aiohttp.ClientError:
             return None
@@ -134,6 +138,12 @@ async def fetched(
 
 def body_of(size: int) -> bytes:
     return bytes(index * 31 % 251 for index in range(size))
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+TYPE = b"Content-Type: application/json\r\n"
+BODY = body_of(60)
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked", "close"])
@@ -150,6 +160,45 @@ def test_every_split_of_a_response_gives_its_bytes(framing: str) -> None:
             for _ in range(len(data)):
                 assert await fetched(http, url, budget) == body_of(60)
             assert len(set(peers)) == (len(data) if framing == "close" else 1)
+
+    run(main)
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_every_pair_of_splits_gives_the_bytes(framing: str) -> None:
+    head = OK + (b"Content-Length: 7\r\n\r\n" if framing == "length" else CHUNKED)
+    data = head + (body_of(7) if framing == "length" else b"5\r\n%b\r\n2\r\n%b\r\n0\r\n\r\n" % (BODY[:5], BODY[5:7]))
+    pairs = list(itertools.combinations(range(1, len(data)), 2))
+    assert plain(data) == body_of(7)
+
+    async def main() -> None:
+        async with serving(lambda number: (data, pairs[number], False)) as (url, peers), open_http(Engine()) as http:
+            budget = ByteBudget(LIMIT)
+            for pair in pairs:
+                assert await fetched(http, url, budget) == body_of(7), pair
+            assert len(set(peers)) == 1
+
+    run(main)
+
+
+def test_every_chunk_size_at_every_split_gives_the_bytes_up_to_where_the_response_breaks_off() -> None:
+    head, body = len(OK + CHUNKED), body_of(18)
+    cases = [
+        (data[:end], split, end < len(data))
+        for size in range(1, 19)
+        for data in [OK + response(body, chunks=[size] * 18, framing="chunked").partition(TYPE)[2]]
+        for split in range(head, len(data), 2)
+        for end in (len(data), split + 1)
+    ]
+
+    async def main() -> None:
+        async with (
+            serving(lambda number: (cases[number][0], [cases[number][1]], cases[number][2])) as (url, _),
+            open_http(Engine()) as http,
+        ):
+            budget = ByteBudget(LIMIT)
+            for data, split, _ in cases:
+                assert await fetched(http, url, budget) == plain(data), (data, split)
 
     run(main)
 
@@ -340,8 +389,6 @@ def test_a_request_is_not_sent_behind_bytes_that_were_not_asked_for(monkeypatch:
     run(main)
 
 
-OK = b"HTTP/1.1 200 OK\r\n"
-BODY = body_of(60)
 ODD = {
     "http 1.0": b"HTTP/1.0 200 OK\r\nContent-Length: 60\r\n\r\n" + BODY,
     "http 1.0, keep-alive": b"HTTP/1.0 200 OK\r\nConnection: keep-alive\r\nContent-Length: 60\r\n\r\n" + BODY,
@@ -367,6 +414,50 @@ ODD = {
     "lines end with LF": b"HTTP/1.1 200 OK\nContent-Length: 60\n\n" + BODY,
     "compressed to a thousandth": response(bytes(1 << 22), encoding="gzip"),
 }
+
+
+async def parsed(data: bytes) -> set[bytes | None]:
+    """What aiohttp's parser alone makes of a response, byte by byte. Behind its end, other bytes may refuse it."""
+    loop, payload = asyncio.get_running_loop(), None
+    parser = HttpResponseParser(BaseProtocol(loop), loop, 1 << 16, read_until_eof=True)
+    try:
+        for at in range(len(data)):
+            if messages := parser.feed_data(data[at : at + 1])[0]:
+                payload = messages[0][1]
+            if payload is not None and payload.is_eof():
+                return {payload.read_nowait(-1), *([None] if at + 1 < len(data) else [])}
+        parser.feed_eof()
+    except HttpProcessingError:
+        return {None}
+    return {payload.read_nowait(-1) if payload is not None and payload.is_eof() else None}
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_every_changed_byte_of_heads_and_chunk_sizes_is_read_or_refused_as_by_the_parser_alone(framing: str) -> None:
+    good = OK + response(BODY[:20], chunks=[9], framing=framing).partition(TYPE)[2]
+    cases = [
+        good[:at] + bytes([byte]) + good[at + 1 :]
+        for at in range(len(good))
+        for byte in b"\r\n 02fx:,;"
+        if good[at] != byte
+    ]
+    sent = [good]
+
+    async def main() -> None:
+        async with (
+            serving(lambda number: (sent[0], [number % len(good)], True)) as (url, _),
+            open_http(Engine()) as http,
+            asyncio.timeout(60),  # a wrong chunk once left the reader waiting
+        ):
+            budget, accepted = ByteBudget(LIMIT), 0
+            for data in cases:
+                sent[0] = data
+                received = await fetched(http, url, budget, once=True)
+                assert received in await parsed(data), data
+                accepted += received is not None
+            assert 0.1 < accepted / len(cases) < 0.9
+
+    run(main)
 
 
 @pytest.mark.parametrize("data", ODD.values(), ids=ODD)
