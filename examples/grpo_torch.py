@@ -41,7 +41,8 @@ def main(options: argparse.Namespace) -> None:
     if saved and rank == 0:
         reader.publish_policy(saved["step"] + 1, weights=save_weights(model, options, saved["step"] + 1))
     for batch in reader:
-        metrics = train(model, optimizer, batch)
+        metrics, logprobs = train(model, optimizer, batch)
+        reader.annotate(batch, logprobs=logprobs)  # for the dashboard: KL, and the mismatch of each token
         reader.ack(batch.step)
         if rank == 0:
             weights = save_weights(model, options, batch.step + 1)
@@ -59,7 +60,8 @@ def main(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def train(model: Any, optimizer: Any, batch: Any) -> dict[str, float]:
+def train(model: Any, optimizer: Any, batch: Any) -> tuple[dict[str, float], list[Any]]:
+    computed: list[Any] = []
     alignment, rewards = Alignment(), [rollout.reward for rollout in batch.plan.rollouts]
     routed = any(rollout.experts for rollout in batch.plan.rollouts)
     optimizer.zero_grad()
@@ -68,13 +70,15 @@ def train(model: Any, optimizer: Any, batch: Any) -> dict[str, float]:
         with replayed_routing(model, tensors) if routed else contextlib.nullcontext():
             logprobs = token_logprobs(model(**tensors.model_inputs()).logits, tensors)
         alignment.add(logprobs, tensors)
+        computed.append(tensors.flat(logprobs))
         clipped_objective(logprobs, tensors, batch.totals.denominator).backward()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         dist.all_reduce(parameter.grad)  # sums: the denominator is that of all ranks
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return {"reward": sum(rewards) / len(rewards), "kl": alignment.kl, "max": alignment.max, "norm": float(norm)}
+    reward = sum(rewards) / len(rewards)
+    return {"reward": reward, "kl": alignment.kl, "max": alignment.max, "norm": float(norm)}, computed
 
 
 def save_weights(model: Any, options: argparse.Namespace, version: int) -> Path:

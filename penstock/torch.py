@@ -50,6 +50,12 @@ class Tensors:
         """Arguments for the forward pass of a Hugging Face model."""
         return {name: getattr(self, name) for name in ("input_ids", "position_ids", "attention_mask")}
 
+    def flat(self, values: Tensor) -> Array:
+        """One value for each token of the micro-batch, as `reader.annotate` takes them."""
+        found, there = np.zeros(self.micro_batch.input_ids.size, np.float32), self.index >= 0
+        found[self.index[there]] = values.detach().float().cpu().numpy()[there]
+        return found
+
     def to(self, device: Any) -> "Tensors":
         moved = {each.name: getattr(self, each.name) for each in fields(self)}
         return replace(self, **{name: value.to(device) for name, value in moved.items() if hasattr(value, "to")})

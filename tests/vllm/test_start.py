@@ -56,4 +56,6 @@ def test_a_new_user_sees_the_reward_rise(start_server: Callable[..., VllmServer]
     curve = [json.loads(line)["reward"] for line in lines]
     assert len(curve) == STEPS
     assert sum(curve[-ENDS:]) / ENDS > 1.2 * sum(curve[:ENDS]) / ENDS, curve
+    annotated = (mine / "runs" / "first" / "trainer" / "annotations.rank_00.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in annotated] == [*range(STEPS)]
     assert server.get("/weight_info")["weight_version"].startswith(f"{STEPS}@")

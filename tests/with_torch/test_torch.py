@@ -32,8 +32,11 @@ def test_logprobs_are_those_of_each_sample_alone_at_its_temperature(tmp_path: Pa
     model, [batch] = model_of("dense"), sealed(tmp_path)
     for micro_batch in batch.micro_batches():
         tensors = form(micro_batch)
-        logprobs = token_logprobs(model(**tensors.model_inputs()).logits, tensors).detach().numpy()
-        here = tensors.index >= 0
+        computed = token_logprobs(model(**tensors.model_inputs()).logits, tensors)
+        flat, alone = tensors.flat(computed), one_by_one(model, micro_batch)
+        trained = micro_batch.loss_mask > 0
+        np.testing.assert_allclose(flat[trained], alone[trained], atol=1e-5)
+        logprobs, here = computed.detach().numpy(), tensors.index >= 0
         np.testing.assert_allclose(logprobs[here], one_by_one(model, micro_batch)[tensors.index[here]], atol=1e-5)
         assert not logprobs[~here].any()
 
