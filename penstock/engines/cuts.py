@@ -126,7 +126,9 @@ def longest_in_ids(ids: Ids, sequences: Sequence[Fingerprint]) -> Match | None:
 def _longest(data: memoryview, candidates: list[tuple[int, int, int]]) -> Match | None:
     """Candidates are (length in bytes, index, digest). `data` is hashed once, however many candidates there are."""
     hashed, done, matching = xxhash.xxh3_128(), 0, list[int]()
-    for length, index, digest in sorted(candidates, key=lambda candidate: (candidate[0], -candidate[1])):
+    if len(candidates) > 1:
+        candidates.sort(key=lambda candidate: (candidate[0], -candidate[1]))
+    for length, index, digest in candidates:
         if length > len(data):
             break
         hashed.update(data[done:length])

@@ -8,6 +8,7 @@ give the same turn, and whatever the fast path rejects is read again by the full
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import NoneType
 from typing import NamedTuple
 
@@ -104,6 +105,9 @@ PARTS = (
     ("final", bool, "True or False"),
 )
 """The parts of `ResponseFields`, which a dialect of one's own may get wrong: name, type, what to return."""
+RIGHT_KINDS = set[tuple[type, ...]]()
+"""Types of all parts that were checked one by one: a dialect has one or two such tuples."""
+_parts = attrgetter(*(name for name, _, _ in PARTS))
 
 
 def read_turn(
@@ -237,9 +241,12 @@ def _check_types(response: object, dialect: Dialect) -> None:
     what = f"{type(dialect).__name__}.read returned"
     if not isinstance(response, ResponseFields):
         raise StageError(f"{what} a {type(response).__name__}: return penstock.engines.dialects.ResponseFields")
-    for name, kind, wanted in PARTS:
-        if not isinstance(value := getattr(response, name), kind):
-            raise StageError(f"{what} {name} of type {type(value).__name__}: return {wanted}")
+    kinds = tuple(map(type, _parts(response)))
+    if kinds not in RIGHT_KINDS:
+        for (name, kind, wanted), value in zip(PARTS, _parts(response), strict=True):
+            if not isinstance(value, kind):
+                raise StageError(f"{what} {name} of type {type(value).__name__}: return {wanted}")
+        RIGHT_KINDS.add(kinds)
     for name, kinds in (("completion_ids", "iu"), ("completion_logprobs", "fiu")):
         array: Ids | Logprobs = getattr(response, name)
         if array.size and array.dtype.kind not in kinds:
@@ -249,9 +256,9 @@ def _check_types(response: object, dialect: Dialect) -> None:
 def _completion(response: ResponseFields, dialect: Dialect) -> tuple[Ids, Logprobs, Mask | None]:
     """Ids and logprobs, checked; and which tokens have a logprob, if not all. The others get 0, as context has."""
     ids, logprobs = _checked_completion(response, dialect)
-    known = logprobs > NO_LOGPROB
-    if known.all():
+    if not len(logprobs) or logprobs.min() > NO_LOGPROB:
         return ids, logprobs, None
+    known = logprobs > NO_LOGPROB
     return ids, np.where(known, logprobs, np.float32(0)), known.astype(np.uint8)
 
 
@@ -293,11 +300,11 @@ def _prompt(
 ) -> _NewIds:
     if cuts.prompt is not None:
         text = bytes(memoryview(body)[slice(*cuts.prompt.new)])
-        ids = listed_ids(text[1:]) if text else NO_IDS
+        ids = listed_ids(text := text[1:]) if text else NO_IDS
         if raw != MARKED_LIST or ids is None:  # ids with spaces may hide a longer match
             raise Upstream(WRONG_CUT)
         _check_sent(ids, open_samples[cuts.prompt.match.index].sequence, request)
-        return _NewIds(match=cuts.prompt.match, ids=ids, text=text[1:])
+        return _NewIds(match=cuts.prompt.match, ids=ids, text=text)
     ids = request.prompt_ids if raw == ABSENT else read_ids(bytes(raw), "prompt_token_ids")
     if ids is None:
         raise Upstream("the engine's response has no prompt_token_ids, and the request had no ids")

@@ -17,7 +17,7 @@ VALUES = msgspec.json.Decoder(int | float | list[int | float])
 
 def read_fields(text: bytes, names: Sequence[str], *, tokens: int) -> dict[str, Array]:
     """The fields of `names` that the response has: a number, or one for each of its `tokens` completion tokens."""
-    if not any(b'"%b"' % name.encode() in text for name in names):
+    if not names or not any(b'"%b"' % name.encode() in text for name in names):
         return {}
     values = OBJECT.decode(text)
     if "choices" in values:

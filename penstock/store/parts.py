@@ -206,6 +206,8 @@ def _reserve(descriptor: int, start: int, end: int) -> None:
 
 def write_at(descriptor: int, views: list[memoryview], offset: int) -> None:
     """Write all views one after the other from `offset` on."""
+    if len(views) == 1 and os.pwritev(descriptor, views, offset) == views[0].nbytes:
+        return
     pending = deque(views)
     while pending:
         written = os.pwritev(descriptor, list(islice(pending, BUFFERS_PER_WRITE)), offset)
