@@ -112,12 +112,17 @@ def _model_shape(directories: Sequence[str]) -> ModelShape | None:
         with contextlib.suppress(OSError, ValueError):
             if not path.is_absolute() or path.stat().st_size > PAGE_BYTES:
                 continue
-            given = orjson.loads(path.read_bytes())
-            given = given.get("text_config", given) if isinstance(given, dict) else {}
+            page = orjson.loads(path.read_bytes())
+            given = next((part for part in _parts(page) if _number(part.get("num_hidden_layers"))), {})
             if layers := _number(given.get("num_hidden_layers")):
                 experts = _number(given.get("num_experts_per_tok"))
                 return ModelShape(path=path, hidden_layers=layers, experts_per_token=experts)
     return None
+
+
+def _parts(config: Any) -> list[dict[str, Any]]:
+    """Where a model's config.json may have its numbers: `text_config` of a model that also sees."""
+    return _list([config.get("text_config"), config]) if isinstance(config, dict) else []
 
 
 async def _absent_calls(http: aiohttp.ClientSession, url: str, settings: Engine) -> tuple[str, ...]:

@@ -198,8 +198,9 @@ def test_the_shape_of_routed_experts_is_that_of_the_models_own_configuration(tmp
     findings, _ = examined(respond, **right)
     assert findings["shape"].level is Level.OK
     assert refused(respond, **right) is None
-    (tmp_path / "config.json").write_text("no JSON")
-    assert "shape" not in examined(respond, **right)[0]
+    for unreadable in ("no JSON", "[]", '{"text_config": null}', '{"num_hidden_layers": "3"}'):
+        (tmp_path / "config.json").write_text(unreadable)
+        assert "shape" not in examined(respond, **right)[0]
 
 
 def test_routed_experts_of_a_dense_model_are_noted(tmp_path: Path) -> None:
