@@ -15,6 +15,7 @@ from support.vllm_server import Release, VllmServer
 from support.waiting import wait_until
 
 logger = logging.getLogger("penstock.tests")
+LEARNING_RATE = "1e-3"
 SHORT, LONG = 20, 60
 LEARNED = 0.9
 ALIGNED = 1e-3
@@ -36,7 +37,7 @@ class Learning:
 
     def start_trainer(self) -> Process:
         script = [str(ROOT / "examples" / "grpo_torch.py"), str(self.cluster.run_dir), str(self._model)]
-        command = [*self._torchrun, *script, str(self.output), "--lr", "2e-3", "--checkpoint-every", "3"]
+        command = [*self._torchrun, *script, str(self.output), "--lr", LEARNING_RATE, "--checkpoint-every", "3"]
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "PYTHON"))}
         variables = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         return Process("trainer", command, variables, self.cluster.directory)
@@ -85,8 +86,10 @@ def learning(release: Release, tmp_path: Path) -> Iterator[Begin]:
             "policy.sampling.more.chat_template_kwargs": {"enable_thinking": False},
             "rollouts": {"group_size": 8, "max_in_flight": 64},
             "batch": {"size": 6, "data_ranks": 2, "seq_len": 2048},
+            "trainer": {"max_steps_ahead": 0},
             "advantages": {"estimator": "grpo"},
             "filters.zero_variance": {"mode": "monitor"},
+            "filters.overlong": {"mode": "monitor"},  # nearly every completion has 16 tokens
             "environments.fifths": {"use": "tests.support.learning_environment:Fifths"},
         }
         context = cluster_in(tmp_path, **settings)
@@ -101,6 +104,7 @@ def learning(release: Release, tmp_path: Path) -> Iterator[Begin]:
         context.__exit__(None, None, None)
 
 
+@pytest.mark.slow
 def test_the_reward_rises(learning: Begin, server: VllmServer, weights: dict[int, Path]) -> None:
     running = learning(server, weights[0], SHORT)
     server.weights = None  # those of the trainer, from now on
