@@ -104,7 +104,6 @@ def learning(release: Release, tmp_path: Path) -> Iterator[Begin]:
         context.__exit__(None, None, None)
 
 
-@pytest.mark.slow
 def test_the_reward_rises(learning: Begin, server: VllmServer, weights: dict[int, Path]) -> None:
     running = learning(server, weights[0], SHORT)
     server.weights = None  # those of the trainer, from now on
