@@ -119,14 +119,14 @@ $(AGENTS_NODE)/.installed: constraints-agents-node.txt
 	@touch $@
 
 # A real vLLM on CPU; two starts of the server. `make test-vllm-all`: all flags, and vLLM 0.30.0 with routed experts.
-# Agents and learning need environments of their own and have their own targets.
-VLLM_TESTS := tests/vllm --ignore tests/vllm/test_agents.py --ignore tests/vllm/test_learning.py
+# Agents need environments of their own and have their own target.
+VLLM_TESTS := tests/vllm --ignore tests/vllm/test_agents.py
 test-vllm: setup vllm
 	@PENSTOCK_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/pytest $(VLLM_TESTS) -m 'not slow' --timeout 600
 
 test-vllm-all: setup vllm-all
 	@for served in $(VLLM):dense $(VLLM_ROUTES):dense $(VLLM_ROUTES):moe; do \
-		PENSTOCK_VLLM_PYTHON=$${served%:*}/bin/python VLLM_MODEL=$${served#*:} $(BIN)/pytest $(VLLM_TESTS) --timeout 900 --durations 5 || exit 1; \
+		PENSTOCK_VLLM_PYTHON=$${served%:*}/bin/python VLLM_MODEL=$${served#*:} $(BIN)/pytest $(VLLM_TESTS) --ignore tests/vllm/test_learning.py --timeout 900 --durations 5 || exit 1; \
 	done
 
 # The same tests against any server: make test-engine ENGINE_URL=http://host:8000 [TOKENIZER=/models/the-model]
