@@ -12,9 +12,12 @@ import numpy as np
 
 from penstock import BatchReader
 
-checkpoint = Path(sys.argv[1]) / "checkpoint.txt"
+if len(sys.argv) != 2:
+    sys.exit("which run? python trainer.py RUN_DIR, with `run_dir` of run.toml")
+run_dir = Path(sys.argv[1])
+checkpoint = run_dir / "checkpoint.txt"
 resume_step = int(checkpoint.read_text()) if checkpoint.exists() else None
-reader = BatchReader(sys.argv[1], data_rank=0, data_ranks=1, resume_step=resume_step)
+reader = BatchReader(run_dir, data_rank=0, data_ranks=1, resume_step=resume_step)
 for batch in reader:  # waits for the next step; ends with the run
     loss = 0.0
     for mb in batch.micro_batches():  # NumPy views; mb.torch() makes tensors

@@ -38,6 +38,15 @@ def test_the_files_load_and_the_environment_is_found(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path / "mine")
     assert load_environments(loaded.environments, loaded.place_of)["sums"].size == 1600
     assert (tmp_path / "mine" / "run.toml").read_text().count("  # ") >= 10, "comments"
+
+
+def test_the_trainer_without_a_run_says_how_it_is_started(tmp_path: Path) -> None:
+    CliRunner().invoke(app, ["init", str(tmp_path / "mine")])
+    command = [sys.executable, str(tmp_path / "mine" / "trainer.py")]
+    started = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert (started.returncode, started.stderr.splitlines()) == (
+        1, ["which run? python trainer.py RUN_DIR, with `run_dir` of run.toml"],
+    )  # fmt: skip
     rollout = (tmp_path / "mine" / "sums.py").read_text().partition("class ")[2]
     assert len(rollout.splitlines()) <= 10
 
