@@ -4,11 +4,12 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 import orjson
 import xxhash
@@ -168,8 +169,7 @@ class RouteFormat:
 ANY_FORMAT = RouteFormat()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Routes:
+class Routes(msgspec.Struct, frozen=True, kw_only=True):
     """The new rows of one response."""
 
     first: int
@@ -202,8 +202,7 @@ class SamplingMask:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenSample:
+class OpenSample(msgspec.Struct, frozen=True, kw_only=True):
     """A sample that the next turn may extend."""
 
     sequence: Fingerprint
@@ -229,8 +228,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """What one response adds to its sample. Its arrays do not reference the response body."""
 
     extends: int | None
@@ -268,7 +266,7 @@ class Turn:
     """Whether routed experts were requested and the response has none of the new rows."""
     sampling_mask: SamplingMask | None = None
     """With `engine.sampling_masks`."""
-    fields: Mapping[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
+    fields: Mapping[str, NDArray[Any]] = msgspec.field(default_factory=dict[str, NDArray[Any]])
     """Declared fields for the trainer that the response has: one number, or one per completion token."""
     version_spans: tuple[VersionSpan, ...] = ()
     """The policy versions of all completion tokens, in order, if the response states them."""

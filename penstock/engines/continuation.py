@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from penstock.engines.dialects.base import Prompt
@@ -85,7 +86,7 @@ def joined(first: Turn, rest: Turn) -> Turn:
     """One turn of an aborted one and its continuation. It has no message: the renderer makes it from the tokens."""
     if rest.extends is None or len(rest.prompt_ids):
         raise Upstream("the engine's response to a continued completion has another prompt than was sent")
-    return replace(
+    return structs.replace(
         rest,
         extends=first.extends,
         matches=first.matches,
@@ -140,7 +141,7 @@ def _joined_routes(first: Routes | None, rest: Routes | None) -> Routes | None:
         valid = np.concatenate(
             [np.ones(len(part.rows), np.bool_) if part.valid is None else part.valid for part in (first, rest)]
         )
-    return replace(rest, first=first.first, rows=np.concatenate([first.rows, rest.rows]), valid=valid)
+    return structs.replace(rest, first=first.first, rows=np.concatenate([first.rows, rest.rows]), valid=valid)
 
 
 def _joined_fields(first: Turn, rest: Turn) -> dict[str, NDArray[Any]]:

@@ -72,14 +72,21 @@ class Cuts(NamedTuple):
 
     def rest(self, body: Body) -> bytes:
         """The body with the mark in place of each cut."""
+        marks = list[tuple[Span, bytes]]()
+        if self.experts:
+            marks.append((self.experts, MARKED if self.lists(body) else MARK))
+        if self.experts_copy:
+            marks.append((self.experts_copy, MARK))
+        if self.prompt:
+            marks.append((self.prompt.span, MARKED))
+        if not marks:
+            return bytes(body)
+        marks.sort()
         view, parts, done = memoryview(body), list[bytes | memoryview](), 0
-        marks = [(self.experts, MARKED if self.lists(body) else MARK)] if self.experts else []
-        marks += [(self.experts_copy, MARK)] if self.experts_copy else []
-        marks += [(self.prompt.span, MARKED)] if self.prompt else []
-        for (start, end), mark in sorted(marks):
-            parts += [view[done:start], mark]
+        for (start, end), mark in marks:
+            parts += view[done:start], mark
             done = end
-        return b"".join([*parts, view[done:]]) if parts else bytes(body)
+        return b"".join((*parts, view[done:]))
 
 
 def find_cuts(

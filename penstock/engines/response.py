@@ -23,8 +23,8 @@ from penstock.engines.dialects.base import (
     LOGPROB_ROUNDING,
     NO_IDS,
     Dialect,
+    DialectBoundary,
     ResponseFields,
-    dialect_boundary,
     listed_ids,
     read_ids,
     read_part,
@@ -190,7 +190,7 @@ def _turn(
         message=None if request.renders else response.message,
         truncated=tokens > limit,
         overlong_prompt=prompt_tokens > limit,
-        routes_spans=tuple(sorted(each.span for each in (payload, copy) if each and each.span)),
+        routes_spans=_spans_of(payload, copy),
         aborted=not response.final,
         completion_mask=np.zeros(len(completion_ids), np.uint8) if absent and masks_absent else mask,
         unknown_logprobs=0 if mask is None else int(np.count_nonzero(mask == 0)),
@@ -223,7 +223,7 @@ def _response(text: bytes, request: RequestInfo) -> ResponseFields:
     dialect = request.dialect
     if not text.isascii():
         text.decode()  # msgspec does not check the encoding of values that it skips
-    with dialect_boundary(dialect, "read", *MALFORMED):
+    with DialectBoundary(dialect, "read", *MALFORMED):
         response = dialect.read(text)
     _check_types(response, dialect)
     if not response.final and not request.continues:
@@ -238,19 +238,26 @@ def _response(text: bytes, request: RequestInfo) -> ResponseFields:
 
 def _check_types(response: object, dialect: Dialect) -> None:
     """StageError if a dialect returns what the response cannot be blamed for, and another one would not repair."""
-    what = f"{type(dialect).__name__}.read returned"
+    wrong = _wrong_type(response)
+    if wrong:
+        raise StageError(f"{type(dialect).__name__}.read returned {wrong}")
+
+
+def _wrong_type(response: object) -> str | None:
     if not isinstance(response, ResponseFields):
-        raise StageError(f"{what} a {type(response).__name__}: return penstock.engines.dialects.ResponseFields")
+        return f"a {type(response).__name__}: return penstock.engines.dialects.ResponseFields"
     kinds = tuple(map(type, _parts(response)))
     if kinds not in RIGHT_KINDS:
         for (name, kind, wanted), value in zip(PARTS, _parts(response), strict=True):
             if not isinstance(value, kind):
-                raise StageError(f"{what} {name} of type {type(value).__name__}: return {wanted}")
+                return f"{name} of type {type(value).__name__}: return {wanted}"
         RIGHT_KINDS.add(kinds)
-    for name, kinds in (("completion_ids", "iu"), ("completion_logprobs", "fiu")):
-        array: Ids | Logprobs = getattr(response, name)
-        if array.size and array.dtype.kind not in kinds:
-            raise StageError(f"{what} {name} of dtype {array.dtype}: return int32 for ids, float32 for logprobs")
+    ids, logprobs = response.completion_ids, response.completion_logprobs
+    if ids.size and ids.dtype.kind not in "iu":
+        return f"completion_ids of dtype {ids.dtype}: return int32"
+    if logprobs.size and logprobs.dtype.kind not in "fiu":
+        return f"completion_logprobs of dtype {logprobs.dtype}: return float32"
+    return None
 
 
 def _completion(response: ResponseFields, dialect: Dialect) -> tuple[Ids, Logprobs, Mask | None]:
@@ -335,6 +342,10 @@ class _Payload(NamedTuple):
     """With the mark in place of what was cut."""
     span: Span | None
     """In the body; None if the dialect made the value itself."""
+
+
+def _spans_of(*payloads: _Payload | None) -> tuple[Span, ...]:
+    return tuple(sorted([each.span for each in payloads if each is not None and each.span is not None]))
 
 
 def _payload(body: Body, cut: Span | None, raw: msgspec.Raw, cuts: Cuts) -> _Payload | None:

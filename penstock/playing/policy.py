@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 import xxhash
+from msgspec import structs
 
 from penstock.config.engine import RESERVED, Policy
 from penstock.engines.client import EngineClient, Request, Response
@@ -152,7 +153,7 @@ class RecordedPolicy:
             self.aborts += 1
             rest_sampling = remaining(sampling, len(turn.completion_ids))
             if turn.truncated or rest_sampling is None:  # it has all the tokens that it may have
-                whole = replace(turn, aborted=False, finish_reason="length", message=None)
+                whole = structs.replace(turn, aborted=False, finish_reason="length", message=None)
                 return replace(response, value=(whole, None))
             continuations += 1
             if continuations > MAX_CONTINUATIONS:
@@ -224,7 +225,7 @@ class RecordedPolicy:
         if message is not None:
             return turn, message
         message = await rendered_message(self._dialect, prompt, turn, number=prepared.arrival, fields=fields)
-        return replace(turn, message=orjson.dumps(message)), message
+        return structs.replace(turn, message=orjson.dumps(message)), message
 
     def _sampling_fields(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         if refused := sorted(RESERVED & overrides.keys()):
@@ -259,7 +260,7 @@ def _joined(first: Exchanged, rest: Exchanged) -> Exchanged:
     before = [part.version.version for part in parts]
     return replace(
         rest,
-        value=(replace(turn, version=max(before + stated)), None),
+        value=(structs.replace(turn, version=max(before + stated)), None),
         version=SaidVersion(min(before), exact=False),
     )
 

@@ -86,16 +86,23 @@ class UnfinishedFile:
         self.path.unlink(missing_ok=True)
 
 
-@contextmanager
-def writing(path: Path) -> Generator[None]:
+class writing:  # noqa: N801  a context, used like a function
     """Raise BlobUnwritten for an OSError of the body. Every write, close, fsync, rename and link of the store is in
     one: a network file system may report a full disk or quota at any of them."""
-    try:
-        yield
-    except OSError as error:
-        raise BlobUnwritten(
-            f"cannot write {path}: {error.strerror}; check free space and permissions of its directory"
-        ) from error
+
+    __slots__ = ("_path",)
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise BlobUnwritten(
+                f"cannot write {self._path}: {error.strerror}; check free space and permissions of its directory"
+            ) from error
 
 
 def sweep(directory: Path, name: str = "", *, below: bool = False) -> None:

@@ -6,10 +6,11 @@ The claim is released on every exit. A failed chat records nothing.
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import orjson
 from aiohttp import web
+from msgspec import structs
 
 from penstock.config import RunConfig
 from penstock.engines.dialects import Prompt, dialect_of
@@ -311,7 +312,7 @@ class Chats:
             message = {"role": "assistant", "content": "".join(texts)}
         else:
             message = await rendered_message(self._dialect, exchange.prompt, read.turn, number=number, fields=fields)
-        turn = replace(read.turn, message=orjson.dumps(message))
+        turn = structs.replace(read.turn, message=orjson.dumps(message))
         logprobs = None
         if self.renderer and "logprobs" in exchange.chat.asked.names:
             choices = await by_size(len(read.body), self._dialect.logprobs, read.body)

@@ -1,12 +1,12 @@
 """A policy for tests: completions, tokens and routed rows are pure functions of the messages."""
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
+from msgspec import structs
 
 from penstock.recording import Prepared, Session, SessionSettings
 from penstock.store.files import FileStore
@@ -60,7 +60,7 @@ def turn_for(prepared: Prepared, messages: Sequence[dict[str, Any]], *, routed: 
         finish_reason="stop",
         **more,
     )
-    return dataclasses.replace(turn, message=json.dumps(assistant(answer_to(messages))).encode())
+    return structs.replace(turn, message=json.dumps(assistant(answer_to(messages))).encode())
 
 
 async def chat(session: Session, messages: Sequence[dict[str, Any]], *, agent: str = "", **more: Any) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+from msgspec import structs
 
 from penstock.recording import Prepared, Sealed, Session
 from penstock.recording.arrivals import Claim
@@ -87,7 +88,7 @@ class Playing:
                 open_samples=prepared.open_samples,
                 routes=Routes(first=0, rows=np.array(rows, np.uint8), valid=None, format=RouteFormat()),
             )
-            turn = type(turn)(**{**vars(turn), "message": orjson.dumps(sent.answer)})
+            turn = structs.replace(turn, message=orjson.dumps(sent.answer))
             assert await self.session.commit(claim, prepared, turn, TurnMetadata(agent=sent.agent), seen=False)
             assert claim.turn is not None
             if sent.seen:

@@ -1,9 +1,8 @@
 """The base of all dialects, and the helpers that they share: for OpenAI-like chats, and for the parts of a response."""
 
-import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
@@ -68,20 +67,19 @@ class Prompt:
     """Whether the renderer could not keep the tokens of the previous turn: the chat template changes history."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResponseFields:
+class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of one response. Raw parts are ABSENT if the server did not send them."""
 
     completion_ids: Ids
     completion_logprobs: Logprobs
     """One per id."""
-    prompt_ids: msgspec.Raw = field(default_factory=lambda: ABSENT)
+    prompt_ids: msgspec.Raw = ABSENT
     """A JSON list. If absent, the ids of the request are used."""
-    routed_experts: msgspec.Raw = field(default_factory=lambda: ABSENT)
+    routed_experts: msgspec.Raw = ABSENT
     """In any form that `penstock.engines.routed_experts` reads."""
-    routed_experts_copy: msgspec.Raw = field(default_factory=lambda: ABSENT)
+    routed_experts_copy: msgspec.Raw = ABSENT
     """The same again, if the server sends it twice: not read, and not passed on to a session's client."""
-    sampling_mask: msgspec.Raw = field(default_factory=lambda: ABSENT)
+    sampling_mask: msgspec.Raw = ABSENT
     """A JSON list of lists: for each completion token, the ids that it was drawn from."""
     message: bytes | None = None
     """The assistant's message as JSON; None from token-in/token-out, where the renderer makes it."""
@@ -94,17 +92,24 @@ class ResponseFields:
     """False if the server aborted the completion: it is continued from its tokens, or the request is repeated."""
 
 
-@contextlib.contextmanager
-def dialect_boundary(dialect: "Dialect", method: str, *passing: type[Exception]) -> Generator[None]:
-    """Penstock's own errors and `passing` say something about the request or the response. Any other error is the
-    dialect's: StageError, because the same request would fail again."""
-    try:
-        yield
-    except (PenstockError, *passing):
-        raise
-    except Exception as error:
-        name = f"{type(dialect).__module__}:{type(dialect).__qualname__}"
-        raise StageError(f"the dialect {name} failed in {method}: {text_of(error)} ({raised_at(error)})") from error
+class DialectBoundary:
+    """A context. Penstock's own errors and `passing` say something about the request or the response. Any other error
+    is the dialect's: StageError, because the same request would fail again."""
+
+    __slots__ = ("_dialect", "_method", "_passing")
+
+    def __init__(self, dialect: "Dialect", method: str, *passing: type[Exception]) -> None:
+        self._dialect, self._method, self._passing = dialect, method, passing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (PenstockError, *self._passing)):
+            name = f"{type(self._dialect).__module__}:{type(self._dialect).__qualname__}"
+            raise StageError(
+                f"the dialect {name} failed in {self._method}: {text_of(error)} ({raised_at(error)})"
+            ) from error
 
 
 class Dialect(ABC):
@@ -156,7 +161,7 @@ class Dialect(ABC):
 
     def request_body(self, prompt: Prompt, sampling: Mapping[str, Any], *, model: str | None = None) -> bytes:
         """StageError if `request_fields` fails, BadRequest if JSON has no form for what the caller passed."""
-        with dialect_boundary(self, "request_fields"):
+        with DialectBoundary(self, "request_fields"):
             fields: Any = self.request_fields(prompt, sampling)
             if not isinstance(fields, dict):
                 raise StageError(f"{type(self).__name__}.request_fields returned a {type(fields).__name__}: {A_DICT}")
@@ -313,7 +318,7 @@ def compact_ids(raw: bytes) -> Ids | None:
 def listed_ids(text: bytes) -> Ids | None:
     """The ids of a text that is exactly `ids_text` of one or more; None for any other."""
     try:
-        ids = np.fromstring(text, np.int64, sep=",").astype(np.int32)
+        ids = np.fromstring(text, np.int32, sep=",")
     except ValueError:
         return None
     return ids if ids_text(ids) == text and text and b"-" not in text else None

@@ -1,5 +1,4 @@
 import asyncio
-import dataclasses
 import os
 import shutil
 import signal
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from msgspec import structs
 from support.conversations import assistant, chat, conversation_of, prompt_ids, started, talk, turn_for, user
 from support.stores import directory_store
 from support.waiting import wait_until
@@ -137,7 +137,7 @@ def test_fields_that_turns_carry_are_recovered(store: FileStore) -> None:
             prepared = session.prepare(claim, [user("hi")])
             turn = turn_for(prepared, [user("hi")])
             fields = {"step": np.arange(len(turn.completion_ids)), "role": np.array(3)}
-            assert await session.commit(claim, prepared, dataclasses.replace(turn, fields=fields))
+            assert await session.commit(claim, prepared, structs.replace(turn, fields=fields))
         recovered = await Session.recover(store, KEY)
         declared = (
             TrainerField(name="step", source="turn", dtype="i32"),
