@@ -38,8 +38,8 @@ from penstock.engines.routed_experts import (
     read_string,
 )
 from penstock.engines.sampling_masks import read_sampling_mask
-from penstock.engines.trainer_fields import read_fields
 from penstock.errors import Aborted, StageError, Upstream
+from penstock.fields import Array
 from penstock.turn import (
     ANY_FORMAT,
     MAX_NESTING,
@@ -90,6 +90,9 @@ WRONG_CUT = "a cut does not match the field it was taken for"
 """Internal: the full path follows."""
 MALFORMED = (msgspec.DecodeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
 """What a dialect lets pass when it decodes a malformed response."""
+OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+VALUES = msgspec.json.Decoder(int | float | list[int | float])
 RAW = "msgspec.Raw, the JSON text of the part"
 PARTS = (
     ("completion_ids", np.ndarray, "a numpy array of int32"),
@@ -167,7 +170,7 @@ def _turn(
     limit = tokens if request.max_seq_len is None else request.max_seq_len
     prompt_ids = new_ids[: max(0, limit - prefix_tokens)]
     completion_ids = sampled_ids[: max(0, limit - prompt_tokens)]
-    fields = read_fields(rest, request.fields, tokens=len(sampled_ids))
+    fields = _trainer_fields(rest, request.fields, tokens=len(sampled_ids))
     wanted = Wanted(tokens=tokens, first=sample.rows_from, until=min(tokens, limit), requested_from=request.routes_from)
     routes = _routes(body, cuts, payload, wanted, route_format) if payload else None
     absent = routes is None and response.final and _expects_routes(wanted, request.dialect)
@@ -274,6 +277,25 @@ def _checked_completion(response: ResponseFields, dialect: Dialect) -> tuple[Ids
     if ids.min() < 0 or not np.isfinite(logprobs.min()) or logprobs.max() > MAX_LOGPROB:
         raise Upstream("the engine's response has negative ids, or logprobs that are above 0 or not finite")
     return ids, logprobs
+
+
+def _trainer_fields(text: bytes, names: Sequence[str], *, tokens: int) -> dict[str, Array]:
+    """The trainer's fields of `names` that the response has: on its choice, in `meta_info`, or outside of any. Each is a
+    number, or one for each of its `tokens` completion tokens."""
+    if not names or not any(b'"%b"' % name.encode() in text for name in names):
+        return {}
+    values = OBJECT.decode(text)
+    if "choices" in values:
+        values |= read_part(values["choices"], CHOICES, "choices")[0]
+    if values.get("meta_info", ABSENT) != ABSENT:
+        values = read_part(values["meta_info"], OBJECT, "meta_info") | values
+    fields = {
+        name: np.array(read_part(values[name], VALUES, name)) for name in names if values.get(name, ABSENT) != ABSENT
+    }
+    for name, array in fields.items():
+        if array.shape not in ((), (tokens,)):
+            raise Upstream(f"the engine's response has {array.size} values of {name} for {tokens} completion tokens")
+    return fields
 
 
 def _spans(spans: tuple[VersionSpan, ...], tokens: int, kept: int) -> tuple[VersionSpan, ...]:
