@@ -280,8 +280,8 @@ def _checked_completion(response: ResponseFields, dialect: Dialect) -> tuple[Ids
 
 
 def _trainer_fields(text: bytes, names: Sequence[str], *, tokens: int) -> dict[str, Array]:
-    """The trainer's fields of `names` that the response has: on its choice, in `meta_info`, or outside of any. Each is a
-    number, or one for each of its `tokens` completion tokens."""
+    """The fields of `names` that the response has for the trainer: on its choice, in `meta_info`, or outside of any. Each
+    is a number, or one for each of its `tokens` completion tokens."""
     if not names or not any(b'"%b"' % name.encode() in text for name in names):
         return {}
     values = OBJECT.decode(text)
