@@ -8,6 +8,7 @@ give the same turn, and whatever the fast path rejects is read again by the full
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
 from types import NoneType
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from penstock.engines.dialects.base import (
     NO_IDS,
     Dialect,
     ResponseFields,
+    TokenId,
     dialect_boundary,
     listed_ids,
     read_ids,
@@ -37,7 +39,6 @@ from penstock.engines.routed_experts import (
     read_object,
     read_string,
 )
-from penstock.engines.sampling_masks import read_sampling_mask
 from penstock.errors import Aborted, StageError, Upstream
 from penstock.fields import Array
 from penstock.turn import (
@@ -92,6 +93,7 @@ MALFORMED = (msgspec.DecodeError, json.JSONDecodeError, UnicodeDecodeError, Recu
 """What a dialect lets pass when it decodes a malformed response."""
 OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+MASKS = msgspec.json.Decoder(list[list[TokenId]])
 VALUES = msgspec.json.Decoder(int | float | list[int | float])
 RAW = "msgspec.Raw, the JSON text of the part"
 PARTS = (
@@ -219,7 +221,28 @@ def _expects_routes(wanted: Wanted, dialect: Dialect) -> bool:
 def _sampling_mask(response: ResponseFields, request: RequestInfo, ids: Ids, kept: int) -> SamplingMask | None:
     if not request.dialect.settings.sampling_masks:
         return None
-    return read_sampling_mask(response.sampling_mask, ids).first(kept)
+    return _read_sampling_mask(response.sampling_mask, ids).first(kept)
+
+
+def _read_sampling_mask(raw: msgspec.Raw, completion_ids: Ids) -> SamplingMask:
+    """For each completion token, the tokens that it was drawn from (top-k, top-p, min-p). `Upstream` unless there is a
+    set for every token, with the token in it."""
+    if raw == ABSENT and not len(completion_ids):
+        return SamplingMask.empty()
+    if raw == ABSENT:
+        raise Upstream(
+            "the engine sent no sampling mask, and engine.sampling_masks is true: start vLLM with "
+            "--return-sampling-mask, upgrade SGLang, or remove the setting"
+        )
+    sets = read_part(raw, MASKS, "the sampling mask")
+    if len(sets) != len(completion_ids):
+        raise Upstream(f"the engine's response has {len(sets)} sampling masks for {len(completion_ids)} tokens")
+    lengths = np.fromiter(map(len, sets), np.int32, len(sets))
+    ids = np.fromiter(chain.from_iterable(sets), np.int32, int(lengths.sum()))
+    own = np.repeat(np.arange(len(sets)), lengths)[ids == np.repeat(completion_ids, lengths)]
+    if len(np.unique(own)) != len(sets):
+        raise Upstream("the engine's response has a sampling mask without the token that was sampled")
+    return SamplingMask(ids=ids, lengths=lengths)
 
 
 def _response(text: bytes, request: RequestInfo) -> ResponseFields:
@@ -280,8 +303,8 @@ def _checked_completion(response: ResponseFields, dialect: Dialect) -> tuple[Ids
 
 
 def _trainer_fields(text: bytes, names: Sequence[str], *, tokens: int) -> dict[str, Array]:
-    """The fields of `names` that the response has for the trainer: on its choice, in `meta_info`, or outside of any. Each
-    is a number, or one for each of its `tokens` completion tokens."""
+    """The fields for the trainer that the response has: on its choice, in `meta_info`, or outside of any. Each is a
+    number, or one for each of its `tokens` completion tokens."""
     if not names or not any(b'"%b"' % name.encode() in text for name in names):
         return {}
     values = OBJECT.decode(text)
