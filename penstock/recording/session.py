@@ -17,9 +17,16 @@ import orjson
 from penstock.errors import Busy, ContextFull, Invariant, NotFound, NothingToTrain
 from penstock.fields import NO_FIELDS, FieldValues
 from penstock.recording.arrivals import BUSY, Arrivals, Claim, RecordedRequests
-from penstock.recording.conversation import START, Checkpoint, Conversation, ConversationRequest, DigestedMessages, Mode
+from penstock.recording.conversation import (
+    START,
+    Checkpoint,
+    Conversation,
+    ConversationRequest,
+    DigestedMessages,
+    Mode,
+    Prepared,
+)
 from penstock.recording.echoes import restored
-from penstock.recording.prepared import Prepared
 from penstock.recording.sample_tree import SampleTree, sample_tree
 from penstock.recording.samples import Samples
 from penstock.recording.sealed import SaveSealed, Sealed, sealed_rollout
