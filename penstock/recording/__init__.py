@@ -3,7 +3,7 @@
 from penstock.recording.arrivals import Claim
 from penstock.recording.conversation import DigestedMessages, Mode, Prepared, digest_messages
 from penstock.recording.echoes import Echo
-from penstock.recording.sealed import Sealed
+from penstock.recording.sample_columns import Sealed
 from penstock.recording.session import Session
 from penstock.recording.spool import SessionSettings, unsealed
 

@@ -27,9 +27,9 @@ from penstock.recording.conversation import (
     Prepared,
 )
 from penstock.recording.echoes import restored
+from penstock.recording.sample_columns import SaveSealed, Sealed, sealed_rollout
 from penstock.recording.sample_tree import SampleTree, sample_tree
 from penstock.recording.samples import Samples
-from penstock.recording.sealed import SaveSealed, Sealed, sealed_rollout
 from penstock.recording.spool import SessionSettings, Spool
 from penstock.recording.turn_log import LogEntry
 from penstock.recording.unseen import UnseenTurns
