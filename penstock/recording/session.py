@@ -16,7 +16,7 @@ import orjson
 
 from penstock.errors import Busy, ContextFull, Invariant, NotFound, NothingToTrain
 from penstock.fields import NO_FIELDS, FieldValues
-from penstock.recording.arrivals import BUSY, Arrivals, Claim, RecordedRequests
+from penstock.recording.arrivals import BUSY, Arrivals, Claim, RecordedRequests, UnseenTurns
 from penstock.recording.conversation import (
     START,
     Checkpoint,
@@ -32,7 +32,6 @@ from penstock.recording.sample_tree import SampleTree, sample_tree
 from penstock.recording.samples import Samples
 from penstock.recording.spool import SessionSettings, Spool
 from penstock.recording.turn_log import LogEntry
-from penstock.recording.unseen import UnseenTurns
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_file_thread
 from penstock.spans import TimedSpan
