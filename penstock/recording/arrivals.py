@@ -1,5 +1,5 @@
-"""The requests of a session: the chats in flight, their numbers in the order of arrival, the recorded ones, and those of
-them whose answer no client has seen.
+"""The requests of a session: the chats in flight, their numbers in the order of arrival, the recorded ones, and those
+of them whose answer no client has seen.
 
 The number of a request decides its seed, and later its place among the samples. A request that is sent again because
 its chat failed, or because the process was killed, gets the number that it had.

@@ -1,5 +1,5 @@
-"""The samples of a rollout as the columns of the store, and the result of sealing a session: its blobs and numbers about
-them. The trainer's fields come from the rollout's score, or from what its turns carry."""
+"""The samples of a rollout as the columns of the store, and the result of sealing a session: its blobs and numbers
+about them. The trainer's fields come from the rollout's score, or from what its turns carry."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
