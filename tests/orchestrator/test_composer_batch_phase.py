@@ -8,8 +8,7 @@ import pytest
 from support.attendance import unattended
 from support.ledgers import admitted, configured
 
-from orchestrator.batch_phase import BatchPhase
-from orchestrator.composer import Composer
+from orchestrator.composer import BatchPhase, Composer
 from orchestrator.gates import Gates
 from orchestrator.groups import Groups
 from orchestrator.inputs import JobInputs
