@@ -8,17 +8,17 @@ import numpy as np
 
 from penstock.batches import prime_rl
 from penstock.batches.assembly import Assembly
-from penstock.batches.batch_columns import (
+from penstock.batches.manifest import (
     AGENTS,
     AGENTS_BYTES,
     OFFSETS,
     SAMPLE,
     Array,
+    EncodedRank,
     rank_metadata,
     sample_columns,
     token_columns,
 )
-from penstock.batches.manifest import EncodedRank
 from penstock.batches.packing import segments
 from penstock.batches.plan import BatchPlan
 from penstock.batches.rollouts_jsonl import write_rollouts

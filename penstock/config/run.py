@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from penstock.advantages import AdvantageSettings
-from penstock.batches.batch_columns import OWN_COLUMNS
+from penstock.batches.manifest import OWN_COLUMNS
 from penstock.batches.packing import Normalise, Oversize, PackingRules
 from penstock.batches.plan import Format, lost_by_format
 from penstock.config.engine import Engine, EnvironmentName, EnvironmentSettings, Policy
