@@ -21,7 +21,7 @@ from penstock.errors import RunError
 from penstock.ledger.states import JobState
 from penstock.messages import BatchPhaseJob, BatchPhaseResult, Outcome, Reply, RolloutResult, StepAdvantages
 from penstock.store import open_store
-from tasks.advantages import batch_body
+from tasks.jobs import batch_body
 
 KEY = "plans/run.step_000000.1.advantages.e1.json"
 
