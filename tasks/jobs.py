@@ -28,10 +28,7 @@ from penstock.messages import (
     SurveyJob,
 )
 from penstock.queues import WorkerKind
-from penstock.stages.advantages import estimate_group, estimate_step
-from penstock.stages.drawing import draw_examples
-from penstock.stages.encoding import encode
-from penstock.stages.filtering import filter_group
+from penstock.stages import draw_examples, encode, estimate_group, estimate_step, filter_group
 from penstock.store import open_store
 from tasks import noop
 from tasks.celery_app import app, settings, task_name
