@@ -24,8 +24,7 @@ from penstock.batches.manifest import (
     Array,
     token_columns,
 )
-from penstock.batches.packing import Normalise, pack, positions, segments
-from penstock.batches.plan import BatchPlan, BatchRollout
+from penstock.batches.plan import BatchPlan, BatchRollout, Normalise, pack, positions, segments
 from penstock.errors import StageError
 from penstock.fields import Per, TrainerField
 from penstock.store import Store

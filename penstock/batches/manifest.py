@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.batches import json_records
-from penstock.batches.packing import Normalise
-from penstock.batches.plan import BATCHES, BatchPlan, step_directory
+from penstock.batches.plan import BATCHES, BatchPlan, Normalise, step_directory
 from penstock.errors import BatchError, BlobCorrupt, BlobMissing, OtherPlan, StageError
 from penstock.fields import TrainerField
 from penstock.store import BlobRef, Store

@@ -19,8 +19,7 @@ from penstock.batches.manifest import (
     sample_columns,
     token_columns,
 )
-from penstock.batches.packing import segments
-from penstock.batches.plan import BatchPlan
+from penstock.batches.plan import BatchPlan, segments
 from penstock.batches.rollouts_jsonl import write_rollouts
 from penstock.store import BlobRef, Store, tensors
 from penstock.store.atomic import UnfinishedFile, writing
