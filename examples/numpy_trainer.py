@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from penstock import tiny_moe
 from penstock.batches import Batch, BatchReader, MicroBatch
-from penstock.batches.batch_columns import RECORDED, UNRECORDED
+from penstock.batches.manifest import RECORDED, UNRECORDED
 from penstock.store import atomic, tensors
 from penstock.tiny_moe import BEFORE, WINDOW, Weights
 

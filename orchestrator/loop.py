@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator import crash_points, release
-from orchestrator.batch_phase import BatchPhase
 from orchestrator.broker import Broker
-from orchestrator.composer import Composer
+from orchestrator.composer import BatchPhase, Composer, Sealer
 from orchestrator.engine.check import EngineCheck
 from orchestrator.engine.concurrency import LoadWatch
 from orchestrator.engine.replicas import ReplicaWatch
@@ -43,7 +42,6 @@ from orchestrator.reporting.next_step import NextStep
 from orchestrator.reporting.prometheus import RunCollector
 from orchestrator.reporting.reporter import Reporter, Sources, StatusCallback
 from orchestrator.reporting.sinks import Sinks
-from orchestrator.sealing import Sealer
 from orchestrator.shutdown import Phase, Shutdown, StopRequests
 from orchestrator.slices import in_slices
 from orchestrator.stall import StallWatch

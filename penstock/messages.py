@@ -11,8 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from penstock import ids
-from penstock.batches.batch_columns import AGENT_CHARACTERS
-from penstock.batches.manifest import EncodedRank
+from penstock.batches.manifest import AGENT_CHARACTERS, EncodedRank
 from penstock.batches.plan import step_directory
 from penstock.errors import MalformedId
 from penstock.ids import TaskId

@@ -24,8 +24,7 @@ from penstock.ids import GroupId
 from penstock.inspection import run_json
 from penstock.ledger import histories, pages, queries, schema
 from penstock.messages import GroupInputs, GroupMember, RolloutResult, StepAdvantages, StepValues
-from penstock.stages.advantages import estimate_group, estimate_step
-from penstock.stages.filtering import read_tokens
+from penstock.stages import estimate_group, estimate_step, read_tokens
 from penstock.store import open_store
 from penstock.store.opening import run_store_url
 from penstock.store.read_through import ReadThroughStore

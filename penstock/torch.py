@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.batches.batch_columns import PADDING, RECORDED, TOKEN_COLUMNS, UNRECORDED, Array
+from penstock.batches.manifest import PADDING, RECORDED, TOKEN_COLUMNS, UNRECORDED, Array
 from penstock.batches.reader import MicroBatch
 from penstock.errors import BatchError
 

@@ -1,6 +1,6 @@
-"""What is queued: the Celery app, one module per queue, and the execution that every job shares."""
+"""What is queued: the Celery app, its tasks (`jobs.py`), and the execution that every job shares."""
 
-from tasks import advantages, encoding, filtering, rollouts
+from tasks import jobs
 from tasks.celery_app import app
 
-__all__ = ["advantages", "app", "encoding", "filtering", "rollouts"]
+__all__ = ["app", "jobs"]

@@ -1,4 +1,5 @@
-"""Lease -> body -> reply, the same for every job: `AsyncExecutor` on asyncio workers, `SyncExecutor` on prefork.
+"""Lease -> body -> reply, the same for every job: `AsyncExecutor` on asyncio workers, which write to Redis through one
+`Outbox`; `SyncExecutor` on prefork.
 
 Whatever the body does, exactly one reply is written before the lease ends. A body that raises has failed, also with
 SystemExit or a cancellation of its own; only a worker that stops releases its jobs. A failure is raised again
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 import redis
 import redis.asyncio
 from celery.exceptions import Terminated
+from redis.exceptions import RedisError
 
 from penstock import ids, redis_keys
 from penstock.config import RunConfig
@@ -41,11 +43,17 @@ from penstock.runtime.lag_summaries import redis_publisher
 from tasks.agreement import Identity, identity, message_headers
 from tasks.celery_app import settings
 from tasks.leases import LeaseKeeper
-from tasks.outbox import RETRY_FIRST_S, RETRY_MOST_S, Expiry, Outbox, Write
 
 logger = logging.getLogger("penstock.execution")
 
-SOCKET_TIMEOUT_S = 5.0  # Redis responds within milliseconds; a longer silence is a dead connection
+Expiry = tuple[str, int]
+"""A written key and its time to live in seconds."""
+Write = Callable[[Any], Expiry]
+"""Adds its commands to a pipeline."""
+TIMEOUT_S = 5.0  # Redis responds within milliseconds; a longer silence is a dead connection
+RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
+PIPELINE_WRITES = 48  # keeps the CPU time of one round trip on the loop under a millisecond
+GATHER_S = 0.01  # between two pipelines: a single write is sent at once, many concurrent ones share pipelines
 
 
 class WorkerStopping(SystemExit):
@@ -148,13 +156,62 @@ def write_reply(pipe: Any, execution: Execution, content: bytes) -> Expiry:
     return stream, redis_keys.REPLIES_TTL_S
 
 
+class Outbox:
+    """Writes to Redis for many executions of an asyncio worker, over one connection.
+
+    A write is repeated until it succeeds: leases and replies are safe to repeat. The number of waiting writes is
+    bounded by the executions that wait for them, at most `-c`.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._client = client
+        self._waiting: list[tuple[Write, asyncio.Future[None]]] = []
+        self._filled = asyncio.Event()
+
+    async def write(self, write: Write) -> None:
+        """Put `write` into the next pipeline and wait until Redis has executed it."""
+        written = asyncio.get_running_loop().create_future()
+        self._waiting.append((write, written))
+        self._filled.set()
+        await written
+
+    async def run(self) -> None:
+        while True:
+            await self._filled.wait()
+            batch, self._waiting = self._waiting[:PIPELINE_WRITES], self._waiting[PIPELINE_WRITES:]
+            if not self._waiting:
+                self._filled.clear()
+            await self._send(batch)
+            await asyncio.sleep(GATHER_S)
+
+    async def _send(self, batch: list[tuple[Write, asyncio.Future[None]]]) -> None:
+        pause_s = RETRY_FIRST_S
+        while True:
+            try:
+                async with asyncio.timeout(TIMEOUT_S), self._client.pipeline(transaction=True) as pipe:
+                    expiries = {write(pipe) for write, _ in batch}
+                    for key, ttl_s in expiries:
+                        pipe.expire(key, ttl_s)
+                    await pipe.execute()
+                break
+            except (RedisError, OSError) as error:
+                logger.warning(
+                    "action=redis_write_waits writes=%d again_in_s=%.1f error=%s", len(batch), pause_s, error
+                )
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MOST_S)
+        for _, written in batch:
+            if not written.done():
+                written.set_result(None)
+
+
 class AsyncExecutor:
     """Executes the jobs of one asyncio worker, many at a time."""
 
     def __init__(self, config: RunConfig) -> None:
         self.name = str(ids.WorkerId.of_this_process())
         self._identity = identity(config, WorkerKind.ROLLOUTS)
-        self._sync_client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)
+        self._sync_client = redis.Redis.from_url(config.redis_url, socket_timeout=TIMEOUT_S)
         # The client's own time-out swallows cancellations on Python 3.11; callers set one with asyncio.timeout.
         self._client = redis.asyncio.Redis.from_url(config.redis_url, socket_timeout=None)
         self.lag = config.lag.watch(f"rollouts@{self.name}", redis_publisher(self._client))
@@ -241,8 +298,8 @@ class SyncExecutor:
     def __init__(self, config: RunConfig) -> None:
         self.name = str(ids.WorkerId.of_this_process())
         self._identity = identity(config, WorkerKind.COMPUTE)
-        self._client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)
-        lease_client = redis.Redis.from_url(config.redis_url, socket_timeout=SOCKET_TIMEOUT_S)
+        self._client = redis.Redis.from_url(config.redis_url, socket_timeout=TIMEOUT_S)
+        lease_client = redis.Redis.from_url(config.redis_url, socket_timeout=TIMEOUT_S)
         self._leases = LeaseKeeper(lease_client, worker=self.name, lease_s=config.recovery.lease_s)
         self._leases.start()
 
@@ -273,7 +330,7 @@ class SyncExecutor:
                     pipe.expire(*write(pipe))
                     pipe.execute()
                 return
-            except (redis.RedisError, OSError) as error:
+            except (RedisError, OSError) as error:
                 logger.warning("action=redis_write_waits again_in_s=%.1f error=%s", pause_s, error)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MOST_S)

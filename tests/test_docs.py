@@ -452,7 +452,6 @@ def test_the_readme_is_short_and_links_every_page() -> None:
 
 
 def test_the_walk_is_numbered_and_short_and_enters_no_room_twice() -> None:
-    """Files of `penstock/` outside of any room, the words, come first."""
     table = (ROOT / "docs" / "architecture.md").read_text().partition("\n## The walk\n")[2]
     files = re.findall(r"^\| .*?\| (\d+)\. `([\w/]+\.py)` \|", table, re.MULTILINE)
     assert [int(number) for number, _ in files] == [*range(1, len(files) + 1)]
@@ -463,8 +462,9 @@ def test_the_walk_is_numbered_and_short_and_enters_no_room_twice() -> None:
 
 
 def room_of(path: str) -> str:
+    """A folder of `penstock/`, a module beside them, or another top-level folder."""
     top, *inside = path.split("/")
-    return inside[0] if top == "penstock" and len(inside) > 1 else top
+    return inside[0] if top == "penstock" else top
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

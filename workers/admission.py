@@ -21,7 +21,7 @@ from penstock import redis_keys
 from penstock.config import RunConfig
 from penstock.messages import shortened
 from penstock.queues import WorkerKind
-from tasks import rollouts
+from tasks import jobs
 from tasks.agreement import NODE_CHARACTERS, Order, Presence, differences, digest, used_settings
 from tasks.celery_app import settings
 
@@ -112,7 +112,7 @@ class Admission:
 
 def _loop_ticks() -> bool:
     """A rollout worker whose event loop is blocked is not there."""
-    return rollouts.executor is None or rollouts.executor.ticks()
+    return jobs.executor is None or jobs.executor.ticks()
 
 
 class AdmissionStep(bootsteps.StartStopStep):

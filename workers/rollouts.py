@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.queues import WorkerKind
 from penstock.runtime import descriptors, garbage
-from tasks import app, rollouts
+from tasks import app, jobs
 from tasks.celery_app import settings
 from tasks.execution import AsyncExecutor
 from tasks.player import Player
@@ -27,12 +27,12 @@ class RolloutPool(AsyncioPool):
         config = settings()
         executor = AsyncExecutor(config)
         async with executor.running(), Player(config).ready() as player:
-            rollouts.executor, rollouts.player = executor, player
+            jobs.executor, jobs.player = executor, player
             async with garbage.paced_collection(lambda: bool(self._bodies)):
                 yield
 
     def loop_lag(self) -> dict[str, Any] | None:
-        return rollouts.executor.lag.summary().as_dict() if rollouts.executor else None
+        return jobs.executor.lag.summary().as_dict() if jobs.executor else None
 
 
 set_up(app, WorkerKind.ROLLOUTS, pool=f"{__name__}:{RolloutPool.__name__}")

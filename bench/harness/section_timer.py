@@ -47,7 +47,7 @@ SECTIONS = {
     "end: seal, experts": "penstock.recording.spool:seal_experts",
     "end: seal, other": "penstock.recording.spool:Spool.seal",
     "end: encode the reply": "tasks.execution:Execution.done",
-    "start and end: write to Redis": "tasks.outbox:Outbox._send",
+    "start and end: write to Redis": "tasks.execution:Outbox._send",
 }
 THREADS = {"asyncio-pool": "loop", "penstock-cpu": "CPU threads", "penstock-files": "file threads"}
 OTHERS, CELERY = "other threads", "Celery's thread"

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.advantages.settings import Recipe
-from penstock.advantages.turn_formulas import token_means
-from penstock.advantages.values import MAX_REWARD, BatchValues, Floats, GroupValues, TurnValues
+from penstock.advantages.values import MAX_REWARD, BatchValues, Floats, GroupValues, TurnValues, token_means
 from penstock.error_boundary import described, error_boundary
 from penstock.errors import StageError
 from penstock.filters import rewards_are_equal

@@ -6,8 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from penstock.advantages.estimators import ESTIMATORS, Estimator, Parameters, built_in
-from penstock.advantages.formulas import Whitening
+from penstock.advantages.estimators import ESTIMATORS, Estimator, Parameters, Whitening, built_in
 from penstock.advantages.loading import load_estimator, load_shaping
 from penstock.advantages.shaping import (
     Shaping,

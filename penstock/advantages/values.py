@@ -1,7 +1,7 @@
 """The inputs of the two phases, and the statistics that estimators and shapings use."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -97,3 +97,14 @@ def mean(values: Floats) -> float:
 def deviation(values: Floats) -> float:
     """Standard deviation with n - 1: a group is a sample of the policy's rollouts."""
     return math.sqrt(math.fsum((values - mean(values)) ** 2) / (len(values) - 1))
+
+
+def token_means(values: Sequence[Floats], turns: Sequence[TurnValues]) -> Floats:
+    """One value a rollout: the mean over its completion tokens; 0 without any."""
+    return np.array(
+        [
+            math.fsum(value * each.tokens) / tokens if (tokens := int(each.tokens.sum())) else 0.0
+            for value, each in zip(values, turns, strict=True)
+        ],
+        np.float64,
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.batches.batch_columns import Array
+from penstock.batches.manifest import Array
 from penstock.batches.signals import FOLDER
 from penstock.errors import BatchError
 from penstock.store import atomic, tensors

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.batches.batch_columns import (
+from penstock.batches.credit import Values, read_credit, read_step_credit
+from penstock.batches.manifest import (
     AGENT_CHARACTERS,
     AGENTS_BYTES,
     PADDING,
@@ -23,9 +24,7 @@ from penstock.batches.batch_columns import (
     Array,
     token_columns,
 )
-from penstock.batches.credit import Values, read_credit, read_step_credit
-from penstock.batches.packing import Normalise, pack, positions, segments
-from penstock.batches.plan import BatchPlan, BatchRollout
+from penstock.batches.plan import BatchPlan, BatchRollout, Normalise, pack, positions, segments
 from penstock.errors import StageError
 from penstock.fields import Per, TrainerField
 from penstock.store import Store

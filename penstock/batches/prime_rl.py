@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from penstock.batches.assembly import AssembledMicroBatch, Assembly, Sample
-from penstock.batches.batch_columns import TOKEN_FIELD, Array
+from penstock.batches.manifest import TOKEN_FIELD, Array
 from penstock.errors import StageError
 from penstock.store import BlobRef
 from penstock.store.experts import Experts

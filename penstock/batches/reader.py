@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.batches.annotations import NAMES_MOST, write_annotations
-from penstock.batches.batch_columns import (
+from penstock.batches.manifest import (
     ADDED_COLUMNS,
     AGENTS,
     OFFSETS,
@@ -30,9 +30,11 @@ from penstock.batches.batch_columns import (
     TOKEN_COLUMNS,
     TOKEN_FIELD,
     Array,
+    Manifest,
+    manifest_key,
     rank_metadata,
+    read_manifest,
 )
-from penstock.batches.manifest import Manifest, manifest_key, read_manifest
 from penstock.batches.plan import FIRST_STEP, BatchPlan
 from penstock.batches.signals import (
     NOTHING,

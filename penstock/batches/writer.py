@@ -8,19 +8,18 @@ import numpy as np
 
 from penstock.batches import prime_rl
 from penstock.batches.assembly import Assembly
-from penstock.batches.batch_columns import (
+from penstock.batches.manifest import (
     AGENTS,
     AGENTS_BYTES,
     OFFSETS,
     SAMPLE,
     Array,
+    EncodedRank,
     rank_metadata,
     sample_columns,
     token_columns,
 )
-from penstock.batches.manifest import EncodedRank
-from penstock.batches.packing import segments
-from penstock.batches.plan import BatchPlan
+from penstock.batches.plan import BatchPlan, segments
 from penstock.batches.rollouts_jsonl import write_rollouts
 from penstock.store import BlobRef, Store, tensors
 from penstock.store.atomic import UnfinishedFile, writing

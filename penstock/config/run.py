@@ -16,9 +16,8 @@ from pydantic import (
 )
 
 from penstock.advantages import AdvantageSettings
-from penstock.batches.batch_columns import OWN_COLUMNS
-from penstock.batches.packing import Normalise, Oversize, PackingRules
-from penstock.batches.plan import Format, lost_by_format
+from penstock.batches.manifest import OWN_COLUMNS
+from penstock.batches.plan import Format, Normalise, Oversize, PackingRules, lost_by_format
 from penstock.config.engine import Engine, EnvironmentName, EnvironmentSettings, Policy
 from penstock.config.evaluation import EvaluationSettings
 from penstock.config.fields import MOST_FIELDS, FieldName, FieldSettings

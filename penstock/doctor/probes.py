@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.batches.batch_columns import TRUNCATIONS
+from penstock.batches.manifest import TRUNCATIONS
 from penstock.config.engine import AbsentRoutes, Engine, Policy
 from penstock.doctor.findings import Finding, note, ok, wrong
 from penstock.engines.dialects import dialect_of

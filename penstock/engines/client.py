@@ -16,11 +16,11 @@ from penstock.config.engine import Engine
 from penstock.engines.control import read_page
 from penstock.engines.dialects.base import Dialect
 from penstock.engines.replicas import Replica
-from penstock.engines.request_names import head_of
 from penstock.engines.transport import (
     ON_LOOP_BYTES,
     RETRY_HEADER,
     EngineConnection,
+    head_of,
     joined,
     limited,
     raise_if_out_of_descriptors,

@@ -83,7 +83,7 @@ class Replica:
     doubted_at: float = -math.inf
     """When a poll or a connection last failed: the server may have restarted since, with other weights."""
     names_requests: bool = False
-    """Whether its last response named the request that it answers (`request_names.py`)."""
+    """Whether its last response named the request that it answers (`transport.RequestNames`)."""
     router: bool = False
     """Whether several servers answer at this address: nothing that one says holds for the next."""
     _polled: asyncio.Event = field(default_factory=asyncio.Event)

@@ -8,6 +8,7 @@ give the same turn, and whatever the fast path rejects is read again by the full
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
 from types import NoneType
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from penstock.engines.dialects.base import (
     Dialect,
     DialectBoundary,
     ResponseFields,
+    TokenId,
     listed_ids,
     read_ids,
     read_part,
@@ -37,9 +39,8 @@ from penstock.engines.routed_experts import (
     read_object,
     read_string,
 )
-from penstock.engines.sampling_masks import read_sampling_mask
-from penstock.engines.trainer_fields import read_fields
 from penstock.errors import Aborted, StageError, Upstream
+from penstock.fields import Array
 from penstock.turn import (
     ANY_FORMAT,
     MAX_NESTING,
@@ -90,6 +91,10 @@ WRONG_CUT = "a cut does not match the field it was taken for"
 """Internal: the full path follows."""
 MALFORMED = (msgspec.DecodeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
 """What a dialect lets pass when it decodes a malformed response."""
+OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+MASKS = msgspec.json.Decoder(list[list[TokenId]])
+VALUES = msgspec.json.Decoder(int | float | list[int | float])
 RAW = "msgspec.Raw, the JSON text of the part"
 PARTS = (
     ("completion_ids", np.ndarray, "a numpy array of int32"),
@@ -167,7 +172,7 @@ def _turn(
     limit = tokens if request.max_seq_len is None else request.max_seq_len
     prompt_ids = new_ids[: max(0, limit - prefix_tokens)]
     completion_ids = sampled_ids[: max(0, limit - prompt_tokens)]
-    fields = read_fields(rest, request.fields, tokens=len(sampled_ids))
+    fields = _trainer_fields(rest, request.fields, tokens=len(sampled_ids))
     wanted = Wanted(tokens=tokens, first=sample.rows_from, until=min(tokens, limit), requested_from=request.routes_from)
     routes = _routes(body, cuts, payload, wanted, route_format) if payload else None
     absent = routes is None and response.final and _expects_routes(wanted, request.dialect)
@@ -216,7 +221,28 @@ def _expects_routes(wanted: Wanted, dialect: Dialect) -> bool:
 def _sampling_mask(response: ResponseFields, request: RequestInfo, ids: Ids, kept: int) -> SamplingMask | None:
     if not request.dialect.settings.sampling_masks:
         return None
-    return read_sampling_mask(response.sampling_mask, ids).first(kept)
+    return _read_sampling_mask(response.sampling_mask, ids).first(kept)
+
+
+def _read_sampling_mask(raw: msgspec.Raw, completion_ids: Ids) -> SamplingMask:
+    """For each completion token, the tokens that it was drawn from (top-k, top-p, min-p). `Upstream` unless there is a
+    set for every token, with the token in it."""
+    if raw == ABSENT and not len(completion_ids):
+        return SamplingMask.empty()
+    if raw == ABSENT:
+        raise Upstream(
+            "the engine sent no sampling mask, and engine.sampling_masks is true: start vLLM with "
+            "--return-sampling-mask, upgrade SGLang, or remove the setting"
+        )
+    sets = read_part(raw, MASKS, "the sampling mask")
+    if len(sets) != len(completion_ids):
+        raise Upstream(f"the engine's response has {len(sets)} sampling masks for {len(completion_ids)} tokens")
+    lengths = np.fromiter(map(len, sets), np.int32, len(sets))
+    ids = np.fromiter(chain.from_iterable(sets), np.int32, int(lengths.sum()))
+    own = np.repeat(np.arange(len(sets)), lengths)[ids == np.repeat(completion_ids, lengths)]
+    if len(np.unique(own)) != len(sets):
+        raise Upstream("the engine's response has a sampling mask without the token that was sampled")
+    return SamplingMask(ids=ids, lengths=lengths)
 
 
 def _response(text: bytes, request: RequestInfo) -> ResponseFields:
@@ -281,6 +307,25 @@ def _checked_completion(response: ResponseFields, dialect: Dialect) -> tuple[Ids
     if ids.min() < 0 or not np.isfinite(logprobs.min()) or logprobs.max() > MAX_LOGPROB:
         raise Upstream("the engine's response has negative ids, or logprobs that are above 0 or not finite")
     return ids, logprobs
+
+
+def _trainer_fields(text: bytes, names: Sequence[str], *, tokens: int) -> dict[str, Array]:
+    """The fields for the trainer that the response has: on its choice, in `meta_info`, or outside of any. Each is a
+    number, or one for each of its `tokens` completion tokens."""
+    if not names or not any(b'"%b"' % name.encode() in text for name in names):
+        return {}
+    values = OBJECT.decode(text)
+    if "choices" in values:
+        values |= read_part(values["choices"], CHOICES, "choices")[0]
+    if values.get("meta_info", ABSENT) != ABSENT:
+        values = read_part(values["meta_info"], OBJECT, "meta_info") | values
+    fields = {
+        name: np.array(read_part(values[name], VALUES, name)) for name in names if values.get(name, ABSENT) != ABSENT
+    }
+    for name, array in fields.items():
+        if array.shape not in ((), (tokens,)):
+            raise Upstream(f"the engine's response has {array.size} values of {name} for {tokens} completion tokens")
+    return fields
 
 
 def _spans(spans: tuple[VersionSpan, ...], tokens: int, kept: int) -> tuple[VersionSpan, ...]:

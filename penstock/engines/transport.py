@@ -1,4 +1,5 @@
-"""HTTP transport to a server: bounded connections, and a byte budget for the bodies being received (`receive`).
+"""HTTP transport to a server: bounded connections, names of requests, by which a response is known to answer its own
+request, and a byte budget for the bodies being received (`receive`).
 
 Traps of aiohttp: a POST on a connection that the server closed while idle fails and is not retried; `sock_read` counts
 while a response is awaited, but not while reading is held back; `connect` would count waiting for a free connection, so
@@ -12,10 +13,12 @@ import errno
 import io
 import logging
 import resource
+import secrets
 import select
 import time
 import weakref
-from collections.abc import AsyncIterator, Generator, Mapping
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from itertools import count
 from typing import Self
 
 import aiohttp
@@ -28,7 +31,6 @@ from penstock.config.engine import Engine
 from penstock.engines.control import EngineControl, LoadPoller, VersionPoller
 from penstock.engines.receiver import READ_BYTES, Buffers, attach, is_new, receiver_of
 from penstock.engines.replicas import Replica, Replicas
-from penstock.engines.request_names import NAME_HEADER, RequestNames
 from penstock.errors import ConfigError, InfrastructureFailure, Upstream
 from penstock.runtime.offload import cores
 from penstock.turn import Body
@@ -53,6 +55,9 @@ SENT_AT_ONCE_BYTES = 1 << 20
 # File descriptors kept for everything else: Redis, files, the loop.
 OTHER_DESCRIPTORS = 256
 CLOSE = "close"
+NAME_HEADER = "X-Request-Id"
+HEAD_BYTES = 512
+"""Of a response, in which its name is looked for: vLLM and SGLang begin with it."""
 SESSION_HEADER = "X-Session-ID"
 """Its value is `ids.engine_session`. Lets an engine, or a router before several, keep a conversation on one replica."""
 RETRY_HEADER = "X-Retry-Count"
@@ -230,6 +235,30 @@ async def open_http(settings: Engine) -> AsyncIterator[aiohttp.ClientSession]:
         yield http
 
 
+class RequestNames:
+    """vLLM repeats the header `X-Request-Id` in the `id` of its response, SGLang the field `rid` of the request. On a
+    connection that is used again, nothing else tells a response from bytes that the server sent before the request
+    came. One per process and engine."""
+
+    def __init__(self) -> None:
+        self._prefix = f"penstock-{secrets.token_hex(8)}-"
+        self._numbers = count(1)
+
+    def next(self) -> str:
+        return f"{self._prefix}{next(self._numbers):012x}"
+
+    def check(self, replica: Replica, name: str, head: bytes) -> None:
+        """`Upstream` if a response with this `head` answers another request than `name`. A replica that named its last
+        request must name this one; until it does, its connections are used once each (`IdleConnector`)."""
+        if name.encode() in head:
+            replica.names_requests = True
+            return
+        if replica.names_requests or self._prefix.encode() in head:
+            replica.names_requests = False
+            logger.warning("action=response_refused engine=%s: it does not name the request %s", replica.url, name)
+            raise Upstream("the engine's response does not name its request: it answers another one")
+
+
 class EngineConnection:
     """Replicas, connections and byte budget of one engine. Created by `open` on the loop that uses it."""
 
@@ -311,6 +340,15 @@ async def receive(response: aiohttp.ClientResponse, reservation: Reservation, bu
     if error := content.exception():
         raise error
     return chunks
+
+
+def head_of(chunks: Sequence[Body]) -> bytes:
+    head = b""
+    for chunk in chunks:
+        head += chunk[:HEAD_BYTES]
+        if len(head) >= HEAD_BYTES:
+            break
+    return head[:HEAD_BYTES]
 
 
 def joined(chunks: list[Body]) -> Body:

@@ -4,19 +4,34 @@ Every filter is applied to every rollout, so one filter's count never depends on
 depends on their order. Filters change neither rollouts nor rewards: a dropped rollout stays in its group's baseline.
 """
 
-from penstock.filters.group_rules import Difficulty, GroupRewards, MatchGroup, ZeroVariance, rewards_are_equal
 from penstock.filters.judging import (
     CustomFilter,
     CustomGroupFilter,
     Filter,
     FilterSettings,
+    Match,
+    Verdict,
+    count_matches,
     group_filters,
     judge,
     judge_group,
     rollout_filters,
 )
-from penstock.filters.token_rules import FindToken, Gibberish, Overlong, Repetition, RolloutTokens, Stale, is_stale
-from penstock.filters.verdicts import Match, Mode, Verdict, count_matches
+from penstock.filters.rules import (
+    Difficulty,
+    FindToken,
+    Gibberish,
+    GroupRewards,
+    MatchGroup,
+    Mode,
+    Overlong,
+    Repetition,
+    RolloutTokens,
+    Stale,
+    ZeroVariance,
+    is_stale,
+    rewards_are_equal,
+)
 
 __all__ = [
     "CustomFilter",

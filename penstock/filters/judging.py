@@ -1,7 +1,8 @@
-"""Builds the filters that the settings select, and applies them. Custom rules are imported from `module:function`."""
+"""Builds the filters that the settings select, and applies them: a verdict on a rollout or a group, with the matches
+that decide it. Custom rules are imported from `module:function`."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Generic, TypeVar
@@ -9,10 +10,20 @@ from typing import Annotated, Generic, TypeVar
 from pydantic import Field, model_validator
 
 from penstock.errors import ConfigError
-from penstock.filters.group_rules import Difficulty, GroupRewards, MatchGroup, ZeroVariance
 from penstock.filters.loading import load_group_rule, load_token_rule
-from penstock.filters.token_rules import FindToken, Gibberish, Overlong, Repetition, RolloutTokens, Stale
-from penstock.filters.verdicts import Match, Mode, Verdict
+from penstock.filters.rules import (
+    Difficulty,
+    FindToken,
+    Gibberish,
+    GroupRewards,
+    MatchGroup,
+    Mode,
+    Overlong,
+    Repetition,
+    RolloutTokens,
+    Stale,
+    ZeroVariance,
+)
 from penstock.sections import Reader, Section, read_by
 
 BUILT_IN = ("gibberish", "repetition", "overlong", "stale", "zero_variance", "difficulty")
@@ -106,6 +117,29 @@ def group_filters(settings: FilterSettings, *, needs_variance: bool) -> tuple[Fi
     return tuple(each for each in [*built_in, *own] if each.mode != Mode.OFF)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    filter: str
+    mode: Mode
+    token: int | None
+    """Index into the rollout's tokens; None where the group as a whole matched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The matches of one rollout, or of one group, in the order of the filters."""
+
+    matches: tuple[Match, ...] = ()
+
+    @property
+    def drop_reason(self) -> str | None:
+        return next((match.filter for match in self.matches if match.mode == Mode.DROP), None)
+
+    @property
+    def masked(self) -> bool:
+        return self.drop_reason is None and any(match.mode == Mode.MASK for match in self.matches)
+
+
 def judge(rollout: RolloutTokens, filters: Sequence[Filter[FindToken]]) -> Verdict:
     tokens = [(each, each.rule(rollout)) for each in filters]
     return Verdict(
@@ -116,3 +150,8 @@ def judge(rollout: RolloutTokens, filters: Sequence[Filter[FindToken]]) -> Verdi
 def judge_group(group: GroupRewards, filters: Sequence[Filter[MatchGroup]]) -> Verdict:
     """The verdict that every rollout of the group shares."""
     return Verdict(matches=tuple(Match(filter=f.name, mode=f.mode, token=None) for f in filters if f.rule(group)))
+
+
+def count_matches(verdicts: Iterable[Verdict]) -> Counter[str]:
+    """Rollouts by filter, in any mode; a rollout counts for every filter that it matches."""
+    return Counter(match.filter for verdict in verdicts for match in verdict.matches)

@@ -7,8 +7,7 @@ import numpy as np
 
 from penstock.error_boundary import described, error_boundary
 from penstock.errors import StageError
-from penstock.filters.group_rules import GroupRewards, MatchGroup
-from penstock.filters.token_rules import FindToken, RolloutTokens
+from penstock.filters.rules import FindToken, GroupRewards, MatchGroup, RolloutTokens
 from penstock.registry import Facts, checked_function, import_attribute
 
 

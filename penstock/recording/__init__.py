@@ -1,10 +1,9 @@
 """Recording a rollout: a `Session` accepts turns, keeps them on disk, and is sealed into blobs of the store."""
 
 from penstock.recording.arrivals import Claim
-from penstock.recording.conversation import DigestedMessages, Mode, digest_messages
+from penstock.recording.conversation import DigestedMessages, Mode, Prepared, digest_messages
 from penstock.recording.echoes import Echo
-from penstock.recording.prepared import Prepared
-from penstock.recording.sealed import Sealed
+from penstock.recording.sample_columns import Sealed
 from penstock.recording.session import Session
 from penstock.recording.spool import SessionSettings, unsealed
 

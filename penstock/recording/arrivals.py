@@ -1,4 +1,5 @@
-"""The requests of a session: the chats in flight, their numbers in the order of arrival, and the recorded ones.
+"""The requests of a session: the chats in flight, their numbers in the order of arrival, the recorded ones, and those
+of them whose answer no client has seen.
 
 The number of a request decides its seed, and later its place among the samples. A request that is sent again because
 its chat failed, or because the process was killed, gets the number that it had.
@@ -166,3 +167,32 @@ class RecordedRequests:
             if at % DIGEST_BYTES == 0:
                 yield at // DIGEST_BYTES
             at = self._digests.find(request, at + 1)
+
+
+class UnseenTurns:
+    """Turns whose answers no client has received as far as is known, and what of that the log does not have yet."""
+
+    def __init__(self) -> None:
+        self.turns: set[int] = set()
+        self.assumed: set[int] = set()
+        """Those of them whose answers were being written when their process was killed."""
+        self.unsaved: dict[int, None] = {}
+        """Turns that were seen since the log was written."""
+
+    def add(self, turn: int, *, seen: bool) -> None:
+        if not seen:
+            self.turns.add(turn)
+
+    @property
+    def masked(self) -> set[int]:
+        return self.turns - self.assumed
+
+    def see(self, turn: int) -> None:
+        self.assumed.discard(turn)
+        if turn in self.turns:
+            self.turns.discard(turn)
+            self.unsaved[turn] = None
+
+    def saved(self, turns: Iterable[int]) -> None:
+        for turn in turns:
+            self.unsaved.pop(turn, None)

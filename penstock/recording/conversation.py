@@ -1,20 +1,24 @@
 """The messages of a session as digests: which recorded turn a request continues, and what it may discard.
 
-Keeps neither text nor tokens. Every recorded turn is a checkpoint; a request selects the one that it continues by
-repeating its messages. Answers behind the same messages and with the same meaning share a digest (`echoes.py`).
+A conversation keeps neither text nor tokens. Every recorded turn is a checkpoint; a request selects the one that it
+continues by repeating its messages. Answers behind the same messages and with the same meaning share a digest
+(`echoes.py`). `Prepared` is a request that is ready to be sent, with what is needed to read its response.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import cast
 
+import numpy as np
 import xxhash
 
 from penstock.errors import BadRequest
 from penstock.recording.echoes import Echo, calls_alone, exact_form, is_text, meaning
-from penstock.turn import Message
+from penstock.turn import Ids, Message, OpenSample, RouteFormat
 
+NO_ARRIVAL = -1
+"""Of a request that is not recorded."""
 ANSWER = b"answer"
 """Separates digests of recorded answers from those of other messages."""
 MAX_ALIASES = 1024
@@ -74,6 +78,43 @@ class DigestedMessages:
     messages: Sequence[Message]
     forms: Sequence[bytes]
     """The exact form of each message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What is needed to send a request and to read its response."""
+
+    request: ConversationRequest
+    arrival: int
+    """Number of the request in the session, from 0 on."""
+    history_ids: Ids
+    """Tokens of the conversation before `request.appended`."""
+    answer_from: int
+    """Position of the last answer in `history_ids`."""
+    routes_from: int
+    """First routed row to request, provided that the prompt begins with `history_ids`."""
+    open_turns: Mapping[int, OpenSample]
+    """Turns that the response may extend."""
+    route_format: RouteFormat
+    """For `read_turn`."""
+
+    @property
+    def open_samples(self) -> list[OpenSample]:
+        """For `read_turn`."""
+        return list(self.open_turns.values())
+
+    @classmethod
+    def unrecorded(cls, messages: DigestedMessages, route_format: RouteFormat) -> "Prepared":
+        """A request that is no part of the conversation."""
+        return cls(
+            request=ConversationRequest(parent=START, appended=messages.messages, forms=messages.forms),
+            arrival=NO_ARRIVAL,
+            history_ids=np.empty(0, np.int32),
+            answer_from=0,
+            routes_from=0,
+            open_turns={},
+            route_format=route_format,
+        )
 
 
 def digest_messages(messages: object, echo: Echo = Echo.RECOGNISED) -> DigestedMessages:

@@ -1,20 +1,25 @@
-"""The samples of a rollout as the columns of the store."""
+"""The samples of a rollout as the columns of the store, and the result of sealing a session: its blobs and numbers
+about them. The trainer's fields come from the rollout's score, or from what its turns carry."""
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.fields import Array
+from penstock.errors import StageError
+from penstock.fields import Array, FieldValues, TrainerField
 from penstock.recording.sample_tree import Offsets, SampleTree
+from penstock.replica_use import ReplicaUse
 from penstock.spans import TimedSpan
+from penstock.store import BlobRef
 from penstock.store.columns import Columns, TurnTable
-from penstock.turn import Ids, Mask
+from penstock.turn import HIT_MAX_TOKENS, Ids, Mask
 
 
 @dataclass(frozen=True, kw_only=True)
 class FieldColumns:
-    """The trainer's fields of a rollout, see field_columns.py."""
+    """The trainer's fields of a rollout."""
 
     by_token: Mapping[str, Array] = field(default_factory=dict[str, Array])
     by_sample: Mapping[str, Array] = field(default_factory=dict[str, Array])
@@ -138,3 +143,133 @@ def _span_columns(tree: SampleTree, offsets: Offsets) -> dict[str, Array]:
         "span_start": np.array(starts, np.int64),
         "span_version": np.array([span.version for _, _, span in spans], np.int32),
     }
+
+
+def field_columns(samples: SampleTree, values: FieldValues) -> FieldColumns:
+    """A field without any value has no column: the batch has its default there. StageError for a value that is wrong,
+    missing, or of a field that is not declared."""
+    _refuse_undeclared(values)
+    by_token, by_sample = dict[str, Array](), dict[str, Array]()
+    for each in values.declared:
+        if each.source == "score":
+            column = _from_score(each, samples, values)
+        else:
+            column = _from_turns(each, samples, values)
+        if column is not None:
+            (by_token if each.per == "token" else by_sample)[each.name] = column
+    return FieldColumns(by_token=by_token, by_sample=by_sample, turn_rewards=_turn_rewards(samples, values))
+
+
+def _turn_rewards(samples: SampleTree, values: FieldValues) -> Array | None:
+    if values.turn_rewards is None:
+        return None
+    if len(values.turn_rewards) != len(samples.turns):
+        raise StageError(
+            f"Score.turn_rewards has {len(values.turn_rewards)} rewards for {len(samples.turns)} turns: return one for "
+            "each turn"
+        )
+    return np.array(values.turn_rewards, np.float64)
+
+
+def _refuse_undeclared(values: FieldValues) -> None:
+    given = {"score": values.score.keys(), "turn": {name for turn in values.turns.values() for name in turn}}
+    for source, names in given.items():
+        declared = {each.name for each in values.declared if each.source == source}
+        if undeclared := sorted(names - declared):
+            raise StageError(_undeclared(undeclared[0], source, values.declared))
+
+
+def _undeclared(name: str, source: str, declared: tuple[TrainerField, ...]) -> str:
+    places = {"score": "Score.columns", "turn": "completion.fields"}
+    where = f"{places[source]} has {name!r}, which is"
+    for each in declared:
+        if each.name == name:
+            return (
+                f'{where} declared with source = "{each.source}": set it in {places[each.source]}, or change '
+                f"{each.setting}.source"
+            )
+    near = difflib.get_close_matches(name, [each.name for each in declared if each.source == source], n=1)
+    hint = f"did you mean {near[0]!r}? Else " if near else ""
+    return f'{where} not declared: {hint}add [batch.fields.{name}] with source = "{source}"'
+
+
+def _from_score(field: TrainerField, samples: SampleTree, values: FieldValues) -> Array | None:
+    if field.name not in values.score:
+        if values.required and field.default is None:
+            raise StageError(f"Score.columns has no {field.name!r}: return it, or set {field.setting}.default")
+        return None
+    lengths = samples.lengths()
+    length = sum(lengths) if field.per == "token" else len(lengths)
+    converted = field.converted(values.score[field.name], "Score.columns", length=length)
+    return np.full(length, converted, field.numpy_dtype)
+
+
+def _from_turns(field: TrainerField, samples: SampleTree, values: FieldValues) -> Array | None:
+    """A token has the value of the turn that sampled it; a sample has that of its last turn with a value."""
+    offsets, found = samples.offsets(), False
+    column = np.full(offsets[-1] if field.per == "token" else offsets.size - 1, field.filling, field.numpy_dtype)
+    for number, turn in enumerate(samples.turns):
+        given = values.turns.get(turn.arrival, {}).get(field.name, turn.fields.get(field.name))
+        if given is None:
+            if values.required and field.default is None and turn.completion_ids.size:
+                raise StageError(f"turn {number} has no field {field.name!r}: set it, or {field.setting}.default")
+            continue
+        found = True
+        if field.per == "token":
+            first = offsets[samples.sample_of[number]]
+            converted = field.converted(given, f"turn {number}", length=len(turn.completion_ids))
+            column[first + turn.start : first + turn.end] = converted
+        else:
+            column[samples.sample_of[number]] = field.converted(given, f"turn {number}", length=None)
+    return column if found else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sealed:
+    """A recorded rollout."""
+
+    columns: BlobRef
+    experts: BlobRef | None
+    """None if no routed rows were received."""
+    sample_lengths: tuple[int, ...]
+    turns: int
+    prompt_tokens: int
+    """Of the turns that started a sample."""
+    completion_tokens: int
+    version_first: int
+    """The lowest policy version that may have sampled one of its tokens."""
+    version_last: int
+    """The highest one."""
+    truncated: bool
+    hit_max_tokens: bool = False
+    """Whether a limit of tokens ended the last turn."""
+    metrics: Mapping[str, float]
+    inexact_tokens: int = 0
+    """Completion tokens whose version is a range, or was not said by the engine."""
+    agents: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Completion tokens of each agent that the environment named, in the order of their first turns."""
+    replica_uses: Mapping[str, ReplicaUse] = field(default_factory=dict[str, ReplicaUse])
+    """What a session server's chats used of each replica of the engine."""
+
+
+SaveSealed = Callable[[Sealed], None]
+"""Called in a thread, once the blobs are written."""
+
+
+def sealed_rollout(tree: SampleTree, columns: BlobRef, experts: BlobRef | None) -> Sealed:
+    turns = tree.turns
+    return Sealed(
+        columns=columns,
+        experts=experts,
+        sample_lengths=tuple(tree.lengths()),
+        turns=len(turns),
+        prompt_tokens=tree.prompt_tokens(),
+        completion_tokens=sum(len(turn.completion_ids) for turn in turns),
+        version_first=min(turn.version_first for turn in turns),
+        version_last=max(turn.version_last for turn in turns),
+        truncated=any(turn.truncated for turn in turns),
+        hit_max_tokens=turns[-1].finish_reason == HIT_MAX_TOKENS,
+        metrics=tree.metrics(),
+        inexact_tokens=tree.inexact_tokens(),
+        agents=tree.tokens_by_agent(),
+    )

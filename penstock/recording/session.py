@@ -16,16 +16,22 @@ import orjson
 
 from penstock.errors import Busy, ContextFull, Invariant, NotFound, NothingToTrain
 from penstock.fields import NO_FIELDS, FieldValues
-from penstock.recording.arrivals import BUSY, Arrivals, Claim, RecordedRequests
-from penstock.recording.conversation import START, Checkpoint, Conversation, ConversationRequest, DigestedMessages, Mode
+from penstock.recording.arrivals import BUSY, Arrivals, Claim, RecordedRequests, UnseenTurns
+from penstock.recording.conversation import (
+    START,
+    Checkpoint,
+    Conversation,
+    ConversationRequest,
+    DigestedMessages,
+    Mode,
+    Prepared,
+)
 from penstock.recording.echoes import restored
-from penstock.recording.prepared import Prepared
+from penstock.recording.sample_columns import SaveSealed, Sealed, sealed_rollout
 from penstock.recording.sample_tree import SampleTree, sample_tree
 from penstock.recording.samples import Samples
-from penstock.recording.sealed import SaveSealed, Sealed, sealed_rollout
 from penstock.recording.spool import SessionSettings, Spool
 from penstock.recording.turn_log import LogEntry
-from penstock.recording.unseen import UnseenTurns
 from penstock.runtime.cancellation import run_to_completion
 from penstock.runtime.offload import in_file_thread
 from penstock.spans import TimedSpan
@@ -168,7 +174,7 @@ class Session:
         else:
             request = self._conversation.prepare(messages, agent=agent)
             self._require_room(request)
-        history_ids, answer_from, routes_from = self._history(request)
+        history_ids, answer_from, routes_from = self._samples.history(request.parent.turn)
         return Prepared(
             request=request,
             arrival=self._arrivals.arrive(claim, request_id),
@@ -317,13 +323,6 @@ class Session:
         if under_way := [*self._recordings, *([self._sealing] if self._sealing else [])]:
             await asyncio.wait(under_way)
         await in_file_thread(self._spool.discard)
-
-    def _history(self, request: ConversationRequest) -> tuple[Ids, int, int]:
-        if request.parent is START:
-            return np.empty(0, np.int32), 0, 0
-        ids = self._samples.ids(request.parent.turn)
-        completion = len(self._samples.turns[request.parent.turn].completion_ids)
-        return ids, len(ids) - completion, max(0, len(ids) - 1)
 
     async def _record(
         self,

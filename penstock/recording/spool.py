@@ -20,8 +20,7 @@ from penstock.fields import FieldValues
 from penstock.ids import COLUMNS_FILE, EXPERTS_FILE
 from penstock.recording.conversation import Mode
 from penstock.recording.echoes import Echo
-from penstock.recording.field_columns import field_columns
-from penstock.recording.sample_columns import columns_of, routed_valid_of
+from penstock.recording.sample_columns import columns_of, field_columns, routed_valid_of
 from penstock.recording.sample_tree import SampleTree
 from penstock.recording.turn_log import (
     Bytes,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.batches.batch_columns import Array
+from penstock.batches.manifest import Array
 from penstock.batches.plan import BatchRollout
 from penstock.batches.reader import Batch
 from penstock.ids import RolloutId

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.batches.batch_columns import RECORDED, Array
+from penstock.batches.manifest import RECORDED, Array
 from penstock.batches.reader import Batch
 from penstock.trainers.samples import TrainedSample, samples_of
 

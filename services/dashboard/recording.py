@@ -9,7 +9,7 @@ import orjson
 
 from penstock.batches import Manifest, read_manifest
 from penstock.batches.annotations import read_annotations
-from penstock.batches.batch_columns import SAMPLE, Array
+from penstock.batches.manifest import SAMPLE, Array
 from penstock.errors import BlobError
 from penstock.spans import TimedSpan
 from penstock.store import BlobRef, Store, tensors

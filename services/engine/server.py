@@ -15,8 +15,7 @@ from aiohttp import web
 
 from penstock.engines.dialects.generate import Generate
 from penstock.engines.dialects.vllm import Vllm
-from penstock.engines.request_names import NAME_HEADER
-from penstock.engines.transport import RETRY_HEADER, SESSION_HEADER
+from penstock.engines.transport import NAME_HEADER, RETRY_HEADER, SESSION_HEADER
 from penstock.errors import BadRequest, ConfigError
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import LoopLag

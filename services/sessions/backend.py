@@ -18,12 +18,13 @@ from yarl import URL
 
 from penstock.engines.dialects.base import Dialect
 from penstock.engines.replicas import Replica
-from penstock.engines.request_names import NAME_HEADER, head_of
 from penstock.engines.transport import (
+    NAME_HEADER,
     UNREACHABLE,
     EngineConnection,
     Reservation,
     do_not_reuse,
+    head_of,
     joined,
     limited,
     raise_if_out_of_descriptors,

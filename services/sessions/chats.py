@@ -20,7 +20,7 @@ from penstock.engines.response import RequestInfo, read_turn
 from penstock.engines.transport import ON_LOOP_BYTES, SESSION_HEADER, ByteBudget
 from penstock.errors import Aborted, BadRequest, ContextFull, PolicyFailure, SessionError, Upstream
 from penstock.ids import engine_session
-from penstock.playing.turns import named_adapter, prompt_of, rendered_message, turn_metadata
+from penstock.playing.policy import named_adapter, prompt_of, rendered_message, turn_metadata
 from penstock.recording import Claim, Prepared, Session
 from penstock.renderers import PooledRenderer, RendererKey, RendererPools
 from penstock.runtime.offload import in_cpu_thread

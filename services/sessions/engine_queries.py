@@ -8,7 +8,7 @@ from aiohttp import web
 
 from penstock.config import RunConfig
 from penstock.errors import NotFound, Upstream
-from penstock.playing.turns import prompt_of
+from penstock.playing.policy import prompt_of
 from penstock.recording import Session
 from penstock.renderers import PooledRenderer
 from services.sessions.apis import MESSAGES

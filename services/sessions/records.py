@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.errors import BadRequest
 from penstock.recording import Session
-from penstock.recording.prepared import NO_ARRIVAL
+from penstock.recording.conversation import NO_ARRIVAL
 from services.sessions.apis import CHAT, Api, History
 from services.sessions.requests import Chat
 

@@ -8,11 +8,10 @@ import pytest
 from support.ledgers import admitted, configured, encoded
 
 from orchestrator.causes import Causes
-from orchestrator.composer import Composer
+from orchestrator.composer import Composer, Sealer
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord
 from orchestrator.planner import Planner
-from orchestrator.sealing import Sealer
 from orchestrator.trainer import Trainer
 from penstock.config import RunConfig
 from penstock.errors import OtherPlan, RunError

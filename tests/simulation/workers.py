@@ -42,7 +42,7 @@ from penstock.store.columns import Columns, TurnTable, write_columns
 from penstock.store.experts import Chunk, seal_experts
 from simulation.disk import kill_this_process
 from simulation.redis_stand_in import Client
-from tasks import advantages, agreement, encoding, filtering
+from tasks import agreement, jobs
 from tasks.agreement import Order, Presence
 from tasks.execution import EncodedReply, Execution, write_lease, write_reply
 
@@ -261,7 +261,7 @@ class SimulatedWorker:
                 group = job_inputs.read_group(self._store, job.plan)
                 return ScoreResult(rewards={member.rollout: member.result.reward for member in group.members})
             case FilterJob():
-                result = filtering.body(job, self.config)
+                result = jobs.filter_body(job, self.config)
                 members = (
                     job_inputs.read_group(self._store, job.plan).members if self.behaviour.drops_everything else []
                 )
@@ -271,13 +271,13 @@ class SimulatedWorker:
                     else result
                 )
             case AdvantageJob():
-                return advantages.body(job, self.config, execution)
+                return jobs.advantage_body(job, self.config, execution)
             case BatchPhaseJob():
-                return advantages.batch_body(job, self.config, execution)
+                return jobs.batch_body(job, self.config, execution)
             case EncodeJob():
                 if self.behaviour.encodes_nothing:
                     raise InfrastructureFailure("this worker encodes nothing (simulated)")
-                return encoding.body(job, self.config, execution)
+                return jobs.encode_body(job, self.config, execution)
             case RolloutJob():
                 raise AssertionError
 

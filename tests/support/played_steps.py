@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock import tiny_moe
 from penstock.batches import BatchPlan, BatchRollout, RunStatus, seal_manifest, write_status
-from penstock.batches.packing import PackingRules
+from penstock.batches.plan import PackingRules
 from penstock.batches.writer import encode_rank
 from penstock.renderers import bytes_chatml
 from penstock.store.columns import Columns, TurnTable, write_columns

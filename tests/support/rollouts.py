@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.batches import BatchPlan, BatchRollout, EncodedRank, Manifest, seal_manifest
-from penstock.batches.packing import PackingRules
+from penstock.batches.plan import PackingRules
 from penstock.batches.writer import encode_rank
 from penstock.fields import Per, TrainerField
 from penstock.store import BlobRef

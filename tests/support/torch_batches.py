@@ -9,7 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from penstock import BatchReader
 from penstock.batches import Batch
-from penstock.batches.packing import PackingRules
+from penstock.batches.plan import PackingRules
 from support.rollouts import MadeTurn, RolloutMaker, plan_of, seal
 from support.stores import directory_store
 

@@ -17,7 +17,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from penstock.engines.load import METRICS_PATH
-from penstock.engines.request_names import NAME_HEADER
+from penstock.engines.transport import NAME_HEADER
 from penstock.renderers import NextTurn
 from penstock.turn import Ids, Message
 from support.conversations import ROLES, rows_of

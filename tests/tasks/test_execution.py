@@ -1,14 +1,18 @@
-"""The reply of an execution, by how its body ended."""
+"""The reply of an execution, by how its body ended, and how it is written."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.asyncio
 
+from penstock import redis_keys
 from penstock.errors import BlobUnwritten, EngineUnreachable, InfrastructureFailure, PolicyFailure
 from penstock.messages import ERROR_CHARACTERS, FilterJob, Outcome, Reply, RolloutJob
+from penstock.runtime.embedded_redis import EmbeddedRedis
 from tasks.agreement import FAILED_BY_HEADER, SETTINGS_HEADER, Identity, headers
-from tasks.execution import EncodedReply, Execution
+from tasks.execution import PIPELINE_WRITES, EncodedReply, Execution, Outbox, write_lease
 
 IDENTITY = Identity(node="rollouts-7@host", settings="0123")
 COMMON: dict[str, Any] = {"run": "r", "job": "g0000001-0", "attempt": 1, "sequence": 1, "timeout_s": 1.0}
@@ -79,3 +83,30 @@ def test_a_message_for_other_settings_or_that_lists_this_worker_is_declined(
     if reply is not None:
         read = decoded(reply)
         assert (read.outcome, read.node, read.settings) == (Outcome.DECLINED, "rollouts-7@host", "0123")
+
+
+def test_concurrent_writes_share_a_round_trip_and_their_keys_expire(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path) as server:
+        commands, leases, ttl_s = asyncio.run(write_at_once(server.url, PIPELINE_WRITES))
+    assert commands["cmdstat_exec"]["calls"] == 1
+    assert commands["cmdstat_expire"]["calls"] == 1
+    assert leases == PIPELINE_WRITES
+    assert 0 < ttl_s <= redis_keys.LEASES_TTL_S
+
+
+async def write_at_once(url: str, count: int) -> tuple[dict[str, Any], int, int]:
+    async with redis.asyncio.Redis.from_url(url) as client:
+        outbox = Outbox(client)
+        running = asyncio.create_task(outbox.run())
+        await asyncio.gather(
+            *(
+                outbox.write(lambda pipe, number=number: write_lease(pipe, f"lease{number}", "w:1"))
+                for number in range(count)
+            )
+        )
+        running.cancel()
+        return (
+            await client.info("commandstats"),
+            await client.hlen(redis_keys.LEASES),
+            await client.ttl(redis_keys.LEASES),
+        )

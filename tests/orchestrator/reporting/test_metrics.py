@@ -13,12 +13,12 @@ from support.stores import directory_store
 from support.waiting import wait_until_async
 
 from orchestrator.broker import Broker
+from orchestrator.composer import Sealer
 from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import BatchRecord
 from orchestrator.reporting import metrics
 from orchestrator.reporting.metrics import TAIL_BYTES, LagPoller, Metrics, MetricsFile, dumps
-from orchestrator.sealing import Sealer
 from penstock.config import RunConfig
 from penstock.ledger.states import GroupState, JobKind
 from penstock.runtime.loop_lag import LoopLag

@@ -6,7 +6,7 @@ from orchestrator.ledger.records import GroupRecord, RolloutRecord
 from orchestrator.reporting import step_metrics
 from penstock.batches import BatchPlan, BatchRollout, EncodedRank
 from penstock.batches.manifest import Manifest, Totals
-from penstock.batches.packing import PackingRules
+from penstock.batches.plan import PackingRules
 from penstock.ledger.states import JobKind, RolloutState
 from penstock.messages import RolloutResult
 from penstock.runtime.lag_summaries import LagSummary

@@ -13,8 +13,7 @@ from support.rollouts import MadeRollout, MadeTurn, RolloutMaker, encode_all, pl
 from support.stores import directory_store
 
 from penstock.batches import BatchReader, prime_rl
-from penstock.batches.packing import PackingRules
-from penstock.batches.plan import Format
+from penstock.batches.plan import Format, PackingRules
 from penstock.batches.prime_rl import array_header, binary_header
 from penstock.batches.prime_rl_directory import publish_prime_rl
 from penstock.batches.writer import encode_rank

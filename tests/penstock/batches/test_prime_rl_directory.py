@@ -10,8 +10,7 @@ import pytest
 from support.rollouts import MadeTurn, RolloutMaker, encode_all, plan_of, seal
 from support.stores import directory_store
 
-from penstock.batches.packing import PackingRules
-from penstock.batches.plan import Format
+from penstock.batches.plan import Format, PackingRules
 from penstock.batches.prime_rl_directory import (
     accept_broadcasts,
     publish_prime_rl,

@@ -18,8 +18,8 @@ from support.stores import blob_keys, directory_store
 
 from penstock.batches import Batch, BatchPlan, BatchReader, MicroBatch
 from penstock.batches.assembly import Assembly
-from penstock.batches.batch_columns import TOKEN_COLUMNS
-from penstock.batches.packing import PackingRules
+from penstock.batches.manifest import TOKEN_COLUMNS
+from penstock.batches.plan import PackingRules
 from penstock.errors import BatchError, StageError
 from penstock.fields import TrainerField
 from penstock.store import tensors

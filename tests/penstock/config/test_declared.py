@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 READERS = {
     Reader.ORCHESTRATOR: ["orchestrator"],
     Reader.ROLLOUTS: ["tasks/player.py", "workers/rollouts.py"],
-    Reader.COMPUTE: ["penstock/stages"],
+    Reader.COMPUTE: ["penstock/stages.py"],
     Reader.SESSIONS: ["services/sessions"],
 }
 """Where each kind of process reads its settings, as `config.section.key`."""

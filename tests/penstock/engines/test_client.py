@@ -18,8 +18,8 @@ from penstock.engines import transport
 from penstock.engines.client import ON_LOOP_BYTES, EngineClient, Request
 from penstock.engines.dialects import load_dialect
 from penstock.engines.replicas import Orders
-from penstock.engines.request_names import NAME_HEADER
 from penstock.engines.response import read_turn
+from penstock.engines.transport import NAME_HEADER
 from penstock.errors import EngineUnreachable, InfrastructureFailure, PolicyFailure, Upstream
 from penstock.runtime.offload import cores
 from penstock.turn import SaidVersion, Turn

@@ -19,7 +19,7 @@ from penstock.engines.control import UNREACHABLE, EngineControl
 from penstock.engines.dialects import dialect_of
 from penstock.engines.replicas import Orders
 from penstock.errors import InfrastructureFailure
-from penstock.playing.turns import named_adapter
+from penstock.playing.policy import named_adapter
 from penstock.turn import SaidVersion
 
 DIALECTS = ("vllm", "sglang")

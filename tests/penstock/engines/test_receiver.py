@@ -22,10 +22,9 @@ from support.engine_clients import run
 from support.redis_proxy import Authority, tls_port
 
 from penstock.config.engine import Engine
-from penstock.engines import receiver, request_names, transport
+from penstock.engines import receiver, transport
 from penstock.engines.receiver import Buffers
-from penstock.engines.request_names import head_of
-from penstock.engines.transport import ByteBudget, joined, open_http, receive
+from penstock.engines.transport import ByteBudget, head_of, joined, open_http, receive
 
 MEGABYTE = 1 << 20
 LIMIT = 64 * MEGABYTE
@@ -270,7 +269,7 @@ def test_a_buffer_is_used_again_unless_something_refers_to_it() -> None:
                 assert budget.buffers.kept_bytes <= 2 * MEGABYTE
             assert used[0] == used[1] != used[2] == used[3]
             assert bytes(kept[0]) == bodies[1]
-            assert heads == [body[: request_names.HEAD_BYTES] for body in bodies]
+            assert heads == [body[: transport.HEAD_BYTES] for body in bodies]
 
     run(main)
 

@@ -14,7 +14,7 @@ from penstock.environments.protocol import Policy
 from penstock.errors import InfrastructureFailure
 from penstock.messages import GroupInputs, GroupMember, RolloutResult
 from penstock.playing.rollout import play
-from penstock.stages.filtering import filter_group
+from penstock.stages import filter_group
 from penstock.store.columns import read_columns
 
 

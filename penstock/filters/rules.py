@@ -1,4 +1,5 @@
-"""The rules over a rollout's tokens, each with its settings and the token where a rollout matches.
+"""The built-in rules, each with its settings: over a rollout's tokens (the token where it matches), and over a group's
+rewards (whether it matches).
 
 Thresholds are float64 and hold exactly, although the tokens' logprobs are compared as float32.
 """
@@ -6,17 +7,35 @@ Thresholds are float64 and hold exactly, although the tokens' logprobs are compa
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from penstock.errors import StageError
-from penstock.filters.verdicts import Mode
 from penstock.sections import Reader, Section, read_by
 from penstock.turn import HIT_MAX_TOKENS
+
+REPETITION = "repetition"
+"""Finish reason of vLLM's repetition detection."""
+EQUAL_REWARDS = 1e-9
+"""Spread up to which rewards are equal, relative to the largest (at least 1): the mean of three 0.1 is not 0.1."""
+
+
+class Mode(StrEnum):
+    """What happens to a rollout that matches a filter."""
+
+    OFF = "off"
+    """The filter does not run."""
+    MONITOR = "monitor"
+    """Only counted."""
+    MASK = "mask"
+    """Delivered with loss mask 0, so that the group and the loss's denominator stay the same."""
+    DROP = "drop"
+    """Not delivered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +69,6 @@ class RolloutTokens:
                 f"sample_offsets {self.sample_offsets}"
             )
 
-
-REPETITION = "repetition"
-"""Finish reason of vLLM's repetition detection."""
 
 FindToken = Callable[[RolloutTokens], int | None]
 """A token rule: the index of the token where the rollout matches, or None."""
@@ -168,3 +184,52 @@ def float32_at_most(limit: float) -> np.float32:
     """The largest float32 <= limit: a float32 is above it exactly when it is above the float64 limit."""
     rounded = np.float32(limit)
     return rounded if float(rounded) <= limit else np.nextafter(rounded, np.float32(-np.inf))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRewards:
+    """The input of a group rule: the reward of every scored rollout, before and after length shaping."""
+
+    rewards: NDArray[np.float64]
+    shaped: NDArray[np.float64]
+    judged: NDArray[np.float64] | None = None
+    """what `zero_variance` compares, where it is not `shaped`: the estimator's own values"""
+
+
+MatchGroup = Callable[[GroupRewards], bool]
+"""A group rule: whether the group matches."""
+
+
+class ZeroVariance(Section):
+    """Groups whose shaped rewards are all equal (of `gdpo`, `grpo_process` and `grpo_agents`: whose values are all 0).
+    Applies to estimators that learn from differences within a group."""
+
+    mode: Mode = Mode.DROP
+    """What happens to the rollouts of a matching group: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
+
+    def matches(self, group: GroupRewards) -> bool:
+        return rewards_are_equal(group.shaped if group.judged is None else group.judged)
+
+
+class Difficulty(Section):
+    """Groups that are too hard or too easy, by the mean of their rewards before shaping."""
+
+    mode: Mode = Mode.OFF
+    """What happens to the rollouts of a matching group: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
+    low: float = 0.0
+    """Groups with a lower mean reward match."""
+    high: float = 1.0
+    """Groups with a higher mean reward match."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> "Difficulty":
+        if not self.low <= self.high:
+            raise ValueError(f"low ({self.low}) is above high ({self.high}): all groups would match")
+        return self
+
+    def matches(self, group: GroupRewards) -> bool:
+        return not self.low <= math.fsum(group.rewards) / len(group.rewards) <= self.high
+
+
+def rewards_are_equal(rewards: NDArray[np.float64]) -> bool:
+    return bool(np.ptp(rewards) <= EQUAL_REWARDS * max(1.0, np.abs(rewards).max()))

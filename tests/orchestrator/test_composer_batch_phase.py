@@ -8,8 +8,7 @@ import pytest
 from support.attendance import unattended
 from support.ledgers import admitted, configured
 
-from orchestrator.batch_phase import BatchPhase
-from orchestrator.composer import Composer
+from orchestrator.composer import BatchPhase, Composer
 from orchestrator.gates import Gates
 from orchestrator.groups import Groups
 from orchestrator.inputs import JobInputs
@@ -22,7 +21,7 @@ from penstock.errors import RunError
 from penstock.ledger.states import JobState
 from penstock.messages import BatchPhaseJob, BatchPhaseResult, Outcome, Reply, RolloutResult, StepAdvantages
 from penstock.store import open_store
-from tasks.advantages import batch_body
+from tasks.jobs import batch_body
 
 KEY = "plans/run.step_000000.1.advantages.e1.json"
 

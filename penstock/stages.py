@@ -1,5 +1,11 @@
-"""The estimator's two phases, and the group filters, which need the shaped rewards of the first."""
+"""The compute stages: from a job's input and the store to the job's result. `tasks/jobs.py` binds them to queues.
 
+In the order of a group: token filters and the fsync of its blobs; the estimator's group phase and the group filters,
+which need its shaped rewards; of a step, the estimator's batch phase and the encoding of one rank. Last, draws of
+samplers.
+"""
+
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -7,16 +13,95 @@ from typing import TypeVar
 import numpy as np
 
 from penstock.advantages import BatchValues, Floats, GroupValues, TurnValues, batch_phase, group_phase, resolve
+from penstock.batches import BatchPlan, BatchRollout
 from penstock.batches.credit import Credit, StepCredit, credit_key, read_credit, write_credit
+from penstock.batches.writer import encode_rank
 from penstock.config import RunConfig
-from penstock.filters import GroupRewards, group_filters, judge_group
-from penstock.messages import AdvantageResult, GroupInputs, RolloutResult, StepAdvantages, StepValues
+from penstock.config.engine import AbsentRoutes
+from penstock.errors import BlobCorrupt, BlobMissing, StageError
+from penstock.filters import (
+    GroupRewards,
+    RolloutTokens,
+    Verdict,
+    count_matches,
+    group_filters,
+    judge,
+    judge_group,
+    rollout_filters,
+)
+from penstock.messages import (
+    UNREADABLE_LIMIT,
+    AdvantageResult,
+    DrawInputs,
+    DrawResult,
+    EncodeResult,
+    FilterResult,
+    GroupInputs,
+    RolloutResult,
+    StepAdvantages,
+    StepValues,
+)
+from penstock.sampling import draw
 from penstock.store import Store
 from penstock.store.columns import read_columns
+
+logger = logging.getLogger("penstock.stages")
 
 Number = TypeVar("Number", int, float)
 NO_CREDIT = Credit(values=(), rewards=(), agents=(), tokens=())
 NO_TURNS = TurnValues(rewards=np.empty(0), agents=(), tokens=np.empty(0, np.int64))
+
+
+def filter_group(store: Store, group: GroupInputs, config: RunConfig, *, retried: bool = False) -> FilterResult:
+    filters = rollout_filters(config.filters, vocab_size=config.vocab_size)
+    drops_absent = config.engine.absent_routes is AbsentRoutes.DROP
+    verdicts, dropped = dict[str, Verdict](), dict[str, str]()
+    for member in group.members:
+        if member.result.columns is None:
+            # It failed before the engine's first response: its reward counts in the baseline, and there are no tokens.
+            dropped[member.rollout] = "nothing_to_train"
+            continue
+        try:
+            _make_durable(store, member.result, verify=retried)
+            verdicts[member.rollout] = judge(read_tokens(store, member.result, group.policy_version), filters)
+            if drops_absent and member.result.metrics.get("absent_routes"):
+                dropped[member.rollout] = "absent_routes"
+        except (BlobMissing, BlobCorrupt) as error:
+            logger.error("action=blob_corrupt rollout=%s %s", member.rollout, error)
+            dropped[member.rollout] = "blob_corrupt"
+    by_filter = {rollout: reason for rollout, verdict in verdicts.items() if (reason := verdict.drop_reason)}
+    return FilterResult(
+        dropped=by_filter | dropped,
+        masked=tuple(rollout for rollout, verdict in verdicts.items() if verdict.masked),
+        matched=dict(count_matches(verdicts.values())),
+    )
+
+
+def _make_durable(store: Store, result: RolloutResult, *, verify: bool) -> None:
+    """fsync, off the step boundary, before the columns are verified. The reader verifies the experts; they are read
+    here only with `verify`: after an fsync that failed, bytes may be lost although the next one succeeds."""
+    store.sync(result.keys)
+    if result.experts and verify:
+        store.open(result.experts)
+    elif result.experts:
+        store.require(result.experts)
+
+
+def read_tokens(store: Store, result: RolloutResult, policy_version: int) -> RolloutTokens:
+    """What token filters judge, of a rollout that has columns."""
+    assert result.columns is not None
+    columns = read_columns(store, result.columns)
+    return RolloutTokens(
+        input_ids=columns.input_ids,
+        loss_mask=columns.loss_mask,
+        logprobs=columns.logprobs,
+        sample_offsets=columns.sample_offsets,
+        truncated=columns.truncated,
+        overlong_prompt=columns.overlong_prompt,
+        version_first=result.version_first,
+        version_now=policy_version,
+        finish_reason=columns.turns.last_finish_reason,
+    )
 
 
 def estimate_group(store: Store, group: GroupInputs, config: RunConfig, *, execution: str) -> AdvantageResult:
@@ -127,3 +212,46 @@ def _turns_of(credit: Credit) -> TurnValues:
     return TurnValues(
         rewards=np.array(rewards, np.float64), agents=credit.agents, tokens=np.array(credit.tokens, np.int64)
     )
+
+
+def encode(
+    store: Store, plan: BatchPlan, *, data_rank: int, execution: str, rollouts_jsonl: bool = False
+) -> EncodeResult:
+    """One data rank of a step. If rollouts' columns cannot be read, the result names the rollouts, so that the step can
+    be formed without them."""
+    try:
+        rank = encode_rank(store, plan, data_rank=data_rank, execution=execution, rollouts_jsonl=rollouts_jsonl)
+        return EncodeResult(rank=rank)
+    except (BlobMissing, BlobCorrupt):
+        unreadable = [rollout.rollout for rollout in plan.rollouts if not _readable(store, rollout)]
+        if not unreadable:
+            raise
+        return EncodeResult(unreadable=tuple(unreadable[:UNREADABLE_LIMIT]))
+
+
+def _readable(store: Store, rollout: BatchRollout) -> bool:
+    try:
+        read_columns(store, rollout.columns)
+        if rollout.credit:
+            read_credit(store, rollout.credit)
+    except (BlobMissing, BlobCorrupt):
+        return False
+    return True
+
+
+def draw_examples(inputs: DrawInputs, config: RunConfig) -> DrawResult:
+    """A sampler draws the next examples of an environment."""
+    settings = config.environments.get(inputs.environment)
+    if settings is None:
+        raise StageError(f"this worker has no environment {inputs.environment!r}: add it to its configuration")
+    drawn = draw(
+        settings.sampler,
+        settings.sampler_options,
+        environment=inputs.environment,
+        size=inputs.size,
+        seed=inputs.seed,
+        count=inputs.count,
+        played=inputs.played,
+        state=inputs.state,
+    )
+    return DrawResult(examples=tuple(drawn.examples), state=drawn.state)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.batches.packing import Normalise, Oversize, Packing, PackingRules, pack, positions, segments
+from penstock.batches.plan import Normalise, Oversize, Packing, PackingRules, pack, positions, segments
 from penstock.errors import ConfigError, StageError
 
 SEQ_LEN = 32

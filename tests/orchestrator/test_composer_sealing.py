@@ -7,10 +7,9 @@ import pytest
 from support.ledgers import admitted, configured, encoded
 from support.stores import manifest_path, run_store
 
-from orchestrator.composer import Composer
+from orchestrator.composer import Composer, Sealer
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import ADVANTAGES
-from orchestrator.sealing import Sealer
 from orchestrator.trainer import Trainer
 from penstock.batches import EncodedRank, read_manifest, read_manifests
 from penstock.config import RunConfig

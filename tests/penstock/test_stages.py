@@ -7,7 +7,7 @@ import pytest
 
 from penstock.config import RunConfig
 from penstock.messages import GroupInputs, GroupMember, RolloutResult, StepValues
-from penstock.stages.advantages import estimate_group, estimate_step
+from penstock.stages import estimate_group, estimate_step
 from penstock.store import open_store
 
 STORE = open_store("memory://advantages")

@@ -12,7 +12,7 @@ from penstock import job_inputs
 from penstock.config import RunConfig
 from penstock.errors import BlobUnwritten
 from penstock.messages import FilterJob, GroupInputs, GroupMember, RolloutResult
-from tasks import filtering
+from tasks.jobs import filter_body
 
 JOB = FilterJob(run="r", job="g0000000-filter", attempt=1, sequence=1, timeout_s=60.0, plan="plans/r.g0000000.json")
 
@@ -37,11 +37,11 @@ def test_a_full_quota_at_fsync_is_not_a_failure_and_costs_only_what_it_damaged(
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         with pytest.raises(BlobUnwritten, match="Disk quota exceeded"):
-            filtering.body(JOB, config)
+            filter_body(JOB, config)
     assert made[1].experts
     path = store.path(made[1].experts.key)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1  # a page that the server has not stored
     path.write_bytes(content)
     retried = JOB.model_copy(update={"attempt": 2})
-    assert filtering.body(retried, config).dropped == {"g0000000-1": "blob_corrupt"}
+    assert filter_body(retried, config).dropped == {"g0000000-1": "blob_corrupt"}

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.filtering import rollout
+from support.filtering import group, rollout
 
 from penstock.errors import StageError
 from penstock.filters import (
+    Difficulty,
     FilterSettings,
     Gibberish,
     Mode,
@@ -22,8 +23,10 @@ from penstock.filters import (
     Stale,
     Verdict,
     count_matches,
+    group_filters,
     is_stale,
     judge,
+    judge_group,
     rollout_filters,
 )
 
@@ -191,3 +194,34 @@ def test_a_rollout_without_sampled_tokens_matches_no_token_filter(tokens: Rollou
 def test_columns_of_different_lengths_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(StageError, match="a rollout's columns have different lengths"):
         rollout([-1.0, -1.0], **wrong)
+
+
+@pytest.mark.parametrize(
+    ("shaped", "equal"),
+    [
+        ([0.1, 0.1, 0.1], True),
+        ([1.0, 1.0 + 1e-10], True),
+        ([1.0, 1.0 + 1e-8], False),
+        ([1e6, 1e6 + 1e-4], True),
+        ([-1e6, -1e6 + 1e-4], True),
+        ([0.0, 1e-10], True),
+        ([0.0, 1e-8], False),
+        ([5.0], True),
+    ],
+)
+def test_zero_variance_is_judged_on_shaped_rewards(shaped: list[float], equal: bool) -> None:
+    filters = group_filters(FilterSettings(), needs_variance=True)
+    verdict = judge_group(group([0.0] * len(shaped), shaped), filters)
+    assert verdict.drop_reason == ("zero_variance" if equal else None)
+
+
+def test_zero_variance_applies_only_to_estimators_that_need_variance() -> None:
+    assert judge_group(group([1.0, 1.0]), group_filters(FilterSettings(), needs_variance=False)) == Verdict()
+
+
+def test_difficulty_is_judged_on_mean_rewards_before_shaping() -> None:
+    chosen = FilterSettings(difficulty=Difficulty(mode=Mode.MASK, low=0.25, high=0.75))
+    filters = group_filters(chosen, needs_variance=True)
+    assert judge_group(group([0.0, 1.0], shaped=[0.0, 9.0]), filters) == Verdict()
+    assert judge_group(group([0.0, 0.1]), filters).masked
+    assert judge_group(group([0.9, 1.0]), filters).masked
