@@ -201,6 +201,13 @@ class Samples:
             turn = delta.base
         return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
 
+    def history(self, turn: int) -> tuple[Ids, int, int]:
+        """Prompt and completion of a turn, where its completion begins, and the first routed row that a request behind
+        it asks for."""
+        ids = self.ids(turn)
+        completion = len(self.turns[turn].completion_ids) if turn != NO_TURN else 0
+        return ids, len(ids) - completion, max(0, len(ids) - 1)
+
     def by_arrival(self) -> list[int]:
         return sorted(range(len(self.turns)), key=lambda turn: self.turns[turn].arrival)
 

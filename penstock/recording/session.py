@@ -174,7 +174,7 @@ class Session:
         else:
             request = self._conversation.prepare(messages, agent=agent)
             self._require_room(request)
-        history_ids, answer_from, routes_from = self._history(request)
+        history_ids, answer_from, routes_from = self._samples.history(request.parent.turn)
         return Prepared(
             request=request,
             arrival=self._arrivals.arrive(claim, request_id),
@@ -323,13 +323,6 @@ class Session:
         if under_way := [*self._recordings, *([self._sealing] if self._sealing else [])]:
             await asyncio.wait(under_way)
         await in_file_thread(self._spool.discard)
-
-    def _history(self, request: ConversationRequest) -> tuple[Ids, int, int]:
-        if request.parent is START:
-            return np.empty(0, np.int32), 0, 0
-        ids = self._samples.ids(request.parent.turn)
-        completion = len(self._samples.turns[request.parent.turn].completion_ids)
-        return ids, len(ids) - completion, max(0, len(ids) - 1)
 
     async def _record(
         self,
