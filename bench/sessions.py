@@ -1,7 +1,8 @@
 """`penstock bench sessions`: chats per second through the session server, latency of /health, memory of a session.
 
 Engine, server, agents and poller are separate processes. Baselines in the same rounds: the same load on the engine
-itself, and polling a server that does nothing else (the canary).
+itself and on a forwarder that only cuts, writes and forwards (the floor of a recorder), and polling a server that does
+nothing else (the canary).
 """
 
 import contextlib
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.processes import listening_port
-from bench.harness.procfs import cpu_s, resident_bytes
+from bench.harness.procfs import cpu_s, read_bytes, resident_bytes
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
 from bench.harness.session_load import SessionLoad
 from penstock.runtime.child_process import ChildProcess
+from penstock.runtime.offload import cores
 
 FORMS = {"base64": "object", "npy": "npy", "lists": "lists"}
 SIZES = {"1.3 MB": (2_000, 64), "25 MB": (46_000, 8)}
@@ -35,10 +37,14 @@ API_SHARE = 0.8
 """of the chats per second that Chat Completions has"""
 ENOUGH_CHATS, HEALTH_MS, MEMORY_RATIO, GROWTH_MB = 250.0, 10.0, 1.2, 10.0
 SHARE, CPU_MS = 0.85, 2.0
-AGAINST_ENGINE = "base64, 1.3 MB: chats/s against the engine without a session"
 PARALLEL = 4
 """chats of one session at once, each on a branch"""
-PARALLEL_AGAINST_ENGINE = "base64, 1.3 MB, parallel: chats/s against the engine without a session"
+PACE = 507
+"""chats/s of the engine alone on the machine of which SHARE was set, as a limit: 64 agents, each of which waits"""
+BASE = "base64, 1.3 MB"
+DIRECT, BARE = f"{BASE}, without a session", f"{BASE}, a bare cut, write and forward"
+TWO, PACED = f"{BASE}, two servers", f"{BASE}, an engine of {PACE} chats/s"
+AGAINST_ENGINE, AGAINST_BARE = "chats/s against the engine without a session", "chats/s against the bare forwarder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,45 +64,94 @@ QUICK = Lengths(rounds=1, seconds=0.2, sessions=20, cycles=40, forms=("base64",)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Server:
+    process: ChildProcess
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pair:
     """An engine and the session server in front of it."""
 
-    server: ChildProcess
-    port: int
-    engine_port: int
+    server: Server
+    engine: Server
 
     def resident_bytes(self) -> int:
-        return resident_bytes(self.server.pid)
+        return resident_bytes(self.server.process.pid)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     pairs: dict[str, Pair]
     small: Pair
+    second: Server
+    """another session server in front of the engine of base64"""
+    forwarder: Server
+    """in front of the same engine"""
+    paced: Pair
     bare_port: int
     load: SessionLoad
     poller: SessionLoad
     lengths: Lengths
 
-    def flood(
-        self, form: str, size: str, *, direct: bool = False, api: str = "chat", parallel: int = 1
-    ) -> dict[str, float]:
-        pair, (characters, connections) = self.pairs[form], SIZES[size]
-        before = cpu_s(pair.server.pid)
-        port = pair.engine_port if direct else pair.port
-        agent: dict[str, Any] = {"characters": characters // self.lengths.shrink, "turns": TURNS}
-        agent |= {"direct": direct, "api": api, "parallel": parallel}
-        server: dict[str, Any] = {"host": "127.0.0.1", "port": port, "connections": connections}
-        result = self.load.do("closed_loop", **server, seconds=self.lengths.seconds, **agent)
-        cpu_ms = (cpu_s(pair.server.pid) - before) * 1000 / result["chats"]
-        return {"chats/s": result["chats"] / result["seconds"], "CPU ms": cpu_ms, "p95 ms": result["p95"] * 1000}
+    def flood(self, form: str, size: str, **agent: Any) -> dict[str, float]:
+        pair = self.pairs[form]
+        return self.measure(size, pair.engine, [pair.server], **agent)
+
+    def measure(self, size: str, engine: Server, servers: list[Server], **agent: Any) -> dict[str, float]:
+        """A closed loop. Without servers, or with the forwarder, requests are the engine's own (`direct`)."""
+        characters, connections = SIZES[size]
+        agent |= {"characters": characters // self.lengths.shrink, "turns": TURNS}
+        ports = [server.port for server in servers or [engine]]
+        pids = {
+            "CPU ms": [server.process.pid for server in servers],
+            "engine's CPU ms": [engine.process.pid],
+            "client's CPU ms": [self.load.pid],
+        }
+        receivers = pids["CPU ms"] or pids["client's CPU ms"]
+        before = {name: sum(map(cpu_s, of)) for name, of in pids.items()}
+        received = sum(map(read_bytes, receivers))
+        result = self.load.do(
+            "closed_loop",
+            host="127.0.0.1",
+            ports=ports,
+            connections=connections,
+            seconds=self.lengths.seconds,
+            **agent,
+        )
+        chats = result["chats"]
+        figures = {"chats/s": chats / result["seconds"], "p95 ms": result["p95"] * 1000}
+        figures["MB received"] = (sum(map(read_bytes, receivers)) - received) / chats / 1e6
+        return figures | {name: (sum(map(cpu_s, of)) - before[name]) * 1000 / chats for name, of in pids.items()}
+
+    def shares(self) -> dict[str, dict[str, float]]:
+        """The engine alone, the forwarder, the session server as one and as two processes, and one with parallel chats:
+        by name, what each reaches."""
+        pair = self.pairs["base64"]
+        engine, server = pair.engine, pair.server
+        measured = {
+            DIRECT: self.measure("1.3 MB", engine, [], direct=True),
+            BARE: self.measure("1.3 MB", engine, [self.forwarder], direct=True),
+            BASE: self.measure("1.3 MB", engine, [server]),
+            TWO: self.measure("1.3 MB", engine, [server, self.second]),
+            f"{BASE}, parallel": self.measure("1.3 MB", engine, [server], parallel=PARALLEL),
+        }
+        for name, figures in measured.items():
+            if name != DIRECT:
+                figures[AGAINST_ENGINE] = figures["chats/s"] / measured[DIRECT]["chats/s"]
+                figures[AGAINST_BARE] = figures["chats/s"] / measured[BARE]["chats/s"]
+        direct = self.measure("1.3 MB", self.paced.engine, [], direct=True)["chats/s"]
+        measured[f"{PACED}, without a session"] = {"chats/s": direct}
+        measured[PACED] = self.measure("1.3 MB", self.paced.engine, [self.paced.server])
+        measured[PACED][AGAINST_ENGINE] = measured[PACED]["chats/s"] / direct
+        return measured
 
     def health(self) -> list[dict[str, float]]:
         """Seconds of /health under a steady load, and of the canary."""
         pair, seconds = self.pairs["base64"], self.lengths.seconds
         characters, connections = SIZES["1.3 MB"]
-        server: dict[str, Any] = {"host": "127.0.0.1", "port": pair.port, "connections": connections}
-        targets = [("127.0.0.1", pair.port, "/health"), ("127.0.0.1", self.bare_port, "/health")]
+        server: dict[str, Any] = {"host": "127.0.0.1", "port": pair.server.port, "connections": connections}
+        targets = [("127.0.0.1", pair.server.port, "/health"), ("127.0.0.1", self.bare_port, "/health")]
         self.load.send("steady", **server, rate=RATE, seconds=seconds, characters=characters, turns=TURNS)
         self.poller.send("poll", targets=targets, seconds=seconds, interval_s=POLL_S)
         polled = self.poller.receive()["polled"]
@@ -105,7 +160,7 @@ class Bench:
 
     def idle_bytes(self) -> float:
         """Memory per idle session. Sessions created before allocate what all of them share."""
-        server: dict[str, Any] = {"host": "127.0.0.1", "port": self.small.port, "connections": 16}
+        server: dict[str, Any] = {"host": "127.0.0.1", "port": self.small.server.port, "connections": 16}
         agent: dict[str, Any] = {"characters": 2_400, "turns": 2}
         self.load.do("fill", **server, sessions=self.lengths.sessions // 4, **agent)
         before = self.small.resident_bytes()
@@ -114,7 +169,7 @@ class Bench:
 
     def growth_bytes(self) -> int:
         """Growth of memory over all cycles but the first fifth."""
-        server: dict[str, Any] = {"host": "127.0.0.1", "port": self.small.port, "connections": 16}
+        server: dict[str, Any] = {"host": "127.0.0.1", "port": self.small.server.port, "connections": 16}
         agent: dict[str, Any] = {"characters": 100, "turns": 1, "seals": True}
         self.load.do("cycle", **server, cycles=self.lengths.cycles // 5, **agent)
         before = self.small.resident_bytes()
@@ -135,25 +190,30 @@ def run(*, quick: bool) -> Report:
     figures |= {"idle session (bytes)": idle, "its columns (bytes)": IDLE_TOKENS * BYTES_A_TOKEN}
     late_ms = figures["/health p95 (ms)"] - figures["canary p95 (ms)"]
     targets = [
-        Target(name="chats/s", value=figures["base64, 1.3 MB: chats/s"], limit=ENOUGH_CHATS, sense="at least"),
+        Target(name="chats/s", value=figures[f"{BASE}: chats/s"], limit=ENOUGH_CHATS, sense="at least"),
         *(
             Target(
                 name=f"chats/s through {api}, of chat's",
-                value=figures[f"base64, 1.3 MB, {api}: chats/s"] / figures["base64, 1.3 MB: chats/s"],
+                value=figures[f"{BASE}, {api}: chats/s"] / figures[f"{BASE}: chats/s"],
                 limit=API_SHARE,
                 sense="at least",
             )
             for api in APIS
         ),
-        Target(name="chats/s / without a session", value=figures[AGAINST_ENGINE], limit=SHARE, sense="at least"),
-        Target(name="CPU of a chat (ms)", value=figures["base64, 1.3 MB: CPU ms"], limit=CPU_MS),
         Target(
-            name="parallel chats/s / without a session",
-            value=figures[PARALLEL_AGAINST_ENGINE],
+            name="chats/s / without a session",
+            value=figures[f"{BASE}: {AGAINST_ENGINE}"],
             limit=SHARE,
             sense="at least",
         ),
-        Target(name="CPU of a parallel chat (ms)", value=figures["base64, 1.3 MB, parallel: CPU ms"], limit=CPU_MS),
+        Target(name="CPU of a chat (ms)", value=figures[f"{BASE}: CPU ms"], limit=CPU_MS),
+        Target(
+            name="parallel chats/s / without a session",
+            value=figures[f"{BASE}, parallel: {AGAINST_ENGINE}"],
+            limit=SHARE,
+            sense="at least",
+        ),
+        Target(name="CPU of a parallel chat (ms)", value=figures[f"{BASE}, parallel: CPU ms"], limit=CPU_MS),
         Target(name="/health p95 above the canary's (ms)", value=late_ms, limit=HEALTH_MS),
         Target(name="idle session / its columns", value=ratio, limit=MEMORY_RATIO),
         Target(name=f"growth over {lengths.cycles} sessions (MB)", value=growth / 1e6, limit=GROWTH_MB),
@@ -163,27 +223,34 @@ def run(*, quick: bool) -> Report:
 
 def measured(bench: Bench, show: Show) -> dict[str, float]:
     """Medians over alternating rounds."""
-    figures: dict[str, list[float]] = {}
+    rounds: dict[str, list[float]] = {}
     for number in range(bench.lengths.rounds):
         show(f"round {number + 1} of {bench.lengths.rounds}")
-        direct = bench.flood("base64", "1.3 MB", direct=True)
-        figures.setdefault("base64, 1.3 MB, without a session: chats/s", []).append(direct["chats/s"])
-        for api in APIS:
-            for name, value in bench.flood("base64", "1.3 MB", api=api).items():
-                figures.setdefault(f"base64, 1.3 MB, {api}: {name}", []).append(value)
-        for size in SIZES:
-            for form in bench.lengths.forms:
-                for name, value in bench.flood(form, size).items():
-                    figures.setdefault(f"{form}, {size}: {name}", []).append(value)
-        for name, value in bench.flood("base64", "1.3 MB", parallel=PARALLEL).items():
-            figures.setdefault(f"base64, 1.3 MB, parallel: {name}", []).append(value)
-        for name, of in ((AGAINST_ENGINE, ""), (PARALLEL_AGAINST_ENGINE, ", parallel")):
-            share = figures[f"base64, 1.3 MB{of}: chats/s"][-1] / direct["chats/s"]
-            figures.setdefault(name, []).append(share)
+        floods = bench.shares()
+        floods |= {f"{BASE}, {api}": bench.flood("base64", "1.3 MB", api=api) for api in APIS}
+        kinds = [(form, size) for size in SIZES for form in bench.lengths.forms if f"{form}, {size}" != BASE]
+        floods |= {f"{form}, {size}": bench.flood(form, size) for form, size in kinds}
+        for name, figures in floods.items():
+            for figure, value in figures.items():
+                rounds.setdefault(f"{name}: {figure}", []).append(value)
         for server, polled in zip(("/health", "canary"), bench.health(), strict=True):
             for share, value in polled.items():
-                figures.setdefault(f"{server} {share} (ms)", []).append(value * 1000)
-    return {name: median(values) for name, values in figures.items()}
+                rounds.setdefault(f"{server} {share} (ms)", []).append(value * 1000)
+    figures = {name: median(values) for name, values in rounds.items()}
+    return figures | bounds(figures)
+
+
+def bounds(figures: dict[str, float]) -> dict[str, float]:
+    """What SHARE allows, and what the CPU of a chat allows on these cores, all of them used to the full."""
+    wanted = SHARE * figures[f"{DIRECT}: chats/s"] / 1000
+    others = figures[f"{BASE}: engine's CPU ms"] + figures[f"{BASE}: client's CPU ms"]
+    most = 1000 * cores() / (figures[f"{BASE}: CPU ms"] + others)
+    return {
+        f"CPU ms of a chat for {SHARE}, if the server uses one core": 1 / wanted,
+        f"CPU ms of a chat for {SHARE}, on all {cores()} cores": cores() / wanted - others,
+        "most chats/s on all cores, at this CPU of a chat": most,
+        "the same against the engine without a session": most / figures[f"{DIRECT}: chats/s"],
+    }
 
 
 @contextlib.contextmanager
@@ -192,27 +259,46 @@ def ready(lengths: Lengths) -> Iterator[Bench]:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         layers = {name: ["--layers", "48", "--form", FORMS[name]] for name in lengths.forms}
         pairs = {name: stack.enter_context(_pair(directory, name, shape)) for name, shape in layers.items()}
-        small = stack.enter_context(_pair(directory, "small", ["--layers", "2", "--topk", "2"]))
-        bare = stack.enter_context(_running(directory, "bare", ["python", "-m", "bench.harness.bare_server", "79"]))
-        load, poller = stack.enter_context(SessionLoad()), stack.enter_context(SessionLoad())
-        yield Bench(pairs=pairs, small=small, bare_port=listening_port(bare), load=load, poller=poller, lengths=lengths)
+        engine, pace = pairs["base64"].engine, ["--latency", f"constant:{SIZES['1.3 MB'][1] / PACE:.4f}"]
+        forward = ["python", "-m", "bench.harness.bare_forwarder", str(engine.port), str(directory)]
+        yield Bench(
+            pairs=pairs,
+            small=stack.enter_context(_pair(directory, "small", ["--layers", "2", "--topk", "2"])),
+            second=stack.enter_context(_sessions(directory, "second", engine)),
+            forwarder=stack.enter_context(_running(directory, "forwarder", forward)),
+            paced=stack.enter_context(_pair(directory, "paced", [*layers["base64"], *pace])),
+            bare_port=stack.enter_context(
+                _running(directory, "bare", ["python", "-m", "bench.harness.bare_server", "79"])
+            ).port,
+            load=stack.enter_context(SessionLoad()),
+            poller=stack.enter_context(SessionLoad()),
+            lengths=lengths,
+        )
 
 
 @contextlib.contextmanager
 def _pair(directory: Path, name: str, shape: list[str]) -> Iterator[Pair]:
-    engine = ["penstock", "engine", "--port", "0", "--length", "constant:120", *shape]
-    with _running(directory, f"{name}-engine", engine) as upstream:
-        url, store = f"http://127.0.0.1:{listening_port(upstream)}", (directory / f"{name}-store").as_uri()
-        command = ["penstock", "sessions", "--port", "0", "--engine-urls", url, "--store", store]
-        with _running(directory, f"{name}-sessions", command) as server:
-            yield Pair(server=server, port=listening_port(server), engine_port=listening_port(upstream))
+    command = ["penstock", "engine", "--port", "0", "--length", "constant:120", *shape]
+    with (
+        _running(directory, f"{name}-engine", command) as engine,
+        _sessions(directory, name, engine) as server,
+    ):
+        yield Pair(server=server, engine=engine)
 
 
 @contextlib.contextmanager
-def _running(directory: Path, name: str, command: list[str]) -> Iterator[ChildProcess]:
+def _sessions(directory: Path, name: str, engine: Server) -> Iterator[Server]:
+    url, store = f"http://127.0.0.1:{engine.port}", (directory / f"{name}-store").as_uri()
+    command = ["penstock", "sessions", "--port", "0", "--engine-urls", url, "--store", store]
+    with _running(directory, f"{name}-sessions", command) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _running(directory: Path, name: str, command: list[str]) -> Iterator[Server]:
     variables = {"PENSTOCK_POLICY__MAX_SEQ_LEN": "131072", "PENSTOCK_SESSIONS__CONCURRENCY": str(PARALLEL)}
     process = ChildProcess(name, command, directory=directory, variables=variables)
     try:
-        yield process
+        yield Server(process=process, port=listening_port(process))
     finally:
         process.kill()

@@ -31,6 +31,10 @@ class SessionLoad:
     def __exit__(self, *_: object) -> None:
         self._process.close()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def send(self, task: str, **options: Any) -> None:
         self._process.send(json.dumps({"task": task, **options}))
 
@@ -170,12 +174,17 @@ class Agent:
 
 
 async def closed_loop(
-    host: str, port: int, *, connections: int, seconds: float, parallel: int = 1, **agent: Any
+    host: str, ports: list[int], *, connections: int, seconds: float, parallel: int = 1, **agent: Any
 ) -> dict[str, Any]:
-    """Every agent sends its next request as soon as it has a response; `parallel` agents share sessions."""
+    """Every agent sends its next request as soon as it has a response; `parallel` agents share sessions, which are
+    divided between the servers."""
     taken, shared = list[float](), [Sessions(parallel) for _ in range(-(-connections // parallel))]
     agents = [
-        Agent(connection=Connection(host, port), sessions=shared[number // parallel], **agent)
+        Agent(
+            connection=Connection(host, ports[number // parallel % len(ports)]),
+            sessions=shared[number // parallel],
+            **agent,
+        )
         for number in range(connections)
     ]
     started = time.monotonic()

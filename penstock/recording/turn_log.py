@@ -177,7 +177,8 @@ def _read_entry(body: tensors.Tensors, number: int, last_of: dict[int, int]) -> 
 
 def frame(metadata: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> list[Piece]:
     encoded = {name: orjson.dumps(value).decode() for name, value in metadata.items()}
-    body, checksum = [view_of(piece) for piece in tensors.pieces(arrays, encoded)], xxhash.xxh3_64()
+    pieces, checksum = tensors.pieces(arrays, encoded, encode=orjson.dumps), xxhash.xxh3_64()
+    body = [view_of(piece) for piece in pieces]
     for view in body:
         checksum.update(view)
     length = sum(view.nbytes for view in body)

@@ -8,7 +8,7 @@ environments may.
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 
 # Collecting what 1,000 rollouts allocate in this time takes 0.3 ms.
 YOUNG_INTERVAL_S = 0.02
@@ -21,6 +21,26 @@ YOUNGEST, MIDDLE, ALL_GENERATIONS = 0, 1, 2
 AGING_YOUNG_S, AGING_S = 0.1, 0.5
 # With 160,000 open rollouts a full collection takes 0.2 s: cycles that outlive AGING_S are rare and can wait.
 AGING_FULL_S = 3600.0
+
+
+# Of `seldom_collection`. A chat of the session server leaves 0.015 objects in cycles. With a collection every 700
+# objects, collecting took 0.07 ms of CPU a chat.
+SELDOM_OBJECTS = 10_000
+
+
+@contextlib.contextmanager
+def seldom_collection() -> Generator[None]:
+    """Collect when there are SELDOM_OBJECTS more than before: for a process that makes few cycles, and whose objects
+    may be many and idle, so that collections by the clock would examine them in vain. Objects that exist already are
+    frozen."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(SELDOM_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 @contextlib.asynccontextmanager

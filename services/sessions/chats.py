@@ -409,10 +409,12 @@ def is_quick(chunks: Sequence[Body], experts_key: bytes) -> bool:
     size = sum(map(len, chunks))
     if size <= ON_LOOP_BYTES:
         return True
-    head = chunks[:HEAD_CHUNKS] if size <= CUT_ON_LOOP_BYTES else []
-    before = b"".join(chunk[:ON_LOOP_BYTES] for chunk in head)[:ON_LOOP_BYTES]
-    key = before.find(experts_key) if experts_key else -1
-    quoted = key >= 0 and before[key + len(experts_key) :][:1] in (b'"', b"{")
+    if size > CUT_ON_LOOP_BYTES or not experts_key:
+        return False
+    before = chunks[0] if len(chunks) == 1 else b"".join(chunk[:ON_LOOP_BYTES] for chunk in chunks[:HEAD_CHUNKS])
+    key = before.find(experts_key, 0, ON_LOOP_BYTES)
+    value = key + len(experts_key)
+    quoted = key >= 0 and before[value : min(value + 1, ON_LOOP_BYTES)] in (b'"', b"{")
     return quoted and b'"' not in _excerpt(chunks, ON_LOOP_BYTES)
 
 

@@ -63,6 +63,6 @@ def to_client(headers: Mapping[str, str]) -> CIMultiDict[str]:
 
 def _without(headers: Mapping[str, str], dropped: frozenset[str]) -> CIMultiDict[str]:
     """Drops also the headers that `Connection` names."""
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    kept = ((name, value) for name, value in headers.items() if name.lower() not in dropped | named)
-    return CIMultiDict(kept)
+    if named := headers.get("Connection"):
+        dropped |= {name.strip().lower() for name in named.split(",")}
+    return CIMultiDict([(name, value) for name, value in headers.items() if name.lower() not in dropped])

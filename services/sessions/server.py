@@ -6,7 +6,6 @@ disk for the next process.
 
 import asyncio
 import contextlib
-import gc
 import logging
 import re
 import secrets
@@ -37,7 +36,7 @@ from penstock.errors import (
     Unauthorised,
     Upstream,
 )
-from penstock.runtime import descriptors
+from penstock.runtime import descriptors, garbage
 from penstock.runtime.event_loop import event_loop_factory
 from penstock.runtime.loop_lag import LoopLag
 from penstock.runtime.offload import in_io_thread
@@ -104,8 +103,8 @@ async def serving(config: RunConfig) -> AsyncIterator["tuple[SessionServer, str]
         async with asyncio.TaskGroup() as group:
             background = [group.create_task(lag.run()), group.create_task(table.watch())]
             try:
-                gc.freeze()  # objects of the start-up live as long as the process: collections skip them
-                yield server, await _listen(runner, listening, server, config)
+                with garbage.seldom_collection():
+                    yield server, await _listen(runner, listening, server, config)
             finally:
                 await runner.cleanup()
                 for task in background:

@@ -117,3 +117,15 @@ def test_frozen_cycles_are_collected_at_long_intervals(monkeypatch: pytest.Monke
 
     aging(body)
     gc.unfreeze()
+
+
+def test_cycles_are_collected_seldom_and_thresholds_are_restored() -> None:
+    before = gc.get_threshold()
+    with garbage.seldom_collection():
+        reference, kept = dropped_cycle(), [[] for _ in range(before[0] + 1)]
+        assert reference() is not None
+        kept += [[] for _ in range(garbage.SELDOM_OBJECTS)]
+        assert reference() is None
+    assert kept
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
