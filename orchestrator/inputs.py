@@ -33,6 +33,7 @@ BY_JOB = frozenset({JobKind.DRAW, JobKind.EVALUATION_SCORE})
 READING_KINDS = STEP_JOBS | BY_JOB | {JobKind.SCORE, JobKind.FILTER, JobKind.ADVANTAGE}
 LOOK_ABOVE = 64  # files that may be left although no job reads them: looking for them costs as much as is open
 LOOKED_AT_AT_ONCE = 1_000  # groups: about 1 ms
+FORGOTTEN_AT_ONCE = 100  # files: freeing the contents takes about 0.5 ms. 2,500 at once took 10 ms
 NO_BLOB = BlobRef(key="none", size=0, checksum="")  # of rollouts without files: those of the no-op environment
 
 
@@ -100,8 +101,9 @@ class JobInputs:
                 "free space or repair it; jobs wait and nothing is lost"
             )
             return False
-        for key in stale:
-            self._written.pop(key)
+        async for some in in_slices(list(stale), FORGOTTEN_AT_ONCE):
+            for key in some:
+                self._written.pop(key)
         self._written |= wanted
         self.trouble = None
         return True

@@ -1,12 +1,13 @@
 """Job inputs are in the store before their jobs are submitted, and are written only when needed."""
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 
 from support.ledgers import configured, generated
 from support.stores import directory_store
 
-from orchestrator.inputs import JobInputs
+from orchestrator.inputs import FORGOTTEN_AT_ONCE, JobInputs
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import JobRecord
 from penstock import job_inputs
@@ -59,3 +60,26 @@ def test_a_retried_job_gets_its_file_written_again(ledger: Ledger, tmp_path: Pat
         job_inputs.read_group(directory_store(tmp_path / "store"), job_inputs.group_key("run", scene.group.id)).group
         == scene.group.id
     )
+
+
+def test_unneeded_files_are_forgotten_in_slices(ledger: Ledger, tmp_path: Path) -> None:
+    """Thousands are left when many groups end at once; freeing their contents takes milliseconds."""
+    scene = Scene(ledger, tmp_path)
+    unneeded = [f"unneeded-{number}" for number in range(10 * FORGOTTEN_AT_ONCE)]
+    for key in unneeded:
+        scene.files.adopt(key)
+    left = [len(unneeded)]
+
+    async def count() -> None:
+        while left[-1]:
+            left.append(sum(key in scene.files._written for key in unneeded))
+            await asyncio.sleep(0)
+
+    async def ensure() -> None:
+        counting = asyncio.create_task(count())
+        assert await scene.files.ensure([scene.job(JobKind.FILTER)])
+        await counting
+
+    asyncio.run(ensure())
+    assert max(before - after for before, after in pairwise(left)) == FORGOTTEN_AT_ONCE
+    assert scene.file.exists()

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 from simulation.loop import PROCESS, Killed
+from simulation.threads import pause_thread
 
 WRITING = ("fsync", "link", "replace", "rename", "mkdir", "pwritev", "open_for_writing")
 READING = ("listdir", "scandir", "open_for_reading", "stat")
@@ -29,6 +30,8 @@ ERRORS = {
     errno.EBUSY: DELETING,
 }
 """error -> the calls that may raise it"""
+LAST_COMMIT_MOST_S = 3.0
+"""how long a commit takes that a kill ends, at most"""
 PATCHED = ("fsync", "link", "replace", "rename", "mkdir", "pwritev", "listdir", "scandir", "unlink", "rmdir", "stat")
 
 
@@ -69,6 +72,8 @@ class Disk:
 
     def commits(self) -> None:
         if self.kill_at_commit == "before":
+            # Meanwhile the rest of the process goes on: what does not wait for its commit leaves traces of it.
+            pause_thread(self._random.uniform(0, LAST_COMMIT_MOST_S))
             kill_this_process()
         if self._clock() < self.ledger_until and self._random.random() < 0.5:
             raise sqlite3.OperationalError("disk I/O error (simulated)")

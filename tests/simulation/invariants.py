@@ -2,8 +2,10 @@
 
 import sqlite3
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from orchestrator import envelope
 from orchestrator.ledger.audit import audit
 from orchestrator.leftovers import OTHER_RUNS, collect
 from orchestrator.release import named_files
@@ -32,14 +34,26 @@ class Commits:
         self._open = set[str]()
         self._closed = set[str]()
         self._manifests: dict[int, bytes] = {}
+        self._sequence = 0
+        """of the last submission that a kill could not undo"""
 
     def forget(self) -> None:
         """The ledger is lost; the manifests are not."""
         self._attempts, self._open, self._closed = {}, set(), set()
+        self._sequence = 0
+
+    def check_published(self, messages: Iterable[bytes]) -> None:
+        """A message is published when its submission is in the ledger, not before."""
+        for message in messages:
+            sequence = envelope.sequence_of(message, self._world.run)
+            if sequence is None or sequence > self._sequence:
+                task = envelope.task_of(message)
+                self._world.violated(f"{task} is published and not in the ledger: {sequence} after {self._sequence}")
 
     def check(self, connection: sqlite3.Connection) -> None:
         world = self._world
         progress = queries.progress(connection)
+        self._sequence = int(queries.meta(connection).get("sequence", 0))
         if not progress["rollouts"]["balanced"]:
             world.violated(f"a commit is not balanced: {progress}")
         # A batch phase whose result the orchestrator cannot read is done again.

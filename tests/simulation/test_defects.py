@@ -1,12 +1,13 @@
 """The simulation sees broken code: each test puts one defect into the product, and a schedule must fail."""
 
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from orchestrator import release
+from orchestrator import release, submission
 from orchestrator.composer import Composer
 from orchestrator.housekeeping import Reported
 from orchestrator.ledger.ledger import Ledger
@@ -20,11 +21,18 @@ from simulation.playing import play
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SEEDS = range(100_000, 101_000)
 SCHEDULES_MOST = 60
-encoded = Composer.encoded
+encoded, committed = Composer.encoded, Ledger.committed
 
 
 async def not_waited_for(ledger: Ledger) -> None:
     ledger.commit_soon()
+
+
+async def waited_for_by_the_submitter_alone(ledger: Ledger) -> None:
+    """So that a kill has to show the rest: what is published too early is seen without one."""
+    ledger.commit_soon()
+    if sys._getframe(1).f_globals["__name__"] == submission.__name__:
+        await committed(ledger)
 
 
 async def finds_nothing(reconciler: Reconciler, snapshot: Snapshot) -> Findings:
@@ -41,7 +49,10 @@ DEFECTS: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
         Composer, "encoded", lambda self, visible=None: encoded(self), ("orchestrator_disk_does_not_sync",),
     ),
     "dropped groups are counted across starts": (Planner, "resume", lambda self: None, ("everything_is_dropped",)),
-    "a commit is not waited for": (Ledger, "committed", not_waited_for, ("orchestrator_killed_at_commit",)),
+    "a message is published before its commit": (Ledger, "committed", not_waited_for, ()),
+    "other commits are not waited for": (
+        Ledger, "committed", waited_for_by_the_submitter_alone, ("orchestrator_killed_at_commit",),
+    ),
     "a reply may name the files of another job": (
         Reply, "names_own_files", property(lambda self: True), ("replies_forged",),
     ),

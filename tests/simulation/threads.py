@@ -148,6 +148,12 @@ class SimulatedEvent:
         return self._set
 
 
+def pause_thread(seconds: float) -> None:
+    """Let the simulated thread that calls this go on after `seconds`; nothing if it is the loop's own thread."""
+    if _running is not None:
+        SimulatedEvent().wait(seconds)
+
+
 class SimulatedPool:
     """`offload.IoPool`: a call runs at one moment between its begin and its end, which the delays decide. The caller
     may be cancelled meanwhile; the call then still runs, unless its process is killed."""

@@ -38,7 +38,7 @@ from simulation import disk, invariants
 from simulation.disk import Disk, LedgerConnection
 from simulation.faults import Fault, drawn
 from simulation.loop import PROCESS, START_S, OutOfTime, Process, SimulatedLoop
-from simulation.redis_stand_in import Client, Server
+from simulation.redis_stand_in import Client, Command, Server
 from simulation.settings import changed_settings, drawn_settings, merged
 from simulation.threads import SimulatedEvent, SimulatedPool, SimulatedQueue, SimulatedThread
 from simulation.trainer import SimulatedTrainer
@@ -372,10 +372,17 @@ class World:
     def _patched(self) -> Iterator[None]:
         world, names = self, self.random("names")
 
+        class OrchestratorClient(Client):
+            def _execute(self, commands: list[Command]) -> list[Any]:
+                for name, arguments, _ in commands:
+                    if name == "lpush":
+                        world._commits.check_published(arguments[1:])
+                return super()._execute(commands)
+
         class SimulatedBroker(Broker):
             def __init__(self, url: str) -> None:
                 super().__init__(url)
-                self.client = Client(world.redis)  # pyright: ignore[reportAttributeAccessIssue]
+                self.client = OrchestratorClient(world.redis)  # pyright: ignore[reportAttributeAccessIssue]
 
         def disk_of() -> Disk | None:
             process = PROCESS.get()
