@@ -69,6 +69,8 @@ def losses(result: Mapping[str, Any]) -> Iterator[Fact]:
         yield Fact("died", f"{death['rollouts']:,} of the last {late['rollouts']:,}: {death['error']}", alarm=True)
     if late.get("dropped"):
         yield Fact("dropped", f"of the last {late['rollouts']:,}: {facts.listed(late['dropped'])}")
+    if late.get("masked"):
+        yield Fact("masked", f"of the last {late['rollouts']:,}, no loss because of {facts.listed(late['masked'])}")
     if not late.get("died"):
         for death in result.get("deaths", []):
             yield Fact("dead", f"{facts.counted(death['jobs'], death['kind'] + ' job')}: {death['error']}", alarm=True)

@@ -3,9 +3,11 @@ admitted, to stop a run that gets nothing, and over the last endings, to show wh
 
 import re
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any, Literal
 
 from penstock.errors import RunError
+from penstock.filters import FilterSettings, Mode
 
 SAME_ERROR_MOST = 32
 """Rollouts that may die of one error before the first success: more of them would die of it too."""
@@ -21,10 +23,24 @@ CANCELLED, TOO_SMALL = "cancelled", "group_too_small"
 """Reasons of rollouts whose group can no longer be trained on: consequences of other losses, never a cause."""
 LEAST = 8
 """Rollouts that must have ended before their share says anything."""
-Ending = Literal["admitted", "died", "dropped"]
+OVERLONG = "filters.overlong"
+Ending = Literal["admitted", "masked", "died", "dropped"]
 ADVICE = "Fix its cause, restart the workers if their code or settings changed, and run the same command again"
 # What differs between two texts of one error: counts, addresses, ids, the attempt's number.
 VARYING = re.compile(r"0x[0-9a-f]+|\b[0-9a-f]{8,}\b|\d+")
+
+
+def masking(settings: FilterSettings, matched: Callable[[str], int], *, group: bool) -> str:
+    """The filters that have masked rollouts, as the configuration names them: those of the group, or those of single
+    rollouts that have matched some."""
+    if group:
+        modes = {"zero_variance": settings.zero_variance.mode, "difficulty": settings.difficulty.mode}
+        own = {f"custom_groups.{name}": each.mode for name, each in settings.custom_groups.items()}
+    else:
+        names = ("gibberish", "repetition", "overlong", "stale")
+        modes = {name: getattr(settings, name).mode for name in names if matched(name)}
+        own = {f"custom.{name}": each.mode for name, each in settings.custom.items() if matched(name)}
+    return ", ".join(f"filters.{name}" for name, mode in (modes | own).items() if mode is Mode.MASK)
 
 
 class Causes:
@@ -42,8 +58,10 @@ class Causes:
     def generated(self) -> None:
         self._succeeded = True
 
-    def admitted(self, rollouts: int = 0) -> None:
-        self._end("admitted", "", rollouts)
+    def admitted(self, rollouts: int = 0, *, masked: int = 0, masked_by: str = "") -> None:
+        """`masked` of the rollouts are delivered without loss, because of the filters `masked_by`."""
+        self._end("admitted", "", rollouts - masked)
+        self._end("masked", masked_by, masked)
         self._deaths.clear()
         self._drops.clear()
         self._texts = {kind: text for kind, text in self._texts.items() if self._recent["died", kind]}
@@ -88,7 +106,8 @@ class Causes:
             by_kind[ending] += number
         return {
             "rollouts": by_kind.total(),
-            "admitted": by_kind["admitted"],
+            "admitted": by_kind["admitted"] + by_kind["masked"],
+            "masked": dict(self._most("masked")),
             "died": [{"error": self._texts.get(kind, kind), "rollouts": number} for kind, number in self._most("died")],
             "dropped": dict(self._most("dropped")),
         }
@@ -103,10 +122,26 @@ class Causes:
         if died > LOST_MOST * ended:
             (kind, number), *_ = self._most("died")
             return f"{died} of the last {ended} rollouts died, {number} of them of: {self._texts.get(kind, kind)}"
+        if self.untrained:
+            return self.untrained
         if not self._recent["admitted", ""]:
             reasons = ", ".join(f"{reason} {number}" for reason, number in self._most("dropped"))
             return f"none of the last {ended} rollouts was kept ({reasons}): relax that filter, or check the rewards"
         return None
+
+    @property
+    def untrained(self) -> str | None:
+        """That every rollout that is delivered is masked: the run proceeds, and the policy learns nothing."""
+        masked = sum(number for (ending, _), number in self._recent.items() if ending == "masked")
+        if masked < LEAST or self._recent["admitted", ""]:
+            return None
+        (filters, _), *_ = self._most("masked")
+        settings = " and ".join(f'{name}.mode = "monitor"' for name in filters.split(", "))
+        overlong = ", or raise policy.sampling.max_tokens: every completion ended at a limit of tokens"
+        return (
+            f"nothing is trained: the last {masked} rollouts that were kept are all masked by {filters}. "
+            f"Set {settings}{overlong if OVERLONG in filters else ''}"
+        )
 
     def _most(self, ending: Ending) -> list[tuple[str, int]]:
         of_kind = Counter({text: number for (kind, text), number in self._recent.items() if kind == ending and number})

@@ -6,7 +6,7 @@ Every method is one ledger transaction: the effects of a reply and the jobs that
 import logging
 from collections import Counter
 
-from orchestrator.causes import CANCELLED, TOO_SMALL, Causes
+from orchestrator.causes import CANCELLED, TOO_SMALL, Causes, masking
 from orchestrator.examples.choice import Examples
 from orchestrator.examples.evaluation import Evaluations
 from orchestrator.gates import Gates
@@ -302,9 +302,15 @@ class Groups:
         self._ledger.enter(group, GroupState.ADMITTED)
         self._examples.played(group)
         self._ledger.set("dropped_in_a_row", 0)
-        self.causes.admitted(len(group.of(RolloutState.ADMITTED)))
+        self._count_admitted(group.of(RolloutState.ADMITTED), group_masked=result.masked)
         for counter in ("groups_admitted", f"groups_admitted:{group.environment}"):
             self._ledger.increment(counter)
+
+    def _count_admitted(self, rollouts: list[RolloutRecord], *, group_masked: bool) -> None:
+        masked = sum(rollout.masked for rollout in rollouts)
+        matched = lambda name: self._ledger.number(f"matched:{name}")  # noqa: E731
+        masked_by = masking(self._config.filters, matched, group=group_masked) if masked else ""
+        self.causes.admitted(len(rollouts), masked=masked, masked_by=masked_by)
 
     def _admit(self, group: GroupRecord, rollout: RolloutRecord, result: AdvantageResult) -> None:
         assert rollout.result is not None

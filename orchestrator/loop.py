@@ -143,7 +143,7 @@ class Orchestrator:
             phase=lambda: "done" if self.done else self.stop.phase,
             snapshot=lambda: self.reconciler.latest,
             running=lambda: self.reconciler.running,
-            notes=lambda: [*self.planner.notes, *self.load.notes, *self.releaser.notes, *self.sinks.notes],
+            notes=self._notes,
             excluded=lambda: self.attendance.excluded,
             replicas=self._replicas,
             evaluations=self.evaluations.status,
@@ -157,6 +157,11 @@ class Orchestrator:
                 *self.weights.troubles, self.engine_check.trouble, self.trainer.last_broadcast if self.done else None,
             ],
         )  # fmt: skip
+
+    def _notes(self) -> list[str]:
+        ends = self.done or self.stop.phase != "running"  # until then, the run waits for it
+        untrained = [*filter(None, [self.groups.causes.untrained])] if ends else []
+        return [*untrained, *self.planner.notes, *self.load.notes, *self.releaser.notes, *self.sinks.notes]
 
     def _replicas(self) -> dict[str, Any]:
         weights, loads, costs = self.engine.status(), self.load.status(), self.groups.replica_costs.status()

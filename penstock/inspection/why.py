@@ -33,7 +33,7 @@ def why(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
     parts, reported = _of_the_parts(directory, seen), _reported(seen)
     causes = [*_of_the_end(seen), *parts, *reported]
     if seen["state"] is State.STOPPED:
-        causes, next_step = [*reported, *parts], _interrupted(next_step)
+        causes, next_step = [*reported, *parts], of_a_stopped_run(next_step)
     if seen["state"] is State.RUNNING:
         causes += of_the_step(seen, next_step) if not causes else []
     return {
@@ -55,13 +55,17 @@ def why(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
     }
 
 
-def _interrupted(next_step: dict[str, Any]) -> dict[str, Any]:
-    """Of a run that has stopped: what was running and when it would have ended holds no more."""
-    over = {"state": "interrupted", "worker": None, "running_s": None, "next": "it runs again when the run is resumed"}
-    groups = [
-        group | {"next": None, "jobs": [job | over for job in group["jobs"]]} for group in next_step.get("groups", [])
-    ]
-    return next_step | {"groups": groups, "jobs": [job | over for job in next_step.get("jobs", [])]}
+def of_a_stopped_run(next_step: dict[str, Any]) -> dict[str, Any]:
+    """What was running is interrupted; when a group or a job would have ended holds no more."""
+    groups = [group | {"next": None, "jobs": [*map(_stopped, group["jobs"])]} for group in next_step.get("groups", [])]
+    return next_step | {"groups": groups, "jobs": [*map(_stopped, next_step.get("jobs", []))]}
+
+
+def _stopped(job: dict[str, Any]) -> dict[str, Any]:
+    if job["state"] == "running":
+        over = {"state": "interrupted", "worker": None, "running_s": None}
+        return job | over | {"next": "it runs again when the run is resumed"}
+    return job | {"running_s": None, "next": "it runs when the run is resumed"}
 
 
 def _of_the_end(seen: dict[str, Any]) -> list[str]:

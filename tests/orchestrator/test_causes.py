@@ -1,7 +1,8 @@
 import pytest
 
-from orchestrator.causes import ADVICE, KINDS_MOST, RECENT, SAME_ERROR_MOST, Causes
+from orchestrator.causes import ADVICE, KINDS_MOST, RECENT, SAME_ERROR_MOST, Causes, masking
 from penstock.errors import RunError
+from penstock.filters import FilterSettings
 
 TOOL_CHOICE = 'the engine answered 400: "auto" tool choice requires --enable-auto-tool-choice (request {})'
 
@@ -64,13 +65,14 @@ def test_the_last_endings_are_counted_by_cause_while_groups_are_admitted() -> No
     assert causes.recent() == {
         "rollouts": 68,
         "admitted": 32,
+        "masked": {},
         "died": [{"error": "timed out after 3 s", "rollouts": 4}],
         "dropped": {"zero_variance": 32},
     }
     assert causes.trouble is None
     for _ in range(RECENT):
         causes.admitted(1)
-    assert causes.recent() == {"rollouts": RECENT, "admitted": RECENT, "died": [], "dropped": {}}
+    assert causes.recent() == {"rollouts": RECENT, "admitted": RECENT, "masked": {}, "died": [], "dropped": {}}
 
 
 def test_losses_are_what_a_run_waits_for_when_they_are_most_of_what_ends() -> None:
@@ -86,3 +88,27 @@ def test_losses_are_what_a_run_waits_for_when_they_are_most_of_what_ends() -> No
     assert dropping.trouble == (
         "none of the last 8 rollouts was kept (zero_variance 4, overlong 4): relax that filter, or check the rewards"
     )
+
+
+def test_a_run_whose_rollouts_are_all_masked_trains_nothing() -> None:
+    causes = Causes()
+    causes.admitted(4, masked=4, masked_by="filters.overlong")
+    assert causes.untrained is None, "too few to say"
+    causes.admitted(4, masked=4, masked_by="filters.overlong")
+    assert causes.untrained == (
+        "nothing is trained: the last 8 rollouts that were kept are all masked by filters.overlong. Set "
+        'filters.overlong.mode = "monitor", or raise policy.sampling.max_tokens: every completion ended at a limit of '
+        "tokens"
+    )
+    assert causes.trouble == causes.untrained
+    assert causes.recent()["masked"] == {"filters.overlong": 8}
+    causes.admitted(4, masked=3, masked_by="filters.overlong")
+    assert (causes.untrained, causes.trouble) == (None, None)
+
+
+def test_the_filters_that_mask_are_named_as_the_configuration_names_them() -> None:
+    custom = {"mine": {"use": "a:b", "mode": "mask"}, "other": {"use": "a:c", "mode": "mask"}}
+    settings = FilterSettings.model_validate({"custom": custom, "difficulty": {"mode": "mask"}})
+    matched = {"overlong": 3, "mine": 1, "gibberish": 2}.get
+    assert masking(settings, lambda name: matched(name, 0), group=False) == "filters.overlong, filters.custom.mine"
+    assert masking(settings, lambda name: matched(name, 0), group=True) == "filters.difficulty"

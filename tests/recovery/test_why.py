@@ -85,6 +85,11 @@ class Matrix:
             if kind not in self.workers or self.workers[kind].exit_code is not None:
                 self.workers[kind] = start()
 
+    def end_workers(self) -> None:
+        """For a cell with settings that workers read."""
+        for worker in self.workers.values():
+            worker.end()
+
     def assert_named(self, text: str) -> dict[str, Any]:
         """Wait until the first cause has `text`. `--durations` shows how long that takes: a busy machine decides no
         test, and an idle one takes less than 10 s from the fault."""
@@ -160,6 +165,22 @@ def test_every_rollout_is_filtered(matrix: Matrix) -> None:
 
 
 @pytest.mark.slow
+def test_every_rollout_is_masked(matrix: Matrix) -> None:
+    """By the overlong filter's default, of a model that never ends its completions."""
+    settings = {"policy.sampling": {"max_tokens": 1}, "filters.zero_variance": {"mode": "monitor"}}
+    matrix.end_workers()
+    run = matrix.begin(**settings, wait=False)
+    found = matrix.assert_named("masked by filters.overlong")
+    assert found["losses"]["masked"]["filters.overlong"] >= 8
+    run.signal(signal.SIGTERM)
+    assert run.wait() == 0
+    assert "masked by filters.overlong" in run.text, "the end of the run names it"
+    notes = why(matrix.cluster.run_dir, matrix.cluster.redis_server.url)["notes"]
+    assert any("masked by filters.overlong" in note for note in notes)
+    matrix.end_workers()
+
+
+@pytest.mark.slow
 def test_a_worker_whose_configuration_differs(matrix: Matrix) -> None:
     matrix.begin()
     matrix.workers["rollouts"].end()
@@ -201,7 +222,9 @@ def test_a_killed_orchestrator(matrix: Matrix) -> None:
     assert found["step"] >= 1
     open_jobs = [job for group in found["next_step"]["groups"] for job in group["jobs"]]
     assert {(job["state"], job["worker"], job["next"]) for job in open_jobs} <= {
-        ("interrupted", None, "it runs again when the run is resumed")
+        ("interrupted", None, "it runs again when the run is resumed"),
+        ("queued", None, "it runs when the run is resumed"),
+        ("waiting", None, "it runs when the run is resumed"),
     }
     matrix.pipeline.engine.end()
     again = why(matrix.cluster.run_dir, matrix.cluster.redis_server.url)

@@ -3,7 +3,7 @@ import socket
 from support.raw_server import http_response, raw_server
 from support.waiting import HANG_S
 
-from penstock.inspection.why import of_the_step, why_silent
+from penstock.inspection.why import of_a_stopped_run, of_the_step, why_silent
 
 
 def test_any_http_response_is_an_answer() -> None:
@@ -31,3 +31,19 @@ def test_a_run_with_all_its_steps_waits_for_no_further_one() -> None:
     assert of_the_step(seen, groups | {"step": 59}) == ["step 59 waits for its first groups"]
     (cause,) = of_the_step(seen | {"step": 60}, groups | {"step": 60})
     assert cause.startswith("all 60 steps are delivered: the run ends when")
+
+
+def test_of_a_stopped_run_only_what_was_running_is_interrupted() -> None:
+    states = {"g0-0": "running", "g0-1": "queued", "g0-2": "waiting"}
+    jobs = [{"job": job, "state": state, "worker": None, "running_s": 1.0} for job, state in states.items()]
+    jobs[0]["worker"] = "host-1"
+    next_step = {"groups": [{"group": "g0", "next": "after 9 s more it is dropped", "jobs": jobs}], "jobs": jobs[:1]}
+    found = of_a_stopped_run(next_step)
+    (group,) = found["groups"]
+    assert group["next"] is None
+    assert [(job["state"], job["worker"], job["next"]) for job in group["jobs"]] == [
+        ("interrupted", None, "it runs again when the run is resumed"),
+        ("queued", None, "it runs when the run is resumed"),
+        ("waiting", None, "it runs when the run is resumed"),
+    ]
+    assert [job["state"] for job in found["jobs"]] == ["interrupted"]
