@@ -60,7 +60,7 @@ class GroupValues:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchValues:
-    """The rollouts of one batch in ledger order, one entry each."""
+    """The rollouts of one batch sorted by the text of their ids, one entry each."""
 
     values: Floats
     """The results of the group phase."""

@@ -56,7 +56,7 @@ SENT_AT_ONCE_BYTES = 1 << 20
 OTHER_DESCRIPTORS = 256
 CLOSE = "close"
 NAME_HEADER = "X-Request-Id"
-HEAD_BYTES = 512
+CHECKED_BYTES = 512
 """Of a response, in which its name is looked for: vLLM and SGLang begin with it."""
 SESSION_HEADER = "X-Session-ID"
 """Its value is `ids.engine_session`. Lets an engine, or a router before several, keep a conversation on one replica."""
@@ -316,8 +316,8 @@ async def limited(settings: Engine) -> AsyncIterator[None]:
 
 
 async def receive(response: aiohttp.ClientResponse, reservation: Reservation, budget: ByteBudget) -> list[Body]:
-    """The body: in one piece if its length was announced, else in chunks, since joining megabytes would block the
-    loop."""
+    """The body: in one piece if it is large and its length was announced, else in chunks, since joining megabytes would
+    block the loop."""
     began = time.monotonic()
     await _reserve(reservation, budget, response.content_length or 0)
     chunks, received, content = list[Body](), 0, response.content
@@ -345,10 +345,10 @@ async def receive(response: aiohttp.ClientResponse, reservation: Reservation, bu
 def head_of(chunks: Sequence[Body]) -> bytes:
     head = b""
     for chunk in chunks:
-        head += chunk[:HEAD_BYTES]
-        if len(head) >= HEAD_BYTES:
+        head += chunk[:CHECKED_BYTES]
+        if len(head) >= CHECKED_BYTES:
             break
-    return head[:HEAD_BYTES]
+    return head[:CHECKED_BYTES]
 
 
 def joined(chunks: list[Body]) -> Body:

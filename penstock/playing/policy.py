@@ -50,7 +50,17 @@ from penstock.renderers import NextTurn
 from penstock.renderers.protocol import NO_VALUES, TemplateValues, Tools, begins_with
 from penstock.replica_use import Usage
 from penstock.spans import Stopwatch
-from penstock.turn import Ids, Mask, Message, OpenSample, RouteFormat, SaidVersion, Turn, TurnMetadata
+from penstock.turn import (
+    HIT_MAX_TOKENS,
+    Ids,
+    Mask,
+    Message,
+    OpenSample,
+    RouteFormat,
+    SaidVersion,
+    Turn,
+    TurnMetadata,
+)
 
 TEMPLATE_VALUES = "chat_template_kwargs"
 Exchanged = Response[tuple[Turn, Message | None]]
@@ -157,7 +167,7 @@ class RecordedPolicy:
             self.aborts += 1
             rest_sampling = remaining(sampling, len(turn.completion_ids))
             if turn.truncated or rest_sampling is None:  # it has all the tokens that it may have
-                whole = structs.replace(turn, aborted=False, finish_reason="length", message=None)
+                whole = structs.replace(turn, aborted=False, finish_reason=HIT_MAX_TOKENS, message=None)
                 return replace(response, value=(whole, None))
             continuations += 1
             if continuations > MAX_CONTINUATIONS:

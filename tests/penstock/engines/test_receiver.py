@@ -269,7 +269,7 @@ def test_a_buffer_is_used_again_unless_something_refers_to_it() -> None:
                 assert budget.buffers.kept_bytes <= 2 * MEGABYTE
             assert used[0] == used[1] != used[2] == used[3]
             assert bytes(kept[0]) == bodies[1]
-            assert heads == [body[: transport.HEAD_BYTES] for body in bodies]
+            assert heads == [body[: transport.CHECKED_BYTES] for body in bodies]
 
     run(main)
 
