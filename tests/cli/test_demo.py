@@ -126,8 +126,7 @@ def test_ctrl_c_on_a_terminal_prints_a_summary(marked: MarkedDemos) -> None:
     command = [PENSTOCK, "demo", *SMALL, "--steps", "1000", "--run-dir", str(run_dir)]
     with Terminal(*command, env=marked.env) as terminal:
         # Six processes and a trainer that computes: with a load of 30 on two cores, three steps take two minutes.
-        trained = "trainer     step 2: reward "
-        wait_until(lambda: trained in terminal.text, timeout_s=4 * HANG_S, what="steps that were trained")
+        terminal.wait_for(r"trainer     step ([2-9]|\d{2,}): reward ", 4 * HANG_S)
         assert "action=weights_loaded" in (run_dir / "logs" / "orchestrator.log").read_text()
         terminal.press("\x03")
         assert terminal.wait(2 * HANG_S) == 128 + signal.SIGINT

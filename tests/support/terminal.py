@@ -11,7 +11,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from support.waiting import HANG_S
+from support.waiting import HANG_S, wait_until
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 
@@ -41,6 +41,13 @@ class Terminal:
     def text(self) -> str:
         """All output without colours and cursor movements."""
         return CONTROL.sub("", self.raw)
+
+    def wait_for(self, pattern: str, timeout_s: float = HANG_S) -> None:
+        """Until the output has `pattern`, a regular expression. Views repaint at intervals: they may skip a number."""
+        try:
+            wait_until(lambda: re.search(pattern, self.text), timeout_s=timeout_s, what=pattern)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it wrote:\n{self.text[-3000:]}") from None
 
     def press(self, keys: str) -> None:
         os.write(self._keyboard, keys.encode())
