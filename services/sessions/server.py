@@ -249,6 +249,7 @@ class SessionServer:
                 handler = self._model if one_model else self._handlers.get((method, below))
                 entry = await self.table.find(id)
                 metadata = self._authorize(request, entry, control=(method, below) in CONTROL)
+                self.table.touch(entry)
                 if handler is None:
                     raise NotFound(f"there is no {method} {path}")
                 return await handler(request, entry, metadata)

@@ -129,13 +129,14 @@ class SessionTable:
             entry.score = posted
 
     async def find(self, id: str) -> Entry:
-        """The session, recovered if need be. Raises NotFound or Expired."""
+        """The session, recovered if need be. Raises NotFound or Expired. The caller authorizes the request, then calls
+        `touch`."""
         entry = self._entries.get(id)
         if entry is None:
             raise self.gone(id)
         if entry.session is None and entry.sealed is None:
             await self._open(entry)
-        self.touch(entry)
+            self._count_bytes(entry)
         return entry
 
     def touch(self, entry: Entry) -> None:
@@ -144,7 +145,10 @@ class SessionTable:
             return
         entry.used_at = time.monotonic()
         self._by_use.move_to_end(entry.id)
-        if entry.session:
+        self._count_bytes(entry)
+
+    def _count_bytes(self, entry: Entry) -> None:
+        if entry.session and self._entries.get(entry.id) is entry:
             self.retained_bytes += entry.session.retained_bytes - entry.retained_bytes
             entry.retained_bytes = entry.session.retained_bytes
             if entry.session.spooled_bytes > self._settings.session_bytes:

@@ -22,9 +22,11 @@ from penstock.batches import BatchReader, MicroBatch
 from penstock.renderers import bytes_chatml
 from services.engine.generation import FILLER, shifted
 
-FILLER_TEXT = bytes_chatml.decode(np.resize(FILLER, 3 * len(FILLER)))
+FILLER_TEXT = bytes_chatml.decode(FILLER)
 ANSWER = ord("\n")
 """Ends the filler of a completion."""
+MOST_STEPS_TO_SEE = 5
+"""After so many steps no rollout is left that began before them: one step is trained on, one is ahead."""
 ENGINE = ("--length", "constant:60", "--latency", "uniform:0.05:0.2")
 
 
@@ -82,9 +84,15 @@ def checked_versions(mb: MicroBatch) -> list[int]:
             for version in np.unique(versions[filler]):
                 part = filler[(versions[filler] == version) & (exact[filler] == 1)]
                 text = bytes_chatml.decode(shifted(ids[part], -int(version)))
-                assert text in FILLER_TEXT, f"not sampled by version {version}: {bytes_chatml.decode(ids[part])}"
+                assert is_filler(text), f"not sampled by version {version}: {bytes_chatml.decode(ids[part])}"
                 checked += [int(version)] * len(part)
     return checked
+
+
+def is_filler(text: str) -> bool:
+    """A part of the filler, or of what follows a drawn start when that is repeated up to the length."""
+    repeated = (FILLER_TEXT[-length:] * (len(text) // length + 2) for length in range(1, len(text) + 1))
+    return text in FILLER_TEXT or any(text in ends for ends in repeated)
 
 
 def completions(versions: np.ndarray) -> list[np.ndarray]:
@@ -222,26 +230,6 @@ def test_updates_by_the_trainer_in_the_middle_of_responses(tmp_path: Path, diale
         assert round(inexact) == tokens - exact
 
 
-def test_a_restarted_engine_serves_nothing_until_the_trainer_has_loaded_its_weights(tmp_path: Path) -> None:
-    with run_of(tmp_path, steps=3, engine={"weight_update_timeout_s": 1.0}) as (cluster, engines, run):
-        url = engines.urls[0]
-        reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
-
-        for batch in reader:
-            assert all(checked_versions(mb) for mb in batch.micro_batches())
-            load(url, write_weights(tmp_path, batch.step + 1), batch.step + 1)
-            reader.publish_policy(batch.step + 1)
-            if batch.step == 0:
-                wait_until(lambda: labels(cluster) == {"1"}, what="the status to show version 1")
-                engines.restart(0)
-                cluster.wait_waiting_for("calls its weights 'default', and version 1 is published")
-                load(url, write_weights(tmp_path, 1), 1)
-            reader.ack(batch.step)
-            reader.checkpointed(batch.step)
-        assert run.wait() == 0, run.text[-3000:]
-        assert cluster.audit()["dead"] == 0
-
-
 def test_a_replica_with_weights_that_the_trainer_gave_up_serves_nothing(tmp_path: Path) -> None:
     """The trainer goes back from version 2 to 1 and forgets one replica until version 3."""
     with run_of(tmp_path, replicas=2, steps=5) as (cluster, engines, run):
@@ -277,6 +265,93 @@ def test_a_replica_with_weights_that_the_trainer_gave_up_serves_nothing(tmp_path
             if batch.step == 2:
                 wait_until(lambda: forgotten()["serves"], what="the replica to be admitted with version 3")
             reader.ack(batch.step)
+        assert run.wait() == 0, run.text[-3000:]
+        assert cluster.audit()["dead"] == 0
+
+
+class TrainerOfReplicas:
+    """Trains on every step and publishes another version, to the replicas that it is told."""
+
+    def __init__(self, cluster: Cluster, directory: Path) -> None:
+        self._reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
+        self._directory = directory
+        self.version = 0
+
+    def publish(self, urls: list[str]) -> None:
+        self.version += 1
+        for url in urls:
+            self.load(url)
+        self._reader.publish_policy(self.version)
+
+    def load(self, url: str) -> None:
+        load(url, write_weights(self._directory, self.version), self.version)
+
+    def train(self, urls: list[str]) -> set[int] | None:
+        """The versions that sampled the tokens of the next step; those of exact ones are checked against their text.
+        None after the last step."""
+        batch = next(self._reader, None)
+        if batch is None:
+            return None
+        versions: set[int] = set()
+        for mb in batch.micro_batches():
+            checked_versions(mb)
+            versions |= set(mb.versions[mb.versions >= 0].tolist())
+        self.publish(urls)
+        self._reader.ack(batch.step)
+        self._reader.checkpointed(batch.step)
+        return versions
+
+    def train_above(self, version: int, urls: list[str]) -> None:
+        """Until a step has newer versions only."""
+        trained = [self.train(urls)]
+        while not trained[-1] or min(trained[-1]) <= version:
+            assert len(trained) < MOST_STEPS_TO_SEE, trained
+            trained.append(self.train(urls))
+
+
+def test_a_restarted_engine_serves_nothing_until_the_trainer_has_loaded_its_weights(tmp_path: Path) -> None:
+    """There is no other one: its rollouts wait."""
+    with run_of(tmp_path, steps=10, engine={"weight_update_timeout_s": 1.0}) as (cluster, engines, run):
+        trainer = TrainerOfReplicas(cluster, tmp_path)
+        trainer.train_above(0, engines.urls)
+        wait_until(lambda: labels(cluster) == {str(trainer.version)}, what="the status to show the version")
+        engines.restart(0)
+        cluster.wait_waiting_for(f"calls its weights 'default', and version {trainer.version} is published")
+        trainer.load(engines.urls[0])
+        while versions := trainer.train(engines.urls):
+            assert min(versions) > 0, versions
+        assert run.wait() == 0, run.text[-3000:]
+        assert cluster.audit()["dead"] == 0
+
+
+@pytest.mark.parametrize("fault", ["restarted", "left behind"])
+def test_a_refused_replica_plays_nothing_while_the_other_goes_on(tmp_path: Path, fault: str) -> None:
+    """One of two replicas restarts, or misses updates for longer than the time limit, and is updated later."""
+    settings = {"steps": 18, "engine": {"weight_update_timeout_s": 1.0}}
+    with run_of(tmp_path, replicas=2, **settings) as (cluster, engines, run):
+        trainer = TrainerOfReplicas(cluster, tmp_path)
+        other, refused = engines.urls
+        trainer.train_above(0, engines.urls)
+        wait_until(lambda: labels(cluster) == {str(trainer.version)}, what="the status to show the version of both")
+        if fault == "restarted":
+            engines.restart(1)
+        else:
+            trainer.publish([other])
+        has, label = (0, "default") if fault == "restarted" else (trainer.version - 1, str(trainer.version - 1))
+        cluster.wait_waiting_for(f"{refused} calls its weights '{label}', and version {trainer.version} is published")
+        serve = {url: state["serves"] for url, state in cluster.status()["replicas"].items()}
+        assert serve == {other: True, refused: False}
+
+        # What began before it was refused is trained on; then it plays nothing, although it answers and is idle.
+        trainer.train_above(has, [other])
+        after = [trainer.train([other]) for _ in range(4)]
+        assert all(versions and min(versions) > has for versions in after), after
+        assert not cluster.status()["replicas"][refused]["serves"]
+
+        trainer.load(refused)
+        wait_until(lambda: cluster.status()["replicas"][refused]["serves"], what="the updated replica to be admitted")
+        while versions := trainer.train(engines.urls):
+            assert min(versions) > has
         assert run.wait() == 0, run.text[-3000:]
         assert cluster.audit()["dead"] == 0
 

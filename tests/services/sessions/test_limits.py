@@ -50,6 +50,13 @@ def test_an_idle_session_expires_and_its_files_are_removed(tight: SessionsProces
     assert tight.status()["sessions"]["gone"] >= 2
 
 
+def test_requests_with_a_wrong_secret_do_not_keep_a_session(tight: SessionsProcess) -> None:
+    agent = tight.agent()
+    assert agent.request("POST", "/seal", Authorization="Bearer wrong").status == 401
+    wait_until(lambda: agent.request("POST", "/seal", Authorization="Bearer wrong").status == 410, what="its end")
+    assert_expired(agent)
+
+
 def test_a_session_over_session_bytes_expires(small: SessionsProcess) -> None:
     agent = small.agent()
     for number in range(100):
