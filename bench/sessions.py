@@ -103,12 +103,10 @@ class Bench:
         characters, connections = SIZES[size]
         agent |= {"characters": characters // self.lengths.shrink, "turns": TURNS}
         ports = [server.port for server in servers or [engine]]
-        pids = {
-            "CPU ms": [server.process.pid for server in servers],
-            "engine's CPU ms": [engine.process.pid],
-            "client's CPU ms": [self.load.pid],
-        }
-        receivers = pids["CPU ms"] or pids["client's CPU ms"]
+        pids = {"engine's CPU ms": [engine.process.pid], "client's CPU ms": [self.load.pid]}
+        if servers:
+            pids["CPU ms"] = [server.process.pid for server in servers]
+        receivers = pids.get("CPU ms", [self.load.pid])
         before = {name: sum(map(cpu_s, of)) for name, of in pids.items()}
         received = sum(map(read_bytes, receivers))
         result = self.load.do(
@@ -136,10 +134,10 @@ class Bench:
             TWO: self.measure("1.3 MB", engine, [server, self.second]),
             f"{BASE}, parallel": self.measure("1.3 MB", engine, [server], parallel=PARALLEL),
         }
-        for name, figures in measured.items():
-            if name != DIRECT:
-                figures[AGAINST_ENGINE] = figures["chats/s"] / measured[DIRECT]["chats/s"]
-                figures[AGAINST_BARE] = figures["chats/s"] / measured[BARE]["chats/s"]
+        alone, bare = measured[DIRECT]["chats/s"], measured[BARE]["chats/s"]
+        measured[BARE][AGAINST_ENGINE] = bare / alone
+        for figures in (measured[name] for name in measured if name not in (DIRECT, BARE)):
+            figures |= {AGAINST_ENGINE: figures["chats/s"] / alone, AGAINST_BARE: figures["chats/s"] / bare}
         direct = self.measure("1.3 MB", self.paced.engine, [], direct=True)["chats/s"]
         measured[f"{PACED}, without a session"] = {"chats/s": direct}
         measured[PACED] = self.measure("1.3 MB", self.paced.engine, [self.paced.server])
