@@ -10,7 +10,8 @@ from cli.facts import Fact
 from cli.output import Json, print_facts, print_json
 from cli.status import RunDir
 
-SHOWN = 20
+SHOWN = 20  # examples
+NAMED = 8  # rollouts of one example that died alike
 
 
 def dead(
@@ -42,12 +43,24 @@ def _facts(result: Mapping[str, Any]) -> Iterator[Fact]:
     for each in result["quarantined"]:
         example = f"example {each['example']} of {each['environment']}"
         yield Fact("quarantine", f"{example} is not played again: {each['error']}", alarm=True)
-    for each in result["rollouts"][:SHOWN]:
-        yield Fact("rollout", f"{each['rollout']} of {each['environment']}, example {each['example']}: {each['error']}")
-    if len(result["rollouts"]) > SHOWN:
-        yield Fact("", f"and {len(result['rollouts']) - SHOWN:,} more: --json lists them")
+    alike = _alike(result["rollouts"])
+    for (environment, example, error), ids in alike[:SHOWN]:
+        more = f" and {len(ids) - NAMED:,} more" if len(ids) > NAMED else ""
+        yield Fact("rollouts", f"of {environment}, example {example}: {', '.join(ids[:NAMED])}{more}: {error}")
+    if len(alike) > SHOWN:
+        left = sum(len(ids) for _, ids in alike[SHOWN:])
+        yield Fact("", f"and {facts.counted(left, 'rollout')} of other examples: --json lists them")
     if "again" in result:
         number = sum(map(len, result["again"].values()))
         listed = facts.listed({name: len(examples) for name, examples in result["again"].items()})
         text = f"{facts.counted(number, 'example')} ({listed}) to be played again first" if number else "nothing"
-        yield Fact("put back", text)
+        done = ", when the run, which is done, is started again with more steps" if number and result["done"] else ""
+        yield Fact("put back", text + done)
+
+
+def _alike(rollouts: list[dict[str, Any]]) -> list[tuple[tuple[str, int, str], list[str]]]:
+    """Rollouts of one example that died of the same error."""
+    alike: dict[tuple[str, int, str], list[str]] = {}
+    for each in rollouts:
+        alike.setdefault((each["environment"], each["example"], each["error"]), []).append(each["rollout"])
+    return list(alike.items())

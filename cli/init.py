@@ -35,6 +35,9 @@ if found["transformers"] and not os.path.isdir(model):
     model = snapshot_download(model, local_files_only=True)
 print(json.dumps({"found": found, "model": model}))
 """
+LEARNING_RATES = ((100e6, "5e-4"), (4e9, "1e-5"))  # up to these bytes of weights: tiny models, 2 billion parameters
+LEARNING_RATE = "1e-6"  # usual for more, and safe if the size is not known
+WARMUP = "10"  # steps
 
 
 def init(
@@ -64,7 +67,7 @@ def init(
         section, weights = _examined(engine, loads_weights=torch is not None)
         configuration = ENGINE.sub(lambda _: f"{section}\n{LOADED if torch else ANNOUNCED}\n\n", configuration)
         if torch:
-            command = f"command = {json.dumps(_command(torch, weights))}  # --lr: larger for small models"
+            command = f"command = {json.dumps(_command(torch, weights))}  # --lr: by the size of the weights"
             configuration = TRAINER.sub(lambda _: command, configuration)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -97,7 +100,15 @@ def _command(python: str, weights: str | None) -> str:
         raise ConfigError(f"{python} has no {', '.join(missing)}: {python} -m pip install {' '.join(missing)}")
     path = [] if seen["found"]["penstock"] else ["env", f"PYTHONPATH={ROOT}"]
     launcher = [*path, python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    return shlex.join([*launcher, "trainer.py", "runs/first", seen["model"], "runs/first/training", "--lr", "1e-5"])
+    rate = learning_rate(Path(seen["model"]))
+    paths = ["runs/first", seen["model"], "runs/first/training"]
+    return shlex.join([*launcher, "trainer.py", *paths, "--lr", rate, "--warmup", WARMUP])
+
+
+def learning_rate(weights: Path) -> str:
+    """By the size of the files in a directory of weights."""
+    size = sum(path.stat().st_size for path in weights.glob("*.safetensors"))
+    return next((rate for most, rate in LEARNING_RATES if 0 < size <= most), LEARNING_RATE)
 
 
 def _look(python: str, weights: str) -> dict[str, Any]:

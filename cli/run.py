@@ -12,6 +12,7 @@ from cli import facts
 from cli.audit import checksum_progress, not_read, verdict
 from cli.facts import Fact
 from cli.output import CONFIG_HELP, Json, print_facts, print_json, showing_run
+from cli.status import losses
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
@@ -94,6 +95,8 @@ def summary(status: dict[str, Any], result: dict[str, Any], batches: str) -> Ite
     yield from facts.evaluations(status)
     for note in status["notes"]:
         yield Fact("note", note)
+    if result["dead"]:
+        yield from losses({**status, "deaths": result["dead_jobs"]})
     if status["step"]:
         yield Fact("batches", batches)
     yield from not_read(result)

@@ -41,6 +41,8 @@ def main(options: argparse.Namespace) -> None:
     if saved and rank == 0:
         reader.publish_policy(saved["step"] + 1, weights=save_weights(model, options, saved["step"] + 1))
     for batch in reader:
+        for group in optimizer.param_groups:  # Adam's first steps are as long as later ones, and know less
+            group["lr"] = options.lr * min(1.0, (batch.step + 1) / (options.warmup + 1))
         metrics, logprobs = train(model, optimizer, batch)
         reader.annotate(batch, logprobs=logprobs)  # for the dashboard: KL, and the mismatch of each token
         reader.ack(batch.step)
@@ -95,5 +97,6 @@ if __name__ == "__main__":
     for name in ("run_dir", "model", "output"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--warmup", type=int, default=0, help="Steps over which the learning rate grows to --lr.")
     parser.add_argument("--checkpoint-every", type=int, default=5)
     main(parser.parse_args())

@@ -23,6 +23,8 @@ CANCELLED, TOO_SMALL = "cancelled", "group_too_small"
 """Reasons of rollouts whose group can no longer be trained on: consequences of other losses, never a cause."""
 LEAST = 8
 """Rollouts that must have ended before their share says anything."""
+FLAT_MOST = 32
+"""Groups without a difference in their rewards, one after the other, from which that is said."""
 OVERLONG = "filters.overlong"
 Ending = Literal["admitted", "masked", "died", "dropped"]
 ADVICE = "Fix its cause, restart the workers if their code or settings changed, and run the same command again"
@@ -50,6 +52,8 @@ class Causes:
         """kind of error -> the last text of it"""
         self._drops = Counter[str]()
         self._succeeded = False
+        self._flat = deque[bool](maxlen=FLAT_MOST)
+        """of the last admitted groups: whether their rewards are equal and their advantages 0"""
         self._endings = deque[tuple[Ending, str, int]]()
         self._recent = Counter[tuple[Ending, str]]()
         self.catching_up = False
@@ -58,8 +62,10 @@ class Causes:
     def generated(self) -> None:
         self._succeeded = True
 
-    def admitted(self, rollouts: int = 0, *, masked: int = 0, masked_by: str = "") -> None:
-        """`masked` of the rollouts are delivered without loss, because of the filters `masked_by`."""
+    def admitted(self, rollouts: int = 0, *, masked: int = 0, masked_by: str = "", flat: bool = False) -> None:
+        """`masked` of the rollouts are delivered without loss, because of the filters `masked_by`. `flat`: they have
+        equal rewards, and the advantage 0."""
+        self._flat.append(flat)
         self._end("admitted", "", rollouts - masked)
         self._end("masked", masked_by, masked)
         self._deaths.clear()
@@ -128,6 +134,14 @@ class Causes:
             reasons = ", ".join(f"{reason} {number}" for reason, number in self._most("dropped"))
             return f"none of the last {ended} rollouts was kept ({reasons}): relax that filter, or check the rewards"
         return None
+
+    @property
+    def notes(self) -> list[str]:
+        if len(self._flat) < FLAT_MOST or not all(self._flat):
+            return []
+        equal = f"nothing is learned: in each of the last {FLAT_MOST} groups all rollouts have the same reward"
+        lowest = "If it is the lowest, look at a completion (`penstock try`) and at the flags of the engine's parsers"
+        return [f"{equal}. {lowest}; if it is the highest, the examples are too easy"]
 
     @property
     def untrained(self) -> str | None:

@@ -310,7 +310,9 @@ class Groups:
         masked = sum(rollout.masked for rollout in rollouts)
         matched = lambda name: self._ledger.number(f"matched:{name}")  # noqa: E731
         masked_by = masking(self._config.filters, matched, group=group_masked) if masked else ""
-        self.causes.admitted(len(rollouts), masked=masked, masked_by=masked_by)
+        equal = len({rollout.result.reward for rollout in rollouts if rollout.result}) == 1
+        credited = any(rollout.advantage or (rollout.result and rollout.result.credit) for rollout in rollouts)
+        self.causes.admitted(len(rollouts), masked=masked, masked_by=masked_by, flat=equal and not credited)
 
     def _admit(self, group: GroupRecord, rollout: RolloutRecord, result: AdvantageResult) -> None:
         assert rollout.result is not None

@@ -161,6 +161,7 @@ class Orchestrator:
     def _notes(self) -> list[str]:
         ends = self.done or self.stop.phase != "running"  # until then, the run waits for it
         untrained = [*filter(None, [self.groups.causes.untrained])] if ends else []
+        untrained += self.groups.causes.notes
         return [*untrained, *self.planner.notes, *self.load.notes, *self.releaser.notes, *self.sinks.notes]
 
     def _replicas(self) -> dict[str, Any]:

@@ -120,6 +120,11 @@ class Redo:
         if manifest is None:
             raise RunError(f"step {step} has no manifest: it is not sealed, or released (trainer.keep_manifests)")
         members = self._members(manifest)
+        if any(member.delivered and member.matches is None for member in members):
+            kept = ", ".join(map(str, self.steps())) or "none"
+            raise RunError(
+                f"the token columns of step {step} are deleted (trainer.keep_steps); kept are those of: {kept}"
+            )
         groups: dict[str, list[Member]] = {}
         for member in members:
             groups.setdefault(member.row["group"], []).append(member)

@@ -68,6 +68,7 @@ RUN_BY = {
     "penstock try": "tests/cli/test_trial.py",
     "penstock record": "tests/cli/test_record.py",
     "python examples/numpy_trainer.py": "tests/examples/test_numpy_trainer.py",
+    "python examples/tiny_model.py": "tests/vllm/test_start.py",
     "python examples/trl_": "tests/with_torch/test_trl.py",
     "torchrun": "tests/vllm/test_learning.py",
     "redis-server": "penstock/runtime/embedded_redis.py",

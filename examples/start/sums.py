@@ -1,5 +1,7 @@
 """An environment: examples, and how one of them is played and scored."""
 
+import re
+
 from penstock.environments import Policy
 
 
@@ -10,4 +12,5 @@ class Sums:
         a, b = example
         question = f"What is {a} + {b}? End with a line `Answer: N`."
         completion = await policy.chat([{"role": "user", "content": question}])
-        return float(completion.content.endswith(f"Answer: {a + b}"))  # the reward
+        answer = re.search(r"Answer: (\d{1,9})$", completion.content)
+        return 1 / (1 + abs(int(answer[1]) - a - b)) if answer else 0.0  # the reward: 1 if right, 1/2 if off by one

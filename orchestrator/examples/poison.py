@@ -81,7 +81,10 @@ class Poison:
         for name in environments:
             poison: dict[str, str] = self._read(f"poison:{name}", {})
             for example, error in list(poison.items())[-NOTED_MOST:]:
-                texts.append(f"example {example} of {name} is not played again, because its rollouts die: {error}")
+                texts.append(
+                    f"example {example} of {name} is not played again until `penstock dead --retry`, because its "
+                    f"rollouts die: {error}"
+                )
             if len(poison) > NOTED_MOST:
                 texts.append(f"{len(poison)} examples of {name} are not played again: `penstock dead` lists them")
         return texts

@@ -13,6 +13,7 @@ import orjson
 from penstock.errors import RunError
 from penstock.ids import GroupId, RolloutId
 from penstock.inspection import run_json
+from penstock.inspection.run_state import last_status
 from penstock.ledger import histories, queries, schema
 from penstock.store import atomic
 
@@ -33,6 +34,7 @@ def dead(directory: Path) -> dict[str, Any]:
         number = queries.progress(connection)["rollouts"]["dead"]
     return {
         "run": run_json.read(directory)["run"],
+        "done": last_status(directory).get("phase") == "done",
         "dead": number,
         "causes": causes,
         "rollouts": rollouts,

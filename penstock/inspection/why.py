@@ -149,6 +149,9 @@ def _slow_group(step: int, group: dict[str, Any]) -> str:
     if running is None:
         return f"step {step} waits for {named}: {said}"
     where = f" on worker {running['worker']}" if running["worker"] else f" in the queue {running['queue']}"
+    if running["state"] == "waiting":
+        error = f", last error: {running['error']}" if running["error"] else ""
+        return f"step {step} waits for {named}: {said}; {running['job']} is waiting{error}; {running['next']}"
     since = f" for {running['running_s']:.0f} s" if running["running_s"] else ""
     asked = f", which waits for the engine at {running['replica']}" if running["replica"] else ""
     return f"step {step} waits for {named}: {said}; {running['job']} is {running['state']}{since}{where}{asked}"

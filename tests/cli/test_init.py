@@ -18,7 +18,7 @@ from support.engine_process import EngineProcess
 from support.waiting import HANG_S, wait_until
 from typer.testing import CliRunner
 
-from cli.init import FILES, ROOT
+from cli.init import FILES, ROOT, learning_rate
 from cli.main import app, main
 from penstock import config
 from penstock.environments.loading import load_environments
@@ -123,7 +123,16 @@ def test_with_torch_the_trainer_trains_the_model_of_the_engine(tmp_path: Path, e
     assert words[:2] == ["env", f"PYTHONPATH={ROOT}"], "this Python has no penstock"
     assert words[2:7] == [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     assert words[8:12] == ["trainer.py", "runs/first", "/hub/policy", "runs/first/training"]
+    assert words[12:] == ["--lr", "1e-6", "--warmup", "10"], "the size of its weights is not known"
     assert (tmp_path / "mine" / "trainer.py").read_text() == (ROOT / "examples" / "grpo_torch.py").read_text()
+
+
+@pytest.mark.parametrize(("megabytes", "rate"), [(1, "5e-4"), (1_200, "1e-5"), (16_000, "1e-6")])
+def test_the_learning_rate_is_that_of_the_size_of_the_weights(tmp_path: Path, megabytes: int, rate: str) -> None:
+    for shard in range(2):
+        with (tmp_path / f"model-{shard}.safetensors").open("wb") as file:
+            file.truncate(megabytes * 500_000)  # a sparse file
+    assert learning_rate(tmp_path) == rate
 
 
 @pytest.mark.parametrize(

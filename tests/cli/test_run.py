@@ -13,6 +13,7 @@ import pytest
 from support.terminal import Terminal
 from support.waiting import HANG_S, wait_until
 
+from cli.run import summary
 from orchestrator import run_dir
 from orchestrator.ledger.ledger import Ledger
 from penstock import config
@@ -77,6 +78,14 @@ def test_on_a_terminal_the_run_has_a_live_view_and_a_summary(environment: dict[s
     assert "balanced: 48 planned = 0 delivered + 0 filtered + 48 in flight + 0 dead" in summary
     assert "resume      penstock run" in summary
     assert "Traceback" not in text
+
+
+def test_the_summary_says_what_rollouts_died_of() -> None:
+    status = {"run": "r", "phase": "done", "running_s": 1.0, "step": 3, "steps": 3, "notes": [], "losses": {}}
+    result = {"planned": 8, "delivered": 6, "filtered": {}, "in_flight": 0, "dead": 2, "problems": [], "balanced": True}
+    result |= {"steps": 3, "delivered_steps": 3, "manifests_from": 0, "files_from": 0}
+    result["dead_jobs"] = [{"kind": "rollout", "jobs": 2, "error": "no such file"}]
+    assert ("dead", "2 rollout jobs: no such file") in [fact[:2] for fact in summary(status, result, "batches")]
 
 
 def test_in_a_pipe_the_run_writes_plain_lines_and_a_summary(environment: dict[str, str], tmp_path: Path) -> None:

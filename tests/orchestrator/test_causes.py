@@ -1,6 +1,6 @@
 import pytest
 
-from orchestrator.causes import ADVICE, KINDS_MOST, RECENT, SAME_ERROR_MOST, Causes, masking
+from orchestrator.causes import ADVICE, FLAT_MOST, KINDS_MOST, RECENT, SAME_ERROR_MOST, Causes, masking
 from penstock.errors import RunError
 from penstock.filters import FilterSettings
 
@@ -112,3 +112,14 @@ def test_the_filters_that_mask_are_named_as_the_configuration_names_them() -> No
     matched = {"overlong": 3, "mine": 1, "gibberish": 2}.get
     assert masking(settings, lambda name: matched(name, 0), group=False) == "filters.overlong, filters.custom.mine"
     assert masking(settings, lambda name: matched(name, 0), group=True) == "filters.difficulty"
+
+
+def test_groups_whose_rewards_are_all_equal_are_noted() -> None:
+    causes = Causes()
+    for _ in range(FLAT_MOST):
+        assert causes.notes == []
+        causes.admitted(8, flat=True)
+    assert causes.notes[0].startswith("nothing is learned: in each of the last 32 groups all rollouts have the same")
+    assert causes.trouble is None, "the run does not wait for it"
+    causes.admitted(8)
+    assert causes.notes == []

@@ -67,6 +67,16 @@ def test_a_group_goes_through_filtering_and_advantages(scene: Scene) -> None:
     assert scene.ledger.jobs == {}
 
 
+def test_groups_without_a_difference_in_their_advantages_are_told(scene: Scene) -> None:
+    for advantage, expected in ((0.0, [True]), (0.5, [True, False])):
+        scene.group = scene.group if advantage == 0.0 else submitted(scene.ledger)
+        scene.finish_rollouts()
+        scene.reply(scene.submit_stage("filter"), result=FilterResult())
+        advantages = {rollout.id: advantage for rollout in scene.group.rollouts}
+        scene.reply(scene.submit_stage("advantages"), result=AdvantageResult(advantages=advantages))
+        assert list(scene.groups.causes._flat) == expected
+
+
 def test_rewards_of_a_group_are_counted_before_it_is_dropped(scene: Scene) -> None:
     for rollout, reward in zip(scene.group.rollouts, (1.0, 0.5, 0.0, 0.25), strict=True):
         scene.reply(rollout.id, result=RolloutResult(reward=reward))

@@ -73,6 +73,15 @@ def test_a_step_that_is_not_there_is_refused(run_dir: Path) -> None:
         Redo(run_dir).step(7)
 
 
+def test_a_step_whose_tokens_are_deleted_is_refused(run_dir: Path) -> None:
+    for path in run_dir.rglob("g0000002-*/**/columns.safetensors"):
+        path.unlink()
+    with pytest.raises(
+        RunError, match=r"columns of step 1 are deleted \(trainer.keep_steps\); kept are those of: 0, 1"
+    ):
+        Redo(run_dir).step(1)
+
+
 def test_changes_are_values_of_toml_or_text() -> None:
     assert parse_change("advantages.estimator=rloo") == ("advantages.estimator", "rloo")
     assert parse_change("batch.seq_len=32") == ("batch.seq_len", 32)

@@ -50,6 +50,7 @@ def test_a_poison_example_is_named_skipped_and_put_back(tmp_path: Path) -> None:
         (tmp_path / "antidote").touch()
         text = cluster.penstock("dead", str(cluster.run_dir), "--retry").text
         assert "put back   1 example (poisoned 1) to be played again" in text
+        assert len([line for line in text.splitlines() if line.startswith("rollouts   of poisoned, example 2: g")]) == 1
         wait_until(lambda: not _quarantined(cluster), what="the end of the quarantine")
         played = "SELECT count(*) FROM closed_groups WHERE example = 2 AND step IS NOT NULL"
         wait_until(lambda: cluster.ledger(played)[0][0] > 0, what="a step with the example")

@@ -1,4 +1,4 @@
-"""From a server to its training, as the quickstart says: init, an environment of one's own, up."""
+"""From no model to a rising curve, as the quickstart says: a tiny model, its server, init, up."""
 
 import json
 import os
@@ -9,53 +9,41 @@ from pathlib import Path
 import pytest
 from support.cluster import BIN
 from support.documents import ROOT
-from support.vllm_server import VllmServer
+from support.vllm_server import Release, VllmServer
 
-TORCH = Path(os.environ.get("PENSTOCK_TORCH_PYTHON", ROOT / ".venv-torch" / "bin" / "python")).absolute()
-STEPS = 12
-LETTERS = """
-class Letters:
-    examples = [f"Tell me about number {n}." for n in range(64)]
-
-    async def rollout(self, example, policy):
-        completion = await policy.chat([{"role": "user", "content": example}])
-        letters = [char for char in completion.content.lower() if char.isalpha()]
-        return letters.count("o") / max(1, len(letters))
-"""
-CHANGES = {
-    'use = "sums:Sums"': 'use = "letters:Letters"',
-    "size = 16": "size = 6",
-    "max_tokens = 512": "max_tokens = 24",
-    "# more = {": "more = {",
-    "--lr 1e-5": "--lr 5e-4",
-}
+TINY_MODEL = ROOT / "examples" / "tiny_model.py"
+STEPS = 25
+FEW = 5
+"""steps whose mean reward is compared, the first with the last"""
+RISEN = 0.15
+REASONING = ("--reasoning-parser", "qwen3")
+"""It would take answers without </think> for thoughts; the quickstart's command does not have it."""
 
 
 @pytest.mark.slow
-def test_a_new_user_trains_the_model_of_the_server(start_server: Callable[..., VllmServer], tmp_path: Path) -> None:
-    server = start_server("dense/0")
+def test_a_new_user_sees_the_reward_rise(
+    start_server: Callable[..., VllmServer], release: Release, tmp_path: Path
+) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "PYTHON"))}
+    python = os.environ.get("PENSTOCK_TORCH_PYTHON", str(release.python))  # vLLM's environment has torch
 
-    def penstock(*words: str, directory: Path) -> str:
-        done = subprocess.run([BIN / "penstock", *words], cwd=directory, env=kept, capture_output=True, text=True)
+    def output(*command: str, directory: Path = tmp_path) -> str:
+        done = subprocess.run(command, cwd=directory, env=kept, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
-    penstock("init", "mine", "--engine", server.url, "--torch", str(TORCH), directory=tmp_path)
-    mine = tmp_path / "mine"
-    (mine / "letters.py").write_text(LETTERS)
-    text = (mine / "run.toml").read_text()
-    for before, after in CHANGES.items():
-        assert before in text
-        text = text.replace(before, after)
-    (mine / "run.toml").write_text(text)
-    ended = json.loads(penstock("up", "run.toml", "--steps", str(STEPS), "--json", directory=mine))
+    penstock, mine = str(BIN / "penstock"), tmp_path / "mine"
+    output(python, str(TINY_MODEL), str(tmp_path / "tiny"))
+    server = start_server(str(tmp_path / "tiny"), without=REASONING)
+    output(penstock, "init", "mine", "--engine", server.url, "--torch", python)
+    ended = json.loads(output(penstock, "up", "run.toml", "--steps", str(STEPS), "--json", directory=mine))
     assert (ended["phase"], ended["step"], ended["audit"]["balanced"]) == ("done", STEPS, True)
     assert not any(ended["restarts"].values())
-    lines = (mine / "runs" / "first" / "training" / "training.jsonl").read_text().splitlines()
+    training, annotations = "training/training.jsonl", "trainer/annotations.rank_00.jsonl"
+    lines, annotated = ((mine / "runs" / "first" / name).read_text().splitlines() for name in (training, annotations))
+    assert [json.loads(line)["step"] for line in annotated] == [*range(STEPS)]
     curve = [json.loads(line)["reward"] for line in lines]
     assert len(curve) == STEPS
-    assert max(curve) > 0, "rewards of the environment reach the trainer; test_learning.py shows that they rise"
-    annotated = (mine / "runs" / "first" / "trainer" / "annotations.rank_00.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in annotated] == [*range(STEPS)]
-    assert server.get("/weight_info")["weight_version"].startswith(f"{STEPS}@")
+    assert sum(curve[-FEW:]) / FEW > sum(curve[:FEW]) / FEW + RISEN, curve
+    version, _, run = server.get("/weight_info")["weight_version"].partition("@")
+    assert (int(version) >= STEPS - 1, run) == (True, ended["run"]), "the last step was played with these weights"

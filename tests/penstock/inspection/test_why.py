@@ -47,3 +47,15 @@ def test_of_a_stopped_run_only_what_was_running_is_interrupted() -> None:
         ("waiting", None, "it runs when the run is resumed"),
     ]
     assert [job["state"] for job in found["jobs"]] == ["interrupted"]
+
+
+def test_a_job_that_waits_for_its_next_attempt_is_in_no_queue() -> None:
+    job = {"job": "g0-1", "state": "waiting", "worker": None, "running_s": None, "queue": "rollouts", "replica": None}
+    job |= {"error": "the engine answered 500", "next": "it is submitted in 4 s"}
+    group = {"group": "g0", "environment": "sums", "example": 3, "state": "collecting", "rollouts": {"generated": 3}}
+    next_step = {"step": 7, "waits_for": "groups", "groups": [group | {"jobs": [job]}]}
+    (cause,) = of_the_step({"step": 7, "steps": 60}, next_step)
+    assert cause == (
+        "step 7 waits for group g0 (sums, example 3): 3 of its rollouts are generated; g0-1 is waiting, last error: "
+        "the engine answered 500; it is submitted in 4 s"
+    )
