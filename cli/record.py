@@ -10,6 +10,8 @@ from typer import Argument, Exit, Option
 
 from cli.output import Json, print_json
 
+STDERR = 2
+
 
 def record(
     command: Annotated[list[str], Argument(metavar="COMMAND...", help="The program and its arguments, behind --.")],
@@ -23,7 +25,7 @@ def record(
     """Run a program against a session server in front of an engine, and write what it said.
 
     The program finds the server in the variables that agents read (OPENAI_BASE_URL, ANTHROPIC_BASE_URL and others).
-    Exits with the program's status.
+    Exits with the program's status. With --json, the program's output is on standard error.
     """
     import shutil
     import tempfile
@@ -47,7 +49,8 @@ def record(
             "sessions.require_secret": True,
         }
         loaded = configuration.load(config, flags=flags, section="sessions")
-        summary = recorded_program.record(loaded, [program, *command[1:]], out)
+        stdout = STDERR if as_json else None  # standard output has the JSON alone
+        summary = recorded_program.record(loaded, [program, *command[1:]], out, stdout=stdout)
     if as_json:
         print_json(summary)
     else:

@@ -29,21 +29,22 @@ FILES = {"columns": "session.safetensors", "experts": "experts.safetensors"}
 TRANSCRIPT = "transcript.md"
 
 
-def record(config: RunConfig, command: Sequence[str], out: Path) -> dict[str, Any]:
-    """What was recorded, and the program's exit code. Files are written only if there is a turn."""
+def record(config: RunConfig, command: Sequence[str], out: Path, *, stdout: int | None = None) -> dict[str, Any]:
+    """What was recorded, and the program's exit code. Files are written only if there is a turn. `stdout`: descriptor
+    for the program's output, by default that of this process."""
     factory = event_loop_factory(concurrency=CONCURRENCY, cpu_threads=config.sessions.cpu_workers)
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(_record(config, command, out))
+        return runner.run(_record(config, command, out, stdout))
 
 
-async def _record(config: RunConfig, command: Sequence[str], out: Path) -> dict[str, Any]:
+async def _record(config: RunConfig, command: Sequence[str], out: Path, stdout: int | None) -> dict[str, Any]:
     async with (
         serving(config) as (server, url),
         SessionServers.open(config.sessions.model_copy(update={"urls": (url,)})) as servers,
         servers.session({}) as session,
     ):
         variables = agent_variables(session.base_url, session.secret, config.engine.model)
-        code = await _run(command, {**inherited_variables(), **variables})
+        code = await _run(command, {**inherited_variables(), **variables}, stdout)
         ended = {"exit_code": code if code >= 0 else 128 - code, "refused": dict(server.refused)}
         try:
             sealed, posted = await session.seal("")
@@ -63,10 +64,10 @@ async def _record(config: RunConfig, command: Sequence[str], out: Path) -> dict[
     }
 
 
-async def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
+async def _run(command: Sequence[str], variables: Mapping[str, str], stdout: int | None) -> int:
     """The program with this terminal. Ctrl-C reaches both: the program decides, and what it said is kept."""
     launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid())]
-    program = await asyncio.create_subprocess_exec(*launcher, *command, env=dict(variables))
+    program = await asyncio.create_subprocess_exec(*launcher, *command, env=dict(variables), stdout=stdout)
     async with _signals(program):
         return await program.wait()
 

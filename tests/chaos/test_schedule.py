@@ -5,14 +5,21 @@ A failed one is played again by `pytest tests/chaos/test_schedule.py --chaos-rou
 """
 
 from collections import Counter
+from collections.abc import Callable
+from math import sqrt
 from pathlib import Path
+from statistics import pstdev
 
 import pytest
 from support.chaos import log
 from support.chaos.checks import LIMIT_Z, drawn_z
 from support.chaos.draw import CYCLE, FAULTS_EACH, Schedule, schedules
+from support.chaos.environments import tokens_of
 from support.chaos.faults import FAULTS, HELD, IN_WORLDS
 from support.chaos.play import played_in
+
+from penstock.ids import GroupId, RolloutId
+from tasks.noop import chance
 
 
 @pytest.mark.timeout(700)
@@ -44,6 +51,20 @@ def test_a_biased_draw_is_found() -> None:
     fair, biased = planned[::2], [length for length in planned if length < 800 or length % 10]
     assert abs(drawn_z(fair, planned)) < 1
     assert drawn_z(biased, planned) < -LIMIT_Z
+
+
+@pytest.mark.parametrize(
+    "value", [tokens_of, lambda example, seed: chance(seed, RolloutId(str(GroupId(example)), 0), "tokens")],
+    ids=["engine", "noop"],
+)  # fmt: skip
+def test_the_sum_over_the_schedules_of_a_fair_series_is_standard_normal(value: Callable[[int, int], float]) -> None:
+    """Every schedule of 60 series delivers the first 98 of 110 groups: what they share would show most then."""
+
+    def series(first_seed: int) -> float:
+        planned = [[float(value(example, first_seed + number)) for example in range(110)] for number in range(120)]
+        return sum(drawn_z(lengths[:98], lengths) for lengths in planned) / sqrt(len(planned))
+
+    assert 0.75 < pstdev(series(1000 * seed) for seed in range(1, 61)) < 1.25
 
 
 def test_the_log_sums_up_the_newest_line_of_each_schedule(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ def record(script: Script, tmp_path: Path, *arguments: str) -> "subprocess.Compl
 
 
 def summary_of(output: str) -> dict[str, object]:
-    return json.loads(output[output.index("{") :])
+    """With --json, standard output has nothing else."""
+    return json.loads(output)
 
 
 def test_a_program_is_recorded_and_its_status_is_passed_on(script: Script, tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_a_program_is_recorded_and_its_status_is_passed_on(script: Script, tmp_p
     script.responses["look"] = lambda request: Response(body=answer(request, message))
     ended = record(script, tmp_path, "3", "hello", "look")
     assert ended.returncode == 3, ended.stderr
-    assert "answer 1 to hello" in ended.stdout
+    assert "answer 1 to hello" in ended.stderr
     summary = summary_of(ended.stdout)
     assert (summary["turns"], summary["samples"], summary["exit_code"], summary["refused"]) == (2, 1, 3, {})
     text = (tmp_path / "out" / "transcript.md").read_text()
@@ -93,10 +94,15 @@ def test_an_engine_that_fails_is_told(script: Script, tmp_path: Path) -> None:
 def test_what_was_said_before_ctrl_c_is_written(script: Script, tmp_path: Path, signum: signal.Signals) -> None:
     """Ctrl-C reaches the whole process group; SIGTERM is passed on."""
     process = subprocess.Popen(
-        command(script, tmp_path, "sleep", "hello"), stdout=subprocess.PIPE, text=True, process_group=0
+        command(script, tmp_path, "sleep", "hello"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
     )
     assert process.stdout is not None
-    assert "answer 1 to hello" in process.stdout.readline()
+    assert process.stderr is not None
+    assert any("answer 1 to hello" in line for line in process.stderr)
     (os.killpg if signum == signal.SIGINT else os.kill)(process.pid, signum)
     output = process.stdout.read()
     assert process.wait(HANG_S) == (130 if signum == signal.SIGINT else 143)

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from simulation import invariants, workers
 from simulation.bias import Bias
 from simulation.playing import SUMMARY, play, replay_command, shrunk
+from simulation.workers import reward_of
 
 
 class Played:
@@ -52,6 +54,19 @@ def test_a_schedule_of_faults_loses_nothing(
     played.events.update(world.events)
     played.reasons.update(world.reasons)
     played.bias.add(world)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_rewards_decide_nothing_about_what_is_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """With every reward replaced by its complement, the same schedule delivers the same rollouts."""
+    world = play(seed, tmp_path)
+    for module in (workers, invariants):
+        monkeypatch.setattr(module, "reward_of", lambda seed, rollout: round(1 - reward_of(seed, rollout), 6))
+    again = play(seed, tmp_path)
+    assert (again.violations, again.delivered) == ([], world.delivered)
+    assert again.notes == world.notes
 
 
 def test_what_is_delivered_is_distributed_as_planned(played: Played) -> None:

@@ -510,6 +510,10 @@ def test_bytes_behind_a_body_end_its_connection(tmp_path: Path, encrypted: bool,
     run(main)
 
 
+TICKET_TRIES = 20
+"""connections: the event loop may read a connection's tickets before a receiver is attached"""
+
+
 def test_session_tickets_of_tls_are_not_taken_for_a_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Authority(tmp_path / "tls")
     client_tls, seen = ssl.create_default_context(cafile=made.ca), list[bool]()
@@ -528,5 +532,6 @@ def test_session_tickets_of_tls_are_not_taken_for_a_response(tmp_path: Path, mon
             with tls_port(int(url.rstrip("/").rpartition(":")[2]), made) as port:
                 assert await fetched(http, f"https://127.0.0.1:{port}/", ByteBudget(LIMIT), client_tls) == BODY
 
-    asyncio.run(main())
-    assert len(seen) == 1
+    while not any(seen) and len(seen) < TICKET_TRIES:
+        asyncio.run(main())
+    assert any(seen), "no ticket came after a receiver was attached"

@@ -17,8 +17,13 @@ QUESTION = "Example {:06d}: say something."
 
 
 def tokens_of(example: int, seed: int) -> int:
-    """Completion tokens of each rollout of an example."""
-    return LEAST_TOKENS + xxhash.xxh3_64_intdigest(str(example).encode(), seed) % (MOST_TOKENS - LEAST_TOKENS + 1)
+    """Completion tokens of each rollout of an example.
+
+    The seed is hashed as text: XXH3 of up to three bytes only combines them with its seed, so that consecutive seeds
+    gave neighbouring examples the same lengths in another order, and the schedules of a series were not independent.
+    """
+    spread = MOST_TOKENS - LEAST_TOKENS + 1
+    return LEAST_TOKENS + xxhash.xxh3_64_intdigest(f"{seed}/{example}".encode()) % spread
 
 
 def reward_of(example: int, completion: str, seed: int) -> float:
