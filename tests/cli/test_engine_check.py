@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.cluster import cluster_in
 from support.engine_process import PENSTOCK, EngineProcess
-from support.vllm_server import free_port
+from support.ports import free_port
 from support.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]

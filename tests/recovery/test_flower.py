@@ -1,19 +1,13 @@
 """Flower, started with its usual command, shows tasks, states and failures, and no arguments."""
 
 import json
-import socket
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 from support.cluster import BIN, cluster_in
+from support.ports import free_port
 from support.waiting import HANG_S, wait_until
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def get(port: int, path: str) -> Any:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -13,6 +12,7 @@ from typing import Any
 
 from support.cluster import Process
 from support.documents import ROOT, Page
+from support.ports import free_port
 from support.waiting import wait_until
 
 PAGE = Page(ROOT / "docs" / "engines.md")
@@ -154,12 +154,6 @@ class VllmServer(AnyEngine):
             assert done.returncode == 0, f"{command}: {done.stderr}\n{self.process.text[-2000:]}"
             assert '"success":false' not in done.stdout, f"{command}: {done.stdout}"
         self.weights = weights
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def serve_command() -> list[str]:
