@@ -84,11 +84,10 @@ class EngineClient(EngineConnection):
             replica = self.replicas.choose(preferred, failed=failed)
             try:
                 with replica.busy():  # from the choice on: requests that wait for a poll count for the next choice
-                    version = await self.replicas.before(replica)
-                    if refusal := self.replicas.refusal(replica):
-                        raise EngineUnreachable(refusal)
+                    asked = await self.replicas.ask(replica)
                     started = time.monotonic()
-                    value = await self._send_once(replica, request, read, attempts=retries.attempts)
+                    with asked.sending():
+                        value = await self._send_once(replica, request, read, attempts=retries.attempts)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 raise_if_out_of_descriptors(error)
                 replica.mark_unreachable()
@@ -110,7 +109,7 @@ class EngineClient(EngineConnection):
                 return Response(
                     value=value,
                     replica=replica,
-                    version=request.version or version,
+                    version=request.version or asked.version,
                     answered_at=None if request.version else self.replicas.answered_at(),
                     seconds=time.monotonic() - started,
                     failures=retries.failures,

@@ -9,7 +9,8 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from penstock.engines.load import Load
@@ -34,6 +35,10 @@ PROCESSES_KEPT = 64  # more servers than stand behind one address
 # A queued request counts as several running ones: it waits until one of them ends. So a large replica that runs all its
 # requests is chosen before a small one with a queue.
 QUEUED_WEIGHT = 5
+
+
+CONNECTED = ContextVar[Callable[[], Awaitable[None]] | None]("CONNECTED", default=None)
+"""Awaited before a request is sent on a new connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +234,28 @@ class Replica:
         self._highest = max(self._highest, version)
 
 
+class Asked:
+    """What a replica said before a request. `transport` asks again once the request has a new connection: since the
+    last poll, another process may have started at this address, with other weights. A connection that is used again
+    leads to the process that was asked then."""
+
+    def __init__(self, replicas: "Replicas", replica: Replica, version: SaidVersion) -> None:
+        self._replicas = replicas
+        self._replica = replica
+        self.version = version
+
+    @contextlib.contextmanager
+    def sending(self) -> Generator[None]:
+        token = CONNECTED.set(self._connected)
+        try:
+            yield
+        finally:
+            CONNECTED.reset(token)
+
+    async def _connected(self) -> None:
+        self.version = await self._replicas.version_now(self._replica)
+
+
 class Replicas:
     def __init__(self, urls: Sequence[str], *, reported: bool = False, lora: bool = False) -> None:
         """`reported`: whether replicas are polled for their versions. `lora`: whether a request names the version."""
@@ -276,17 +303,40 @@ class Replicas:
             self._ordered_at = time.monotonic()
         self.orders = orders
 
+    async def ask(self, replica: Replica) -> Asked:
+        """The replica's version before a request. EngineUnreachable if it may not serve."""
+        return Asked(self, replica, self._unless_refused(replica, await self.before(replica)))
+
     async def before(self, replica: Replica) -> SaidVersion:
         """The replica's version before a request. Waits for a poll only if there was none, or if the replica was behind
         in all polls before the newest version became known here."""
-        if not self._reported:
-            return SaidVersion(self.orders.version, exact=False)
         for _ in range(2):  # the poll under way may have begun before the orders came
-            if not self._must_ask(replica):
+            if not self._reported or not self._must_ask(replica):
                 break
             await replica.polled(within_s=FIRST_POLL_S)
+        return self._last_said(replica)
+
+    async def version_now(self, replica: Replica) -> SaidVersion:
+        """By a poll that begins now. EngineUnreachable if the replica may not serve."""
+        called_at = time.monotonic()
+        for _ in range(2):  # the poll under way began before
+            if not self._reported or (replica.answers and replica.answers[-1].last_began >= called_at):
+                break
+            await replica.polled(within_s=FIRST_POLL_S)
+        return self._unless_refused(replica, self._last_said(replica, since=called_at))
+
+    def _last_said(self, replica: Replica, *, since: float = -math.inf) -> SaidVersion:
+        """Not exact if it may hold no longer, or is older than `since`."""
+        if not self._reported:
+            return SaidVersion(self.orders.version, exact=False)
         said = self._said(replica, replica.label)
-        return SaidVersion(said.version, exact=said.exact and not replica.doubted)
+        holds = not replica.doubted and replica.answers[-1].last_began >= since
+        return SaidVersion(said.version, exact=said.exact and holds)
+
+    def _unless_refused(self, replica: Replica, version: SaidVersion) -> SaidVersion:
+        if refusal := self.refusal(replica):
+            raise EngineUnreachable(refusal)
+        return version
 
     async def adapter(self) -> WeightLabel | None:
         """The newest LoRA adapter that every replica that may serve has; None before the first, or without LoRA."""

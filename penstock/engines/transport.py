@@ -30,7 +30,7 @@ from multidict import CIMultiDict
 from penstock.config.engine import Engine
 from penstock.engines.control import EngineControl, LoadPoller, VersionPoller
 from penstock.engines.receiver import READ_BYTES, Buffers, attach, is_new, receiver_of
-from penstock.engines.replicas import Replica, Replicas
+from penstock.engines.replicas import CONNECTED, Replica, Replicas
 from penstock.errors import ConfigError, InfrastructureFailure, Upstream
 from penstock.runtime.offload import cores
 from penstock.turn import Body
@@ -172,10 +172,13 @@ class IdleConnector(aiohttp.TCPConnector):
         alone = req.headers.get(hdrs.CONNECTION) == CLOSE
         for _ in range(self.limit + 1):
             connection = await super().connect(req, traces, timeout)
+            new = connection.protocol not in self._reusable
             if not self._may_carry(connection, alone=alone):
                 connection.close()
             elif not _has_input(connection):
                 attach(connection, self._scratch)
+                if new:
+                    await _connected(connection)
                 return connection
             else:
                 connection.close()
@@ -185,10 +188,18 @@ class IdleConnector(aiohttp.TCPConnector):
     def _may_carry(self, connection: aiohttp.connector.Connection, *, alone: bool) -> bool:
         if connection.protocol is None:
             return False
-        new = connection.protocol not in self._reusable
-        may_carry = new or (self._reusable[connection.protocol] and not alone)
+        reusable = self._reusable.get(connection.protocol)
         self._reusable[connection.protocol] = not alone
-        return may_carry
+        return reusable is None or (reusable and not alone)
+
+
+async def _connected(connection: aiohttp.connector.Connection) -> None:
+    if connected := CONNECTED.get():
+        try:
+            await connected()
+        except BaseException:
+            connection.close()
+            raise
 
 
 class UnansweredRequest(aiohttp.ClientRequest):

@@ -17,7 +17,7 @@ import aiohttp
 from yarl import URL
 
 from penstock.engines.dialects.base import Dialect
-from penstock.engines.replicas import Replica
+from penstock.engines.replicas import Asked, Replica
 from penstock.engines.transport import (
     NAME_HEADER,
     UNREACHABLE,
@@ -31,7 +31,7 @@ from penstock.engines.transport import (
     receive,
     sendable,
 )
-from penstock.errors import InfrastructureFailure, Upstream
+from penstock.errors import EngineUnreachable, InfrastructureFailure, Upstream
 from penstock.turn import Body, SaidVersion
 
 logger = logging.getLogger("penstock.sessions")
@@ -126,13 +126,15 @@ class Backend(EngineConnection):
             self._names.check(response.replica, response.name, response.head)
 
     async def _receive(self, replica: Replica, request: EngineRequest, reservation: Reservation) -> EngineResponse:
-        version = await self.replicas.before(replica)
-        if refusal := self.replicas.refusal(replica):
-            raise NotTaken(f"{UNREACHABLE}: {refusal}")
-        response = await self._exchange(replica, request, reservation, version)
-        if response.status != OK and response.name and replica.names_requests and not _is_named(response):
-            # Errors have no name: on a connection that was used before, this may be another request's.
-            response = await self._exchange(replica, request, reservation, version, alone=True)
+        try:
+            asked = await self.replicas.ask(replica)
+            with asked.sending():
+                response = await self._exchange(replica, request, reservation, asked)
+                if response.status != OK and response.name and replica.names_requests and not _is_named(response):
+                    # Errors have no name: on a connection that was used before, this may be another request's.
+                    response = await self._exchange(replica, request, reservation, asked, alone=True)
+        except EngineUnreachable as error:
+            raise NotTaken(f"{UNREACHABLE}: {error}") from error
         return response
 
     async def _exchange(
@@ -140,7 +142,7 @@ class Backend(EngineConnection):
         replica: Replica,
         request: EngineRequest,
         reservation: Reservation,
-        version: SaidVersion,
+        asked: Asked,
         *,
         alone: bool = False,
     ) -> EngineResponse:
@@ -173,7 +175,7 @@ class Backend(EngineConnection):
             name=name,
             head=head_of(chunks),
             replica=replica,
-            version=request.version or version,
+            version=request.version or asked.version,
             answered_at=None if request.version else self.replicas.answered_at(),
             seconds=time.monotonic() - started,
         )

@@ -142,7 +142,7 @@ def test_a_replica_whose_update_fails_is_named_and_serves_nothing_until_one_succ
         reader.publish_policy(1, weights=tmp_path / "weights" / "version_1")
         cluster.wait_waiting_for(f"{engines.urls[0]} could not be updated and serves nothing: version 1 from")
         assert "cannot load weights from" in str(cluster.status()["waiting_for"])
-        assert not cluster.status()["replicas"][engines.urls[0]]["serves"]
+        wait_until(lambda: not cluster.status()["replicas"][engines.urls[0]]["serves"], what="a poll after the failure")
         assert labels(cluster) == {"failed 1"}
         write_weights(tmp_path, 1)
         second = next(reader)

@@ -14,7 +14,7 @@ from support.engine_responses import request_info
 from support.upstream import ReceivedRequest, Respond, Response, Server, answer, serving, user
 from support.waiting import wait_until_async
 
-from penstock.engines import transport
+from penstock.engines import control, transport
 from penstock.engines.client import ON_LOOP_BYTES, EngineClient, Request
 from penstock.engines.dialects import load_dialect
 from penstock.engines.replicas import Orders
@@ -225,6 +225,37 @@ def test_a_version_is_what_the_replica_says_before_and_after() -> None:
                 assert response.answered_at is not None
                 after = await client.replicas.after(server.url, 4, response.answered_at)
                 assert after == SaidVersion(5, exact=True)
+
+    run(main)
+
+
+def test_a_replica_that_restarted_between_two_polls_is_asked_before_its_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the process before it said does not hold: it has the weights that it was started with."""
+    monkeypatch.setattr(control, "POLL_S", 600.0)
+
+    async def main() -> None:
+        with serving(hello) as server:
+            server.weights = "4"
+            async with client_of(server.url) as client:
+                assert (await client.send(REQUEST, content_of)).version == SaidVersion(4, exact=True)
+                server.stop()
+                server.weights = "default"
+                server.start()
+                assert (await client.send(REQUEST, content_of)).version.version == 0
+                server.stop()
+                server.weights = "4"
+                server.start()
+                client.replicas.follow(Orders(run="r", sequence=1, version=4))
+                assert (await client.send(REQUEST, content_of)).version == SaidVersion(4, exact=True)
+                server.stop()
+                server.weights = "default"
+                server.start()
+                asked = len(server.received)
+                with pytest.raises(EngineUnreachable, match="gone back from version 4 to 'default': it has restarted"):
+                    await client.send(REQUEST, content_of)
+                assert len(server.received) == asked
 
     run(main)
 
