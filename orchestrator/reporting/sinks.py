@@ -41,33 +41,57 @@ class Sinks:
         if not self._wanted:
             yield
             return
-        task = asyncio.create_task(self._run())
+        ended = asyncio.Event()
+        task = asyncio.create_task(self._run(ended))
         try:
             yield
             self._patience_s = FINISH_S
         finally:
-            task.cancel()
+            ended.set()  # instead of a cancellation: that would kill a process that is being started
             await asyncio.wait([task])
 
-    async def _run(self) -> None:
+    async def _run(self, ended: asyncio.Event) -> None:
         while True:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=PIPE,
-                stdout=DEVNULL,
-                stderr=PIPE,
-                env=self._environment,
-            )
-            try:
-                words = await _last_words(process)
-            except asyncio.CancelledError:
-                await _finish(process, self._patience_s)
-                raise
+            words = await self._send(ended)
             names = ", ".join(self._wanted)
-            self.notes = [f"steps are not sent to {names} ({words}); metrics.jsonl has them, and they are sent later"]
-            logger.error("action=sinks_failed sinks=%s error=%s", names, words)
-            await asyncio.sleep(RETRY_S)
+            if words:
+                self.notes = [
+                    f"steps are not sent to {names} ({words}); metrics.jsonl has them, and they are sent later"
+                ]
+                logger.error("action=sinks_failed sinks=%s error=%s", names, words)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S):
+                    await ended.wait()
+                return
             self.notes = []
+
+    async def _send(self, ended: asyncio.Event) -> str | None:
+        """From a process of its own until it fails, or until the run has ended and the last lines are sent. Why it
+        failed."""
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=PIPE,
+            stdout=DEVNULL,
+            stderr=PIPE,
+            env=self._environment,
+        )
+        assert process.stdin
+        words, end = asyncio.create_task(_last_words(process)), asyncio.create_task(ended.wait())
+        try:
+            await asyncio.wait([words, end], return_when=asyncio.FIRST_COMPLETED)
+            if not words.done():
+                process.stdin.close()
+                await asyncio.wait([words], timeout=self._patience_s)
+            if words.done():
+                return None if ended.is_set() and process.returncode == 0 else words.result()
+            logger.warning("action=sinks_killed after_s=%g", self._patience_s)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            return None
+        finally:
+            words.cancel()
+            end.cancel()
 
 
 async def _last_words(process: Process) -> str:
@@ -78,16 +102,3 @@ async def _last_words(process: Process) -> str:
         kept = (kept + part)[-WORDS_MOST:]
     await process.wait()
     return kept.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {process.returncode}"
-
-
-async def _finish(process: Process, patience_s: float) -> None:
-    assert process.stdin
-    process.stdin.close()
-    try:
-        async with asyncio.timeout(patience_s):
-            await _last_words(process)
-    except TimeoutError:
-        logger.warning("action=sinks_killed after_s=%g", patience_s)
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()

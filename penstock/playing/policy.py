@@ -268,15 +268,24 @@ def _classified_failures() -> Generator[None]:
 
 
 def _joined(first: Exchanged, rest: Exchanged) -> Exchanged:
-    """Where the answers do not state the versions of their tokens, those of the parts are a range."""
+    """Parts that state no versions of their tokens are like one response: if their replica said the same before each,
+    what it says after the last decides. Otherwise, or if other weights may have been between them, theirs are a range.
+    """
     turn, parts = joined(first.value[0], rest.value[0]), (first, rest)
     stated = [part.value[0].version for part in parts if part.value[0].version is not None]
     before = [part.version.version for part in parts]
+    exact = all(part.version.exact for part in parts) and len({*before, *stated}) == 1 and _same_server(first, rest)
     return replace(
         rest,
-        value=(structs.replace(turn, version=max(before + stated)), None),
-        version=SaidVersion(min(before), exact=False),
+        value=(structs.replace(turn, version=rest.value[0].version if exact else max(before + stated)), None),
+        version=SaidVersion(min(before), exact=exact),
     )
+
+
+def _same_server(first: Exchanged, rest: Exchanged) -> bool:
+    """One replica, which cannot have restarted in between: nothing has failed there since the first response."""
+    since = first.answered_at
+    return first.replica is rest.replica and (since is None or first.replica.doubted_at < since)
 
 
 def _with_message(turn: Turn) -> tuple[Turn, Message | None]:

@@ -18,6 +18,7 @@ from support import alignment
 from support.engine_clients import run
 from support.stores import run_store
 from support.vllm_server import AnyEngine
+from support.waiting import unless_failed
 from tasks.player import Player
 
 ENVIRONMENT = "tests.support.vllm_environments:Dialogue"
@@ -115,7 +116,7 @@ class Table:
                 playing = [asyncio.create_task(player.play(job, f"{job.sequence:08x}")) for job in jobs]
                 try:
                     if meanwhile:
-                        await meanwhile()
+                        await unless_failed(meanwhile(), playing)
                     results.extend(await asyncio.gather(*playing))
                 finally:
                     for task in playing:

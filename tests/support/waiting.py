@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -36,6 +36,26 @@ async def wait_until_async(
         if time.monotonic() > deadline:
             raise AssertionError(_timed_out(predicate, value, timeout_s, what))
         await asyncio.sleep(POLL_S)
+
+
+async def unless_failed(work: Awaitable[T], others: Sequence["asyncio.Task[Any]"]) -> T:
+    """The result of `work`, or the first exception of the tasks that run meanwhile: it waits for nothing that a failed
+    task would have done. If `work` fails, its error names the tasks that had ended."""
+    working = asyncio.ensure_future(work)
+    try:
+        running: set[asyncio.Future[Any]] = {working, *others}
+        while not working.done():
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {working}:
+                task.result()
+        return await working
+    except Exception as error:
+        for task in others:
+            if task.done() and not task.cancelled() and not task.exception():
+                error.add_note(f"ended before: {task.result()!r}")
+        raise
+    finally:
+        working.cancel()
 
 
 def _timed_out(predicate: Callable[[], object], value: object, timeout_s: float, what: str) -> str:

@@ -10,7 +10,7 @@ from support.waiting import wait_until, wait_until_async
 
 from penstock.errors import InfrastructureFailure
 
-RUNNING = "vllm:num_requests_running"
+RUNNING, TOKENS = "vllm:num_requests_running", "vllm:generation_tokens_total"
 
 
 def test_a_turn_is_what_the_engine_sampled(table: Table) -> None:
@@ -85,11 +85,13 @@ def test_tools_are_called_and_answered(table: Table) -> None:
 def test_requests_are_cancelled_with_their_rollouts(table: Table, engine: AnyEngine) -> None:
     """A rollout that is cancelled closes its connection, and the engine aborts the request."""
 
-    async def running() -> bool:
-        return await asyncio.to_thread(engine.metric, RUNNING) > 0
+    before = engine.metric(TOKENS)
+
+    async def generating() -> bool:
+        return await asyncio.to_thread(engine.metric, TOKENS) > before
 
     async def cancel() -> None:
-        await wait_until_async(running)
+        await wait_until_async(generating)
         raise KeyError
 
     long = {"max_tokens": 2000, "ignore_eos": True}

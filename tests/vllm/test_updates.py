@@ -14,9 +14,10 @@ UNENDING = {"ignore_eos": True}
 TOKENS = "vllm:generation_tokens_total"
 
 
-async def generated(server: VllmServer, tokens: int) -> None:
-    """Wait until the engine has sampled this many more tokens."""
-    before = await asyncio.to_thread(server.metric, TOKENS)
+async def generated(server: VllmServer, tokens: int, *, since: float | None = None) -> None:
+    """Wait until the engine has sampled this many more tokens than now, or than `since`: a count from before the play,
+    if the play may be over before it is counted here."""
+    before = await asyncio.to_thread(server.metric, TOKENS) if since is None else since
 
     async def enough() -> bool:
         return await asyncio.to_thread(server.metric, TOKENS) >= before + tokens
@@ -74,10 +75,11 @@ def test_aborted_chats_are_asked_again(
     table: Table, server: VllmServer, aligned: Callable[..., Alignment], path: str
 ) -> None:
     async def abort() -> None:
-        await generated(server, 30)
+        await generated(server, 30, since=before)
         await asyncio.to_thread(server.post, path, {})
         await asyncio.to_thread(server.post, "/resume")
 
+    before = server.metric(TOKENS)
     played = table.play(4, sampling=LONG, more={**PLAIN, **UNENDING}, meanwhile=abort)
     assert [each.finish_reasons for each in played] == [["length"]] * 4
     assert [len(each.completions[0]) for each in played] == [LONG["max_tokens"]] * 4
@@ -88,14 +90,15 @@ def test_aborted_completions_of_tokens_are_continued(
     generating: Table, server: VllmServer, aligned: Callable[..., Alignment]
 ) -> None:
     async def abort() -> None:
-        for _ in range(2):
-            await generated(server, 60)
+        for tokens in (60, 120):
+            await generated(server, tokens, since=before)
             await asyncio.to_thread(server.post, "/abort_requests", {})
 
-    before, limit = server.metric(TOKENS), 400  # in all 1,600 tokens: not over before the second abort
+    before, limit = server.metric(TOKENS), 1000  # seconds of sampling, of which the first abort needs a little
     played = generating.play(4, sampling={"max_tokens": limit}, more=UNENDING, meanwhile=abort)
     assert [len(each.completions[0]) for each in played] == [limit] * 4
     assert server.metric(TOKENS) - before < 4 * limit + 40, "sampled twice"
+    assert any(each.result.metrics["engine_aborts"] for each in played), "over before the first abort"
     aligned(played)
 
 

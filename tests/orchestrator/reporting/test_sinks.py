@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 from support.ledgers import configured
-from support.waiting import wait_until_async
+from support.waiting import HANG_S, wait_until_async
 
+from orchestrator.reporting import sinks as reporting_sinks
 from orchestrator.reporting.sinks import Sinks
 
 
@@ -26,26 +27,63 @@ def test_a_sink_whose_package_is_missing_costs_the_run_nothing_and_sees_no_secre
     asyncio.run(run())
 
 
-def test_the_last_line_is_sent_before_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a stand-in for TensorBoard was given; a value of -1 makes it fail."""
     (tmp_path / "run.json").write_text("{}")
     package = """
 class SummaryWriter:
     def __init__(self, logdir): self.file = open(logdir + ".txt", "w")
-    def add_scalar(self, key, value, step, walltime=None): print(step, key, value, file=self.file)
+    def add_scalar(self, key, value, step, walltime=None):
+        if value == -1: raise ConnectionError("refused")
+        print(step, key, value, file=self.file)
     def flush(self): self.file.flush()
     def close(self): self.file.close()
 """
     (tmp_path / "tensorboardX.py").write_text(package)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    sinks = Sinks(configured(run_dir=str(tmp_path), metrics={"sinks": ["tensorboard"]}), "0123456789ab")
+    monkeypatch.setattr(reporting_sinks, "FINISH_S", HANG_S)
+    return tmp_path / "tensorboard.txt"
 
+
+def sinks_of(tensorboard: Path) -> Sinks:
+    return Sinks(configured(run_dir=str(tensorboard.parent), metrics={"sinks": ["tensorboard"]}), "0123456789ab")
+
+
+def test_the_last_line_is_sent_before_a_run_ends(tensorboard: Path) -> None:
     async def run() -> None:
-        async with sinks.sending():
-            await wait_until_async((tmp_path / "tensorboard.txt").exists)
-            (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward_mean": 0.5}\n')
+        async with sinks_of(tensorboard).sending():
+            await wait_until_async(tensorboard.exists)
+            tensorboard.with_name("metrics.jsonl").write_text('{"step": 0, "reward_mean": 0.5}\n')
 
     asyncio.run(run())
-    assert (tmp_path / "tensorboard.txt").read_text() == "0 reward_mean 0.5\n"
+    assert tensorboard.read_text() == "0 reward_mean 0.5\n"
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_the_last_line_is_sent_if_the_run_ends_while_the_process_starts(tensorboard: Path, turns: int) -> None:
+    """The process may have opened its sinks before the loop, on a busy machine, has connected its pipes."""
+
+    async def run() -> None:
+        async with sinks_of(tensorboard).sending():
+            tensorboard.with_name("metrics.jsonl").write_text('{"step": 0, "reward_mean": 0.5}\n')
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert tensorboard.read_text() == "0 reward_mean 0.5\n"
+
+
+def test_a_sink_that_fails_at_the_last_line_is_named_in_the_log(
+    tensorboard: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with sinks_of(tensorboard).sending():
+            await wait_until_async(tensorboard.exists)
+            tensorboard.with_name("metrics.jsonl").write_text('{"step": 0, "reward_mean": -1}\n')
+
+    asyncio.run(run())
+    assert "action=sinks_failed sinks=tensorboard error=ConnectionError: refused" in caplog.text
 
 
 def test_without_sinks_no_process_is_started(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Completions that the engine aborts: continued where tokens are sent, asked for again elsewhere, never recorded."""
 
 import contextlib
+import itertools
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,16 @@ from support.engine_clients import assert_idle, quick_engine, run
 from support.engine_responses import compact
 from support.real_responses import Json, sglang_chat, vllm_chat, vllm_generate
 from support.stores import directory_store
-from support.upstream import Bytes, ReceivedRequest, Response, prompt_ids, serving, user
+from support.upstream import Bytes, ReceivedRequest, Response, Server, prompt_ids, serving, user
 
 from penstock.config.engine import Policy, Sampling
 from penstock.engines.client import EngineClient
 from penstock.engines.continuation import MAX_CONTINUATIONS, can_continue
 from penstock.engines.dialects import Prompt, dialect_of
+from penstock.engines.replicas import Replicas
 from penstock.errors import InfrastructureFailure
 from penstock.playing.policy import RecordedPolicy
-from penstock.recording import Mode, Session, SessionSettings
+from penstock.recording import Mode, Sealed, Session, SessionSettings
 from penstock.store.columns import read_columns
 from penstock.store.experts import Experts
 
@@ -76,12 +79,19 @@ async def recorded_policy(
 ) -> AsyncIterator[tuple[RecordedPolicy, Session]]:
     config, renderer = quick_engine(url, dialect=dialect, **engine), None if dialect == "vllm" else Bytes()
     mode = Mode.OPEN if dialect == "vllm" else Mode.LINEAR
-    recording = SessionSettings(session="s1", key="rollouts/r1/1.aa", rollout="r1", attempt=1, mode=mode)
     async with EngineClient.open(config) as client:
-        session = await Session.start(directory_store(root), recording, route_format=config.route_format)
-        settings = Policy(sampling=sampling or Sampling(), seeded=True)
-        yield RecordedPolicy(client, session, settings, dialect_of(config, renderer=renderer)), session
+        yield await policy_of(client, root, mode, renderer, sampling)
         assert_idle(client)
+
+
+async def policy_of(
+    client: EngineClient, root: Path, mode: Mode, renderer: Bytes | None, sampling: Sampling | None = None
+) -> tuple[RecordedPolicy, Session]:
+    config = client.settings
+    recording = SessionSettings(session="s1", key="rollouts/r1/1.aa", rollout="r1", attempt=1, mode=mode)
+    session = await Session.start(directory_store(root), recording, route_format=config.route_format)
+    settings = Policy(sampling=sampling or Sampling(), seeded=True)
+    return RecordedPolicy(client, session, settings, dialect_of(config, renderer=renderer)), session
 
 
 @pytest.mark.parametrize("rows_in_aborted", [False, True], ids=["", "rows in aborted parts"])
@@ -133,7 +143,7 @@ def test_each_part_keeps_the_version_that_sampled_it(tmp_path: Path, dialect: st
     run(main)
 
 
-def test_parts_whose_answers_state_no_versions_are_never_exact(tmp_path: Path) -> None:
+def test_parts_that_state_different_versions_are_not_exact(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(aborting("sglang", [5], routed=False, spans=False)) as server:
             async with recorded_policy(tmp_path, server.url, "sglang") as (policy, session):
@@ -144,6 +154,73 @@ def test_parts_whose_answers_state_no_versions_are_never_exact(tmp_path: Path) -
         assert turns.version_first[0] <= 7
 
     run(main)
+
+
+def test_parts_without_versions_are_exact_if_the_replica_says_the_same_before_and_after(tmp_path: Path) -> None:
+    sealed = played_in_parts(tmp_path)
+    assert (sealed.version_first, sealed.version_last, sealed.inexact_tokens) == (4, 4, 0)
+
+
+@pytest.mark.parametrize("request_number", range(3))
+def test_parts_without_versions_are_a_range_across_an_update(tmp_path: Path, request_number: int) -> None:
+    def update(number: int, servers: list[Server], _: Replicas) -> None:
+        if number == request_number:
+            servers[0].weights = "5"
+
+    sealed = played_in_parts(tmp_path, update)
+    assert (sealed.version_first, sealed.version_last, sealed.inexact_tokens) == (4, 5, len(ANSWER))
+
+
+def test_parts_without_versions_are_not_exact_if_the_replica_may_have_restarted_between_them(tmp_path: Path) -> None:
+    def fail(number: int, _: list[Server], replicas: Replicas) -> None:
+        if number == 1:
+            replicas.all[0].doubt()
+
+    sealed = played_in_parts(tmp_path, fail)
+    assert (sealed.version_first, sealed.version_last, sealed.inexact_tokens) == (4, 4, len(ANSWER))
+
+
+def test_parts_without_versions_are_not_exact_if_two_replicas_sampled_them(tmp_path: Path) -> None:
+    def leave(number: int, servers: list[Server], replicas: Replicas) -> None:
+        if number == 0:
+            (asked,) = [replica for replica in replicas.all if replica.in_flight]
+            asked.unreachable_at = time.monotonic()
+        elif number == 1:
+            assert all(server.received for server in servers)
+
+    sealed = played_in_parts(tmp_path, leave, replicas=2)
+    assert (sealed.version_first, sealed.version_last, sealed.inexact_tokens) == (4, 4, len(ANSWER))
+
+
+def played_in_parts(
+    root: Path,
+    at_request: Callable[[int, list[Server], Replicas], None] = lambda *_: None,
+    *,
+    replicas: int = 1,
+) -> Sealed:
+    """ANSWER in three parts that state no versions, by replicas that say that theirs is 4. `at_request` is called with
+    the number of each request before it is answered."""
+    answer = aborting("generate", [5, 4], routed=False, spans=False)
+    numbers, clients, sealed = itertools.count(), list[EngineClient](), list[Sealed]()
+
+    def respond(request: ReceivedRequest) -> Response:
+        at_request(next(numbers), servers, clients[0].replicas)
+        return answer(request)
+
+    async def main() -> None:
+        config = quick_engine(*(server.url for server in servers), dialect="generate")
+        async with EngineClient.open(config) as client:
+            clients.append(client)
+            policy, session = await policy_of(client, root, Mode.LINEAR, Bytes())
+            assert (await policy.chat([user("what?")])).message["content"] == ANSWER.decode()
+            sealed.append(await session.seal(version_after=client.replicas.after))
+
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(serving(respond)) for _ in range(replicas)]
+        for server in servers:
+            server.weights = "4"
+        run(main)
+    return sealed[0]
 
 
 def test_routed_rows_are_never_requested_from_behind_the_prompt(tmp_path: Path) -> None:
