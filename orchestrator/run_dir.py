@@ -74,7 +74,8 @@ def begin_or_resume(config: RunConfig) -> str:
             store.tidy(folder)
     with Reported(f"remove incomplete files of {config.run_dir}"):
         atomic.sweep(config.run_dir)
-        atomic.sweep(config.run_dir / "trainer", "run.json")  # the other files there are the trainer's
+        for name in ("run.json", "start.json"):  # the other files there are the trainer's
+            atomic.sweep(config.run_dir / "trainer", name)
     return content["run"]
 
 

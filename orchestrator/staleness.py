@@ -1,7 +1,7 @@
 """Applies the rule of `filters.stale` to the ledger's records, against the newest policy version."""
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import RolloutRecord
+from orchestrator.ledger.records import START, RolloutRecord
 from penstock.config import RunConfig
 from penstock.filters import Mode, is_stale
 
@@ -14,7 +14,12 @@ class Staleness:
 
     def drops(self, version_first: int) -> bool:
         """Whether a rollout whose lowest version is `version_first` is dropped now. Only mode "drop" drops, and
-        `trainer.max_steps_ahead = 0`, which leaves nothing of an older version."""
+        `trainer.max_steps_ahead = 0`, which leaves nothing of an older version; and a trainer whose first weights have
+        a lower number than those that the engine had."""
+        if not self._ledger.number("steps_delivered"):
+            start = self._ledger.number(START)
+            if self._ledger.number("policy_version") < start <= version_first:
+                return True
         return (self._strict or self._rule.mode is Mode.DROP) and is_stale(
             version_first=version_first,
             version_now=self._ledger.number("policy_version"),

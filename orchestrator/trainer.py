@@ -8,11 +8,14 @@ from dataclasses import replace
 from functools import partial
 
 from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import START
 from penstock.batches import RunStatus, TrainerState, read_trainer, write_status
 from penstock.batches.prime_rl_directory import LAYOUTS, accept_broadcasts, read_broadcasts
+from penstock.batches.signals import StartVersion, write_start
 from penstock.config import RunConfig
 from penstock.config.run import Trainer as TrainerSettings
-from penstock.errors import BatchError, BlobUnwritten
+from penstock.engines.control import reload_advice
+from penstock.errors import BatchError, BlobUnwritten, RunError
 from penstock.runtime.offload import in_io_thread, to_its_end_in_io_thread
 
 logger = logging.getLogger("penstock.trainer")
@@ -44,6 +47,7 @@ class Trainer:
         self._run_dir = config.run_dir
         self._read = partial(trainer_state, config, accept=accept)
         self._settings = config.trainer
+        self._engine = config.engine
         layout = LAYOUTS.get(config.batch.format)
         self._handshake = layout is not None and layout.handshake
         self._progress_s: float | None = None
@@ -54,6 +58,7 @@ class Trainer:
         self.holds_update: Callable[[], bool] = lambda: False
         """whether weights that the run loads must wait: evaluations of the present version are open"""
         self._written: RunStatus | None = None
+        self._start_written = False
         self._awaited_since: float | None = None
         """since when sealing waits for an acknowledgement"""
         self._unreadable: str | None = None
@@ -63,7 +68,7 @@ class Trainer:
 
     async def read(self) -> None:
         """Apply new acknowledgements and a new policy version, which is lower when a trainer resumes from an older
-        checkpoint."""
+        checkpoint. RunError if the first one is below the run's start version."""
         try:
             state = await in_io_thread(self._read)
         except (BatchError, OSError) as error:
@@ -73,6 +78,8 @@ class Trainer:
             return
         self._unreadable = None
         state = self._without_held_policy(state)
+        if state.policy and not self._ledger.number(PUBLISHED):
+            self._check_first(state.policy.version)
         if state.policy and state.policy.version != self._ledger.number("policy_version"):
             self._ledger.set("policy_version", state.policy.version)
         if state.policy and not self._ledger.number(PUBLISHED):
@@ -91,6 +98,20 @@ class Trainer:
         """A newer version is taken when nothing needs the present weights any more."""
         new = state.policy and state.policy.version != self._ledger.number("policy_version")
         return replace(state, policy=self.state.policy) if new and self.holds_update() else state
+
+    def _check_first(self, version: int) -> None:
+        """A trainer may publish the weights that it begins with, under a lower number, before a step is composed. Later
+        it has trained on what other weights sampled, and counts otherwise than the engine."""
+        start = self._ledger.number(START)
+        if version >= start or not (self._ledger.number("steps_delivered") or self._ledger.batches):
+            return
+        raise RunError(
+            f"the trainer's first publication is version {version}, and the run started with version {start}, which "
+            "the engine reported: its first step was sampled by those weights. If the trainer continues from them, let "
+            f"it count on from {start}: publish_policy(reader.start_version + batch.step + 1), and start it before the "
+            f"run. If it begins with other weights, {reload_advice(self._engine)}; then start a new run with another "
+            "run_dir"
+        )
 
     @property
     def published(self) -> bool:
@@ -166,9 +187,13 @@ class Trainer:
     async def write_status(self, why: str, *, ended: bool = False) -> None:
         """`why` is what a waiting trainer raises when its time-out ends."""
         status = RunStatus(why=why, ended=ended, last_step=self._ledger.number("steps_delivered") - 1)
-        if status == self._written:
+        start = self._ledger.number(START)
+        if status == self._written and self._start_written == bool(start):
             return
         try:
+            if start and not self._start_written:
+                await to_its_end_in_io_thread(write_start, self._run_dir, StartVersion(version=start))
+                self._start_written = True
             await to_its_end_in_io_thread(write_status, self._run_dir, status)
         except BlobUnwritten as error:
             if self._unwritable is None:

@@ -12,9 +12,10 @@ from typing import Any
 from orchestrator.composer import COMPOSED_STEP, COMPOSED_VERSION
 from orchestrator.engine.abandoned_weights import AbandonedWeights
 from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import START
 from orchestrator.trainer import Trainer
 from penstock.config import RunConfig
-from penstock.engines.control import START_VERSION, EngineControl, Replica, VersionPoller
+from penstock.engines.control import START_VERSION, EngineControl, Replica, VersionPoller, reload_advice
 from penstock.errors import RunError
 
 logger = logging.getLogger("penstock.replicas")
@@ -107,6 +108,19 @@ class ReplicaWatch:
         ]
         return [*self._refused.values(), *routers, *([awaited] if awaited else [])]
 
+    @property
+    def notes(self) -> list[str]:
+        """About weights that were in the engine before this run."""
+        if not (start := self._ledger.number(START)) or self._trainer.published:
+            return []
+        note = (
+            f"the engine has weights that are called by a number, so the run starts with version {start}. A trainer "
+            f"that continues from them publishes version {start + 1} next: publish_policy(reader.start_version + "
+            f"batch.step + 1). If it begins with other weights, stop the run, {reload_advice(self._settings)}, and "
+            "start a new run with another run_dir"
+        )
+        return [note]
+
     def status(self) -> dict[str, Any]:
         return {
             replica.url: {
@@ -176,8 +190,12 @@ class ReplicaWatch:
         if self._trainer.published or self._ledger.number("policy_version") > START_VERSION:
             return
         said = [replica.label.version for replica in self.all if replica.label and replica.label.numbered]
-        if max(said, default=START_VERSION) > START_VERSION:
-            self._ledger.set("policy_version", max(said))
+        if (start := max(said, default=START_VERSION)) == START_VERSION:
+            return
+        self._ledger.set("policy_version", start)
+        if not self._ledger.number("steps_delivered"):  # later it is a trainer that has loaded and not yet published
+            self._ledger.set(START, start)
+            logger.warning("action=start_version %s", *self.notes)
 
     def _refuse_other_runs(self) -> None:
         for replica in self.all:
@@ -185,8 +203,7 @@ class ReplicaWatch:
             if label and label.run not in (None, self._run):
                 raise RunError(
                     f"{replica.url} has weights that run {label.run} loaded ({label.text!r}): two runs cannot load "
-                    "weights into one engine. If that run has ended, restart the engine, or name its weights "
-                    '"default" (POST /update_weight_version)'
+                    f"weights into one engine. If that run has ended, {reload_advice(self._settings)}"
                 )
 
     def _stop_without_versions(self, replica: Replica) -> None:

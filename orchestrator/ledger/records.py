@@ -17,6 +17,7 @@ ADVANTAGES = "open_advantages"  # key in `meta`: JSON, open step -> rollout -> f
 OPEN_STATES = "open_estimator_states"  # key in `meta`: JSON, open step -> state of the estimator after it
 OPEN_CREDIT = "open_credit"  # key in `meta`: JSON, open step -> key of the file with the advantages of turns
 ESTIMATOR_STATE = "estimator_state"  # key in `meta`: the state after the last delivered step
+START = "start_version"  # key in `meta`: the number of the weights that the engine had before the first step
 SOLVED, UNSOLVED = 1.0, 0.0  # rewards
 
 

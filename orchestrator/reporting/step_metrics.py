@@ -27,7 +27,8 @@ def of_rollouts(groups: Sequence[GroupRecord], *, policy_version: int) -> Values
     """Of the step's rollouts."""
     played = [(group.environment, rollout) for group in groups for rollout in group.of(RolloutState.BATCHED)]
     results = [rollout.result for _, rollout in played if rollout.result]
-    staleness = [policy_version - result.version_first for result in results]
+    # A version above the newest is one that the trainer has not published yet, or has gone back from.
+    staleness = [max(0, policy_version - result.version_first) for result in results]
     return {
         "rollouts": len(played),
         "groups": len(groups),

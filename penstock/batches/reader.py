@@ -43,6 +43,7 @@ from penstock.batches.signals import (
     RankProgress,
     RunStatus,
     read_progress,
+    read_start,
     read_status,
     remove_leftovers,
     write_checkpoint,
@@ -123,6 +124,13 @@ class BatchReader:
             raise BatchError(f"ack({step}): this reader has delivered steps up to {self._delivered} only")
         self._progress = replace(self._progress, acked=max(step, self._progress.acked))
         write_progress(self._run_dir, self._progress)
+
+    @property
+    def start_version(self) -> int:
+        """The version that the engine had when the run began: 0, unless it had weights that are called by a number.
+        Read it when the first step is there. The weights of step n are version `start_version + n + 1`."""
+        start = read_start(self._run_dir)
+        return start.version if start else 0
 
     def publish_policy(self, version: int, weights: str | PathLike[str] | None = None) -> None:
         """Report that the engines have, or can load, policy `version`. Called by one rank. A relative directory is one

@@ -4,6 +4,7 @@ rank_00.json ...    by each data rank: its progress
 policy.json         by the trainer: the newest policy version and its weights
 checkpoint.json     by the trainer: the newest step that it will not read again
 run.json            by the orchestrator: what the run waits for, and whether it has ended
+start.json          by the orchestrator: the version that the engine had when the run began, if it has a number
 """
 
 import contextlib
@@ -53,6 +54,11 @@ class RunStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartVersion:
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerState:
     """The signals of all ranks of a trainer together."""
 
@@ -74,6 +80,14 @@ def write_status(run_dir: Path, status: RunStatus) -> None:
 
 def read_status(run_dir: Path) -> RunStatus | None:
     return _read(run_dir, "run.json", RunStatus)
+
+
+def write_start(run_dir: Path, start: StartVersion) -> None:
+    _write(run_dir, "start.json", start)
+
+
+def read_start(run_dir: Path) -> StartVersion | None:
+    return _read(run_dir, "start.json", StartVersion)
 
 
 def write_progress(run_dir: Path, progress: RankProgress) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "WeightLabel",
     "label_of",
     "read_page",
+    "reload_advice",
 ]
 
 POLL_S = 1.0
@@ -46,6 +47,7 @@ ERROR_CHARACTERS = 300
 ADAPTERS_KEPT = 3  # of the newest versions: a process that has not heard of the newest yet names one before
 RESET_ATTEMPTS, RESET_PAUSE_S = 5, 0.2
 UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
+EARLIER_RUN = "Weights of an earlier run"  # a heading of docs/engines.md
 ABSENT = frozenset({404, 405, 501})
 
 
@@ -168,6 +170,18 @@ class EngineControl:
         if response.status in ABSENT:
             raise InfrastructureFailure(f"{url}{call.path} answered {text}. {self._calls.hint}")
         return text if response.status != 200 or _says_no(body) else None
+
+
+def reload_advice(settings: Engine) -> str:
+    """What to do with an engine that has the weights of an earlier run."""
+    calls = load_dialect(settings.dialect).control
+    if settings.lora:
+        needed, what = calls.unload_adapter(""), "unload that run's adapters"
+    else:
+        needed = [*calls.pause("")[:1], *calls.load("", ""), *calls.resume(None)]
+        what = 'load the model\'s own weights into it again and name them "default"'
+    paths = ", ".join(dict.fromkeys(call.path.partition("?")[0] for call in needed))
+    return f'restart the engine, or {what} (docs/engines.md, section "{EARLIER_RUN}": {paths})'
 
 
 async def read_page(response: aiohttp.ClientResponse, limit: int) -> bytes:

@@ -2,6 +2,7 @@ import pytest
 from support.ledgers import configured, generated
 
 from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import START
 from orchestrator.staleness import Staleness
 from penstock.messages import RolloutResult
 
@@ -24,3 +25,18 @@ def test_a_rollout_is_judged_by_its_first_token(ledger: Ledger) -> None:
     assert not staleness.drops_rollout(rollout), "nothing was generated"
     rollout.result = None
     assert not staleness.drops_rollout(rollout)
+
+
+def test_what_the_engines_earlier_weights_sampled_is_dropped_when_the_trainer_begins_with_a_lower_number(
+    ledger: Ledger,
+) -> None:
+    staleness = Staleness(configured(filters={"stale": {"mode": "off"}}), ledger)
+    ledger.set(START, 20)
+    ledger.set("policy_version", 20)
+    assert not staleness.drops(20)
+    ledger.set("policy_version", 0)
+    assert staleness.drops(20)
+    assert not staleness.drops(0)
+    ledger.set("steps_delivered", 20)
+    ledger.set("policy_version", 19)
+    assert not staleness.drops(20), "the trainer has loaded its own version 20 and not yet published it"

@@ -9,7 +9,9 @@ from support.ledgers import configured
 
 from orchestrator import trainer as trainer_module
 from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import START
 from orchestrator.trainer import Trainer
+from penstock.batches import BatchReader
 from penstock.batches.signals import (
     PublishedPolicy,
     RankProgress,
@@ -19,6 +21,7 @@ from penstock.batches.signals import (
     write_progress,
     write_status,
 )
+from penstock.errors import RunError
 
 
 def test_a_trainer_that_goes_back_to_an_older_version_takes_the_run_with_it(ledger: Ledger, tmp_path: Path) -> None:
@@ -28,6 +31,32 @@ def test_a_trainer_that_goes_back_to_an_older_version_takes_the_run_with_it(ledg
         write_policy(tmp_path, PublishedPolicy(version=version, weights=None))
         asyncio.run(trainer.read())
         assert ledger.number("policy_version") == version
+
+
+@pytest.mark.parametrize(("delivered", "version", "refused"), [(0, 0, False), (1, 1, True), (1, 20, False)])
+def test_the_first_publication_may_be_below_the_start_version_only_before_the_first_step(
+    ledger: Ledger, tmp_path: Path, delivered: int, version: int, refused: bool
+) -> None:
+    trainer = Trainer(configured(run_dir=tmp_path), ledger)
+    ledger.set("policy_version", 20)
+    ledger.set(START, 20)
+    ledger.set("steps_delivered", delivered)
+    write_policy(tmp_path, PublishedPolicy(version=version, weights=None))
+    told = pytest.raises(RunError, match="is version 1, and the run started with version 20")
+    for _ in range(2):  # a run that is started again says the same
+        with told if refused else contextlib.nullcontext():
+            asyncio.run(trainer.read())
+    assert ledger.number("policy_version") == (20 if refused else version)
+
+
+def test_readers_learn_the_start_version(ledger: Ledger, tmp_path: Path) -> None:
+    trainer = Trainer(configured(run_dir=tmp_path), ledger)
+    asyncio.run(trainer.write_status("the run is starting"))
+    reader = BatchReader(tmp_path, data_rank=0, data_ranks=1)
+    assert reader.start_version == 0
+    ledger.set(START, 20)
+    asyncio.run(trainer.write_status("the run is starting"))
+    assert reader.start_version == 20
 
 
 @pytest.mark.parametrize(("batch_format", "wait_s", "awaited"), [

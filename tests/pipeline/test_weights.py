@@ -53,9 +53,12 @@ class Replicas:
 
 @contextmanager
 def run_of(
-    directory: Path, *arguments: str, replicas: int = 1, **settings: Any
+    directory: Path, *arguments: str, replicas: int = 1, named: str | None = None, **settings: Any
 ) -> Iterator[tuple[Cluster, Replicas, Process]]:
+    """`named`: what the replicas call their weights before the run begins."""
     engines = Replicas(directory, replicas, *arguments)
+    for url in engines.urls if named else ():
+        post(f"{url}/update_weight_version", {"new_version": named})
     engine = {"urls": engines.urls, "unreachable_s": 0.5, **settings.pop("engine", {})}
     defaults: dict[str, Any] = {
         "steps": 4,
@@ -365,3 +368,39 @@ def test_an_engine_that_names_no_version_stops_the_run_and_names_the_setting(tmp
         reader.publish_policy(1)
         assert run.wait() == 2
         assert 'set engine.versions = "announced"' in run.text
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_trainer_that_counts_from_0_on_an_engine_that_has_version_20_is_refused(tmp_path: Path, ahead: int) -> None:
+    """The weights are of an earlier run, whose trainer named them."""
+    with run_of(tmp_path, named="20", trainer={"max_steps_ahead": ahead}) as (cluster, engines, run):
+        reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
+        batch = next(reader)
+        told = "the run starts with version 20"
+        assert re.search(f"WARNING.*action=start_version.*{told}", run.text), run.text[-3000:]
+        wait_until(lambda: told in str(cluster.status()["notes"]), what="the note about the start version")
+        load(engines.urls[0], write_weights(tmp_path, 1), 1)
+        reader.publish_policy(batch.step + 1)
+        reader.ack(batch.step)
+        assert run.wait() == 2
+        assert "the trainer's first publication is version 1, and the run started with version 20" in run.text
+        assert "publish_policy(reader.start_version + batch.step + 1)" in run.text
+        assert 'section "Weights of an earlier run"' in run.text
+
+
+def test_a_trainer_that_counts_on_from_the_start_version_is_strictly_on_policy(tmp_path: Path) -> None:
+    with run_of(tmp_path, named="20", trainer={"max_steps_ahead": 0}, steps=3) as (cluster, engines, run):
+        reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
+        for batch in reader:
+            played = {version for mb in batch.micro_batches() for version in mb.versions[mb.versions >= 0].tolist()}
+            assert played == {20 + batch.step}
+            version = reader.start_version + batch.step + 1
+            load(engines.urls[0], write_weights(tmp_path, version), version)
+            reader.publish_policy(version)
+            reader.ack(batch.step)
+        assert run.wait() == 0, run.text[-3000:]
+        assert [(line["policy_version"], line["staleness_mean"]) for line in metrics(cluster)] == [
+            (20, 0),
+            (21, 0),
+            (22, 0),
+        ]

@@ -9,6 +9,7 @@ from support.ledgers import configured
 from orchestrator.composer import COMPOSED_STEP, COMPOSED_VERSION
 from orchestrator.engine.replicas import ReplicaWatch
 from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.records import START
 from orchestrator.trainer import Trainer
 from penstock.batches import TrainerState
 from penstock.batches.signals import PublishedPolicy
@@ -97,15 +98,28 @@ def test_weights_that_were_not_loaded_completely_serve_nothing(ledger: Ledger, l
 def test_what_replicas_say_before_the_first_publication_is_the_start_version(ledger: Ledger) -> None:
     scene = Scene(ledger)
     scene.say("default", "12")
-    assert ledger.number("policy_version") == 12
+    assert ledger.number("policy_version") == ledger.number(START) == 12
+    assert "the run starts with version 12" in str(scene.watch.notes)
     scene.say("12", "12", after_s=1)
     assert scene.watch.least_version == 12
+    scene.publish(13)
+    assert scene.watch.notes == []
+
+
+def test_what_a_trainer_loads_before_its_first_publication_is_no_start_version(ledger: Ledger) -> None:
+    scene = Scene(ledger)
+    scene.say("default", "default")
+    ledger.set("steps_delivered", 1)
+    scene.say("1", "default", after_s=1)
+    assert (ledger.number("policy_version"), ledger.number(START), scene.watch.notes) == (1, 0, [])
 
 
 def test_weights_of_another_run_stop_this_one(ledger: Ledger) -> None:
     scene = Scene(ledger)
-    with pytest.raises(RunError, match="two runs cannot load weights into one engine"):
+    with pytest.raises(RunError, match="two runs cannot load weights into one engine") as refused:
         scene.say("4@r2")
+    calls = "/pause, /collective_rpc, /reset_prefix_cache, /update_weight_version, /resume"
+    assert f'section "Weights of an earlier run": {calls})' in str(refused.value)
 
 
 @pytest.mark.parametrize("label", ["default", None])
