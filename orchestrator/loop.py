@@ -162,7 +162,8 @@ class Orchestrator:
         ends = self.done or self.stop.phase != "running"  # until then, the run waits for it
         untrained = [*filter(None, [self.groups.causes.untrained])] if ends else []
         untrained += self.groups.causes.notes
-        return [*untrained, *self.planner.notes, *self.load.notes, *self.releaser.notes, *self.sinks.notes]
+        load = [] if ends else self.load.notes  # nothing is submitted any more that it could hold back
+        return [*untrained, *self.planner.notes, *load, *self.releaser.notes, *self.sinks.notes]
 
     def _replicas(self) -> dict[str, Any]:
         weights, loads, costs = self.engine.status(), self.load.status(), self.groups.replica_costs.status()

@@ -31,7 +31,7 @@ def why(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
     for job in (job for group in next_step.get("groups", []) for job in group["jobs"]):
         job["replica"] = seen["asked"].get(job["job"])
     parts, reported = _of_the_parts(directory, seen), _reported(seen)
-    causes = [*_of_the_end(seen), *parts, *reported]
+    causes = [*of_the_end(seen), *parts, *reported]
     if seen["state"] is State.STOPPED:
         causes, next_step = [*reported, *parts], of_a_stopped_run(next_step)
     if seen["state"] is State.RUNNING:
@@ -68,10 +68,12 @@ def _stopped(job: dict[str, Any]) -> dict[str, Any]:
     return job | {"running_s": None, "next": "it runs when the run is resumed"}
 
 
-def _of_the_end(seen: dict[str, Any]) -> list[str]:
+def of_the_end(seen: dict[str, Any]) -> list[str]:
     if seen["state"] is not State.DONE:
         return []
-    return seen["notes"] or [f"the run is done: {seen['step']} of {seen['steps']} steps are delivered"]
+    complete = bool(seen["steps"]) and seen["step"] >= seen["steps"]
+    done = [f"the run is done: {seen['step']} of {seen['steps']} steps are delivered"]
+    return done if complete else seen["notes"] or done  # else the notes say why it ended before its last step
 
 
 def _reported(seen: dict[str, Any]) -> list[str]:

@@ -3,7 +3,8 @@ import socket
 from support.raw_server import http_response, raw_server
 from support.waiting import HANG_S
 
-from penstock.inspection.why import of_a_stopped_run, of_the_step, why_silent
+from penstock.inspection.run_state import State
+from penstock.inspection.why import of_a_stopped_run, of_the_end, of_the_step, why_silent
 
 
 def test_any_http_response_is_an_answer() -> None:
@@ -31,6 +32,14 @@ def test_a_run_with_all_its_steps_waits_for_no_further_one() -> None:
     assert of_the_step(seen, groups | {"step": 59}) == ["step 59 waits for its first groups"]
     (cause,) = of_the_step(seen | {"step": 60}, groups | {"step": 60})
     assert cause.startswith("all 60 steps are delivered: the run ends when")
+
+
+def test_a_complete_run_is_done_whatever_its_notes_say() -> None:
+    seen = {"state": State.DONE, "step": 60, "steps": 60, "notes": ["the store keeps 3.0 GB of delivered steps"]}
+    assert of_the_end(seen) == ["the run is done: 60 of 60 steps are delivered"]
+    used_up = ["the examples of every environment are used up after 59 of 60 steps"]
+    assert of_the_end(seen | {"step": 59, "notes": used_up}) == used_up
+    assert of_the_end(seen | {"step": 59, "notes": None}) == ["the run is done: 59 of 60 steps are delivered"]
 
 
 def test_of_a_stopped_run_only_what_was_running_is_interrupted() -> None:
