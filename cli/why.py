@@ -48,6 +48,8 @@ def _facts(result: Mapping[str, Any]) -> Iterator[Fact]:
     yield Fact("run", f"{result['run']}: {result['state']}, {result['step'] or 0:,}{of} steps delivered")
     for number, cause in enumerate(result["causes"] or ["nothing is known: the run has not reported yet"]):
         yield Fact("because" if not number else "", cause, alarm=True)
+    if result["trainer"]:
+        yield Fact("trainer", _trainer(result["trainer"]))
     for group in result["next_step"].get("groups", []):
         yield from _group(group)
     for job in result["next_step"].get("jobs", []):
@@ -60,6 +62,12 @@ def _facts(result: Mapping[str, Any]) -> Iterator[Fact]:
         yield Fact("event", _event(event))
     for note in result["notes"]:
         yield Fact("note", note)
+
+
+def _trainer(seen: Mapping[str, Any]) -> str:
+    acked = f"has acknowledged step {seen['acked']:,}" if seen["acked"] >= 0 else "has acknowledged no step"
+    version = f" and published version {seen['version']:,}" if seen["version"] is not None else ""
+    return f"{acked}{version}; its last signal came {facts.duration(seen['last_signal_s'])} ago"
 
 
 def _group(group: Mapping[str, Any]) -> Iterator[Fact]:

@@ -5,13 +5,15 @@ The first cause is the one to look at. Also for a run that has crashed: from its
 
 import http.client
 import socket
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import LedgerError
+from penstock.batches.signals import last_signal_at, read_trainer
+from penstock.errors import BatchError, LedgerError
 from penstock.inspection import run_json
 from penstock.inspection.run_state import State, owns_redis
 from penstock.inspection.status import full_disks, status
@@ -44,6 +46,7 @@ def why(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
         "step": seen["step"],
         "steps": seen["steps"],
         "causes": list(dict.fromkeys(causes)),
+        "trainer": None if seen["state"] is State.DONE else trainer_seen(directory),
         "next_step": next_step,
         "events": _events(directory, seen, next_step),
         "losses": seen["losses"],
@@ -74,6 +77,20 @@ def of_the_end(seen: dict[str, Any]) -> list[str]:
     complete = bool(seen["steps"]) and seen["step"] >= seen["steps"]
     done = [f"the run is done: {seen['step']} of {seen['steps']} steps are delivered"]
     return done if complete else seen["notes"] or done  # else the notes say why it ended before its last step
+
+
+def trainer_seen(directory: Path) -> dict[str, Any] | None:
+    """What the trainer has done, and how long ago it last wrote a signal: a trainer that has died writes none. None if
+    it has written none, as prime-rl's trainer, whose broadcasts are in another directory."""
+    at = last_signal_at(directory)
+    if at is None:
+        return None
+    try:
+        state = read_trainer(directory)
+    except (BatchError, OSError):
+        return None  # the run itself says why
+    version = state.policy.version if state.policy else None
+    return {"acked": state.acked, "version": version, "last_signal_s": round(max(0.0, time.time() - at), 1)}
 
 
 def _reported(seen: dict[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from cli.main import app, main
 from orchestrator import run_dir
 from orchestrator.ledger.ledger import Ledger
+from penstock.batches.signals import PublishedPolicy, RankProgress, write_policy, write_progress
 from penstock.config import RunConfig
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
@@ -132,6 +134,20 @@ def test_a_models_text_in_an_error_is_shown_as_text(run: Path, command: str) -> 
     for shown in (plain, terminal.raw):
         assert "⟨U+001B⟩[2J⟨U+001B⟩]0;title⟨U+0007⟩⟨U+202E⟩gnirts" in shown
         assert [part for part in hostile if part in shown] == []
+
+
+def test_why_says_how_long_ago_the_trainer_wrote_its_last_signal(run: Path) -> None:
+    assert "trainer" not in output_of("why", str(run))
+    write_progress(run, RankProgress(data_rank=0, data_ranks=1, epoch=1, resume_step=0, acked=-1))
+    assert "trainer    has acknowledged no step; its last signal came" in output_of("why", str(run))
+    write_progress(run, RankProgress(data_rank=0, data_ranks=1, epoch=1, resume_step=0, acked=22))
+    write_policy(run, PublishedPolicy(version=22, weights=None))
+    for path, age_s in {"rank_00.json": 7200.0, "policy.json": 7500.0, "run.json": 0.0}.items():
+        (run / "trainer" / path).touch()
+        at = time.time() - age_s
+        os.utime(run / "trainer" / path, (at, at))
+    said = "has acknowledged step 22 and published version 22; its last signal came 2 h 0 min ago"
+    assert said in output_of("why", str(run))
 
 
 def test_status_prints_one_json_object(run: Path) -> None:
