@@ -57,7 +57,9 @@ def _facts(result: Mapping[str, Any]) -> Iterator[Fact]:
     yield from losses(result)
     for node, said in result["workers"].items():
         why_not = f", takes no jobs: {said['refused']}" if said["refused"] else ""
-        yield Fact("worker", f"{node}: {said['running']} running{why_not}", alarm=bool(why_not))
+        gone = f"last seen {facts.duration(said['last_seen_s'])} ago" if said["last_seen_s"] is not None else ""
+        does = gone or f"{said['running']} running{why_not}"
+        yield Fact("worker", f"{node}: {does}", alarm=bool(gone or why_not))
     for event in result["events"]:
         yield Fact("event", _event(event))
     for note in result["notes"]:

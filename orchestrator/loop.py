@@ -145,6 +145,7 @@ class Orchestrator:
             running=lambda: self.reconciler.running,
             notes=self._notes,
             excluded=lambda: self.attendance.excluded,
+            silent=lambda: self.attendance.silent,
             replicas=self._replicas,
             evaluations=self.evaluations.status,
             losses=self.groups.causes.recent,

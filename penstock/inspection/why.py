@@ -52,7 +52,7 @@ def why(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
         "losses": seen["losses"],
         "deaths": seen.get("deaths", []),
         "queued": seen["queued"],
-        "workers": {node: _worker(said) for node, said in seen["present_workers"].items()},
+        "workers": workers_seen(seen),
         "replicas": seen["replicas"] or {},
         "notes": [*(seen["notes"] or []), *_restarts(seen)],
     }
@@ -188,8 +188,16 @@ def _events(directory: Path, seen: dict[str, Any], next_step: dict[str, Any]) ->
         return []
 
 
-def _worker(said: dict[str, Any]) -> dict[str, Any]:
-    return {key: said.get(key) for key in ("kind", "pid", "running", "refused")}
+def workers_seen(seen: dict[str, Any]) -> dict[str, Any]:
+    """What each worker says of itself; `last_seen_s` for one that has gone silent: killed, and listed until its lease
+    ends. Only a running orchestrator listens."""
+    silent = (seen["silent_workers"] or {}) if seen["state"] is State.RUNNING else {}
+    workers: dict[str, Any] = {}
+    for node, said in seen["present_workers"].items():
+        last_seen_s = silent[node] + seen["status_age_s"] if node in silent else None
+        words = {key: said.get(key) for key in ("kind", "pid", "running", "refused")}
+        workers[node] = words | {"last_seen_s": last_seen_s}
+    return workers
 
 
 def _restarts(seen: dict[str, Any]) -> list[str]:

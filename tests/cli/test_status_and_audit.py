@@ -155,7 +155,8 @@ def test_status_prints_one_json_object(run: Path) -> None:
     assert set(result) == {
         "run", "run_dir", "state", "status_age_s", "phase", "stopped_by", "process", "running_s", "step", "steps",
         "rollouts", "states", "rollouts_per_s", "tokens_per_s", "queued", "workers", "event_loop_lag", "http", "redis",
-        "ledger", "waiting_for", "changed_settings", "notes", "excluded_workers", "evaluations", "losses", "next_step",
+        "ledger", "waiting_for", "changed_settings", "notes", "excluded_workers", "silent_workers",
+        "evaluations", "losses", "next_step",
         "replicas", "present_workers", "deaths", "asked",
     }  # fmt: skip
     assert result["state"] == "stopped"

@@ -4,7 +4,7 @@ from support.raw_server import http_response, raw_server
 from support.waiting import HANG_S
 
 from penstock.inspection.run_state import State
-from penstock.inspection.why import of_a_stopped_run, of_the_end, of_the_step, why_silent
+from penstock.inspection.why import of_a_stopped_run, of_the_end, of_the_step, why_silent, workers_seen
 
 
 def test_any_http_response_is_an_answer() -> None:
@@ -56,6 +56,16 @@ def test_of_a_stopped_run_only_what_was_running_is_interrupted() -> None:
         ("waiting", None, "it runs when the run is resumed"),
     ]
     assert [job["state"] for job in found["jobs"]] == ["interrupted"]
+
+
+def test_a_worker_that_has_gone_silent_is_shown_with_its_age_while_the_orchestrator_listens() -> None:
+    said = {"kind": "rollouts", "pid": 7, "running": 0, "refused": None}
+    seen = {"state": State.RUNNING, "status_age_s": 0.5, "silent_workers": {"dead@vm": 8.5}}
+    seen |= {"present_workers": {"dead@vm": said, "alive@vm": said}}
+    ages = {node: found["last_seen_s"] for node, found in workers_seen(seen).items()}
+    assert ages == {"dead@vm": 9.0, "alive@vm": None}
+    stopped = workers_seen(seen | {"state": State.STOPPED, "status_age_s": 900.0})
+    assert {found["last_seen_s"] for found in stopped.values()} == {None}
 
 
 def test_a_job_that_waits_for_its_next_attempt_is_in_no_queue() -> None:
