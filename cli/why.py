@@ -48,6 +48,8 @@ def _facts(result: Mapping[str, Any]) -> Iterator[Fact]:
     yield Fact("run", f"{result['run']}: {result['state']}, {result['step'] or 0:,}{of} steps delivered")
     for number, cause in enumerate(result["causes"] or ["nothing is known: the run has not reported yet"]):
         yield Fact("because" if not number else "", cause, alarm=True)
+    if result["trainer"]:
+        yield Fact("trainer", _trainer(result["trainer"]))
     for group in result["next_step"].get("groups", []):
         yield from _group(group)
     for job in result["next_step"].get("jobs", []):
@@ -55,11 +57,19 @@ def _facts(result: Mapping[str, Any]) -> Iterator[Fact]:
     yield from losses(result)
     for node, said in result["workers"].items():
         why_not = f", takes no jobs: {said['refused']}" if said["refused"] else ""
-        yield Fact("worker", f"{node}: {said['running']} running{why_not}", alarm=bool(why_not))
+        gone = f"last seen {facts.duration(said['last_seen_s'])} ago" if said["last_seen_s"] is not None else ""
+        does = gone or f"{said['running']} running{why_not}"
+        yield Fact("worker", f"{node}: {does}", alarm=bool(gone or why_not))
     for event in result["events"]:
         yield Fact("event", _event(event))
     for note in result["notes"]:
         yield Fact("note", note)
+
+
+def _trainer(seen: Mapping[str, Any]) -> str:
+    acked = f"has acknowledged step {seen['acked']:,}" if seen["acked"] >= 0 else "has acknowledged no step"
+    version = f" and published version {seen['version']:,}" if seen["version"] is not None else ""
+    return f"{acked}{version}; its last signal came {facts.duration(seen['last_signal_s'])} ago"
 
 
 def _group(group: Mapping[str, Any]) -> Iterator[Fact]:

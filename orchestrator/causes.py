@@ -1,9 +1,11 @@
 """Why rollouts are lost to training: deaths by their error, drops by their reason. Counted since a group was last
 admitted, to stop a run that gets nothing, and over the last endings, to show what it costs while it happens."""
 
+import math
 import re
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.errors import RunError
@@ -45,12 +47,37 @@ def masking(settings: FilterSettings, matched: Callable[[str], int], *, group: b
     return ", ".join(f"filters.{name}" for name, mode in (modes | own).items() if mode is Mode.MASK)
 
 
+@dataclass(kw_only=True)
+class DroppedRewards:
+    """Those of the rollouts that were dropped since a group was last admitted."""
+
+    number: int = 0
+    total: float = 0.0
+    lowest: float = math.inf
+    highest: float = -math.inf
+
+    def add(self, rewards: Iterable[float]) -> None:
+        for reward in rewards:
+            self.number += 1
+            self.total += reward
+            self.lowest, self.highest = min(self.lowest, reward), max(self.highest, reward)
+
+    def __str__(self) -> str:
+        """Tells a task that nothing solves from one that everything solves."""
+        if not self.number:
+            return "without a reward"
+        if self.lowest == self.highest:
+            return f"all with the reward {self.lowest:.4g}"
+        return f"mean reward {self.total / self.number:.4g}, from {self.lowest:.4g} to {self.highest:.4g}"
+
+
 class Causes:
     def __init__(self) -> None:
         self._deaths = Counter[str]()
         self._texts: dict[str, str] = {}
         """kind of error -> the last text of it"""
         self._drops = Counter[str]()
+        self._dropped_rewards = DroppedRewards()
         self._succeeded = False
         self._flat = deque[bool](maxlen=FLAT_MOST)
         """of the last admitted groups: whether their rewards are equal and their advantages 0"""
@@ -70,12 +97,15 @@ class Causes:
         self._end("masked", masked_by, masked)
         self._deaths.clear()
         self._drops.clear()
+        self._dropped_rewards = DroppedRewards()
         self._texts = {kind: text for kind, text in self._texts.items() if self._recent["died", kind]}
 
-    def dropped(self, reason: str, rollouts: int) -> None:
+    def dropped(self, reason: str, rollouts: int, rewards: Iterable[float] = ()) -> None:
+        """`rewards`: of those that have one."""
         if reason in (CANCELLED, TOO_SMALL):  # the losses that made them so count
             return
         self._drops[reason] += rollouts
+        self._dropped_rewards.add(rewards)
         self._end("dropped", reason, rollouts)
 
     def died(self, error: str, rollouts: int = 1) -> None:
@@ -101,8 +131,8 @@ class Causes:
             return f"Last error ({number} of {deaths}): {self._texts[kind]}. {ADVICE}"
         reasons = ", ".join(f"{reason} {number}" for reason, number in self._drops.most_common()) or "unknown"
         return (
-            f"Rollouts dropped by reason: {reasons}. Relax that filter or check the rewards, and run the same command "
-            "again"
+            f"Rollouts dropped by reason: {reasons} ({self._dropped_rewards}). Relax that filter or check the rewards, "
+            "and run the same command again"
         )
 
     def recent(self) -> dict[str, Any]:
@@ -132,7 +162,10 @@ class Causes:
             return self.untrained
         if not self._recent["admitted", ""]:
             reasons = ", ".join(f"{reason} {number}" for reason, number in self._most("dropped"))
-            return f"none of the last {ended} rollouts was kept ({reasons}): relax that filter, or check the rewards"
+            return (
+                f"none of the last {ended} rollouts was kept ({reasons}; {self._dropped_rewards}): relax that filter, "
+                "or check the rewards"
+            )
         return None
 
     @property

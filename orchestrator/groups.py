@@ -328,8 +328,10 @@ class Groups:
         """Drop the rest of the group; the planner replaces it."""
         for rollout in group.of(RolloutState.GENERATED):
             self._ledger.drop(rollout, reason)
-        for why, number in Counter(rollout.reason for rollout in group.of(RolloutState.FILTERED)).items():
-            self.causes.dropped(why or reason, number)
+        dropped = group.of(RolloutState.FILTERED)
+        for why, number in Counter(rollout.reason for rollout in dropped).items():
+            rewards = [rollout.result.reward for rollout in dropped if rollout.result and rollout.reason == why]
+            self.causes.dropped(why or reason, number, rewards)
         self._examples.played(group, reason)
         self._ledger.event(group.id, "dropped", reason)
         self._ledger.increment("dropped_in_a_row")

@@ -145,6 +145,7 @@ class Orchestrator:
             running=lambda: self.reconciler.running,
             notes=self._notes,
             excluded=lambda: self.attendance.excluded,
+            silent=lambda: self.attendance.silent,
             replicas=self._replicas,
             evaluations=self.evaluations.status,
             losses=self.groups.causes.recent,
@@ -162,11 +163,12 @@ class Orchestrator:
         ends = self.done or self.stop.phase != "running"  # until then, the run waits for it
         untrained = [*filter(None, [self.groups.causes.untrained])] if ends else []
         untrained += self.groups.causes.notes
+        load = [] if ends else self.load.notes  # nothing is submitted any more that it could hold back
         return [
             *untrained,
             *self.planner.notes,
             *self.engine.notes,
-            *self.load.notes,
+            *load,
             *self.releaser.notes,
             *self.sinks.notes,
         ]

@@ -58,6 +58,8 @@ class Sources:
     """what the leases of that poll show"""
     excluded: Callable[[], dict[str, str]]
     """workers that take no jobs -> why"""
+    silent: Callable[[], dict[str, float]] = dict
+    """workers that are listed and say nothing -> for how many seconds"""
     replicas: Callable[[], dict[str, Any]]
     """URL -> which weights it has, whether it serves, its load, what it gave and cost"""
     troubles: Callable[[], Iterable[str | None]]
@@ -137,6 +139,7 @@ class Reporter:
             "queued": {queue.value: snapshot.depths.get(queue, 0) for queue in Queue},
             "running_by_worker": dict(sources.running().by_worker),
             "excluded_workers": sources.excluded(),
+            "silent_workers": sources.silent(),
             "replicas": sources.replicas(),
             "stored_bytes": ledger.number("open_bytes") + ledger.number("delivered_bytes"),
             "waiting_for": self.waiting_for(),

@@ -28,6 +28,7 @@ PAUSE_FIRST_S, PAUSE_MOST_S = 0.25, 8.0  # before a job is submitted again
 DECLINES_MOST = 20  # then any worker may try: those that have not failed the job take none
 REMEMBER_S = 60.0  # for which a worker of another release is named after its last reply
 STRANGERS_MOST = 32
+SILENT_S = 3.0  # a worker says something every second
 ERROR_CHARACTERS = 300
 FAILURES = (Outcome.FAILED, Outcome.UNREACHABLE, Outcome.UNWRITTEN)
 
@@ -153,6 +154,12 @@ class Attendance:
                     "settings than the run. Restart it with the run's settings"
                 )
         return texts
+
+    @property
+    def silent(self) -> dict[str, float]:
+        """Every worker that is still listed and has said nothing of late -> for how many seconds."""
+        ages = {node: time.monotonic() - seen.at for node, seen in self._seen.items()}
+        return {node: round(age_s, 1) for node, age_s in ages.items() if age_s > SILENT_S}
 
     def _digest(self, kind: JobKind) -> str:
         return self._digests[WorkerKind.of(kind.queue)]

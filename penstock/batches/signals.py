@@ -137,6 +137,16 @@ def read_trainer(run_dir: Path) -> TrainerState:
     )
 
 
+def last_signal_at(run_dir: Path) -> float | None:
+    """When the trainer last wrote one of its files, as seconds since 1970; None if it has written none."""
+    folder = run_dir / FOLDER
+    times: list[float] = []
+    for path in (*folder.glob("rank_*.json"), folder / POLICY, folder / CHECKPOINT):
+        with contextlib.suppress(OSError):  # the next one replaces it at this moment, or it was never written
+            times.append(path.stat().st_mtime)
+    return max(times, default=None)
+
+
 def _rank_name(data_rank: int) -> str:
     return f"rank_{data_rank:02d}.json"
 

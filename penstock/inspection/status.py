@@ -25,8 +25,8 @@ from penstock.runtime import lag_summaries
 REDIS_TIMEOUT_S = 2.0
 FULL_BYTES = 1 << 20
 FROM_LAST_STATUS = ("phase", "stopped_by", "process", "running_s", "step", "steps", "rollouts", "states",
-                    "rollouts_per_s", "tokens_per_s", "http", "notes", "excluded_workers", "evaluations",
-                    "losses", "next_step", "replicas")  # fmt: skip
+                    "rollouts_per_s", "tokens_per_s", "http", "notes", "excluded_workers", "silent_workers",
+                    "evaluations", "losses", "next_step", "replicas")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

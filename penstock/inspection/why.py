@@ -5,13 +5,15 @@ The first cause is the one to look at. Also for a run that has crashed: from its
 
 import http.client
 import socket
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import LedgerError
+from penstock.batches.signals import last_signal_at, read_trainer
+from penstock.errors import BatchError, LedgerError
 from penstock.inspection import run_json
 from penstock.inspection.run_state import State, owns_redis
 from penstock.inspection.status import full_disks, status
@@ -31,7 +33,7 @@ def why(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
     for job in (job for group in next_step.get("groups", []) for job in group["jobs"]):
         job["replica"] = seen["asked"].get(job["job"])
     parts, reported = _of_the_parts(directory, seen), _reported(seen)
-    causes = [*_of_the_end(seen), *parts, *reported]
+    causes = [*of_the_end(seen), *parts, *reported]
     if seen["state"] is State.STOPPED:
         causes, next_step = [*reported, *parts], of_a_stopped_run(next_step)
     if seen["state"] is State.RUNNING:
@@ -44,12 +46,13 @@ def why(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
         "step": seen["step"],
         "steps": seen["steps"],
         "causes": list(dict.fromkeys(causes)),
+        "trainer": None if seen["state"] is State.DONE else trainer_seen(directory),
         "next_step": next_step,
         "events": _events(directory, seen, next_step),
         "losses": seen["losses"],
         "deaths": seen.get("deaths", []),
         "queued": seen["queued"],
-        "workers": {node: _worker(said) for node, said in seen["present_workers"].items()},
+        "workers": workers_seen(seen),
         "replicas": seen["replicas"] or {},
         "notes": [*(seen["notes"] or []), *_restarts(seen)],
     }
@@ -68,10 +71,26 @@ def _stopped(job: dict[str, Any]) -> dict[str, Any]:
     return job | {"running_s": None, "next": "it runs when the run is resumed"}
 
 
-def _of_the_end(seen: dict[str, Any]) -> list[str]:
+def of_the_end(seen: dict[str, Any]) -> list[str]:
     if seen["state"] is not State.DONE:
         return []
-    return seen["notes"] or [f"the run is done: {seen['step']} of {seen['steps']} steps are delivered"]
+    complete = bool(seen["steps"]) and seen["step"] >= seen["steps"]
+    done = [f"the run is done: {seen['step']} of {seen['steps']} steps are delivered"]
+    return done if complete else seen["notes"] or done  # else the notes say why it ended before its last step
+
+
+def trainer_seen(directory: Path) -> dict[str, Any] | None:
+    """What the trainer has done, and how long ago it last wrote a signal: a trainer that has died writes none. None if
+    it has written none, as prime-rl's trainer, whose broadcasts are in another directory."""
+    at = last_signal_at(directory)
+    if at is None:
+        return None
+    try:
+        state = read_trainer(directory)
+    except (BatchError, OSError):
+        return None  # the run itself says why
+    version = state.policy.version if state.policy else None
+    return {"acked": state.acked, "version": version, "last_signal_s": round(max(0.0, time.time() - at), 1)}
 
 
 def _reported(seen: dict[str, Any]) -> list[str]:
@@ -169,8 +188,16 @@ def _events(directory: Path, seen: dict[str, Any], next_step: dict[str, Any]) ->
         return []
 
 
-def _worker(said: dict[str, Any]) -> dict[str, Any]:
-    return {key: said.get(key) for key in ("kind", "pid", "running", "refused")}
+def workers_seen(seen: dict[str, Any]) -> dict[str, Any]:
+    """What each worker says of itself; `last_seen_s` for one that has gone silent: killed, and listed until its lease
+    ends. Only a running orchestrator listens."""
+    silent = (seen["silent_workers"] or {}) if seen["state"] is State.RUNNING else {}
+    workers: dict[str, Any] = {}
+    for node, said in seen["present_workers"].items():
+        last_seen_s = silent[node] + seen["status_age_s"] if node in silent else None
+        words = {key: said.get(key) for key in ("kind", "pid", "running", "refused")}
+        workers[node] = words | {"last_seen_s": last_seen_s}
+    return workers
 
 
 def _restarts(seen: dict[str, Any]) -> list[str]:

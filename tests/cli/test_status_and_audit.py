@@ -7,6 +7,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from cli.main import app, main
 from orchestrator import run_dir
 from orchestrator.ledger.ledger import Ledger
+from penstock.batches.signals import PublishedPolicy, RankProgress, write_policy, write_progress
 from penstock.config import RunConfig
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
@@ -134,12 +136,27 @@ def test_a_models_text_in_an_error_is_shown_as_text(run: Path, command: str) -> 
         assert [part for part in hostile if part in shown] == []
 
 
+def test_why_says_how_long_ago_the_trainer_wrote_its_last_signal(run: Path) -> None:
+    assert "trainer" not in output_of("why", str(run))
+    write_progress(run, RankProgress(data_rank=0, data_ranks=1, epoch=1, resume_step=0, acked=-1))
+    assert "trainer    has acknowledged no step; its last signal came" in output_of("why", str(run))
+    write_progress(run, RankProgress(data_rank=0, data_ranks=1, epoch=1, resume_step=0, acked=22))
+    write_policy(run, PublishedPolicy(version=22, weights=None))
+    for path, age_s in {"rank_00.json": 7200.0, "policy.json": 7500.0, "run.json": 0.0}.items():
+        (run / "trainer" / path).touch()
+        at = time.time() - age_s
+        os.utime(run / "trainer" / path, (at, at))
+    said = "has acknowledged step 22 and published version 22; its last signal came 2 h 0 min ago"
+    assert said in output_of("why", str(run))
+
+
 def test_status_prints_one_json_object(run: Path) -> None:
     result = json.loads(output_of("status", str(run), "--json"))
     assert set(result) == {
         "run", "run_dir", "state", "status_age_s", "phase", "stopped_by", "process", "running_s", "step", "steps",
         "rollouts", "states", "rollouts_per_s", "tokens_per_s", "queued", "workers", "event_loop_lag", "http", "redis",
-        "ledger", "waiting_for", "changed_settings", "notes", "excluded_workers", "evaluations", "losses", "next_step",
+        "ledger", "waiting_for", "changed_settings", "notes", "excluded_workers", "silent_workers",
+        "evaluations", "losses", "next_step",
         "replicas", "present_workers", "deaths", "asked",
     }  # fmt: skip
     assert result["state"] == "stopped"

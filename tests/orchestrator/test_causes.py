@@ -31,10 +31,14 @@ def test_deaths_after_a_success_or_of_several_errors_do_not_stop_it() -> None:
 def test_drops_are_named_by_reason_when_they_outnumber_deaths() -> None:
     causes = Causes()
     causes.died("one error")
-    causes.dropped("zero_variance", 8)
-    assert causes.explain().startswith("Rollouts dropped by reason: zero_variance 8. Relax that filter")
+    causes.dropped("zero_variance", 8, [0.0] * 8)
+    equal = "Rollouts dropped by reason: zero_variance 8 (all with the reward 0). Relax that filter"
+    assert causes.explain().startswith(equal)
+    assert "(zero_variance 8; all with the reward 0): relax that filter" in str(causes.trouble)
+    causes.dropped("zero_variance", 8, [1.0] * 8)
+    assert "zero_variance 16 (mean reward 0.5, from 0 to 1). Relax" in causes.explain()
     causes.admitted()
-    assert causes.explain().startswith("Rollouts dropped by reason: unknown")
+    assert causes.explain().startswith("Rollouts dropped by reason: unknown (without a reward)")
 
 
 def test_rollouts_that_were_cancelled_with_their_group_do_not_hide_the_error() -> None:
@@ -82,11 +86,12 @@ def test_losses_are_what_a_run_waits_for_when_they_are_most_of_what_ends() -> No
     for _ in range(5):
         dying.died("no answer")
     assert dying.trouble == "5 of the last 9 rollouts died, 5 of them of: no answer"
-    dropping.dropped("zero_variance", 4)
+    dropping.dropped("zero_variance", 4, [1.0] * 4)
     assert dropping.trouble is None, "too few to say"
     dropping.dropped("overlong", 4)
     assert dropping.trouble == (
-        "none of the last 8 rollouts was kept (zero_variance 4, overlong 4): relax that filter, or check the rewards"
+        "none of the last 8 rollouts was kept (zero_variance 4, overlong 4; all with the reward 1): relax that filter, "
+        "or check the rewards"
     )
 
 

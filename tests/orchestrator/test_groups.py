@@ -276,6 +276,7 @@ def test_a_group_without_variance_is_dropped_for_that_reason(scene: Scene) -> No
     scene.reply(scene.submit_stage("advantages"), result=AdvantageResult(dropped="zero_variance"))
     assert scene.states() == [RolloutState.FILTERED] * 4
     assert scene.ledger.reasons == {"zero_variance": 4}
+    assert "zero_variance 4 (all with the reward 1)" in scene.groups.causes.explain()
 
 
 def test_a_dead_stage_job_closes_its_group(scene: Scene) -> None:

@@ -213,9 +213,11 @@ def test_a_run_that_drops_everything_stops_with_what_to_check(ledger: Ledger) ->
     ledger.set("dropped_in_a_row", 9)
     planner.plan()
     ledger.set("dropped_in_a_row", 10)
-    causes.dropped("zero_variance", 36)
-    causes.dropped("overlong", 4)
-    with pytest.raises(RunError, match=r"10 groups without a usable rollout.*zero_variance 36, overlong 4\. Relax"):
+    causes.dropped("zero_variance", 36, [0.0] * 36)
+    causes.dropped("overlong", 4, [0.5] * 4)
+    with pytest.raises(
+        RunError, match=r"10 groups without a usable rollout.*overlong 4 \(mean reward 0.05, .*\. Relax"
+    ):
         planner.plan()
 
 

@@ -16,7 +16,7 @@ from orchestrator.gates import Gates
 from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import JobRecord
-from orchestrator.workforce.attendance import DECLINES_MOST, LISTED_MOST, PAUSE_MOST_S, Attendance, leave
+from orchestrator.workforce.attendance import DECLINES_MOST, LISTED_MOST, PAUSE_MOST_S, SILENT_S, Attendance, leave
 from penstock import redis_keys
 from penstock.ledger.states import JobState, RolloutState
 from penstock.messages import Outcome, Reply, RolloutResult
@@ -25,7 +25,7 @@ from penstock.runtime.embedded_redis import EmbeddedRedis
 from penstock.store import BlobRef
 from tasks.agreement import Order, Presence, digest, used_settings
 
-LEASE_S = 2.0
+LEASE_S = 8.0
 CONFIG = configured(recovery={"max_failures": 3, "lease_s": LEASE_S})
 DIGEST = digest(used_settings(CONFIG, WorkerKind.ROLLOUTS))
 
@@ -183,6 +183,16 @@ def test_a_dead_worker_is_forgotten(scene: Scene, moment: Clock) -> None:
     assert scene.redis.hkeys(redis_keys.WORKERS) == [b"alive"]
     scene.reply("alive")
     assert scene.job().failures == 1
+
+
+def test_a_worker_that_says_nothing_is_silent_while_it_is_listed(scene: Scene, moment: Clock) -> None:
+    scene.announce("dead", "alive")
+    scene.exchange()
+    assert scene.attendance.silent == {}
+    moment.now += SILENT_S + 1.0
+    scene.announce("alive")
+    scene.exchange()
+    assert scene.attendance.silent == {"dead": SILENT_S + 1.0}
 
 
 @pytest.mark.parametrize(("node", "settings"), [(None, None), ("old@host", "other")])

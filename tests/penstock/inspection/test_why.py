@@ -3,7 +3,8 @@ import socket
 from support.raw_server import http_response, raw_server
 from support.waiting import HANG_S
 
-from penstock.inspection.why import of_a_stopped_run, of_the_step, why_silent
+from penstock.inspection.run_state import State
+from penstock.inspection.why import of_a_stopped_run, of_the_end, of_the_step, why_silent, workers_seen
 
 
 def test_any_http_response_is_an_answer() -> None:
@@ -33,6 +34,14 @@ def test_a_run_with_all_its_steps_waits_for_no_further_one() -> None:
     assert cause.startswith("all 60 steps are delivered: the run ends when")
 
 
+def test_a_complete_run_is_done_whatever_its_notes_say() -> None:
+    seen = {"state": State.DONE, "step": 60, "steps": 60, "notes": ["the store keeps 3.0 GB of delivered steps"]}
+    assert of_the_end(seen) == ["the run is done: 60 of 60 steps are delivered"]
+    used_up = ["the examples of every environment are used up after 59 of 60 steps"]
+    assert of_the_end(seen | {"step": 59, "notes": used_up}) == used_up
+    assert of_the_end(seen | {"step": 59, "notes": None}) == ["the run is done: 59 of 60 steps are delivered"]
+
+
 def test_of_a_stopped_run_only_what_was_running_is_interrupted() -> None:
     states = {"g0-0": "running", "g0-1": "queued", "g0-2": "waiting"}
     jobs = [{"job": job, "state": state, "worker": None, "running_s": 1.0} for job, state in states.items()]
@@ -47,6 +56,16 @@ def test_of_a_stopped_run_only_what_was_running_is_interrupted() -> None:
         ("waiting", None, "it runs when the run is resumed"),
     ]
     assert [job["state"] for job in found["jobs"]] == ["interrupted"]
+
+
+def test_a_worker_that_has_gone_silent_is_shown_with_its_age_while_the_orchestrator_listens() -> None:
+    said = {"kind": "rollouts", "pid": 7, "running": 0, "refused": None}
+    seen = {"state": State.RUNNING, "status_age_s": 0.5, "silent_workers": {"dead@vm": 8.5}}
+    seen |= {"present_workers": {"dead@vm": said, "alive@vm": said}}
+    ages = {node: found["last_seen_s"] for node, found in workers_seen(seen).items()}
+    assert ages == {"dead@vm": 9.0, "alive@vm": None}
+    stopped = workers_seen(seen | {"state": State.STOPPED, "status_age_s": 900.0})
+    assert {found["last_seen_s"] for found in stopped.values()} == {None}
 
 
 def test_a_job_that_waits_for_its_next_attempt_is_in_no_queue() -> None:

@@ -1,0 +1,40 @@
+"""What the parts of the orchestrator say together."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from support.ledgers import configured
+
+from orchestrator.broker import Broker
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.lock import RunLock
+from orchestrator.loop import PROCESS, Orchestrator
+from orchestrator.reporting.reporter import ignore_status
+from orchestrator.shutdown import StopRequests
+from penstock.engines.control import Load
+from penstock.runtime.lag_summaries import redis_publisher
+
+
+@pytest.mark.parametrize(("delivered", "notes"), [(2, 1), (3, 0)])
+def test_the_load_of_the_engine_is_noted_until_the_last_step_is_delivered(
+    tmp_path: Path, ledger: Ledger, delivered: int, notes: int
+) -> None:
+    config = configured(run_dir=tmp_path, steps=3)
+
+    async def noted() -> list[str]:
+        broker = Broker(config.redis_url)
+        orchestrator = Orchestrator(
+            config, run="run", ledger=ledger, broker=broker, lock=RunLock(tmp_path, broker, run="run", epoch=1),
+            lag=config.lag.watch(PROCESS, redis_publisher(broker.client)), stop=StopRequests(), on_status=ignore_status,
+        )  # fmt: skip
+        load = Load(running=32, waiting=34, cache_use=0.1, preemptions=0)
+        orchestrator.load.limit.observe({"http://engine": load}, in_flight=66, now=1e9)
+        ledger.set("steps_delivered", delivered)
+        noted = orchestrator.reporter.status()["notes"]
+        await broker.close()
+        return noted
+
+    found = asyncio.run(noted())
+    assert len(found) == notes
+    assert all("34 requests wait in the engine's queue" in note for note in found)
