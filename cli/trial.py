@@ -1,7 +1,7 @@
 """`penstock try CONFIG.toml`: plays a few examples of each environment against the engine, without Redis or workers."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from penstock.config import RunConfig
+    from penstock.engines.control import WeightLabel
     from penstock.environments.loading import LoadedEnvironment
     from penstock.messages import RolloutJob, RolloutResult
     from penstock.store import Store
@@ -28,7 +29,7 @@ MOST_EXAMPLES = 1000
 SHOWN_CHARACTERS = 2000  # of one message; --json has all of it
 SHOWN_IDS = 8
 RUN = "0" * 12
-"""Name of the run in the keys of the temporary store."""
+"""Name of the run, unless the engine has weights that a run has loaded: replicas serve that run only."""
 
 
 def try_environments(
@@ -44,7 +45,8 @@ def try_environments(
 ) -> None:
     """Play a few examples of each environment and show conversation, tokens and reward.
 
-    Needs the engine only: no Redis, no workers, no run directory. Nothing is kept. Exits with 1 if a rollout failed;
+    Needs the engine only: no Redis, no workers, no run directory. Plays with the weights that the engine has, and shows
+    their version. Nothing is kept. Exits with 1 if a rollout failed;
     an exception of the environment is shown with its traceback.
     """
     import asyncio
@@ -67,7 +69,8 @@ def try_environments(
         with asyncio.Runner(loop_factory=event_loop_factory(concurrency=AT_ONCE)) as runner:
             played = runner.run(trial.play(print_as_played=not as_json))
     if as_json:
-        print_json({"rollouts": [rollout.as_dict() for rollout in played]})
+        weights = {url: label.text for url, label in trial.weights.items()}
+        print_json({"rollouts": [rollout.as_dict() for rollout in played], "weights": weights})
     else:
         print_facts(_totals(played))
     if any(rollout.error for rollout in played):
@@ -100,6 +103,8 @@ class Trial:
         self._settings = settings
         self._names = names
         self._examples = examples
+        self.weights: dict[str, WeightLabel] = {}
+        """replica -> what it calls its weights"""
 
     async def play(self, *, print_as_played: bool) -> list[TriedRollout]:
         """In the order of environments and examples, whatever finishes first."""
@@ -107,6 +112,9 @@ class Trial:
 
         from tasks.player import Player
 
+        self.weights = await _weights(self._settings)
+        if print_as_played:
+            print_facts(_weight_facts(self.weights))
         slots = asyncio.Semaphore(AT_ONCE)
         async with Player(self._settings).ready() as player, asyncio.TaskGroup() as group:
             player.check()
@@ -156,7 +164,7 @@ class Trial:
 
         group = str(GroupId(number))
         return RolloutJob(
-            run=RUN,
+            run=next((label.run for label in self.weights.values() if label.run), RUN),
             job=str(RolloutId(group, 0)),
             attempt=1,
             sequence=number,
@@ -166,6 +174,28 @@ class Trial:
             seed=self._settings.seed,
             timeout_s=self._settings.rollouts.timeout_s,
         )
+
+
+async def _weights(settings: "RunConfig") -> "dict[str, WeightLabel]":
+    """Of the replicas that say it."""
+    import contextlib
+
+    from penstock.engines.control import UNREACHABLE, EngineControl
+
+    weights: dict[str, WeightLabel] = {}
+    if settings.engine.versions == "reported":
+        async with EngineControl.open(settings.engine) as control:
+            for url in settings.engine.urls:
+                with contextlib.suppress(*UNREACHABLE):
+                    label = await control.label(url)
+                    weights |= {url: label} if label else {}
+    return weights
+
+
+def _weight_facts(weights: "Mapping[str, WeightLabel]") -> Iterator[Fact]:
+    for url, label in weights.items():
+        named = f"version {label.version} ({label.text!r})" if label.numbered else f"its first weights ({label.text!r})"
+        yield Fact("weights", f"{url} has {named}")
 
 
 class Overheard:

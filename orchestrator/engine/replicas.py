@@ -15,7 +15,7 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import START
 from orchestrator.trainer import Trainer
 from penstock.config import RunConfig
-from penstock.engines.control import START_VERSION, EngineControl, Replica, VersionPoller, reload_advice
+from penstock.engines.control import LOADING, START_VERSION, EngineControl, Replica, VersionPoller, reload_advice
 from penstock.errors import RunError
 
 logger = logging.getLogger("penstock.replicas")
@@ -23,7 +23,11 @@ logger = logging.getLogger("penstock.replicas")
 JUDGE_S = 0.25
 LEAST, REPORTED = "least_version", "version_reported"
 """keys in the ledger: the oldest weights that may serve, and whether a replica ever reported a published version"""
-PUBLISH = "load the weights into it and name them (vLLM: POST /update_weight_version)"
+PUBLISH = {
+    "trainer": "load the weights into it and name them (vLLM: POST /update_weight_version)",
+    "penstock": "the run loads the weights into it again until that succeeds",
+}
+"""what follows, by `engine.weight_update`"""
 
 
 class ReplicaWatch:
@@ -37,6 +41,10 @@ class ReplicaWatch:
         self._published_at = time.monotonic()
         """since when this process knows `_version`"""
         self._refused: dict[str, str] = {}
+        self._refused_at: dict[str, float] = {}
+        """since when each of them is refused"""
+        self._told: dict[str, str] = {}
+        """those of them whose refusal is more than an ordinary update"""
         self.all = [Replica(url=url) for url in config.engine.urls]
         self.abandoned = AbandonedWeights(ledger, self.all)
 
@@ -73,7 +81,7 @@ class ReplicaWatch:
             self._stop_without_versions(answering[0])
         if answering and self._ledger.number(LEAST) < version and (late or len(current) == len(answering)):
             self._ledger.set(LEAST, version)
-        self._tell_refused()
+        self._tell_refused(now)
 
     @property
     def least_version(self) -> int:
@@ -106,7 +114,7 @@ class ReplicaWatch:
             for replica in self.all
             if replica.router
         ]
-        return [*self._refused.values(), *routers, *([awaited] if awaited else [])]
+        return [*self._told.values(), *routers, *([awaited] if awaited else [])]
 
     @property
     def notes(self) -> list[str]:
@@ -142,12 +150,12 @@ class ReplicaWatch:
         if self.abandoned.held_by(replica):
             return (
                 f"{replica.url} calls its weights {label.text!r}, and the trainer has gone back to an older "
-                f"checkpoint since: {PUBLISH}"
+                f"checkpoint since: {PUBLISH[self._settings.weight_update]}"
             )
         if label.version < least:
             return (
                 f"{replica.url} calls its weights {label.text!r}, and version {self._version} is published: it has "
-                f"restarted, or was not updated; {PUBLISH}"
+                f"restarted, or was not updated; {PUBLISH[self._settings.weight_update]}"
             )
         return None
 
@@ -176,14 +184,27 @@ class ReplicaWatch:
             return f"step {step} begins when every replica has version {version}: {', '.join(behind)} has not"
         return None
 
-    def _tell_refused(self) -> None:
-        before = self._refused
+    def _tell_refused(self, now: float) -> None:
+        before = self._told
         self._refused = {replica.url: why for replica in self.all if (why := self.refused(replica))}
-        for url, why in self._refused.items():
+        self._refused_at = {url: self._refused_at.get(url, now) for url in self._refused}
+        refused = [replica for replica in self.all if replica.url in self._refused]
+        self._told = {each.url: self._refused[each.url] for each in refused if not self._is_updated(each, now)}
+        for url, why in self._told.items():
             if url not in before:
                 logger.warning("action=replica_refused %s", why)
         for url in before.keys() - self._refused.keys():
             logger.info("action=replica_admitted url=%s", url)
+
+    def _is_updated(self, replica: Replica, now: float) -> bool:
+        """Whether a refused replica is in an ordinary update, which ends without the user. With `trainer`, one that has
+        gone back behind what every replica had, or still has abandoned weights, was restarted or forgotten."""
+        label = replica.label
+        if label is None or now - self._refused_at[replica.url] > self._settings.weight_update_timeout_s:
+            return False
+        if label.unfit or self._settings.weight_update == "penstock":
+            return label.unfit in (None, LOADING)
+        return label.version >= self._ledger.number(LEAST) and not self.abandoned.held_by(replica)
 
     def _take_start_version(self) -> None:
         """What replicas say before the first publication is the version that the run starts with."""

@@ -15,7 +15,7 @@ import orjson
 
 from penstock.config.engine import Engine
 from penstock.doctor.findings import Finding, note, ok, wrong
-from penstock.engines.control import UNREACHABLE, EngineControl, read_page
+from penstock.engines.control import UNREACHABLE, EngineControl, WeightLabel, read_page, reload_advice
 from penstock.engines.dialects import load_dialect
 from penstock.engines.transport import open_http
 from penstock.errors import EngineUnreachable
@@ -267,12 +267,32 @@ def check_control(facts: ServerFacts, settings: Engine) -> list[Finding]:
         text = f"{facts.url} does not say which version its weights have"
         versions = note("versions", text, f'{hint}; or set engine.versions = "announced"')
     else:
-        versions = ok("versions", f"{facts.url} says that its weights have version {facts.weight_version!r}")
+        versions = _check_version(facts, settings)
     if not facts.absent_calls:
         return [versions, ok("weights", "the endpoints that load weights are there")]
     text = f"{facts.url} has no {', '.join(facts.absent_calls)}, with which weights are loaded"
     level = wrong if settings.weight_update == "penstock" else note
     return [versions, level("weights", text, hint)]
+
+
+def _check_version(facts: ServerFacts, settings: Engine) -> Finding:
+    """Weights of an earlier run, which a new one would refuse or begin with."""
+    text = facts.weight_version or ""
+    label = WeightLabel(text) if settings.lora else WeightLabel.parse(text)
+    if settings.lora:
+        adapters = [WeightLabel.parse(name) for name in facts.models]
+        label = next((adapter for adapter in reversed(adapters) if adapter.run), label)
+    text = f"{facts.url} says that its weights have version {label.text!r}"
+    if settings.versions != "reported" or not (label.run or label.version):
+        return ok("versions", text)
+    advice = reload_advice(settings)
+    if label.run:
+        return note("versions", f"{text}: only run {label.run} can be resumed, another one stops", f"else {advice}")
+    return note(
+        "versions",
+        f"{text}: a new run starts with version {label.version}, and its trainer counts on from there",
+        f"if the trainer begins with other weights, {advice}",
+    )
 
 
 def check_length(facts: ServerFacts, settings: Engine, max_seq_len: int) -> list[Finding]:

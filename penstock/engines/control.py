@@ -23,6 +23,7 @@ from penstock.errors import InfrastructureFailure
 from penstock.runtime.cancellation import run_to_completion
 
 __all__ = [
+    "LOADING",
     "POLL_S",
     "START_VERSION",
     "UNREACHABLE",

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,23 @@ def test_an_agent_of_its_own_is_recorded_by_a_session_server_of_the_trial(
     [agent] = rollouts(done)
     assert agent["samples"]
     assert agent["reward"] is not None
+
+
+@pytest.mark.parametrize("use", ["echoes:Echo", "program"])
+def test_the_policy_that_a_run_has_trained_is_played_and_its_version_is_shown(tmp_path: Path, use: str) -> None:
+    """An agent's requests go through a session server."""
+    engine = EngineProcess(tmp_path)
+    try:
+        host, port = engine.address
+        body = json.dumps({"new_version": "31@658de159a72b"}).encode()
+        named = urllib.request.Request(f"http://{host}:{port}/update_weight_version", body)
+        urllib.request.urlopen(named, timeout=HANG_S).close()
+        config = f'[environments.echo]\nuse = "{use}"\n[engine]\nunreachable_s = 1\n'
+        done = tried(tmp_path, engine, config, "--examples", "1")
+    finally:
+        engine.kill()
+    assert done.returncode == 0, done.stdout
+    assert f"http://{host}:{port} has version 31 ('31@658de159a72b')" in done.stdout
 
 
 def test_an_unknown_environment_is_refused_with_the_known_ones(tmp_path: Path, engine: EngineProcess) -> None:

@@ -133,6 +133,7 @@ def test_the_run_loads_weights_and_brings_a_restarted_replica_up_to_date(tmp_pat
         loaded = re.findall(r"action=weights_loaded url=(\S+) version=(\d)", run.text)
         assert loaded.count((engines.urls[0], "2")) == 2, "again after its restart"
         assert loaded.count((engines.urls[1], "2")) == 1
+        assert "replica_refused" not in run.text, "the run itself loads what is missing"
         assert [line["staleness_max"] for line in metrics(cluster)] == [0, 0, 0, 0]
 
 

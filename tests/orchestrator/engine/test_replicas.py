@@ -243,3 +243,37 @@ def test_a_replica_that_never_answers_holds_up_no_version(ledger: Ledger) -> Non
         scene.say(str(version), after_s=1)
     assert scene.watch.abandoned.versions == ()
     assert scene.refused == ["http://b"], "it has never answered"
+
+
+@pytest.mark.parametrize("by", ["trainer", "penstock"])
+@pytest.mark.parametrize("label", ["default", "loading 1@r1"])
+def test_an_ordinary_update_warns_of_nothing_until_it_lasts(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture, label: str, by: str
+) -> None:
+    scene = Scene(ledger, trainer={"max_steps_ahead": 0}, engine={"weight_update": by})
+    scene.say("default", "default")
+    scene.publish(1)
+    scene.say("1", label, after_s=1)
+    assert scene.refused == ["http://b"]
+    assert "http://b calls its weights" not in str(scene.watch.troubles)
+    assert "replica_refused" not in caplog.text
+    scene.say("1", label, after_s=TIMEOUT_S + 1)
+    assert "http://b calls its weights" in str(scene.watch.troubles)
+    assert caplog.text.count("replica_refused") == 1
+    assert ("POST /update_weight_version" in caplog.text) == (by == "trainer" and label == "default")
+    scene.say("1", "1", after_s=1)
+    assert (scene.refused, scene.watch.troubles) == ([], [])
+
+
+@pytest.mark.parametrize(("by", "told"), [("trainer", True), ("penstock", False)])
+def test_a_restarted_replica_is_told_at_once_if_the_trainer_has_to_load_its_weights(
+    ledger: Ledger, by: str, told: bool
+) -> None:
+    scene = Scene(ledger, engine={"weight_update": by})
+    scene.publish(1)
+    scene.say("1", "1")
+    scene.say("1", "default", after_s=TIMEOUT_S + 1)
+    assert scene.refused == ["http://b"]
+    assert ("http://b calls its weights 'default'" in str(scene.watch.troubles)) is told
+    scene.say("1", "failed 1@r1", after_s=1)
+    assert "http://b calls its weights 'failed 1@r1'" in str(scene.watch.troubles)

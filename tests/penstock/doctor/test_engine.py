@@ -20,6 +20,7 @@ from penstock.errors import EngineUnreachable, InfrastructureFailure, StageError
 from penstock.playing.rollout import RolloutStage
 from penstock.store import open_store
 
+LORA = {"lora": True, "weight_update": "penstock"}
 Respond = Callable[[ReceivedRequest], Response]
 
 
@@ -85,7 +86,7 @@ def page(content: Any, status: int = 200) -> Response:
 
 
 def examined(
-    respond: Respond, *, weights: str | None = "3", metrics: Callable[[], str] | str = "", **settings: Any
+    respond: Respond, *, weights: str | None = "default", metrics: Callable[[], str] | str = "", **settings: Any
 ) -> tuple[dict[str, Finding], Examination]:
     findings: dict[str, Finding] = {}
     with serving(respond) as server:
@@ -131,7 +132,7 @@ def test_a_good_engine_has_no_problem() -> None:
     assert {finding.level for finding in findings.values()} <= {Level.OK, Level.NOTE}
     assert [name for name, finding in findings.items() if finding.level is Level.NOTE] == ["length"]
     assert findings["server"].text.endswith("is vllm 0.32.0")
-    assert "version '3'" in findings["versions"].text
+    assert "version 'default'" in findings["versions"].text
     assert examination.block().splitlines()[2:] == [
         'model = "policy"', 'dialect = "vllm"', 'logprobs_mode = "processed"', "routed_experts = true",
         "hidden_layers = 3", "experts_per_token = 2",
@@ -221,6 +222,24 @@ def test_a_server_without_control_endpoints_is_noted() -> None:
     assert (findings["versions"].level, findings["weights"].level) == (Level.NOTE, Level.NOTE)
     assert "VLLM_SERVER_DEV_MODE=1" in findings["versions"].fix
     assert "/pause, /update_weight_version, /collective_rpc" in findings["weights"].text
+
+
+@pytest.mark.parametrize(
+    ("weights", "served", "settings", "said", "call"),
+    [
+        ("31@658de159a72b", "policy", {}, "only run 658de159a72b can be resumed", "/collective_rpc"),
+        ("20", "policy", {}, "a new run starts with version 20", "/collective_rpc"),
+        ("default", "31@658de159a72b", LORA, "only run 658de159a72b can be", "/v1/unload_lora_adapter"),
+    ],
+)  # fmt: skip
+def test_weights_of_an_earlier_run_are_noted_with_the_calls_that_load_the_first_ones(
+    weights: str, served: str, settings: dict[str, Any], said: str, call: str
+) -> None:
+    findings, _ = examined(engine(model=served), weights=weights, **settings)
+    assert findings["versions"].level is Level.NOTE
+    assert said in findings["versions"].text
+    assert 'section "Weights of an earlier run"' in findings["versions"].fix
+    assert call in findings["versions"].fix
 
 
 def test_a_router_is_noted_before_versions_differ() -> None:
