@@ -21,6 +21,7 @@ START = ROOT / "examples" / "start"
 TORCH_TRAINER = ROOT / "examples" / "grpo_torch.py"
 FILES = ("run.toml", "sums.py", "trainer.py")
 ENGINE = re.compile(r"^\[engine\]\n.*?(?=^\[)", re.MULTILINE | re.DOTALL)
+SAMPLING = "[policy.sampling]\n"
 TRAINER = re.compile(r"^command = \"python trainer\.py .*$", re.MULTILINE)
 ANNOUNCED = 'versions = "announced"  # by trainer.py; the engine\'s own, token by token: docs/engines.md'
 LOADED = 'weight_update = "penstock"  # the run loads what trainer.py publishes into the server'
@@ -64,8 +65,14 @@ def init(
         raise ConfigError(f"{directory} has a {taken[0]}: choose another directory, or remove it")
     configuration = (START / "run.toml").read_text()
     if engine:
-        section, weights = _examined(engine, loads_weights=torch is not None)
+        found = _examined(engine, loads_weights=torch is not None)
+        section, weights = found.block(), found.facts[0].weights
         configuration = ENGINE.sub(lambda _: f"{section}\n{LOADED if torch else ANNOUNCED}\n\n", configuration)
+        if longest := found.shorter_sequences:
+            length = (
+                f"[policy]\nmax_seq_len = {longest}  # the server's --max-model-len, prompt and completion together"
+            )
+            configuration = configuration.replace(SAMPLING, f"{length}\n\n{SAMPLING}")
         if torch:
             command = f"command = {json.dumps(_command(torch, weights))}  # --lr: by the size of the weights"
             configuration = TRAINER.sub(lambda _: command, configuration)
@@ -127,9 +134,8 @@ def _look(python: str, weights: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def _examined(url: str, *, loads_weights: bool) -> tuple[str, str | None]:
-    """The `[engine]` section for a server, and where its weights are. Problems are printed; they do not keep the files
-    from being written."""
+def _examined(url: str, *, loads_weights: bool) -> "Examination":
+    """What the doctor finds of a server. Problems are printed; they do not keep the files from being written."""
     import asyncio
 
     from penstock import config
@@ -145,7 +151,7 @@ def _examined(url: str, *, loads_weights: bool) -> tuple[str, str | None]:
         raise ConfigError(f"the engine cannot be examined: {problems[0] if problems else url}")
     for problem in problems:
         print(f"penstock doctor: {problem}", file=sys.stderr)
-    return examination.block(), examination.facts[0].weights
+    return examination
 
 
 async def _problems(examination: "Examination") -> list[str]:

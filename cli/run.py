@@ -2,13 +2,13 @@
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli import facts
+from cli import curve, facts
 from cli.audit import checksum_progress, not_read, verdict
 from cli.facts import Fact
 from cli.output import CONFIG_HELP, Json, print_facts, print_json, showing_run
@@ -55,7 +55,8 @@ def run(
     if as_json:
         print_json({**status, "audit": result})
     else:
-        print_facts(summary(status, result, open_store(settings.store_url).location("batches")))
+        batches = open_store(settings.store_url).location("batches")
+        print_facts(summary(status, result, batches, curve.read_lines(settings.run_dir / curve.METRICS)))
     if not result["balanced"]:
         raise typer.Exit(1)
 
@@ -86,12 +87,16 @@ def _check_engine(config: Path | None, settings: "RunConfig") -> list[str] | Non
     return command if again else None
 
 
-def summary(status: dict[str, Any], result: dict[str, Any], batches: str) -> Iterator[Fact]:
-    """The end of a run. The command that resumes it is the one that was typed."""
+def summary(
+    status: dict[str, Any], result: dict[str, Any], batches: str, metrics: Sequence[Mapping[str, Any]]
+) -> Iterator[Fact]:
+    """The end of a run. The command that resumes it is the one that was typed. `metrics`: the run's, by step."""
     done = status["phase"] == "done"
     ended = "done" if done else "stopped before its last step"
     yield Fact("run", f"{status['run']}: {ended} after {facts.duration(status['running_s'])}")
     yield Fact("steps", f"{status['step']:,} of {status['steps']:,} delivered")
+    if reward := curve.first_and_last(metrics):
+        yield Fact("reward", reward)
     yield from facts.evaluations(status)
     for note in status["notes"]:
         yield Fact("note", note)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cli.demo import curve
+from cli import curve
 from cli.demo.options import Options
 from cli.demo.processes import DemoProcesses
 from cli.facts import Fact

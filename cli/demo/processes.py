@@ -13,7 +13,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cli.demo import curve
+from cli import curve
 from cli.demo.options import EXAMPLES, Options, short
 from penstock.batches import read_trainer
 from penstock.errors import RunError
@@ -137,7 +137,7 @@ class DemoProcesses:
 
     def rewards(self) -> list[float]:
         """Mean reward of each delivered step."""
-        return [line[curve.MEAN] for line in curve.read_lines(self._options.run_dir / "metrics.jsonl")]
+        return [line[curve.MEAN] for line in curve.read_lines(self._options.run_dir / curve.METRICS)]
 
     def lags(self) -> list[LagSummary]:
         """Lag of every event loop that publishes it, over the last ten seconds."""

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cli import facts
+from cli import curve, facts
 from cli.audit import verdict
-from cli.demo import curve
 from cli.demo.lifecycle import DONE, Demo
 from cli.demo.options import Options, short
 from cli.facts import Fact
@@ -29,7 +28,7 @@ def collect(options: Options, demo: Demo) -> dict[str, Any]:
     store = open_store(run_dir.store_url(options.run_dir))
     manifests = read_manifests(store)
     totals = [manifest.totals for manifest in manifests.values()]
-    metrics = curve.read_lines(options.run_dir / "metrics.jsonl")
+    metrics = curve.read_lines(options.run_dir / curve.METRICS)
     write_report([options.run_dir])
     return {
         "ended": demo.stopped or DONE,
@@ -43,6 +42,7 @@ def collect(options: Options, demo: Demo) -> dict[str, Any]:
         "routed_experts_bytes": _routed_bytes(options.run_dir),
         "event_loop_lag": demo.progress.largest_lags,
         "trainer": demo.progress.trainer,
+        "reward": curve.first_and_last(metrics),
         "rewards": [line[curve.MEAN] for line in metrics],
         "last_rewards": curve.by_environment(metrics[-1]) if metrics else {},
         "alignment": _alignment(options.run_dir),
@@ -69,8 +69,7 @@ def summary_facts(options: Options, summary: Mapping[str, Any]) -> Iterator[Fact
         yield Fact("trainer", summary["trainer"])
         yield _alignment_fact(summary["alignment"])
     if rewards := summary["rewards"]:
-        last = ", ".join(f"{name} {reward:.2f}" for name, reward in summary["last_rewards"].items())
-        yield Fact("reward", f"{rewards[0]:.2f} in step 0, {rewards[-1]:.2f} in step {len(rewards) - 1} ({last})")
+        yield Fact("reward", summary["reward"])
         for line in curve.drawn(rewards, summary["steps"]):
             yield Fact("", line)
     yield verdict(summary["audit"])
@@ -109,7 +108,7 @@ def _paths(options: Options, store: Store, manifests: Mapping[int, Manifest]) ->
         paths["manifest"] = Path(store.location(manifest_key(last)))
         if jsonl := manifests[last].ranks[0].rollouts_jsonl:
             paths["rollouts"] = Path(store.location(jsonl.key))
-    return {**paths, "metrics": options.run_dir / "metrics.jsonl", "report": options.run_dir / FILE_NAME}
+    return {**paths, "metrics": options.run_dir / curve.METRICS, "report": options.run_dir / FILE_NAME}
 
 
 def _routed_bytes(directory: Path) -> int:

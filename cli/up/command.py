@@ -52,6 +52,7 @@ def up(
 
 
 def _print_end(options: "Options", process: "Up", *, as_json: bool) -> None:
+    from cli import curve
     from cli.audit import checksum_progress
     from cli.run import summary
     from orchestrator.ledger.audit import audit_at_end
@@ -67,6 +68,7 @@ def _print_end(options: "Options", process: "Up", *, as_json: bool) -> None:
         print_json({**process.status, "audit": result, "restarts": process.restarts, "report": str(report)})
     else:
         batches = open_store(options.settings.store_url).location("batches")
-        print_facts([*summary(process.status, result, batches), Fact("report", str(report))])
+        metrics = curve.read_lines(options.run_dir / curve.METRICS)
+        print_facts([*summary(process.status, result, batches, metrics), Fact("report", str(report))])
     if not result["balanced"]:
         raise typer.Exit(1)

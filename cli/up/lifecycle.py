@@ -19,7 +19,7 @@ from cli.modules import module_directories
 from cli.output import StatusCallback
 from cli.up import parts
 from cli.up.broker import RunBroker
-from cli.up.ports import free_port
+from cli.up.ports import free_port, kept_port
 from cli.up.supervisor import Supervisor, last_line, tail
 from penstock.config import RunConfig
 from penstock.errors import RunError, RunLocked
@@ -134,7 +134,7 @@ class Up:
             return
         if settings.trainer.command:
             supervisor.start(parts.trainer(settings))
-        port = free_port()
+        port = kept_port(self._options.run_dir / "dashboard.port")
         self._dashboard = f"http://127.0.0.1:{port}"
         while not supervisor.ready("orchestrator"):  # it has written the files that the dashboard reads
             yield

@@ -177,6 +177,12 @@ class Examination:
             return "sglang"
         return "vllm" if kind == "vllm" and configured == "sglang" else configured
 
+    @property
+    def shorter_sequences(self) -> int | None:
+        """At how many tokens the server ends sequences, if that is before `policy.max_seq_len`."""
+        lengths = [longest for facts in self.facts if (longest := facts.models.get(self._model)) is not None]
+        return min((longest for longest in lengths if longest < self.config.policy.max_seq_len), default=None)
+
     def block(self) -> str:
         """A `[engine]` section that fits what was found."""
         urls = ", ".join(_quoted(facts.url) for facts in self.facts)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cli.demo import curve
+from cli import curve
 
 
 def test_a_bar_is_as_high_as_its_reward() -> None:

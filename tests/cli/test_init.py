@@ -76,6 +76,19 @@ def test_the_engine_section_is_what_the_doctor_finds(tmp_path: Path) -> None:
     assert (found.hidden_layers, found.experts_per_token, found.versions) == (4, 2, "announced")
 
 
+@pytest.mark.parametrize(("served", "written"), [(4096, 4096), (65_536, 32_768)])
+def test_sequences_are_no_longer_than_those_of_the_server(tmp_path: Path, served: int, written: int) -> None:
+    engine = EngineProcess(tmp_path, "--max-model-len", str(served))
+    try:
+        host, port = engine.address
+        result = CliRunner().invoke(app, ["init", str(tmp_path / "mine"), "--engine", f"http://{host}:{port}"])
+        assert result.exit_code == 0, result.output
+    finally:
+        engine.end()
+    loaded = config.load(tmp_path / "mine" / "run.toml", environ={})
+    assert (loaded.policy.max_seq_len, loaded.policy.sampling.max_tokens) == (written, 512)
+
+
 def test_what_is_written_passes_the_doctor_and_is_played(tmp_path: Path) -> None:
     """In the new directory, as the quickstart says, without a PYTHONPATH and without Redis."""
     engine = EngineProcess(tmp_path)

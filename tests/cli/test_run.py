@@ -80,12 +80,16 @@ def test_on_a_terminal_the_run_has_a_live_view_and_a_summary(environment: dict[s
     assert "Traceback" not in text
 
 
-def test_the_summary_says_what_rollouts_died_of() -> None:
+def test_the_summary_says_how_the_reward_went_and_what_rollouts_died_of() -> None:
     status = {"run": "r", "phase": "done", "running_s": 1.0, "step": 3, "steps": 3, "notes": [], "losses": {}}
     result = {"planned": 8, "delivered": 6, "filtered": {}, "in_flight": 0, "dead": 2, "problems": [], "balanced": True}
     result |= {"steps": 3, "delivered_steps": 3, "manifests_from": 0, "files_from": 0}
     result["dead_jobs"] = [{"kind": "rollout", "jobs": 2, "error": "no such file"}]
-    assert ("dead", "2 rollout jobs: no such file") in [fact[:2] for fact in summary(status, result, "batches")]
+    metrics = [{"step": 0, "reward_mean": 0.22, "reward_mean/sums": 0.22}, {"step": 1, "reward_mean": 0.4}]
+    metrics += [{"step": 2, "reward_mean": 0.9, "reward_mean/sums": 0.9}]
+    found = [fact[:2] for fact in summary(status, result, "batches", metrics)]
+    assert ("dead", "2 rollout jobs: no such file") in found
+    assert ("reward", "0.22 in step 0, 0.90 in step 2 (sums 0.90)") in found
 
 
 def test_in_a_pipe_the_run_writes_plain_lines_and_a_summary(environment: dict[str, str], tmp_path: Path) -> None:

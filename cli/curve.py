@@ -1,13 +1,14 @@
-"""The reward of a demo, step by step: read from the run's metrics and drawn with characters."""
+"""The reward of a run, step by step: read from its metrics, told in a line and drawn with characters."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 WIDTH, HEIGHT = 60, 5  # characters
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 MEAN = "reward_mean"
+METRICS = "metrics.jsonl"
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -15,6 +16,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def first_and_last(metrics: Sequence[Mapping[str, Any]]) -> str | None:
+    """The mean reward of the first step and of the last, that of the last by environment too; None without a step."""
+    if not metrics:
+        return None
+    first, last = metrics[0], metrics[-1]
+    text = f"{first[MEAN]:.2f} in step {first['step']:,}"
+    if last is not first:
+        text += f", {last[MEAN]:.2f} in step {last['step']:,}"
+    parts = ", ".join(f"{name} {reward:.2f}" for name, reward in by_environment(last).items())
+    return f"{text} ({parts})" if parts else text
 
 
 def drawn(rewards: Sequence[float], steps: int) -> list[str]:
@@ -39,6 +52,6 @@ def _height(rewards: Sequence[float], column: int, steps: int) -> int:
     return max(1, round(8 * HEIGHT * min(1.0, max(0.0, mean))))
 
 
-def by_environment(line: dict[str, Any]) -> dict[str, float]:
+def by_environment(line: Mapping[str, Any]) -> dict[str, float]:
     prefix = f"{MEAN}/"
     return {key.removeprefix(prefix): value for key, value in line.items() if key.startswith(prefix)}
