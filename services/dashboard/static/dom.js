@@ -45,7 +45,7 @@ export function number(value, digits = 3) {
   if (size >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
   if (size >= 1e4) return Math.round(value).toLocaleString("en");
   if (size >= 100) return value.toFixed(0);
-  if (size > 0 && size < 1e-3) return value.toExponential(1);
+  if (size > 0 && size < 1e-3) return value.toExponential(1).replace(".0e", "e");
   return String(Number(value.toPrecision(digits)));
 }
 
