@@ -26,6 +26,7 @@ def test_the_password_is_never_shown(tmp_path: Path) -> None:
         started_with = [Path(f"/proc/{worker.pid}/environ") for worker in workers]
         cluster.orchestrator()
         cluster.wait_running(8)
+        wait_until(lambda: all(" ready." in worker.text for worker in workers), what="workers that are started")
         assert [TRACE in environment.read_bytes() for environment in started_with] == [False, True]
         assert b"PATH=" in started_with[0].read_bytes()
         with_redis = cluster.penstock("status", str(cluster.run_dir))
