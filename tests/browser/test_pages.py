@@ -164,7 +164,7 @@ def test_pages_fit_a_phone_and_have_dark_colours(url: str, watched: Open, option
     each = watched(url, **options)
     page = each.open()
     for place in ("#/0/overview", "#/0/waterfall", "#/0/rollouts", "#/0/group/g0000001", "#/0/rollout/g0000001-0"):
-        page.goto(f"{url}{place}")
+        each.go(place)
         page.locator("main .panel").first.wait_for()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{place} is wider than the screen"
     each.go("#/0/group/g0000001?show=0,1")

@@ -29,14 +29,14 @@ class Watched:
     def open(self, place: str = "") -> Page:
         """Wait until the page is drawn. The pages' policy does not allow waits by a script."""
         self.page.goto(f"{self.url}{place}")
-        self.page.locator("html[data-drawn]").wait_for(state="attached")
-        return self.page
+        return self._drawn(place)
 
     def go(self, place: str) -> Page:
-        page = self.page.locator("html")
-        drawn = page.get_attribute("data-drawn") or ""
         self.page.evaluate("place => { location.hash = place }", place)
-        expect(page).not_to_have_attribute("data-drawn", drawn, timeout=TIMEOUT_MS)
+        return self._drawn(place)
+
+    def _drawn(self, place: str) -> Page:
+        expect(self.page.locator("html")).to_have_attribute("data-drawn", place, timeout=TIMEOUT_MS)
         return self.page
 
     def check(self) -> None:

@@ -32,14 +32,14 @@ function place() {
 async function refresh() {
   clearTimeout(timer);
   const own = ++drawing, main = document.getElementById("main");
-  let again = null, at = place();
+  let again = null, at = place(), address = location.hash;
   try {
     if (!runs.length) runs = (await get("runs")).runs;
-    at = place();
+    at = place(), address = location.hash;
     const [list, page] = await Promise.all([get("runs"), PAGES[at.page](at.run, at.id, at.query)]);
     if (own !== drawing) return;
     runs = list.runs;
-    const address = location.hash, focus = shown === address ? focused() : null, scrolled = scrolls();
+    const focus = shown === address ? focused() : null, scrolled = scrolls();
     replace(main, page.content, footer());
     if (shown !== address) window.scrollTo(0, 0); else scrolled();
     shown = address;
@@ -54,7 +54,7 @@ async function refresh() {
     again = IDLE_MS / 3;
     shown = null;
   }
-  document.documentElement.dataset.drawn = String(own);
+  document.documentElement.dataset.drawn = address;
   if (again !== null && !isReport()) timer = setTimeout(() => (document.hidden ? document.addEventListener("visibilitychange", refresh, { once: true }) : refresh()), again);
 }
 
