@@ -10,10 +10,14 @@ import contextlib
 import contextvars
 import math
 import os
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from time import monotonic
+from typing import Any, ParamSpec, TypeVar
 
 from penstock.errors import InfrastructureFailure
 from penstock.runtime.cancellation import run_to_completion
@@ -26,10 +30,12 @@ T = TypeVar("T")
 IO_THREADS_PER_JOB = 2
 # 512 threads in use take 48 MB. More blocking calls at once need a second process, not more threads.
 IO_THREADS_MAX = 512
-# Recording a turn is 0.5 ms of Python between system calls that hardly wait. On the wide pool, 256 rollouts competed
-# for the GIL with the loop and each other: 30-60 thread switches per turn, and more CPU than on 4 or 16 threads. On a
-# network file system with 5 ms per call, eight threads still record 400 turns per second.
+# On a network file system with 5 ms per call, eight threads record 400 turns per second.
 FILE_THREADS = 8
+# A call to a local file takes less than a millisecond. One that waits for longer stands behind a slow one.
+HELP_S = 0.05
+# Results of a thread are held back for as long as this, while it has more to do.
+DELIVER_S = 0.002
 # For loops without an explicit `install`.
 DEFAULT_CONCURRENCY = 64
 # Only direct calls of the default executor (asyncio.to_thread, DNS lookups) queue inside a pool. A queue of this length
@@ -65,20 +71,117 @@ class Pool(ThreadPoolExecutor):
 
     def _deliver(self, call: Future[T], result: "asyncio.Future[T]") -> None:
         self._free.release()
-        if result.done():  # the caller was cancelled
-            return
-        if error := call.exception():
-            result.set_exception(error)
-        else:
-            result.set_result(call.result())
+        error = call.exception()
+        _set(result, None if error else call.result(), error)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        if self._work_queue.qsize() >= BACKLOG_MAX:
+        self._require_room(self._work_queue.qsize())
+        return super().submit(fn, *args, **kwargs)
+
+    def _require_room(self, waiting: int) -> None:
+        if waiting >= BACKLOG_MAX:
             raise InfrastructureFailure(
                 f"The pool {self.name!r} has {BACKLOG_MAX} calls waiting for its {self.threads} threads: they are "
                 "stuck. Find out where (py-spy dump); usually a file system or a server does not respond."
             )
-        return super().submit(fn, *args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaitingCall:
+    call: Callable[[], Any]
+    result: "asyncio.Future[Any]"
+    since: float
+
+
+Done = list[tuple["asyncio.Future[Any]", Any, BaseException | None]]
+"""of calls that have run: where the result goes, the result, the error"""
+
+
+class FilePool(Pool):
+    """Small calls in quick succession. One thread runs all that wait and wakes the loop once for them; another helps
+    when a call has waited for HELP_S.
+
+    Recording a turn is 0.2 ms of Python between system calls that hardly wait. Each of them gives the GIL to the loop,
+    or to another thread: with a thread to each call, a turn took 21 thread switches, and a fifth more CPU.
+    """
+
+    def __init__(self, *, name: str, threads: int) -> None:
+        super().__init__(name=name, threads=threads)
+        self._waiting = deque[WaitingCall]()
+        self._at_work = 0
+        """Threads. Only the loop's thread changes it."""
+        self._help: asyncio.TimerHandle | None = None
+
+    async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        self._require_room(len(self._waiting))
+        result: asyncio.Future[T] = loop.create_future()
+        call = partial(contextvars.copy_context().run, fn, *args, **kwargs)
+        self._waiting.append(WaitingCall(call=call, result=result, since=monotonic()))
+        if not self._at_work:
+            self._start(loop)
+        elif self._help is None:
+            self._help = loop.call_later(HELP_S, self._help_if_slow, loop)
+        return await result
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            self.submit(self._run_waiting, loop)
+        except RuntimeError as error:  # the pool was shut down
+            while self._waiting:
+                _set(self._waiting.popleft().result, None, error)
+        else:
+            self._at_work += 1
+
+    def _help_if_slow(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._help = None
+        if not self._waiting:
+            return
+        if self._at_work < self.threads and monotonic() - self._waiting[0].since >= HELP_S:
+            self._start(loop)
+        self._help = loop.call_later(HELP_S, self._help_if_slow, loop)
+
+    def _run_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs in a thread."""
+        done, since = Done(), monotonic()
+        while self._waiting:
+            try:
+                waiting = self._waiting.popleft()
+            except IndexError:  # another thread took it
+                break
+            if not waiting.result.cancelled():
+                done.append((waiting.result, *_outcome(waiting.call)))
+            if done and monotonic() - since >= DELIVER_S:
+                self._tell(loop, done, ended=False)
+                done, since = Done(), monotonic()
+        self._tell(loop, done, ended=True)
+
+    def _tell(self, loop: asyncio.AbstractEventLoop, done: Done, *, ended: bool) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
+            loop.call_soon_threadsafe(self._hand_out, loop, done, ended)
+
+    def _hand_out(self, loop: asyncio.AbstractEventLoop, done: Done, ended: bool) -> None:
+        for each in done:
+            _set(*each)
+        self._at_work -= ended
+        if self._waiting and not self._at_work:
+            self._start(loop)
+
+
+def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return call(), None
+    except BaseException as error:  # noqa: BLE001  it is the caller's
+        return None, error
+
+
+def _set(result: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
+    if result.done():  # the caller was cancelled
+        return
+    if error:
+        result.set_exception(error)
+    else:
+        result.set_result(value)
 
 
 class IoPool(Pool):
@@ -87,7 +190,7 @@ class IoPool(Pool):
     def __init__(self, *, threads: int, cpu_threads: int) -> None:
         super().__init__(name="io", threads=threads)
         self.cpu = Pool(name="cpu", threads=cpu_threads)
-        self.files = Pool(name="files", threads=min(threads, FILE_THREADS))
+        self.files = FilePool(name="files", threads=min(threads, FILE_THREADS))
         self.shutdown_callbacks: list[Callable[[], None]] = []
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

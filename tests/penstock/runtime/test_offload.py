@@ -12,7 +12,7 @@ from support.waiting import wait_until_async
 from penstock.errors import InfrastructureFailure
 from penstock.runtime import offload
 from penstock.runtime.event_loop import event_loop_factory
-from penstock.runtime.offload import Pool, in_cpu_thread, in_file_thread, in_io_thread
+from penstock.runtime.offload import FilePool, Pool, in_cpu_thread, in_file_thread, in_io_thread
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]], *, concurrency: int | None = None) -> None:
@@ -165,9 +165,10 @@ def test_closing_the_runner_shuts_down_all_pools_and_waits_for_abandoned_calls()
     assert penstock_threads() == []
 
 
-def test_a_pool_refuses_calls_after_shutdown() -> None:
+@pytest.mark.parametrize("kind", [Pool, FilePool])
+def test_a_pool_refuses_calls_after_shutdown(kind: type[Pool]) -> None:
     async def main() -> None:
-        pool = Pool(name="cpu", threads=1)
+        pool = kind(name="cpu", threads=1)
         pool.shutdown()
         for _ in range(2):
             with pytest.raises(RuntimeError, match="after shutdown"):
@@ -199,5 +200,124 @@ def test_a_pool_with_stuck_threads_refuses_calls(monkeypatch: pytest.MonkeyPatch
             loop.run_in_executor(None, int)
         gate.set()
         await asyncio.gather(*running, *waiting)
+
+    run(main)
+
+
+def test_small_calls_that_wait_are_run_by_one_thread_in_order_and_wake_the_loop_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offload, "HELP_S", 60.0)
+    monkeypatch.setattr(offload, "DELIVER_S", 60.0)
+    wakes, hand_out = list[int](), FilePool._hand_out
+
+    def counted(pool: FilePool, loop: asyncio.AbstractEventLoop, done: offload.Done, ended: bool) -> None:
+        wakes.append(len(done))
+        hand_out(pool, loop, done, ended)
+
+    monkeypatch.setattr(FilePool, "_hand_out", counted)
+
+    async def main() -> None:
+        held, order = Held(), list[int]()
+        first = asyncio.create_task(in_file_thread(held))
+        await wait_until_async(held.started.is_set)
+        waiting = [asyncio.create_task(in_file_thread(order.append, n)) for n in range(100)]
+        await asyncio.sleep(0)
+        held.released.set()
+        await asyncio.gather(first, *waiting)
+        assert order == list(range(100))
+
+    run(main)
+    assert wakes == [101]
+
+
+def test_another_thread_runs_the_calls_behind_a_slow_one_up_to_the_number_of_threads() -> None:
+    async def main() -> None:
+        slow = [Held(), Held()]
+        with FilePool(name="files", threads=2) as pool:
+            first = asyncio.create_task(pool.run(slow[0]))
+            await wait_until_async(slow[0].started.is_set)
+            assert await pool.run(int, "7") == 7, "it waited for the slow call"
+            second = asyncio.create_task(pool.run(slow[1]))
+            await wait_until_async(slow[1].started.is_set)
+            third = asyncio.create_task(pool.run(int))
+            await asyncio.sleep(3 * offload.HELP_S)
+            assert not third.done()
+            assert pool._at_work == 2
+            for each in slow:
+                each.released.set()
+            await asyncio.gather(first, second, third)
+
+    run(main)
+
+
+def test_a_result_is_not_held_back_while_a_thread_has_slow_calls_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "DELIVER_S", 0.0)
+
+    async def main() -> None:
+        slow = Held()
+        with FilePool(name="files", threads=1) as pool:
+            quick, last = asyncio.create_task(pool.run(int)), asyncio.create_task(pool.run(slow))
+            await quick
+            assert not last.done()
+            slow.released.set()
+            await last
+
+    run(main)
+
+
+def test_a_small_call_cancelled_while_waiting_never_runs_and_an_error_reaches_its_caller_alone() -> None:
+    async def main() -> None:
+        held, ran = Held(), list[str]()
+        with FilePool(name="files", threads=1) as pool:
+            first = asyncio.create_task(pool.run(held))
+            await wait_until_async(held.started.is_set)
+            cancelled, failing, last = (
+                asyncio.create_task(pool.run(ran.append, "cancelled")),
+                asyncio.create_task(pool.run(divmod, 1, 0)),
+                asyncio.create_task(pool.run(ran.append, "last")),
+            )
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            held.released.set()
+            with pytest.raises(ZeroDivisionError):
+                await failing
+            await asyncio.gather(first, last)
+            assert ran == ["last"]
+
+    run(main)
+
+
+def test_small_calls_that_wait_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "BACKLOG_MAX", 3)
+
+    async def main() -> None:
+        held = Held()
+        with FilePool(name="files", threads=1) as pool:
+            running = asyncio.create_task(pool.run(held))
+            await wait_until_async(held.started.is_set)
+            waiting = [asyncio.create_task(pool.run(int)) for _ in range(3)]
+            await asyncio.sleep(0)
+            with pytest.raises(InfrastructureFailure, match="3 calls waiting for its 1 threads"):
+                await pool.run(int)
+            held.released.set()
+            await asyncio.gather(running, *waiting)
+
+    run(main)
+
+
+def test_small_calls_that_wait_when_their_pool_is_shut_down_are_run_or_refused() -> None:
+    async def main() -> None:
+        held = Held()
+        pool = FilePool(name="files", threads=1)
+        running = asyncio.create_task(pool.run(held))
+        await wait_until_async(held.started.is_set)
+        pool.shutdown(wait=False)
+        waiting = asyncio.create_task(pool.run(int, "3"))
+        await asyncio.sleep(0)
+        held.released.set()
+        assert await asyncio.gather(running, waiting) == [None, 3]
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            await pool.run(int)
 
     run(main)
