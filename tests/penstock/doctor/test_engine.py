@@ -39,8 +39,9 @@ def engine(
     root: str = "org/model",
     flat: bool = False,
 ) -> Respond:
-    """A server whose completion is a letter. `refuses_tools`: what it answers to chats with tools. `forgets`: its template
-    drops the first message of longer chats. `dev_mode`: it has the endpoints that load weights. `flat`: no two completions are the same."""
+    """A server whose completion is a letter. `refuses_tools`: what it answers to chats with tools. `forgets`: its
+    template drops the first message of longer chats. `dev_mode`: it has the endpoints that load weights. `flat`: no two
+    completions are the same."""
     letters = itertools.count(ord("a"))
 
     def respond(request: ReceivedRequest) -> Response:
