@@ -4,6 +4,7 @@ trainer/annotations/step_000042.rank_00.safetensors    the arrays of the newest 
 trainer/annotations.rank_00.jsonl                       a line of means per step, the last one of a step holds
 """
 
+import heapq
 import json
 import os
 import re
@@ -123,7 +124,7 @@ class Means:
         """Means stay, lines of ranks go; then the means of the first steps too."""
         while self._lines > self._lines_most:
             self._lines -= len(self._ranks.pop(next(iter(self._ranks))))
-        for step in sorted(self.by_step)[: -self._lines_most]:
+        for step in heapq.nsmallest(len(self.by_step) - self._lines_most, self.by_step):
             del self.by_step[step]
 
 
