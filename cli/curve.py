@@ -1,7 +1,9 @@
 """The reward of a run, step by step: read from its metrics, told in a line and drawn with characters."""
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,10 @@ WIDTH, HEIGHT = 60, 5  # characters
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 MEAN = "reward_mean"
 METRICS = "metrics.jsonl"
+OLDER = "metrics.[0-9].jsonl"
+"""full ones; the oldest has the highest number"""
+END_BYTES = 1 << 20
+"""Of a file, in which its first or last step is looked for: hundreds of lines."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -18,16 +24,39 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def first_and_last(metrics: Sequence[Mapping[str, Any]]) -> str | None:
+def first_and_last(run_dir: Path) -> str | None:
     """The mean reward of the first step and of the last, that of the last by environment too; None without a step."""
-    if not metrics:
+    newest = run_dir / METRICS
+    oldest = max(run_dir.glob(OLDER), default=newest)
+    first = next(_rewarded(_end_of(oldest, last=False)), None)
+    last = next(_rewarded(reversed(_end_of(newest, last=True))), first)
+    if first is None or last is None:
         return None
-    first, last = metrics[0], metrics[-1]
     text = f"{first[MEAN]:.2f} in step {first['step']:,}"
-    if last is not first:
+    if last["step"] != first["step"]:
         text += f", {last[MEAN]:.2f} in step {last['step']:,}"
     parts = ", ".join(f"{name} {reward:.2f}" for name, reward in by_environment(last).items())
     return f"{text} ({parts})" if parts else text
+
+
+def _end_of(path: Path, *, last: bool) -> list[bytes]:
+    """The lines at the beginning of a file, or at its end. The one that is cut may be no JSON."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - END_BYTES) if last else 0)
+            return file.read(END_BYTES).splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def _rewarded(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """A step whose line was lost has no reward."""
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            values: Any = json.loads(line)
+            if isinstance(values, dict) and MEAN in values:
+                yield values
 
 
 def drawn(rewards: Sequence[float], steps: int) -> list[str]:

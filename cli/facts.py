@@ -1,5 +1,6 @@
 """Lines of label and text that describe a run, shared by the live view and the commands."""
 
+import unicodedata
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
@@ -19,7 +20,12 @@ class Fact(NamedTuple):
 def printable(text: str) -> str:
     """Control characters, marks that turn text around and halves of surrogates by their numbers, as on the dashboard:
     an error may have text of a model."""
-    return "".join(char if char.isprintable() or char in "\n\t" else f"⟨U+{ord(char):04X}⟩" for char in text)
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(char: str) -> str:
+    is_space = char in "\n\t" or unicodedata.category(char) == "Zs"  # Python calls only " " printable
+    return char if char.isprintable() or is_space else f"⟨U+{ord(char):04X}⟩"
 
 
 def progress(status: Mapping[str, Any]) -> Iterator[Fact]:

@@ -61,6 +61,8 @@ def init(
 
     if torch and not engine:
         raise ConfigError("--torch needs --engine: the model to train is the one that the server has")
+    if torch and "/" in torch:  # the trainer is started in another directory
+        torch = str(Path(torch).absolute())
     if taken := [name for name in FILES if (directory / name).exists()]:
         raise ConfigError(f"{directory} has a {taken[0]}: choose another directory, or remove it")
     configuration = (START / "run.toml").read_text()

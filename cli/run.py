@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,7 +56,7 @@ def run(
         print_json({**status, "audit": result})
     else:
         batches = open_store(settings.store_url).location("batches")
-        print_facts(summary(status, result, batches, curve.read_lines(settings.run_dir / curve.METRICS)))
+        print_facts(summary(status, result, batches, reward=curve.first_and_last(settings.run_dir)))
     if not result["balanced"]:
         raise typer.Exit(1)
 
@@ -87,15 +87,13 @@ def _check_engine(config: Path | None, settings: "RunConfig") -> list[str] | Non
     return command if again else None
 
 
-def summary(
-    status: dict[str, Any], result: dict[str, Any], batches: str, metrics: Sequence[Mapping[str, Any]]
-) -> Iterator[Fact]:
-    """The end of a run. The command that resumes it is the one that was typed. `metrics`: the run's, by step."""
+def summary(status: dict[str, Any], result: dict[str, Any], batches: str, *, reward: str | None) -> Iterator[Fact]:
+    """The end of a run. The command that resumes it is the one that was typed. `reward`: how it went."""
     done = status["phase"] == "done"
     ended = "done" if done else "stopped before its last step"
     yield Fact("run", f"{status['run']}: {ended} after {facts.duration(status['running_s'])}")
     yield Fact("steps", f"{status['step']:,} of {status['steps']:,} delivered")
-    if reward := curve.first_and_last(metrics):
+    if reward:
         yield Fact("reward", reward)
     yield from facts.evaluations(status)
     for note in status["notes"]:

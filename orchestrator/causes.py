@@ -28,6 +28,8 @@ LEAST = 8
 FLAT_MOST = 32
 """Groups without a difference in their rewards, one after the other, from which that is said."""
 OVERLONG = "filters.overlong"
+EARLIER = "earlier settings"
+"""in place of the filters that have masked rollouts, if none of them masks any more"""
 Ending = Literal["admitted", "masked", "died", "dropped"]
 ADVICE = "Fix its cause, restart the workers if their code or settings changed, and run the same command again"
 # What differs between two texts of one error: counts, addresses, ids, the attempt's number.
@@ -94,7 +96,7 @@ class Causes:
         equal rewards, and the advantage 0."""
         self._flat.append(flat)
         self._end("admitted", "", rollouts - masked)
-        self._end("masked", masked_by, masked)
+        self._end("masked", masked_by or EARLIER, masked)
         self._deaths.clear()
         self._drops.clear()
         self._dropped_rewards = DroppedRewards()
@@ -160,7 +162,7 @@ class Causes:
             return f"{died} of the last {ended} rollouts died, {number} of them of: {self._texts.get(kind, kind)}"
         if self.untrained:
             return self.untrained
-        if not self._recent["admitted", ""]:
+        if not any(number for (ending, _), number in self._recent.items() if ending in ("admitted", "masked")):
             reasons = ", ".join(f"{reason} {number}" for reason, number in self._most("dropped"))
             return (
                 f"none of the last {ended} rollouts was kept ({reasons}; {self._dropped_rewards}): relax that filter, "
@@ -179,10 +181,12 @@ class Causes:
     @property
     def untrained(self) -> str | None:
         """That every rollout that is delivered is masked: the run proceeds, and the policy learns nothing."""
-        masked = sum(number for (ending, _), number in self._recent.items() if ending == "masked")
+        by_filters = {text: number for (ending, text), number in self._recent.items() if ending == "masked"}
+        by_filters.pop(EARLIER, None)
+        masked = sum(by_filters.values())
         if masked < LEAST or self._recent["admitted", ""]:
             return None
-        (filters, _), *_ = self._most("masked")
+        filters = max(by_filters, key=by_filters.__getitem__)
         settings = " and ".join(f'{name}.mode = "monitor"' for name in filters.split(", "))
         overlong = ", or raise policy.sampling.max_tokens: every completion ended at a limit of tokens"
         return (

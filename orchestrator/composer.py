@@ -22,9 +22,11 @@ from orchestrator.staleness import Staleness
 from orchestrator.trainer import Trainer
 from penstock import job_inputs
 from penstock.batches import EncodedRank, Manifest, read_manifest, seal_manifest
-from penstock.batches.plan import files_of
+from penstock.batches.plan import FIRST_STEP, files_of
 from penstock.batches.prime_rl_directory import publish_prime_rl
+from penstock.batches.signals import StartVersion, write_start
 from penstock.config import RunConfig
+from penstock.engines.control import START_VERSION
 from penstock.errors import BlobError, BlobUnwritten, RunError, StageError
 from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
 from penstock.messages import EncodeResult, StepAdvantages
@@ -265,10 +267,10 @@ class Sealer:
         self.visible: int | None = None
         """the step whose manifest a trainer may see although sealing it has failed: it must not be formed again"""
 
-    async def seal(self, batch: BatchRecord, ranks: list[EncodedRank]) -> bool:
+    async def seal(self, batch: BatchRecord, ranks: list[EncodedRank], *, start_version: int = START_VERSION) -> bool:
         """False when the manifest cannot be written or synced: the step waits and is tried again."""
         try:
-            await in_io_thread(self._seal, batch, ranks)
+            await in_io_thread(self._seal, batch, ranks, start_version)
         except (OSError, BlobUnwritten) as error:
             self.visible = batch.step if await in_io_thread(self._may_be_visible, batch.step) else None
             if self.trouble is None:
@@ -288,8 +290,10 @@ class Sealer:
         except (OSError, BlobError):
             return True
 
-    def _seal(self, batch: BatchRecord, ranks: list[EncodedRank]) -> None:
+    def _seal(self, batch: BatchRecord, ranks: list[EncodedRank], start_version: int) -> None:
         """In a thread, the plan included: 12 ms for 2,048 rollouts, whose records do not change meanwhile."""
+        if batch.step == FIRST_STEP and start_version > START_VERSION:  # readers ask for it when the step is there
+            write_start(self._config.run_dir, StartVersion(version=start_version))
         plan = batch_plan(self._config, batch)
         self.publish(seal_manifest(self._store, plan, ranks, estimator_state=batch.estimator_state))
 

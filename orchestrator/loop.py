@@ -29,7 +29,7 @@ from orchestrator.examples.retry_requests import RetryRequests
 from orchestrator.gates import Gates
 from orchestrator.groups import Groups
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import BatchRecord
+from orchestrator.ledger.records import START, BatchRecord
 from orchestrator.lock import RunLock
 from orchestrator.planner import Planner
 from orchestrator.reconciler import Reconciler
@@ -264,7 +264,7 @@ class Orchestrator:
         crash_points.passed("encoded")
         await self.lock.check()
         try:
-            if not await self.sealer.seal(batch, ranks):
+            if not await self.sealer.seal(batch, ranks, start_version=self.ledger.number(START)):
                 return False
         except OtherPlan as error:
             self.composer.form_again(batch, f"{error}")

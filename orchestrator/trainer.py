@@ -11,7 +11,6 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import START
 from penstock.batches import RunStatus, TrainerState, read_trainer, write_status
 from penstock.batches.prime_rl_directory import LAYOUTS, accept_broadcasts, read_broadcasts
-from penstock.batches.signals import StartVersion, write_start
 from penstock.config import RunConfig
 from penstock.config.run import Trainer as TrainerSettings
 from penstock.engines.control import reload_advice
@@ -58,7 +57,6 @@ class Trainer:
         self.holds_update: Callable[[], bool] = lambda: False
         """whether weights that the run loads must wait: evaluations of the present version are open"""
         self._written: RunStatus | None = None
-        self._start_written = False
         self._awaited_since: float | None = None
         """since when sealing waits for an acknowledgement"""
         self._unreadable: str | None = None
@@ -187,13 +185,9 @@ class Trainer:
     async def write_status(self, why: str, *, ended: bool = False) -> None:
         """`why` is what a waiting trainer raises when its time-out ends."""
         status = RunStatus(why=why, ended=ended, last_step=self._ledger.number("steps_delivered") - 1)
-        start = self._ledger.number(START)
-        if status == self._written and self._start_written == bool(start):
+        if status == self._written:
             return
         try:
-            if start and not self._start_written:
-                await to_its_end_in_io_thread(write_start, self._run_dir, StartVersion(version=start))
-                self._start_written = True
             await to_its_end_in_io_thread(write_status, self._run_dir, status)
         except BlobUnwritten as error:
             if self._unwritable is None:

@@ -1,5 +1,5 @@
-"""Messages between processes: jobs to the workers, replies to the orchestrator. A job is at most 4 KB
-of JSON, a reply 4.8 KB, except the scores of a group with named rewards and the draws of a sampler.
+"""Messages between processes: jobs to the workers, replies to the orchestrator. A job is at most 4 KB of JSON, a reply
+4.8 KB, except the scores of a group with named rewards and the draws of a sampler.
 
 No message contains a path, a class or code: keys are relative to the store of each process's own configuration, and the
 worker's own configuration resolves the names of environments.

@@ -42,7 +42,7 @@ def collect(options: Options, demo: Demo) -> dict[str, Any]:
         "routed_experts_bytes": _routed_bytes(options.run_dir),
         "event_loop_lag": demo.progress.largest_lags,
         "trainer": demo.progress.trainer,
-        "reward": curve.first_and_last(metrics),
+        "reward": curve.first_and_last(options.run_dir),
         "rewards": [line[curve.MEAN] for line in metrics],
         "last_rewards": curve.by_environment(metrics[-1]) if metrics else {},
         "alignment": _alignment(options.run_dir),

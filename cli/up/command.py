@@ -68,7 +68,7 @@ def _print_end(options: "Options", process: "Up", *, as_json: bool) -> None:
         print_json({**process.status, "audit": result, "restarts": process.restarts, "report": str(report)})
     else:
         batches = open_store(options.settings.store_url).location("batches")
-        metrics = curve.read_lines(options.run_dir / curve.METRICS)
-        print_facts([*summary(process.status, result, batches, metrics), Fact("report", str(report))])
+        reward = curve.first_and_last(options.run_dir)
+        print_facts([*summary(process.status, result, batches, reward=reward), Fact("report", str(report))])
     if not result["balanced"]:
         raise typer.Exit(1)

@@ -64,10 +64,10 @@ class Released:
         """Manifests in order."""
         step, files = manifest.plan.step, [each for each in files_of(manifest) if each.ref.size]  # others have no file
         for counter in self._releasable.keys() - {"manifests_released"}:
-            first = next((each.ref.key for each in files if each.released == counter), None)
-            gone = first is None or self._store.size(first) is None
-            if self.counters[counter] == step < self._releasable[counter] and gone:
-                self.counters[counter] = step + 1
+            if self.counters[counter] == step < self._releasable[counter]:
+                first = next((each.ref.key for each in files if each.released == counter), None)
+                gone = first is None or self._store.size(first) is None
+                self.counters[counter] += gone
         for rollout in manifest.plan.rollouts:
             blobs = {"columns_released": rollout.columns, "experts_released": rollout.experts}
             held = (ref for counter, ref in blobs.items() if ref and self.counters.get(counter, 0) <= step)

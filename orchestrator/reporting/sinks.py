@@ -52,7 +52,10 @@ class Sinks:
 
     async def _run(self, ended: asyncio.Event) -> None:
         while True:
-            words = await self._send(ended)
+            try:
+                words = await self._send(ended)
+            except OSError as error:  # no process can be started at present
+                words = str(error)
             names = ", ".join(self._wanted)
             if words:
                 self.notes = [

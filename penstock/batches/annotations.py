@@ -4,6 +4,7 @@ trainer/annotations/step_000042.rank_00.safetensors    the arrays of the newest 
 trainer/annotations.rank_00.jsonl                       a line of means per step, the last one of a step holds
 """
 
+import heapq
 import json
 import os
 import re
@@ -89,28 +90,28 @@ class Means:
         self.by_step: dict[int, dict[str, float]] = {}
 
     def read(self, limit: int) -> int:
-        """Read at most `limit` bytes that were appended; how many there were."""
+        """Read at most `limit` bytes that were appended; how many there were, `limit` if there are more."""
         done, changed = 0, set[int]()
         for path in sorted(self._folder.glob(f"{DIRECTORY}.rank_*.jsonl")):
-            content = self._appended(path, limit - done)
-            done += len(content)
-            changed |= {self._add(path.name, line) for line in _parsed(content)}
+            lines, used = self._appended(path, limit - done)
+            done += used
+            changed |= {self._add(path.name, line) for line in _parsed(lines)}
         for step in changed:
             self.by_step[step] = _mean([*self._ranks[step].values()])
         self._forget()
         return done
 
-    def _appended(self, path: Path, limit: int) -> bytes:
-        """Whole lines. A file that has become shorter has begun anew."""
+    def _appended(self, path: Path, limit: int) -> tuple[bytes, int]:
+        """Whole lines, and how much of `limit` they use. A file that has become shorter has begun anew."""
         with path.open("rb") as file:
             stat = os.fstat(file.fileno())
             inode, known = self._read.get(path.name, (0, 0))
             begin = known if inode == stat.st_ino and known <= stat.st_size else 0
             file.seek(begin)
             content = file.read(max(0, limit))
-        content = content[: content.rfind(b"\n") + 1]
-        self._read[path.name] = stat.st_ino, begin + len(content)
-        return content
+        lines = content[: content.rfind(b"\n") + 1]
+        self._read[path.name] = stat.st_ino, begin + len(lines)
+        return lines, limit if len(content) == limit else len(lines)
 
     def _add(self, rank: str, line: dict[str, float]) -> int:
         step = int(line["step"])
@@ -123,7 +124,7 @@ class Means:
         """Means stay, lines of ranks go; then the means of the first steps too."""
         while self._lines > self._lines_most:
             self._lines -= len(self._ranks.pop(next(iter(self._ranks))))
-        for step in sorted(self.by_step)[: -self._lines_most]:
+        for step in heapq.nsmallest(len(self.by_step) - self._lines_most, self.by_step):
             del self.by_step[step]
 
 

@@ -53,14 +53,17 @@ async def quick(stage: RolloutStage) -> list[Finding]:
         raise StageError(found[0].sentence)
     try:
         await probes.record(stage, probes.call_with_tools)
-    except InfrastructureFailure as error:
+    except EngineUnreachable:
+        raise
+    except PenstockError as error:
         return [refused_tools(error)]
     return []
 
 
 def refused_tools(error: PenstockError) -> Finding:
-    """Not every environment has tools, so this alone stops no run."""
-    return note("tools", f"environments with tools fail: {error}", TOOL_FLAGS)
+    """Not every environment has tools, so this alone stops no run. Only a server that refuses them needs a flag."""
+    flags = TOOL_FLAGS if isinstance(error, InfrastructureFailure) else ""
+    return note("tools", f"environments with tools fail: {error}", flags)
 
 
 @dataclass

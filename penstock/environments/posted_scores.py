@@ -1,12 +1,11 @@
 """The score that a harness posts to a session, in place of the environment or beside it."""
 
-import math
 from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 
-from penstock.environments.scores import Score, checked_score
+from penstock.environments.scores import Score, checked_score, total
 from penstock.errors import BadRequest, StageError
 
 Numbers = Mapping[str, float]
@@ -35,7 +34,7 @@ class PostedScore(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_on
     @property
     def score(self) -> Score:
         """Raises StageError if it is not a valid one."""
-        reward = math.fsum(self.rewards.values()) if self.reward is None else self.reward
+        reward = total(self.rewards) if self.reward is None else self.reward
         return checked_score(
             Score(
                 reward=reward,

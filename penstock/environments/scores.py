@@ -38,7 +38,7 @@ def checked_score(returned: AnyScore | None) -> Score:
             score = returned
         case Mapping():
             rewards = _numbers("reward", returned, REWARDS_LIMIT)
-            return Score(reward=math.fsum(rewards.values()), rewards=rewards)
+            return Score(reward=total(rewards), rewards=rewards)
         case _:
             score = Score(reward=_number("the reward", returned))
     return Score(
@@ -49,6 +49,14 @@ def checked_score(returned: AnyScore | None) -> Score:
         metrics=_numbers("metric", score.metrics, METRICS_LIMIT - METRICS_OF_RECORDING),
         columns=score.columns,
     )
+
+
+def total(rewards: Mapping[str, float]) -> float:
+    """The reward of named ones: their sum, the same in any order. Raises StageError if a float cannot hold it."""
+    try:
+        return math.fsum(rewards.values())
+    except OverflowError:
+        raise StageError("the sum of the rewards is too large for a float: scale them down") from None
 
 
 def _turn_rewards(given: Sequence[float] | None) -> tuple[float, ...] | None:
@@ -71,6 +79,8 @@ def _numbers(
 def _number(what: str, value: Any) -> float:
     try:
         number = float(value)
+    except OverflowError:
+        number = math.inf
     except (TypeError, ValueError):
         raise StageError(f"{what} is {value!r}: return a Score, a number or a mapping of named rewards") from None
     if not math.isfinite(number):

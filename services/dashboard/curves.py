@@ -29,8 +29,9 @@ ANNOTATED = "trainer/"
 class Curves:
     """Thread-safe."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, read_bytes: int = READ_BYTES) -> None:
         self._directory = directory
+        self._read_bytes = read_bytes
         self._lock = threading.Lock()
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}
@@ -41,7 +42,7 @@ class Curves:
     def read(self) -> bool:
         """Read what was appended; False if more is left to be read."""
         with self._lock:
-            left, before, self._read = READ_BYTES - self._means.read(READ_BYTES), self._read, {}
+            left, before, self._read = self._read_bytes - self._means.read(self._read_bytes), self._read, {}
             for name in FILES:
                 left -= self._read_file(self._directory / name, left, before)
             return left > 0
@@ -81,8 +82,8 @@ class Curves:
         return sum(known) / len(known) if known else None
 
     def _read_file(self, path: Path, limit: int, before: Mapping[int, int]) -> int:
-        """Bytes that were read. A file that is renamed keeps its inode, and what was read of it; a new one may have the
-        inode of one that was deleted, and is then shorter."""
+        """How much of `limit` is used: all of it, if the file goes on. A file that is renamed keeps its inode, and what
+        was read of it; a new one may have the inode of one that was deleted, and is then shorter."""
         try:
             with path.open("rb") as file:
                 stat = os.fstat(file.fileno())
@@ -96,7 +97,7 @@ class Curves:
         for line in content[:end].splitlines():
             self._add(line)
         self._read[stat.st_ino] = begin + end
-        return end
+        return limit if len(content) == limit else end
 
     def _add(self, line: bytes) -> None:
         try:

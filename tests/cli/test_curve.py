@@ -1,6 +1,8 @@
-"""The reward of a demo, drawn with characters."""
+"""The reward of a run, told in a line and drawn with characters."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from cli import curve
 
@@ -33,3 +35,34 @@ def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
     path.write_text('{"reward_mean": 0.5, "reward_mean/copy": 0.25, "tokens": 3}\n{"reward_me')
     [line] = curve.read_lines(path)
     assert (line[curve.MEAN], curve.by_environment(line)) == (0.5, {"copy": 0.25})
+
+
+def written(*lines: dict[str, Any]) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def test_the_rewards_of_the_first_and_the_last_step_are_told(tmp_path: Path) -> None:
+    assert curve.first_and_last(tmp_path) is None
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(written({"step": 0, "reward_mean": 0.22, "reward_mean/sums": 0.22}))
+    assert curve.first_and_last(tmp_path) == "0.22 in step 0 (sums 0.22)"
+    path.write_text(path.read_text() + written({"step": 1, "reward_mean": 0.9, "reward_mean/sums": 0.9}))
+    assert curve.first_and_last(tmp_path) == "0.22 in step 0, 0.90 in step 1 (sums 0.90)"
+
+
+def test_of_a_long_run_only_the_ends_of_its_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "metrics.2.jsonl").write_text(written({"step": 0, "reward_mean": 0.1}, {"step": 1}))
+    (tmp_path / "metrics.1.jsonl").write_text(written({"step": 2, "reward_mean": 0.3}))
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        file.seek(1 << 40)  # a sparse file that no memory would hold
+        file.write(b"\n" + written({"step": 3, "reward_mean": 0.5}).encode() + b'{"step": 4, "rew')
+    assert curve.first_and_last(tmp_path) == "0.10 in step 0, 0.50 in step 3"
+
+
+def test_steps_without_a_reward_and_torn_lines_are_passed_over(tmp_path: Path) -> None:
+    lost, first, last = {"step": 0}, {"step": 1, "reward_mean": 0.1}, {"step": 2, "reward_mean": 0.2}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(written(lost, first) + "\0\0\0\n" + written(last, {"step": 3}))
+    assert curve.first_and_last(tmp_path) == "0.10 in step 1, 0.20 in step 2"
+    path.write_text(written(lost))
+    assert curve.first_and_last(tmp_path) is None

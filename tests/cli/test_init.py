@@ -140,6 +140,17 @@ def test_with_torch_the_trainer_trains_the_model_of_the_engine(tmp_path: Path, e
     assert (tmp_path / "mine" / "trainer.py").read_text() == (ROOT / "examples" / "grpo_torch.py").read_text()
 
 
+def test_a_relative_path_of_the_python_with_torch_is_that_of_the_callers_directory(
+    tmp_path: Path, engine_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = python_with(tmp_path, "torch", "transformers", "numpy", "xxhash")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["init", "mine", "--engine", engine_url, "--torch", "./a python"])
+    assert done.exit_code == 0, done.output
+    command = config.load(tmp_path / "mine" / "run.toml", environ={}).trainer.command
+    assert shlex.split(command or "")[2] == python, "the trainer is started in another directory"
+
+
 @pytest.mark.parametrize(("megabytes", "rate"), [(1, "5e-4"), (1_200, "1e-5"), (16_000, "1e-6")])
 def test_the_learning_rate_is_that_of_the_size_of_the_weights(tmp_path: Path, megabytes: int, rate: str) -> None:
     for shard in range(2):

@@ -85,11 +85,9 @@ def test_the_summary_says_how_the_reward_went_and_what_rollouts_died_of() -> Non
     result = {"planned": 8, "delivered": 6, "filtered": {}, "in_flight": 0, "dead": 2, "problems": [], "balanced": True}
     result |= {"steps": 3, "delivered_steps": 3, "manifests_from": 0, "files_from": 0}
     result["dead_jobs"] = [{"kind": "rollout", "jobs": 2, "error": "no such file"}]
-    metrics = [{"step": 0, "reward_mean": 0.22, "reward_mean/sums": 0.22}, {"step": 1, "reward_mean": 0.4}]
-    metrics += [{"step": 2, "reward_mean": 0.9, "reward_mean/sums": 0.9}]
-    found = [fact[:2] for fact in summary(status, result, "batches", metrics)]
+    found = [fact[:2] for fact in summary(status, result, "batches", reward="0.22 in step 0, 0.90 in step 2")]
     assert ("dead", "2 rollout jobs: no such file") in found
-    assert ("reward", "0.22 in step 0, 0.90 in step 2 (sums 0.90)") in found
+    assert ("reward", "0.22 in step 0, 0.90 in step 2") in found
 
 
 def test_in_a_pipe_the_run_writes_plain_lines_and_a_summary(environment: dict[str, str], tmp_path: Path) -> None:

@@ -95,6 +95,20 @@ def test_losses_are_what_a_run_waits_for_when_they_are_most_of_what_ends() -> No
     )
 
 
+def test_rollouts_that_were_masked_by_earlier_settings_blame_no_filter() -> None:
+    causes, settings = Causes(), FilterSettings.model_validate({"overlong": {"mode": "monitor"}})
+    causes.admitted(8, masked=8, masked_by=masking(settings, lambda _: 1, group=False))
+    assert (causes.untrained, causes.trouble) == (None, None)
+    assert causes.recent()["masked"] == {"earlier settings": 8}
+
+
+def test_masked_rollouts_are_kept() -> None:
+    causes = Causes()
+    causes.admitted(4, masked=4, masked_by="filters.overlong")
+    causes.dropped("stale", 12)
+    assert causes.trouble is None
+
+
 def test_a_run_whose_rollouts_are_all_masked_trains_nothing() -> None:
     causes = Causes()
     causes.admitted(4, masked=4, masked_by="filters.overlong")

@@ -11,7 +11,7 @@ from orchestrator.composer import Composer, Sealer
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import ADVANTAGES
 from orchestrator.trainer import Trainer
-from penstock.batches import EncodedRank, read_manifest, read_manifests
+from penstock.batches import BatchReader, EncodedRank, read_manifest, read_manifests
 from penstock.config import RunConfig
 from penstock.errors import BatchError
 from penstock.ledger.states import GroupState, JobState, RolloutState
@@ -144,6 +144,22 @@ def test_an_unwritable_disk_is_waited_for(
     assert asyncio.run(sealer.seal(batch, ranks))
     assert sealer.trouble is None
     assert list(read_manifests(store)) == [0]
+
+
+def test_readers_know_the_start_version_when_the_first_step_is_there(
+    ledger: Ledger, config: RunConfig, store: FileStore
+) -> None:
+    sealer, batch = Sealer(config), ledger.compose(0, [admitted(ledger)])
+    ranks = encoded(config, batch)
+    blocked = config.run_dir / "trainer"
+    config.run_dir.mkdir(exist_ok=True)
+    blocked.touch()
+    assert not asyncio.run(sealer.seal(batch, ranks, start_version=20))
+    assert not list(read_manifests(store))
+    blocked.unlink()
+    assert asyncio.run(sealer.seal(batch, ranks, start_version=20))
+    reader = BatchReader(config.run_dir, data_rank=0, data_ranks=2)
+    assert reader.start_version == 20
 
 
 def test_a_step_whose_manifest_is_visible_is_not_formed_again(

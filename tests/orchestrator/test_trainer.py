@@ -11,7 +11,6 @@ from orchestrator import trainer as trainer_module
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.records import START
 from orchestrator.trainer import Trainer
-from penstock.batches import BatchReader
 from penstock.batches.signals import (
     PublishedPolicy,
     RankProgress,
@@ -47,16 +46,6 @@ def test_the_first_publication_may_be_below_the_start_version_only_before_the_fi
         with told if refused else contextlib.nullcontext():
             asyncio.run(trainer.read())
     assert ledger.number("policy_version") == (20 if refused else version)
-
-
-def test_readers_learn_the_start_version(ledger: Ledger, tmp_path: Path) -> None:
-    trainer = Trainer(configured(run_dir=tmp_path), ledger)
-    asyncio.run(trainer.write_status("the run is starting"))
-    reader = BatchReader(tmp_path, data_rank=0, data_ranks=1)
-    assert reader.start_version == 0
-    ledger.set(START, 20)
-    asyncio.run(trainer.write_status("the run is starting"))
-    assert reader.start_version == 20
 
 
 @pytest.mark.parametrize(("batch_format", "wait_s", "awaited"), [

@@ -21,6 +21,21 @@ SCRIPT = 'mount -t tmpfs -o size="$2" penstock "$1" && echo mounted && exec slee
 NAMESPACES = (["--mount"], ["--mount", "--user", "--map-root-user"])
 
 
+@contextmanager
+def filled(directory: Path) -> Iterator[None]:
+    """Nothing can be written to the directory's disk for the duration of the block."""
+    filler = directory / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for block in (1 << 20, 1 << 12, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(block))
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
 class SmallDisk:
     def __init__(self, directory: Path, holder: subprocess.Popen[bytes], *, user: bool) -> None:
         self.directory = directory
@@ -31,16 +46,8 @@ class SmallDisk:
     @contextmanager
     def full(self, pid: int, folder: str) -> Iterator[None]:
         """Fill the disk for the duration of the block."""
-        filler = self.inside / "filler"
-        with filler.open("wb", buffering=0) as file:
-            for block in (1 << 16, 1 << 12, 1):
-                with suppress(OSError):
-                    while True:
-                        file.write(bytes(block))
-        try:
+        with filled(self.inside):
             yield
-        finally:
-            filler.unlink()
 
 
 class LimitedDirectory:

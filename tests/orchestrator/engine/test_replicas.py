@@ -79,11 +79,17 @@ def test_what_was_required_survives_a_restart_of_the_orchestrator(ledger: Ledger
     assert (again.watch.least_version, again.refused) == (3, ["http://b"])
 
 
-def test_a_trainer_that_goes_back_lowers_what_is_required(ledger: Ledger) -> None:
+def after_going_back(ledger: Ledger) -> Scene:
+    """Every replica has version 7, and the trainer has published 5."""
     scene = Scene(ledger)
     scene.publish(7)
     scene.say("7", "7")
     scene.publish(5)
+    return scene
+
+
+def test_a_trainer_that_goes_back_lowers_what_is_required(ledger: Ledger) -> None:
+    scene = after_going_back(ledger)
     scene.say("5", "5", after_s=1)
     assert (scene.watch.least_version, scene.refused) == (5, [])
 
@@ -194,10 +200,7 @@ def test_steps_may_begin_early_unless_strict(ledger: Ledger, tmp_path: Path) -> 
 
 
 def test_a_replica_that_still_has_what_the_trainer_abandoned_is_refused(ledger: Ledger) -> None:
-    scene = Scene(ledger)
-    scene.publish(7)
-    scene.say("7", "7")
-    scene.publish(5)
+    scene = after_going_back(ledger)
     scene.say("5", "7", after_s=1)
     assert (scene.refused, scene.watch.abandoned.versions) == (["http://b"], (7,))
     assert "http://b calls its weights '7', and the trainer has gone back" in str(scene.watch.troubles)
@@ -223,10 +226,7 @@ def test_old_weights_are_not_taken_for_those_that_have_their_number_now(ledger: 
 
 
 def test_abandoned_weights_are_known_after_a_restart_of_the_orchestrator(ledger: Ledger) -> None:
-    scene = Scene(ledger)
-    scene.publish(7)
-    scene.say("7", "7")
-    scene.publish(5)
+    scene = after_going_back(ledger)
     scene.say("5", "7", after_s=1)
     restarted = Scene(ledger)
     restarted.trainer.state = scene.trainer.state

@@ -86,6 +86,23 @@ def test_a_sink_that_fails_at_the_last_line_is_named_in_the_log(
     assert "action=sinks_failed sinks=tensorboard error=ConnectionError: refused" in caplog.text
 
 
+def test_a_process_that_cannot_be_started_is_started_later(
+    tensorboard: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reporting_sinks, "RETRY_S", 0.01)
+    sinks = sinks_of(tensorboard)
+    command, sinks._command = sinks._command, ["/no/such/python"]
+
+    async def run() -> None:
+        async with sinks.sending():
+            await wait_until_async(lambda: bool(caplog.records))
+            sinks._command = command
+            await wait_until_async(tensorboard.exists)
+
+    asyncio.run(run())
+    assert "action=sinks_failed sinks=tensorboard error=[Errno 2] No such file or directory" in caplog.text
+
+
 def test_without_sinks_no_process_is_started(tmp_path: Path) -> None:
     async def run() -> None:
         async with Sinks(configured(run_dir=str(tmp_path)), "0123456789ab").sending():

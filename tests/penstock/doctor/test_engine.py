@@ -20,6 +20,8 @@ from penstock.errors import EngineUnreachable, InfrastructureFailure, StageError
 from penstock.playing.rollout import RolloutStage
 from penstock.store import open_store
 
+NO_PARSER = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+TOO_LONG = "This model's maximum context length is 64 tokens. However, you requested 1 output tokens."
 LORA = {"lora": True, "weight_update": "penstock"}
 Respond = Callable[[ReceivedRequest], Response]
 
@@ -30,15 +32,16 @@ def engine(
     owned_by: str = "vllm",
     model: str = "policy",
     routed: bool = False,
-    refuses_tools: bool = False,
+    refuses_tools: str = "",
     forgets: bool = False,
     version: str = "0.32.0",
     dev_mode: bool = True,
     root: str = "org/model",
     flat: bool = False,
 ) -> Respond:
-    """A server whose completion is a letter. `forgets`: its template drops the first message of longer chats.
-    `dev_mode`: it has the endpoints that load weights. `flat`: no two completions are the same."""
+    """A server whose completion is a letter. `refuses_tools`: what it answers to chats with tools. `forgets`: its
+    template drops the first message of longer chats. `dev_mode`: it has the endpoints that load weights. `flat`: no two
+    completions are the same."""
     letters = itertools.count(ord("a"))
 
     def respond(request: ReceivedRequest) -> Response:
@@ -63,8 +66,7 @@ def engine(
         if body["model"] != model:
             return page({"error": {"message": f"The model `{body['model']}` does not exist."}}, status=404)
         if body.get("tools") and refuses_tools:
-            text = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
-            return page({"error": {"message": text}}, status=400)
+            return page({"error": {"message": refuses_tools}}, status=400)
         if forgets and len(request.messages) > 1:
             request = ReceivedRequest(
                 method=request.method, path=request.path, headers=request.headers,
@@ -164,14 +166,20 @@ def test_what_spoils_every_rollout_is_named_with_the_flag_and_refused_at_a_start
 
 
 def test_tools_that_the_server_refuses_are_a_note_in_its_words() -> None:
-    findings, _ = examined(engine(refuses_tools=True))
+    findings, _ = examined(engine(refuses_tools=NO_PARSER))
     assert findings["tools"].level is Level.NOTE
     assert "requires --enable-auto-tool-choice" in findings["tools"].text
     assert findings["turns"].level is Level.OK
-    assert refused(engine(refuses_tools=True)) is None
-    (noted,) = noted_at_a_start(engine(refuses_tools=True))
+    assert refused(engine(refuses_tools=NO_PARSER)) is None
+    (noted,) = noted_at_a_start(engine(refuses_tools=NO_PARSER))
     assert "requires --enable-auto-tool-choice" in noted.sentence
     assert noted_at_a_start(engine()) == []
+
+
+def test_a_prompt_with_tools_that_is_too_long_stops_no_run_and_asks_for_no_parser() -> None:
+    (noted,) = noted_at_a_start(engine(refuses_tools=TOO_LONG))
+    assert "environments with tools fail: context limit: " in noted.sentence
+    assert "--tool-call-parser" not in noted.sentence
 
 
 @pytest.mark.parametrize("dev_mode", [True, False], ids=["the server says it", "not known"])

@@ -2,9 +2,9 @@
 
 import pytest
 
-from penstock.environments.posted_scores import PostedScore, completed
+from penstock.environments.posted_scores import PostedScore, completed, read_posted
 from penstock.environments.scores import Score
-from penstock.errors import StageError
+from penstock.errors import BadRequest, StageError
 from penstock.messages import REWARDS_LIMIT
 
 
@@ -21,3 +21,8 @@ def test_both_together_have_the_limits_of_one_score() -> None:
     returned = Score(reward=1.0, rewards={"one more": 1.0})
     with pytest.raises(StageError, match=f"{REWARDS_LIMIT + 1} rewards: the limit is {REWARDS_LIMIT}"):
         completed(returned, posted)
+
+
+def test_posted_rewards_whose_sum_is_too_large_are_refused() -> None:
+    with pytest.raises(BadRequest, match="the sum of the rewards is too large"):
+        read_posted(b'{"rewards": {"tests": 1e308, "style": 1e308}}', PostedScore())

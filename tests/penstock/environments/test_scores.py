@@ -21,6 +21,8 @@ def test_a_score_may_be_a_number_a_mapping_or_a_score() -> None:
         ("good", "the reward is 'good'"),
         (float("nan"), "the reward is nan: it must be finite"),
         ({"right": float("inf")}, "the reward right is inf"),
+        ({"right": 1e308, "short": 1e308}, "the sum of the rewards is too large"),
+        (Score(reward=10**400), "the reward is inf: it must be finite"),
         (Score(reward=1.0, metrics={"steps": float("nan")}), "the metric steps is nan"),
         (Score(reward=1.0, metrics={"x" * (NAME_CHARACTERS + 1): 1.0}), "is not a valid name for a metric"),
         ({1: 1.0}, "1 is not a valid name for a reward"),

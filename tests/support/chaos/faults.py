@@ -6,13 +6,14 @@ Those in HELD may last until the fault after them is repaired.
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from penstock.batches.signals import NOTHING, read_trainer
 from support.chaos.world import WORLDS, AgentWorld, EngineWorld, NoopWorld, World
 from support.cluster import BIN, Process
 from support.fault_shim import HOUR_S, WRITING, Calls, Faults
+from support.small_disk import filled
 from support.tcp_links import Direction
 from support.waiting import POLL_S
 
@@ -290,16 +291,8 @@ def _full(world: World) -> Iterator[None]:
                 stack.enter_context(faults.failing("ENOSPC", Calls.WRITE, world.disk))
             yield
         return
-    filler = world.disk / "filler"
-    with filler.open("wb", buffering=0) as file:
-        for block in (1 << 20, 1 << 12, 1):
-            with suppress(OSError):
-                while True:
-                    file.write(bytes(block))
-    try:
+    with filled(world.disk):
         yield
-    finally:
-        filler.unlink()
 
 
 def _failing(error: str) -> Callable[[World], Iterator[None]]:
