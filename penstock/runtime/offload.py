@@ -33,9 +33,9 @@ IO_THREADS_MAX = 512
 # On a network file system with 5 ms per call, eight threads record 400 turns per second.
 FILE_THREADS = 8
 # A call to a local file takes less than a millisecond. One that waits for longer stands behind a slow one.
-HELP_S = 0.05
+HELP_S = 0.1
 # Results of a thread are held back for as long as this, while it has more to do.
-DELIVER_S = 0.002
+DELIVER_S = 0.005
 # For loops without an explicit `install`.
 DEFAULT_CONCURRENCY = 64
 # Only direct calls of the default executor (asyncio.to_thread, DNS lookups) queue inside a pool. A queue of this length
