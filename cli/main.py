@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from typing import Annotated
 
 import typer
 
@@ -38,6 +39,26 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="The pipe between inference server and trainer in LLM reinforcement learning.",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import platform
+        from importlib.metadata import version
+
+        typer.echo(f"penstock {version('penstock')}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before the subcommand."""
+
+
 app.command("demo")(demo.demo)
 app.command("init")(init.init)
 app.command("up")(up.up)

@@ -36,7 +36,7 @@ from penstock.recording.turn_log import (
 )
 from penstock.spans import TimedSpan
 from penstock.store import BlobRef, Store
-from penstock.store.atomic import writing
+from penstock.store.atomic import temporary_path, writing
 from penstock.store.columns import write_columns
 from penstock.store.experts import seal_experts
 from penstock.store.parts import GrowingFile, Part, mapped
@@ -243,7 +243,8 @@ class Spool:
 
     def _rows_part(self) -> Part:
         if self._rows is None:
-            self._rows = self._store.part(f"{self.settings.key}/{EXPERTS_FILE}", suffix=ROWS, reserve_head=True)
+            self._rows = Part(temporary_path(self._log.path.with_name(EXPERTS_FILE), ROWS), reserve_head=True)
+            self._rows.create()
         return self._rows
 
     def _append_rows(self, part: Part, rows: Sequence[Rows]) -> RowsState:

@@ -74,13 +74,19 @@ class UnfinishedFile:
 
     def create(self) -> None:
         with writing(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                descriptor = self._open_new()
+            except FileNotFoundError:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = self._open_new()
             try:
                 os.close(descriptor)
             except OSError:
                 self.discard()
                 raise
+
+    def _open_new(self) -> int:
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def discard(self) -> None:
         self.path.unlink(missing_ok=True)

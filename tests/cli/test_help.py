@@ -1,6 +1,8 @@
+import platform
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from typer.main import get_command
@@ -20,6 +22,12 @@ def help_of(*arguments: str) -> str:
     result = CliRunner().invoke(app, [*arguments, "--help"])
     assert result.exit_code == 0
     return result.output
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output == f"penstock {version('penstock')}, Python {platform.python_version()}\n"
 
 
 def test_the_help_lists_every_command() -> None:

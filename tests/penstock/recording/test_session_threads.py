@@ -41,7 +41,7 @@ def test_turns_and_blobs_are_written_off_the_loop(tmp_path: Path, monkeypatch: p
     assert threads == {name: {"penstock-files"} for name in (*WRITERS, "sample_tree")}
 
 
-def test_two_hundred_sessions_share_eight_file_threads(tmp_path: Path) -> None:
+def test_two_hundred_sessions_share_at_most_eight_file_threads(tmp_path: Path) -> None:
     async def main() -> None:
         store = directory_store(tmp_path)
         sessions = await asyncio.gather(*(started(store, key=f"rollouts/{number}") for number in range(200)))
@@ -49,6 +49,7 @@ def test_two_hundred_sessions_share_eight_file_threads(tmp_path: Path) -> None:
         await asyncio.gather(*(session.seal() for session in sessions))
         writing = [thread for thread in threading.enumerate() if thread.name.startswith("penstock-files")]
         others = [thread for thread in threading.enumerate() if thread.name.startswith("penstock-io")]
-        assert (len(writing), len(others)) == (8, 0)
+        assert 1 <= len(writing) <= 8
+        assert others == []
 
     run(main, concurrency=1000)
