@@ -198,6 +198,11 @@ class Engine(Section):
     def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
             raise ValueError("give at least one URL that looks like http://host:port")
+        if any("@" in url.split("/", 3)[2] for url in urls):
+            raise ValueError(
+                "a URL with a user or a password is shown by logs and status: set engine.api_key, or let the proxy in "
+                "front of the engine add what it asks for"
+            )
         return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
 
 

@@ -30,6 +30,7 @@ def test_a_variable_can_set_an_environment() -> None:
     ("text", "message"),
     [
         ('[engine]\nurls = ["a:8000"]', r"line 2: engine.urls: give at least one URL that looks like http://host:port"),
+        ('[engine]\nurls = ["http://me:pw@a:8000"]', r"line 2: engine.urls: a URL with a user or a password is shown"),
         ("[engine]\nretrys = 3", r"line 2: there is no setting 'engine.retrys'; the nearest is 'engine.retries'"),
         ("[policy.sampling]\ntemperature = -1", r"line 2: policy.sampling.temperature: .*greater than or equal to 0"),
         ("[policy.sampling]\nmore = {n = 2}", r"line 2: policy.sampling.more: n: set by Penstock itself"),
@@ -42,8 +43,9 @@ def test_a_variable_can_set_an_environment() -> None:
     ],
 )
 def test_a_wrong_setting_is_reported_with_its_line(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as raised:
         load(written(tmp_path, text), environ={})
+    assert "pw" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
