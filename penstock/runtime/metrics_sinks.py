@@ -5,6 +5,7 @@ last step that each sink was given, so that a resumed run sends none twice.
 """
 
 import json
+import math
 import os
 import select
 import sys
@@ -88,6 +89,7 @@ class Follower:
         self._sinks = sinks
         self._open: BinaryIO | None = None
         """metrics.jsonl, at the end of what was read"""
+        self._begun = False
         try:
             self._sent: dict[str, int] = json.loads(self._positions.read_bytes())
         except (OSError, ValueError):
@@ -108,7 +110,13 @@ class Follower:
 
     def _lines(self) -> Iterator[tuple[int, dict[str, float]]]:
         """A full file is renamed and another begins: the rest of the full one, which stays open, comes first. It is
-        read after the rename was seen, when nothing is appended any more."""
+        read after the rename was seen, when nothing is appended any more. Files that were renamed while nothing was
+        sent come before."""
+        if not self._begun:
+            self._begun = True
+            for file in self._unsent_older():
+                with file:
+                    yield from _appended(file)
         if self._open:
             replaced = self._is_replaced(self._open)
             yield from _appended(self._open)
@@ -119,8 +127,32 @@ class Follower:
             self._open = self._file.open("rb")
             yield from _appended(self._open)
 
+    def _unsent_older(self) -> list[BinaryIO]:
+        """The renamed files that have steps which a sink was not given, the oldest first. Opens metrics.jsonl before
+        them: what is renamed meanwhile is open already."""
+        wanted = 1 + min((self._sent.get(name, -1) for name in self._sinks), default=-1)
+        self._open = self._file.open("rb") if self._file.exists() else None
+        first, number, older = _first_step(self._open), 1, list[BinaryIO]()
+        while first > wanted and (path := self._file.with_suffix(f".{number}.jsonl")).exists():
+            file = path.open("rb")
+            if self._open and os.path.samestat(os.fstat(file.fileno()), os.fstat(self._open.fileno())):
+                file.close()
+            else:
+                older.insert(0, file)
+                first = _first_step(file)
+            number += 1
+        return older
+
     def _is_replaced(self, file: BinaryIO) -> bool:
         return self._file.exists() and not os.path.samestat(self._file.stat(), os.fstat(file.fileno()))
+
+
+def _first_step(file: BinaryIO | None) -> float:
+    """Infinite, if there is none yet."""
+    line = file.readline() if file else b""
+    if file:
+        file.seek(0)
+    return int(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
 
 
 def _appended(file: BinaryIO) -> Iterator[tuple[int, dict[str, float]]]:

@@ -67,6 +67,31 @@ def test_a_file_that_is_full_is_followed_by_another(tmp_path: Path) -> None:
     assert sink.steps == [0, 1, 2, 3], "the last line of the full file too"
 
 
+def test_files_that_were_full_while_nothing_was_sent_are_sent_before(tmp_path: Path) -> None:
+    append(tmp_path, 0, 1)
+    Follower(tmp_path, {"one": Recorded()}).forward()
+    append(tmp_path, 2)
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics.2.jsonl")
+    append(tmp_path, 3, 4)
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics.1.jsonl")
+    first, second = Recorded(), Recorded()
+    followers = Follower(tmp_path, {"one": first}), Follower(tmp_path, {"one": second})
+    followers[0].forward()  # before the next file begins
+    append(tmp_path, 5)
+    for follower in followers:
+        follower.forward()
+    assert (first.steps, second.steps) == ([2, 3, 4, 5], [2, 3, 4, 5])
+
+
+def test_full_files_whose_steps_are_sent_are_not_read_again(tmp_path: Path) -> None:
+    (tmp_path / "metrics.1.jsonl").write_text("no line of metrics\n")
+    (tmp_path / POSITIONS).write_text('{"one": 1}')
+    append(tmp_path, 2, 3)
+    sink = Recorded()
+    Follower(tmp_path, {"one": sink}).forward()
+    assert sink.steps == [2, 3]
+
+
 def test_a_line_that_is_appended_just_before_the_file_is_full_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
