@@ -56,7 +56,7 @@ class Started(MarkedProcesses):
             source = Path(__file__).parents[2] / "examples" / "start" / name
             (self.directory / name).write_text(source.read_text())
         self.write(
-            'run_dir = "runs/test"\nsteps = 2\n[engine]\ncommand = "penstock engine --port {port}"\n'
+            'steps = 2\n[engine]\ncommand = "penstock engine --port {port}"\n'
             'versions = "announced"\n[environments.sums]\nuse = "sums:Sums"\n[batch]\nsize = 2\n[trainer]\n'
             f'command = "{trainer}"\n{more}'
         )
@@ -189,8 +189,8 @@ def test_a_refusal_of_the_orchestrator_ends_it_with_the_same_words(started: Star
 
 @pytest.mark.slow
 def test_engine_and_trainer_are_started_on_free_ports_and_the_store_follows_the_umask(started: Started) -> None:
-    started.write_sums(trainer="python trainer.py runs/test")
-    up = started.start("--json", "--workers", "2", umask=0o002, PENSTOCK_TEST_HOOKS="0")
+    started.write_sums(trainer="python trainer.py {run_dir}")
+    up = started.start("--run-dir", "runs/test", "--json", "--workers", "2", umask=0o002, PENSTOCK_TEST_HOOKS="0")
     out, err = up.communicate(timeout=HANG_S)
     assert up.returncode == 0, err
     ended = json.loads(out)
@@ -206,12 +206,12 @@ def test_engine_and_trainer_are_started_on_free_ports_and_the_store_follows_the_
 @pytest.mark.slow
 def test_a_finished_run_goes_on_with_more_steps_and_its_trainer(started: Started) -> None:
     """A trainer that is quick to start does not read the end of the run before."""
-    started.write_sums(trainer="sh trainer.sh", more="max_steps_ahead = 0\n")
+    started.write_sums(trainer="sh trainer.sh {run_dir}", more="max_steps_ahead = 0\n")
     (started.directory / "trainer.sh").write_text(
-        f"grep -qs '\"ended\":true' runs/test/trainer/run.json || exec {sys.executable} trainer.py runs/test\n"
+        f"grep -qs '\"ended\":true' $1/trainer/run.json || exec {sys.executable} trainer.py $1\n"
     )
     for steps in (1, 2, 2):
-        up = started.start("--steps", str(steps), "--json", PENSTOCK_TEST_HOOKS="0")
+        up = started.start("--run-dir", "runs/test", "--steps", str(steps), "--json", PENSTOCK_TEST_HOOKS="0")
         out, err = up.communicate(timeout=HANG_S)
         assert up.returncode == 0, err
         ended = json.loads(out)
