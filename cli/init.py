@@ -100,6 +100,7 @@ def _next(commands: list[str]) -> list[Fact]:
 
 def _command(python: str, weights: str | None) -> str:
     """That of the trainer with torch. ConfigError if it could not begin."""
+    from cli.up.parts import RUN_DIR
     from penstock.errors import ConfigError
 
     if not weights:
@@ -110,8 +111,8 @@ def _command(python: str, weights: str | None) -> str:
     path = [] if seen["found"]["penstock"] else ["env", f"PYTHONPATH={ROOT}"]
     launcher = [*path, python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     rate = learning_rate(Path(seen["model"]))
-    paths = ["runs/first", seen["model"], "runs/first/training"]
-    return shlex.join([*launcher, "trainer.py", *paths, "--lr", rate, "--warmup", WARMUP])
+    paths = f"{RUN_DIR} {shlex.quote(seen['model'])} {RUN_DIR}/training"
+    return f"{shlex.join([*launcher, 'trainer.py'])} {paths} --lr {rate} --warmup {WARMUP}"
 
 
 def learning_rate(weights: Path) -> str:

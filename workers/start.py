@@ -9,8 +9,6 @@ import click
 from celery import Celery
 from celery.signals import celeryd_init, worker_ready
 from click.core import ParameterSource
-from kombu.transport.redis import Transport
-from redis.exceptions import OutOfMemoryError
 
 from penstock.config import DEFAULT_REDIS_URL
 from penstock.messages import Queue
@@ -19,7 +17,7 @@ from penstock.runtime import privacy
 from penstock.store import open_store
 from tasks import agreement, celery_app
 from tasks.celery_app import settings
-from workers import admission, event_batches, remote_control
+from workers import admission, connection, event_batches, remote_control
 
 logger = logging.getLogger("penstock.worker")
 
@@ -29,8 +27,7 @@ def set_up(app: Celery, kind: WorkerKind, pool: str) -> None:
     celery_app.kind = kind
     app.conf.worker_pool = pool
     app.conf.task_queues = [queue for queue in app.conf.task_queues if queue.name in kind.queues]
-    # Celery ends a worker that cannot declare its queues because Redis is full; it waits for one that is away.
-    Transport.connection_errors = (*Transport.connection_errors, OutOfMemoryError)
+    connection.install()
     event_batches.install(app)
     remote_control.install(kind)
     admission.install(app, kind)

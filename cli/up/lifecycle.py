@@ -21,6 +21,7 @@ from cli.up import parts
 from cli.up.broker import RunBroker
 from cli.up.ports import free_port, kept_port
 from cli.up.supervisor import Supervisor, last_line, tail
+from penstock.batches.signals import read_status
 from penstock.config import RunConfig
 from penstock.errors import RunError, RunLocked
 
@@ -133,6 +134,8 @@ class Up:
         if joined:
             return
         if settings.trainer.command:
+            while self._tells_an_earlier_end(supervisor):
+                yield
             supervisor.start(parts.trainer(settings))
         port = kept_port(self._options.run_dir / "dashboard.port")
         self._dashboard = f"http://127.0.0.1:{port}"
@@ -148,7 +151,13 @@ class Up:
         if not supervisor.over("orchestrator"):
             return False
         finished = self._read_status().get("phase") == DONE and not self._interrupts.signals
-        return not finished or supervisor.over("trainer")
+        due = bool(self._settings.trainer.command) and "trainer" not in supervisor.parts
+        return not finished or (not due and supervisor.over("trainer"))
+
+    def _tells_an_earlier_end(self, supervisor: Supervisor) -> bool:
+        """Whether a trainer would read that the run has ended, before the orchestrator goes on with more steps."""
+        told = read_status(self._options.run_dir)
+        return told is not None and told.ended and not supervisor.over("orchestrator")
 
     def _alone(self) -> bool:
         """Whether workers that have joined a run have seen no orchestrator for ALONE_S."""

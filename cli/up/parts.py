@@ -18,6 +18,8 @@ SLOTS_MOST = 256  # rollouts at once in one worker
 COMPUTE_MOST = 4  # processes of the compute worker: a group takes milliseconds
 PORT = "{port}"
 """in `engine.command`: replaced by a free port"""
+RUN_DIR = "{run_dir}"
+"""in `trainer.command`: replaced by the directory of the run"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,8 @@ def engine(settings: RunConfig, url: str, port: int | None) -> Part:
 
 
 def trainer(settings: RunConfig) -> Part:
-    command = _words("trainer.command", settings.trainer.command or "")
+    words = _words("trainer.command", settings.trainer.command or "")
+    command = tuple(word.replace(RUN_DIR, str(settings.run_dir)) for word in words)
     opened = settings.run_dir / "trainer" / "rank_00.json"
     return Part(name="trainer", command=command, is_ready=lambda _: opened.exists(), ends="done", own=False)
 

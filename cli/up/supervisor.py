@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cli.up.parts import Part
 from penstock.errors import RunError
+from penstock.inspection.status import full_disk
 from penstock.runtime.child_process import ChildProcess, Guard
 from penstock.runtime.privacy import PREFIX
 
@@ -133,6 +134,9 @@ class Supervisor:
             if self.stopping or self._may_end(each):
                 each.over = True
                 return
+            if full := full_disk(self._logs):  # it can write neither its log nor its files
+                each.last_words += f" ({full})"
+                each.unready_starts = 0
             if each.unready_starts >= STARTS_MOST:
                 raise RunError(
                     f"{each.part.name} ended {each.unready_starts} times before it was ready. {tail(each.process)}"

@@ -166,8 +166,8 @@ class Trainer(Section):
     """How far the run may be ahead of the trainer, and when its files are deleted."""
 
     command: Annotated[str | None, OF_HOST, read_by(Reader.UP)] = None
-    """Command with which `penstock up` starts the trainer on this machine, e.g. `python trainer.py`. Default: the
-    trainer is started separately."""
+    """Command with which `penstock up` starts the trainer on this machine, e.g. `python trainer.py {run_dir}`. The
+    directory of the run replaces `{run_dir}`. Default: the trainer is started separately."""
     max_steps_ahead: NonNegativeInt | Literal["unlimited"] = 1
     """Most sealed steps that wait for the trainer, beside the one it works on. 0 is strictly on-policy: rollouts of a
     step begin when every replica has the version that the step before was trained into. `"unlimited"`: do not wait for

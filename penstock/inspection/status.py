@@ -138,9 +138,10 @@ def full_disks(directory: Path, identity: dict[str, Any]) -> list[str]:
     """Which disk of the run is full."""
     disks = [directory, directory / identity["ledger"]]
     disks += [directory / identity["store"]] if "://" not in identity["store"] else []
-    return [f"the disk of {path} is full: free space" for path in disks if _full(path)]
+    return [full for path in disks if (full := full_disk(path))]
 
 
-def _full(path: Path) -> bool:
+def full_disk(path: Path) -> str | None:
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    return shutil.disk_usage(existing).free < FULL_BYTES
+    full = shutil.disk_usage(existing).free < FULL_BYTES
+    return f"the disk of {path} is full: free space" if full else None

@@ -33,7 +33,7 @@ def test_the_files_load_and_the_environment_is_found(tmp_path: Path, monkeypatch
     assert said["files"] == list(FILES)
     assert said["next"][-1] == "penstock up run.toml"
     loaded = config.load(tmp_path / "mine" / "run.toml", environ={})
-    assert loaded.trainer.command == "python trainer.py runs/first"
+    assert loaded.trainer.command == "python trainer.py {run_dir}"
     assert loaded.recovery.stall_s
     monkeypatch.syspath_prepend(tmp_path / "mine")
     assert load_environments(loaded.environments, loaded.place_of)["sums"].size == 1600
@@ -135,7 +135,7 @@ def test_with_torch_the_trainer_trains_the_model_of_the_engine(tmp_path: Path, e
     words = shlex.split(loaded.trainer.command or "")
     assert words[:2] == ["env", f"PYTHONPATH={ROOT}"], "this Python has no penstock"
     assert words[2:7] == [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    assert words[8:12] == ["trainer.py", "runs/first", "/hub/policy", "runs/first/training"]
+    assert words[8:12] == ["trainer.py", "{run_dir}", "/hub/policy", "{run_dir}/training"]
     assert words[12:] == ["--lr", "1e-6", "--warmup", "10"], "the size of its weights is not known"
     assert (tmp_path / "mine" / "trainer.py").read_text() == (ROOT / "examples" / "grpo_torch.py").read_text()
 

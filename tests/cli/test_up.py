@@ -50,6 +50,17 @@ class Started(MarkedProcesses):
     def write(self, configuration: str) -> None:
         (self.directory / "run.toml").write_text(configuration)
 
+    def write_sums(self, *, trainer: str, more: str = "") -> None:
+        """Two steps with an engine and a trainer, as `penstock init` writes them."""
+        for name in ("sums.py", "trainer.py"):
+            source = Path(__file__).parents[2] / "examples" / "start" / name
+            (self.directory / name).write_text(source.read_text())
+        self.write(
+            'steps = 2\n[engine]\ncommand = "penstock engine --port {port}"\n'
+            'versions = "announced"\n[environments.sums]\nuse = "sums:Sums"\n[batch]\nsize = 2\n[trainer]\n'
+            f'command = "{trainer}"\n{more}'
+        )
+
     def start(self, *options: str, umask: int = -1, **variables: str) -> "subprocess.Popen[str]":
         command = [PENSTOCK, "up", "run.toml", *options]
         up = subprocess.Popen(
@@ -178,15 +189,8 @@ def test_a_refusal_of_the_orchestrator_ends_it_with_the_same_words(started: Star
 
 @pytest.mark.slow
 def test_engine_and_trainer_are_started_on_free_ports_and_the_store_follows_the_umask(started: Started) -> None:
-    for name in ("sums.py", "trainer.py"):
-        source = Path(__file__).parents[2] / "examples" / "start" / name
-        (started.directory / name).write_text(source.read_text())
-    started.write(
-        'run_dir = "runs/test"\nsteps = 2\n[engine]\ncommand = "penstock engine --port {port}"\n'
-        'versions = "announced"\n[environments.sums]\nuse = "sums:Sums"\n[batch]\nsize = 2\n[trainer]\n'
-        'command = "python trainer.py runs/test"\n'
-    )
-    up = started.start("--json", "--workers", "2", umask=0o002, PENSTOCK_TEST_HOOKS="0")
+    started.write_sums(trainer="python trainer.py {run_dir}")
+    up = started.start("--run-dir", "runs/test", "--json", "--workers", "2", umask=0o002, PENSTOCK_TEST_HOOKS="0")
     out, err = up.communicate(timeout=HANG_S)
     assert up.returncode == 0, err
     ended = json.loads(out)
@@ -196,6 +200,24 @@ def test_engine_and_trainer_are_started_on_free_ports_and_the_store_follows_the_
     files = list((started.run_dir / "store").rglob("*"))
     assert files
     assert all(path.stat().st_mode & 0o020 for path in files), "writable by the group"
+    started.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_finished_run_goes_on_with_more_steps_and_its_trainer(started: Started) -> None:
+    """A trainer that is quick to start does not read the end of the run before."""
+    started.write_sums(trainer="sh trainer.sh {run_dir}", more="max_steps_ahead = 0\n")
+    (started.directory / "trainer.sh").write_text(
+        f"grep -qs '\"ended\":true' $1/trainer/run.json || exec {sys.executable} trainer.py $1\n"
+    )
+    for steps in (1, 2, 2):
+        up = started.start("--run-dir", "runs/test", "--steps", str(steps), "--json", PENSTOCK_TEST_HOOKS="0")
+        out, err = up.communicate(timeout=HANG_S)
+        assert up.returncode == 0, err
+        ended = json.loads(out)
+        assert (ended["step"], ended["phase"]) == (steps, "done")
+    trained = [line.split(":")[0] for line in (started.run_dir / "logs" / "trainer.log").read_text().splitlines()]
+    assert trained == ["step 0", "step 1"]
     started.assert_nothing_left()
 
 

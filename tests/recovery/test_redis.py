@@ -1,9 +1,12 @@
 """Redis is killed, flushed and disconnected during a run: all processes wait, and lost jobs are submitted again."""
 
+import re
+import signal
 from pathlib import Path
 
 import pytest
 from support.cluster import Cluster, cluster_in
+from support.redis_proxy import watched_port
 from support.waiting import wait_until
 
 
@@ -54,6 +57,34 @@ def test_workers_that_start_while_redis_is_full_wait(tmp_path: Path) -> None:
         result = cluster.finish(cluster.orchestrator())
         assert all(worker.exit_code is None for worker in workers)
     assert result["delivered"] == result["planned"]
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        rb"reply\.celery\.pidbox.*HELLO",
+        rb"PUBLISH\S*\s+\S+\s+/0\.celery\.pidbox",
+        rb"worker\.online",
+        rb"worker\.heartbeat",
+    ],
+    ids=["connection to search for workers", "search for workers", "first event", "heartbeat"],
+)
+def test_a_worker_says_that_redis_is_away_and_obeys_signals(tmp_path: Path, moment: bytes) -> None:
+    """Whichever command is the first that finds no Redis."""
+    with cluster_in(tmp_path) as cluster:
+        all_sent = bytearray()
+
+        def kill(sent: bytes) -> None:
+            all_sent.extend(sent)
+            if re.search(moment, all_sent, re.DOTALL):
+                cluster.redis_server.kill()
+
+        with watched_port(cluster.redis_server.port, kill) as port:
+            worker = cluster.compute_worker(PENSTOCK_REDIS_URL=f"redis://127.0.0.1:{port}/0")
+            wait_until(lambda: "Cannot connect" in worker.text, what="the worker to log that Redis is away")
+            assert not cluster.redis_server.running
+            worker.signal(signal.SIGTERM)
+            assert worker.wait() == 0
 
 
 def test_messages_that_a_killed_run_left_are_removed_by_the_next_run(tmp_path: Path) -> None:

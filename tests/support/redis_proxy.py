@@ -1,14 +1,16 @@
-"""Other ways to a Redis server that only has a TCP port: TLS with certificates made here, and a unix socket."""
+"""Other ways to a Redis server that only has a TCP port: TLS with certificates made here, a unix socket, and a port
+that looks at what is sent."""
 
 import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 HOST = "127.0.0.1"
+Seen = Callable[[bytes], None]
 
 
 class Authority:
@@ -51,12 +53,21 @@ def unix_socket(port: int, path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _forwarding(listening: socket.socket, port: int, context: ssl.SSLContext | None) -> Iterator[None]:
+def watched_port(port: int, seen: Seen) -> Iterator[int]:
+    """A port of HOST that calls `seen` with what clients send, then forwards it to `port`."""
+    with socket.create_server((HOST, 0)) as listening, _forwarding(listening, port, None, seen):
+        yield listening.getsockname()[1]
+
+
+@contextmanager
+def _forwarding(
+    listening: socket.socket, port: int, context: ssl.SSLContext | None, seen: Seen | None = None
+) -> Iterator[None]:
     def accept() -> None:
         with suppress(OSError):  # the listening socket is closed
             while True:
                 client, _ = listening.accept()
-                threading.Thread(target=_serve, args=(client, port, context), daemon=True).start()
+                threading.Thread(target=_serve, args=(client, port, context, seen), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
     try:
@@ -65,19 +76,21 @@ def _forwarding(listening: socket.socket, port: int, context: ssl.SSLContext | N
         listening.shutdown(socket.SHUT_RDWR)
 
 
-def _serve(client: socket.socket, port: int, context: ssl.SSLContext | None) -> None:
+def _serve(client: socket.socket, port: int, context: ssl.SSLContext | None, seen: Seen | None) -> None:
     with suppress(OSError), client:
         inside = context.wrap_socket(client, server_side=True) if context else client
         with inside, socket.create_connection((HOST, port)) as server:
             back = threading.Thread(target=_copy, args=(server, inside), daemon=True)
             back.start()
-            _copy(inside, server)
+            _copy(inside, server, seen)
             back.join()
 
 
-def _copy(source: socket.socket, target: socket.socket) -> None:
+def _copy(source: socket.socket, target: socket.socket, seen: Seen | None = None) -> None:
     with suppress(OSError, ValueError):
         while content := source.recv(1 << 16):
+            if seen is not None:
+                seen(content)
             target.sendall(content)
     with suppress(OSError):
         target.shutdown(socket.SHUT_RDWR)
