@@ -26,7 +26,6 @@ logger = logging.getLogger("penstock.orchestrator")
 
 CHANGES_KEPT = 100
 """Changed settings that run.json lists, the latest ones."""
-OWNER = "run"
 """Key of the blob that holds the id of the run that a store belongs to."""
 
 
@@ -120,14 +119,14 @@ def _published_in(config: RunConfig) -> dict[str, str]:
 
 def _claim_store(store: Store, run: str) -> None:
     """After run.json is written: a kill in between must not leave a store that belongs to a run without a directory."""
-    if store.size(OWNER) is None:
-        store.create(OWNER, run.encode())
+    if store.size(ids.OWNER_KEY) is None:
+        store.create(ids.OWNER_KEY, run.encode())
     _refuse_store_of_another_run(store, run)
 
 
 def _refuse_store_of_another_run(store: Store, run: str) -> None:
     """A store belongs to one run: the steps of two runs would have the same names."""
-    owner = store.read(OWNER).decode() if store.size(OWNER) is not None else run
+    owner = store.read(ids.OWNER_KEY).decode() if store.size(ids.OWNER_KEY) is not None else run
     if owner != run:
         raise RunMismatch(f"the store {store} belongs to run {owner}: set store to another one")
 
@@ -170,7 +169,10 @@ def _refuse_other_release(ledger: Path) -> None:
 
 def _refuse_second_store(config: RunConfig, stored: str) -> None:
     """Another URL is accepted only if the run's files are there."""
-    if stored_url(config.run_dir, config.store_url) != stored and open_store(config.store_url).size(OWNER) is None:
+    if (
+        stored_url(config.run_dir, config.store_url) != stored
+        and open_store(config.store_url).size(ids.OWNER_KEY) is None
+    ):
         raise RunMismatch(
             f"the store of the run in {config.run_dir} is {stored}, and {config.store_url} holds nothing of it: "
             "move its files there, or set store back"

@@ -25,6 +25,7 @@ from penstock.errors import MalformedId
 
 ROLLOUTS_FOLDER = "rollouts"
 SESSIONS_FOLDER = "sessions"  # of a store: a directory for each session server
+OWNER_KEY = "run"  # in a store: the id of the run that it belongs to
 COLUMNS_FILE, EXPERTS_FILE = "columns.safetensors", "experts.safetensors"  # of an execution or a session
 
 NUMBER = "(0|[1-9][0-9]*)"

@@ -9,20 +9,20 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import islice
 
-from penstock import job_inputs
+from penstock import ids, job_inputs
 from penstock.config import RunConfig
 from penstock.config.test_hooks import noop_settings
 from penstock.engines.client import EngineClient
 from penstock.engines.replicas import Orders
 from penstock.environments import agent_program, grading
 from penstock.environments.loading import LoadedEnvironment, load_environments
-from penstock.errors import ConfigError, StageError
+from penstock.errors import ConfigError, InfrastructureFailure, StageError
 from penstock.messages import REWARDS_LIMIT, RolloutJob, RolloutResult, ScoreJob, ScoreResult, SurveyJob, SurveyResult
 from penstock.playing.agent_sessions import SessionServers
 from penstock.playing.opening import open_dialect
 from penstock.playing.rollout import Attempt, RolloutStage, play, score_group
 from penstock.runtime.offload import in_io_thread
-from penstock.store import open_store
+from penstock.store import Store, open_store
 from tasks import noop
 
 logger = logging.getLogger("penstock.tasks")
@@ -36,6 +36,7 @@ class Player:
         self.environments: dict[str, LoadedEnvironment] = {}
         self._broken: str | None = None
         self._stage: RolloutStage | None = None
+        self._run_of_store: str | None = None
 
     @asynccontextmanager
     async def ready(self) -> AsyncGenerator["Player"]:
@@ -74,7 +75,9 @@ class Player:
     async def play(self, job: RolloutJob, execution: str) -> RolloutResult:
         if hooks := noop_settings(self._config, job.environment):
             return await noop.rollout(job, hooks)
-        return await self.play_in(self._environment(job.environment), job, execution)
+        environment = self._environment(job.environment)
+        await self._require_store_of(job.run)
+        return await self.play_in(environment, job, execution)
 
     async def play_in(self, environment: LoadedEnvironment, job: RolloutJob, execution: str) -> RolloutResult:
         assert self._stage is not None, "`ready` opens it before the first job"
@@ -96,6 +99,19 @@ class Player:
             orders=orders,
         )
         return await play(self._stage_of(job.environment), environment, job.example, attempt)
+
+    async def _require_store_of(self, run: str) -> None:
+        """What a host without the run's store records, no other process can read."""
+        if run != self._run_of_store:
+            store = open_store(self._config.store_url)
+            found = await in_io_thread(_owner_of, store)
+            if found != run:
+                whose = f"belongs to run {found}" if found else "belongs to no run"
+                raise InfrastructureFailure(
+                    f"the store of this worker, {store}, {whose}, and the job is of run {run}: mount the run's store "
+                    "there, or set `store`, and restart the worker"
+                )
+            self._run_of_store = run
 
     def _stage_of(self, environment: str) -> RolloutStage:
         """An evaluation has sampling parameters of its own, and nothing for the trainer is missing in it."""
@@ -168,6 +184,11 @@ class Player:
                 f"{required[0].setting}.default"
             )
         return environment
+
+
+def _owner_of(store: Store) -> str | None:
+    """Blocks."""
+    return store.read(ids.OWNER_KEY).decode() if store.size(ids.OWNER_KEY) is not None else None
 
 
 def _load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:

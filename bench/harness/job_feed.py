@@ -14,7 +14,9 @@ from bench.harness.cluster import Cluster
 from orchestrator import envelope
 from penstock import redis_keys
 from penstock.errors import RunError
+from penstock.ids import OWNER_KEY
 from penstock.messages import Queue, RolloutJob
+from penstock.store import open_store
 
 RUN = "feed"
 TIMEOUT_S = 600.0
@@ -34,6 +36,9 @@ class JobFeed:
     _position: str = field(default="0-0", init=False)
     _open: set[str] = field(default_factory=set[str], init=False)
     """jobs without a reply: a reply may arrive twice"""
+
+    def __post_init__(self) -> None:
+        open_store(self.cluster.store).write(OWNER_KEY, RUN.encode())
 
     @property
     def in_flight(self) -> int:

@@ -35,6 +35,8 @@ SECTIONS = {
     "turn: aiohttp, head": "aiohttp.client_proto:ResponseHandler.data_received",
     "turn: receive": "penstock.engines.receiver:Receiver.receive",
     "turn: hand over to threads": "penstock.runtime.offload:Pool.run",
+    "turn: hand over to file threads": "penstock.runtime.offload:FilePool.run",
+    "turn: hand over, in a file thread": "penstock.runtime.offload:FilePool._run_waiting",
     "turn: read, cut": "penstock.engines.response:find_cuts",
     "turn: read, decode the rest": "penstock.engines.response:_response",
     "turn: read, routed experts": "penstock.engines.response:_routes",

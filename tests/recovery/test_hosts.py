@@ -6,6 +6,7 @@ from typing import Any
 
 from support.cluster import Cluster, Process, cluster_in
 from support.fault_shim import Calls, Faults
+from support.pipeline import pipeline_in
 from support.waiting import wait_until
 
 
@@ -72,6 +73,25 @@ def test_a_compute_worker_without_the_store_is_quarantined_and_named(tmp_path: P
         assert cluster.events("failed") >= 3
         assert cluster.ledger("SELECT max(failures) FROM kept_jobs")[0][0] <= 1
     assert result["delivered"] == result["planned"] == 192
+
+
+def test_a_rollout_worker_without_the_store_is_quarantined_and_loses_nothing(tmp_path: Path) -> None:
+    """What it recorded would be on its own disk, where no compute worker finds it."""
+    patient = {"lease_s": 20.0}
+    with pipeline_in(tmp_path) as pipeline:
+        pipeline.new_run("run", recovery=patient, steps=6)
+        cluster = pipeline.cluster
+        cluster.compute_worker()
+        _says(cluster.rollout_worker(concurrency=2), "ready.")
+        bad = cluster.rollout_worker(concurrency=2, PENSTOCK_STORE=f"file://{tmp_path / 'elsewhere'}")
+        run, trainer = cluster.orchestrator(), pipeline.trainer()
+        [(node, why)] = _excluded(cluster, "quarantined", "elsewhere").items()
+        assert node in bad.text
+        assert "mount the run's store" in why
+        result = pipeline.finish(run, trainer)
+        assert _dead(cluster) == 0
+        assert cluster.ledger("SELECT count(*) FROM all_rollouts WHERE state = 'dropped'") == [(0,)]
+    assert result["delivered"] == 6 * 4 * 4
 
 
 def test_a_repaired_worker_is_let_in_again_after_a_probe(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from penstock.config import RunConfig
+from penstock.ids import OWNER_KEY
 from penstock.messages import RolloutJob, RolloutResult
 from penstock.store.columns import Columns, read_columns
 from penstock.store.files import FileStore
@@ -109,6 +110,7 @@ class Table:
         rollouts have the same name and example, and so the same seeds."""
         config = self.config(sampling or {}, self.more if more is None else more, options, seed is not None)
         results: list[RolloutResult] = []
+        run_store(config).write(OWNER_KEY, RUN.encode())
 
         async def main() -> None:
             async with Player(config).ready() as player:

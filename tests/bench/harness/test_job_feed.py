@@ -9,6 +9,7 @@ class Replies:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.store = (directory / "store").as_uri()
         self.redis = self
         self.jobs: list[str] = []
 
