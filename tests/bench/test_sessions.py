@@ -18,7 +18,7 @@ def test_measures_chats_health_and_memory() -> None:
     for name in (sessions.BARE, sessions.BASE, sessions.TWO, sessions.PACED):
         assert report.figures[f"{name}: {sessions.AGAINST_ENGINE}"] > 0
     assert report.figures[f"{sessions.BASE}: {sessions.AGAINST_BARE}"] > 0
-    assert len(report.targets) == 10
+    assert len(report.targets) == 11
 
 
 def test_bounds_follow_from_the_cpu_of_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
