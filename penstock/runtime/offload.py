@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import get_ident
 from time import monotonic
 from typing import Any, ParamSpec, TypeVar
 
@@ -32,8 +33,12 @@ IO_THREADS_PER_JOB = 2
 IO_THREADS_MAX = 512
 # On a network file system with 5 ms per call, eight threads record 400 turns per second.
 FILE_THREADS = 8
-# A call to a local file takes less than a millisecond. One that waits for longer stands behind a slow one.
+# A call to a local file takes a millisecond, on a busy machine a few. A slow one waits for a disk or a network.
+SLOW_S = 0.02
+# Quick calls may be too many for one thread: then they wait for as long as this.
 HELP_S = 0.1
+# Between two looks at calls that wait.
+LOOK_S = 0.02
 # Results of a thread are held back for as long as this, while it has more to do.
 DELIVER_S = 0.005
 # For loops without an explicit `install`.
@@ -99,7 +104,7 @@ Done = list[tuple["asyncio.Future[Any]", Any, BaseException | None]]
 
 class FilePool(Pool):
     """Small calls in quick succession. One thread runs all that wait and wakes the loop once for them; another helps
-    when a call has waited for HELP_S.
+    when the others are in slow calls, or when a call has waited for HELP_S.
 
     Recording a turn is 0.2 ms of Python between system calls that hardly wait. Each of them gives the GIL to the loop,
     or to another thread: with a thread to each call, a turn took 21 thread switches, and a fifth more CPU.
@@ -110,7 +115,9 @@ class FilePool(Pool):
         self._waiting = deque[WaitingCall]()
         self._at_work = 0
         """Threads. Only the loop's thread changes it."""
-        self._help: asyncio.TimerHandle | None = None
+        self._begun = dict[int, float]()
+        """thread -> when its present call began. Only the thread changes it."""
+        self._look: asyncio.TimerHandle | None = None
 
     async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
@@ -118,11 +125,31 @@ class FilePool(Pool):
         result: asyncio.Future[T] = loop.create_future()
         call = partial(contextvars.copy_context().run, fn, *args, **kwargs)
         self._waiting.append(WaitingCall(call=call, result=result, since=monotonic()))
-        if not self._at_work:
-            self._start(loop)
-        elif self._help is None:
-            self._help = loop.call_later(HELP_S, self._help_if_slow, loop)
+        self._help(loop)
         return await result
+
+    def _help(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start a thread if one is needed, and look again while calls wait."""
+        if not self._waiting:
+            return
+        if not self._at_work or (self._at_work < self.threads and self._is_slow()):
+            self._start(loop)
+        if self._look is None:
+            self._look = loop.call_later(LOOK_S, self._look_again, loop)
+
+    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._look = None
+        self._help(loop)
+
+    def _is_slow(self) -> bool:
+        """Whether all threads are in slow calls, or too few."""
+        begun, now = list(self._begun.values()), monotonic()
+        if len(begun) == self._at_work and now - max(begun) >= SLOW_S:
+            return True
+        try:
+            return now - self._waiting[0].since >= HELP_S
+        except IndexError:  # a thread has taken it
+            return False
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
@@ -133,27 +160,21 @@ class FilePool(Pool):
         else:
             self._at_work += 1
 
-    def _help_if_slow(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._help = None
-        if not self._waiting:
-            return
-        if self._at_work < self.threads and monotonic() - self._waiting[0].since >= HELP_S:
-            self._start(loop)
-        self._help = loop.call_later(HELP_S, self._help_if_slow, loop)
-
     def _run_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs in a thread."""
-        done, since = Done(), monotonic()
+        done, since, thread = Done(), monotonic(), get_ident()
         while self._waiting:
             try:
                 waiting = self._waiting.popleft()
             except IndexError:  # another thread took it
                 break
+            self._begun[thread] = monotonic()
             if not waiting.result.cancelled():
                 done.append((waiting.result, *_outcome(waiting.call)))
             if done and monotonic() - since >= DELIVER_S:
                 self._tell(loop, done, ended=False)
                 done, since = Done(), monotonic()
+        self._begun.pop(thread, None)
         self._tell(loop, done, ended=True)
 
     def _tell(self, loop: asyncio.AbstractEventLoop, done: Done, *, ended: bool) -> None:
@@ -164,8 +185,7 @@ class FilePool(Pool):
         for each in done:
             _set(*each)
         self._at_work -= ended
-        if self._waiting and not self._at_work:
-            self._start(loop)
+        self._help(loop)
 
 
 def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:

@@ -207,8 +207,8 @@ def test_a_pool_with_stuck_threads_refuses_calls(monkeypatch: pytest.MonkeyPatch
 def test_small_calls_that_wait_are_run_by_one_thread_in_order_and_wake_the_loop_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offload, "HELP_S", 60.0)
-    monkeypatch.setattr(offload, "DELIVER_S", 60.0)
+    for limit in ("SLOW_S", "HELP_S", "DELIVER_S"):
+        monkeypatch.setattr(offload, limit, 60.0)
     wakes, hand_out = list[int](), FilePool._hand_out
 
     def counted(pool: FilePool, loop: asyncio.AbstractEventLoop, done: offload.Done, ended: bool) -> None:
@@ -231,7 +231,11 @@ def test_small_calls_that_wait_are_run_by_one_thread_in_order_and_wake_the_loop_
     assert wakes == [101]
 
 
-def test_another_thread_runs_the_calls_behind_a_slow_one_up_to_the_number_of_threads() -> None:
+def test_another_thread_runs_the_calls_behind_a_slow_one_up_to_the_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offload, "HELP_S", 60.0)
+
     async def main() -> None:
         slow = [Held(), Held()]
         with FilePool(name="files", threads=2) as pool:
@@ -241,12 +245,27 @@ def test_another_thread_runs_the_calls_behind_a_slow_one_up_to_the_number_of_thr
             second = asyncio.create_task(pool.run(slow[1]))
             await wait_until_async(slow[1].started.is_set)
             third = asyncio.create_task(pool.run(int))
-            await asyncio.sleep(3 * offload.HELP_S)
+            await asyncio.sleep(3 * offload.LOOK_S)
             assert not third.done()
             assert pool._at_work == 2
             for each in slow:
                 each.released.set()
             await asyncio.gather(first, second, third)
+
+    run(main)
+
+
+def test_another_thread_helps_when_quick_calls_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "SLOW_S", 60.0)
+
+    async def main() -> None:
+        held = Held()
+        with FilePool(name="files", threads=2) as pool:
+            first = asyncio.create_task(pool.run(held))
+            await wait_until_async(held.started.is_set)
+            assert await pool.run(int, "7") == 7
+            held.released.set()
+            await first
 
     run(main)
 
