@@ -259,7 +259,7 @@ class Asked:
 class Replicas:
     def __init__(self, urls: Sequence[str], *, reported: bool = False, lora: bool = False) -> None:
         """`reported`: whether replicas are polled for their versions. `lora`: whether a request names the version."""
-        self._lora = lora
+        self.lora = lora
         self.all = [Replica(url=url) for url in urls]
         self.orders = NO_ORDERS
         self._reported = reported
@@ -340,7 +340,7 @@ class Replicas:
 
     async def adapter(self) -> WeightLabel | None:
         """The newest LoRA adapter that every replica that may serve has; None before the first, or without LoRA."""
-        if not self._lora:
+        if not self.lora:
             return None
         for replica in self.all:
             await self.before(replica)

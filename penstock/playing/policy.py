@@ -32,6 +32,7 @@ from penstock.engines.replicas import Replica, Replicas
 from penstock.engines.response import KEEP, RequestInfo, read_turn
 from penstock.engines.sampling import altered_sampling
 from penstock.engines.transport import SESSION_HEADER
+from penstock.engines.weight_labels import START_VERSION
 from penstock.environments.protocol import Completion
 from penstock.errors import (
     BadRequest,
@@ -391,10 +392,11 @@ def _stopped(message: Message, stop: object) -> Message:
 
 
 async def named_adapter(dialect: Dialect, replicas: Replicas) -> tuple[str | None, SaidVersion | None]:
-    """The model that a request names, and the version that this makes sure of; None where weights are not adapters."""
+    """The model that a request names, and the version that this makes sure of; None where weights are not adapters.
+    A request that names no adapter is answered by the model without one, also if the first was loaded meanwhile."""
     label = await replicas.adapter()
     if label is None:
-        return None, None
+        return None, SaidVersion(START_VERSION, exact=True) if replicas.lora else None
     return dialect.control.adapter_model(dialect.settings.model, label.text), SaidVersion(label.version, exact=True)
 
 

@@ -14,16 +14,16 @@ from support.upstream import Response, serving
 from support.waiting import wait_until_async
 from support.weights import write_weights
 
-from penstock.engines.client import EngineClient
+from penstock.engines.client import EngineClient, Request
 from penstock.engines.control import UNREACHABLE, EngineControl
-from penstock.engines.dialects import dialect_of
+from penstock.engines.dialects import Prompt, dialect_of
 from penstock.engines.replicas import Orders
 from penstock.errors import InfrastructureFailure
 from penstock.playing.policy import named_adapter
 from penstock.turn import SaidVersion
 
 DIALECTS = ("vllm", "sglang")
-HELLO = {"messages": [user("hi")], "seed": 1}
+HELLO: dict[str, Any] = {"messages": [user("hi")], "seed": 1}
 
 
 @pytest.fixture(scope="module", params=DIALECTS)
@@ -201,7 +201,8 @@ def test_each_version_of_an_adapter_has_a_name_that_requests_use(tmp_path: Path,
             url = url_of(engine)
             settings = quick_engine(url, dialect=dialect, lora=True, weight_update="penstock")
             async with EngineControl.open(settings) as control, EngineClient.open(settings) as client:
-                assert await named_adapter(dialect_of(settings), client.replicas) == (None, None)
+                unnamed = None, SaidVersion(0, exact=True)
+                assert await named_adapter(dialect_of(settings), client.replicas) == unnamed
                 for version in range(1, 6):
                     weights = str(write_weights(tmp_path, version))
                     await control.load(url, weights=weights, version=version, run="r1", timeout_s=20)
@@ -213,5 +214,27 @@ def test_each_version_of_an_adapter_has_a_name_that_requests_use(tmp_path: Path,
                 named = await named_adapter(dialect_of(settings), client.replicas)
                 assert named == (model, SaidVersion(5, exact=True))
                 assert content(engine, model=model) != content(engine)
+
+    run(main)
+
+
+def test_a_request_that_names_no_adapter_is_of_version_0_although_the_first_was_loaded_meanwhile(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        with running(tmp_path, "--length", "constant:60") as engine:
+            url = url_of(engine)
+            settings = quick_engine(url, lora=True, weight_update="penstock")
+            dialect, unshifted = dialect_of(settings), content(engine)
+            async with EngineControl.open(settings) as control, EngineClient.open(settings) as client:
+                model, version = await named_adapter(dialect, client.replicas)
+                weights = str(write_weights(tmp_path, 1))
+                await control.load(url, weights=weights, version=1, run="r1", timeout_s=20)
+                client.replicas.follow(Orders(run="r1", sequence=1, version=1))
+                body = dialect.request_body(Prompt(messages=HELLO["messages"]), {"seed": 1}, model=model)
+                request = Request(dialect=dialect, body=body, headers={}, version=version)
+                response = await client.send(request, lambda body: json.loads(bytes(body)))
+        assert response.value["choices"][0]["message"]["content"] == unshifted
+        assert response.version == SaidVersion(0, exact=True)
 
     run(main)
