@@ -20,13 +20,12 @@ from penstock.errors import PenstockError, RunError, RunMismatch, text_of
 from penstock.inspection.run_json import read
 from penstock.ledger import schema
 from penstock.store import Store, atomic, open_store
-from penstock.store.opening import relative_path, run_store_url, stored_url
+from penstock.store.opening import owner_of, relative_path, run_store_url, stored_url
 
 logger = logging.getLogger("penstock.orchestrator")
 
 CHANGES_KEPT = 100
 """Changed settings that run.json lists, the latest ones."""
-"""Key of the blob that holds the id of the run that a store belongs to."""
 
 
 def create_directories(config: RunConfig) -> None:
@@ -119,15 +118,14 @@ def _published_in(config: RunConfig) -> dict[str, str]:
 
 def _claim_store(store: Store, run: str) -> None:
     """After run.json is written: a kill in between must not leave a store that belongs to a run without a directory."""
-    if store.size(ids.OWNER_KEY) is None:
+    if owner_of(store) is None:
         store.create(ids.OWNER_KEY, run.encode())
     _refuse_store_of_another_run(store, run)
 
 
 def _refuse_store_of_another_run(store: Store, run: str) -> None:
     """A store belongs to one run: the steps of two runs would have the same names."""
-    owner = store.read(ids.OWNER_KEY).decode() if store.size(ids.OWNER_KEY) is not None else run
-    if owner != run:
+    if (owner := owner_of(store)) not in (None, run):
         raise RunMismatch(f"the store {store} belongs to run {owner}: set store to another one")
 
 
@@ -169,10 +167,7 @@ def _refuse_other_release(ledger: Path) -> None:
 
 def _refuse_second_store(config: RunConfig, stored: str) -> None:
     """Another URL is accepted only if the run's files are there."""
-    if (
-        stored_url(config.run_dir, config.store_url) != stored
-        and open_store(config.store_url).size(ids.OWNER_KEY) is None
-    ):
+    if stored_url(config.run_dir, config.store_url) != stored and owner_of(open_store(config.store_url)) is None:
         raise RunMismatch(
             f"the store of the run in {config.run_dir} is {stored}, and {config.store_url} holds nothing of it: "
             "move its files there, or set store back"

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import islice
 
-from penstock import ids, job_inputs
+from penstock import job_inputs
 from penstock.config import RunConfig
 from penstock.config.test_hooks import noop_settings
 from penstock.engines.client import EngineClient
@@ -22,7 +22,8 @@ from penstock.playing.agent_sessions import SessionServers
 from penstock.playing.opening import open_dialect
 from penstock.playing.rollout import Attempt, RolloutStage, play, score_group
 from penstock.runtime.offload import in_io_thread
-from penstock.store import Store, open_store
+from penstock.store import open_store
+from penstock.store.opening import owner_of
 from tasks import noop
 
 logger = logging.getLogger("penstock.tasks")
@@ -104,7 +105,7 @@ class Player:
         """What a host without the run's store records, no other process can read."""
         if run != self._run_of_store:
             store = open_store(self._config.store_url)
-            found = await in_io_thread(_owner_of, store)
+            found = await in_io_thread(owner_of, store)
             if found != run:
                 whose = f"belongs to run {found}" if found else "belongs to no run"
                 raise InfrastructureFailure(
@@ -184,11 +185,6 @@ class Player:
                 f"{required[0].setting}.default"
             )
         return environment
-
-
-def _owner_of(store: Store) -> str | None:
-    """Blocks."""
-    return store.read(ids.OWNER_KEY).decode() if store.size(ids.OWNER_KEY) is not None else None
 
 
 def _load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:

@@ -32,7 +32,7 @@ from penstock.engines.replicas import Replica, Replicas
 from penstock.engines.response import KEEP, RequestInfo, read_turn
 from penstock.engines.sampling import altered_sampling
 from penstock.engines.transport import SESSION_HEADER
-from penstock.engines.weight_labels import START_VERSION
+from penstock.engines.weight_labels import START_VERSION, WeightLabel
 from penstock.environments.protocol import Completion
 from penstock.errors import (
     BadRequest,
@@ -391,9 +391,15 @@ def _stopped(message: Message, stop: object) -> Message:
     return {**message, "content": content[: min(ends)]} if ends else message
 
 
-async def named_adapter(dialect: Dialect, replicas: Replicas) -> tuple[str | None, SaidVersion | None]:
+async def named_adapter(
+    dialect: Dialect, replicas: Replicas, model: str | None = None
+) -> tuple[str | None, SaidVersion | None]:
     """The model that a request names, and the version that this makes sure of; None where weights are not adapters.
-    A request that names no adapter is answered by the model without one, also if the first was loaded meanwhile."""
+    `model` is what the caller names: another than the policy's is kept. A request that names no adapter is answered by
+    the model without one, also if the first was loaded meanwhile."""
+    if model not in (None, dialect.settings.model):
+        label = WeightLabel.parse(model.rpartition(":")[2])
+        return model, SaidVersion(label.version, exact=label.run is not None) if replicas.lora else None
     label = await replicas.adapter()
     if label is None:
         return None, SaidVersion(START_VERSION, exact=True) if replicas.lora else None

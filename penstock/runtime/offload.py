@@ -43,7 +43,7 @@ LOOK_S = 0.02
 DELIVER_S = 0.005
 # For loops without an explicit `install`.
 DEFAULT_CONCURRENCY = 64
-# Only direct calls of the default executor (asyncio.to_thread, DNS lookups) queue inside a pool. A queue of this length
+# Calls to files queue, and direct calls of the default executor (asyncio.to_thread, DNS lookups). A queue this long
 # means that the threads are stuck: refuse instead of growing.
 BACKLOG_MAX = 8 * IO_THREADS_MAX
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.ids import OWNER_KEY
 from penstock.store.base import Store
 from penstock.store.files import directory_of
 
@@ -23,6 +24,11 @@ FORMS = "write file:///absolute/path for a shared directory, or module:Class://a
 def open_store(url: str) -> Store:
     """The same for every call in a process. ConfigError if there is no such store."""
     return _opened(url, os.getpid())
+
+
+def owner_of(store: Store) -> str | None:
+    """The run that a store belongs to; None if it is no run's."""
+    return store.read(OWNER_KEY).decode() if store.size(OWNER_KEY) is not None else None
 
 
 def stored_url(run_dir: Path, url: str) -> str:

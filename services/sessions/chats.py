@@ -188,10 +188,7 @@ class Chats:
         prepared = self._prepare(session, claim, chat, agent, sent_chat.id)
         prompt = await self._prompt(session, prepared, chat)
         self.counts.rewritten_histories += prompt.rewritten
-        model, version = chat.fields.get("model"), None
-        if model in (None, self._config.engine.model):
-            adapter, version = await named_adapter(self._dialect, self._backend.replicas)
-            model = adapter or model
+        model, version = await named_adapter(self._dialect, self._backend.replicas, chat.fields.get("model"))
         sent = await by_size(size, self._dialect.request_body, prompt, chat.sampling, model=model)
         passed = self._headers(sent_chat.request, session, metadata)
         target = self._dialect.endpoint

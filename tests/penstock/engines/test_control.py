@@ -214,6 +214,8 @@ def test_each_version_of_an_adapter_has_a_name_that_requests_use(tmp_path: Path,
                 named = await named_adapter(dialect_of(settings), client.replicas)
                 assert named == (model, SaidVersion(5, exact=True))
                 assert content(engine, model=model) != content(engine)
+                own = await named_adapter(dialect_of(settings), client.replicas, "an-adapter-of-the-user")
+                assert own == ("an-adapter-of-the-user", SaidVersion(0, exact=False))
 
     run(main)
 

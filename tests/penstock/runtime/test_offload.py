@@ -131,12 +131,18 @@ class Held:
         self.ended.set()
 
 
+async def held_in(pool: Pool) -> tuple[Held, "asyncio.Task[None]"]:
+    """A function that a thread of the pool runs by now, and its caller."""
+    held = Held()
+    caller = asyncio.create_task(pool.run(held))
+    await wait_until_async(held.started.is_set)
+    return held, caller
+
+
 def test_a_function_cancelled_while_running_keeps_its_thread_until_it_ends() -> None:
     async def main() -> None:
-        held = Held()
         with Pool(name="cpu", threads=1) as pool:
-            first = asyncio.create_task(pool.run(held))
-            await wait_until_async(held.started.is_set)
+            held, first = await held_in(pool)
             first.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await first
@@ -237,19 +243,16 @@ def test_another_thread_runs_the_calls_behind_a_slow_one_up_to_the_number_of_thr
     monkeypatch.setattr(offload, "HELP_S", 60.0)
 
     async def main() -> None:
-        slow = [Held(), Held()]
         with FilePool(name="files", threads=2) as pool:
-            first = asyncio.create_task(pool.run(slow[0]))
-            await wait_until_async(slow[0].started.is_set)
+            slow, first = await held_in(pool)
             assert await pool.run(int, "7") == 7, "it waited for the slow call"
-            second = asyncio.create_task(pool.run(slow[1]))
-            await wait_until_async(slow[1].started.is_set)
+            slower, second = await held_in(pool)
             third = asyncio.create_task(pool.run(int))
             await asyncio.sleep(3 * offload.LOOK_S)
             assert not third.done()
             assert pool._at_work == 2
-            for each in slow:
-                each.released.set()
+            slow.released.set()
+            slower.released.set()
             await asyncio.gather(first, second, third)
 
     run(main)
@@ -259,10 +262,8 @@ def test_another_thread_helps_when_quick_calls_wait_for_long(monkeypatch: pytest
     monkeypatch.setattr(offload, "SLOW_S", 60.0)
 
     async def main() -> None:
-        held = Held()
         with FilePool(name="files", threads=2) as pool:
-            first = asyncio.create_task(pool.run(held))
-            await wait_until_async(held.started.is_set)
+            held, first = await held_in(pool)
             assert await pool.run(int, "7") == 7
             held.released.set()
             await first
@@ -287,10 +288,9 @@ def test_a_result_is_not_held_back_while_a_thread_has_slow_calls_to_run(monkeypa
 
 def test_a_small_call_cancelled_while_waiting_never_runs_and_an_error_reaches_its_caller_alone() -> None:
     async def main() -> None:
-        held, ran = Held(), list[str]()
+        ran = list[str]()
         with FilePool(name="files", threads=1) as pool:
-            first = asyncio.create_task(pool.run(held))
-            await wait_until_async(held.started.is_set)
+            held, first = await held_in(pool)
             cancelled, failing, last = (
                 asyncio.create_task(pool.run(ran.append, "cancelled")),
                 asyncio.create_task(pool.run(divmod, 1, 0)),
@@ -311,10 +311,8 @@ def test_small_calls_that_wait_are_limited_in_number(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(offload, "BACKLOG_MAX", 3)
 
     async def main() -> None:
-        held = Held()
         with FilePool(name="files", threads=1) as pool:
-            running = asyncio.create_task(pool.run(held))
-            await wait_until_async(held.started.is_set)
+            held, running = await held_in(pool)
             waiting = [asyncio.create_task(pool.run(int)) for _ in range(3)]
             await asyncio.sleep(0)
             with pytest.raises(InfrastructureFailure, match="3 calls waiting for its 1 threads"):
@@ -327,10 +325,8 @@ def test_small_calls_that_wait_are_limited_in_number(monkeypatch: pytest.MonkeyP
 
 def test_small_calls_that_wait_when_their_pool_is_shut_down_are_run_or_refused() -> None:
     async def main() -> None:
-        held = Held()
         pool = FilePool(name="files", threads=1)
-        running = asyncio.create_task(pool.run(held))
-        await wait_until_async(held.started.is_set)
+        held, running = await held_in(pool)
         pool.shutdown(wait=False)
         waiting = asyncio.create_task(pool.run(int, "3"))
         await asyncio.sleep(0)
