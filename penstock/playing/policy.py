@@ -397,7 +397,7 @@ async def named_adapter(
     """The model that a request names, and the version that this makes sure of; None where weights are not adapters.
     `model` is what the caller names: another than the policy's is kept. A request that names no adapter is answered by
     the model without one, also if the first was loaded meanwhile."""
-    if model not in (None, dialect.settings.model):
+    if model and model != dialect.settings.model:
         label = WeightLabel.parse(model.rpartition(":")[2])
         return model, SaidVersion(label.version, exact=label.run is not None) if replicas.lora else None
     label = await replicas.adapter()

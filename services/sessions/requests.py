@@ -201,6 +201,8 @@ def read_chat(
 def _check(fields: Mapping[str, Any]) -> None:
     if not isinstance(fields.get("stream"), bool | None):
         raise BadRequest("stream must be true or false")
+    if not isinstance(fields.get("model"), str | None):
+        raise BadRequest("model must be a string")
     count, temperature = fields.get("n"), fields.get("temperature")
     if count is True or count not in (None, 1):
         raise BadRequest("n must be 1: a request records one completion; use several sessions for several completions")

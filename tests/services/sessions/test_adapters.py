@@ -27,9 +27,9 @@ def test_a_chat_has_the_version_of_the_adapter_that_it_names_not_of_the_newest(t
         run_loop(load)
         with running(tmp_path, url, **LORA) as sessions:
             named = []
-            for model in ({}, {"model": "1@r1"}, {"model": "policy"}):
+            for model in ({}, {"model": "1@r1"}, {"model": "policy"}, {"model": ""}):
                 agent = sessions.agent(run="r1", policy_version=2)
                 assert agent.talk("hello", **model).status == 200
                 sealed = agent.request("POST", "/seal").json
                 named.append((sealed["version_first"], sealed["version_last"], sealed["inexact_tokens"]))
-    assert named == [(2, 2, 0), (1, 1, 0), (2, 2, 0)]
+    assert named == [(2, 2, 0), (1, 1, 0), (2, 2, 0), (2, 2, 0)]

@@ -38,6 +38,7 @@ HELLO = {"messages": [user("hello")]}
         (HELLO | {"n": 2}, "n must be 1"),
         (HELLO | {"n": True}, "n must be 1"),
         (HELLO | {"stream": "yes"}, "stream must be"),
+        (HELLO | {"model": ["policy"]}, "model must be"),
         (HELLO | {"temperature": "hot"}, "temperature must be"),
     ],
 )
