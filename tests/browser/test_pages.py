@@ -46,6 +46,13 @@ def test_every_page_loads_without_an_error_and_without_another_server(url: str, 
         expect(page.get_by_role("heading", level=1, name=heading)).to_be_visible()
 
 
+def test_the_labels_of_an_axis_are_shown_in_whole(url: str, watched: Open) -> None:
+    page = watched(url).open()
+    expect(page.locator("figure svg.chart text", has_text=re.compile("00,000$")).first).to_be_visible()
+    lefts = page.evaluate("[...document.querySelectorAll('svg.chart text')].map((text) => text.getBBox().x)")
+    assert min(lefts) >= 0
+
+
 def test_a_loss_of_the_waterfall_leads_to_its_rollouts_and_one_of_them_to_its_tokens(url: str, watched: Open) -> None:
     page = watched(url).open("#/0/waterfall")
     page.get_by_role("link", name=re.compile("zero_variance")).click()

@@ -139,7 +139,8 @@ def _write_files(path: Path, steps: int, settings: dict[str, Any]) -> None:
     identity = {"run": RUN, "ledger": "ledger.sqlite", "store": "store", "redis": "redis://127.0.0.1:1/0"}
     (path / "run.json").write_text(json.dumps({**identity, "settings": settings, "changed": []}))
     lines = [
-        {"step": step, "time": 1000 + step, "reward_mean": 0.25 * step, "tokens_per_s": 10.0} for step in range(steps)
+        {"step": step, "time": 1000 + step, "reward_mean": 0.25 * step, "tokens_per_s": 400_000.0 * (step + 1)}
+        for step in range(steps)
     ]
     (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     status = {

@@ -2,7 +2,7 @@
 
 import { h, svg, number, replace } from "./dom.js";
 
-const LEFT = 44, RIGHT = 8, TOP = 6, BOTTOM = 18;
+const LEFT = 54, RIGHT = 8, TOP = 6, BOTTOM = 18;
 
 // series: [{ name, steps, values }], of which several runs or keys lie over each other.
 export function lineChart({ title, series, format = number, tall = false, note = null }) {
