@@ -7,11 +7,18 @@ import pytest
 from support.alignment import Alignment, Reference, Weights, align
 from support.vllm_playing import PLAIN, Played, Table
 from support.vllm_server import Release, VllmServer
-from support.waiting import wait_until_async
+from support.waiting import wait_until, wait_until_async
 
 LONG = {"max_tokens": 96}
 UNENDING = {"ignore_eos": True}
 TOKENS = "vllm:generation_tokens_total"
+
+
+def tokens_at_rest(server: VllmServer) -> float:
+    """The tokens that the engine has sampled, once it has counted the last ones of an earlier play: a client has its
+    response before."""
+    wait_until(lambda: not server.metric("vllm:num_requests_running"))
+    return server.metric(TOKENS)
 
 
 async def generated(server: VllmServer, tokens: int, *, since: float | None = None) -> None:
@@ -79,7 +86,7 @@ def test_aborted_chats_are_asked_again(
         await asyncio.to_thread(server.post, path, {})
         await asyncio.to_thread(server.post, "/resume")
 
-    before = server.metric(TOKENS)
+    before = tokens_at_rest(server)
     played = table.play(4, sampling=LONG, more={**PLAIN, **UNENDING}, meanwhile=abort)
     assert [each.finish_reasons for each in played] == [["length"]] * 4
     assert [len(each.completions[0]) for each in played] == [LONG["max_tokens"]] * 4
@@ -94,11 +101,11 @@ def test_aborted_completions_of_tokens_are_continued(
             await generated(server, tokens, since=before)
             await asyncio.to_thread(server.post, "/abort_requests", {})
 
-    before, limit = server.metric(TOKENS), 1000  # seconds of sampling, of which the first abort needs a little
+    before, limit = tokens_at_rest(server), 1000  # seconds of sampling, of which the first abort needs a little
     played = generating.play(4, sampling={"max_tokens": limit}, more=UNENDING, meanwhile=abort)
     assert [len(each.completions[0]) for each in played] == [limit] * 4
     assert server.metric(TOKENS) - before < 4 * limit + 40, "sampled twice"
-    assert any(each.result.metrics["engine_aborts"] for each in played), "over before the first abort"
+    assert any(each.result.metrics["engine_aborts"] for each in played), "no abort met a running request"
     aligned(played)
 
 
