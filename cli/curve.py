@@ -26,10 +26,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def first_and_last(run_dir: Path) -> str | None:
     """The mean reward of the first step and of the last, that of the last by environment too; None without a step."""
-    newest = run_dir / METRICS
-    oldest = max(run_dir.glob(OLDER), default=newest)
-    first = next(_rewarded(_end_of(oldest, last=False)), None)
-    last = next(_rewarded(reversed(_end_of(newest, last=True))), first)
+    files = [run_dir / METRICS, *sorted(run_dir.glob(OLDER))]
+    first = next(_rewarded(_end_of(files[-1], last=False)), None)
+    last = next(_rewarded(line for path in files[:2] for line in reversed(_end_of(path, last=True))), first)
     if first is None or last is None:
         return None
     text = f"{first[MEAN]:.2f} in step {first['step']:,}"

@@ -168,7 +168,11 @@ class Supervisor:
         for each in self.parts.values():
             log = each.process.log
             if log.stat().st_size > LOG_BYTES:
-                shutil.copyfile(log, log.with_suffix(".log.1"))
+                try:
+                    shutil.copyfile(log, log.with_suffix(".log.1"))
+                except OSError:  # the disk is full: the next look tries again
+                    log.with_suffix(".log.1").unlink(missing_ok=True)
+                    continue
                 with log.open("r+b") as file:
                     file.truncate(0)
                 each.process.log_start = 0

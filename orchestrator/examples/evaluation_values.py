@@ -51,7 +51,7 @@ def _of_scores(record: EvaluationRecord, scores: list[dict[str, Any]]) -> dict[s
         "version_first": min(score["versions"][0] for score in scores),
         "version_last": max(score["versions"][1] for score in scores),
         "reward_mean": mean,
-        "reward_std": math.sqrt(_mean((reward - mean) ** 2 for reward in rewards)),
+        "reward_std": math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards)),
         "solved_rate": _mean(reward >= SOLVED for reward in rewards),
         "solved_any_rate": _mean(max(of_example) >= SOLVED for of_example in by_example.values()),
         "completion_tokens": _mean(score["completion_tokens"] for score in scores),
@@ -73,4 +73,7 @@ def _named(scores: list[dict[str, Any]]) -> dict[str, float]:
 
 def _mean(numbers: Iterable[float]) -> float:
     numbers = list(numbers)
-    return math.fsum(numbers) / len(numbers)
+    try:
+        return math.fsum(numbers) / len(numbers)
+    except OverflowError:  # no float holds the sum
+        return math.fsum(number / len(numbers) for number in numbers)

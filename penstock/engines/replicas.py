@@ -348,6 +348,11 @@ class Replicas:
         label = min(serving, key=lambda label: label.version, default=None)
         return label if label and label.numbered else None
 
+    def has_loaded(self, label: WeightLabel) -> bool:
+        """Whether the adapter with this name is one of the run, and not of weights that its trainer has abandoned."""
+        of_run = label.run is not None and label.run == (self.orders.run or label.run)
+        return of_run and not label.unfit and label.version not in self.orders.abandoned
+
     def _must_ask(self, replica: Replica) -> bool:
         if replica.doubted:
             return True

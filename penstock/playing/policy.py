@@ -395,15 +395,17 @@ async def named_adapter(
     dialect: Dialect, replicas: Replicas, model: str | None = None
 ) -> tuple[str | None, SaidVersion | None]:
     """The model that a request names, and the version that this makes sure of; None where weights are not adapters.
-    `model` is what the caller names: another than the policy's is kept. A request that names no adapter is answered by
-    the model without one, also if the first was loaded meanwhile."""
-    if model and model != dialect.settings.model:
+    `model` is what the caller names: another than the policy's is kept, and its version is known if the run has loaded
+    it. A request that names no adapter is answered by the model without one, also if the first was loaded meanwhile."""
+    policy, adapter_model = dialect.settings.model, dialect.control.adapter_model
+    if model and model != policy:
         label = WeightLabel.parse(model.rpartition(":")[2])
-        return model, SaidVersion(label.version, exact=label.run is not None) if replicas.lora else None
+        known = replicas.has_loaded(label) and adapter_model(policy, label.text) == model
+        return model, SaidVersion(label.version if known else START_VERSION, exact=known) if replicas.lora else None
     label = await replicas.adapter()
     if label is None:
         return None, SaidVersion(START_VERSION, exact=True) if replicas.lora else None
-    return dialect.control.adapter_model(dialect.settings.model, label.text), SaidVersion(label.version, exact=True)
+    return adapter_model(policy, label.text), SaidVersion(label.version, exact=True)
 
 
 def turn_metadata(

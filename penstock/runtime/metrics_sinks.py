@@ -132,15 +132,17 @@ class Follower:
         them: what is renamed meanwhile is open already."""
         wanted = 1 + min((self._sent.get(name, -1) for name in self._sinks), default=-1)
         self._open = self._file.open("rb") if self._file.exists() else None
-        first, number, older = _first_step(self._open), 1, list[BinaryIO]()
-        while first > wanted and (path := self._file.with_suffix(f".{number}.jsonl")).exists():
+        first, older = _first_step(self._open), list[BinaryIO]()
+        for number in range(1, 10):
+            path = self._file.with_suffix(f".{number}.jsonl")
+            if first <= wanted or not path.exists():  # an orchestrator that was killed may have left a number free
+                continue
             file = path.open("rb")
             if self._open and os.path.samestat(os.fstat(file.fileno()), os.fstat(self._open.fileno())):
                 file.close()
             else:
                 older.insert(0, file)
                 first = _first_step(file)
-            number += 1
         return older
 
     def _is_replaced(self, file: BinaryIO) -> bool:

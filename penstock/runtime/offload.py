@@ -37,9 +37,9 @@ FILE_THREADS = 8
 SLOW_S = 0.02
 # Quick calls may be too many for one thread: then they wait for as long as this.
 HELP_S = 0.1
-# Between two looks at calls that wait.
+# Between two looks at threads that work: for calls that wait, and results that a slow call holds back.
 LOOK_S = 0.02
-# Results of a thread are held back for as long as this, while it has more to do.
+# Results of a thread are held back for as long as this, while it has quick calls to run.
 DELIVER_S = 0.005
 # For loops without an explicit `install`.
 DEFAULT_CONCURRENCY = 64
@@ -77,7 +77,7 @@ class Pool(ThreadPoolExecutor):
     def _deliver(self, call: Future[T], result: "asyncio.Future[T]") -> None:
         self._free.release()
         error = call.exception()
-        _set(result, None if error else call.result(), error)
+        _set(result, call.result() if error is None else None, error)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         self._require_room(self._work_queue.qsize())
@@ -98,10 +98,6 @@ class WaitingCall:
     since: float
 
 
-Done = list[tuple["asyncio.Future[Any]", Any, BaseException | None]]
-"""of calls that have run: where the result goes, the result, the error"""
-
-
 class FilePool(Pool):
     """Small calls in quick succession. One thread runs all that wait and wakes the loop once for them; another helps
     when the others are in slow calls, or when a call has waited for HELP_S.
@@ -113,6 +109,8 @@ class FilePool(Pool):
     def __init__(self, *, name: str, threads: int) -> None:
         super().__init__(name=name, threads=threads)
         self._waiting = deque[WaitingCall]()
+        self._done = deque[tuple["asyncio.Future[Any]", Any, BaseException | None]]()
+        """Of calls that have run: where the result goes, the result, the error. Only the loop's thread takes them."""
         self._at_work = 0
         """Threads. Only the loop's thread changes it."""
         self._begun = dict[int, float]()
@@ -129,17 +127,15 @@ class FilePool(Pool):
         return await result
 
     def _help(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start a thread if one is needed, and look again while calls wait."""
-        if not self._waiting:
-            return
-        if not self._at_work or (self._at_work < self.threads and self._is_slow()):
+        """Start a thread if one is needed, and look again while threads work."""
+        if self._waiting and (not self._at_work or (self._at_work < self.threads and self._is_slow())):
             self._start(loop)
-        if self._look is None:
+        if self._at_work and self._look is None:
             self._look = loop.call_later(LOOK_S, self._look_again, loop)
 
     def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
         self._look = None
-        self._help(loop)
+        self._hand_out(loop, ended=False)
 
     def _is_slow(self) -> bool:
         """Whether all threads are in slow calls, or too few."""
@@ -154,15 +150,16 @@ class FilePool(Pool):
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             self.submit(self._run_waiting, loop)
-        except RuntimeError as error:  # the pool was shut down
-            while self._waiting:
+        except RuntimeError as error:  # the pool was shut down, or the system has no thread left
+            while self._waiting and not self._at_work:  # otherwise a thread runs them
                 _set(self._waiting.popleft().result, None, error)
-        else:
-            self._at_work += 1
+            if not self._at_work or self._shutdown:
+                return  # otherwise the executor keeps it for a thread that is at work
+        self._at_work += 1
 
     def _run_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs in a thread."""
-        done, since, thread = Done(), monotonic(), get_ident()
+        told, thread = monotonic(), get_ident()
         while self._waiting:
             try:
                 waiting = self._waiting.popleft()
@@ -170,21 +167,21 @@ class FilePool(Pool):
                 break
             self._begun[thread] = monotonic()
             if not waiting.result.cancelled():
-                done.append((waiting.result, *_outcome(waiting.call)))
-            if done and monotonic() - since >= DELIVER_S:
-                self._tell(loop, done, ended=False)
-                done, since = Done(), monotonic()
+                self._done.append((waiting.result, *_outcome(waiting.call)))
+            if self._done and monotonic() - told >= DELIVER_S:
+                self._tell(loop, ended=False)
+                told = monotonic()
         self._begun.pop(thread, None)
-        self._tell(loop, done, ended=True)
+        self._tell(loop, ended=True)
 
-    def _tell(self, loop: asyncio.AbstractEventLoop, done: Done, *, ended: bool) -> None:
+    def _tell(self, loop: asyncio.AbstractEventLoop, *, ended: bool) -> None:
         with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
-            loop.call_soon_threadsafe(self._hand_out, loop, done, ended)
+            loop.call_soon_threadsafe(self._hand_out, loop, ended)
 
-    def _hand_out(self, loop: asyncio.AbstractEventLoop, done: Done, ended: bool) -> None:
-        for each in done:
-            _set(*each)
-        self._at_work -= ended
+    def _hand_out(self, loop: asyncio.AbstractEventLoop, ended: bool) -> None:
+        for _ in range(len(self._done)):
+            _set(*self._done.popleft())
+        self._at_work = max(0, self._at_work - ended)  # one that the executor kept for a later thread was not counted
         self._help(loop)
 
 
@@ -198,7 +195,10 @@ def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 def _set(result: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
     if result.done():  # the caller was cancelled
         return
-    if error:
+    if isinstance(error, StopIteration):  # a future refuses it before Python 3.13, and a coroutine cannot raise it
+        refused, error = error, RuntimeError("the call raised StopIteration")
+        error.__cause__ = refused
+    if error is not None:
         result.set_exception(error)
     else:
         result.set_result(value)

@@ -59,6 +59,15 @@ def test_of_a_long_run_only_the_ends_of_its_files_are_read(tmp_path: Path) -> No
     assert curve.first_and_last(tmp_path) == "0.10 in step 0, 0.50 in step 3"
 
 
+def test_the_last_step_is_told_although_the_newest_file_has_none_yet(tmp_path: Path) -> None:
+    """On a full disk, a file begins and its first line cannot be written."""
+    lines = {"step": 0, "reward_mean": 0.1}, {"step": 1, "reward_mean": 0.3}
+    (tmp_path / "metrics.1.jsonl").write_text(written(*lines))
+    assert curve.first_and_last(tmp_path) == "0.10 in step 0, 0.30 in step 1"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "rew')
+    assert curve.first_and_last(tmp_path) == "0.10 in step 0, 0.30 in step 1"
+
+
 def test_steps_without_a_reward_and_torn_lines_are_passed_over(tmp_path: Path) -> None:
     lost, first, last = {"step": 0}, {"step": 1, "reward_mean": 0.1}, {"step": 2, "reward_mean": 0.2}
     path = tmp_path / "metrics.jsonl"

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from support.small_disk import LARGE_BYTES, LimitedDirectory
 from support.waiting import wait_until
 
 from cli.up import supervisor
@@ -36,5 +37,26 @@ def test_it_waits_while_the_disk_is_full_and_says_so(
         assert f"the disk of {tmp_path} is full: free space" in caplog.text
         with pytest.raises(RunError, match=f"failing ended {STARTS_MOST} times before it was ready"):
             wait_until(lambda: restarted(100), what="the end")
+    finally:
+        started.kill()
+
+
+def test_a_large_log_is_kept_while_the_disk_is_too_full_for_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "LOG_BYTES", LARGE_BYTES)
+    monkeypatch.setattr(supervisor, "LOOK_AT_LOGS_S", -1.0)
+    (tmp_path / "limit").mkdir()
+    (tmp_path / "limit" / "largest").write_bytes(bytes(LARGE_BYTES + 1))
+    started = Supervisor(tmp_path, os.environ, tmp_path)
+    try:
+        started.start(Part(name="steady", command=("sleep", "600"), is_ready=lambda _: True))
+        log, copy = tmp_path / "steady.log", tmp_path / "steady.log.1"
+        log.write_bytes(b"x" * 2 * LARGE_BYTES)
+        with LimitedDirectory(tmp_path).full(os.getpid(), "limit"):
+            started.check()
+            assert (log.stat().st_size, copy.exists()) == (2 * LARGE_BYTES, False)
+        started.check()
+        assert (log.stat().st_size, copy.stat().st_size) == (0, 2 * LARGE_BYTES)
     finally:
         started.kill()

@@ -85,6 +85,15 @@ def test_every_few_versions_the_same_examples_are_played(scene: Scene) -> None:
     assert scene.evaluations.status()["names"]["held_out"]["running"] == {"version": 23, "settled": 0, "of": 6}
 
 
+def test_rewards_and_metrics_of_any_size_have_a_mean(scene: Scene) -> None:
+    scene.plan()
+    for number, job in enumerate(scene.jobs()):
+        scene.reply(job, reward=3e200 * (number == 0), metrics={"size": 1.5e308})
+    assert scene.last["reward_mean"] == 5e199
+    assert scene.last["reward_std"] == pytest.approx(5e199 * 5**0.5, rel=1e-5)
+    assert scene.last["metrics/size"] == pytest.approx(1.5e308)
+
+
 def test_the_first_version_is_left_out_if_the_setting_says_so(ledger: Ledger) -> None:
     scene = Scene(ledger, at_start=False)
     assert scene.plan(2) == []

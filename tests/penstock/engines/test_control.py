@@ -17,7 +17,7 @@ from support.weights import write_weights
 from penstock.engines.client import EngineClient, Request
 from penstock.engines.control import UNREACHABLE, EngineControl
 from penstock.engines.dialects import Prompt, dialect_of
-from penstock.engines.replicas import Orders
+from penstock.engines.replicas import Orders, Replicas
 from penstock.errors import InfrastructureFailure
 from penstock.playing.policy import named_adapter
 from penstock.turn import SaidVersion
@@ -214,8 +214,28 @@ def test_each_version_of_an_adapter_has_a_name_that_requests_use(tmp_path: Path,
                 named = await named_adapter(dialect_of(settings), client.replicas)
                 assert named == (model, SaidVersion(5, exact=True))
                 assert content(engine, model=model) != content(engine)
-                own = await named_adapter(dialect_of(settings), client.replicas, "an-adapter-of-the-user")
-                assert own == ("an-adapter-of-the-user", SaidVersion(0, exact=False))
+
+    run(main)
+
+
+@pytest.mark.parametrize(("dialect", "prefix"), [("vllm", ""), ("sglang", "policy:")])
+def test_an_adapter_that_a_chat_names_has_a_version_only_if_the_run_has_loaded_it(dialect: str, prefix: str) -> None:
+    async def main() -> None:
+        settings = quick_engine("http://127.0.0.1:9", dialect=dialect, lora=True, weight_update="penstock")
+        replicas = Replicas(settings.urls, lora=True)
+
+        async def version_of(name: str) -> SaidVersion | None:
+            model, version = await named_adapter(dialect_of(settings), replicas, name)
+            assert model == name
+            return version
+
+        assert await version_of(f"{prefix}3@r1") == SaidVersion(3, exact=True)
+        replicas.follow(Orders(run="r1", sequence=1, version=5, abandoned=(4,)))
+        assert await version_of(f"{prefix}3@r1") == SaidVersion(3, exact=True)
+        # SGLang answers without an adapter if the name has no colon.
+        others = ["3@r2", "4@r1", "loading 3@r1", "failed 3@r1", "3", "9999999999@r1", "3@r1:", "a-user-s-own"]
+        for name in [*(prefix + other for other in others), "3@r1" if prefix else "policy:3@r1", ":", "policy:"]:
+            assert await version_of(name) == SaidVersion(0, exact=False), name
 
     run(main)
 

@@ -83,6 +83,16 @@ def test_files_that_were_full_while_nothing_was_sent_are_sent_before(tmp_path: P
     assert (first.steps, second.steps) == ([2, 3, 4, 5], [2, 3, 4, 5])
 
 
+def test_steps_before_a_number_that_a_killed_orchestrator_left_free_are_sent_too(tmp_path: Path) -> None:
+    """It was killed between the renames of metrics.1.jsonl and of metrics.jsonl."""
+    append(tmp_path, 0, 1)
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics.2.jsonl")
+    append(tmp_path, 2, 3)
+    sink = Recorded()
+    Follower(tmp_path, {"one": sink}).forward()
+    assert sink.steps == [0, 1, 2, 3]
+
+
 def test_full_files_whose_steps_are_sent_are_not_read_again(tmp_path: Path) -> None:
     (tmp_path / "metrics.1.jsonl").write_text("no line of metrics\n")
     (tmp_path / POSITIONS).write_text('{"one": 1}')

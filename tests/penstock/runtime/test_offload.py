@@ -215,11 +215,12 @@ def test_small_calls_that_wait_are_run_by_one_thread_in_order_and_wake_the_loop_
 ) -> None:
     for limit in ("SLOW_S", "HELP_S", "DELIVER_S"):
         monkeypatch.setattr(offload, limit, 60.0)
+    monkeypatch.setattr(offload, "LOOK_S", 60.0)
     wakes, hand_out = list[int](), FilePool._hand_out
 
-    def counted(pool: FilePool, loop: asyncio.AbstractEventLoop, done: offload.Done, ended: bool) -> None:
-        wakes.append(len(done))
-        hand_out(pool, loop, done, ended)
+    def counted(pool: FilePool, loop: asyncio.AbstractEventLoop, ended: bool) -> None:
+        wakes.append(len(pool._done))
+        hand_out(pool, loop, ended)
 
     monkeypatch.setattr(FilePool, "_hand_out", counted)
 
@@ -271,17 +272,78 @@ def test_another_thread_helps_when_quick_calls_wait_for_long(monkeypatch: pytest
     run(main)
 
 
-def test_a_result_is_not_held_back_while_a_thread_has_slow_calls_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "DELIVER_S", 0.0)
+@pytest.mark.parametrize("deliver_s", [0.0, 60.0], ids=["by the thread", "by the loop"])
+def test_a_result_is_not_held_back_by_a_slow_call_behind_it(monkeypatch: pytest.MonkeyPatch, deliver_s: float) -> None:
+    monkeypatch.setattr(offload, "DELIVER_S", deliver_s)
 
     async def main() -> None:
         slow = Held()
         with FilePool(name="files", threads=1) as pool:
+            held, first = await held_in(pool)
             quick, last = asyncio.create_task(pool.run(int)), asyncio.create_task(pool.run(slow))
-            await quick
+            await asyncio.sleep(0)
+            held.released.set()
+            async with asyncio.timeout(20):
+                await asyncio.gather(first, quick)
             assert not last.done()
             slow.released.set()
             await last
+
+    run(main)
+
+
+class EmptyError(Exception):
+    """As false as an empty list."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("in_thread", [in_io_thread, in_file_thread])
+def test_any_error_reaches_its_caller_and_holds_nothing_else_back(in_thread: Any) -> None:
+    def fail(error: BaseException) -> None:
+        raise error
+
+    async def main() -> None:
+        errors = [StopIteration(1), EmptyError(), asyncio.CancelledError(), GeneratorExit()]
+        calls = [asyncio.create_task(in_thread(fail, error)) for error in errors]
+        calls.append(asyncio.create_task(in_thread(int, "7")))
+        async with asyncio.timeout(20):
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+        kinds = [RuntimeError, EmptyError, asyncio.CancelledError, GeneratorExit, int]
+        assert [type(each) for each in ended] == kinds
+        assert ended[0].__cause__ is errors[0]
+        assert await in_thread(int, "7") == 7
+        assert offload._pool().files._at_work == 0
+
+    run(main)
+
+
+def test_a_thread_that_cannot_be_started_fails_no_call_that_another_thread_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offload, "HELP_S", 0.0)
+    refused = list[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        refused.append(thread.name)
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        with FilePool(name="files", threads=3) as pool:
+            with monkeypatch.context() as full:
+                full.setattr(threading.Thread, "start", refuse)
+                with pytest.raises(RuntimeError, match="can't start"):
+                    await pool.run(int)
+            held, first = await held_in(pool)
+            with monkeypatch.context() as full:
+                full.setattr(threading.Thread, "start", refuse)
+                waiting = [asyncio.create_task(pool.run(int, "7")) for _ in range(3)]
+                await wait_until_async(lambda: len(refused) > 1, what="help was refused")
+                held.released.set()
+                assert await asyncio.gather(first, *waiting) == [None, 7, 7, 7]
+            await wait_until_async(lambda: pool._at_work == 0)
+            assert await pool.run(int, "7") == 7
 
     run(main)
 
