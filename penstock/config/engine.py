@@ -3,6 +3,7 @@
 import difflib
 from enum import StrEnum
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
@@ -196,9 +197,10 @@ class Engine(Section):
     @field_validator("urls")
     @classmethod
     def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
+        parts = [urlsplit(url) for url in urls]
+        if not urls or any(each.scheme not in ("http", "https") or not each.hostname for each in parts):
             raise ValueError("give at least one URL that looks like http://host:port")
-        if any("@" in url.split("/", 3)[2] for url in urls):
+        if any("@" in each.netloc for each in parts):
             raise ValueError(
                 "a URL with a user or a password is shown by logs and status: set engine.api_key, or let the proxy in "
                 "front of the engine add what it asks for"

@@ -30,6 +30,7 @@ def test_a_variable_can_set_an_environment() -> None:
     ("text", "message"),
     [
         ('[engine]\nurls = ["a:8000"]', r"line 2: engine.urls: give at least one URL that looks like http://host:port"),
+        ('[engine]\nurls = ["http://"]', r"line 2: engine.urls: give at least one URL that looks like http:"),
         ('[engine]\nurls = ["http://me:pw@a:8000"]', r"line 2: engine.urls: a URL with a user or a password is shown"),
         ("[engine]\nretrys = 3", r"line 2: there is no setting 'engine.retrys'; the nearest is 'engine.retries'"),
         ("[policy.sampling]\ntemperature = -1", r"line 2: policy.sampling.temperature: .*greater than or equal to 0"),
