@@ -133,6 +133,11 @@ class Supervisor:
             each.ready, each.last_words = False, each.process.how_it_ended
             if self.stopping or self._may_end(each):
                 each.over = True
+                if not self.stopping:
+                    logger.info(
+                        "action=ended process=%s %s; it is not started again. Its last line: %s",
+                        each.part.name, each.last_words, last_line(each.process),
+                    )  # fmt: skip
                 return
             if full := full_disk(self._logs):  # it can write neither its log nor its files
                 each.last_words += f" ({full})"

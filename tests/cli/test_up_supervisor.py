@@ -41,6 +41,22 @@ def test_it_waits_while_the_disk_is_full_and_says_so(
         started.kill()
 
 
+def test_the_end_of_a_trainer_is_logged_with_its_last_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    started = Supervisor(tmp_path, os.environ, tmp_path)
+    try:
+        started.start(Part(name="trainer", command=("sh", "-c", "echo no data"), is_ready=lambda _: False, ends="done"))
+
+        def over() -> bool:
+            started.check()
+            return started.over("trainer")
+
+        wait_until(over)
+    finally:
+        started.kill()
+    assert "process=trainer ended with exit code 0; it is not started again. Its last line: no data" in caplog.text
+
+
 def test_a_large_log_is_kept_while_the_disk_is_too_full_for_its_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
