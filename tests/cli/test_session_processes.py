@@ -1,5 +1,6 @@
 """Several session servers under one supervisor: real processes, killed in turn."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -87,7 +88,8 @@ def taken_after_kill(several: Several) -> socket.socket:
     _, other = several.pids()
     while True:
         for pid in set(several.pids()) - {other}:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it could not start, and has ended by itself
+                os.kill(pid, signal.SIGKILL)
         try:
             return socket.create_server(("127.0.0.1", several.port))
         except OSError:
