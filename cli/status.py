@@ -40,6 +40,8 @@ def _facts(result: dict[str, Any]) -> Iterator[Fact]:
         yield Fact("ledger", f"{result['ledger']['error']}; counts are from the last status", alarm=True)
     if result["redis"]["error"] and result["state"] == "done":
         yield Fact("redis", f"{result['redis']['address']} is not reachable; the run is done and does not need it")
+    elif result["state"] == "stopped" and (error := result["redis"]["error"]) and error not in result["waiting_for"]:
+        yield Fact("redis", f"{result['redis']['address']} is not running; `penstock up` starts it again")
     elif result["redis"]["error"]:
         yield Fact("redis", result["redis"]["error"], alarm=True)
     else:

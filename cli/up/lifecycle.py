@@ -21,9 +21,11 @@ from cli.up import parts
 from cli.up.broker import RunBroker
 from cli.up.ports import free_port, kept_port
 from cli.up.supervisor import Supervisor, last_line, tail
+from orchestrator.run_dir import explained
 from penstock.batches.signals import read_status
 from penstock.config import RunConfig
 from penstock.errors import RunError, RunLocked
+from penstock.inspection import up_file
 
 logger = logging.getLogger("penstock.up")
 
@@ -62,6 +64,7 @@ class Up:
         self._logged_at = self._seen_at = self._looked_at = time.monotonic()
         self._began_at = time.time()
         self._dashboard = ""
+        self._told: list[up_file.EndedProcess] | None = None
         self.status: dict[str, Any] = {}
         self.restarts: dict[str, int] = {}
         """process -> how often it was started again"""
@@ -72,8 +75,9 @@ class Up:
 
     def run(self, on_status: StatusCallback) -> None:
         """Run until the run is done, or stopped. Every process has ended on return."""
-        self._logs.mkdir(parents=True, exist_ok=True)
-        with locked(self._options.run_dir / "up.lock"):
+        with explained(self._options.run_dir):
+            self._logs.mkdir(parents=True, exist_ok=True)
+        with locked(self._options.run_dir / up_file.LOCK):
             supervisor = Supervisor(self._logs, self._environment(), Path.cwd())
             try:
                 self._drive(supervisor, on_status)
@@ -107,6 +111,7 @@ class Up:
                 if self._broker.check():
                     logger.error("action=died process=redis; it was started again, and keeps its data")
             supervisor.check()
+            self._tell_ends(supervisor)
             self._show(supervisor, on_status)
             self._obey_interrupts(supervisor)
             if len(self._interrupts.signals) > 2:
@@ -128,7 +133,7 @@ class Up:
             supervisor.start(parts.sessions(port))
             supervisor.tell(PENSTOCK_SESSIONS__URLS=f"http://127.0.0.1:{port}")
         if not joined:
-            supervisor.start(parts.orchestrator(lambda: bool(self._read_status())))
+            supervisor.start(parts.orchestrator(lambda since: bool(self._read_status(since))))
         for worker in parts.workers(settings, self._options.workers, os.cpu_count() or 1):
             supervisor.start(worker)
         if joined:
@@ -203,6 +208,21 @@ class Up:
                     "action=progress step=%d/%d rollouts_per_s=%.1f%s", status["step"], status["steps"], speed, waiting
                 )
 
+    def _tell_ends(self, supervisor: Supervisor) -> None:
+        """In up.json, for `penstock why`, when it changes."""
+        ended = [
+            up_file.EndedProcess(
+                name=name, ended=each.last_words, starts=each.restarts, returns=not each.over, reason=each.reason,
+                log=str(each.process.log),
+            )
+            for name, each in supervisor.parts.items()
+            if name != "orchestrator" and supervisor.is_unsteady(name)
+        ]  # fmt: skip
+        if ended != self._told:
+            with contextlib.suppress(OSError):  # a full disk: the next change is told
+                up_file.write(self._options.run_dir, ended)
+                self._told = ended
+
     def _current_facts(self, supervisor: Supervisor) -> Iterator[Fact]:
         by_state: dict[str, list[str]] = {}
         for name, each in supervisor.parts.items():
@@ -221,13 +241,13 @@ class Up:
         if supervisor.ready("dashboard"):
             yield Fact("dashboard", self._dashboard)
 
-    def _read_status(self) -> dict[str, Any]:
-        """The status that the present orchestrator has written; empty before its first."""
+    def _read_status(self, since: float | None = None) -> dict[str, Any]:
+        """The status that was written since then, or since `up` began; empty before."""
         try:
             status = json.loads((self._options.run_dir / "status.json").read_bytes())
         except (OSError, ValueError):
             return {}
-        return status if status["at"] >= self._began_at else {}
+        return status if status["at"] >= (since or self._began_at) else {}
 
     def _raise_refusal(self, supervisor: Supervisor) -> None:
         """The error with which the orchestrator has ended the run."""
@@ -247,7 +267,9 @@ def _workers_over(supervisor: Supervisor) -> bool:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[IO[bytes]]:
     """RunLocked while another `penstock up` uses the run directory."""
-    with path.open("ab") as file:
+    with explained(path.parent):
+        opened = path.open("ab")
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

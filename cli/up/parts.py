@@ -26,8 +26,8 @@ RUN_DIR = "{run_dir}"
 class Part:
     name: str
     command: tuple[str, ...]
-    is_ready: Callable[[str], bool]
-    """called with the output of its present process"""
+    is_ready: Callable[[str, float], bool]
+    """called with the output of its present process and the time at which that was started"""
     ends: Literal["never", "done", "run"] = "never"
     """when it may end: never; with exit code 0; the orchestrator, whose refusals end the run too"""
     own: bool = True
@@ -39,28 +39,36 @@ class Part:
 def engine(settings: RunConfig, url: str, port: int | None) -> Part:
     """`port` replaces `{port}` in its command; it is ready when `url` answers, since it may be any program."""
     command = _words("engine.command", (settings.engine.command or "").replace(PORT, str(port)))
-    return Part(name="engine", command=command, is_ready=lambda _: answers(url), own=False)
+    return Part(name="engine", command=command, is_ready=lambda *_: answers(url), own=False)
 
 
 def trainer(settings: RunConfig) -> Part:
     words = _words("trainer.command", settings.trainer.command or "")
     command = tuple(word.replace(RUN_DIR, str(settings.run_dir)) for word in words)
-    opened = settings.run_dir / "trainer" / "rank_00.json"
-    return Part(name="trainer", command=command, is_ready=lambda _: opened.exists(), ends="done", own=False)
+
+    def has_opened(_: str, since: float) -> bool:
+        try:
+            return (settings.run_dir / "trainer" / "rank_00.json").stat().st_mtime >= since
+        except OSError:
+            return False
+
+    return Part(name="trainer", command=command, is_ready=has_opened, ends="done", own=False)
 
 
 def sessions(port: int) -> Part:
     command = ("penstock", "sessions", "--port", str(port))
-    return Part(name="sessions", command=command, is_ready=lambda output: bool(LISTENING.search(output)))
+    return Part(name="sessions", command=command, is_ready=lambda output, _: bool(LISTENING.search(output)))
 
 
-def orchestrator(has_status: Callable[[], bool]) -> Part:
-    return Part(name="orchestrator", command=("penstock", "run"), is_ready=lambda _: has_status(), ends="run")
+def orchestrator(has_status: Callable[[float], bool]) -> Part:
+    return Part(
+        name="orchestrator", command=("penstock", "run"), is_ready=lambda _, since: has_status(since), ends="run"
+    )
 
 
 def dashboard(run_dir: str, port: int) -> Part:
     command = ("penstock", "dashboard", run_dir, "--port", str(port))
-    return Part(name="dashboard", command=command, is_ready=lambda _: answers(f"http://127.0.0.1:{port}"))
+    return Part(name="dashboard", command=command, is_ready=lambda *_: answers(f"http://127.0.0.1:{port}"))
 
 
 def workers(settings: RunConfig, number: int, cores: int) -> list[Part]:
@@ -75,7 +83,7 @@ def _worker(name: str, kind: WorkerKind, slots: int) -> Part:
     return Part(
         name=name,
         command=("celery", "-A", f"workers.{kind}", "worker", *options),
-        is_ready=lambda output: "action=worker_ready" in output,
+        is_ready=lambda output, _: "action=worker_ready" in output,
         stop_at_once=True,
     )
 

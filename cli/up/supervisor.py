@@ -1,6 +1,7 @@
 """Starts the parts of a run, starts again what dies, with a growing pause, and stops all of them."""
 
 import logging
+import re
 import shutil
 import signal
 import time
@@ -24,6 +25,8 @@ LOOK_AT_LOGS_S = 5.0
 TAIL_LINES = 15
 TICK_S = 0.05
 TRACEBACK = "Traceback (most recent call last)"
+ERROR = re.compile(r"(?:\[[^]]*\]:? *)?[\w.]*(?:Error|Exception)\b: *\S")
+"""The line of a Python error with its text. torchrun writes its own report, without the reason, behind that."""
 
 
 @dataclass(kw_only=True)
@@ -34,6 +37,8 @@ class Supervised:
     over: bool = False
     """it has ended and is not started again"""
     started_at: float
+    began_at: float
+    """the same as a time of day, of which files tell"""
     restarts: int = 0
     unready_starts: int = 1
     """in a row"""
@@ -41,6 +46,8 @@ class Supervised:
     pause_s: float = PAUSE_FIRST_S
     last_words: str = ""
     """how it ended the last time"""
+    reason: str = ""
+    """the line of its output that says why"""
 
 
 class Supervisor:
@@ -62,7 +69,10 @@ class Supervisor:
 
     def start(self, part: Part) -> None:
         logger.info("action=starting process=%s log=%s", part.name, self._logs / f"{part.name}.log")
-        self.parts[part.name] = Supervised(part=part, process=self._spawn(part), started_at=time.monotonic())
+        began_at, started_at = time.time(), time.monotonic()
+        self.parts[part.name] = Supervised(
+            part=part, process=self._spawn(part), began_at=began_at, started_at=started_at
+        )
 
     def ready(self, name: str) -> bool:
         return name in self.parts and self.parts[name].ready
@@ -70,6 +80,12 @@ class Supervisor:
     def over(self, name: str) -> bool:
         """Also if it was never started."""
         return name not in self.parts or self.parts[name].over
+
+    def is_unsteady(self, name: str) -> bool:
+        """Whether it has ended and is not back, or has ended several times and was not back for long."""
+        each = self.parts[name]
+        again = each.restarts > 1 and time.monotonic() - each.started_at < STEADY_S
+        return bool(each.last_words) and (not each.ready or again)
 
     def check(self) -> None:
         """Note what is ready and what has ended; start again what is due. RunError if that is hopeless."""
@@ -79,7 +95,7 @@ class Supervisor:
                 continue
             if each.process.ended:
                 self._ended(each, now)
-            elif not each.ready and each.part.is_ready(each.process.output):
+            elif not each.ready and each.part.is_ready(each.process.output, each.began_at):
                 each.ready, each.unready_starts = True, 0
                 logger.info("action=ready process=%s after_s=%.1f", each.part.name, now - each.started_at)
         if now - self._looked_at_logs > LOOK_AT_LOGS_S:
@@ -131,12 +147,13 @@ class Supervisor:
         """Called at every check from its end until it runs again."""
         if each.restart_at is None:
             each.ready, each.last_words = False, each.process.how_it_ended
+            each.reason = reason_of(each.process)
             if self.stopping or self._may_end(each):
                 each.over = True
                 if not self.stopping:
                     logger.info(
-                        "action=ended process=%s %s; it is not started again. Its last line: %s",
-                        each.part.name, each.last_words, last_line(each.process),
+                        "action=ended process=%s %s; it is not started again. It said: %s",
+                        each.part.name, each.last_words, each.reason,
                     )  # fmt: skip
                 return
             if full := full_disk(self._logs):  # it can write neither its log nor its files
@@ -149,13 +166,14 @@ class Supervisor:
             each.pause_s = PAUSE_FIRST_S if now - each.started_at > STEADY_S else each.pause_s
             each.restart_at = now + each.pause_s
             logger.error(
-                "action=died process=%s %s; it is started again in %.0f s. Its last line: %s",
-                each.part.name, each.last_words, each.pause_s, last_line(each.process),
+                "action=died process=%s %s; it is started again in %.0f s. It said: %s",
+                each.part.name, each.last_words, each.pause_s, each.reason,
             )  # fmt: skip
         elif self.stopping:
             each.over = True
         elif now >= each.restart_at:
             self._reap(each.process)
+            each.began_at = time.time()
             each.process, each.started_at, each.restart_at = self._spawn(each.part), now, None
             each.pause_s = min(2 * each.pause_s, PAUSE_MOST_S)
             each.restarts += 1
@@ -184,8 +202,16 @@ class Supervisor:
 
 
 def last_line(process: ChildProcess) -> str:
+    """The last one with a letter or a digit."""
     lines = process.output_tail.splitlines()
-    return lines[-1] if lines else "(no output)"
+    return next((line for line in reversed(lines) if any(map(str.isalnum, line))), "(no output)")
+
+
+def reason_of(process: ChildProcess) -> str:
+    """The last line with an error if it ended with one, else the last line."""
+    failed = (process.exit_code or 0) > 0
+    errors = [line for line in process.output_tail.splitlines() if failed and ERROR.match(line)]
+    return errors[-1] if errors else last_line(process)
 
 
 def tail(process: ChildProcess) -> str:

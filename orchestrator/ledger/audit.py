@@ -122,6 +122,10 @@ def _delivery_problems(store: Store, connection: sqlite3.Connection, sealed: lis
     for step, rows in groupby(merge(in_store, in_ledger, key=itemgetter(0)), key=itemgetter(0)):
         delivered = {rollout for _, rollout in rows if rollout}
         named = _named(store, step)
+        if named is None and delivered:
+            yield f"the manifest of step {step} is gone: it delivered {len(delivered):,} rollouts"
+        if named is None:
+            continue
         for rollout in sorted(delivered - named):
             yield f"rollout {rollout} is delivered in step {step}, whose manifest does not name it"
         for rollout in sorted(named - delivered):
@@ -132,10 +136,10 @@ def _delivery_problems(store: Store, connection: sqlite3.Connection, sealed: lis
                 yield f"rollout {rollout} is in the manifest of step {step}, but not delivered in the ledger"
 
 
-def _named(store: Store, step: int) -> set[str]:
-    """Rollouts in the manifest of `step`."""
+def _named(store: Store, step: int) -> set[str] | None:
+    """Rollouts in the manifest of `step`; None without one."""
     manifest = read_manifest(store, step)
-    return {planned.rollout for planned in manifest.plan.rollouts} if manifest else set()
+    return {planned.rollout for planned in manifest.plan.rollouts} if manifest else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.batches.signals import last_signal_at, read_trainer
 from penstock.errors import BatchError, LedgerError
-from penstock.inspection import run_json
+from penstock.inspection import run_json, up_file
 from penstock.inspection.run_state import State, owns_redis
 from penstock.inspection.status import full_disks, status
 from penstock.ledger import histories, schema
@@ -108,7 +108,8 @@ def _of_the_parts(directory: Path, seen: dict[str, Any]) -> list[str]:
     redis_error = [seen["redis"]["error"]] if seen["redis"]["error"] and not ends_with_the_run else []
     workers = [] if redis_error or seen["state"] is State.STOPPED else _missing_workers(seen)
     disks = full_disks(directory, run_json.read(directory))
-    return [*redis_error, *disks, *([] if ends_with_the_run else _dead_engines(seen)), *workers]
+    ended = [each.sentence for each in up_file.read(directory)]
+    return [*redis_error, *disks, *ended, *([] if ends_with_the_run else _dead_engines(seen)), *workers]
 
 
 def _missing_workers(seen: dict[str, Any]) -> list[str]:

@@ -150,6 +150,16 @@ def test_why_says_how_long_ago_the_trainer_wrote_its_last_signal(run: Path) -> N
     assert said in output_of("why", str(run))
 
 
+def test_the_redis_that_ended_with_a_stopped_run_is_no_alarm(run: Path) -> None:
+    identity = json.loads((run / "run.json").read_text())
+    run_dir.write_json(run / "run.json", identity | {"redis": "redis://127.0.0.1:1/0"})
+    assert "127.0.0.1:1/0 cannot be used" in output_of("status", str(run))
+    (run / "redis").mkdir()
+    said = output_of("status", str(run))
+    assert "redis      redis://127.0.0.1:1/0 is not running; `penstock up` starts it again" in said
+    assert "cannot be used" not in said
+
+
 def test_status_prints_one_json_object(run: Path) -> None:
     result = json.loads(output_of("status", str(run), "--json"))
     assert set(result) == {

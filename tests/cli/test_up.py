@@ -116,6 +116,36 @@ def test_a_worker_that_dies_is_started_again_and_ctrl_c_drains(started: Started)
     assert started.status()["rollouts"]["balanced"]
 
 
+def test_why_names_a_trainer_that_ended_in_the_middle(started: Started) -> None:
+    ends = '[trainer]\ncommand = "echo no data left"'
+    started.write(NOOP.replace("[trainer]", ends))
+    up = started.start()
+    started.wait_step()
+
+    def causes() -> list[str]:
+        said = subprocess.run([PENSTOCK, "why", str(started.run_dir), "--json"], capture_output=True, env=started.env)
+        return json.loads(said.stdout)["causes"]
+
+    log = started.run_dir / "logs" / "trainer.log"
+    said = "the trainer ended with exit code 0; `penstock up` does not start it again"
+    wait_until(lambda: f"{said}. {log} says: no data left" in causes(), what="the trainer's end in why")
+    up.send_signal(signal.SIGINT)
+    up.send_signal(signal.SIGINT)
+    _, err = up.communicate(timeout=HANG_S)
+    assert "action=ended process=trainer ended with exit code 0; it is not started again" in err
+    assert not any(said in cause for cause in causes()), "nothing runs any more"
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(started: Started) -> None:
+    started.write(NOOP.replace("runs/test", "run.toml/x"))
+    up = started.start()
+    _, err = up.communicate(timeout=HANG_S)
+    assert up.returncode == 2
+    directory = started.directory / "run.toml" / "x"
+    assert f"penstock: the directory {directory} cannot be used (Not a directory): fix it, or set run_dir" in err
+    assert "Traceback" not in err
+
+
 @pytest.mark.slow
 def test_the_same_command_resumes_and_a_finished_run_leaves_no_redis(started: Started) -> None:
     first = started.start()

@@ -7,12 +7,15 @@ import pytest
 from support.small_disk import LARGE_BYTES, LimitedDirectory
 from support.waiting import wait_until
 
-from cli.up import supervisor
+from cli.up import parts, supervisor
 from cli.up.parts import Part
-from cli.up.supervisor import STARTS_MOST, Supervisor
+from cli.up.supervisor import STARTS_MOST, Supervisor, last_line, reason_of
+from penstock.batches.signals import RankProgress, write_progress
+from penstock.config import RunConfig
 from penstock.errors import RunError
+from penstock.runtime.child_process import ChildProcess
 
-FAILING = Part(name="failing", command=("sh", "-c", "exit 1"), is_ready=lambda _: False)
+FAILING = Part(name="failing", command=("sh", "-c", "exit 1"), is_ready=lambda *_: False)
 
 
 def test_it_waits_while_the_disk_is_full_and_says_so(
@@ -45,7 +48,9 @@ def test_the_end_of_a_trainer_is_logged_with_its_last_line(tmp_path: Path, caplo
     caplog.set_level("INFO")
     started = Supervisor(tmp_path, os.environ, tmp_path)
     try:
-        started.start(Part(name="trainer", command=("sh", "-c", "echo no data"), is_ready=lambda _: False, ends="done"))
+        started.start(
+            Part(name="trainer", command=("sh", "-c", "echo no data"), is_ready=lambda *_: False, ends="done")
+        )
 
         def over() -> bool:
             started.check()
@@ -54,7 +59,7 @@ def test_the_end_of_a_trainer_is_logged_with_its_last_line(tmp_path: Path, caplo
         wait_until(over)
     finally:
         started.kill()
-    assert "process=trainer ended with exit code 0; it is not started again. Its last line: no data" in caplog.text
+    assert "process=trainer ended with exit code 0; it is not started again. It said: no data" in caplog.text
 
 
 def test_a_large_log_is_kept_while_the_disk_is_too_full_for_its_copy(
@@ -66,7 +71,7 @@ def test_a_large_log_is_kept_while_the_disk_is_too_full_for_its_copy(
     (tmp_path / "limit" / "largest").write_bytes(bytes(LARGE_BYTES + 1))
     started = Supervisor(tmp_path, os.environ, tmp_path)
     try:
-        started.start(Part(name="steady", command=("sleep", "600"), is_ready=lambda _: True))
+        started.start(Part(name="steady", command=("sleep", "600"), is_ready=lambda *_: True))
         log, copy = tmp_path / "steady.log", tmp_path / "steady.log.1"
         log.write_bytes(b"x" * 2 * LARGE_BYTES)
         with LimitedDirectory(tmp_path).full(os.getpid(), "limit"):
@@ -76,3 +81,41 @@ def test_a_large_log_is_kept_while_the_disk_is_too_full_for_its_copy(
         assert (log.stat().st_size, copy.stat().st_size) == (0, 2 * LARGE_BYTES)
     finally:
         started.kill()
+
+
+TORCHRUN = """
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "trainer.py", line 7, in <module>
+[rank0]: RuntimeError: no data
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+  exitcode  : 1 (pid: 7)
+  traceback : To enable traceback see: the documentation
+============================================================
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "last", "reason"),
+    [
+        (TORCHRUN, "  traceback : To enable traceback see: the documentation", "[rank0]: RuntimeError: no data"),
+        ("step 1\n----\n", "step 1", "step 1"),
+        ("====\n", "(no output)", "(no output)"),
+        ("KeyError: 'x'\nbye\n", "bye", "KeyError: 'x'"),
+    ],
+)
+def test_the_reason_of_an_end_is_the_last_error_in_the_log(tmp_path: Path, output: str, last: str, reason: str) -> None:
+    failing = ["sh", "-c", 'printf %s "$1"; exit 1', "sh", output]
+    process = ChildProcess("failing", failing, directory=tmp_path, variables={})
+    wait_until(lambda: process.ended)
+    assert (last_line(process), reason_of(process)) == (last, reason)
+
+
+def test_a_trainer_is_ready_when_its_present_process_has_opened_the_run(tmp_path: Path) -> None:
+    config = RunConfig(run_dir=tmp_path, trainer={"command": "python trainer.py"})
+    has_opened = parts.trainer(config).is_ready
+    assert not has_opened("", 0.0)
+    write_progress(tmp_path, RankProgress(data_rank=0, data_ranks=1, epoch=1, resume_step=-1, acked=-1))
+    assert has_opened("", 0.0)
+    opened_at = (tmp_path / "trainer" / "rank_00.json").stat().st_mtime
+    assert not has_opened("", opened_at + 1.0), "by an earlier process"
