@@ -393,8 +393,8 @@ class RolloutFiles:
                 with _missing_explained(self._step):
                     return _kind(Experts(self._store, rollout.experts))
         raise BatchError(
-            f"no rollout of step {self._step} has routed experts: set engine.routed_experts and start the engine so "
-            "that it returns them"
+            f"no rollout of step {self._step} has routed experts: for a mixture of experts, set engine.routed_experts "
+            "and start the engine so that it returns them; for a dense model, do not ask for them"
         )
 
     def new_rows(self, tokens: int, layers: Layers, missing: Missing) -> Array:
