@@ -7,6 +7,7 @@ from serving.
 
 import asyncio
 import logging
+import time
 
 from orchestrator.engine.replicas import ReplicaWatch
 from orchestrator.trainer import Trainer
@@ -59,7 +60,7 @@ class WeightUpdates:
             if await self._update(control, replica, policy):
                 resumed, pause_s = True, RETRY_FIRST_S
             else:
-                await asyncio.sleep(pause_s)
+                await pause_or_return(replica, pause_s)
                 pause_s = min(2 * pause_s, RETRY_MOST_S)
 
     async def _update(self, control: EngineControl, replica: Replica, policy: PublishedPolicy) -> bool:
@@ -85,3 +86,13 @@ class WeightUpdates:
             logger.warning("action=resume_failed url=%s error=%s", replica.url, error)
             return False
         return True
+
+
+async def pause_or_return(replica: Replica, pause_s: float) -> None:
+    """Wait for `pause_s`, or until a replica that did not answer does."""
+    was_away, until = False, time.monotonic() + pause_s
+    while (left_s := until - time.monotonic()) > 0:
+        was_away |= replica.failed_polls > 0
+        if was_away and not replica.failed_polls:
+            return
+        await asyncio.sleep(min(CHECK_S, left_s))
