@@ -178,7 +178,12 @@ class Up:
     def _obey_interrupts(self, supervisor: Supervisor) -> None:
         if self._interrupts.signals and not self._draining:
             self._draining = supervisor.stopping = True
-            logger.warning("action=draining running jobs finish, nothing new begins; again: stop at once")
+            drain_s = self._settings.recovery.drain_s
+            logger.warning(
+                "action=draining running jobs finish, for at most %g s (recovery.drain_s), nothing new begins; "
+                "again: stop at once",
+                drain_s,
+            )
             self._signal_first(supervisor)
         if self._interrupts.twice and not self._hurried:
             self._hurried = True

@@ -98,7 +98,7 @@ class InFlightLimit:
 def _behind(loads: Sequence[Load]) -> str | None:
     waiting, running = sum(load.waiting for load in loads), sum(load.running for load in loads)
     if waiting > max(QUEUED_FEW, QUEUED_SHARE * running):
-        return f"{waiting} requests wait in the engine's queue beside {running} running ones"
+        return f"{waiting} requests waited in the engine's queue beside {running} running ones"
     if waiting and any(load.cache_is_full for load in loads):
-        return f"the engine's KV cache is full, and {waiting} requests wait"
+        return f"the engine's KV cache was full, and {waiting} requests waited"
     return None

@@ -37,4 +37,4 @@ def test_the_load_of_the_engine_is_noted_until_the_last_step_is_delivered(
 
     found = asyncio.run(noted())
     assert len(found) == notes
-    assert all("34 requests wait in the engine's queue" in note for note in found)
+    assert all("34 requests waited in the engine's queue" in note for note in found)

@@ -43,7 +43,7 @@ def test_a_growing_queue_lowers_the_limit_to_the_least_and_not_below() -> None:
 def test_it_recovers_to_the_most_when_the_queue_is_gone() -> None:
     held = limit()
     observe(held, BEHIND, 5)
-    assert held.why == "90 requests wait in the engine's queue beside 10 running ones"
+    assert held.why == "90 requests waited in the engine's queue beside 10 running ones"
     raised = observe(held, IDLE, 40)
     assert raised == sorted(raised)
     assert raised[-1] == 1000
