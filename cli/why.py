@@ -140,6 +140,8 @@ def _rollout(result: Mapping[str, Any]) -> Iterator[Fact]:
         advantage = f", advantage {result['advantage']:+.4g}" if result["advantage"] is not None else ""
         yield Fact("reward", f"{kept['reward']:.4g}{advantage}" if kept.get("reward") is not None else "unknown")
         yield Fact("result", ", ".join(f"{name} {kept[name]}" for name in RESULT if kept.get(name) is not None))
+        if kept.get("policy_error"):
+            yield Fact("policy", kept["policy_error"], alarm=True)
     if result["error"]:
         yield Fact("error", result["error"], alarm=True)
     for stage in result["stages"]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.errors import RunError
+from penstock.errors import RunError, sentence
 from penstock.filters import FilterSettings, Mode
 
 SAME_ERROR_MOST = 32
@@ -122,7 +122,8 @@ class Causes:
         self._texts[kind] = error if kind != OTHERS else OTHERS
         if not self._succeeded and len(self._deaths) == 1 and self._deaths[kind] >= SAME_ERROR_MOST:
             raise RunError(
-                f"stopped, because the first {self._deaths[kind]} rollouts died of the same error: {error}. {ADVICE}"
+                f"stopped, because the first {self._deaths[kind]} rollouts died of the same error: {sentence(error)} "
+                f"{ADVICE}"
             )
 
     def explain(self) -> str:
@@ -130,7 +131,7 @@ class Causes:
         deaths, drops = self._deaths.total(), self._drops.total()
         if deaths > drops:
             kind, number = self._deaths.most_common(1)[0]
-            return f"Last error ({number} of {deaths}): {self._texts[kind]}. {ADVICE}"
+            return f"Last error ({number} of {deaths}): {sentence(self._texts[kind])} {ADVICE}"
         reasons = ", ".join(f"{reason} {number}" for reason, number in self._drops.most_common()) or "unknown"
         return (
             f"Rollouts dropped by reason: {reasons} ({self._dropped_rewards}). Relax that filter or check the rewards, "

@@ -27,7 +27,7 @@ from penstock.batches.prime_rl_directory import publish_prime_rl
 from penstock.batches.signals import StartVersion, write_start
 from penstock.config import RunConfig
 from penstock.engines.control import START_VERSION
-from penstock.errors import BlobError, BlobUnwritten, RunError, StageError
+from penstock.errors import BlobError, BlobUnwritten, RunError, StageError, sentence
 from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
 from penstock.messages import EncodeResult, StepAdvantages
 from penstock.runtime.offload import in_io_thread
@@ -127,8 +127,8 @@ class Composer:
         failed = self._ledger.increment("failed_formations")
         if failed >= self._config.recovery.max_formations:
             raise RunError(
-                f"step {batch.step} could not be encoded in {failed} formations, the last error: {error}. "
-                "Fix the cause and run the same command again; nothing is lost"
+                f"step {batch.step} could not be encoded in {failed} formations, the last error: "
+                f"{sentence(str(error))} Fix the cause and run the same command again; nothing is lost"
             )
 
     def form_again(self, batch: BatchRecord, why: str) -> None:
@@ -233,7 +233,8 @@ class BatchPhase:
             if job.state is JobState.DEAD:
                 raise RunError(
                     f"the batch phase of advantages.estimator = {self._estimator!r} failed at step {batch.step}: "
-                    f"{job.error}. Fix it, restart the compute workers, then start the run again; nothing is lost"
+                    f"{sentence(str(job.error))} Fix it, restart the compute workers, then start the run again; "
+                    "nothing is lost"
                 )
             key = self._inputs.result_key(job)
             if key is None:

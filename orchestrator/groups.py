@@ -17,7 +17,7 @@ from orchestrator.workforce.attendance import Attendance
 from penstock import ids
 from penstock.batches.credit import credit_key
 from penstock.config import RunConfig
-from penstock.errors import RunError
+from penstock.errors import RunError, sentence
 from penstock.ledger.states import UNGENERATED, GroupState, JobKind, JobState, RolloutState
 from penstock.messages import (
     AdvantageResult,
@@ -217,13 +217,14 @@ class Groups:
         self._ledger.event(job.id, "dead", why)
         if job.kind is JobKind.SURVEY:
             self._ledger.end(job, JobState.DEAD)
-            raise RunError(f"the environment {job.subject!r} cannot be used: {why}. Fix it, then start the run again")
+            problem = sentence(f"the environment {job.subject!r} cannot be used: {why}")
+            raise RunError(f"{problem} Fix it, then start the run again")
         if job.kind is JobKind.DRAW:
             self._ledger.end(job, JobState.DEAD)
             sampler = self._config.environments[job.subject].sampler
             raise RunError(
-                f"environments.{job.subject}.sampler = {sampler!r} failed: {why}. Fix it, restart the compute workers, "
-                "then start the run again; nothing is lost"
+                f"environments.{job.subject}.sampler = {sampler!r} failed: {sentence(why)} Fix it, restart the compute "
+                "workers, then start the run again; nothing is lost"
             )
         if job.kind in (JobKind.EVALUATION, JobKind.EVALUATION_SCORE):
             self._ledger.end(job, JobState.DEAD)

@@ -167,6 +167,7 @@ class Orchestrator:
         return [
             *untrained,
             *self.planner.notes,
+            *self.metrics.notes,
             *self.engine.notes,
             *load,
             *self.releaser.notes,

@@ -89,11 +89,12 @@ class Planner:
     @property
     def trouble(self) -> str | None:
         """Why no group begins although steps are needed."""
-        if not self._store_is_full or not self._trainer_holds_blobs:
+        because = self._trainer.holds_because
+        if not self._store_is_full or not self._trainer_holds_blobs or because is None:
             return None
         return (
             f"the store holds {self._stored_gb:.1f} GB of {self._config.max_store_gb:g} (max_store_gb), and no rollout "
-            f"begins: {self._trainer.holds_because}"
+            f"begins: {because}"
         )
 
     @property

@@ -52,10 +52,10 @@ class Releaser:
     def notes(self) -> list[str]:
         """What keeps many delivered steps in the store, although nothing waits for it."""
         held_steps = self._ledger.number("steps_delivered") - 1 - self._trainer.last_released
-        held = self._ledger.number("delivered_bytes")
-        if held_steps < HELD_STEPS or not held:
+        held, because = self._ledger.number("delivered_bytes"), self._trainer.holds_because
+        if held_steps < HELD_STEPS or not held or because is None:
             return []
-        return [f"the store keeps {held / 1e9:.1f} GB of delivered steps: {self._trainer.holds_because}"]
+        return [f"the store keeps {held / 1e9:.1f} GB of delivered steps: {because}"]
 
     async def run_once(self) -> None:
         """Call after a commit: a blob is deleted only when the ledger no longer names it."""

@@ -53,7 +53,7 @@ class Trainer:
         """when the trainer was last seen to acknowledge a step, by the monotonic clock"""
         self._ahead = math.inf if config.trainer.max_steps_ahead == "unlimited" else config.trainer.max_steps_ahead
         self._ledger = ledger
-        self.state = TrainerState()
+        self.state = self._unread = TrainerState()
         self.holds_update: Callable[[], bool] = lambda: False
         """whether weights that the run loads must wait: evaluations of the present version are open"""
         self._written: RunStatus | None = None
@@ -164,9 +164,12 @@ class Trainer:
         return last_released(self._settings, self.state)
 
     @property
-    def holds_because(self) -> str:
-        """Why the trainer still holds the blobs of the first step that is not released, and what to change."""
+    def holds_because(self) -> str | None:
+        """Why the trainer still holds the blobs of the first step that is not released, and what to change. None before
+        its files were read for the first time."""
         state, step = self.state, self.last_released + 1
+        if state is self._unread:
+            return None
         if state.acked < step:
             return f"the trainer has not acknowledged step {step}: call reader.ack(step) after each step"
         return (

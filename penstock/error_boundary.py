@@ -24,7 +24,10 @@ def error_boundary(kind: type[PenstockError], what: str) -> Generator[None]:
             raise
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise  # Ctrl-C
-        raise kind(f"{what}: {text_of(error)} ({raised_at(error)})") from error
+        at = raised_at(error)
+        # A SyntaxError of an imported module, whose text has file and line.
+        place = "" if at.startswith("<frozen importlib") else f" ({at})"
+        raise kind(f"{what}: {text_of(error)}{place}") from error
 
 
 async def in_own_task(kind: type[PenstockError], what: str, call: Callable[[], Awaitable[T]]) -> T:

@@ -179,3 +179,8 @@ def text_of(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception as failure:  # noqa: BLE001  foreign code
         return f"{type(error).__name__}: its text cannot be read ({type(failure).__name__})"
+
+
+def sentence(text: str) -> str:
+    """With a full stop, unless it has an end: another sentence follows."""
+    return text if text.endswith((".", "?", "!")) else f"{text}."

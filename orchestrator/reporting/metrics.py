@@ -40,6 +40,7 @@ OLDER_FILES = 3  # that are kept
 UNWRITTEN_MOST = (
     256  # lines in the ledger, which is rewritten with each step; of older ones, the manifest's part remains
 )
+POLICY_FAILED_MOST = 0.5  # of a step's rollouts: from there on it is noted
 RETRY_S = 1.0
 LAG_POLL_S = 2.0
 UNWRITTEN, COUNTED = "metrics_unwritten", "metrics_counted"
@@ -67,6 +68,7 @@ class LagPoller:
 class Metrics:
     def __init__(self, config: RunConfig, ledger: Ledger, lag: LoopLag, lags: LagPoller) -> None:
         self._ledger = ledger
+        self._run_dir = config.run_dir
         self._data_ranks = config.batch.data_ranks
         self._lag = lag
         self._lags = lags
@@ -74,6 +76,8 @@ class Metrics:
         self._unwritten: dict[int, str] = {}
         self.last: Mapping[str, float] = {}
         """of the last delivered step"""
+        self._policy_failed: str | None = None
+        """a rollout of that step, if it is noted and was delivered by this process"""
         for line in str(ledger.meta.get(UNWRITTEN) or "").splitlines():
             self.last = orjson.loads(line)
             self._unwritten[int(self.last["step"])] = line
@@ -84,6 +88,16 @@ class Metrics:
         self._changed.set()
         self.trouble: str | None = None
         """why metrics.jsonl is behind"""
+
+    @property
+    def notes(self) -> list[str]:
+        """Without the failures' texts, which may quote the policy."""
+        rate, rollouts = self.last.get("policy_error_rate", 0.0), self.last.get("rollouts", 0)
+        if rate < POLICY_FAILED_MOST:
+            return []
+        failed = f"{rate * rollouts:.0f} of {rollouts} rollouts of step {self.last['step']}"
+        command = f"`penstock why {self._run_dir} {self._policy_failed or 'ROLLOUT'}`"
+        return [f"{failed} ended with a failure of the policy, such as a time-out: {command} says which"]
 
     def composed(self) -> None:
         """Call when a step has been composed."""
@@ -110,6 +124,7 @@ class Metrics:
             **evaluation.unreported(self._ledger),
             **step_metrics.of_lag(self._lag.drain(), self._lags.others),
         }
+        self._policy_failed = step_metrics.policy_failed(batch.groups) if self.notes else None
         self._unwritten[batch.step] = dumps(self.last)
         if len(self._unwritten) > UNWRITTEN_MOST:
             self._unwritten.pop(min(self._unwritten))

@@ -104,11 +104,11 @@ class NextStep:
         if worker is None:
             return f"it runs when a worker takes it from the queue {job.kind.queue}"
         left_s = max(0.0, timeout_s(self._config, job.kind) - running_s)
-        limit = (
-            "rollouts.timeout_s" if job.kind in (JobKind.ROLLOUT, JobKind.EVALUATION) else "recovery.stage_timeout_s"
-        )
+        ended = "(recovery.stage_timeout_s) and runs again"
+        if job.kind in (JobKind.ROLLOUT, JobKind.EVALUATION):  # a time-out of a rollout is a failure of the policy
+            ended = "(rollouts.timeout_s) and scored with policy.policy_error_reward"
         failures, losses = recovery.max_failures - job.failures, recovery.max_losses - job.losses
         return (
-            f"it is ended after {left_s:.0f} s more ({limit}) and runs again; it dies after {failures} more failures "
-            f"or {losses} more losses"
+            f"it is ended after {left_s:.0f} s more {ended}; it dies after {failures} more failures or {losses} more "
+            "losses"
         )

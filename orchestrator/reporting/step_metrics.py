@@ -47,6 +47,12 @@ def of_rollouts(groups: Sequence[GroupRecord], *, policy_version: int) -> Values
     }
 
 
+def policy_failed(groups: Sequence[GroupRecord]) -> str | None:
+    """The step's first rollout whose policy failed."""
+    rollouts = (rollout for group in groups for rollout in group.of(RolloutState.BATCHED))
+    return next((each.id for each in rollouts if each.result and each.result.policy_error is not None), None)
+
+
 def of_ranks(ranks: Iterable[EncodedRank]) -> Values:
     """Of the step's encoded files."""
     ranks = list(ranks)

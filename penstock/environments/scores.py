@@ -78,6 +78,8 @@ def _numbers(
 
 def _number(what: str, value: Any) -> float:
     try:
+        if isinstance(value, str | bytes | bytearray):  # which float() would read
+            raise TypeError
         number = float(value)
     except OverflowError:
         number = math.inf

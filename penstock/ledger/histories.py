@@ -15,6 +15,7 @@ from penstock.ledger import archive
 EVENTS_SHOWN = 50
 GROUP_EVENTS_SHOWN = 200
 DEAD_SHOWN = 1_000
+LOST_POLICY_ERROR = "it failed; its error is not kept any more (trainer.keep_events_steps)"
 JOB = ("id", "kind", "state", "attempt", "failures", "losses", "error")
 EVENT = ("at", "step", "subject", "action", "detail")
 
@@ -110,7 +111,7 @@ def _closed(connection: sqlite3.Connection, group: str, index: int, kept: Kept) 
     row = connection.execute(
         "SELECT all_rollouts.state, all_rollouts.reason, all_rollouts.step, all_rollouts.reward, "
         "all_rollouts.advantage, attempt, execution, generated_ms, duration_ms, turns, prompt_tokens, tool_tokens, "
-        "completion_tokens, version_first, version_last, truncated, failures, losses, example, "
+        "completion_tokens, version_first, version_last, truncated, policy_failed, failures, losses, example, "
         "(SELECT name FROM names WHERE names.id = environment) "
         "FROM closed_rollouts JOIN closed_groups ON ordinal = grp "
         "JOIN all_rollouts ON all_rollouts.id = ? WHERE grp = ? AND idx = ?",
@@ -119,10 +120,11 @@ def _closed(connection: sqlite3.Connection, group: str, index: int, kept: Kept) 
     if row is None:
         return None
     (state, reason, step, reward, advantage, attempt, execution, at, duration, turns, prompt, tool, completion, first,
-     last, truncated, failures, losses, example, environment) = row  # fmt: skip
+     last, truncated, failed, failures, losses, example, environment) = row  # fmt: skip
     result = kept.results.get(index) or {
         "reward": reward, "turns": turns, "prompt_tokens": prompt, "tool_tokens": tool, "completion_tokens": completion,
         "version_first": first, "version_last": last, "truncated": bool(truncated),
+        "policy_error": LOST_POLICY_ERROR if failed else None,
     }  # fmt: skip
     return {
         "state": state, "reason": reason, "step": step, "advantage": advantage, "error": kept.errors.get(index),

@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from support.ledgers import generated
 from support.terminal import Terminal
 from typer.testing import CliRunner
 
@@ -21,6 +22,8 @@ from orchestrator import run_dir
 from orchestrator.ledger.ledger import Ledger
 from penstock.batches.signals import PublishedPolicy, RankProgress, write_policy, write_progress
 from penstock.config import RunConfig
+from penstock.ledger.archive import archive
+from penstock.ledger.schema import open_for_writing
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
@@ -158,6 +161,30 @@ def test_the_redis_that_ended_with_a_stopped_run_is_no_alarm(run: Path) -> None:
     said = output_of("status", str(run))
     assert "redis      redis://127.0.0.1:1/0 is not running; `penstock up` starts it again" in said
     assert "cannot be used" not in said
+
+
+def test_why_of_a_rollout_shows_the_failure_of_its_policy(run: Path) -> None:
+    path, error = RunConfig(run_dir=run).ledger_path, "timeout: the rollout took longer than 5 s"
+
+    async def play() -> str:
+        ledger = Ledger(path)
+        group = generated(ledger, 1, policy_error=error)
+        await ledger.committed()
+        ledger.close()
+        return group.rollouts[0].id
+
+    rollout = asyncio.run(play())
+    assert f"policy     {error}\n" in output_of("why", str(run), rollout)
+    with closing(open_for_writing(path)) as connection:
+        connection.execute("BEGIN")
+        connection.execute("UPDATE groups SET state = 'closed'")
+        archive(connection, at_most=10, now=1.0)
+        connection.execute("COMMIT")
+    assert f"policy     {error}\n" in output_of("why", str(run), rollout)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DELETE FROM histories")
+    shown = output_of("why", str(run), rollout)
+    assert "policy     it failed; its error is not kept any more (trainer.keep_events_steps)\n" in shown
 
 
 def test_status_prints_one_json_object(run: Path) -> None:

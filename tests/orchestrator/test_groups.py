@@ -31,10 +31,11 @@ class Scene:
         self.rollout = self.group.rollouts[0]
         self.job: JobRecord = ledger.jobs[self.rollout.id]
 
-    def reply(self, job: str, outcome: Outcome = DONE, *, result: Any = None, attempt: int = 1) -> None:
-        error = None if outcome is DONE else "it broke"
+    def reply(
+        self, job: str, outcome: Outcome = DONE, *, result: Any = None, attempt: int = 1, error: str = "it broke"
+    ) -> None:
         self.groups.apply(Reply(run="run", job=job, attempt=attempt, execution="x", worker="w", outcome=outcome,
-                                result=result, error=error))  # fmt: skip
+                                result=result, error=None if outcome is DONE else error))  # fmt: skip
 
     def finish_rollouts(self) -> None:
         for rollout in self.group.rollouts:
@@ -139,6 +140,16 @@ def test_a_failed_survey_ends_the_run_and_the_next_start_surveys_again(scene: Sc
         scene.reply(job.id, FAILED, attempt=3)
     assert job.state is JobState.DEAD
     assert job.id not in scene.ledger.jobs
+
+
+def test_an_error_that_ends_with_a_question_gets_no_full_stop(scene: Scene) -> None:
+    job = scene.ledger.add_job("e1-noop", JobKind.SURVEY, "noop")
+    for attempt in (1, 2):
+        scene.ledger.submit(job)
+        scene.reply(job.id, FAILED, attempt=attempt)
+    scene.ledger.submit(job)
+    with pytest.raises(RunError, match=r"did you mean 'Sums'\? Fix it, then start"):
+        scene.reply(job.id, FAILED, attempt=3, error="no 'Sum'; did you mean 'Sums'?")
 
 
 def test_the_first_good_reply_settles_and_later_ones_are_fenced(scene: Scene) -> None:

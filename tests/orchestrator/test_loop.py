@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from support.ledgers import configured
+from support.ledgers import admitted, configured
 
 from orchestrator.broker import Broker
 from orchestrator.ledger.ledger import Ledger
@@ -12,8 +12,16 @@ from orchestrator.lock import RunLock
 from orchestrator.loop import PROCESS, Orchestrator
 from orchestrator.reporting.reporter import ignore_status
 from orchestrator.shutdown import StopRequests
+from penstock.config import RunConfig
 from penstock.engines.control import Load
 from penstock.runtime.lag_summaries import redis_publisher
+
+
+def orchestrating(config: RunConfig, ledger: Ledger, broker: Broker) -> Orchestrator:
+    return Orchestrator(
+        config, run="run", ledger=ledger, broker=broker, lock=RunLock(config.run_dir, broker, run="run", epoch=1),
+        lag=config.lag.watch(PROCESS, redis_publisher(broker.client)), stop=StopRequests(), on_status=ignore_status,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("delivered", "notes"), [(2, 1), (3, 0)])
@@ -24,10 +32,7 @@ def test_the_load_of_the_engine_is_noted_until_the_last_step_is_delivered(
 
     async def noted() -> list[str]:
         broker = Broker(config.redis_url)
-        orchestrator = Orchestrator(
-            config, run="run", ledger=ledger, broker=broker, lock=RunLock(tmp_path, broker, run="run", epoch=1),
-            lag=config.lag.watch(PROCESS, redis_publisher(broker.client)), stop=StopRequests(), on_status=ignore_status,
-        )  # fmt: skip
+        orchestrator = orchestrating(config, ledger, broker)
         load = Load(running=32, waiting=34, cache_use=0.1, preemptions=0)
         orchestrator.load.limit.observe({"http://engine": load}, in_flight=66, now=1e9)
         ledger.set("steps_delivered", delivered)
@@ -38,3 +43,18 @@ def test_the_load_of_the_engine_is_noted_until_the_last_step_is_delivered(
     found = asyncio.run(noted())
     assert len(found) == notes
     assert all("34 requests waited in the engine's queue" in note for note in found)
+
+
+def test_a_step_whose_policy_failed_is_noted_in_the_status(tmp_path: Path, ledger: Ledger) -> None:
+    config = configured(run_dir=tmp_path)
+
+    async def noted() -> list[str]:
+        broker = Broker(config.redis_url)
+        orchestrator = orchestrating(config, ledger, broker)
+        orchestrator.metrics.measure(ledger.compose(0, [admitted(ledger, policy_error="timeout: 5 s")]))
+        noted = orchestrator.reporter.status()["notes"]
+        await broker.close()
+        return noted
+
+    (note,) = asyncio.run(noted())
+    assert note.startswith("4 of 4 rollouts of step 0 ended with a failure of the policy")

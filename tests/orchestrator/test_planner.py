@@ -233,12 +233,17 @@ def stored(ledger: Ledger, size: int) -> None:
 
 
 def test_a_full_store_stops_planning_until_a_step_is_released(ledger: Ledger) -> None:
-    planner = planning(ledger, max_store_gb=1.0)
+    config = configured(trainer={"max_steps_ahead": "unlimited"}, max_store_gb=1.0)
+    trainer = Trainer(config, ledger)
+    ledger.set("examples:noop", 1000)
+    planner = Planner(config, ledger, trainer, Causes())
     stored(ledger, 10**9 // 8)
     stored(ledger, 10**9 // 8)
     ledger.deliver(ledger.compose(0, list(ledger.groups.values())))
     plan_all(planner)
     assert ledger.groups == {}
+    assert planner.trouble is None, "the trainer's files were not read yet"
+    trainer.state = TrainerState(acked=-1)
     assert planner.trouble == (
         "the store holds 1.0 GB of 1 (max_store_gb), and no rollout begins: the trainer has not acknowledged step 0: "
         "call reader.ack(step) after each step"
@@ -261,6 +266,7 @@ def test_a_store_full_of_kept_columns_still_gets_the_next_step(ledger: Ledger) -
     """The trainer has released every step; `trainer.keep_steps` keeps the columns until there are later ones."""
     config = configured(trainer={"max_steps_ahead": "unlimited", "keep_steps": 2}, max_store_gb=0.1)
     trainer = Trainer(config, ledger)
+    trainer.state = TrainerState(acked=-1)
     planner = Planner(config, ledger, trainer, Causes())
     ledger.set("examples:noop", 1000)
     for _ in range(2):

@@ -192,6 +192,7 @@ def test_a_trainer_that_never_checkpoints_is_named_with_the_bytes_that_it_holds(
     releaser = Releaser(config, ledger, trainer)
     ledger.set("delivered_bytes", 12 * 10**9)
     ledger.set("steps_delivered", 21)
+    assert releaser.notes == [], "the trainer's files were not read yet"
     trainer.state = TrainerState(acked=20, checkpointed=5)
     assert releaser.notes == []
     trainer.state = TrainerState(acked=20, checkpointed=-1)

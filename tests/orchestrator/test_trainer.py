@@ -32,6 +32,13 @@ def test_a_trainer_that_goes_back_to_an_older_version_takes_the_run_with_it(ledg
         assert ledger.number("policy_version") == version
 
 
+def test_what_the_trainer_holds_is_said_when_its_files_were_read(ledger: Ledger, tmp_path: Path) -> None:
+    trainer = Trainer(configured(run_dir=tmp_path), ledger)
+    assert trainer.holds_because is None
+    asyncio.run(trainer.read())
+    assert str(trainer.holds_because).startswith("the trainer has not acknowledged step 0")
+
+
 @pytest.mark.parametrize(("delivered", "version", "refused"), [(0, 0, False), (1, 1, True), (1, 20, False)])
 def test_the_first_publication_may_be_below_the_start_version_only_before_the_first_step(
     ledger: Ledger, tmp_path: Path, delivered: int, version: int, refused: bool

@@ -44,6 +44,8 @@ def waits(name, *, setting):
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, text in {"own_rules": MODULE, "own_checks": CHECKS, "stops": "raise SystemExit(3)"}.items():
         (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "garbled.py").write_text("\na b\n")
+    (tmp_path / "needs_garbled.py").write_text("import garbled")
     (tmp_path / "own_package").mkdir()
     (tmp_path / "own_package" / "ranks.py").touch()
     (tmp_path / "own_package" / "needs.py").write_text("import own_package_2")
@@ -73,6 +75,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_all_built_in_ones() -> 
             "cannot be imported: No module named 'own_rulez'; install it where this process runs, or",
         ),
         ("stops:a", "cannot be imported: SystemExit: 3 ("),
+        ("garbled:a", "cannot be imported: SyntaxError: invalid syntax (garbled.py, line 2)"),
+        ("needs_garbled:a", "cannot be imported: SyntaxError: invalid syntax (garbled.py, line 2)"),
         ("own_rules:", "write it as module:attribute"),
         ("own_rules", "write it as module:attribute"),
         ("own_package.rank:soft", "own_package has no module 'rank'; did you mean 'ranks'?"),
@@ -90,6 +94,7 @@ def test_code_that_cannot_be_imported_is_refused_with_the_reason(name: str, mess
         import_attribute(name, setting="x")
     assert f"x = {name!r}" in str(refused.value)
     assert message in str(refused.value)
+    assert "importlib" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,12 @@ class Run:
         lags = LagPoller(Broker("redis://127.0.0.1:1/0"), own="orchestrator")
         self.metrics = Metrics(self.config, self.ledger, LoopLag(process="orchestrator"), lags)
 
-    def compose(self) -> BatchRecord:
+    def compose(self, *, policy_error: str | None = None) -> BatchRecord:
+        """`policy_error`: of every rollout of the second group."""
         step = self.ledger.number("steps_delivered")
         self.metrics.composed()
-        return self.ledger.compose(step, [admitted(self.ledger), admitted(self.ledger)])
+        groups = [admitted(self.ledger), admitted(self.ledger, policy_error=policy_error)]
+        return self.ledger.compose(step, groups)
 
     async def deliver(self, batch: BatchRecord) -> None:
         self.metrics.measure(batch)
@@ -58,6 +60,28 @@ def test_every_delivered_step_has_its_line(tmp_path: Path) -> None:
         assert [(line["step"], line["rollouts"], line["reward_mean"]) for line in run.lines()] == [
             (0, 8, 1.5), (1, 8, 1.5), (2, 8, 1.5)]  # fmt: skip
         assert [line["total/rollouts_delivered"] for line in run.lines()] == [8, 16, 24]
+
+    asyncio.run(main())
+
+
+def test_a_step_whose_policy_failed_in_half_of_the_rollouts_is_noted_until_the_next_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        run = Run(tmp_path)
+        await run.deliver(run.compose())
+        assert run.metrics.notes == []
+        batch = run.compose(policy_error="no number in 'My secret is 7'")
+        await run.deliver(batch)
+        run.ledger.close()
+        noted = "4 of 8 rollouts of step 1 ended with a failure of the policy, such as a time-out: `penstock why {} {}`"
+        (note,) = run.metrics.notes
+        assert note.startswith(noted.format(run.config.run_dir, f"{batch.groups[1].id}-0"))
+        assert "secret" not in note, "the policy's own words are not for a status"
+        resumed = Run(tmp_path)
+        (note,) = resumed.metrics.notes
+        assert note.startswith(noted.format(run.config.run_dir, "ROLLOUT"))
+        await resumed.deliver(resumed.compose())
+        assert resumed.metrics.notes == []
+        resumed.ledger.close()
 
     asyncio.run(main())
 

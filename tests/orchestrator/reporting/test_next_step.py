@@ -12,11 +12,13 @@ from penstock.ledger.states import JobKind, JobState
 from penstock.messages import RolloutResult
 
 
-def next_step(ledger: Ledger, **settings: object) -> NextStep:
+def next_step(ledger: Ledger, *, running: tuple[str, ...] = (), **settings: object) -> NextStep:
+    """`running`: jobs that a worker executes."""
     config = configured(**settings)
     gates = Gates()
     groups = Groups(config, ledger, gates, unattended(config))
     reconciler = Reconciler(config, "run", ledger, Broker("redis://unused/0"), groups, gates)
+    reconciler.running.worker_of.update(dict.fromkeys(running, "host-1"))
     return NextStep(config, ledger, Trainer(config, ledger), reconciler)
 
 
@@ -40,3 +42,17 @@ def test_a_composed_step_shows_its_own_unfinished_jobs(ledger: Ledger) -> None:
     status = next_step(ledger, batch={"data_ranks": 2}).status()
     assert status["waits_for"] == "encoding"
     assert [job["job"] for job in status["jobs"]] == [batch.job_id(1)]
+
+
+def test_a_rollout_is_scored_at_its_time_out_and_a_stage_runs_again(ledger: Ledger) -> None:
+    rollout = submitted(ledger, 1).rollouts[0]
+    (group,) = next_step(ledger, running=(rollout.id,), rollouts={"timeout_s": 5}).status()["groups"]
+    assert group["jobs"][0]["next"] == (
+        "it is ended after 5 s more (rollouts.timeout_s) and scored with policy.policy_error_reward; it dies after "
+        "3 more failures or 20 more losses"
+    )
+    batch = ledger.compose(0, [admitted(ledger)])
+    encode = ledger.add_job(batch.job_id(0), JobKind.ENCODE, "0")
+    ledger.submit(encode)
+    (job,) = next_step(ledger, running=(encode.id,)).status()["jobs"]
+    assert "(recovery.stage_timeout_s) and runs again; it dies after 3 more failures" in job["next"]
