@@ -100,6 +100,10 @@ class Presence(WireModel):
     """jobs at this moment"""
     refused: str | None = None
     """why it takes no jobs, if its settings are not the run's"""
+    blocked_s: float | None = None
+    """since when its event loop does not tick; None while it does"""
+    blocked_at: str | None = None
+    """`FILE:LINE (FUNCTION)`"""
 
     @classmethod
     def read(cls, content: bytes) -> "Presence | None":

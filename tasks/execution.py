@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ from penstock.messages import (
 )
 from penstock.queues import WorkerKind
 from penstock.replica_use import ASKED, ReplicaUse
+from penstock.runtime import blocked_loop
 from penstock.runtime.lag_summaries import redis_publisher
 from tasks.agreement import Identity, identity, message_headers
 from tasks.celery_app import settings
@@ -226,17 +228,26 @@ class AsyncExecutor:
             worker=self.name,
             lease_s=config.recovery.lease_s,
             alive=self.ticks,
+            blocked_at=self.blocked_at,
             run_ended=self._on_run_ended,
         )
 
     def ticks(self) -> bool:
         """Whether the event loop is not blocked."""
-        return time.monotonic() - self.lag.last_tick < self._silence_s
+        return self.silent_s() < self._silence_s
+
+    def silent_s(self) -> float:
+        """Since the event loop last ran."""
+        return time.monotonic() - self.lag.last_tick
+
+    def blocked_at(self) -> str:
+        """What the event loop executes at this moment."""
+        return blocked_loop.place(self._loop_thread)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the lag sampler and the outbox; if either fails, the worker stops with its error."""
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self.lag.run()), group.create_task(self._outbox.run())]

@@ -31,13 +31,16 @@ class LeaseKeeper:
         worker: str,
         lease_s: float,
         alive: Callable[[], bool] = lambda: True,
+        blocked_at: Callable[[], str] = lambda: "an unknown place",
         run_ended: Callable[[Collection[str]], None] = lambda leases: None,
     ) -> None:
-        """`run_ended` is called on the thread with the leases of a run that has ended."""
+        """`run_ended` is called on the thread with the leases of a run that has ended. `blocked_at` says where the code
+        is while `alive` is false."""
         self._client = client
         self._every_s = min(RENEW_MOST_S, lease_s / RENEWALS_A_LEASE)
         self._worker = worker
         self._alive = alive
+        self._blocked_at = blocked_at
         self._run_ended = run_ended
         self._held: dict[str, Sequence[str]] = {}
         """lease -> replicas that its execution waits for"""
@@ -71,8 +74,9 @@ class LeaseKeeper:
         while not self._stop.wait(self._every_s):
             if not self._alive():
                 logger.warning(
-                    "action=lease_withheld worker=%s held=%d the event loop is blocked", self._worker, len(self._held)
-                )
+                    "action=lease_withheld worker=%s held=%d the event loop is blocked at %s",
+                    self._worker, len(self._held), self._blocked_at(),
+                )  # fmt: skip
                 continue
             try:
                 self._renew()

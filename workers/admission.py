@@ -56,8 +56,7 @@ class Admission:
     def _ask_until_the_end(self) -> None:
         pause = threading.Event()
         while not pause.wait(EVERY_S):
-            if _loop_ticks():
-                self._ask_or_log()
+            self._ask_or_log()
 
     def _ask_or_log(self) -> None:
         """An answer that does not come leaves everything as it is."""
@@ -70,10 +69,10 @@ class Admission:
         self._beat += 1
         presence = Presence(
             kind=self._kind, settings=self._digest, beat=self._beat, running=len(state.reserved_requests),
-            refused=self._refused,
+            refused=self._refused, **_blocked(),
         )  # fmt: skip
         with self._client.pipeline(transaction=True) as pipe:
-            pipe.hset(redis_keys.WORKERS, self._node, presence.model_dump_json())
+            pipe.hset(redis_keys.WORKERS, self._node, presence.model_dump_json(exclude_none=True))
             pipe.expire(redis_keys.WORKERS, redis_keys.WORKERS_TTL_S)
             pipe.hget(redis_keys.RUN_SETTINGS, self._kind.value)
             pipe.hget(redis_keys.ORDERS, self._node)
@@ -110,9 +109,12 @@ class Admission:
             )  # fmt: skip
 
 
-def _loop_ticks() -> bool:
-    """A rollout worker whose event loop is blocked is not there."""
-    return jobs.executor is None or jobs.executor.ticks()
+def _blocked() -> dict[str, Any]:
+    """What a rollout worker says whose event loop is blocked: it is there, and does not work."""
+    executor = jobs.executor
+    if executor is None or executor.ticks():
+        return {}
+    return {"blocked_s": round(executor.silent_s(), 1), "blocked_at": executor.blocked_at()}
 
 
 class AdmissionStep(bootsteps.StartStopStep):

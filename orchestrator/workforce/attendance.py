@@ -19,6 +19,7 @@ from penstock.config import RunConfig
 from penstock.ledger.states import JobKind
 from penstock.messages import Outcome, Reply, shortened
 from penstock.queues import WorkerKind
+from penstock.runtime import blocked_loop
 from tasks.agreement import Order, Presence, digest, used_settings
 
 logger = logging.getLogger("penstock.attendance")
@@ -153,6 +154,9 @@ class Attendance:
                     f"results of worker {stranger} are not used: it runs another release of Penstock, or has other "
                     "settings than the run. Restart it with the run's settings"
                 )
+        for node, seen in self._seen.items():
+            if seen.presence.blocked_s is not None:
+                texts[node] = blocked_loop.cause(node, seen.presence.blocked_s, seen.presence.blocked_at)
         return texts
 
     @property
@@ -181,7 +185,7 @@ class Attendance:
         return [
             Peer(node=node, kind=seen.presence.kind, running=seen.presence.running)
             for node, seen in self._seen.items()
-            if seen.presence.settings == self._digests[seen.presence.kind]
+            if seen.presence.settings == self._digests[seen.presence.kind] and seen.presence.blocked_s is None
         ]
 
     def _admitted(self, kind: WorkerKind) -> set[str]:

@@ -19,6 +19,7 @@ from penstock.inspection.run_state import State, owns_redis
 from penstock.inspection.status import full_disks, status
 from penstock.ledger import histories, schema
 from penstock.queues import WorkerKind
+from penstock.runtime import blocked_loop
 
 LATE_S = 4.0  # a status comes every second
 ANSWER_S = 1.0  # for an engine; one that is busy still accepts the connection
@@ -113,8 +114,15 @@ def _of_the_parts(directory: Path, seen: dict[str, Any]) -> list[str]:
 
 
 def _missing_workers(seen: dict[str, Any]) -> list[str]:
+    """Those that are there and do not work because their event loop is blocked; then the kinds of which none is."""
     kinds = {said.get("kind") for said in seen["present_workers"].values()}
-    return [
+    reported: dict[str, str] = seen["excluded_workers"] or {}  # the same words, maybe of a second ago
+    blocked = [
+        reported.get(node) or blocked_loop.cause(node, said["blocked_s"], said.get("blocked_at"))
+        for node, said in seen["present_workers"].items()
+        if said.get("blocked_s") is not None
+    ]
+    return blocked + [
         f"no worker for the queues {', '.join(kind.queues)} is running: start one: {kind.command}"
         for kind in WorkerKind
         if kind.value not in kinds

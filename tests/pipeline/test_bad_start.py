@@ -9,6 +9,8 @@ from support.pipeline import Pipeline, pipeline_in
 from support.small_disk import small_disk
 from support.waiting import wait_until
 
+from penstock.inspection.why import why
+
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
@@ -121,6 +123,43 @@ def test_the_status_names_code_that_blocks_a_worker_loop(pipeline: Pipeline) -> 
     wait_until(named, what="the status to name the blocker")
     text = cluster.penstock("status", str(cluster.run_dir)).text
     assert f"by Blocking.rollout ({cluster.directory.name}/blocking.py:8)" in text
+
+
+HELD = """
+import itertools, pathlib, time
+
+class Held:
+    examples = ["hello"]
+    numbers = itertools.count()
+
+    async def rollout(self, example, policy):
+        await policy.chat([{"role": "user", "content": example}])
+        while pathlib.Path("HOLD").exists(): time.sleep(0.05)
+        return float(next(self.numbers) % 2)
+"""
+
+
+def test_a_worker_whose_loop_is_blocked_is_named_with_the_line_until_it_goes_on(pipeline: Pipeline) -> None:
+    settings = {"environments.sums": {"use": "held:Held"}, "recovery": {"max_losses": 1000}}
+    pipeline.new_run("held", steps=1000, **settings)
+    cluster = pipeline.cluster
+    hold, module = cluster.directory / "hold", cluster.directory / "held.py"
+    hold.touch()
+    module.write_text(HELD.replace("HOLD", str(hold)))
+    worker = cluster.rollout_worker(PYTHONPATH=f"{Path(__file__).parents[2]}:{cluster.directory}")
+    cluster.compute_worker()
+    run = cluster.orchestrator()
+    at = f" s at {module}:10 (Held.rollout)"
+    cluster.wait_waiting_for(at)
+    wait_until(lambda: f"the event loop is blocked at {module}:10 (Held.rollout)" in worker.text, what="its log")
+    causes = why(cluster.run_dir, cluster.redis_server.url)["causes"]
+    assert causes[0].startswith("the event loop of worker rollouts")
+    assert [at in cause for cause in causes].count(True) == 1
+    assert not any("queues rollouts is running" in cause for cause in causes)
+    assert "Held.rollout" in cluster.penstock("status", str(cluster.run_dir)).text
+    hold.unlink()
+    wait_until(lambda: at not in str(cluster.status()["waiting_for"]), what="the cause to go")
+    assert run.exit_code is None, run.text[-2000:]
 
 
 ENDING = r"""

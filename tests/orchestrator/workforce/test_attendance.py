@@ -53,12 +53,10 @@ class Scene:
     def job(self, number: int = 0) -> JobRecord:
         return self.ledger.jobs[self.group.rollouts[number].id]
 
-    def announce(self, *nodes: str, settings: str = DIGEST, running: int = 1, refused: str | None = None) -> None:
+    def announce(self, *nodes: str, settings: str = DIGEST, running: int = 1, **said: Any) -> None:
         self.beat += 1
         for node in nodes:
-            presence = Presence(
-                kind=WorkerKind.ROLLOUTS, settings=settings, beat=self.beat, running=running, refused=refused
-            )
+            presence = Presence(kind=WorkerKind.ROLLOUTS, settings=settings, beat=self.beat, running=running, **said)
             self.redis.hset(redis_keys.WORKERS, node, presence.model_dump_json())
 
     def exchange(self) -> list[str]:
@@ -227,6 +225,19 @@ def test_a_refused_worker_is_named_with_what_it_says_and_never_counts_as_live(sc
     assert "engine.model is 'x'" in scene.attendance.excluded["other"]
     scene.reply("a")
     assert scene.job().failures == 1
+
+
+def test_a_blocked_worker_is_named_with_the_line_and_never_counts_as_live(scene: Scene) -> None:
+    scene.announce("a")
+    scene.announce("blocked", blocked_s=7.0, blocked_at="/bad.py:12 (rollout)")
+    scene.exchange()
+    assert list(scene.attendance.excluded) == ["blocked"]
+    assert "worker blocked has been blocked for 7 s at /bad.py:12 (rollout)" in scene.attendance.excluded["blocked"]
+    scene.reply("a")
+    assert scene.job().failures == 1, "no other worker could do better"
+    scene.announce("a", "blocked")
+    scene.exchange()
+    assert scene.attendance.excluded == {}
 
 
 def test_what_is_published_ends_with_the_orchestrator(scene: Scene) -> None:
