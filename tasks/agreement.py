@@ -103,7 +103,7 @@ class Presence(WireModel):
     blocked_s: float | None = None
     """since when its event loop does not tick; None while it does"""
     blocked_at: str | None = None
-    """`FILE:LINE (FUNCTION)`"""
+    """`FUNCTION (FILE:LINE)`"""
 
     @classmethod
     def read(cls, content: bytes) -> "Presence | None":

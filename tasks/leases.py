@@ -74,7 +74,7 @@ class LeaseKeeper:
         while not self._stop.wait(self._every_s):
             if not self._alive():
                 logger.warning(
-                    "action=lease_withheld worker=%s held=%d the event loop is blocked at %s",
+                    "action=lease_withheld worker=%s held=%d the event loop is blocked by %s",
                     self._worker, len(self._held), self._blocked_at(),
                 )  # fmt: skip
                 continue

@@ -224,7 +224,7 @@ class Up:
             if name != "orchestrator" and supervisor.is_unsteady(name)
         ]  # fmt: skip
         if ended != self._told:
-            with contextlib.suppress(OSError):  # a full disk: the next change is told
+            with contextlib.suppress(OSError):  # a full disk: tried again at the next look
                 up_file.write(self._options.run_dir, ended)
                 self._told = ended
 

@@ -133,10 +133,9 @@ class Follower:
         wanted = 1 + min((self._sent.get(name, -1) for name in self._sinks), default=-1)
         self._open = self._file.open("rb") if self._file.exists() else None
         first, older = _first_step(self._open), list[BinaryIO]()
-        for number in range(1, 10):
-            path = self._file.with_suffix(f".{number}.jsonl")
-            if first <= wanted or not path.exists():  # an orchestrator that was killed may have left a number free
-                continue
+        for path in sorted(self._file.parent.glob("metrics.[0-9].jsonl")):  # a killed orchestrator may leave a gap
+            if first <= wanted:
+                break
             file = path.open("rb")
             if self._open and os.path.samestat(os.fstat(file.fileno()), os.fstat(self._open.fileno())):
                 file.close()

@@ -149,9 +149,9 @@ def test_a_worker_whose_loop_is_blocked_is_named_with_the_line_until_it_goes_on(
     worker = cluster.rollout_worker(PYTHONPATH=f"{Path(__file__).parents[2]}:{cluster.directory}")
     cluster.compute_worker()
     run = cluster.orchestrator()
-    at = f" s at {module}:10 (Held.rollout)"
+    at = f" s by Held.rollout ({cluster.directory.name}/held.py:10)"
     cluster.wait_waiting_for(at)
-    wait_until(lambda: f"the event loop is blocked at {module}:10 (Held.rollout)" in worker.text, what="its log")
+    wait_until(lambda: f"the event loop is blocked{at.removeprefix(' s')}" in worker.text, what="its log")
     causes = why(cluster.run_dir, cluster.redis_server.url)["causes"]
     assert causes[0].startswith("the event loop of worker rollouts")
     assert [at in cause for cause in causes].count(True) == 1

@@ -229,10 +229,10 @@ def test_a_refused_worker_is_named_with_what_it_says_and_never_counts_as_live(sc
 
 def test_a_blocked_worker_is_named_with_the_line_and_never_counts_as_live(scene: Scene) -> None:
     scene.announce("a")
-    scene.announce("blocked", blocked_s=7.0, blocked_at="/bad.py:12 (rollout)")
+    scene.announce("blocked", blocked_s=7.0, blocked_at="rollout (bad.py:12)")
     scene.exchange()
     assert list(scene.attendance.excluded) == ["blocked"]
-    assert "worker blocked has been blocked for 7 s at /bad.py:12 (rollout)" in scene.attendance.excluded["blocked"]
+    assert "worker blocked has been blocked for 7 s by rollout (bad.py:12)" in scene.attendance.excluded["blocked"]
     scene.reply("a")
     assert scene.job().failures == 1, "no other worker could do better"
     scene.announce("a", "blocked")
