@@ -1,4 +1,4 @@
-"""`penstock bench boundary`: time from the last admitted rollout to the sealed manifest.
+"""`python -m bench boundary`: time from the last admitted rollout to the sealed manifest.
 
 Two pipelines, with and without routed experts, alternate with one step per run, so that no other rollout is in flight.
 The orchestrator measures the time: from composing the batch, in the loop iteration after its last rollout is admitted,
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from bench.harness.pipeline import Load, Pipeline, start_pipeline
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
-from penstock.batches import read_manifest
-from penstock.store import open_store
+from headpond.batches import read_manifest
+from headpond.store import open_store
 
 ROUNDS = 15
 """A boundary takes 0.15 s, at times 0.4 s on a busy machine: medians of fewer rounds differ by a third."""

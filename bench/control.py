@@ -1,4 +1,4 @@
-"""`penstock bench control`: CPU time and throughput of the pipeline itself, against a stock Celery worker.
+"""`python -m bench control`: CPU time and throughput of the pipeline itself, against a stock Celery worker.
 
 No-op rollouts in groups of 8, all submitted at once, pass the four queues with the ledger on disk and task events on.
 CPU time is summed over all processes, from the moment the orchestrator begins to plan until it has ended.
@@ -12,8 +12,8 @@ from bench.harness.canary import INTERVAL_S, Canary
 from bench.harness.cluster import Cluster, Run, start_cluster
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
-from orchestrator.ledger.audit import audit
-from penstock.errors import RunError
+from headpond.errors import RunError
+from headpond.orchestrator.ledger.audit import audit
 
 ROUNDS = 5
 GROUP_SIZE = 8

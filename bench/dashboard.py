@@ -1,4 +1,4 @@
-"""`penstock bench dashboard`: server time of every page, memory and first paint, of a run of 1,000,000 rollouts.
+"""`python -m bench dashboard`: server time of every page, memory and first paint, of a run of 1,000,000 rollouts.
 
 Server time is what the server says in `Server-Timing`; its CPU time does not depend on what else the machine does.
 First paint needs Chromium on PATH and is left out without it.
@@ -23,7 +23,7 @@ from bench.harness.report import Report, Target, median
 ROLLOUTS, QUICK_ROLLOUTS = 1_000_000, 20_000
 ROUNDS = 5
 MEGABYTE = 1e6
-START = "import sys; from cli.main import main; sys.argv[0] = 'penstock'; main()"
+START = "import sys; from headpond.commands.main import main; sys.argv[0] = 'headpond'; main()"
 PAGES = {
     "overview": ["overview"],
     "curves": ["curves"],
@@ -41,7 +41,7 @@ SUMMED_MOST = 2000  # requests until the waterfall is summed
 
 
 def run(*, quick: bool) -> Report:
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
+    with tempfile.TemporaryDirectory(prefix="headpond-bench-") as directory:
         run_dir = _make_run(Path(directory) / "run", QUICK_ROLLOUTS if quick else ROLLOUTS)
         with _serving(run_dir) as (url, pid):
             times, calls = _times(url)

@@ -1,4 +1,4 @@
-"""`penstock bench engine`: responses per second of the simulated engine, against a server that only sends bytes.
+"""`python -m bench engine`: responses per second of the simulated engine, against a server that only sends bytes.
 
 The bare server sends responses of the same size, which is the upper limit on this machine.
 """
@@ -14,12 +14,11 @@ from pathlib import Path
 
 import orjson
 
-from bench.harness.processes import listening_port
 from bench.harness.procfs import cpu_s
 from bench.harness.report import Report, Target, median
-from penstock.runtime.child_process import ChildProcess
+from headpond.runtime.child_process import ChildProcess, listening_port
 
-ENGINE = ["penstock", "engine", "--port", "0", "--layers", "48", "--form", "object", "--length", "constant:120"]
+ENGINE = ["headpond", "engine", "--port", "0", "--layers", "48", "--form", "object", "--length", "constant:120"]
 SIZES = {"1.3 MB": (2_400, 64), "25 MB": (48_000, 8)}
 """characters of the prompt (one row of 48 x 8 experts each), and connections"""
 SHARE_OF_BARE = 0.5

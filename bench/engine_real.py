@@ -1,4 +1,4 @@
-"""`penstock bench engine-real`: turns per second of a real vLLM through Penstock, against the same load sent directly.
+"""`python -m bench engine-real`: turns per second of a real vLLM through Headpond, against the same load sent directly.
 
 A real rollout worker and a plain HTTP client alternate in front of one server, with the same conversations, the same
 request fields and the same number at once. The client keeps nothing; the worker records every turn and seals it.
@@ -20,9 +20,9 @@ from bench.harness.procfs import cpu_s
 from bench.harness.progress import progress
 from bench.harness.report import Report, Target, median
 from bench.harness.vllm_server import model_name, vllm_url
-from penstock.errors import RunError
-from penstock.runtime.child_process import ChildProcess
-from penstock.turn import Message
+from headpond.errors import RunError
+from headpond.runtime.child_process import ChildProcess
+from headpond.turn import Message
 
 SHARE_OF_DIRECT = 0.9
 ENVIRONMENT = "conversation"
@@ -67,7 +67,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """Penstock's side: a rollout worker and the feed of its jobs."""
+    """Headpond's side: a rollout worker and the feed of its jobs."""
 
     process: ChildProcess
     feed: JobFeed
@@ -102,7 +102,7 @@ def run(*, quick: bool) -> Report:
 
 
 def _pair(number: int, worker: Worker, load: Load, url: str, model: str) -> tuple[Measured, Measured]:
-    """Through Penstock and directly; every other round begins with the second."""
+    """Through Headpond and directly; every other round begins with the second."""
     if number % 2:
         direct = measure_direct(load, url, model)
         return worker.measure(load), direct
@@ -156,9 +156,9 @@ async def _conversation(load: Load, http: aiohttp.ClientSession, url: str, model
 
 def _report(pairs: list[tuple[Measured, Measured]], *, quick: bool) -> Report:
     figures = dict[str, float]()
-    for label, measured in zip(("through Penstock", "directly"), zip(*pairs, strict=True), strict=True):
+    for label, measured in zip(("through Headpond", "directly"), zip(*pairs, strict=True), strict=True):
         figures[f"{label}: turns a second"] = median([each.turns_per_s for each in measured])
         figures[f"{label}: client's CPU ms a turn"] = median([each.cpu_ms for each in measured])
-    share = median([penstock.turns_per_s / direct.turns_per_s for penstock, direct in pairs])
+    share = median([headpond.turns_per_s / direct.turns_per_s for headpond, direct in pairs])
     target = Target(name="turns a second, share of direct", value=share, limit=SHARE_OF_DIRECT, sense="at least")
     return Report(bench="engine-real", figures=figures, targets=[target], rounds=len(pairs), quick=quick)

@@ -1,4 +1,4 @@
-"""`penstock bench filters`: time of the gibberish and repetition filters over a step, against a Python loop.
+"""`python -m bench filters`: time of the gibberish and repetition filters over a step, against a Python loop.
 
 The loop reads Python lists, as parsed from JSON, which are made before timing starts. Each round it judges another
 share of the rollouts and its time is scaled to all of them. The verdicts of both must be equal.
@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 
 from bench.harness.report import Report, Target, median
-from penstock.filters import (
+from headpond.filters import (
     FilterSettings,
     Gibberish,
     Mode,

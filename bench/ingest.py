@@ -1,7 +1,7 @@
-"""`penstock bench ingest`: time and memory from response bodies to arrays, against parsing and decoding everything.
+"""`python -m bench ingest`: time and memory from response bodies to arrays, against parsing and decoding everything.
 
 Both read the same bodies in alternating rounds and must return the same arrays. The baseline uses the fastest library
-for each step, so the difference is work that Penstock avoids.
+for each step, so the difference is work that Headpond avoids.
 """
 
 import multiprocessing
@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from bench.harness.report import Report, Target, median
 from bench.harness.response_bodies import Rollout
-from penstock.config.engine import Engine
-from penstock.engines.dialects import dialect_of
-from penstock.engines.response import RequestInfo, read_turn
-from penstock.store import open_store
-from penstock.turn import OpenSample, RouteFormat, Routes, Turn
+from headpond.config.engine import Engine
+from headpond.engines.dialects import dialect_of
+from headpond.engines.response import RequestInfo, read_turn
+from headpond.store import open_store
+from headpond.turn import OpenSample, RouteFormat, Routes, Turn
 
 CASES = {
     "50 turns": Rollout(turns=50, tokens=60_000, sampled=1 / 6),  # an agent: calls of 200 tokens, tool results of 1,000
@@ -94,7 +94,7 @@ def rows_of(turn: Turn) -> Routes:
 
 
 def joined(bodies: list[bytes]) -> Arrays:
-    """Arrays as Penstock reads them. Joined for the comparison only; a recorder never joins them in memory."""
+    """Arrays as Headpond reads them. Joined for the comparison only; a recorder never joins them in memory."""
     recorder = Recorder()
     turns = [recorder.read(body) for body in bodies]
     ids = [ids for turn in turns for ids in (turn.prompt_ids, turn.completion_ids)]

@@ -1,4 +1,4 @@
-"""`penstock bench lag`: lag and memory of the orchestrator's loop with steps of 256 rollouts, at 1x and 10x the bytes.
+"""`python -m bench lag`: lag and memory of the orchestrator's loop with steps of 256 rollouts, at 1x and 10x the bytes.
 
 Two pipelines alternate; they differ only in the layers of routed experts that the engine sends with every token. For
 each step, the lag in the orchestrator's metrics is compared with that of an idle loop (the canary) over the same time.

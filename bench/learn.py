@@ -1,6 +1,6 @@
-"""`penstock bench learn`: whether the demo's model learns, and how long that takes.
+"""`python -m bench learn`: whether the demo's model learns, and how long that takes.
 
-Runs `penstock demo` with several seeds, one after the other. Rewards are those of the first and the last step; times
+Runs `headpond demo` with several seeds, one after the other. Rewards are those of the first and the last step; times
 include the start and the end of all processes.
 """
 
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import ROOT
 from bench.harness.progress import progress
 from bench.harness.report import Report, Target, median
-from penstock.config import load
-from penstock.errors import RunError
-from penstock.runtime.child_process import BIN, ROOT
+from headpond.config import load
+from headpond.errors import RunError
+from headpond.runtime.child_process import BIN
 
 FIRST_REWARD, LAST_REWARD = 0.3, 0.8
 SECONDS = 60.0
@@ -47,10 +48,10 @@ def run(*, quick: bool) -> Report:
 
 
 def _demo(run_dir: Path, *options: str) -> dict[str, Any]:
-    command = [str(BIN / "penstock"), "demo", "--json", "--run-dir", str(run_dir), *options]
+    command = [str(BIN / "headpond"), "demo", "--json", "--run-dir", str(run_dir), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     if done.returncode:
-        raise RunError(f"penstock demo ended with exit code {done.returncode}:\n{done.stderr[-TAIL_CHARACTERS:]}")
+        raise RunError(f"headpond demo ended with exit code {done.returncode}:\n{done.stderr[-TAIL_CHARACTERS:]}")
     return json.loads(done.stdout)
 
 

@@ -1,4 +1,4 @@
-"""`penstock bench pool`: CPU time of a no-op task on the asyncio pool, against Celery's solo and prefork pools.
+"""`python -m bench pool`: CPU time of a no-op task on the asyncio pool, against Celery's solo and prefork pools.
 
 All workers have the same settings and send task events. The workers run `celery -A bench.pool:coroutines` (asyncio) or
 `celery -A bench.pool:functions`.
@@ -15,8 +15,8 @@ from celery import Celery
 
 from bench.harness.procfs import cpu_s
 from bench.harness.report import Report, Target, median
-from penstock.runtime.child_process import ChildProcess
-from penstock.runtime.embedded_redis import EmbeddedRedis
+from headpond.runtime.child_process import ChildProcess
+from headpond.runtime.embedded_redis import EmbeddedRedis
 
 ROUNDS, TASKS = 5, 1_000
 TIMEOUT_S = 120.0
@@ -36,7 +36,7 @@ SETTINGS = {
 }
 
 coroutines = Celery("coroutines", set_as_current=False)
-coroutines.conf.update(SETTINGS, worker_pool="workers.asyncio_pool:AsyncioPool")
+coroutines.conf.update(SETTINGS, worker_pool="headpond.workers.asyncio_pool:AsyncioPool")
 functions = Celery("functions", set_as_current=False)
 functions.conf.update(SETTINGS)
 

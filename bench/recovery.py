@@ -1,4 +1,4 @@
-"""`penstock bench recovery`: time from killing a worker with 64 rollouts until all run on another.
+"""`python -m bench recovery`: time from killing a worker with 64 rollouts until all run on another.
 
 The other worker starts after the first has taken all rollouts. There is no measured baseline: with late acknowledgement
 and its default visibility time-out, stock Celery takes an hour or more.
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from bench.harness.cluster import Cluster, Run, start_cluster
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
-from orchestrator.ledger.audit import audit
-from penstock import redis_keys
-from penstock.ids import LeaseId, LeaseValue, WorkerId
-from penstock.ledger import queries
-from penstock.ledger.schema import open_for_reading
-from penstock.runtime.child_process import ChildProcess
+from headpond import redis_keys
+from headpond.ids import LeaseId, LeaseValue, WorkerId
+from headpond.ledger import queries
+from headpond.ledger.schema import open_for_reading
+from headpond.orchestrator.ledger.audit import audit
+from headpond.runtime.child_process import ChildProcess
 
 ROUNDS = 5
 GROUP_SIZE, STEPS = 8, 2

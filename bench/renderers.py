@@ -1,4 +1,4 @@
-"""`penstock bench renderers`: loop gap while a tokenizer is built, and memory of adapters that share one.
+"""`python -m bench renderers`: loop gap while a tokenizer is built, and memory of adapters that share one.
 
 First callers: 64 requests at once need a renderer that is not built yet, with a tokenizer that takes about 200 ms; the
 baseline builds it on the loop. Adapters: 8 adapters send 64 requests each in their own process, against one adapter's
@@ -21,11 +21,11 @@ from bench.harness.canary import INTERVAL_S, WINDOW_S, Canary
 from bench.harness.procfs import proportional_mib
 from bench.harness.progress import progress
 from bench.harness.report import Report, Target, median
-from penstock.config.engine import RendererSettings
-from penstock.renderers import NextTurn, PooledRenderer, Renderer, RendererKey, RendererPools
-from penstock.renderers.backends import build
-from penstock.runtime.event_loop import event_loop_factory
-from penstock.runtime.loop_lag import LoopLag
+from headpond.config.engine import RendererSettings
+from headpond.renderers import NextTurn, PooledRenderer, Renderer, RendererKey, RendererPools
+from headpond.renderers.backends import build
+from headpond.runtime.event_loop import event_loop_factory
+from headpond.runtime.loop_lag import LoopLag
 
 ROUNDS, MEMORY_ROUNDS = 15, 5  # a maximum varies more than other figures, hence more rounds
 CALLERS, ADAPTERS = 64, 8
@@ -105,7 +105,7 @@ async def pooled(directory: Path) -> int:
 
 async def on_loop(directory: Path) -> int:
     """The baseline: the first caller builds the renderer on the loop, the others reuse it."""
-    from penstock.renderers.tokenizer_directory import DirectoryRenderer
+    from headpond.renderers.tokenizer_directory import DirectoryRenderer
 
     built: list[DirectoryRenderer] = []
 

@@ -1,6 +1,6 @@
-"""`penstock bench rollout-worker`: lag and memory of a rollout worker with 256 and 1,000 rollouts.
+"""`python -m bench rollout-worker`: lag and memory of a rollout worker with 256 and 1,000 rollouts.
 
-Real Celery workers, fed with real messages, alternate in front of one engine with a latency of seconds: Penstock's, and
+Real Celery workers, fed with real messages, alternate in front of one engine with a latency of seconds: Headpond's, and
 a baseline whose rollouts parse and decode everything (`ParseAll` in `harness/environments.py`). Each worker publishes
 its lag, which is compared with that of an idle loop over the same seconds. 1,000 rollouts are more than one worker can
 serve here, and responses of 25 MB exceed its byte budget: both cases measure what waiting costs.
@@ -18,9 +18,9 @@ from bench.harness.job_feed import JobFeed
 from bench.harness.procfs import cpu_s, peak_mb, reset_peak, resident_mb
 from bench.harness.progress import progress
 from bench.harness.report import Report, Target, median
-from penstock.config.engine import Engine
-from penstock.runtime.child_process import ChildProcess
-from penstock.runtime.lag_summaries import LagSummary, read_summaries
+from headpond.config.engine import Engine
+from headpond.runtime.child_process import ChildProcess
+from headpond.runtime.lag_summaries import LagSummary, read_summaries
 
 ROUNDS = 5
 ABOVE_CANARY_MS = 15.0
@@ -195,7 +195,9 @@ def engine(shared: Cluster, latency: str) -> str:
     return shared.engine(*experts, *completions, "--latency", latency)
 
 
-def start(cluster: Cluster, case: Case, url: str, *, app: str = "workers.rollouts") -> tuple[Cluster, ChildProcess]:
+def start(
+    cluster: Cluster, case: Case, url: str, *, app: str = "headpond.workers.rollouts"
+) -> tuple[Cluster, ChildProcess]:
     settings = f'engine.urls = ["{url}"]\nengine.routed_experts = true\npolicy.max_seq_len = {MAX_TOKENS}\n'
     cluster.configure(settings + case.settings(url))
     return cluster, cluster.worker("rollout worker", app, ["-Q", "rollouts", "-c", str(case.rollouts)])

@@ -1,4 +1,4 @@
-"""`penstock bench scale`: CPU time of each step of the orchestrator's loop at size, and its memory over many steps.
+"""`python -m bench scale`: CPU time of each step of the orchestrator's loop at size, and its memory over many steps.
 
 No-op rollouts in groups of 8 pass real workers into a real ledger; a trainer acknowledges every step. The orchestrator
 runs on a loop that times its steps and garbage collections (`harness/step_timer.py`), except where memory is measured.
@@ -22,12 +22,8 @@ from bench.harness.procfs import cpu_s, resident_mb
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
 from bench.harness.step_timer import FILE
-from orchestrator import run_dir
-from orchestrator.ledger.audit import audit
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.release import Sweeper
-from penstock import ids
-from penstock.batches.signals import (
+from headpond import ids
+from headpond.batches.signals import (
     Checkpoint,
     PublishedPolicy,
     RankProgress,
@@ -35,10 +31,14 @@ from penstock.batches.signals import (
     write_policy,
     write_progress,
 )
-from penstock.config import RunConfig
-from penstock.errors import RunError
-from penstock.inspection.status import status
-from penstock.runtime.child_process import program
+from headpond.config import RunConfig
+from headpond.errors import RunError
+from headpond.inspection.status import status
+from headpond.orchestrator import run_dir
+from headpond.orchestrator.ledger.audit import audit
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.release import Sweeper
+from headpond.runtime.child_process import program
 
 ROUNDS = 3
 GROUP_SIZE = 8
@@ -212,7 +212,7 @@ def _measure_open_groups(size: Size, _: int, show: Show) -> Measured:
 
 def _measure_memory(size: Size, _: int, show: Show) -> Measured:
     """After a quarter of the steps, in which caches fill and memory is touched for the first time, and before the end,
-    when `penstock run` audits."""
+    when `headpond run` audits."""
     memory: list[tuple[int, float]] = []
     with start_cluster(rollouts__group_size=GROUP_SIZE, steps=size.many_steps, batch__size=1) as cluster:
         cluster.rollout_worker(concurrency=64)
@@ -264,14 +264,14 @@ def _measure_ledger(size: Size, _: int, show: Show) -> Measured:
         f"{name}: bytes a rollout": stored,
         f"{name}: start, s": start_s,
         f"{name}: start without a ledger, s": empty_s,
-        f"{name}: penstock status, s": median(status_s),
+        f"{name}: headpond status, s": median(status_s),
         f"{name}: sweep, s": sweep_s,
         f"{name}: files swept": float(swept),
     }
     return figures, [
         Target(name=f"{name}: bytes a rollout", value=stored, limit=200.0),
         Target(name=f"{name}: start, s more than without", value=start_s - empty_s, limit=2.0),
-        Target(name=f"{name}: penstock status, s", value=median(status_s), limit=0.5),
+        Target(name=f"{name}: headpond status, s", value=median(status_s), limit=0.5),
         Target(name=f"{name}: sweep, s", value=sweep_s, limit=1.0),
     ]
 
@@ -280,7 +280,7 @@ def _start_s(cluster: Cluster, directory: Path) -> float:
     """From the start of the process until it begins to plan; then it is stopped."""
     (directory / "status.json").unlink(missing_ok=True)
     began = time.monotonic()
-    process = cluster.start("orchestrator", "penstock", "run", run_dir=directory, store=(directory / "store").as_uri())
+    process = cluster.start("orchestrator", "headpond", "run", run_dir=directory, store=(directory / "store").as_uri())
     process.wait_until((directory / "status.json").exists, what="it begins to plan", timeout_s=END_S)
     started_s = time.monotonic() - began
     process.terminate()  # not killed: the next one would wait until the lock of this one expires
@@ -291,7 +291,7 @@ def _start_s(cluster: Cluster, directory: Path) -> float:
 def _status_s(directory: Path) -> float:
     """The command as a user sees it, with the start of Python."""
     began = time.monotonic()
-    subprocess.run([program("penstock"), "status", str(directory)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([program("headpond"), "status", str(directory)], check=True, stdout=subprocess.DEVNULL)
     return time.monotonic() - began
 
 

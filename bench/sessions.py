@@ -1,4 +1,4 @@
-"""`penstock bench sessions`: chats per second through the session server, latency of /health, memory of a session.
+"""`python -m bench sessions`: chats per second through the session server, latency of /health, memory of a session.
 
 Engine, server, agents and poller are separate processes. Baselines in the same rounds: the same load on the engine
 itself and on a forwarder that only cuts, writes and forwards (the floor of a recorder), and polling a server that does
@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.harness.processes import listening_port
 from bench.harness.procfs import cpu_s, read_bytes, resident_bytes
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
 from bench.harness.session_load import SessionLoad
-from penstock.runtime.child_process import ChildProcess
-from penstock.runtime.offload import cores
+from headpond.runtime.child_process import ChildProcess, listening_port
+from headpond.runtime.offload import cores
 
 FORMS = {"base64": "object", "npy": "npy", "lists": "lists"}
 SIZES = {"1.3 MB": (2_000, 64), "25 MB": (46_000, 8)}
@@ -278,7 +277,7 @@ def ready(lengths: Lengths) -> Iterator[Bench]:
 
 @contextlib.contextmanager
 def _pair(directory: Path, name: str, shape: list[str]) -> Iterator[Pair]:
-    command = ["penstock", "engine", "--port", "0", "--length", "constant:120", *shape]
+    command = ["headpond", "engine", "--port", "0", "--length", "constant:120", *shape]
     with (
         _running(directory, f"{name}-engine", command) as engine,
         _sessions(directory, name, engine) as server,
@@ -289,14 +288,14 @@ def _pair(directory: Path, name: str, shape: list[str]) -> Iterator[Pair]:
 @contextlib.contextmanager
 def _sessions(directory: Path, name: str, engine: Server) -> Iterator[Server]:
     url, store = f"http://127.0.0.1:{engine.port}", (directory / f"{name}-store").as_uri()
-    command = ["penstock", "sessions", "--port", "0", "--engine-urls", url, "--store", store]
+    command = ["headpond", "sessions", "--port", "0", "--engine-urls", url, "--store", store]
     with _running(directory, f"{name}-sessions", command) as server:
         yield server
 
 
 @contextlib.contextmanager
 def _running(directory: Path, name: str, command: list[str]) -> Iterator[Server]:
-    variables = {"PENSTOCK_POLICY__MAX_SEQ_LEN": "131072", "PENSTOCK_SESSIONS__CONCURRENCY": str(PARALLEL)}
+    variables = {"HEADPOND_POLICY__MAX_SEQ_LEN": "131072", "HEADPOND_SESSIONS__CONCURRENCY": str(PARALLEL)}
     process = ChildProcess(name, command, directory=directory, variables=variables)
     try:
         yield Server(process=process, port=listening_port(process))

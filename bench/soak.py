@@ -1,4 +1,4 @@
-"""`penstock bench soak`: resources that one worker process leaks over 20,000 short rollouts.
+"""`python -m bench soak`: resources that one worker process leaks over 20,000 short rollouts.
 
 One request in ten fails at first (HTTP error, malformed response, broken connection) and is retried. Descriptors,
 threads, children, tasks and memory of the idle worker are counted before and after.
@@ -16,10 +16,10 @@ from bench.harness.job_feed import JobFeed
 from bench.harness.procfs import resident_mb
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target
-from penstock.errors import RunError
-from penstock.runtime.child_process import ChildProcess
-from penstock.runtime.offload import FILE_THREADS
-from tasks.celery_app import CONTENT_TYPE
+from headpond.errors import RunError
+from headpond.runtime.child_process import ChildProcess
+from headpond.runtime.offload import FILE_THREADS
+from headpond.tasks.celery_app import CONTENT_TYPE
 
 AT_ONCE = 64
 FAILURES = "error=0.04,malformed=0.03,disconnect=0.03"

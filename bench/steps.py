@@ -1,4 +1,4 @@
-"""`penstock bench steps`: CPU time of each step of a rollout worker's loop, with 256 and 1,000 rollouts.
+"""`python -m bench steps`: CPU time of each step of a rollout worker's loop, with 256 and 1,000 rollouts.
 
 Plays the rollouts of `bench rollout-worker`, all started at once. The worker runs on a loop that times its steps and
 garbage collections (`harness/step_timer.py`). There is no baseline: the target is a share of steps over 1 ms.

@@ -1,4 +1,4 @@
-"""`penstock bench turn`: where the CPU time of a rollout worker's turn goes, with responses of 1.3 MB and of 25 MB.
+"""`python -m bench turn`: where the CPU time of a rollout worker's turn goes, with responses of 1.3 MB and of 25 MB.
 
 Plays rollouts that are all started at once in a worker whose functions are timed (`harness/section_timer.py`). Sizes
 alternate; figures are medians over rounds. There is no baseline and no target: `bench rollout-worker` has them.
@@ -16,7 +16,7 @@ from bench.harness.progress import progress
 from bench.harness.report import Report, median
 from bench.harness.section_timer import FILE
 from bench.rollout_worker import FULL, OURS, QUICK, Case, engine, start
-from penstock.runtime.child_process import ChildProcess
+from headpond.runtime.child_process import ChildProcess
 
 ROUNDS = 3
 LATENCY = "constant:0.2"

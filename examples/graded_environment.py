@@ -12,7 +12,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from penstock.environments import Policy, graded
+from headpond.environments import Policy, graded
 
 PROMPT = "Write a Python function `f(n)` that returns {task}. Put it between ``` and ```."
 BLOCK = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)

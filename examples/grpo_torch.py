@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/grpo_torch.py RUN_DIR MODEL_DIR OUTPUT_DIR
 
-Penstock loads the weights into the engine (`[engine] weight_update = "penstock"`). Killed at any time, it resumes from
+Headpond loads the weights into the engine (`[engine] weight_update = "headpond"`). Killed at any time, it resumes from
 its last checkpoint to the same weights.
 """
 
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from penstock import BatchReader
-from penstock.torch import Alignment, clipped_objective, padded, replayed_routing, token_logprobs
+from headpond import BatchReader
+from headpond.torch import Alignment, clipped_objective, padded, replayed_routing, token_logprobs
 
 KEPT = 4  # directories of weights: the engine may still load the one before the last
 

@@ -1,4 +1,4 @@
-"""A whole trainer in NumPy: trains the demo's model (penstock/tiny_moe.py) on the batches of a run.
+"""A whole trainer in NumPy: trains the demo's model (headpond/demo/tiny_moe.py) on the batches of a run.
 
     python examples/numpy_trainer.py RUN_DIR [--seed SEED] [--keep-batches]
 
@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock import tiny_moe
-from penstock.batches import Batch, BatchReader, MicroBatch
-from penstock.batches.manifest import RECORDED, UNRECORDED
-from penstock.store import atomic, tensors
-from penstock.tiny_moe import BEFORE, WINDOW, Weights
+from headpond.batches import Batch, BatchReader, MicroBatch
+from headpond.batches.manifest import RECORDED, UNRECORDED
+from headpond.demo import tiny_moe
+from headpond.demo.tiny_moe import BEFORE, WINDOW, Weights
+from headpond.store import atomic, tensors
 
 LEARNING_RATE, MOMENTUM, SQUARES, TINY = 0.01, 0.9, 0.99, 1e-8  # Adam
 CLIP = 0.2  # of the ratio of probabilities
@@ -222,7 +222,7 @@ class Learner:
         self.save_version()
 
     def save_version(self) -> None:
-        """The weights as `penstock engine --model tiny-moe` loads them. Complete when `weights.json` is there."""
+        """The weights as `headpond engine --model tiny-moe` loads them. Complete when `weights.json` is there."""
         tiny_moe.save(self.version_directory, self.weights)
         version = json.dumps({"version": self.version}).encode()
         atomic.write_durably(self.version_directory / "weights.json", version, suffix="tmp")
@@ -271,7 +271,7 @@ def train(run_dir: Path, *, seed: int, keep_batches: bool) -> Iterator[StepRepor
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo's model on the batches of a run.")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights, as given to `penstock engine`")
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights, as given to `headpond engine`")
     parser.add_argument("--keep-batches", action="store_true", help="never report a checkpoint: no file is deleted")
     options = parser.parse_args()
     for report in train(options.run_dir, seed=options.seed, keep_batches=options.keep_batches):

@@ -10,7 +10,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from penstock.environments import AgentPolicy
+from headpond.environments import AgentPolicy
 
 LOOK_UP: Any = {
     "type": "function",

@@ -1,7 +1,7 @@
 """The demo's environments: tasks that a model of 79,000 parameters learns from rewards within a minute.
 
 [environments.copy]
-use = "examples.small_tasks:Copy"     # with the directory of the clone on PYTHONPATH
+use = "small_tasks:Copy"  # with the directory of this file on PYTHONPATH
 """
 
 import asyncio
@@ -10,8 +10,8 @@ from typing import Any
 
 import aiohttp
 
-from penstock.environments import AgentPolicy, Policy
-from penstock.errors import InfrastructureFailure
+from headpond.environments import AgentPolicy, Policy
+from headpond.errors import InfrastructureFailure
 
 DIGITS = "1234"
 MAX_TOKENS = 6

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from urllib.parse import unquote
 
-from penstock.errors import BlobUnwritten
-from penstock.store import Store
+from headpond.errors import BlobUnwritten
+from headpond.store import Store
 
 TABLE = "CREATE TABLE IF NOT EXISTS blobs (key TEXT PRIMARY KEY, content BLOB NOT NULL) WITHOUT ROWID"
 PATIENCE_S = 60.0  # for the locks of other processes

@@ -9,7 +9,7 @@ children are killed.
 
 import json
 
-from penstock.environments import AgentPolicy, run_program
+from headpond.environments import AgentPolicy, run_program
 
 SCRIPT = """
 curl -sS "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \

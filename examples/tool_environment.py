@@ -8,7 +8,7 @@ Invalid calls and timeouts are returned to the policy as error messages.
 
 import itertools
 
-from penstock.environments import Message, Policy, Score, Tools, tool
+from headpond.environments import Message, Policy, Score, Tools, tool
 
 POPULATIONS = {"France": 68, "Japan": 124, "Kenya": 55, "Peru": 34}
 """in millions"""

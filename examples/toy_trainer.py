@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.batches import Batch, BatchReader
+from headpond.batches import Batch, BatchReader
 
 
 @dataclass(kw_only=True)
@@ -39,7 +39,7 @@ def train(batch: Batch) -> StepSums:
 
 
 def save_weights(run_dir: Path, version: int) -> Path:
-    """Weights as `penstock engine` loads them. With engine.weight_update = "penstock", the run loads them."""
+    """Weights as `headpond engine` loads them. With engine.weight_update = "headpond", the run loads them."""
     directory = run_dir.resolve() / "weights" / f"version_{version}"
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "weights.json").write_text(json.dumps({"version": version}))

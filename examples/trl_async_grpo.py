@@ -2,7 +2,7 @@
 
     python examples/trl_async_grpo.py RUN_DIR MODEL_DIR OUTPUT_DIR
 
-The run has `batch.data_ranks = 1` and `engine.weight_update = "penstock"`; `max_steps` is the number of its steps times
+The run has `batch.data_ranks = 1` and `engine.weight_update = "headpond"`; `max_steps` is the number of its steps times
 the samples of a step over TRL's batch.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 from datasets import Dataset
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from penstock.trainers.trl import PenstockWorker
-from penstock.trainers.weights import PublishedWeights
+from headpond.trainers.trl import HeadpondWorker
+from headpond.trainers.weights import PublishedWeights
 
 PLACEHOLDER = Dataset.from_dict({"prompt": [""]})  # prompts come with the samples
 
@@ -27,7 +27,7 @@ def main(run_dir: str, model_dir: str, output_dir: str, **options: Any) -> Async
         model=model_dir,
         args=AsyncGRPOConfig(output_dir=output_dir, **settings),
         train_dataset=PLACEHOLDER,
-        rollout_worker=PenstockWorker(run_dir, weights),
+        rollout_worker=HeadpondWorker(run_dir, weights),
         weight_transfer=weights,
     )
     trainer.train()

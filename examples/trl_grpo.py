@@ -13,14 +13,14 @@ from typing import Any
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from penstock.trainers.trl import PenstockRollouts
-from penstock.trainers.weights import PublishedWeights
+from headpond.trainers.trl import HeadpondRollouts
+from headpond.trainers.weights import PublishedWeights
 
 PLACEHOLDER = Dataset.from_dict({"prompt": ["-"] * 1024})  # each step's own prompts take the place of these
 
 
 def main(run_dir: str, model_dir: str, output_dir: str, **options: Any) -> GRPOTrainer:
-    rollouts = PenstockRollouts(run_dir, PublishedWeights(model_dir, Path(output_dir) / "weights"))
+    rollouts = HeadpondRollouts(run_dir, PublishedWeights(model_dir, Path(output_dir) / "weights"))
     trainer = GRPOTrainer(
         model=model_dir,
         args=GRPOConfig(output_dir=output_dir, **options),

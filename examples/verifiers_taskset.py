@@ -1,7 +1,7 @@
-"""A taskset and a harness for the package `verifiers`. They do not depend on Penstock.
+"""A taskset and a harness for the package `verifiers`. They do not depend on Headpond.
 
     [environments.sums]
-    use = "verifiers"                               # pip install 'penstock[verifiers]'
+    use = "verifiers"                               # pip install 'headpond[verifiers]'
     options = { taskset = "verifiers_taskset" }     # with examples/ on the worker's PYTHONPATH
 
 `load` yields the examples, `@vf.reward` methods are the named rewards, `@vf.metric` methods the metrics. The harness

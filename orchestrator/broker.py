@@ -14,10 +14,10 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
-from penstock.config.redis_address import address, explain, reason
-from penstock.errors import ConfigError
+from headpond.config.redis_address import address, explain, reason
+from headpond.errors import ConfigError
 
-logger = logging.getLogger("penstock.broker")
+logger = logging.getLogger("headpond.broker")
 
 T = TypeVar("T")
 RESPONSE_S = 5.0  # above the longest XREAD block

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.errors import RunError, sentence
-from penstock.filters import FilterSettings, Mode
+from headpond.errors import RunError, sentence
+from headpond.filters import FilterSettings, Mode
 
 SAME_ERROR_MOST = 32
 """Rollouts that may die of one error before the first success: more of them would die of it too."""
@@ -176,7 +176,7 @@ class Causes:
         if len(self._flat) < FLAT_MOST or not all(self._flat):
             return []
         equal = f"nothing is learned: in each of the last {FLAT_MOST} groups all rollouts have the same reward"
-        lowest = "If it is the lowest, look at a completion (`penstock try`) and at the flags of the engine's parsers"
+        lowest = "If it is the lowest, look at a completion (`headpond try`) and at the flags of the engine's parsers"
         return [f"{equal}. {lowest}; if it is the highest, the examples are too easy"]
 
     @property

@@ -9,31 +9,31 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 
-from orchestrator import crash_points
-from orchestrator.examples.choice import Examples
-from orchestrator.groups import Groups
-from orchestrator.housekeeping import delete
-from orchestrator.inputs import JobInputs, batch_plan
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import BatchRecord, GroupRecord, RolloutRecord
-from orchestrator.quotas import in_groups, leftover, quantity, quotas
-from orchestrator.slices import in_slices
-from orchestrator.staleness import Staleness
-from orchestrator.trainer import Trainer
-from penstock import job_inputs
-from penstock.batches import EncodedRank, Manifest, read_manifest, seal_manifest
-from penstock.batches.plan import FIRST_STEP, files_of
-from penstock.batches.prime_rl_directory import publish_prime_rl
-from penstock.batches.signals import StartVersion, write_start
-from penstock.config import RunConfig
-from penstock.engines.control import START_VERSION
-from penstock.errors import BlobError, BlobUnwritten, RunError, StageError, sentence
-from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
-from penstock.messages import EncodeResult, StepAdvantages
-from penstock.runtime.offload import in_io_thread
-from penstock.store import open_store
+from headpond import job_inputs
+from headpond.batches import EncodedRank, Manifest, read_manifest, seal_manifest
+from headpond.batches.plan import FIRST_STEP, files_of
+from headpond.batches.prime_rl_directory import publish_prime_rl
+from headpond.batches.signals import StartVersion, write_start
+from headpond.config import RunConfig
+from headpond.engines.control import START_VERSION
+from headpond.errors import BlobError, BlobUnwritten, RunError, StageError, sentence
+from headpond.ledger.states import GroupState, JobKind, JobState, RolloutState
+from headpond.messages import EncodeResult, StepAdvantages
+from headpond.orchestrator import crash_points
+from headpond.orchestrator.examples.choice import Examples
+from headpond.orchestrator.groups import Groups
+from headpond.orchestrator.housekeeping import delete
+from headpond.orchestrator.inputs import JobInputs, batch_plan
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import BatchRecord, GroupRecord, RolloutRecord
+from headpond.orchestrator.quotas import in_groups, leftover, quantity, quotas
+from headpond.orchestrator.slices import in_slices
+from headpond.orchestrator.staleness import Staleness
+from headpond.orchestrator.trainer import Trainer
+from headpond.runtime.offload import in_io_thread
+from headpond.store import open_store
 
-logger = logging.getLogger("penstock.composer")
+logger = logging.getLogger("headpond.composer")
 
 CHECKED_AT_ONCE = 128  # groups to check for staleness: about 1 ms
 COMPOSED_STEP, COMPOSED_VERSION = "composed_step", "composed_version"

@@ -1,9 +1,9 @@
-"""Points in the write-ahead order where a test makes the orchestrator kill itself (`penstock.config.test_hooks`)."""
+"""Points in the write-ahead order where a test makes the orchestrator kill itself (`headpond.config.test_hooks`)."""
 
 import os
 import signal
 
-from penstock.errors import ConfigError
+from headpond.errors import ConfigError
 
 POINTS = (
     "planned",  # groups are in the ledger, nothing is submitted

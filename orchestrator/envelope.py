@@ -8,9 +8,9 @@ from typing import Any
 
 import orjson
 
-from penstock.errors import StageError
-from penstock.ids import TaskId
-from penstock.messages import (
+from headpond.errors import StageError
+from headpond.ids import TaskId
+from headpond.messages import (
     GRACE_S,
     MESSAGE_LIMIT_BYTES,
     AdvantageJob,
@@ -24,8 +24,8 @@ from penstock.messages import (
     ScoreJob,
     SurveyJob,
 )
-from tasks.agreement import FAILED_BY_HEADER, SETTINGS_HEADER
-from tasks.celery_app import CONTENT_TYPE, task_name
+from headpond.tasks.agreement import FAILED_BY_HEADER, SETTINGS_HEADER
+from headpond.tasks.celery_app import CONTENT_TYPE, task_name
 
 TASKS: dict[type[AnyJob], str] = {
     RolloutJob: task_name(Queue.ROLLOUTS),
@@ -37,8 +37,8 @@ TASKS: dict[type[AnyJob], str] = {
     DrawJob: task_name(Queue.ADVANTAGES, "draw"),
     EncodeJob: task_name(Queue.ENCODING),
 }
-SEQUENCE_HEADER = "penstock_sequence"
-ORIGIN = "penstock"
+SEQUENCE_HEADER = "headpond_sequence"
+ORIGIN = "headpond"
 HARD_LIMIT_AFTER_S = 2 * GRACE_S
 """A body that ignores its time-out loses its slot (asyncio) or its process (prefork) this long after it."""
 EMBED = '{"callbacks":null,"errbacks":null,"chain":null,"chord":null}'
@@ -95,7 +95,7 @@ def _headers(job: AnyJob) -> dict[str, Any]:
 
 
 def task_of(message: bytes) -> TaskId | None:
-    """The task of a queued message; None if Penstock did not write it."""
+    """The task of a queued message; None if Headpond did not write it."""
     try:
         return TaskId.match(str(orjson.loads(message)["headers"]["id"]))
     except (orjson.JSONDecodeError, KeyError, TypeError):

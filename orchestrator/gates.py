@@ -5,8 +5,8 @@ Rollouts need the engine and a writable store; filtering (its fsync), batch phas
 
 import time
 
-from penstock.ledger.states import STEP_JOBS, JobKind
-from penstock.messages import Outcome
+from headpond.ledger.states import STEP_JOBS, JobKind
+from headpond.messages import Outcome
 
 RETRY_FIRST_S, RETRY_MOST_S = 1.0, 30.0
 CAUSES = {

@@ -6,20 +6,12 @@ Every method is one ledger transaction: the effects of a reply and the jobs that
 import logging
 from collections import Counter
 
-from orchestrator.causes import CANCELLED, TOO_SMALL, Causes, masking
-from orchestrator.examples.choice import Examples
-from orchestrator.examples.evaluation import Evaluations
-from orchestrator.gates import Gates
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import GroupRecord, JobRecord, RolloutRecord
-from orchestrator.ledger.replica_costs import ReplicaCosts
-from orchestrator.workforce.attendance import Attendance
-from penstock import ids
-from penstock.batches.credit import credit_key
-from penstock.config import RunConfig
-from penstock.errors import RunError, sentence
-from penstock.ledger.states import UNGENERATED, GroupState, JobKind, JobState, RolloutState
-from penstock.messages import (
+from headpond import ids
+from headpond.batches.credit import credit_key
+from headpond.config import RunConfig
+from headpond.errors import RunError, sentence
+from headpond.ledger.states import UNGENERATED, GroupState, JobKind, JobState, RolloutState
+from headpond.messages import (
     AdvantageResult,
     AnyResult,
     BatchPhaseResult,
@@ -33,8 +25,16 @@ from penstock.messages import (
     StepResult,
     SurveyResult,
 )
+from headpond.orchestrator.causes import CANCELLED, TOO_SMALL, Causes, masking
+from headpond.orchestrator.examples.choice import Examples
+from headpond.orchestrator.examples.evaluation import Evaluations
+from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import GroupRecord, JobRecord, RolloutRecord
+from headpond.orchestrator.ledger.replica_costs import ReplicaCosts
+from headpond.orchestrator.workforce.attendance import Attendance
 
-logger = logging.getLogger("penstock.groups")
+logger = logging.getLogger("headpond.groups")
 
 
 class Groups:

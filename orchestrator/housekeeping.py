@@ -4,11 +4,11 @@ import logging
 from collections.abc import Iterable
 from types import TracebackType
 
-from penstock.errors import BlobError, LedgerError
-from penstock.store import Store
-from penstock.store.base import check_key
+from headpond.errors import BlobError, LedgerError
+from headpond.store import Store
+from headpond.store.base import check_key
 
-logger = logging.getLogger("penstock.housekeeping")
+logger = logging.getLogger("headpond.housekeeping")
 
 
 class Reported:

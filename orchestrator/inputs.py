@@ -2,11 +2,18 @@
 
 import logging
 
-from orchestrator.examples.choice import Examples
-from orchestrator.examples.evaluation import Evaluations
-from orchestrator.housekeeping import delete
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import (
+from headpond import job_inputs
+from headpond.batches import BatchPlan, BatchRollout
+from headpond.config import RunConfig
+from headpond.errors import BlobError
+from headpond.job_inputs import Content
+from headpond.ledger.states import STEP_JOBS, GroupState, JobKind, RolloutState
+from headpond.messages import BatchPhaseResult, GroupInputs, GroupMember, StepValues
+from headpond.orchestrator.examples.choice import Examples
+from headpond.orchestrator.examples.evaluation import Evaluations
+from headpond.orchestrator.housekeeping import delete
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import (
     ESTIMATOR_STATE,
     BatchRecord,
     GroupRecord,
@@ -14,18 +21,11 @@ from orchestrator.ledger.records import (
     RolloutRecord,
     Value,
 )
-from orchestrator.slices import in_slices
-from penstock import job_inputs
-from penstock.batches import BatchPlan, BatchRollout
-from penstock.config import RunConfig
-from penstock.errors import BlobError
-from penstock.job_inputs import Content
-from penstock.ledger.states import STEP_JOBS, GroupState, JobKind, RolloutState
-from penstock.messages import BatchPhaseResult, GroupInputs, GroupMember, StepValues
-from penstock.runtime.offload import in_io_thread
-from penstock.store import BlobRef, Store, open_store
+from headpond.orchestrator.slices import in_slices
+from headpond.runtime.offload import in_io_thread
+from headpond.store import BlobRef, Store, open_store
 
-logger = logging.getLogger("penstock.inputs")
+logger = logging.getLogger("headpond.inputs")
 
 READ_IN_STATES = frozenset({GroupState.SCORING, GroupState.FILTERING, GroupState.ESTIMATING})
 BY_JOB = frozenset({JobKind.DRAW, JobKind.EVALUATION_SCORE})

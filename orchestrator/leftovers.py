@@ -1,4 +1,4 @@
-"""`penstock gc`: finds and deletes what nothing of a run reads again, by its ledger, its manifests and its settings.
+"""`headpond gc`: finds and deletes what nothing of a run reads again, by its ledger, its manifests and its settings.
 
 A file that is named by an open record of the ledger, or by the manifest of a step that is not released, is never found.
 Deleting needs the run's lock; finding only reads.
@@ -13,24 +13,24 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orchestrator import run_dir
-from orchestrator.housekeeping import Reported
-from orchestrator.ledger import restore, upgrade
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.lock import lock_directory
-from orchestrator.release import SWEPT_AT_ONCE, Releaser, closed_files, named_files, releasable, sort_out
-from orchestrator.trainer import Trainer, trainer_state
-from penstock import ids, job_inputs
-from penstock.batches import manifest_steps, read_manifest
-from penstock.batches.manifest import manifest_key
-from penstock.batches.plan import BATCHES, step_directory
-from penstock.config import RunConfig
-from penstock.config.run import Trainer as TrainerSettings
-from penstock.errors import LedgerError, RunError
-from penstock.inspection import run_json
-from penstock.inspection.run_state import is_locked
-from penstock.ledger import queries, schema
-from penstock.store import Store, open_store
+from headpond import ids, job_inputs
+from headpond.batches import manifest_steps, read_manifest
+from headpond.batches.manifest import manifest_key
+from headpond.batches.plan import BATCHES, step_directory
+from headpond.config import RunConfig
+from headpond.config.run import Trainer as TrainerSettings
+from headpond.errors import LedgerError, RunError
+from headpond.inspection import run_json
+from headpond.inspection.run_state import is_locked
+from headpond.ledger import queries, schema
+from headpond.orchestrator import run_dir
+from headpond.orchestrator.housekeeping import Reported
+from headpond.orchestrator.ledger import restore, upgrade
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.lock import lock_directory
+from headpond.orchestrator.release import SWEPT_AT_ONCE, Releaser, closed_files, named_files, releasable, sort_out
+from headpond.orchestrator.trainer import Trainer, trainer_state
+from headpond.store import Store, open_store
 
 RELEASED_STEPS = "of released steps"
 UNNAMED = "named by neither ledger nor manifest"

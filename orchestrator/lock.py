@@ -11,12 +11,12 @@ from typing import IO, Any
 
 import orjson
 
-from orchestrator.broker import Broker
-from orchestrator.run_dir import explained
-from penstock import redis_keys
-from penstock.errors import RunLocked
+from headpond import redis_keys
+from headpond.errors import RunLocked
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.run_dir import explained
 
-logger = logging.getLogger("penstock.lock")
+logger = logging.getLogger("headpond.lock")
 
 TTL_S = 10
 RENEW_S = 2.0

@@ -18,45 +18,45 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator import crash_points, release
-from orchestrator.broker import Broker
-from orchestrator.composer import BatchPhase, Composer, Sealer
-from orchestrator.engine.check import EngineCheck
-from orchestrator.engine.concurrency import LoadWatch
-from orchestrator.engine.replicas import ReplicaWatch
-from orchestrator.engine.weights import WeightUpdates
-from orchestrator.examples.retry_requests import RetryRequests
-from orchestrator.gates import Gates
-from orchestrator.groups import Groups
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import START, BatchRecord
-from orchestrator.lock import RunLock
-from orchestrator.planner import Planner
-from orchestrator.reconciler import Reconciler
-from orchestrator.release import Releaser, Sweeper
-from orchestrator.reply_stream import AT_ONCE, ReplyStream
-from orchestrator.reporting.endpoint import Endpoint
-from orchestrator.reporting.evaluations_file import EvaluationsFile
-from orchestrator.reporting.metrics import LagPoller, Metrics
-from orchestrator.reporting.next_step import NextStep
-from orchestrator.reporting.prometheus import RunCollector
-from orchestrator.reporting.reporter import Reporter, Sources, StatusCallback
-from orchestrator.reporting.sinks import Sinks
-from orchestrator.shutdown import Phase, Shutdown, StopRequests
-from orchestrator.slices import in_slices
-from orchestrator.stall import StallWatch
-from orchestrator.submission import Submitter
-from orchestrator.trainer import Trainer
-from orchestrator.workforce.attendance import Attendance
-from orchestrator.workforce.leases import remove_leases
-from penstock.batches import EncodedRank, read_manifest
-from penstock.config import RunConfig
-from penstock.errors import OtherPlan
-from penstock.runtime.loop_lag import LoopLag
-from penstock.runtime.offload import in_io_thread
-from penstock.store import open_store
+from headpond.batches import EncodedRank, read_manifest
+from headpond.config import RunConfig
+from headpond.errors import OtherPlan
+from headpond.orchestrator import crash_points, release
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.composer import BatchPhase, Composer, Sealer
+from headpond.orchestrator.engine.check import EngineCheck
+from headpond.orchestrator.engine.concurrency import LoadWatch
+from headpond.orchestrator.engine.replicas import ReplicaWatch
+from headpond.orchestrator.engine.weights import WeightUpdates
+from headpond.orchestrator.examples.retry_requests import RetryRequests
+from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.groups import Groups
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import START, BatchRecord
+from headpond.orchestrator.lock import RunLock
+from headpond.orchestrator.planner import Planner
+from headpond.orchestrator.reconciler import Reconciler
+from headpond.orchestrator.release import Releaser, Sweeper
+from headpond.orchestrator.reply_stream import AT_ONCE, ReplyStream
+from headpond.orchestrator.reporting.endpoint import Endpoint
+from headpond.orchestrator.reporting.evaluations_file import EvaluationsFile
+from headpond.orchestrator.reporting.metrics import LagPoller, Metrics
+from headpond.orchestrator.reporting.next_step import NextStep
+from headpond.orchestrator.reporting.prometheus import RunCollector
+from headpond.orchestrator.reporting.reporter import Reporter, Sources, StatusCallback
+from headpond.orchestrator.reporting.sinks import Sinks
+from headpond.orchestrator.shutdown import Phase, Shutdown, StopRequests
+from headpond.orchestrator.slices import in_slices
+from headpond.orchestrator.stall import StallWatch
+from headpond.orchestrator.submission import Submitter
+from headpond.orchestrator.trainer import Trainer
+from headpond.orchestrator.workforce.attendance import Attendance
+from headpond.orchestrator.workforce.leases import remove_leases
+from headpond.runtime.loop_lag import LoopLag
+from headpond.runtime.offload import in_io_thread
+from headpond.store import open_store
 
-logger = logging.getLogger("penstock.orchestrator")
+logger = logging.getLogger("headpond.orchestrator")
 
 WAKE_S = 0.5
 GATHER_S = 0.01  # gathers replies for one commit: handling six at a time as they arrive costs a third more CPU
@@ -128,7 +128,7 @@ class Orchestrator:
         self.stall = StallWatch(config, ledger, self.trainer, self.reporter.waiting_for)
 
     def _watch_engine(self, engine_check: Sequence[str] | None) -> None:
-        if self.config.engine.weight_update == "penstock":
+        if self.config.engine.weight_update == "headpond":
             self.trainer.holds_update = self.evaluations.holds_update
         self.engine = ReplicaWatch(self.config, self.run_id, self.ledger, self.trainer)
         self.evaluations.served_version = lambda: self.engine.served_version

@@ -4,16 +4,16 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
-from orchestrator.causes import Causes
-from orchestrator.examples.choice import Examples
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.quotas import UNFINISHED, in_groups, leftover, quotas
-from orchestrator.submission import AT_ONCE
-from orchestrator.trainer import Trainer
-from penstock import ids
-from penstock.config import RunConfig
-from penstock.errors import RunError
-from penstock.ledger.states import JobKind
+from headpond import ids
+from headpond.config import RunConfig
+from headpond.errors import RunError
+from headpond.ledger.states import JobKind
+from headpond.orchestrator.causes import Causes
+from headpond.orchestrator.examples.choice import Examples
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.quotas import UNFINISHED, in_groups, leftover, quotas
+from headpond.orchestrator.submission import AT_ONCE
+from headpond.orchestrator.trainer import Trainer
 
 
 class Planner:

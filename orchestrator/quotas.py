@@ -3,11 +3,11 @@
 import math
 from collections.abc import Mapping
 
-from orchestrator.examples.choice import Examples
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import GroupRecord
-from penstock.config import RunConfig
-from penstock.ledger.states import GroupState, RolloutState
+from headpond.config import RunConfig
+from headpond.ledger.states import GroupState, RolloutState
+from headpond.orchestrator.examples.choice import Examples
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import GroupRecord
 
 UNFINISHED = frozenset(GroupState) - {GroupState.ADMITTED, GroupState.BATCHED, GroupState.CLOSED}
 

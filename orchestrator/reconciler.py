@@ -12,22 +12,22 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator import envelope
-from orchestrator.broker import Broker
-from orchestrator.gates import Gates
-from orchestrator.groups import Groups
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import JobRecord
-from orchestrator.slices import in_slices
-from orchestrator.staleness import Staleness
-from orchestrator.submission import timeout_s
-from orchestrator.workforce.leases import read_leases
-from penstock.config import RunConfig
-from penstock.ids import LeaseId, LeaseValue
-from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
-from penstock.messages import GRACE_S, Queue
+from headpond.config import RunConfig
+from headpond.ids import LeaseId, LeaseValue
+from headpond.ledger.states import GroupState, JobKind, JobState, RolloutState
+from headpond.messages import GRACE_S, Queue
+from headpond.orchestrator import envelope
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.groups import Groups
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.slices import in_slices
+from headpond.orchestrator.staleness import Staleness
+from headpond.orchestrator.submission import timeout_s
+from headpond.orchestrator.workforce.leases import read_leases
 
-logger = logging.getLogger("penstock.reconciler")
+logger = logging.getLogger("headpond.reconciler")
 
 POLL_MOST_S = 1.0
 POLLS_PER_LEASE = 5

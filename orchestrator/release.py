@@ -6,25 +6,25 @@ import sqlite3
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from orchestrator.housekeeping import Reported, delete
-from orchestrator.ledger.evaluations import EvaluationRecord, is_open
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import GroupRecord
-from orchestrator.trainer import Trainer, last_released
-from penstock import ids
-from penstock.batches import Manifest, TrainerState, read_manifest
-from penstock.batches.manifest import NAME, manifest_key
-from penstock.batches.plan import Format, step_directory
-from penstock.batches.prime_rl_directory import unpublish_prime_rl
-from penstock.config import RunConfig
-from penstock.config.run import Trainer as TrainerSettings
-from penstock.ledger import queries, schema
-from penstock.ledger.queries import RELEASED
-from penstock.ledger.states import UNGENERATED
-from penstock.runtime.offload import in_io_thread
-from penstock.store import BlobRef, Store, open_store
+from headpond import ids
+from headpond.batches import Manifest, TrainerState, read_manifest
+from headpond.batches.manifest import NAME, manifest_key
+from headpond.batches.plan import Format, step_directory
+from headpond.batches.prime_rl_directory import unpublish_prime_rl
+from headpond.config import RunConfig
+from headpond.config.run import Trainer as TrainerSettings
+from headpond.ledger import queries, schema
+from headpond.ledger.queries import RELEASED
+from headpond.ledger.states import UNGENERATED
+from headpond.orchestrator.housekeeping import Reported, delete
+from headpond.orchestrator.ledger.evaluations import EvaluationRecord, is_open
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import GroupRecord
+from headpond.orchestrator.trainer import Trainer, last_released
+from headpond.runtime.offload import in_io_thread
+from headpond.store import BlobRef, Store, open_store
 
-logger = logging.getLogger("penstock.release")
+logger = logging.getLogger("headpond.release")
 
 SWEEP_EVERY_S = 300.0  # unnamed files are rare and can wait
 SWEPT_AT_ONCE = 64  # directories: about 10 ms of a thread that shares the GIL with the loop

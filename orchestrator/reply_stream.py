@@ -5,12 +5,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from orchestrator.broker import Broker
-from orchestrator.ledger.ledger import Ledger
-from penstock import redis_keys
-from penstock.messages import Reply
+from headpond import redis_keys
+from headpond.messages import Reply
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.ledger.ledger import Ledger
 
-logger = logging.getLogger("penstock.replies")
+logger = logging.getLogger("headpond.replies")
 
 BLOCK_MS = 1000
 AT_ONCE = 100  # for one commit

@@ -9,20 +9,21 @@ from typing import Any
 
 import orjson
 
-from orchestrator.housekeeping import Reported
-from penstock import ids, job_inputs
-from penstock.batches.plan import BATCHES
-from penstock.config import RunConfig
-from penstock.config.declared import changes, flattened, shared_settings
-from penstock.config.redis_address import address
-from penstock.error_boundary import raised_at
-from penstock.errors import PenstockError, RunError, RunMismatch, text_of
-from penstock.inspection.run_json import read
-from penstock.ledger import schema
-from penstock.store import Store, atomic, open_store
-from penstock.store.opening import owner_of, relative_path, run_store_url, stored_url
+from headpond import ids, job_inputs
+from headpond.batches.plan import BATCHES
+from headpond.config import RunConfig
+from headpond.config.declared import changes, shared_settings
+from headpond.config.redis_address import address
+from headpond.error_boundary import raised_at
+from headpond.errors import HeadpondError, RunError, RunMismatch, text_of
+from headpond.inspection.run_json import read
+from headpond.ledger import schema
+from headpond.orchestrator.housekeeping import Reported
+from headpond.store import Store, atomic, open_store
+from headpond.store.opening import owner_of, relative_path, run_store_url, stored_url
+from headpond.version import release
 
-logger = logging.getLogger("penstock.orchestrator")
+logger = logging.getLogger("headpond.orchestrator")
 
 CHANGES_KEPT = 100
 """Changed settings that run.json lists, the latest ones."""
@@ -49,6 +50,7 @@ def begin_or_resume(config: RunConfig) -> str:
         stored = read(config.run_dir) if (config.run_dir / "run.json").exists() else {}
         content: dict[str, Any] = {
             "run": stored.get("run") or ids.new_run(),
+            "release": release(),
             "settings": {setting.key: setting.value for setting in shared_settings(config)},
             "changed": stored.get("changed", []),
             "redis": address(config.redis_url),
@@ -100,7 +102,7 @@ def _explained_store(store: Store) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, RunError) or store.url.startswith("file:"):
             raise
-        why = str(error) if isinstance(error, PenstockError) else f"{text_of(error)}, {raised_at(error)}"
+        why = str(error) if isinstance(error, HeadpondError) else f"{text_of(error)}, {raised_at(error)}"
         raise RunError(
             f"the store URL {store.url} cannot be used ({why}): repair its class, or set store to another one"
         ) from error
@@ -111,7 +113,7 @@ def write_json(path: Path, content: dict[str, Any], *, durable: bool = False) ->
 
 
 def _published_in(config: RunConfig) -> dict[str, str]:
-    """Where prime-rl's trainer reads and broadcasts, for `penstock gc`."""
+    """Where prime-rl's trainer reads and broadcasts, for `headpond gc`."""
     native = config.batch.format == "native"
     return {} if native else {"output_dir": relative_path(config.run_dir, config.prime_rl_dir)}
 
@@ -131,10 +133,7 @@ def _refuse_store_of_another_run(store: Store, run: str) -> None:
 
 def _changed(config: RunConfig, stored: dict[str, Any]) -> list[dict[str, Any]]:
     """The settings that take effect with another value from now on. Refuses those that are fixed for a run."""
-    if "settings" in stored:
-        found = changes(stored["settings"], config)
-    else:  # release 0.1 recorded only settings that are fixed
-        found = [change for change in changes(flattened(stored["identity"]), config) if change.declared.fixed]
+    found = changes(stored["settings"], config)
     if fixed := [str(change) for change in found if change.declared.fixed]:
         raise RunMismatch(
             f"{config.run_dir} holds a run with other settings ({'; '.join(fixed)}): "

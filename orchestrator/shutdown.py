@@ -11,26 +11,26 @@ from typing import Any
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from orchestrator import envelope
-from orchestrator.broker import Broker
-from orchestrator.housekeeping import Reported, delete
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import GroupRecord
-from orchestrator.reply_stream import ReplyStream
-from orchestrator.slices import in_slices
-from orchestrator.submission import MESSAGES_AT_ONCE
-from orchestrator.workforce.leases import LEASES_AT_ONCE, read_leases, remove_leases
-from penstock import ids, job_inputs, redis_keys
-from penstock.config import RunConfig
-from penstock.ids import LeaseId
-from penstock.ledger.states import IN_FLIGHT, GroupState, JobState
-from penstock.messages import Queue
-from penstock.runtime.offload import in_io_thread
-from penstock.store import Store, open_store
-from tasks import app
-from tasks.celery_app import broker_settings
+from headpond import ids, job_inputs, redis_keys
+from headpond.config import RunConfig
+from headpond.ids import LeaseId
+from headpond.ledger.states import IN_FLIGHT, GroupState, JobState
+from headpond.messages import Queue
+from headpond.orchestrator import envelope
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.housekeeping import Reported, delete
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import GroupRecord
+from headpond.orchestrator.reply_stream import ReplyStream
+from headpond.orchestrator.slices import in_slices
+from headpond.orchestrator.submission import MESSAGES_AT_ONCE
+from headpond.orchestrator.workforce.leases import LEASES_AT_ONCE, read_leases, remove_leases
+from headpond.runtime.offload import in_io_thread
+from headpond.store import Store, open_store
+from headpond.tasks import app
+from headpond.tasks.celery_app import broker_settings
 
-logger = logging.getLogger("penstock.orchestrator")
+logger = logging.getLogger("headpond.orchestrator")
 
 TICK_S = 0.1
 CANCELLED_AT_ONCE = 16  # groups with their jobs: about 1 ms

@@ -1,9 +1,9 @@
 """Applies the rule of `filters.stale` to the ledger's records, against the newest policy version."""
 
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import START, RolloutRecord
-from penstock.config import RunConfig
-from penstock.filters import Mode, is_stale
+from headpond.config import RunConfig
+from headpond.filters import Mode, is_stale
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import START, RolloutRecord
 
 
 class Staleness:

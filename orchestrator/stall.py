@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable
 
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.trainer import Trainer
-from penstock.config import RunConfig
-from penstock.errors import RunError
+from headpond.config import RunConfig
+from headpond.errors import RunError
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.trainer import Trainer
 
 LOOK_MOST_S = 2.0  # that one look counts for: more is a pause of this process
 

@@ -7,26 +7,26 @@ import socket
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from orchestrator import crash_points, run_dir
-from orchestrator.broker import Broker
-from orchestrator.ledger import rebuild, upgrade
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.lock import RunLock, lock_directory
-from orchestrator.loop import PROCESS, Orchestrator
-from orchestrator.release import releasable
-from orchestrator.reporting import endpoint
-from orchestrator.reporting.reporter import StatusCallback, ignore_status
-from orchestrator.shutdown import StopRequests
-from orchestrator.trainer import trainer_state
-from orchestrator.workforce import attendance
-from penstock.config import RunConfig, rules, test_hooks
-from penstock.errors import BatchError, ConfigError, PenstockError, RunLocked
-from penstock.ledger import schema
-from penstock.runtime import garbage, stacks
-from penstock.runtime.event_loop import event_loop_factory
-from penstock.runtime.lag_summaries import redis_publisher
+from headpond.config import RunConfig, rules, test_hooks
+from headpond.errors import BatchError, ConfigError, HeadpondError, RunLocked
+from headpond.ledger import schema
+from headpond.orchestrator import crash_points, run_dir
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.ledger import rebuild, upgrade
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.lock import RunLock, lock_directory
+from headpond.orchestrator.loop import PROCESS, Orchestrator
+from headpond.orchestrator.release import releasable
+from headpond.orchestrator.reporting import endpoint
+from headpond.orchestrator.reporting.reporter import StatusCallback, ignore_status
+from headpond.orchestrator.shutdown import StopRequests
+from headpond.orchestrator.trainer import trainer_state
+from headpond.orchestrator.workforce import attendance
+from headpond.runtime import garbage, stacks
+from headpond.runtime.event_loop import event_loop_factory
+from headpond.runtime.lag_summaries import redis_publisher
 
-logger = logging.getLogger("penstock.orchestrator")
+logger = logging.getLogger("headpond.orchestrator")
 
 LEAVE_S = 3.0  # for the last commit, and for releasing the lock
 IO_CONCURRENCY = 8  # plans, manifests and the status file: a handful of small files at once
@@ -133,6 +133,6 @@ async def _within(seconds: float, work: Awaitable[None]) -> None:
 
 
 def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error that ended the duties: a PenstockError if there is one."""
+    """The one error that ended the duties: a HeadpondError if there is one."""
     errors = [_cause(error) if isinstance(error, BaseExceptionGroup) else error for error in group.exceptions]
-    return next((error for error in errors if isinstance(error, PenstockError)), errors[0])
+    return next((error for error in errors if isinstance(error, HeadpondError)), errors[0])

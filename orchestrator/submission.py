@@ -6,18 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator import crash_points, envelope
-from orchestrator.broker import Broker
-from orchestrator.gates import Gate, Gates
-from orchestrator.inputs import JobInputs
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import JobRecord
-from orchestrator.slices import in_slices
-from orchestrator.workforce.attendance import Attendance
-from penstock.config import RunConfig
-from penstock.ids import EncodeJobId, RolloutId
-from penstock.ledger.states import JobKind, JobState
-from penstock.messages import (
+from headpond.config import RunConfig
+from headpond.ids import EncodeJobId, RolloutId
+from headpond.ledger.states import JobKind, JobState
+from headpond.messages import (
     AdvantageJob,
     AnyJob,
     BatchPhaseJob,
@@ -29,8 +21,16 @@ from penstock.messages import (
     ScoreJob,
     SurveyJob,
 )
+from headpond.orchestrator import crash_points, envelope
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.gates import Gate, Gates
+from headpond.orchestrator.inputs import JobInputs
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.slices import in_slices
+from headpond.orchestrator.workforce.attendance import Attendance
 
-logger = logging.getLogger("penstock.submission")
+logger = logging.getLogger("headpond.submission")
 
 GATED = (JobKind.FILTER, JobKind.BATCH_PHASE, JobKind.ENCODE, JobKind.EVALUATION, JobKind.ROLLOUT)
 PLAYED = (JobKind.EVALUATION, JobKind.ROLLOUT)

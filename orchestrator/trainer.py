@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import START
-from penstock.batches import RunStatus, TrainerState, read_trainer, write_status
-from penstock.batches.prime_rl_directory import LAYOUTS, accept_broadcasts, read_broadcasts
-from penstock.config import RunConfig
-from penstock.config.run import Trainer as TrainerSettings
-from penstock.engines.control import reload_advice
-from penstock.errors import BatchError, BlobUnwritten, RunError
-from penstock.runtime.offload import in_io_thread, to_its_end_in_io_thread
+from headpond.batches import RunStatus, TrainerState, read_trainer, write_status
+from headpond.batches.prime_rl_directory import LAYOUTS, accept_broadcasts, read_broadcasts
+from headpond.config import RunConfig
+from headpond.config.run import Trainer as TrainerSettings
+from headpond.engines.control import reload_advice
+from headpond.errors import BatchError, BlobUnwritten, RunError
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import START
+from headpond.runtime.offload import in_io_thread, to_its_end_in_io_thread
 
-logger = logging.getLogger("penstock.trainer")
+logger = logging.getLogger("headpond.trainer")
 
 AWAITED_S = 5.0  # a run waits less than this for its trainer at every step: not worth reporting
 PUBLISHED = "policy_published"  # key in the ledger

@@ -1,6 +1,6 @@
 """What is queued: the Celery app, its tasks (`jobs.py`), and the execution that every job shares."""
 
-from tasks import jobs
-from tasks.celery_app import app
+from headpond.tasks import jobs
+from headpond.tasks.celery_app import app
 
 __all__ = ["app", "jobs"]

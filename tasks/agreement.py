@@ -10,24 +10,24 @@ import os
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, Literal
 
 import orjson
 from celery import current_task
 from pydantic import Field, ValidationError
 
-from penstock import ids
-from penstock.config import RunConfig
-from penstock.config.declared import settings_used_by
-from penstock.messages import WireModel, shortened
-from penstock.queues import WorkerKind
+from headpond import ids
+from headpond.config import RunConfig
+from headpond.config.declared import settings_used_by
+from headpond.messages import WireModel, shortened
+from headpond.queues import WorkerKind
+from headpond.version import release
 
-SETTINGS_HEADER = "penstock_settings"
-FAILED_BY_HEADER = "penstock_failed_by"
+SETTINGS_HEADER = "headpond_settings"
+FAILED_BY_HEADER = "headpond_failed_by"
 NODE_CHARACTERS = 128
 DIFFERENCES_SHOWN = 4
-VERSION = "version of Penstock"
+VERSION = "version of Headpond"
 
 headers: ContextVar[Mapping[str, Any] | None] = ContextVar("headers", default=None)
 """of the message whose body runs in this task; set by the asyncio pool"""
@@ -41,7 +41,7 @@ def message_headers() -> Any:
 
 def used_settings(config: RunConfig, kind: WorkerKind) -> dict[str, Any]:
     """What a worker of `kind` must have in common with its run."""
-    return {VERSION: version("penstock"), **settings_used_by(config, kind.value)}
+    return {VERSION: release(), **settings_used_by(config, kind.value)}
 
 
 def digest(settings: Mapping[str, Any]) -> str:

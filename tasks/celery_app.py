@@ -13,11 +13,11 @@ from celery import Celery
 from celery.signals import celeryd_init
 from kombu.serialization import register
 
-from penstock import config
-from penstock.config import redis_address
-from penstock.errors import ConfigError
-from penstock.messages import Queue
-from penstock.queues import WorkerKind
+from headpond import config
+from headpond.config import redis_address
+from headpond.errors import ConfigError
+from headpond.messages import Queue
+from headpond.queues import WorkerKind
 
 CONTENT_TYPE = "application/x-orjson"
 SOCKET_TIMEOUT_S = 30
@@ -30,12 +30,12 @@ def settings() -> config.RunConfig:
     try:
         return config.load(None)
     except ConfigError as error:
-        raise SystemExit(f"penstock: {error}") from error
+        raise SystemExit(f"headpond: {error}") from error
 
 
 def task_name(queue: Queue, task: str = "run") -> str:
     """Names are explicit, so that import paths never reach the wire."""
-    return f"penstock.{queue.value}.{task}"
+    return f"headpond.{queue.value}.{task}"
 
 
 def _dumps(value: object) -> str:
@@ -82,18 +82,18 @@ def _configuration() -> dict[str, Any]:
     }
 
 
-app = Celery("penstock")
+app = Celery("headpond")
 app.add_defaults(_configuration)
 kind: WorkerKind | None = None
-"""of this process, if it is a worker: set by `workers.start`"""
+"""of this process, if it is a worker: set by `headpond.workers.start`"""
 
 
 @celeryd_init.connect
 def _refuse_to_be_a_worker(instance: Any, options: dict[str, Any], **_: object) -> None:
-    """`celery -A tasks worker` has neither the asyncio pool nor the start-up of a worker."""
+    """`celery -A headpond.tasks worker` has neither the asyncio pool nor the start-up of a worker."""
     if kind is None and instance.app is app:
         kinds = {WorkerKind.of(Queue(queue)) for queue in options.get("queues") or Queue if queue in list(Queue)}
         commands = " and ".join(each.command for each in sorted(kinds or WorkerKind, reverse=True))
         raise SystemExit(
-            f"penstock: `tasks` is the app of Flower and of remote control. Start a worker with {commands}"
+            f"headpond: `headpond.tasks` is the app of Flower and of remote control. Start a worker with {commands}"
         )

@@ -24,10 +24,10 @@ import redis.asyncio
 from celery.exceptions import Terminated
 from redis.exceptions import RedisError
 
-from penstock import ids, redis_keys
-from penstock.config import RunConfig
-from penstock.errors import BlobUnwritten, EngineUnreachable, PenstockError, StageError, text_of
-from penstock.messages import (
+from headpond import ids, redis_keys
+from headpond.config import RunConfig
+from headpond.errors import BlobUnwritten, EngineUnreachable, HeadpondError, StageError, text_of
+from headpond.messages import (
     GRACE_S,
     REPLY_LIMIT_BYTES,
     AnyJob,
@@ -38,15 +38,15 @@ from penstock.messages import (
     RolloutResult,
     shortened,
 )
-from penstock.queues import WorkerKind
-from penstock.replica_use import ASKED, ReplicaUse
-from penstock.runtime import blocked_loop
-from penstock.runtime.lag_summaries import redis_publisher
-from tasks.agreement import Identity, identity, message_headers
-from tasks.celery_app import settings
-from tasks.leases import LeaseKeeper
+from headpond.queues import WorkerKind
+from headpond.replica_use import ASKED, ReplicaUse
+from headpond.runtime import blocked_loop
+from headpond.runtime.lag_summaries import redis_publisher
+from headpond.tasks.agreement import Identity, identity, message_headers
+from headpond.tasks.celery_app import settings
+from headpond.tasks.leases import LeaseKeeper
 
-logger = logging.getLogger("penstock.execution")
+logger = logging.getLogger("headpond.execution")
 
 Expiry = tuple[str, int]
 """A written key and its time to live in seconds."""
@@ -106,7 +106,7 @@ class Execution:
             outcome = Outcome.UNWRITTEN
         else:
             outcome = Outcome.FAILED
-        uses = error.replica_uses if isinstance(error, PenstockError) else None
+        uses = error.replica_uses if isinstance(error, HeadpondError) else None
         reply = self._reply(outcome, error=text_of(error), replica_uses=uses)
         return EncodedReply(reply.model_dump_json().encode(), error)
 

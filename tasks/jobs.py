@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from celery import Task
 
-from penstock import job_inputs
-from penstock.config import RunConfig
-from penstock.config.test_hooks import noop_settings
-from penstock.errors import ConfigError
-from penstock.messages import (
+from headpond import job_inputs
+from headpond.config import RunConfig
+from headpond.config.test_hooks import noop_settings
+from headpond.errors import ConfigError
+from headpond.messages import (
     AdvantageJob,
     AdvantageResult,
     BatchPhaseJob,
@@ -27,15 +27,15 @@ from penstock.messages import (
     ScoreJob,
     SurveyJob,
 )
-from penstock.queues import WorkerKind
-from penstock.stages import draw_examples, encode, estimate_group, estimate_step, filter_group
-from penstock.store import open_store
-from tasks import noop
-from tasks.celery_app import app, settings, task_name
-from tasks.execution import AsyncExecutor, sync_executor
+from headpond.queues import WorkerKind
+from headpond.stages import draw_examples, encode, estimate_group, estimate_step, filter_group
+from headpond.store import open_store
+from headpond.tasks import noop
+from headpond.tasks.celery_app import app, settings, task_name
+from headpond.tasks.execution import AsyncExecutor, sync_executor
 
 if TYPE_CHECKING:  # every process declares the tasks; only rollout workers load environments and engine client
-    from tasks.player import Player
+    from headpond.tasks.player import Player
 
 executor: AsyncExecutor | None = None
 """Set by the worker before its first job."""

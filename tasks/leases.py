@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 
 import redis
 
-from penstock import redis_keys
-from penstock.ids import LeaseId, LeaseValue
-from penstock.replica_use import URL_CHARACTERS
+from headpond import redis_keys
+from headpond.ids import LeaseId, LeaseValue
+from headpond.replica_use import URL_CHARACTERS
 
-logger = logging.getLogger("penstock.leases")
+logger = logging.getLogger("headpond.leases")
 
 RENEW_MOST_S = 1.0
 RENEWALS_A_LEASE = 5  # a lease outlives four renewals that fail or are late
@@ -47,7 +47,7 @@ class LeaseKeeper:
         self._renewed: set[str] = set()
         self._beat = 0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._renew_until_stopped, name="penstock-leases", daemon=True)
+        self._thread = threading.Thread(target=self._renew_until_stopped, name="headpond-leases", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

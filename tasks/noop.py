@@ -1,4 +1,4 @@
-"""No-op stages for tests and benchmarks (`penstock.config.test_hooks`), with configured durations and faults.
+"""No-op stages for tests and benchmarks (`headpond.config.test_hooks`), with configured durations and faults.
 
 Pure functions of the job and the settings, in place of the real stages.
 """
@@ -8,10 +8,10 @@ import time
 
 import xxhash
 
-from penstock.batches import BatchPlan, EncodedRank
-from penstock.config.test_hooks import Noop
-from penstock.errors import EngineUnreachable, InfrastructureFailure
-from penstock.messages import (
+from headpond.batches import BatchPlan, EncodedRank
+from headpond.config.test_hooks import Noop
+from headpond.errors import EngineUnreachable, InfrastructureFailure
+from headpond.messages import (
     AdvantageJob,
     AdvantageResult,
     EncodeJob,
@@ -23,7 +23,7 @@ from penstock.messages import (
     RolloutJob,
     RolloutResult,
 )
-from penstock.store import BlobRef
+from headpond.store import BlobRef
 
 HOLD_POLL_S = 0.5  # 1,000 held rollouts look for the file 2,000 times a second
 

@@ -9,24 +9,24 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import islice
 
-from penstock import job_inputs
-from penstock.config import RunConfig
-from penstock.config.test_hooks import noop_settings
-from penstock.engines.client import EngineClient
-from penstock.engines.replicas import Orders
-from penstock.environments import agent_program, grading
-from penstock.environments.loading import LoadedEnvironment, load_environments
-from penstock.errors import ConfigError, InfrastructureFailure, StageError
-from penstock.messages import REWARDS_LIMIT, RolloutJob, RolloutResult, ScoreJob, ScoreResult, SurveyJob, SurveyResult
-from penstock.playing.agent_sessions import SessionServers
-from penstock.playing.opening import open_dialect
-from penstock.playing.rollout import Attempt, RolloutStage, play, score_group
-from penstock.runtime.offload import in_io_thread
-from penstock.store import open_store
-from penstock.store.opening import owner_of
-from tasks import noop
+from headpond import job_inputs
+from headpond.config import RunConfig
+from headpond.config.test_hooks import noop_settings
+from headpond.engines.client import EngineClient
+from headpond.engines.replicas import Orders
+from headpond.environments import agent_program, grading
+from headpond.environments.loading import LoadedEnvironment, load_environments
+from headpond.errors import ConfigError, InfrastructureFailure, StageError
+from headpond.messages import REWARDS_LIMIT, RolloutJob, RolloutResult, ScoreJob, ScoreResult, SurveyJob, SurveyResult
+from headpond.playing.agent_sessions import SessionServers
+from headpond.playing.opening import open_dialect
+from headpond.playing.rollout import Attempt, RolloutStage, play, score_group
+from headpond.runtime.offload import in_io_thread
+from headpond.store import open_store
+from headpond.store.opening import owner_of
+from headpond.tasks import noop
 
-logger = logging.getLogger("penstock.tasks")
+logger = logging.getLogger("headpond.tasks")
 
 
 class Player:
@@ -175,8 +175,8 @@ class Player:
         environment = self.environments[name]
         if environment.external_agent and not self._config.sessions.urls:
             raise StageError(
-                f"environment {name!r} runs its own agent: set sessions.urls (PENSTOCK_SESSIONS__URLS) to the URL of "
-                "`penstock sessions`"
+                f"environment {name!r} runs its own agent: set sessions.urls (HEADPOND_SESSIONS__URLS) to the URL of "
+                "`headpond sessions`"
             )
         required = [field for field in self._config.batch.fields_of("score") if field.default is None]
         if environment.external_agent and required and name not in self._config.evaluation:

@@ -19,7 +19,7 @@ if importlib.util.find_spec("hypothesis"):  # not in the environment of `make te
     settings.load_profile("steady")
 
 HERE = Path(__file__).parent
-LONG = {"bench", "chaos", "cli", "pipeline", "recovery", "workers"}
+LONG = {"bench", "chaos", "commands", "pipeline", "recovery", "workers"}
 """folders of tests that start whole clusters"""
 
 
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first, so that the processes of `make test` end together."""
-    items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] not in LONG)
+    items.sort(key=lambda item: LONG.isdisjoint(item.path.relative_to(HERE).parts))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Every command starts with the packages of the extra `app`, which is all that the image has."""
+"""Every command starts with the packages of the extras `app` and `flower`, which are all that the image has."""
 
 import json
 import subprocess
@@ -12,7 +12,10 @@ from packaging.requirements import Requirement
 
 PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 # What the containers' commands import, and what they load by name only.
-COMMANDS = "workers.rollouts workers.compute cli.main orchestrator.start services.engine.server cli.live"
+COMMANDS = (
+    "headpond.workers.rollouts headpond.workers.compute headpond.commands.main headpond.orchestrator.start "
+    "headpond.demo.engine.server headpond.commands.live"
+)
 BY_NAME = "kombu.transport.redis flower.command uvloop redis.asyncio"
 IMPORTED = """
 import importlib, json, sys
@@ -31,8 +34,8 @@ for name in sys.argv[2:]:
 
 LOADED = """
 import sys
-import orchestrator.start, orchestrator.ledger.audit, penstock.inspection.status
-rooms = "penstock.environments", "penstock.engines.client", "penstock.engines.response", "penstock.playing"
+import headpond.orchestrator.start, headpond.orchestrator.ledger.audit, headpond.inspection.status
+rooms = "headpond.environments", "headpond.engines.client", "headpond.engines.response", "headpond.playing"
 print(*(name for name in sys.modules if name.startswith(rooms)))
 """
 
@@ -60,7 +63,8 @@ def installed_for(requirements: Iterable[str], extras: Iterable[str], installed:
 
 def test_every_command_starts_with_what_the_extra_app_installs() -> None:
     project = tomllib.loads(PYPROJECT.read_text())["project"]
-    allowed = installed_for(project["dependencies"] + project["optional-dependencies"]["app"], [], {"penstock"})
+    extras = project["optional-dependencies"]
+    allowed = installed_for(project["dependencies"] + extras["app"] + extras["flower"], [], {"headpond"})
     providers = {
         name: {canonical(each) for each in distributions}
         for name, distributions in metadata.packages_distributions().items()

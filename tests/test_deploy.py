@@ -3,21 +3,20 @@
 import json
 import re
 import subprocess
-from pathlib import Path
 
 import yaml
 from support.documents import ROOT, Page
 
-SERIES = re.compile(r"penstock_[a-z_0-9]+")
+SERIES = re.compile(r"headpond_[a-z_0-9]+")
 
 
 def documented() -> set[str]:
-    """The series of docs/metrics.md, with the short forms `_solved_rate` and `penstock_last_step_…` spelled out."""
+    """The series of docs/metrics.md, with the short forms `_solved_rate` and `headpond_last_step_…` spelled out."""
     table = (ROOT / "docs" / "metrics.md").read_text()
-    rows = [line for line in table.splitlines() if line.startswith("| `penstock_")]
+    rows = [line for line in table.splitlines() if line.startswith("| `headpond_")]
     names = {name for row in rows for name in SERIES.findall(row)}
-    (last,) = [row for row in rows if "penstock_last_step_" in row]
-    return names | {f"penstock_last_step_{name}" for name in re.findall(r"`([a-z_]+)`", last)}
+    (last,) = [row for row in rows if "headpond_last_step_" in row]
+    return names | {f"headpond_last_step_{name}" for name in re.findall(r"`([a-z_]+)`", last)}
 
 
 def test_alerts_ask_for_series_that_exist() -> None:
@@ -38,9 +37,10 @@ def test_panels_ask_for_series_that_exist() -> None:
 def test_the_slurm_script_is_a_script_whose_commands_exist() -> None:
     path = ROOT / "examples" / "slurm.sh"
     assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
-    commands = re.findall(r"^\s*(penstock .+?)(?: \\| &)?$", path.read_text(), re.MULTILINE)
+    commands = re.findall(r"^\s*(headpond .+?)(?: \\| &)?$", path.read_text(), re.MULTILINE)
     assert {command.split()[1] for command in commands} == {"redis", "up"}
     flags = {word for command in commands for word in command.split() if word.startswith("--")}
-    known = Path(ROOT / "cli" / "up" / "command.py").read_text() + Path(ROOT / "cli" / "redis_server.py").read_text()
+    commands_of = ROOT / "headpond" / "commands"
+    known = (commands_of / "up" / "command.py").read_text() + (commands_of / "redis_server.py").read_text()
     assert all(flag.removeprefix("--").replace("-", "_") in known for flag in flags)
     assert "examples/slurm.sh" in Page(ROOT / "docs" / "operations.md").text

@@ -25,55 +25,61 @@ from support.engine_process import EngineProcess
 from support.rollout_stages import attempt_of, stage_of
 from typer.main import get_command
 
-from cli.main import app
-from penstock.advantages import AdvantageSettings, BatchValues, batch_phase, group_phase, resolve
-from penstock.batches import Batch, BatchReader, MicroBatch
-from penstock.config import load, reference
-from penstock.config.engine import EnvironmentSettings
-from penstock.config.rules import check_rules
-from penstock.environments import AgentPolicy, Policy, load_environments
-from penstock.environments.protocol import agent_variables
-from penstock.filters import group_filters, rollout_filters
-from penstock.messages import RolloutResult
-from penstock.playing.rollout import play
+from headpond.advantages import AdvantageSettings, BatchValues, batch_phase, group_phase, resolve
+from headpond.batches import Batch, BatchReader, MicroBatch
+from headpond.commands.main import app
+from headpond.config import load, reference
+from headpond.config.engine import EnvironmentSettings
+from headpond.config.rules import check_rules
+from headpond.environments import AgentPolicy, Policy, load_environments
+from headpond.environments.protocol import agent_variables
+from headpond.filters import group_filters, rollout_filters
+from headpond.messages import RolloutResult
+from headpond.playing.rollout import play
 
 MOST_LINES = 120  # of the README
 MOST_WALKED = 40  # files that one response passes from the engine to `BatchReader`
 RECIPES = ("An estimator", "A filter", "A sampler", "An engine dialect", "A store", "A field for the trainer")
 MOST_FILES = 3  # that a recipe touches in this repository, its test included
-PACKAGES = ("penstock", "tasks", "workers", "orchestrator", "services", "cli", "bench")
+PACKAGES = ("headpond", "tasks", "workers", "orchestrator", "bench")
 FOLDERS = (*PACKAGES, "examples", "tests", "docs", "deploy")
 
-RUN_HERE = ("penstock up", "penstock status", "penstock why", "penstock audit")
+RUN_HERE = ("headpond up", "headpond status", "headpond why", "headpond audit")
 """Run with the README's arguments. With the arguments of other pages they are only parsed."""
 RUN_BY = {
-    "celery -A workers": "tests/support/cluster.py",
-    "penstock run": "tests/support/cluster.py",
-    "penstock bundle": "tests/cli/test_bundle.py",
-    "penstock dead": "tests/pipeline/test_dead.py",
-    "penstock init": "tests/cli/test_init.py",
-    "penstock redis": "tests/cli/test_init.py",
-    "celery -A tasks flower": "tests/recovery/test_flower.py",
+    "celery -A headpond.workers": "tests/support/cluster.py",
+    "celery -A workers": "tests/workers/test_clone.py",
+    "celery -A tasks flower": "tests/workers/test_clone.py",
+    "python -m bench": "tests/bench",
+    "uvx": "tests/packaging/test_installed.py",
+    "pip install dist/": "tests/packaging/test_installed.py",
+    "uv": "tests/packaging/test_installed.py",
+    "headpond run": "tests/support/cluster.py",
+    "headpond bundle": "tests/headpond/commands/test_bundle.py",
+    "headpond dead": "tests/pipeline/test_dead.py",
+    "headpond init": "tests/headpond/commands/test_init.py",
+    "headpond redis": "tests/headpond/commands/test_init.py",
+    "celery -A headpond.tasks flower": "tests/recovery/test_flower.py",
     "docker-compose": "tests/test_compose.py",
-    "make demo": "tests/cli/test_demo.py",
+    "make demo": "tests/headpond/commands/test_demo.py",
     "make simulate": "tests/simulation/test_schedules.py",
-    "penstock dashboard": "tests/services/dashboard",
-    "penstock demo": "tests/cli/test_demo.py",
-    "penstock doctor": "tests/penstock/doctor",
-    "penstock engine": "tests/services/engine",
-    "penstock gc": "tests/orchestrator/test_leftovers.py",
-    "penstock redo": "tests/penstock/test_redo.py",
-    "penstock report": "tests/services/dashboard/test_report.py",
-    "penstock sessions": "tests/services/sessions",
-    "penstock try": "tests/cli/test_trial.py",
-    "penstock record": "tests/cli/test_record.py",
+    "headpond dashboard": "tests/headpond/servers/dashboard",
+    "headpond demo": "tests/headpond/commands/test_demo.py",
+    "headpond doctor": "tests/headpond/doctor",
+    "headpond engine": "tests/headpond/demo/engine",
+    "headpond gc": "tests/orchestrator/test_leftovers.py",
+    "headpond redo": "tests/headpond/test_redo.py",
+    "headpond report": "tests/headpond/servers/dashboard/test_report.py",
+    "headpond sessions": "tests/headpond/servers/sessions",
+    "headpond try": "tests/headpond/commands/test_trial.py",
+    "headpond record": "tests/headpond/commands/test_record.py",
     "python examples/numpy_trainer.py": "tests/examples/test_numpy_trainer.py",
     "python examples/tiny_model.py": "tests/vllm/test_start.py",
     "python examples/trl_": "tests/with_torch/test_trl.py",
     "torchrun": "tests/vllm/test_learning.py",
-    "redis-server": "penstock/runtime/embedded_redis.py",
+    "redis-server": "headpond/runtime/embedded_redis.py",
     "python -m vllm.entrypoints.openai.api_server": "tests/vllm",
-    "curl": "tests/penstock/engines/test_documented_commands.py",
+    "curl": "tests/headpond/engines/test_documented_commands.py",
     "make vllm": "tests/vllm",
 }
 """What takes long, or needs Docker: parsed here, and run by this suite or module."""
@@ -122,7 +128,7 @@ def problem_of(command: list[str]) -> str | None:
     return None if program in SHELL else f"unknown program {program}: add a check"
 
 
-def penstock_problem(arguments: list[str]) -> str | None:
+def headpond_problem(arguments: list[str]) -> str | None:
     """Parses the arguments as the command itself would."""
     commands = get_command(app).commands  # type: ignore[attr-defined]
     if arguments[0] not in commands:
@@ -199,12 +205,14 @@ def pip_problem(arguments: list[str]) -> str | None:
 
 
 CHECKS: dict[str, Callable[[list[str]], str | None]] = {
-    "penstock": penstock_problem,
+    "headpond": headpond_problem,
     "celery": celery_problem,
     "make": make_problem,
     "docker-compose": compose_problem,
     "python": python_problem,
     "pip": pip_problem,
+    "uvx": pip_problem,
+    "uv": pip_problem,
     "cp": python_problem,
     "pytest": lambda arguments: None if arguments == ["PATH::NAME"] else python_problem(arguments),
     "vllm": vllm_problem,
@@ -231,11 +239,11 @@ class ReadmeRun:
         (cluster.directory / "sums.py").write_text(README.blocks("python")[0])
         host, port = engine.address
         self.variables = {
-            "PENSTOCK_CONFIG": "run.toml",
+            "HEADPOND_CONFIG": "run.toml",
             "PYTHONPATH": f"{ROOT}{os.pathsep}.",
-            "PENSTOCK_ENGINE__URLS": f"http://{host}:{port}",
-            "PENSTOCK_STEPS": "2",
-            "PENSTOCK_BATCH__SIZE": "2",
+            "HEADPOND_ENGINE__URLS": f"http://{host}:{port}",
+            "HEADPOND_STEPS": "2",
+            "HEADPOND_BATCH__SIZE": "2",
         }
 
     def start(self, command: list[str]) -> Process:
@@ -317,7 +325,7 @@ def test_the_environment_of_the_guide_plays(readme_run: ReadmeRun, tmp_path: Pat
 
     async def main() -> None:
         environment = load_environments({"capitals": EnvironmentSettings(**settings)})["capitals"]
-        async with stage_of(tmp_path / "store", readme_run.variables["PENSTOCK_ENGINE__URLS"]) as stage:
+        async with stage_of(tmp_path / "store", readme_run.variables["HEADPOND_ENGINE__URLS"]) as stage:
             results.append(await play(stage, environment, 0, attempt_of()))
 
     run(main)
@@ -424,9 +432,9 @@ def setting_named(code: str, sections: set[str]) -> str | None:
 
 @named(GUIDES)
 def test_every_variable_is_a_setting(page: Page) -> None:
-    examples = {"PENSTOCK_SECTION__KEY", "PENSTOCK_CONFIG", "PENSTOCK_TEST_HOOKS"}
-    variables = set(re.findall(r"\bPENSTOCK_[A-Z_]*[A-Z]\b", page.text)) - examples
-    names = {name.removeprefix("PENSTOCK_").lower().replace("__", ".") for name in variables}
+    examples = {"HEADPOND_SECTION__KEY", "HEADPOND_CONFIG", "HEADPOND_TEST_HOOKS"}
+    variables = set(re.findall(r"\bHEADPOND_[A-Z_]*[A-Z]\b", page.text)) - examples
+    names = {name.removeprefix("HEADPOND_").lower().replace("__", ".") for name in variables}
     assert not names - settings_of_the_reference()
 
 
@@ -463,9 +471,9 @@ def test_the_walk_is_numbered_and_short_and_enters_no_room_twice() -> None:
 
 
 def room_of(path: str) -> str:
-    """A folder of `penstock/`, a module beside them, or another top-level folder."""
+    """A folder of `headpond/`, a module beside them, or another top-level folder."""
     top, *inside = path.split("/")
-    return inside[0] if top == "penstock" else top
+    return inside[0] if top == "headpond" else top
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

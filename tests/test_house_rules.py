@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ["penstock", "tasks", "workers", "orchestrator", "services", "cli", "bench", "tests", "examples"]
+PACKAGES = ["headpond", "tasks", "workers", "orchestrator", "bench", "tests", "examples"]
 MODULE_LINES, TEST_LINES, FUNCTION_LINES = 450, 600, 60
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 TEXT = {".py", ".md", ".toml", ".yml", ".yaml"}
@@ -18,7 +18,7 @@ BANNED = ["who-ever", "no-body", "some-body", "me-nd(s|ed|ing)?", "he-ed(s|ed|in
 
 def files() -> list[Path]:
     """All files but those in hidden directories (environments, caches) and those that are generated."""
-    generated = {"penstock.egg-info", "build", "runs", "__pycache__"}
+    generated = {"headpond.egg-info", "build", "dist", "runs", "__pycache__"}
     found = (path for path in ROOT.rglob("*") if path.is_file())
     directories = ((path, path.relative_to(ROOT).parts[:-1]) for path in found)
     return [path for path, parts in directories if not any(part in generated or part[0] == "." for part in parts)]

@@ -1,7 +1,7 @@
 """Whether this worker may take jobs: it tells Redis once a second that it is there, and reads the answer.
 
 It takes none while its settings are not the run's, none in quarantine, and one at a time on trial. Without an
-orchestrator there is no answer, and it takes what is queued; `tasks.agreement` then decides for each message.
+orchestrator there is no answer, and it takes what is queued; `headpond.tasks.agreement` then decides for each message.
 """
 
 import logging
@@ -17,15 +17,15 @@ from celery.worker.consumer.tasks import Tasks
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from penstock import redis_keys
-from penstock.config import RunConfig
-from penstock.messages import shortened
-from penstock.queues import WorkerKind
-from tasks import jobs
-from tasks.agreement import NODE_CHARACTERS, Order, Presence, differences, digest, used_settings
-from tasks.celery_app import settings
+from headpond import redis_keys
+from headpond.config import RunConfig
+from headpond.messages import shortened
+from headpond.queues import WorkerKind
+from headpond.tasks import jobs
+from headpond.tasks.agreement import NODE_CHARACTERS, Order, Presence, differences, digest, used_settings
+from headpond.tasks.celery_app import settings
 
-logger = logging.getLogger("penstock.worker")
+logger = logging.getLogger("headpond.worker")
 
 EVERY_S = 1.0
 TIMEOUT_S = 5.0  # Redis responds within milliseconds; a longer silence is a dead connection
@@ -46,7 +46,7 @@ class Admission:
         self._ordered: Order | None = None
         self.slots: int | None = 0
         """jobs that it may run at once, None for as many as its pool; none until the first answer"""
-        self._thread = threading.Thread(target=self._ask_until_the_end, name="penstock-admission", daemon=True)
+        self._thread = threading.Thread(target=self._ask_until_the_end, name="headpond-admission", daemon=True)
 
     def start(self) -> None:
         """Ask once, then every second."""
@@ -134,7 +134,7 @@ class AdmissionStep(bootsteps.StartStopStep):
 
         def can_consume(_: object) -> bool:
             """kombu asks before it waits for a message, and again before it reads the one that has come: that one has
-            left the queue, so it is read (`tasks.agreement` may decline it)."""
+            left the queue, so it is read (`headpond.tasks.agreement` may decline it)."""
             if channel._in_poll:
                 return True
             if admission.slots is not None and len(state.reserved_requests) >= admission.slots:

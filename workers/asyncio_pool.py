@@ -22,14 +22,14 @@ from celery.platforms import EX_FAILURE
 from celery.worker.state import maybe_shutdown
 from kombu.asynchronous.hub import Hub
 
-from penstock.errors import PenstockError, RunError
-from penstock.runtime.event_loop import event_loop_factory
-from workers import stop_signals
-from workers.delivery import REVOKED, STOPPING, Delivery, exception_info
-from workers.hub_calls import HubCalls
-from workers.loop_thread import LoopThread
+from headpond.errors import HeadpondError, RunError
+from headpond.runtime.event_loop import event_loop_factory
+from headpond.workers import stop_signals
+from headpond.workers.delivery import REVOKED, STOPPING, Delivery, exception_info
+from headpond.workers.hub_calls import HubCalls
+from headpond.workers.loop_thread import LoopThread
 
-logger = logging.getLogger("workers.asyncio_pool")
+logger = logging.getLogger("headpond.workers.asyncio_pool")
 
 # The main thread polls at start-up and shut-down, where no hub wakes it.
 POLL_S = 0.02
@@ -68,7 +68,7 @@ class AsyncioPool(BasePool):
         try:
             while not self._thread.wait_entered(POLL_S):
                 maybe_shutdown()
-        except PenstockError as error:
+        except HeadpondError as error:
             logger.critical("action=start_failed: %s", error)
             raise WorkerShutdown(EX_FAILURE) from error
         self._thread.ended.add_done_callback(lambda _: self._on_loop(self._calls.post, self._on_lifespan_ended))

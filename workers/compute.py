@@ -1,13 +1,13 @@
-"""The compute worker: `celery -A workers.compute worker -Q filtering,advantages,encoding -c 4`. Prefork."""
+"""The compute worker: `celery -A headpond.workers.compute worker -Q filtering,advantages,encoding -c 4`. Prefork."""
 
 from celery.signals import worker_init
 
-from penstock.config.rules import import_rules
-from penstock.errors import ConfigError
-from penstock.queues import WorkerKind
-from tasks import app
-from tasks.celery_app import settings
-from workers.start import set_up
+from headpond.config.rules import import_rules
+from headpond.errors import ConfigError
+from headpond.queues import WorkerKind
+from headpond.tasks import app
+from headpond.tasks.celery_app import settings
+from headpond.workers.start import set_up
 
 __all__ = ["app"]
 
@@ -20,4 +20,4 @@ def _import_rules(**_: object) -> None:
     try:
         import_rules(settings())
     except ConfigError as error:
-        raise SystemExit(f"penstock: {error}") from error
+        raise SystemExit(f"headpond: {error}") from error

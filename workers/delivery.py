@@ -15,8 +15,8 @@ from typing import Any
 from billiard.einfo import ExceptionInfo
 from celery.exceptions import SoftTimeLimitExceeded, Terminated, TimeLimitExceeded
 
-from penstock.errors import ConfigError, StageError
-from tasks.agreement import headers
+from headpond.errors import ConfigError, StageError
+from headpond.tasks.agreement import headers
 
 STOPPING, REVOKED, TIME_LIMIT = "stopping", "revoked", "time limit"
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 
-logger = logging.getLogger("workers.loop_thread")
+logger = logging.getLogger("headpond.workers.loop_thread")
 
 
 class LoopThread:

@@ -8,9 +8,9 @@ from typing import Any
 
 from celery.worker.control import Panel
 
-from penstock.queues import WorkerKind
+from headpond.queues import WorkerKind
 
-NO_RATE_LIMITS = "Penstock's workers have no rate limits: set rollouts.max_in_flight, or -c of the worker"
+NO_RATE_LIMITS = "Headpond's workers have no rate limits: set rollouts.max_in_flight, or -c of the worker"
 
 
 def install(kind: WorkerKind) -> None:

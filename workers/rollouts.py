@@ -1,17 +1,17 @@
-"""The rollout worker: `celery -A workers.rollouts worker -Q rollouts -c 256`. One event loop, many rollouts."""
+"""The rollout worker: `celery -A headpond.workers.rollouts worker -Q rollouts -c 256`. One loop, many rollouts."""
 
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from penstock.queues import WorkerKind
-from penstock.runtime import descriptors, garbage
-from tasks import app, jobs
-from tasks.celery_app import settings
-from tasks.execution import AsyncExecutor
-from tasks.player import Player
-from workers.asyncio_pool import AsyncioPool
-from workers.start import set_up
+from headpond.queues import WorkerKind
+from headpond.runtime import descriptors, garbage
+from headpond.tasks import app, jobs
+from headpond.tasks.celery_app import settings
+from headpond.tasks.execution import AsyncExecutor
+from headpond.tasks.player import Player
+from headpond.workers.asyncio_pool import AsyncioPool
+from headpond.workers.start import set_up
 
 
 class RolloutPool(AsyncioPool):

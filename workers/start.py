@@ -10,16 +10,16 @@ from celery import Celery
 from celery.signals import celeryd_init, worker_ready
 from click.core import ParameterSource
 
-from penstock.config import DEFAULT_REDIS_URL
-from penstock.messages import Queue
-from penstock.queues import WorkerKind
-from penstock.runtime import privacy
-from penstock.store import open_store
-from tasks import agreement, celery_app
-from tasks.celery_app import settings
-from workers import admission, connection, event_batches, remote_control
+from headpond.config import DEFAULT_REDIS_URL
+from headpond.messages import Queue
+from headpond.queues import WorkerKind
+from headpond.runtime import privacy
+from headpond.store import open_store
+from headpond.tasks import agreement, celery_app
+from headpond.tasks.celery_app import settings
+from headpond.workers import admission, connection, event_batches, remote_control
 
-logger = logging.getLogger("penstock.worker")
+logger = logging.getLogger("headpond.worker")
 
 
 def set_up(app: Celery, kind: WorkerKind, pool: str) -> None:
@@ -58,7 +58,7 @@ def _refuse_other_queues(kind: WorkerKind, queues: list[str]) -> None:
             known = queue in list(Queue)
             command = (WorkerKind.of(Queue(queue)) if known else kind).command
             raise SystemExit(
-                f"penstock: workers.{kind} serves {', '.join(kind.queues)}, not {queue}. "
+                f"headpond: headpond.workers.{kind} serves {', '.join(kind.queues)}, not {queue}. "
                 f"{'That queue needs its own worker' if known else 'Start it with its own queues'}: {command}"
             )
 
@@ -68,7 +68,7 @@ def _refuse_other_pool(kind: WorkerKind, pool: str, chosen: Any) -> None:
     module, _, name = pool.partition(":")
     if (chosen.__module__, chosen.__name__) != (module, name):
         raise SystemExit(
-            f"penstock: workers.{kind} runs on its own pool, not on {chosen.__module__}. Start it without -P: "
+            f"headpond: headpond.workers.{kind} runs on its own pool, not on {chosen.__module__}. Start it without -P: "
             f"{kind.command}"
         )
 
@@ -86,7 +86,7 @@ def _log_configuration(**_: object) -> None:
     if config.redis_url == DEFAULT_REDIS_URL and config.store is None:
         logger.warning(
             "action=defaults neither Redis nor store is configured: using %s and %s; "
-            "set PENSTOCK_CONFIG, PENSTOCK_REDIS_URL or PENSTOCK_STORE to change that",
+            "set HEADPOND_CONFIG, HEADPOND_REDIS_URL or HEADPOND_STORE to change that",
             DEFAULT_REDIS_URL,
             store,
         )

@@ -1,4 +1,4 @@
-"""A complete Penstock on this machine: an embedded Redis and real processes, started with the commands of users."""
+"""A complete Headpond on this machine: an embedded Redis and real processes, started with the commands of users."""
 
 import json
 import re
@@ -14,9 +14,9 @@ import redis
 from celery import Celery
 
 from bench.harness.procfs import cpu_s
-from penstock.runtime.child_process import ChildProcess
-from penstock.runtime.embedded_redis import EmbeddedRedis
-from tasks.celery_app import CONTENT_TYPE
+from headpond.runtime.child_process import ChildProcess
+from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.tasks.celery_app import CONTENT_TYPE
 
 START_S = 60.0  # imports of a worker take 2 s, longer on a busy machine
 PING_S = 0.5
@@ -37,7 +37,7 @@ class Run:
 
 
 class Cluster:
-    """Settings are keys of RunConfig as in PENSTOCK_* variables: `rollouts__group_size=8`."""
+    """Settings are keys of RunConfig as in HEADPOND_* variables: `rollouts__group_size=8`."""
 
     def __init__(self, directory: Path, server: EmbeddedRedis, settings: Mapping[str, object]) -> None:
         self.directory = directory
@@ -45,7 +45,7 @@ class Cluster:
         self.redis = redis.Redis.from_url(server.url)
         self._server = server
         self.store = (directory / "store").absolute().as_uri()
-        # By default a benchmark does not wait for a trainer, and may play no-op stages (PENSTOCK_TEST_HOOKS). A trainer
+        # By default a benchmark does not wait for a trainer, and may play no-op stages (HEADPOND_TEST_HOOKS). A trainer
         # announces versions and loads no weights.
         defaults: dict[str, object] = {"trainer__max_steps_ahead": "unlimited", "test_hooks": 1}
         defaults |= {"engine__versions": "announced"}
@@ -62,7 +62,7 @@ class Cluster:
 
     def start(self, kind: str, *command: str, **settings: object) -> ChildProcess:
         self._started += 1
-        variables = {f"PENSTOCK_{name.upper()}": str(value) for name, value in {**self._settings, **settings}.items()}
+        variables = {f"HEADPOND_{name.upper()}": str(value) for name, value in {**self._settings, **settings}.items()}
         process = ChildProcess(f"{kind}-{self._started}", list(command), directory=self.directory, variables=variables)
         self._processes.append((kind, process))
         return process
@@ -73,7 +73,7 @@ class Cluster:
 
     def engine(self, *options: str) -> str:
         """Start an engine. Returns its URL when it listens."""
-        process = self.start("engine", "penstock", "engine", "--port", "0", *options)
+        process = self.start("engine", "headpond", "engine", "--port", "0", *options)
         match = process.wait_until(
             lambda: ENGINE_READY.search(process.output), what="it is listening", timeout_s=START_S
         )
@@ -82,11 +82,11 @@ class Cluster:
 
     def rollout_worker(self, *, concurrency: int, **settings: object) -> ChildProcess:
         options = ["-Q", "rollouts", "-c", str(concurrency)]
-        return self.worker("rollout worker", "workers.rollouts", options, **settings)
+        return self.worker("rollout worker", "headpond.workers.rollouts", options, **settings)
 
     def compute_worker(self, *, concurrency: int) -> ChildProcess:
         options = ["-Q", "filtering,advantages,encoding", "-c", str(concurrency)]
-        return self.worker("compute worker", "workers.compute", options)
+        return self.worker("compute worker", "headpond.workers.compute", options)
 
     def worker(
         self, kind: str, app: str, options: list[str], broker_url: str = "", /, **settings: object
@@ -109,7 +109,7 @@ class Cluster:
             )
         self._starting.clear()
 
-    def orchestrator(self, *, program: tuple[str, ...] = ("penstock", "run"), **settings: object) -> Run:
+    def orchestrator(self, *, program: tuple[str, ...] = ("headpond", "run"), **settings: object) -> Run:
         """Start an orchestrator on a new run directory. Returns when it begins to plan.
 
         The previous run must have ended: its files are deleted, since a store holds one run.
@@ -137,7 +137,7 @@ class Cluster:
 @contextmanager
 def start_cluster(**settings: object) -> Iterator[Cluster]:
     with (
-        tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory,
+        tempfile.TemporaryDirectory(prefix="headpond-bench-") as directory,
         EmbeddedRedis(Path(directory, "redis")) as server,
     ):
         started = Cluster(Path(directory), server, settings)

@@ -1,4 +1,4 @@
-"""Environments of the benchmarks: conversations of fixed length, recorded by Penstock or parsed by the baseline."""
+"""Environments of the benchmarks: conversations of fixed length, recorded by Headpond or parsed by the baseline."""
 
 import asyncio
 import base64
@@ -13,9 +13,9 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import Field
 
-from penstock.environments.protocol import Policy
-from penstock.errors import PolicyFailure
-from penstock.turn import Message
+from headpond.environments.protocol import Policy
+from headpond.errors import PolicyFailure
+from headpond.turn import Message
 
 EXAMPLES = 1_000
 TEXT = "Go on from where you were, and say why. "

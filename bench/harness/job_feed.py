@@ -11,12 +11,12 @@ from typing import Any
 import orjson
 
 from bench.harness.cluster import Cluster
-from orchestrator import envelope
-from penstock import redis_keys
-from penstock.errors import RunError
-from penstock.ids import OWNER_KEY
-from penstock.messages import Queue, RolloutJob
-from penstock.store import open_store
+from headpond import redis_keys
+from headpond.errors import RunError
+from headpond.ids import OWNER_KEY
+from headpond.messages import Queue, RolloutJob
+from headpond.orchestrator import envelope
+from headpond.store import open_store
 
 RUN = "feed"
 TIMEOUT_S = 600.0

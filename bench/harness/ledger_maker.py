@@ -5,10 +5,10 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from penstock.ids import new_execution
-from penstock.ledger import queries
-from penstock.ledger.archive import DEAD, DELIVERED, DERIVED, FILTERED
-from penstock.ledger.schema import STATEMENTS, open_for_writing
+from headpond.ids import new_execution
+from headpond.ledger import queries
+from headpond.ledger.archive import DEAD, DELIVERED, DERIVED, FILTERED
+from headpond.ledger.schema import STATEMENTS, open_for_writing
 
 ENVIRONMENT, REASON = 1, 2  # in `names`
 DROPPED_EVERY = 5  # a group of five is dropped, with one dead rollout in every tenth of these

@@ -12,9 +12,9 @@ from typing import Any
 from bench.harness.canary import INTERVAL_S
 from bench.harness.cluster import Cluster, Run, start_cluster
 from bench.harness.procfs import read_bytes
-from orchestrator.ledger.audit import audit
-from penstock.errors import RunError
-from penstock.runtime.child_process import ChildProcess
+from headpond.errors import RunError
+from headpond.orchestrator.ledger.audit import audit
+from headpond.runtime.child_process import ChildProcess
 
 RUN_S = 300.0
 GROUP_SIZE = 8

@@ -1,20 +1,7 @@
-"""Processes of a benchmark: servers whose port is in their log, and children that answer lines."""
+"""Children of a benchmark that answer lines."""
 
-import re
 import subprocess
 import sys
-
-from penstock.runtime.child_process import ChildProcess
-
-LISTENING = re.compile(r"url=http://127\.0\.0\.1:(\d+)")
-LISTEN_S = 60.0
-
-
-def listening_port(process: ChildProcess) -> int:
-    """Wait until a server has logged its URL. Returns its port."""
-    match = process.wait_until(lambda: LISTENING.search(process.output), what="it is listening", timeout_s=LISTEN_S)
-    assert match is not None
-    return int(match[1])
 
 
 class LineProcess:

@@ -21,37 +21,37 @@ from bench.harness.procfs import TICKS_A_SECOND
 
 FILE = "sections.json"
 GARBAGE = "garbage collection"
-EXECUTE = "tasks.execution:AsyncExecutor.execute"
+EXECUTE = "headpond.tasks.execution:AsyncExecutor.execute"
 SECTIONS = {
     "start: task, lease and reply": EXECUTE,
-    "start: pydantic and the message": "workers.delivery:Delivery._run",
-    "start: files of a session": "penstock.recording.spool:Spool.create",
-    "start: session": "penstock.recording.session:Session.start",
-    "turn: policy": "penstock.playing.policy:RecordedPolicy.chat",
-    "turn: match the conversation": "penstock.recording.session:Session.prepare",
-    "turn: encode the request": "penstock.engines.dialects.base:Dialect.request_body",
-    "turn: choose and retry": "penstock.engines.client:EngineClient.send",
+    "start: pydantic and the message": "headpond.workers.delivery:Delivery._run",
+    "start: files of a session": "headpond.recording.spool:Spool.create",
+    "start: session": "headpond.recording.session:Session.start",
+    "turn: policy": "headpond.playing.policy:RecordedPolicy.chat",
+    "turn: match the conversation": "headpond.recording.session:Session.prepare",
+    "turn: encode the request": "headpond.engines.dialects.base:Dialect.request_body",
+    "turn: choose and retry": "headpond.engines.client:EngineClient.send",
     "turn: aiohttp, request": "aiohttp.client:ClientSession._request",
     "turn: aiohttp, head": "aiohttp.client_proto:ResponseHandler.data_received",
-    "turn: receive": "penstock.engines.receiver:Receiver.receive",
-    "turn: hand over to threads": "penstock.runtime.offload:Pool.run",
-    "turn: hand over to file threads": "penstock.runtime.offload:FilePool.run",
-    "turn: hand over, in a file thread": "penstock.runtime.offload:FilePool._run_waiting",
-    "turn: read, cut": "penstock.engines.response:find_cuts",
-    "turn: read, decode the rest": "penstock.engines.response:_response",
-    "turn: read, routed experts": "penstock.engines.response:_routes",
-    "turn: read, other": "penstock.engines.client:_read_chunks",
-    "turn: record, loop": "penstock.recording.session:Session._record",
-    "turn: record, rows": "penstock.store.parts:Part.append",
-    "turn: record, log": "penstock.recording.spool:Spool.write",
-    "end: seal, loop": "penstock.recording.session:Session._seal",
-    "end: seal, columns": "penstock.recording.spool:write_columns",
-    "end: seal, experts": "penstock.recording.spool:seal_experts",
-    "end: seal, other": "penstock.recording.spool:Spool.seal",
-    "end: encode the reply": "tasks.execution:Execution.done",
-    "start and end: write to Redis": "tasks.execution:Outbox._send",
+    "turn: receive": "headpond.engines.receiver:Receiver.receive",
+    "turn: hand over to threads": "headpond.runtime.offload:Pool.run",
+    "turn: hand over to file threads": "headpond.runtime.offload:FilePool.run",
+    "turn: hand over, in a file thread": "headpond.runtime.offload:FilePool._run_waiting",
+    "turn: read, cut": "headpond.engines.response:find_cuts",
+    "turn: read, decode the rest": "headpond.engines.response:_response",
+    "turn: read, routed experts": "headpond.engines.response:_routes",
+    "turn: read, other": "headpond.engines.client:_read_chunks",
+    "turn: record, loop": "headpond.recording.session:Session._record",
+    "turn: record, rows": "headpond.store.parts:Part.append",
+    "turn: record, log": "headpond.recording.spool:Spool.write",
+    "end: seal, loop": "headpond.recording.session:Session._seal",
+    "end: seal, columns": "headpond.recording.spool:write_columns",
+    "end: seal, experts": "headpond.recording.spool:seal_experts",
+    "end: seal, other": "headpond.recording.spool:Spool.seal",
+    "end: encode the reply": "headpond.tasks.execution:Execution.done",
+    "start and end: write to Redis": "headpond.tasks.execution:Outbox._send",
 }
-THREADS = {"asyncio-pool": "loop", "penstock-cpu": "CPU threads", "penstock-files": "file threads"}
+THREADS = {"asyncio-pool": "loop", "headpond-cpu": "CPU threads", "headpond-files": "file threads"}
 OTHERS, CELERY = "other threads", "Celery's thread"
 
 

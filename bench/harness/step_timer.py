@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from penstock.runtime import event_loop
+from headpond.runtime import event_loop
 
 FILE = "steps.json"
 LONG_S = 0.001

@@ -1,6 +1,6 @@
 """Baseline of `bench control`: an unmodified Celery worker with a no-op task.
 
-Prefork pool, late acknowledgement (no message of a killed worker is lost, as in Penstock), no results, events on.
+Prefork pool, late acknowledgement (no message of a killed worker is lost, as in Headpond), no results, events on.
 """
 
 import time
@@ -8,8 +8,8 @@ import time
 from celery import Celery
 from redis import Redis
 
-from penstock.errors import RunError
-from penstock.runtime.child_process import POLL_S
+from headpond.errors import RunError
+from headpond.runtime.child_process import POLL_S
 
 app = Celery("stock")
 app.conf.update(task_ignore_result=True, task_acks_late=True, worker_send_task_events=True)

@@ -5,7 +5,7 @@ Reads the columns of every step, acknowledges it and reports a checkpoint.
 
 import sys
 
-from penstock.batches import BatchReader
+from headpond.batches import BatchReader
 
 
 def main(run_dir: str, store: str) -> None:

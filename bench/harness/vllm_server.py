@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError
-from penstock.runtime.child_process import ChildProcess
+from headpond.errors import ConfigError
+from headpond.runtime.child_process import ChildProcess
 
-PYTHON_VARIABLE, URL_VARIABLE = "PENSTOCK_VLLM_PYTHON", "ENGINE_URL"
+PYTHON_VARIABLE, URL_VARIABLE = "HEADPOND_VLLM_PYTHON", "ENGINE_URL"
 START_S = 300.0  # 20 to 60 s on an idle machine; the first start compiles bytecode
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -62,7 +62,7 @@ def vllm_url() -> Iterator[str]:
             f"no vLLM: set {PYTHON_VARIABLE} to the Python of an environment that has it (`make vllm` makes "
             f".venv-vllm/bin/python), or {URL_VARIABLE} to the URL of a running server"
         )
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-vllm-") as directory:
+    with tempfile.TemporaryDirectory(prefix="headpond-bench-vllm-") as directory:
         model, port = write_model(Path(directory, "model")), free_port()
         address = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy"]
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *FLAGS, *address]

@@ -2,7 +2,7 @@
 
 import re
 
-from penstock.environments import Policy
+from headpond.environments import Policy
 
 
 class Sums:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock import BatchReader
+from headpond import BatchReader
 
 if len(sys.argv) != 2:
     sys.exit("which run? python trainer.py RUN_DIR, with `run_dir` of run.toml")

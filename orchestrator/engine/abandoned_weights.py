@@ -6,9 +6,9 @@ others.
 
 from collections.abc import Sequence
 
-from orchestrator.ledger.ledger import Ledger
-from penstock.engines.control import Replica
-from penstock.messages import ABANDONED_LIMIT
+from headpond.engines.control import Replica
+from headpond.messages import ABANDONED_LIMIT
+from headpond.orchestrator.ledger.ledger import Ledger
 
 ABANDONED = "abandoned_versions"  # key in the ledger: numbers with commas
 

@@ -1,7 +1,7 @@
 """The check of an engine that was away or busy when the run started: made as soon as it answers, before the first
 rollout.
 
-The check itself runs in a child process, `python -m penstock.doctor`: it plays with the run's dialect, which may be
+The check itself runs in a child process, `python -m headpond.doctor`: it plays with the run's dialect, which may be
 code of the user.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 import orjson
 from yarl import URL
 
-from penstock.config import RunConfig
-from penstock.errors import RunError
+from headpond.config import RunConfig
+from headpond.errors import RunError
 
-logger = logging.getLogger("penstock.engine_check")
+logger = logging.getLogger("headpond.engine_check")
 
 CHILD_S = 120.0  # of the child, which limits its own questions: its start takes 20 s at a load of 20
 LISTEN_S = 1.0  # between two attempts to connect
@@ -54,7 +54,7 @@ class EngineCheck:
                 continue
             found = await examined(self._command)
             if refused := found.get("refused"):
-                raise RunError(f"{refused}. Then run the same command again; `penstock doctor` shows more")
+                raise RunError(f"{refused}. Then run the same command again; `headpond doctor` shows more")
             looks += "busy" in found
             if "away" in found or ("busy" in found and looks < BUSY_LOOKS):
                 await asyncio.sleep(AGAIN_S)

@@ -11,9 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.ledger.ledger import Ledger
-from penstock.config import RunConfig
-from penstock.engines.control import EngineControl, Load, LoadPoller, Replica
+from headpond.config import RunConfig
+from headpond.engines.control import EngineControl, Load, LoadPoller, Replica
+from headpond.orchestrator.ledger.ledger import Ledger
 
 DECREASE = 0.8
 INCREASE = 0.05  # of `most` per adjustment: from half to full in ten

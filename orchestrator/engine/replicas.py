@@ -9,23 +9,23 @@ import logging
 import time
 from typing import Any
 
-from orchestrator.composer import COMPOSED_STEP, COMPOSED_VERSION
-from orchestrator.engine.abandoned_weights import AbandonedWeights
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import START
-from orchestrator.trainer import Trainer
-from penstock.config import RunConfig
-from penstock.engines.control import LOADING, START_VERSION, EngineControl, Replica, VersionPoller, reload_advice
-from penstock.errors import RunError
+from headpond.config import RunConfig
+from headpond.engines.control import LOADING, START_VERSION, EngineControl, Replica, VersionPoller, reload_advice
+from headpond.errors import RunError
+from headpond.orchestrator.composer import COMPOSED_STEP, COMPOSED_VERSION
+from headpond.orchestrator.engine.abandoned_weights import AbandonedWeights
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import START
+from headpond.orchestrator.trainer import Trainer
 
-logger = logging.getLogger("penstock.replicas")
+logger = logging.getLogger("headpond.replicas")
 
 JUDGE_S = 0.25
 LEAST, REPORTED = "least_version", "version_reported"
 """keys in the ledger: the oldest weights that may serve, and whether a replica ever reported a published version"""
 PUBLISH = {
     "trainer": "load the weights into it and name them (vLLM: POST /update_weight_version)",
-    "penstock": "the run loads the weights into it again until that succeeds",
+    "headpond": "the run loads the weights into it again until that succeeds",
 }
 """what follows, by `engine.weight_update`"""
 
@@ -202,7 +202,7 @@ class ReplicaWatch:
         label = replica.label
         if label is None or now - self._refused_at[replica.url] > self._settings.weight_update_timeout_s:
             return False
-        if label.unfit or self._settings.weight_update == "penstock":
+        if label.unfit or self._settings.weight_update == "headpond":
             return label.unfit in (None, LOADING)
         return label.version >= self._ledger.number(LEAST) and not self.abandoned.held_by(replica)
 
@@ -228,7 +228,7 @@ class ReplicaWatch:
                 )
 
     def _stop_without_versions(self, replica: Replica) -> None:
-        if self._settings.weight_update == "penstock":
+        if self._settings.weight_update == "headpond":
             return
         says = f"calls its weights {replica.label.text!r}" if replica.label else "does not say which weights it has"
         raise RunError(

@@ -1,4 +1,4 @@
-"""Loads published weights into every replica, with `engine.weight_update = "penstock"`.
+"""Loads published weights into every replica, with `engine.weight_update = "headpond"`.
 
 A replica is brought up to date whenever it calls its weights by another name than the published version's: after a
 publication, after its own restart, and after a failed update, again and again. Meanwhile its name for them keeps it
@@ -9,14 +9,14 @@ import asyncio
 import logging
 import time
 
-from orchestrator.engine.replicas import ReplicaWatch
-from orchestrator.trainer import Trainer
-from penstock.batches.signals import PublishedPolicy
-from penstock.config import RunConfig
-from penstock.engines.control import UNREACHABLE, EngineControl, Replica, label_of
-from penstock.errors import InfrastructureFailure
+from headpond.batches.signals import PublishedPolicy
+from headpond.config import RunConfig
+from headpond.engines.control import UNREACHABLE, EngineControl, Replica, label_of
+from headpond.errors import InfrastructureFailure
+from headpond.orchestrator.engine.replicas import ReplicaWatch
+from headpond.orchestrator.trainer import Trainer
 
-logger = logging.getLogger("penstock.weights")
+logger = logging.getLogger("headpond.weights")
 
 CHECK_S = 0.1
 RETRY_FIRST_S, RETRY_MOST_S = 1.0, 30.0
@@ -32,7 +32,7 @@ class WeightUpdates:
         """replica -> why its last update failed"""
 
     async def run(self) -> None:
-        if self._settings.weight_update != "penstock":
+        if self._settings.weight_update != "headpond":
             return
         async with EngineControl.open(self._settings) as control, asyncio.TaskGroup() as group:
             for replica in self._replicas.all:
@@ -41,7 +41,7 @@ class WeightUpdates:
     @property
     def troubles(self) -> list[str]:
         policy = self._trainer.state.policy
-        if self._settings.weight_update == "penstock" and policy and policy.weights is None:
+        if self._settings.weight_update == "headpond" and policy and policy.weights is None:
             published = f"version {policy.version} was published without weights"
             return [f'{published}: call publish_policy(version, weights=DIR), or set engine.weight_update = "trainer"']
         return [f"{url} could not be updated and serves nothing: {why}" for url, why in self._failed.items()]

@@ -3,7 +3,7 @@
     begun:NAME       groups that have begun; with `uniform`, the position in the environment's order
     order:NAME       the order of the present epoch
     drawn:NAME       with another sampler: examples drawn in advance, JSON; `taken:NAME` of them have begun
-    sampler:NAME     its state after the last draw, text that only `penstock.sampling` reads
+    sampler:NAME     its state after the last draw, text that only `headpond.sampling` reads
     drawing:NAME     what the open draw was asked for, JSON: a repeated attempt is asked for the same; None without one
     ended:NAME       1 when its sampler has drawn nothing
     history:NAME:K   the group that ended as number N, at K = N % HISTORY_MOST; `history:NAME` counts them, and the
@@ -17,16 +17,16 @@ from typing import Any
 
 import orjson
 
-from orchestrator.examples.poison import Poison
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import GroupRecord, JobRecord, Value
-from penstock import ids
-from penstock.config import RunConfig
-from penstock.errors import RunError
-from penstock.ledger.states import JobKind
-from penstock.messages import DRAWN_LIMIT, DrawInputs, DrawResult
-from penstock.sampling import UNIFORM, Order, PlayedGroup, example_at
-from penstock.sampling.order import key
+from headpond import ids
+from headpond.config import RunConfig
+from headpond.errors import RunError
+from headpond.ledger.states import JobKind
+from headpond.messages import DRAWN_LIMIT, DrawInputs, DrawResult
+from headpond.orchestrator.examples.poison import Poison
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import GroupRecord, JobRecord, Value
+from headpond.sampling import UNIFORM, Order, PlayedGroup, example_at
+from headpond.sampling.order import key
 
 DRAWN_LEAST = 16  # examples of one draw, which takes a round trip of a job
 HISTORY_MOST = 1024  # groups that wait for a draw; the oldest are forgotten beyond that
@@ -72,8 +72,8 @@ class Examples:
             if not self.poison.is_poison(name, example := self._take_next(name)):
                 return example
         raise RunError(
-            f"every example of {name!r} is in quarantine, because its rollouts die: `penstock dead` says why. Fix it, "
-            "then run `penstock dead --retry` and the same command again"
+            f"every example of {name!r} is in quarantine, because its rollouts die: `headpond dead` says why. Fix it, "
+            "then run `headpond dead --retry` and the same command again"
         )
 
     def _take_next(self, name: str) -> int:

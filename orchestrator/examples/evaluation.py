@@ -11,18 +11,18 @@ from typing import Any
 
 import orjson
 
-from orchestrator.examples.evaluation_values import kept, values
-from orchestrator.ledger.evaluations import ClosedEvaluation, EvaluationRecord, EvaluationRollout
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import JobRecord
-from penstock import ids
-from penstock.config import RunConfig
-from penstock.config.evaluation import EvaluationSettings
-from penstock.ledger.evaluations import EvaluationState, PlayState
-from penstock.ledger.states import JobKind, JobState
-from penstock.messages import GroupInputs, GroupMember, RolloutResult, ScoreResult, shortened
+from headpond import ids
+from headpond.config import RunConfig
+from headpond.config.evaluation import EvaluationSettings
+from headpond.ledger.evaluations import EvaluationState, PlayState
+from headpond.ledger.states import JobKind, JobState
+from headpond.messages import GroupInputs, GroupMember, RolloutResult, ScoreResult, shortened
+from headpond.orchestrator.examples.evaluation_values import kept, values
+from headpond.orchestrator.ledger.evaluations import ClosedEvaluation, EvaluationRecord, EvaluationRollout
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import JobRecord
 
-logger = logging.getLogger("penstock.evaluation")
+logger = logging.getLogger("headpond.evaluation")
 
 AT_ONCE = 32  # rollouts that begin between two waits of the loop
 UNREPORTED = "evaluations_unreported"

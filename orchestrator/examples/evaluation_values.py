@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from orchestrator.ledger.evaluations import EvaluationRecord
-from orchestrator.ledger.records import SOLVED
-from penstock.messages import RolloutResult
+from headpond.messages import RolloutResult
+from headpond.orchestrator.ledger.evaluations import EvaluationRecord
+from headpond.orchestrator.ledger.records import SOLVED
 
 NAMES_MOST = 64  # of the environment's own rewards and metrics
 

@@ -1,4 +1,4 @@
-"""Takes the requests of `penstock dead --retry` from the run directory: examples to be played again, one file each."""
+"""Takes the requests of `headpond dead --retry` from the run directory: examples to be played again, one file each."""
 
 import logging
 from pathlib import Path
@@ -6,14 +6,14 @@ from typing import Any
 
 import orjson
 
-from orchestrator.examples.poison import Poison
-from orchestrator.housekeeping import Reported
-from orchestrator.ledger.ledger import Ledger
-from penstock.config import RunConfig
-from penstock.inspection.dead import FOLDER, RETRIED
-from penstock.runtime.offload import in_io_thread
+from headpond.config import RunConfig
+from headpond.inspection.dead import FOLDER, RETRIED
+from headpond.orchestrator.examples.poison import Poison
+from headpond.orchestrator.housekeeping import Reported
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.runtime.offload import in_io_thread
 
-logger = logging.getLogger("penstock.orchestrator")
+logger = logging.getLogger("headpond.orchestrator")
 
 
 class RetryRequests:
@@ -24,7 +24,7 @@ class RetryRequests:
         self._poison = Poison(config, ledger)
         self._done: set[Path] = set()
         """files that were taken, or are no requests, and are still there"""
-        self._reading = Reported(f"read the requests of penstock dead --retry in {self._directory}")
+        self._reading = Reported(f"read the requests of headpond dead --retry in {self._directory}")
 
     async def run_once(self) -> None:
         """Each request is taken once, also if its file cannot be deleted: it may belong to another user."""

@@ -16,14 +16,14 @@ from typing import Any
 
 import orjson
 
-from orchestrator import run_dir
-from orchestrator.housekeeping import Reported
-from penstock.batches import Manifest, manifest_steps, read_manifest
-from penstock.errors import BlobError
-from penstock.inspection import run_json
-from penstock.ledger import evaluations, queries, schema
-from penstock.ledger.states import RolloutState
-from penstock.store import BlobRef, Store, open_store
+from headpond.batches import Manifest, manifest_steps, read_manifest
+from headpond.errors import BlobError
+from headpond.inspection import run_json
+from headpond.ledger import evaluations, queries, schema
+from headpond.ledger.states import RolloutState
+from headpond.orchestrator import run_dir
+from headpond.orchestrator.housekeeping import Reported
+from headpond.store import BlobRef, Store, open_store
 
 SHOWN_MOST = 20  # of any one kind of problem
 AUDITED = "audited.json"

@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from orchestrator.ledger.records import JobRecord, Row
-from penstock.ledger.queries import DIED
-from penstock.ledger.states import RolloutState
+from headpond.ledger.queries import DIED
+from headpond.ledger.states import RolloutState
+from headpond.orchestrator.ledger.records import JobRecord, Row
 
 CAUSES_MOST = 200
 """Causes of death that are told apart; further ones count as OTHER_CAUSES, so that texts cannot fill the ledger."""

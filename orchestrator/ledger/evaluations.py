@@ -7,11 +7,11 @@ from typing import Any
 
 import orjson
 
-from orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord, Row
-from penstock import ids
-from penstock.ledger import evaluations as queries
-from penstock.ledger.evaluations import EvaluationState, PlayState
-from penstock.messages import RolloutResult
+from headpond import ids
+from headpond.ledger import evaluations as queries
+from headpond.ledger.evaluations import EvaluationState, PlayState
+from headpond.messages import RolloutResult
+from headpond.orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord, Row
 
 
 @dataclass(kw_only=True, eq=False)

@@ -15,10 +15,23 @@ from typing import Literal
 
 import orjson
 
-from orchestrator.ledger import restore
-from orchestrator.ledger.counts import Counts
-from orchestrator.ledger.evaluations import AnyRecord, EvaluationRecord
-from orchestrator.ledger.records import (
+from headpond.ids import GroupId, RolloutId, execution_of
+from headpond.ledger.states import (
+    FORGOTTEN_JOBS,
+    STEP_JOBS,
+    UNGENERATED,
+    BatchState,
+    GroupState,
+    JobKind,
+    JobState,
+    RolloutState,
+    check,
+)
+from headpond.messages import RolloutResult, StepResult, shortened
+from headpond.orchestrator.ledger import restore
+from headpond.orchestrator.ledger.counts import Counts
+from headpond.orchestrator.ledger.evaluations import AnyRecord, EvaluationRecord
+from headpond.orchestrator.ledger.records import (
     ADVANTAGES,
     ESTIMATOR_STATE,
     OPEN_CREDIT,
@@ -31,20 +44,7 @@ from orchestrator.ledger.records import (
     Unit,
     Value,
 )
-from orchestrator.ledger.writer import KEEP_EVENTS_STEPS, Writer
-from penstock.ids import GroupId, RolloutId, execution_of
-from penstock.ledger.states import (
-    FORGOTTEN_JOBS,
-    STEP_JOBS,
-    UNGENERATED,
-    BatchState,
-    GroupState,
-    JobKind,
-    JobState,
-    RolloutState,
-    check,
-)
-from penstock.messages import RolloutResult, StepResult, shortened
+from headpond.orchestrator.ledger.writer import KEEP_EVENTS_STEPS, Writer
 
 
 class Ledger:

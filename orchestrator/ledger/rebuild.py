@@ -9,19 +9,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 
-from orchestrator.ledger.audit import files_of
-from orchestrator.ledger.records import ESTIMATOR_STATE, BatchRecord, GroupRecord, RolloutRecord, Row
-from penstock.batches import BatchRollout, Manifest, manifest_steps, read_manifest
-from penstock.batches.plan import FIRST_STEP
-from penstock.config import RunConfig
-from penstock.ids import ROLLOUTS_FOLDER, GroupId, execution_of
-from penstock.ledger.archive import archive
-from penstock.ledger.schema import STATEMENTS, open_for_writing
-from penstock.ledger.states import BatchState, GroupState, RolloutState
-from penstock.messages import RolloutResult
-from penstock.store import Store, atomic, open_store
+from headpond.batches import BatchRollout, Manifest, manifest_steps, read_manifest
+from headpond.batches.plan import FIRST_STEP
+from headpond.config import RunConfig
+from headpond.ids import ROLLOUTS_FOLDER, GroupId, execution_of
+from headpond.ledger.archive import archive
+from headpond.ledger.schema import STATEMENTS, open_for_writing
+from headpond.ledger.states import BatchState, GroupState, RolloutState
+from headpond.messages import RolloutResult
+from headpond.orchestrator.ledger.audit import files_of
+from headpond.orchestrator.ledger.records import ESTIMATOR_STATE, BatchRecord, GroupRecord, RolloutRecord, Row
+from headpond.store import Store, atomic, open_store
 
-logger = logging.getLogger("penstock.ledger")
+logger = logging.getLogger("headpond.ledger")
 
 UNKNOWN = -1  # manifests do not name examples
 LOST = "ledger_lost"

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from penstock.ids import EncodeJobId, RolloutId, TaskId, batch_phase_job
-from penstock.ledger.archive import execution_code
-from penstock.ledger.states import BatchState, GroupState, JobKind, JobState, RolloutState
-from penstock.messages import RolloutResult, StepResult
+from headpond.ids import EncodeJobId, RolloutId, TaskId, batch_phase_job
+from headpond.ledger.archive import execution_code
+from headpond.ledger.states import BatchState, GroupState, JobKind, JobState, RolloutState
+from headpond.messages import RolloutResult, StepResult
 
 Value = str | int | float | None
 Row = tuple[Value, ...]

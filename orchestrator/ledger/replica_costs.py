@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.ledger.ledger import Ledger
-from penstock.config import RunConfig
-from penstock.replica_use import URL_CHARACTERS, ReplicaUse
+from headpond.config import RunConfig
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.replica_use import URL_CHARACTERS, ReplicaUse
 
 TOKENS, SECONDS, LOST = "replica_tokens:", "replica_s:", "replica_lost:"
 """Prefixes of keys in the ledger; a replica's URL follows."""

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import orjson
 
-from orchestrator.ledger.evaluations import EvaluationRecord, read_open
-from orchestrator.ledger.records import (
+from headpond.ids import EncodeJobId
+from headpond.ledger import queries, schema
+from headpond.ledger.archive import execution_text
+from headpond.ledger.states import STEP_JOBS, GroupState, JobKind, JobState, RolloutState
+from headpond.messages import BatchPhaseResult, EncodeResult, RolloutResult
+from headpond.orchestrator.ledger.evaluations import EvaluationRecord, read_open
+from headpond.orchestrator.ledger.records import (
     ADVANTAGES,
     OPEN_CREDIT,
     OPEN_STATES,
@@ -18,11 +23,6 @@ from orchestrator.ledger.records import (
     RolloutRecord,
     Value,
 )
-from penstock.ids import EncodeJobId
-from penstock.ledger import queries, schema
-from penstock.ledger.archive import execution_text
-from penstock.ledger.states import STEP_JOBS, GroupState, JobKind, JobState, RolloutState
-from penstock.messages import BatchPhaseResult, EncodeResult, RolloutResult
 
 STEP_RESULTS = {JobKind.BATCH_PHASE: BatchPhaseResult, JobKind.ENCODE: EncodeResult}
 

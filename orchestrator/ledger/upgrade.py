@@ -12,15 +12,15 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
-from orchestrator.ledger.counts import CAUSES_MOST
-from penstock.errors import LedgerError
-from penstock.ids import execution_of
-from penstock.ledger import queries
-from penstock.ledger.archive import ARCHIVE_HISTORIES, DELIVERED, copy_closing, execution_code
-from penstock.ledger.schema import OLD_AS_NEW, OLD_VERSION, STATEMENTS, explained, open_for_writing, version_of
-from penstock.store import atomic
+from headpond.errors import LedgerError
+from headpond.ids import execution_of
+from headpond.ledger import queries
+from headpond.ledger.archive import ARCHIVE_HISTORIES, DELIVERED, copy_closing, execution_code
+from headpond.ledger.schema import OLD_AS_NEW, OLD_VERSION, STATEMENTS, explained, open_for_writing, version_of
+from headpond.orchestrator.ledger.counts import CAUSES_MOST
+from headpond.store import atomic
 
-logger = logging.getLogger("penstock.ledger")
+logger = logging.getLogger("headpond.ledger")
 
 AT_ONCE = 1_000  # groups: a tenth of a second
 REPORTED_EVERY_S = 2.0

@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from orchestrator.ledger.records import Row
-from penstock.errors import LedgerError
-from penstock.ledger.archive import archive, has_closing, prune
-from penstock.ledger.schema import STATEMENTS, open_for_writing
+from headpond.errors import LedgerError
+from headpond.ledger.archive import archive, has_closing, prune
+from headpond.ledger.schema import STATEMENTS, open_for_writing
+from headpond.orchestrator.ledger.records import Row
 
-logger = logging.getLogger("penstock.ledger")
+logger = logging.getLogger("headpond.ledger")
 
 Changes = dict[str, list[Row]]
 Committed = Callable[[Exception | None], object]
@@ -51,7 +51,7 @@ class Writer:
         self._queue: queue.SimpleQueue[tuple[Changes, Committed] | None] = queue.SimpleQueue()
         self._failed: Exception | None = None
         self._abandon = threading.Event()
-        self._thread = threading.Thread(target=self._write_until_closed, name="penstock-ledger", daemon=True)
+        self._thread = threading.Thread(target=self._write_until_closed, name="headpond-ledger", daemon=True)
         self._thread.start()
 
     def commit(self, changes: Changes) -> asyncio.Future[None]:

@@ -13,10 +13,10 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 
-from penstock.config import Http
-from penstock.errors import ConfigError
+from headpond.config import Http
+from headpond.errors import ConfigError
 
-logger = logging.getLogger("penstock.http")
+logger = logging.getLogger("headpond.http")
 
 STOP_S = 1.0  # for requests in progress when the run ends
 

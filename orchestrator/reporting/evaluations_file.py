@@ -8,16 +8,16 @@ import logging
 import os
 from pathlib import Path
 
-from orchestrator.examples.evaluation import FINISHED
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.reporting.metrics import last_line
-from penstock.config import RunConfig
-from penstock.errors import LedgerError
-from penstock.ledger import schema
-from penstock.ledger.evaluations import results_after
-from penstock.runtime.offload import to_its_end_in_io_thread
+from headpond.config import RunConfig
+from headpond.errors import LedgerError
+from headpond.ledger import schema
+from headpond.ledger.evaluations import results_after
+from headpond.orchestrator.examples.evaluation import FINISHED
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.reporting.metrics import last_line
+from headpond.runtime.offload import to_its_end_in_io_thread
 
-logger = logging.getLogger("penstock.evaluation")
+logger = logging.getLogger("headpond.evaluation")
 
 FILE_NAME = "evaluations.jsonl"
 EVERY_S = 1.0

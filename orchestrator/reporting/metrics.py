@@ -15,23 +15,23 @@ from typing import IO, Any
 
 import orjson
 
-from orchestrator.broker import Broker
-from orchestrator.examples import evaluation
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import BatchRecord
-from orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS
-from orchestrator.reporting import step_metrics
-from penstock.batches import read_manifest
-from penstock.config import RunConfig
-from penstock.errors import BlobError
-from penstock.ledger.states import JobKind, RolloutState
-from penstock.messages import EncodeResult
-from penstock.runtime.lag_summaries import LagSummary, read_summaries_async
-from penstock.runtime.loop_lag import LoopLag
-from penstock.runtime.offload import in_io_thread
-from penstock.store import Store, open_store
+from headpond.batches import read_manifest
+from headpond.config import RunConfig
+from headpond.errors import BlobError
+from headpond.ledger.states import JobKind, RolloutState
+from headpond.messages import EncodeResult
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.examples import evaluation
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import BatchRecord
+from headpond.orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS
+from headpond.orchestrator.reporting import step_metrics
+from headpond.runtime.lag_summaries import LagSummary, read_summaries_async
+from headpond.runtime.loop_lag import LoopLag
+from headpond.runtime.offload import in_io_thread
+from headpond.store import Store, open_store
 
-logger = logging.getLogger("penstock.metrics")
+logger = logging.getLogger("headpond.metrics")
 
 FILE_NAME = "metrics.jsonl"
 TAIL_BYTES = 1 << 20  # holds hundreds of lines; one of a hundred environments takes 50 kB
@@ -96,7 +96,7 @@ class Metrics:
         if rate < POLICY_FAILED_MOST:
             return []
         failed = f"{rate * rollouts:.0f} of {rollouts} rollouts of step {self.last['step']}"
-        command = f"`penstock why {self._run_dir} {self._policy_failed or 'ROLLOUT'}`"
+        command = f"`headpond why {self._run_dir} {self._policy_failed or 'ROLLOUT'}`"
         return [f"{failed} ended with a failure of the policy, such as a time-out: {command} says which"]
 
     def composed(self) -> None:

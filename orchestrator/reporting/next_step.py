@@ -1,4 +1,4 @@
-"""What the next step waits for, for `penstock why`: its oldest open groups, their jobs, and what happens to each next.
+"""What the next step waits for, for `headpond why`: its oldest open groups, their jobs, and what happens to each next.
 
 Bounded, however many groups are open: it is computed on the loop with every status.
 """
@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import GroupRecord, JobRecord
-from orchestrator.quotas import UNFINISHED, quotas
-from orchestrator.reconciler import Reconciler
-from orchestrator.submission import timeout_s
-from orchestrator.trainer import Trainer
-from penstock.config import RunConfig
-from penstock.ids import advantages_job, filter_job, score_job
-from penstock.ledger.states import JobKind, JobState
+from headpond.config import RunConfig
+from headpond.ids import advantages_job, filter_job, score_job
+from headpond.ledger.states import JobKind, JobState
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import GroupRecord, JobRecord
+from headpond.orchestrator.quotas import UNFINISHED, quotas
+from headpond.orchestrator.reconciler import Reconciler
+from headpond.orchestrator.submission import timeout_s
+from headpond.orchestrator.trainer import Trainer
 
 GROUPS_SHOWN = 4
 JOBS_SHOWN = 8  # of one group or step

@@ -9,12 +9,12 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS
-from orchestrator.reporting.metrics import LagPoller, Metrics, counters
-from penstock.ledger.states import RolloutState
-from penstock.runtime.lag_summaries import LagSummary
-from penstock.runtime.loop_lag import LoopLag
+from headpond.ledger.states import RolloutState
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS
+from headpond.orchestrator.reporting.metrics import LagPoller, Metrics, counters
+from headpond.runtime.lag_summaries import LagSummary
+from headpond.runtime.loop_lag import LoopLag
 
 PROCESSES_MOST = 64  # those with the worst lag
 QUANTILES = {"0.5": "median_s", "0.9": "p90_s", "0.99": "p99_s", "1": "max_s"}
@@ -61,10 +61,10 @@ class RunCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         status, counts, last = self._status(), counters(self._ledger), self._metrics.last
         yield GaugeMetricFamily(
-            "penstock_policy_version", "Newest policy version that the trainer published.", status["policy_version"]
+            "headpond_policy_version", "Newest policy version that the trainer published.", status["policy_version"]
         )
-        yield GaugeMetricFamily("penstock_steps_wanted", "Steps after which the run ends.", self._steps)
-        yield CounterMetricFamily("penstock_steps", "Delivered steps.", self._ledger.number("steps_delivered"))
+        yield GaugeMetricFamily("headpond_steps_wanted", "Steps after which the run ends.", self._steps)
+        yield CounterMetricFamily("headpond_steps", "Delivered steps.", self._ledger.number("steps_delivered"))
         yield from _rollouts(self._ledger.states, counts)
         yield from _jobs(status, counts)
         yield from _rates(status)
@@ -73,24 +73,24 @@ class RunCollector(Collector):
         yield from _lags([self._lag.summary(), *self._lags.others])
         for name, key in LAST_STEP.items():
             if key in last:
-                yield GaugeMetricFamily(f"penstock_last_step_{name}", f"`{key}` of the last delivered step.", last[key])
+                yield GaugeMetricFamily(f"headpond_last_step_{name}", f"`{key}` of the last delivered step.", last[key])
 
 
 def _rollouts(states: Mapping[RolloutState, int], counts: Mapping[str, float]) -> Iterator[Metric]:
     in_state = [(state.value, states.get(state, 0)) for state in RolloutState]
-    yield _gauges("penstock_rollouts", "Rollouts by state; the sum is all planned rollouts.", "state", in_state)
+    yield _gauges("headpond_rollouts", "Rollouts by state; the sum is all planned rollouts.", "state", in_state)
     filtered = _under(counts, "filtered:")
-    yield _counters("penstock_rollouts_filtered", "Dropped rollouts.", "reason", filtered)
-    yield CounterMetricFamily("penstock_rollouts_generated", "Generated rollouts.", counts["generated"])
-    yield CounterMetricFamily("penstock_rollouts_fenced", "Late replies, not counted.", counts["fenced"])
+    yield _counters("headpond_rollouts_filtered", "Dropped rollouts.", "reason", filtered)
+    yield CounterMetricFamily("headpond_rollouts_generated", "Generated rollouts.", counts["generated"])
+    yield CounterMetricFamily("headpond_rollouts_fenced", "Late replies, not counted.", counts["fenced"])
     yield CounterMetricFamily(
-        "penstock_replies_refused", "Replies that named files of other jobs.", counts["replies_refused"]
+        "headpond_replies_refused", "Replies that named files of other jobs.", counts["replies_refused"]
     )
-    yield CounterMetricFamily("penstock_tokens_generated", "Completion tokens.", counts["tokens_generated"])
+    yield CounterMetricFamily("headpond_tokens_generated", "Completion tokens.", counts["tokens_generated"])
     yield CounterMetricFamily(
-        "penstock_groups_dropped", "Dropped groups, which were replaced.", counts["groups_dropped"]
+        "headpond_groups_dropped", "Dropped groups, which were replaced.", counts["groups_dropped"]
     )
-    solved = CounterMetricFamily("penstock_groups", "Completed groups.", labels=["environment", "solved"])
+    solved = CounterMetricFamily("headpond_groups", "Completed groups.", labels=["environment", "solved"])
     for name, number in _under(counts, "solved_"):
         how, _, environment = name.partition(":")
         solved.add_metric([environment, how], number)
@@ -98,53 +98,53 @@ def _rollouts(states: Mapping[RolloutState, int], counts: Mapping[str, float]) -
 
 
 def _jobs(status: Mapping[str, Any], counts: Mapping[str, float]) -> Iterator[Metric]:
-    yield _gauges("penstock_queue_depth", "Messages that no worker has taken yet.", "queue", status["queued"].items())
+    yield _gauges("headpond_queue_depth", "Messages that no worker has taken yet.", "queue", status["queued"].items())
     waiting, submitted = status["waiting_jobs"].items(), status["submitted_jobs"].items()
-    yield _gauges("penstock_jobs_waiting", "Jobs to be submitted.", "queue", waiting)
-    yield _gauges("penstock_jobs_submitted", "Jobs without a reply.", "queue", submitted)
+    yield _gauges("headpond_jobs_waiting", "Jobs to be submitted.", "queue", waiting)
+    yield _gauges("headpond_jobs_submitted", "Jobs without a reply.", "queue", submitted)
     running = status["running_by_worker"]
-    yield GaugeMetricFamily("penstock_jobs_running", "Executions that hold a lease.", sum(running.values()))
-    yield GaugeMetricFamily("penstock_workers_busy", "Worker processes that run a job.", len(running))
-    yield _counters("penstock_jobs", "Settled jobs.", "kind", _under(counts, "settled:"))
-    yield _counters("penstock_job_seconds", "Duration of settled jobs.", "kind", _under(counts, "seconds:"))
+    yield GaugeMetricFamily("headpond_jobs_running", "Executions that hold a lease.", sum(running.values()))
+    yield GaugeMetricFamily("headpond_workers_busy", "Worker processes that run a job.", len(running))
+    yield _counters("headpond_jobs", "Settled jobs.", "kind", _under(counts, "settled:"))
+    yield _counters("headpond_job_seconds", "Duration of settled jobs.", "kind", _under(counts, "seconds:"))
 
 
 def _replicas(replicas: Mapping[str, Any], counts: Mapping[str, float]) -> Iterator[Metric]:
     serve = [(url, float(each["serves"])) for url, each in replicas.items()]
-    yield _gauges("penstock_replica_serves", "Whether the replica has weights that may serve.", "replica", serve)
+    yield _gauges("headpond_replica_serves", "Whether the replica has weights that may serve.", "replica", serve)
     for name, what in LOADS.items():
         loads = [(url, each[name]) for url, each in replicas.items() if name in each]
-        yield _gauges(f"penstock_replica_{name}", what, "replica", loads)
-    yield _counters("penstock_replica_tokens", "Tokens that were used.", "replica", _under(counts, TOKENS))
-    yield _counters("penstock_replica_seconds", "Duration of answered requests.", "replica", _under(counts, SECONDS))
+        yield _gauges(f"headpond_replica_{name}", what, "replica", loads)
+    yield _counters("headpond_replica_tokens", "Tokens that were used.", "replica", _under(counts, TOKENS))
+    yield _counters("headpond_replica_seconds", "Duration of answered requests.", "replica", _under(counts, SECONDS))
     lost = "Tokens thrown away, or computed again, because the replica failed."
-    yield _counters("penstock_replica_lost_tokens", lost, "replica", _under(counts, LOST))
+    yield _counters("headpond_replica_lost_tokens", lost, "replica", _under(counts, LOST))
 
 
 def _evaluations(status: Mapping[str, Any]) -> Iterator[Metric]:
     if not status:
         return
     counts = [(state, n) for state, n in status["rollouts"].items() if state not in ("planned", "balanced")]
-    yield _gauges("penstock_evaluation_rollouts", "Rollouts of evaluations by state.", "state", counts)
+    yield _gauges("headpond_evaluation_rollouts", "Rollouts of evaluations by state.", "state", counts)
     last = {name: each["last"] for name, each in status["names"].items() if each["last"]}
     for key in EVALUATED:
         found = [(name, values[key]) for name, values in last.items() if key in values]
-        yield _gauges(f"penstock_evaluation_{key}", f"`{key}` of the last evaluation.", "evaluation", found)
+        yield _gauges(f"headpond_evaluation_{key}", f"`{key}` of the last evaluation.", "evaluation", found)
 
 
 def _rates(status: Mapping[str, Any]) -> Iterator[Metric]:
     over = "over the last ten seconds."
-    yield GaugeMetricFamily("penstock_rollouts_per_second", f"Generated, {over}", status["rollouts_per_s"])
-    yield GaugeMetricFamily("penstock_tokens_per_second", f"Completion tokens, {over}", status["tokens_per_s"])
-    yield GaugeMetricFamily("penstock_waiting_for", "Reasons why the run waits.", len(status["waiting_for"]))
+    yield GaugeMetricFamily("headpond_rollouts_per_second", f"Generated, {over}", status["rollouts_per_s"])
+    yield GaugeMetricFamily("headpond_tokens_per_second", f"Completion tokens, {over}", status["tokens_per_s"])
+    yield GaugeMetricFamily("headpond_waiting_for", "Reasons why the run waits.", len(status["waiting_for"]))
 
 
 def _lags(lags: list[LagSummary]) -> Iterator[Metric]:
     lag_s = GaugeMetricFamily(
-        "penstock_event_loop_lag_seconds", "Event loop lag in the last window.", labels=["process", "quantile"]
+        "headpond_event_loop_lag_seconds", "Event loop lag in the last window.", labels=["process", "quantile"]
     )
     blocked_s = GaugeMetricFamily(
-        "penstock_event_loop_blocked_seconds", "Time the loop was blocked in the last window.", labels=["process"]
+        "headpond_event_loop_blocked_seconds", "Time the loop was blocked in the last window.", labels=["process"]
     )
     for lag in sorted(lags, key=lambda lag: -lag.p99_s)[:PROCESSES_MOST]:
         blocked_s.add_metric([lag.process], lag.blocked_s)

@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator import run_dir
-from orchestrator.broker import Broker
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.reconciler import Running, Snapshot
-from orchestrator.reporting.metrics import LagPoller
-from penstock.config import RunConfig
-from penstock.ledger.queries import balance
-from penstock.ledger.states import JobState, RolloutState
-from penstock.messages import Queue
-from penstock.queues import WorkerKind
-from penstock.runtime.loop_lag import LoopLag
-from penstock.runtime.offload import to_its_end_in_io_thread
+from headpond.config import RunConfig
+from headpond.ledger.queries import balance
+from headpond.ledger.states import JobState, RolloutState
+from headpond.messages import Queue
+from headpond.orchestrator import run_dir
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.reconciler import Running, Snapshot
+from headpond.orchestrator.reporting.metrics import LagPoller
+from headpond.queues import WorkerKind
+from headpond.runtime.loop_lag import LoopLag
+from headpond.runtime.offload import to_its_end_in_io_thread
 
-logger = logging.getLogger("penstock.orchestrator")
+logger = logging.getLogger("headpond.orchestrator")
 
 EVERY_S = 1.0
 RATE_OVER = 11  # statuses: ten seconds

@@ -1,6 +1,6 @@
 """Sends the lines of metrics.jsonl to W&B, TensorBoard and trackio, from a process of its own.
 
-The libraries start threads and wait for networks: none is loaded into the orchestrator, sees its PENSTOCK_* variables,
+The libraries start threads and wait for networks: none is loaded into the orchestrator, sees its HEADPOND_* variables,
 or costs the run anything when it fails or hangs. The process ends when its stdin does, also because its orchestrator
 was killed.
 """
@@ -12,15 +12,15 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator
 
-from penstock.config import RunConfig
-from penstock.runtime.privacy import inherited_variables
+from headpond.config import RunConfig
+from headpond.runtime.privacy import inherited_variables
 
-logger = logging.getLogger("penstock.sinks")
+logger = logging.getLogger("headpond.sinks")
 
 RETRY_S = 60.0
 FINISH_S = 20.0  # for the last lines, when the run ends
 WORDS_MOST = 600  # of its last words, in a note
-MODULE = "penstock.runtime.metrics_sinks"
+MODULE = "headpond.runtime.metrics_sinks"
 
 
 class Sinks:

@@ -7,12 +7,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from orchestrator.ledger.records import GroupRecord, RolloutRecord
-from orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS, slow_tokens
-from penstock.batches import EncodedRank, Manifest
-from penstock.ledger.states import JobKind, RolloutState
-from penstock.messages import RolloutResult
-from penstock.runtime.lag_summaries import LagSummary
+from headpond.batches import EncodedRank, Manifest
+from headpond.ledger.states import JobKind, RolloutState
+from headpond.messages import RolloutResult
+from headpond.orchestrator.ledger.records import GroupRecord, RolloutRecord
+from headpond.orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS, slow_tokens
+from headpond.runtime.lag_summaries import LagSummary
 
 Values = dict[str, float]
 Counts = Mapping[str, float]

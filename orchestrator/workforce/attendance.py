@@ -11,18 +11,18 @@ from typing import Any
 
 import orjson
 
-from orchestrator.broker import Broker
-from orchestrator.ledger.records import JobRecord
-from orchestrator.workforce.quarantine import Peer, Quarantine, Standing
-from penstock import redis_keys
-from penstock.config import RunConfig
-from penstock.ledger.states import JobKind
-from penstock.messages import Outcome, Reply, shortened
-from penstock.queues import WorkerKind
-from penstock.runtime import blocked_loop
-from tasks.agreement import Order, Presence, digest, used_settings
+from headpond import redis_keys
+from headpond.config import RunConfig
+from headpond.ledger.states import JobKind
+from headpond.messages import Outcome, Reply, shortened
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.workforce.quarantine import Peer, Quarantine, Standing
+from headpond.queues import WorkerKind
+from headpond.runtime import blocked_loop
+from headpond.tasks.agreement import Order, Presence, digest, used_settings
 
-logger = logging.getLogger("penstock.attendance")
+logger = logging.getLogger("headpond.attendance")
 
 LISTED_MOST = 4  # workers that a message names; when this many have failed a job, the job is to blame
 PAUSE_FIRST_S, PAUSE_MOST_S = 0.25, 8.0  # before a job is submitted again
@@ -151,7 +151,7 @@ class Attendance:
         for stranger, at in self._strangers.items():
             if time.monotonic() - at < REMEMBER_S:
                 texts[stranger] = (
-                    f"results of worker {stranger} are not used: it runs another release of Penstock, or has other "
+                    f"results of worker {stranger} are not used: it runs another release of Headpond, or has other "
                     "settings than the run. Restart it with the run's settings"
                 )
         for node, seen in self._seen.items():

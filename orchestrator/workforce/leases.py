@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from orchestrator.broker import Broker
-from orchestrator.slices import in_slices
-from penstock import redis_keys
+from headpond import redis_keys
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.slices import in_slices
 
 LEASES_AT_ONCE = 500  # about 1 ms
 

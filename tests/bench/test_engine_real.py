@@ -5,7 +5,7 @@ from support.engine_process import running
 
 from bench import engine_real
 from bench.harness.vllm_server import byte_vocabulary, write_model
-from penstock.errors import ConfigError
+from headpond.errors import ConfigError
 
 
 def test_measures_the_same_load_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,8 +23,8 @@ def test_measures_the_same_load_both_ways(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("python", ["", "/nowhere/bin/python"])
 def test_without_a_server_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch, python: str) -> None:
     monkeypatch.delenv("ENGINE_URL", raising=False)
-    monkeypatch.setenv("PENSTOCK_VLLM_PYTHON", python)
-    with pytest.raises(ConfigError, match=r"set PENSTOCK_VLLM_PYTHON .*`make vllm`.*, or ENGINE_URL"):
+    monkeypatch.setenv("HEADPOND_VLLM_PYTHON", python)
+    with pytest.raises(ConfigError, match=r"set HEADPOND_VLLM_PYTHON .*`make vllm`.*, or ENGINE_URL"):
         engine_real.run(quick=True)
 
 

@@ -11,7 +11,7 @@ from support.browser import Watched, dashboard
 from support.run_dirs import MadeRun, make_run
 
 from bench.harness.ledger_maker import make_ledger
-from services.dashboard.report import write_report
+from headpond.servers.dashboard.report import write_report
 
 HOSTILE = (
     "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> \u202egnirts\u2066 \x00\x07\x1b[31m "

@@ -15,7 +15,7 @@ from support.stores import directory_store, timeless_checksum
 from support.upstream import user
 from support.waiting import wait_until
 
-from penstock.store import BlobRef
+from headpond.store import BlobRef
 
 TURNS = 5
 THREADS = 16

@@ -6,10 +6,10 @@ from support.engine_clients import run
 from support.rollout_stages import attempt_of, stage_of
 from support.upstream import ReceivedRequest, Response, answer, serving
 
-from penstock.config.engine import EnvironmentSettings
-from penstock.environments import load_environments
-from penstock.messages import RolloutResult
-from penstock.playing.rollout import play
+from headpond.config.engine import EnvironmentSettings
+from headpond.environments import load_environments
+from headpond.messages import RolloutResult
+from headpond.playing.rollout import play
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = {

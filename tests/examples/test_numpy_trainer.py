@@ -18,9 +18,9 @@ from support.played_steps import ROLLOUTS, TOKENS, seal_step, weights_bytes
 
 from examples import numpy_trainer
 from examples.numpy_trainer import CLIP, Learner, Misaligned, Tokens, loss_and_gradient, train
-from penstock import tiny_moe
-from penstock.batches import Batch, BatchReader, read_trainer
-from penstock.tiny_moe import Weights
+from headpond.batches import Batch, BatchReader, read_trainer
+from headpond.demo import tiny_moe
+from headpond.demo.tiny_moe import Weights
 
 SCRIPT = Path(numpy_trainer.__file__)
 BARE = 'import runpy, sys; sys.meta_path.insert(0, runpy.run_path(sys.argv[1])["Refusing"]()); del sys.argv[:2]; '

@@ -7,8 +7,8 @@ from aiohttp import web
 
 from examples import small_tasks
 from examples.small_tasks import Dictation
-from penstock.environments import AgentPolicy
-from penstock.errors import InfrastructureFailure
+from headpond.environments import AgentPolicy
+from headpond.errors import InfrastructureFailure
 
 
 async def play(statuses: list[int], answers: list[str]) -> float:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.store import open_store
+from headpond.store import open_store
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -7,9 +7,9 @@ from support.engine_clients import run
 from support.rollout_stages import attempt_of, stage_of
 from support.upstream import ReceivedRequest, Response, answer, calling, serving, tool_call
 
-from penstock.config.engine import EnvironmentSettings
-from penstock.environments import load_environments
-from penstock.playing.rollout import play
+from headpond.config.engine import EnvironmentSettings
+from headpond.environments import load_environments
+from headpond.playing.rollout import play
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -1,4 +1,4 @@
-"""The example trainer in an environment without the packages of `penstock[app]`."""
+"""The example trainer in an environment without the packages of `headpond[app]`."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from support import trainer
 from support.rollouts import MadeTurn, RolloutMaker, plan_of, seal
 from support.stores import directory_store
 
-from penstock.batches import RunStatus, read_manifest, read_trainer, write_status
+from headpond.batches import RunStatus, read_manifest, read_trainer, write_status
 
 TOY_TRAINER = Path(__file__).parents[2] / "examples" / "toy_trainer.py"
 BARE = 'import runpy, sys; sys.meta_path.insert(0, runpy.run_path(sys.argv[1])["Refusing"]()); del sys.argv[:2]; '

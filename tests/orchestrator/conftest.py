@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from support.clock import Clock
 
-from orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.ledger import Ledger
 
 
 @pytest.fixture

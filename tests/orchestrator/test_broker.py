@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from support.waiting import wait_until_async
 
-from orchestrator.broker import Broker
-from penstock.errors import ConfigError
-from penstock.runtime.embedded_redis import EmbeddedRedis
+from headpond.errors import ConfigError
+from headpond.orchestrator.broker import Broker
+from headpond.runtime.embedded_redis import EmbeddedRedis
 
 PASSWORD = "hunter2/#?"
 CLOSED_PORT = "127.0.0.1:1/0"
@@ -57,11 +57,11 @@ def test_a_missing_database_is_refused_at_once(guarded: EmbeddedRedis) -> None:
 def test_a_closed_port_is_refused_after_the_patience() -> None:
     message = refusal(connected(f"redis://{CLOSED_PORT}"))
     assert f"{CLOSED_PORT} cannot be used" in message
-    assert "start it, or set redis_url (PENSTOCK_REDIS_URL) to the right one" in message
+    assert "start it, or set redis_url (HEADPOND_REDIS_URL) to the right one" in message
 
 
 def test_a_server_that_does_not_answer_is_reported_as_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.broker.RESPONSE_S", 0.1)
+    monkeypatch.setattr("headpond.orchestrator.broker.RESPONSE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}/0"
         assert f"{address} cannot be used (timed out): start it" in refusal(connected(f"redis://{address}"))

@@ -1,8 +1,8 @@
 import pytest
 
-from orchestrator.causes import ADVICE, FLAT_MOST, KINDS_MOST, RECENT, SAME_ERROR_MOST, Causes, masking
-from penstock.errors import RunError
-from penstock.filters import FilterSettings
+from headpond.errors import RunError
+from headpond.filters import FilterSettings
+from headpond.orchestrator.causes import ADVICE, FLAT_MOST, KINDS_MOST, RECENT, SAME_ERROR_MOST, Causes, masking
 
 TOOL_CHOICE = 'the engine answered 400: "auto" tool choice requires --enable-auto-tool-choice (request {})'
 

@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 from support.ledgers import admitted, configured, generated, planned
 
-from orchestrator.composer import Composer
-from orchestrator.inputs import step_values
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import BatchRecord, GroupRecord
-from orchestrator.trainer import Trainer
-from penstock.batches.manifest import EncodedRank
-from penstock.batches.signals import RankProgress, write_progress
-from penstock.errors import RunError
-from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
-from penstock.messages import EncodeResult, RolloutResult, StepAdvantages
-from penstock.store import BlobRef
+from headpond.batches.manifest import EncodedRank
+from headpond.batches.signals import RankProgress, write_progress
+from headpond.errors import RunError
+from headpond.ledger.states import GroupState, JobKind, JobState, RolloutState
+from headpond.messages import EncodeResult, RolloutResult, StepAdvantages
+from headpond.orchestrator.composer import Composer
+from headpond.orchestrator.inputs import step_values
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import BatchRecord, GroupRecord
+from headpond.orchestrator.trainer import Trainer
+from headpond.store import BlobRef
 
 
 def composing(ledger: Ledger, *, batch_phase: bool = False, **settings: Any) -> Composer:
@@ -294,7 +294,7 @@ def test_groups_beyond_a_window_of_partial_groups_are_used_when_none_in_it_is_pe
 
 def test_what_becomes_stale_between_two_slices_is_in_no_step(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the slices, a group is admitted and the trainer publishes a version."""
-    monkeypatch.setattr("orchestrator.composer.CHECKED_AT_ONCE", 1)
+    monkeypatch.setattr("headpond.orchestrator.composer.CHECKED_AT_ONCE", 1)
     composer = composing(ledger, filters={"stale": {"max_off_policy_steps": 2}})
     old, new = sampled_by(ledger, 0), sampled_by(ledger, 1)
     late: list[GroupRecord] = []

@@ -8,20 +8,20 @@ import pytest
 from support.attendance import unattended
 from support.ledgers import admitted, configured
 
-from orchestrator.composer import BatchPhase, Composer
-from orchestrator.gates import Gates
-from orchestrator.groups import Groups
-from orchestrator.inputs import JobInputs
-from orchestrator.ledger import restore
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import BatchRecord, JobRecord
-from orchestrator.trainer import Trainer
-from penstock import job_inputs
-from penstock.errors import RunError
-from penstock.ledger.states import JobState
-from penstock.messages import BatchPhaseJob, BatchPhaseResult, Outcome, Reply, RolloutResult, StepAdvantages
-from penstock.store import open_store
-from tasks.jobs import batch_body
+from headpond import job_inputs
+from headpond.errors import RunError
+from headpond.ledger.states import JobState
+from headpond.messages import BatchPhaseJob, BatchPhaseResult, Outcome, Reply, RolloutResult, StepAdvantages
+from headpond.orchestrator.composer import BatchPhase, Composer
+from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.groups import Groups
+from headpond.orchestrator.inputs import JobInputs
+from headpond.orchestrator.ledger import restore
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import BatchRecord, JobRecord
+from headpond.orchestrator.trainer import Trainer
+from headpond.store import open_store
+from headpond.tasks.jobs import batch_body
 
 KEY = "plans/run.step_000000.1.advantages.e1.json"
 

@@ -7,17 +7,17 @@ import pytest
 from support.ledgers import admitted, configured, encoded
 from support.stores import manifest_path, run_store
 
-from orchestrator.composer import Composer, Sealer
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import ADVANTAGES
-from orchestrator.trainer import Trainer
-from penstock.batches import BatchReader, EncodedRank, read_manifest, read_manifests
-from penstock.config import RunConfig
-from penstock.errors import BatchError
-from penstock.ledger.states import GroupState, JobState, RolloutState
-from penstock.messages import EncodeResult, RolloutResult, StepAdvantages
-from penstock.store import atomic
-from penstock.store.files import FileStore
+from headpond.batches import BatchReader, EncodedRank, read_manifest, read_manifests
+from headpond.config import RunConfig
+from headpond.errors import BatchError
+from headpond.ledger.states import GroupState, JobState, RolloutState
+from headpond.messages import EncodeResult, RolloutResult, StepAdvantages
+from headpond.orchestrator.composer import Composer, Sealer
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import ADVANTAGES
+from headpond.orchestrator.trainer import Trainer
+from headpond.store import atomic
+from headpond.store.files import FileStore
 
 
 @pytest.fixture

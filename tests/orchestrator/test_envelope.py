@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import redis
 
-from orchestrator import envelope
-from penstock.errors import StageError
-from penstock.messages import AdvantageJob, AnyJob, EncodeJob, FilterJob, RolloutJob
-from penstock.runtime.embedded_redis import EmbeddedRedis
-from tasks import app
-from tasks.agreement import FAILED_BY_HEADER, SETTINGS_HEADER
+from headpond.errors import StageError
+from headpond.messages import AdvantageJob, AnyJob, EncodeJob, FilterJob, RolloutJob
+from headpond.orchestrator import envelope
+from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.tasks import app
+from headpond.tasks.agreement import FAILED_BY_HEADER, SETTINGS_HEADER
 
 COMMON: dict[str, Any] = {"run": "0123456789ab", "attempt": 2, "sequence": 17, "timeout_s": 60.0}
 JOBS: list[AnyJob] = [
@@ -54,13 +54,13 @@ def test_a_message_equals_celerys(client: redis.Redis, job: AnyJob) -> None:
     assert ours == theirs
 
 
-def test_the_sequence_is_read_from_penstocks_messages_only() -> None:
+def test_the_sequence_is_read_from_headponds_messages_only() -> None:
     job = JOBS[0]
     assert envelope.sequence_of(envelope.encode(job), job.run) == 17
     assert envelope.sequence_of(envelope.encode(job), "another") is None
     assert envelope.sequence_of(b'{"headers": {}}', job.run) is None
     assert envelope.sequence_of(b"not json", job.run) is None
-    assert envelope.sequence_of(b'{"headers": {"penstock_sequence": 17, "id": "x"}}', job.run) is None
+    assert envelope.sequence_of(b'{"headers": {"headpond_sequence": 17, "id": "x"}}', job.run) is None
 
 
 def test_a_message_over_the_limit_is_refused() -> None:

@@ -1,9 +1,9 @@
 import pytest
 from support.clock import Clock
 
-from orchestrator.gates import RETRY_FIRST_S, RETRY_MOST_S, Gate, Gates
-from penstock.ledger.states import JobKind
-from penstock.messages import Outcome
+from headpond.ledger.states import JobKind
+from headpond.messages import Outcome
+from headpond.orchestrator.gates import RETRY_FIRST_S, RETRY_MOST_S, Gate, Gates
 
 
 @pytest.fixture

@@ -8,15 +8,15 @@ import pytest
 from support.attendance import unattended
 from support.ledgers import configured, submitted
 
-from orchestrator.gates import Gates
-from orchestrator.groups import Groups
-from orchestrator.ledger import restore
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import GroupRecord, JobRecord
-from penstock.errors import RunError
-from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
-from penstock.messages import AdvantageResult, FilterResult, Outcome, Reply, RolloutResult, ScoreResult, SurveyResult
-from penstock.store import BlobRef
+from headpond.errors import RunError
+from headpond.ledger.states import GroupState, JobKind, JobState, RolloutState
+from headpond.messages import AdvantageResult, FilterResult, Outcome, Reply, RolloutResult, ScoreResult, SurveyResult
+from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.groups import Groups
+from headpond.orchestrator.ledger import restore
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import GroupRecord, JobRecord
+from headpond.store import BlobRef
 
 DONE, FAILED, RELEASED, UNREACHABLE = Outcome.DONE, Outcome.FAILED, Outcome.RELEASED, Outcome.UNREACHABLE
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from support.ledgers import configured, generated
 from support.stores import directory_store
 
-from orchestrator.inputs import FORGOTTEN_AT_ONCE, JobInputs
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import JobRecord
-from penstock import job_inputs
-from penstock.ledger.states import GroupState, JobKind, RolloutState
+from headpond import job_inputs
+from headpond.ledger.states import GroupState, JobKind, RolloutState
+from headpond.orchestrator.inputs import FORGOTTEN_AT_ONCE, JobInputs
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import JobRecord
 
 
 class Scene:

@@ -1,4 +1,4 @@
-"""`penstock gc` finds and deletes what nothing reads again, and nothing else."""
+"""`headpond gc` finds and deletes what nothing reads again, and nothing else."""
 
 import asyncio
 import json
@@ -12,20 +12,20 @@ from support.ledgers import admitted, configured, submitted
 from support.stores import run_store
 from typer.testing import CliRunner
 
-from cli.main import app
-from orchestrator import leftovers, run_dir
-from orchestrator.inputs import batch_plan
-from orchestrator.ledger.audit import audit
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.leftovers import OLD_SESSIONS, OTHER_RUNS, RELEASED_STEPS, UNNAMED, collect
-from orchestrator.lock import lock_directory
-from penstock.batches import BatchReader, EncodedRank, seal_manifest
-from penstock.config import RunConfig
-from penstock.errors import RunError, RunLocked
-from penstock.ids import rollout_directory
-from penstock.messages import RolloutResult
-from penstock.store import BlobRef
-from penstock.store.files import FileStore
+from headpond.batches import BatchReader, EncodedRank, seal_manifest
+from headpond.commands.main import app
+from headpond.config import RunConfig
+from headpond.errors import RunError, RunLocked
+from headpond.ids import rollout_directory
+from headpond.messages import RolloutResult
+from headpond.orchestrator import leftovers, run_dir
+from headpond.orchestrator.inputs import batch_plan
+from headpond.orchestrator.ledger.audit import audit
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.leftovers import OLD_SESSIONS, OTHER_RUNS, RELEASED_STEPS, UNNAMED, collect
+from headpond.orchestrator.lock import lock_directory
+from headpond.store import BlobRef
+from headpond.store.files import FileStore
 
 STEPS = 4
 
@@ -127,7 +127,7 @@ def test_no_file_that_a_manifest_of_an_unreleased_step_names_is_deleted(
 
 def test_a_lost_ledger_keeps_what_the_manifests_name(config: RunConfig, run: str) -> None:
     """A ledger rebuilt from the manifests knows no files."""
-    from orchestrator.ledger import rebuild
+    from headpond.orchestrator.ledger import rebuild
 
     config.ledger_path.unlink()
     rebuild.rebuild_if_lost(config)

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from support.ledgers import admitted, configured
 
-from orchestrator.broker import Broker
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.lock import RunLock
-from orchestrator.loop import PROCESS, Orchestrator
-from orchestrator.reporting.reporter import ignore_status
-from orchestrator.shutdown import StopRequests
-from penstock.config import RunConfig
-from penstock.engines.control import Load
-from penstock.runtime.lag_summaries import redis_publisher
+from headpond.config import RunConfig
+from headpond.engines.control import Load
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.lock import RunLock
+from headpond.orchestrator.loop import PROCESS, Orchestrator
+from headpond.orchestrator.reporting.reporter import ignore_status
+from headpond.orchestrator.shutdown import StopRequests
+from headpond.runtime.lag_summaries import redis_publisher
 
 
 def orchestrating(config: RunConfig, ledger: Ledger, broker: Broker) -> Orchestrator:

@@ -4,15 +4,15 @@ from typing import Any
 import pytest
 from support.ledgers import admitted, configured, submitted
 
-from orchestrator.causes import Causes
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.planner import AT_ONCE, Planner
-from orchestrator.trainer import Trainer
-from penstock.batches import TrainerState
-from penstock.errors import RunError
-from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
-from penstock.messages import RolloutResult
-from penstock.store import BlobRef
+from headpond.batches import TrainerState
+from headpond.errors import RunError
+from headpond.ledger.states import GroupState, JobKind, JobState, RolloutState
+from headpond.messages import RolloutResult
+from headpond.orchestrator.causes import Causes
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.planner import AT_ONCE, Planner
+from headpond.orchestrator.trainer import Trainer
+from headpond.store import BlobRef
 
 
 def planning(ledger: Ledger, *, examples: int = 1000, causes: Causes | None = None, **settings: Any) -> Planner:

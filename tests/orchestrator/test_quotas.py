@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.ledgers import configured
 
-from orchestrator.quotas import apportion, quotas
+from headpond.orchestrator.quotas import apportion, quotas
 
 SIZES = st.integers(1, 500)
 WEIGHTS = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.01, 100), min_size=1)

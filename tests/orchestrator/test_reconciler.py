@@ -11,17 +11,17 @@ from support.attendance import unattended
 from support.clock import Clock
 from support.ledgers import configured, submitted
 
-from orchestrator.broker import Broker
-from orchestrator.gates import Gates
-from orchestrator.groups import Groups
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import GroupRecord, JobRecord
-from orchestrator.reconciler import Findings, Reconciler, Snapshot
-from orchestrator.workforce.leases import LEASES_AT_ONCE, read_leases, remove_leases
-from penstock import redis_keys
-from penstock.ledger.states import GroupState, JobState, RolloutState
-from penstock.messages import GRACE_S, Outcome, Queue, RolloutResult
-from penstock.runtime.embedded_redis import EmbeddedRedis
+from headpond import redis_keys
+from headpond.ledger.states import GroupState, JobState, RolloutState
+from headpond.messages import GRACE_S, Outcome, Queue, RolloutResult
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.groups import Groups
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import GroupRecord, JobRecord
+from headpond.orchestrator.reconciler import Findings, Reconciler, Snapshot
+from headpond.orchestrator.workforce.leases import LEASES_AT_ONCE, read_leases, remove_leases
+from headpond.runtime.embedded_redis import EmbeddedRedis
 
 RUN = "run"
 LEASE_S = 10.0
@@ -292,7 +292,7 @@ def test_a_running_rollout_that_became_stale_is_cancelled(scene: Scene) -> None:
 
 
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.reconciler.JUDGED_AT_ONCE", 1)
+    monkeypatch.setattr("headpond.orchestrator.reconciler.JUDGED_AT_ONCE", 1)
 
 
 def missing(last_sequence: float = math.inf) -> Snapshot:

@@ -13,21 +13,21 @@ from support.ledgers import configured, submitted
 from support.stores import blob_keys, run_store
 from support.waiting import wait_until
 
-from orchestrator import release, run_dir
-from orchestrator.inputs import batch_plan
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import BatchRecord, RolloutRecord
-from orchestrator.release import Releaser, Sweeper, releasable, release_step
-from orchestrator.trainer import Trainer
-from penstock.batches import BatchReader, EncodedRank, read_manifest, seal_manifest
-from penstock.batches.signals import TrainerState
-from penstock.config import RunConfig
-from penstock.ledger import queries, schema
-from penstock.ledger.archive import has_closing
-from penstock.ledger.states import GroupState, JobState, RolloutState
-from penstock.messages import RolloutResult
-from penstock.store import BlobRef
-from penstock.store.files import FileStore
+from headpond.batches import BatchReader, EncodedRank, read_manifest, seal_manifest
+from headpond.batches.signals import TrainerState
+from headpond.config import RunConfig
+from headpond.ledger import queries, schema
+from headpond.ledger.archive import has_closing
+from headpond.ledger.states import GroupState, JobState, RolloutState
+from headpond.messages import RolloutResult
+from headpond.orchestrator import release, run_dir
+from headpond.orchestrator.inputs import batch_plan
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import BatchRecord, RolloutRecord
+from headpond.orchestrator.release import Releaser, Sweeper, releasable, release_step
+from headpond.orchestrator.trainer import Trainer
+from headpond.store import BlobRef
+from headpond.store.files import FileStore
 
 RUN = "run"
 

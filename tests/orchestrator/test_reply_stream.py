@@ -9,18 +9,18 @@ from support.attendance import unattended
 from support.ledgers import configured, submitted
 from support.stores import run_store
 
-from orchestrator.broker import Broker
-from orchestrator.gates import Gates
-from orchestrator.groups import Groups
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.release import Releaser
-from orchestrator.reply_stream import START, ReplyStream
-from orchestrator.trainer import Trainer
-from penstock import redis_keys
-from penstock.batches import EncodedRank
-from penstock.messages import EncodeResult, Outcome, Reply, RolloutResult
-from penstock.runtime.embedded_redis import EmbeddedRedis
-from penstock.store import BlobRef
+from headpond import redis_keys
+from headpond.batches import EncodedRank
+from headpond.messages import EncodeResult, Outcome, Reply, RolloutResult
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.groups import Groups
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.release import Releaser
+from headpond.orchestrator.reply_stream import START, ReplyStream
+from headpond.orchestrator.trainer import Trainer
+from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.store import BlobRef
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from support.ledgers import admitted, configured, encoded
 
-from orchestrator.causes import Causes
-from orchestrator.composer import Composer, Sealer
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import BatchRecord
-from orchestrator.planner import Planner
-from orchestrator.trainer import Trainer
-from penstock.config import RunConfig
-from penstock.errors import OtherPlan, RunError
-from penstock.ledger.states import JobState, RolloutState
-from penstock.messages import EncodeResult
+from headpond.config import RunConfig
+from headpond.errors import OtherPlan, RunError
+from headpond.ledger.states import JobState, RolloutState
+from headpond.messages import EncodeResult
+from headpond.orchestrator.causes import Causes
+from headpond.orchestrator.composer import Composer, Sealer
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import BatchRecord
+from headpond.orchestrator.planner import Planner
+from headpond.orchestrator.trainer import Trainer
 
 
 def of(tmp_path: Path, **settings: Any) -> RunConfig:

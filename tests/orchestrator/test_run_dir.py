@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator import run_dir
-from orchestrator.lock import lock_directory
-from penstock.config import RunConfig
-from penstock.config.declared import declarations, shared_settings
-from penstock.errors import LedgerError, RunError, RunLocked, RunMismatch
-from penstock.inspection import run_json
-from penstock.ledger.schema import SCHEMA_VERSION, open_for_writing
+from headpond.config import RunConfig
+from headpond.config.declared import declarations, shared_settings
+from headpond.errors import LedgerError, RunError, RunLocked, RunMismatch
+from headpond.inspection import run_json
+from headpond.ledger.schema import SCHEMA_VERSION, open_for_writing
+from headpond.orchestrator import run_dir
+from headpond.orchestrator.lock import lock_directory
 
 
 def opened(config: RunConfig) -> str:
@@ -155,7 +155,7 @@ def test_a_ledger_of_another_release_is_refused_before_anything_is_changed(tmp_p
     (config.run_dir / "store" / "batches" / ".manifest.json.unfinished").write_text("")
     before = {path: path.read_bytes() for path in config.run_dir.rglob("*") if path.is_file()}
     with pytest.raises(
-        LedgerError, match=r"written by another version of Penstock \(schema \d+, not \d+\): use the version"
+        LedgerError, match=r"written by another version of Headpond \(schema \d+, not \d+\): use the version"
     ):
         opened(configured(tmp_path, steps=99))
     assert {path: path.read_bytes() for path in config.run_dir.rglob("*") if path.is_file()} == before
@@ -251,7 +251,7 @@ def test_a_store_without_the_protocol_is_named_with_method_file_and_line(
     """Whatever its exception is: an OSError would name a directory."""
     for kind in ("KeyError", "OSError"):
         module = tmp_path / f"bad_{kind.lower()}.py"
-        base = "from penstock.store.memory import MemoryStore\nclass Bad(MemoryStore):\n    shared = True\n"
+        base = "from headpond.store.memory import MemoryStore\nclass Bad(MemoryStore):\n    shared = True\n"
         module.write_text(f"{base}    def size(self, key):\n        raise {kind}('gone')\n")
         monkeypatch.syspath_prepend(tmp_path)
         url = f"{module.stem}:Bad://bucket"

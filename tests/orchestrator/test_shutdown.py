@@ -11,18 +11,18 @@ from support.attendance import unattended
 from support.ledgers import admitted, configured, submitted
 from support.waiting import HANG_S, wait_until_async
 
-from orchestrator import shutdown
-from orchestrator.broker import Broker
-from orchestrator.gates import Gates
-from orchestrator.groups import Groups
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.reply_stream import ReplyStream
-from orchestrator.shutdown import Shutdown
-from orchestrator.submission import MESSAGES_AT_ONCE
-from penstock import redis_keys
-from penstock.ledger.states import GroupState, JobKind, JobState
-from penstock.messages import Outcome, Queue, Reply, RolloutResult
-from penstock.runtime.embedded_redis import EmbeddedRedis
+from headpond import redis_keys
+from headpond.ledger.states import GroupState, JobKind, JobState
+from headpond.messages import Outcome, Queue, Reply, RolloutResult
+from headpond.orchestrator import shutdown
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.groups import Groups
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.reply_stream import ReplyStream
+from headpond.orchestrator.shutdown import Shutdown
+from headpond.orchestrator.submission import MESSAGES_AT_ONCE
+from headpond.runtime.embedded_redis import EmbeddedRedis
 
 
 async def revoke(url: str, ledger: Ledger, directory: Path, *, times: int = 1) -> None:
@@ -134,7 +134,7 @@ def test_executions_learn_of_the_end_of_their_run_with_their_leases(ledger: Ledg
         assert not finishing.done()
         await broker.client.hdel(redis_keys.LEASES, "run.g0000000-0.1.abc")
         await finishing
-        assert await broker.client.keys("penstock:*") == [redis_keys.ENDED.encode()], "for workers that were cut off"
+        assert await broker.client.keys("headpond:*") == [redis_keys.ENDED.encode()], "for workers that were cut off"
         assert 0 < await broker.client.ttl(redis_keys.ENDED) <= redis_keys.ENDED_TTL_S
         await end.resume()
         assert not await broker.client.exists(redis_keys.ENDED)

@@ -1,6 +1,6 @@
 import asyncio
 
-from orchestrator.slices import AT_ONCE, in_slices
+from headpond.orchestrator.slices import AT_ONCE, in_slices
 
 
 def test_other_tasks_run_between_two_slices() -> None:

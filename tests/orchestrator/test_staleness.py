@@ -1,10 +1,10 @@
 import pytest
 from support.ledgers import configured, generated
 
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import START
-from orchestrator.staleness import Staleness
-from penstock.messages import RolloutResult
+from headpond.messages import RolloutResult
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import START
+from headpond.orchestrator.staleness import Staleness
 
 
 @pytest.mark.parametrize(("mode", "dropped"), [("drop", True), ("mask", False), ("monitor", False), ("off", False)])

@@ -3,11 +3,11 @@ from pathlib import Path
 import pytest
 from support.clock import Clock
 
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.stall import LOOK_MOST_S, StallWatch
-from orchestrator.trainer import Trainer
-from penstock.config import RunConfig
-from penstock.errors import RunError
+from headpond.config import RunConfig
+from headpond.errors import RunError
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.stall import LOOK_MOST_S, StallWatch
+from headpond.orchestrator.trainer import Trainer
 
 
 def watch(tmp_path: Path, ledger: Ledger, stall_s: float | None = 5.0) -> StallWatch:

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import start
-from penstock.config import RunConfig
-from penstock.errors import ConfigError
+from headpond.config import RunConfig
+from headpond.errors import ConfigError
+from headpond.orchestrator import start
 
 
 def test_a_run_without_environments_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from support.attendance import unattended
 from support.clock import Clock
 from support.ledgers import admitted, configured, generated
 
-from orchestrator.broker import Broker
-from orchestrator.gates import Gates
-from orchestrator.groups import Groups
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.submission import AT_ONCE, Submitter
-from penstock.ledger.states import GroupState, JobKind, JobState
-from penstock.messages import FilterResult, Outcome, Queue, Reply
-from penstock.runtime.embedded_redis import EmbeddedRedis
+from headpond.ledger.states import GroupState, JobKind, JobState
+from headpond.messages import FilterResult, Outcome, Queue, Reply
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.groups import Groups
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.submission import AT_ONCE, Submitter
+from headpond.runtime.embedded_redis import EmbeddedRedis
 
 
 class InterruptedBroker(Broker):

@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 from support.ledgers import configured
 
-from orchestrator import trainer as trainer_module
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import START
-from orchestrator.trainer import Trainer
-from penstock.batches.signals import (
+from headpond.batches.signals import (
     PublishedPolicy,
     RankProgress,
     RunStatus,
@@ -20,7 +16,11 @@ from penstock.batches.signals import (
     write_progress,
     write_status,
 )
-from penstock.errors import RunError
+from headpond.errors import RunError
+from headpond.orchestrator import trainer as trainer_module
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import START
+from headpond.orchestrator.trainer import Trainer
 
 
 def test_a_trainer_that_goes_back_to_an_older_version_takes_the_run_with_it(ledger: Ledger, tmp_path: Path) -> None:

@@ -21,17 +21,17 @@ from support.stores import directory_store
 from support.upstream import ReceivedRequest, Response, answer, user
 from support.waiting import wait_until, wait_until_async
 
-from penstock.config.engine import Engine, Policy
-from penstock.config.sessions import Sessions
-from penstock.engines.client import EngineClient
-from penstock.engines.dialects import dialect_of
-from penstock.environments import AgentPolicy, run_program
-from penstock.environments.agent_program import NICENESS
-from penstock.environments.builtin.arithmetic_program import AGENT
-from penstock.errors import EngineUnreachable, StageError
-from penstock.playing.agent_sessions import SessionServers
-from penstock.playing.rollout import RolloutStage, play
-from penstock.store.columns import read_columns
+from headpond.config.engine import Engine, Policy
+from headpond.config.sessions import Sessions
+from headpond.engines.client import EngineClient
+from headpond.engines.dialects import dialect_of
+from headpond.environments import AgentPolicy, run_program
+from headpond.environments.agent_program import NICENESS
+from headpond.environments.builtin.arithmetic_program import AGENT
+from headpond.errors import EngineUnreachable, StageError
+from headpond.playing.agent_sessions import SessionServers
+from headpond.playing.rollout import RolloutStage, play
+from headpond.store.columns import read_columns
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KEY = "key of the run"
@@ -316,7 +316,7 @@ def test_unreachable_session_servers_raise_engine_unreachable(server: SessionsPr
 def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     starter = (
-        "import asyncio, sys; from penstock.environments import AgentPolicy, run_program; asyncio.run(run_program("
+        "import asyncio, sys; from headpond.environments import AgentPolicy, run_program; asyncio.run(run_program("
         f"['/bin/sh', '-c', 'echo $$ > {pid_file}; exec sleep 1000'], AgentPolicy(base_url='', api_key='')))"
     )
 
@@ -338,14 +338,14 @@ def run_here(script: str) -> str:
     return asyncio.run(run_program(["/bin/sh", "-c", script], policy)).output
 
 
-def test_an_agent_gets_its_own_key_and_no_penstock_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_REDIS_URL", "redis://:hunter2@127.0.0.1/0")
-    monkeypatch.setenv("PENSTOCK_ENGINE__API_KEY", "hunter3")
+def test_an_agent_gets_its_own_key_and_no_headpond_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADPOND_REDIS_URL", "redis://:hunter2@127.0.0.1/0")
+    monkeypatch.setenv("HEADPOND_ENGINE__API_KEY", "hunter3")
     output = run_here("env")
     assert "OPENAI_BASE_URL=http://there/v1" in output
     assert "OPENAI_API_KEY=key" in output
     assert "OPENAI_MODEL=policy" in output
-    assert "PENSTOCK_" not in output
+    assert "HEADPOND_" not in output
     assert "hunter" not in output
 
 

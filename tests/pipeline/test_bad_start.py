@@ -9,7 +9,7 @@ from support.pipeline import Pipeline, pipeline_in
 from support.small_disk import small_disk
 from support.waiting import wait_until
 
-from penstock.inspection.why import why
+from headpond.inspection.why import why
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_an_environment_that_raises_stops_the_run_until_it_is_fixed(pipeline: Pi
     assert "use = 'chess:Chess' cannot be imported: OSError: the openings are missing" in message
     assert message.endswith("Fix it, then start the run again")
     worker.end()
-    module.write_text("from penstock.environments.builtin.arithmetic import Arithmetic as Chess\n")
+    module.write_text("from headpond.environments.builtin.arithmetic import Arithmetic as Chess\n")
     cluster.rollout_worker(PYTHONPATH=path)
     cluster.compute_worker()
     assert pipeline.finish(cluster.orchestrator())["delivered"] > 0
@@ -49,7 +49,7 @@ def test_a_worker_without_configuration_names_the_missing_environment(pipeline: 
     cluster = pipeline.cluster
     empty = cluster.directory / "empty.toml"
     empty.write_text("")
-    cluster.rollout_worker(PENSTOCK_CONFIG=str(empty))
+    cluster.rollout_worker(HEADPOND_CONFIG=str(empty))
     run = cluster.orchestrator()
     cluster.wait_waiting_for("environments.chess.use is 'arithmetic' in the run, unset in this worker")
     cluster.rollout_worker()
@@ -113,7 +113,7 @@ def test_the_status_names_code_that_blocks_a_worker_loop(pipeline: Pipeline) -> 
     cluster = pipeline.cluster
     (cluster.directory / "blocking.py").write_text(BLOCKING)
     path = f"{Path(__file__).parents[2]}:{cluster.directory}"
-    cluster.rollout_worker(PYTHONPATH=path, PENSTOCK_LAG__TRACE_S="0.05")
+    cluster.rollout_worker(PYTHONPATH=path, HEADPOND_LAG__TRACE_S="0.05")
     cluster.orchestrator()
 
     def named() -> bool:
@@ -121,7 +121,7 @@ def test_the_status_names_code_that_blocks_a_worker_loop(pipeline: Pipeline) -> 
         return any("Blocking.rollout (" in culprit for lag in others for culprit in lag["blockers"])
 
     wait_until(named, what="the status to name the blocker")
-    text = cluster.penstock("status", str(cluster.run_dir)).text
+    text = cluster.headpond("status", str(cluster.run_dir)).text
     assert f"by Blocking.rollout ({cluster.directory.name}/blocking.py:8)" in text
 
 
@@ -156,7 +156,7 @@ def test_a_worker_whose_loop_is_blocked_is_named_with_the_line_until_it_goes_on(
     assert causes[0].startswith("the event loop of worker rollouts")
     assert [at in cause for cause in causes].count(True) == 1
     assert not any("queues rollouts is running" in cause for cause in causes)
-    assert "Held.rollout" in cluster.penstock("status", str(cluster.run_dir)).text
+    assert "Held.rollout" in cluster.headpond("status", str(cluster.run_dir)).text
     hold.unlink()
     wait_until(lambda: at not in str(cluster.status()["waiting_for"]), what="the cause to go")
     assert run.exit_code is None, run.text[-2000:]

@@ -9,12 +9,12 @@ import pytest
 from support.cluster import Cluster, cluster_in
 from support.engine_process import EngineProcess
 
-from penstock import BatchReader
-from penstock.batches import MicroBatch
-from penstock.redo import Redo
+from headpond import BatchReader
+from headpond.batches import MicroBatch
+from headpond.redo import Redo
 
 ENVIRONMENT = """
-from penstock import Score
+from headpond import Score
 
 class Duel:
     examples = range(8)

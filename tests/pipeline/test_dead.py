@@ -1,4 +1,4 @@
-"""A poison example: it dies, is named and skipped; `penstock dead --retry` has it played again."""
+"""A poison example: it dies, is named and skipped; `headpond dead --retry` has it played again."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from support.cluster import Cluster
 from support.pipeline import pipeline_in
 from support.waiting import wait_until
 
-from penstock.inspection.dead import dead
+from headpond.inspection.dead import dead
 
 ENVIRONMENT = """
 from pathlib import Path
@@ -48,13 +48,13 @@ def test_a_poison_example_is_named_skipped_and_put_back(tmp_path: Path) -> None:
         wait_until(lambda: cluster.status()["step"] >= step + 4, what="steps without the example")
         assert cluster.ledger(dead_rollouts) == died, "it was not played again"
         (tmp_path / "antidote").touch()
-        text = cluster.penstock("dead", str(cluster.run_dir), "--retry").text
+        text = cluster.headpond("dead", str(cluster.run_dir), "--retry").text
         assert "put back   1 example (poisoned 1) to be played again" in text
         assert len([line for line in text.splitlines() if line.startswith("rollouts   of poisoned, example 2: g")]) == 1
         wait_until(lambda: not _quarantined(cluster), what="the end of the quarantine")
         played = "SELECT count(*) FROM closed_groups WHERE example = 2 AND step IS NOT NULL"
         wait_until(lambda: cluster.ledger(played)[0][0] > 0, what="a step with the example")
-        assert "put back   nothing" in cluster.penstock("dead", str(cluster.run_dir), "--retry").text
+        assert "put back   nothing" in cluster.headpond("dead", str(cluster.run_dir), "--retry").text
 
 
 def _quarantined(cluster: Cluster) -> list[dict[str, Any]]:

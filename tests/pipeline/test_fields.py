@@ -7,12 +7,12 @@ from support.cluster import cluster_in
 from support.engine_process import EngineProcess
 from support.stores import directory_store
 
-from penstock import BatchReader
-from penstock.batches import read_manifests
+from headpond import BatchReader
+from headpond.batches import read_manifests
 
 ENVIRONMENT = """
 import numpy as np
-from penstock import Score
+from headpond import Score
 
 class Outside:
     examples = range(4)

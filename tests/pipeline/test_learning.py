@@ -8,7 +8,7 @@ from support.cluster import cluster_in
 from support.engine_process import running
 
 from examples.numpy_trainer import StepReport, train
-from penstock import tiny_moe
+from headpond.demo import tiny_moe
 
 SETTINGS: dict[str, Any] = {
     "steps": 4,
@@ -27,7 +27,7 @@ def learned(tmp_path: Path, dialect: str, *, sampling: dict[str, Any], **more: A
         shape = {"hidden_layers": tiny_moe.LAYERS, "experts_per_token": tiny_moe.TOPK, "moe_experts": tiny_moe.EXPERTS}
         engine = {"urls": [f"http://{host}:{port}"], "dialect": dialect, "routed_experts": True, **shape, **more}
         policy = {"seeded": True, **({"renderer": "bytes-chatml"} if dialect == "generate" else {})}
-        settings = SETTINGS | {"engine": {**engine, "weight_update": "penstock"}, "policy": policy}
+        settings = SETTINGS | {"engine": {**engine, "weight_update": "headpond"}, "policy": policy}
         settings |= {"policy.sampling": sampling}
         with cluster_in(tmp_path / "cluster", **settings) as cluster:
             cluster.store = cluster.run_dir / "store"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from support.pipeline import pipeline_in
 
-from penstock.batches import BatchReader
-from penstock.store.columns import read_columns
+from headpond.batches import BatchReader
+from headpond.store.columns import read_columns
 
 ODD = ("--failures", "abort=0.25,thought=0.1,sentinel=0.1,no_experts=0.1", "--length", "constant:40")
 ENGINE = {"dialect": "generate", "absent_routes": "drop"}

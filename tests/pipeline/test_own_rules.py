@@ -14,7 +14,7 @@ from support.pipeline import Pipeline, pipeline_in
 
 PROJECT = Path(__file__).parents[2]
 PLAY = """
-from penstock import Score
+from headpond import Score
 
 class Duel:
     examples = range(6)
@@ -30,7 +30,7 @@ import os
 from pathlib import Path
 
 import numpy as np
-from penstock.advantages import Estimator
+from headpond.advantages import Estimator
 
 with Path(os.environ["OWN_RULES_LOG"]).open("a") as log:
     log.write(f"{os.getpid()}\\n")
@@ -115,7 +115,7 @@ def test_rules_of_another_package_survive_kills_of_the_orchestrator(tmp_path: Pa
         cluster.compute_worker(**variables)
         orchestrators = []
         for point in ("estimated:2", "sealed", "composed"):
-            killed = cluster.orchestrator(PENSTOCK_TESTING__CRASH_AT=point, **variables)
+            killed = cluster.orchestrator(HEADPOND_TESTING__CRASH_AT=point, **variables)
             assert killed.wait(90) == -signal.SIGKILL, killed.text[-2000:]
             orchestrators.append(killed)
         orchestrators.append(cluster.orchestrator(**variables))
@@ -145,18 +145,18 @@ def test_rules_that_cannot_be_used_are_refused_before_a_rollout_is_planned(tmp_p
             (
                 "rlooo",
                 2,
-                "PENSTOCK_ADVANTAGES__ESTIMATOR: advantages.estimator: 'rlooo' is not built in; did you mean 'rloo'?",
+                "HEADPOND_ADVANTAGES__ESTIMATOR: advantages.estimator: 'rlooo' is not built in; did you mean 'rloo'?",
             ),
             ("own_package.rules:less_baseline", 2, "takes (batch, state): it must be a function of (group)"),
         ):
-            changed = {"PENSTOCK_ADVANTAGES__ESTIMATOR": estimator, **variables}
+            changed = {"HEADPOND_ADVANTAGES__ESTIMATOR": estimator, **variables}
             run, worker = cluster.orchestrator(**changed), cluster.compute_worker(**changed)
             for process, exit_code in ((run, code), (worker, 1)):
                 assert process.wait() == exit_code, process.text
                 assert message in process.text
                 assert "Traceback" not in process.text
                 assert (no_filter in process.text) == (":" in estimator)
-        run = cluster.orchestrator(PENSTOCK_ENGINE__DIALECT="own_package.rules:per_agent", **variables)
+        run = cluster.orchestrator(HEADPOND_ENGINE__DIALECT="own_package.rules:per_agent", **variables)
         assert run.wait() == 2, run.text
         assert "engine.dialect = 'own_package.rules:per_agent' is not a subclass" in run.text
         assert not cluster.run_dir.exists()

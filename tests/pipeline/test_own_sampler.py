@@ -65,7 +65,7 @@ def test_a_sampler_of_another_package_survives_kills_of_the_orchestrator(tmp_pat
         cluster.compute_worker(**variables)
         orchestrators = []
         for point in ("planned:2", "submitted:3", "replies_read:4", "replies_committed:6", "composed:2"):
-            killed = cluster.orchestrator(PENSTOCK_TESTING__CRASH_AT=point, **variables)
+            killed = cluster.orchestrator(HEADPOND_TESTING__CRASH_AT=point, **variables)
             assert killed.wait() == -signal.SIGKILL, killed.text[-2000:]
             orchestrators.append(killed)
         orchestrators.append(cluster.orchestrator(**variables))
@@ -90,7 +90,7 @@ def test_a_sampler_that_cannot_be_used_stops_the_run_before_a_rollout(tmp_path: 
         for process, code in ((cluster.orchestrator(**variables), 2), (cluster.compute_worker(**variables), 1)):
             assert process.wait() == code, process.text
             assert "module own_package.data has no 'Stride'; did you mean 'Strides'?" in process.text
-            assert "penstock.toml, line" in process.text
+            assert "headpond.toml, line" in process.text
         assert not cluster.run_dir.exists()
         cluster.configure(**configured("own_package.data:Failing", sampler_options={"stride": 1}))
         cluster.config.write_text(cluster.config.read_text().replace('{"stride": 1}', "{ stride = 1 }"))

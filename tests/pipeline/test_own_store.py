@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.pipeline import TRAINER, hashes, pipeline_in
 
-from penstock.batches import read_manifests
-from penstock.store import open_store
+from headpond.batches import read_manifests
+from headpond.store import open_store
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,9 +37,9 @@ def test_a_store_from_outside_serves_a_whole_run(tmp_path: Path, monkeypatch: py
         assert run.wait() == 0, run.text[-3000:]
         assert trainer.wait() == 0, trainer.text[-3000:]
         assert sorted(hashes(trainer)) == [0, 1]
-        audit = cluster.penstock("audit", str(cluster.run_dir), "--json")
+        audit = cluster.headpond("audit", str(cluster.run_dir), "--json")
         assert json.loads(audit.text)["balanced"], audit.text
-        status = cluster.penstock("status", str(cluster.run_dir), "--json")
+        status = cluster.headpond("status", str(cluster.run_dir), "--json")
         assert json.loads(status.text)["state"] == "done"
         monkeypatch.syspath_prepend(package.parent)
         store = open_store(url)

@@ -10,8 +10,8 @@ from support.pipeline import pipeline_in
 from support.stores import directory_store
 from support.waiting import wait_until
 
-from penstock.batches import BatchReader, read_manifests
-from penstock.redo import Redo
+from headpond.batches import BatchReader, read_manifests
+from headpond.redo import Redo
 
 ENVIRONMENTS = """
 [environments.sums]
@@ -96,7 +96,7 @@ def test_prime_rl_steps_follow_its_trainers_broadcasts_and_are_removed_once_trai
         cluster, out = pipeline.cluster, pipeline.cluster.run_dir
         cluster.rollout_worker()
         cluster.compute_worker()
-        killed = cluster.orchestrator(PENSTOCK_TESTING__CRASH_AT="sealed")
+        killed = cluster.orchestrator(HEADPOND_TESTING__CRASH_AT="sealed")
         assert killed.wait() == -signal.SIGKILL, killed.text[-2000:]
         run = cluster.orchestrator()
         for step in range(1, 7):  # as prime-rl's trainer counts

@@ -18,9 +18,9 @@ from support.engine_process import EngineProcess
 from support.waiting import wait_until
 from support.weights import write_weights
 
-from penstock.batches import BatchReader, MicroBatch
-from penstock.renderers import bytes_chatml
-from services.engine.generation import FILLER, shifted
+from headpond.batches import BatchReader, MicroBatch
+from headpond.demo.engine.generation import FILLER, shifted
+from headpond.renderers import bytes_chatml
 
 FILLER_TEXT = bytes_chatml.decode(FILLER)
 ANSWER = ord("\n")
@@ -114,7 +114,7 @@ def metrics(cluster: Cluster) -> list[dict[str, float]]:
 
 
 def test_the_run_loads_weights_and_brings_a_restarted_replica_up_to_date(tmp_path: Path) -> None:
-    settings = {"engine": {"weight_update": "penstock"}, "trainer": {"max_steps_ahead": 0}}
+    settings = {"engine": {"weight_update": "headpond"}, "trainer": {"max_steps_ahead": 0}}
     with run_of(tmp_path, replicas=2, **settings) as (cluster, engines, run):
         reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
         again = f"action=weights_loaded url={engines.urls[0]} version=2"
@@ -138,7 +138,7 @@ def test_the_run_loads_weights_and_brings_a_restarted_replica_up_to_date(tmp_pat
 
 
 def test_a_replica_whose_update_fails_is_named_and_serves_nothing_until_one_succeeds(tmp_path: Path) -> None:
-    settings = {"engine": {"weight_update": "penstock"}, "trainer": {"max_steps_ahead": 0}, "steps": 2}
+    settings = {"engine": {"weight_update": "headpond"}, "trainer": {"max_steps_ahead": 0}, "steps": 2}
     with run_of(tmp_path, **settings) as (cluster, engines, run):
         reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
         first = next(reader)
@@ -158,7 +158,7 @@ def test_a_replica_whose_update_fails_is_named_and_serves_nothing_until_one_succ
 
 def test_every_version_of_a_lora_adapter_is_exact(tmp_path: Path) -> None:
     """Requests name the adapter, so that its replica may load the next one while they are answered."""
-    settings = {"engine": {"weight_update": "penstock", "lora": True}}
+    settings = {"engine": {"weight_update": "headpond", "lora": True}}
     with run_of(tmp_path, replicas=2, **settings) as (cluster, _, run):
         reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
         versions: set[int] = set()
@@ -177,7 +177,7 @@ def test_every_version_of_a_lora_adapter_is_exact(tmp_path: Path) -> None:
 
 def test_an_update_of_the_weights_waits_for_the_evaluation_of_the_version_before(tmp_path: Path) -> None:
     evaluation = {"use": "arithmetic", "every": 1, "examples": 6}
-    settings = {"engine": {"weight_update": "penstock"}, "evaluation.held_out": evaluation}
+    settings = {"engine": {"weight_update": "headpond"}, "evaluation.held_out": evaluation}
     with run_of(tmp_path, **settings) as (cluster, _, run):
         reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
         for batch in reader:

@@ -12,9 +12,9 @@ import pytest
 from support.cluster import BIN, Cluster, Process, cluster_in
 from support.waiting import wait_until
 
-from penstock.errors import LedgerError
-from penstock.ledger import schema
-from penstock.runtime.embedded_redis import EmbeddedRedis
+from headpond.errors import LedgerError
+from headpond.ledger import schema
+from headpond.runtime.embedded_redis import EmbeddedRedis
 
 PASSWORD = "hunter2/#?"
 
@@ -54,24 +54,24 @@ def drained(cluster: Cluster, run: Process) -> None:
 
 def test_a_wrong_redis_address_stops_the_run_with_the_setting_to_change(cluster: Cluster) -> None:
     cluster.new_run("wrong-address")
-    syntax = cluster.orchestrator(PENSTOCK_REDIS_URL="redis://:hunter2/@127.0.0.1:1/0")
+    syntax = cluster.orchestrator(HEADPOND_REDIS_URL="redis://:hunter2/@127.0.0.1:1/0")
     closed_port = cluster.orchestrator(
-        PENSTOCK_REDIS_URL="redis://:hunter2@127.0.0.1:1/0", PENSTOCK_RECOVERY__REDIS_PATIENCE_S="0.5"
+        HEADPOND_REDIS_URL="redis://:hunter2@127.0.0.1:1/0", HEADPOND_RECOVERY__REDIS_PATIENCE_S="0.5"
     )
-    assert refused(syntax).startswith("penstock: environment, PENSTOCK_REDIS_URL: redis_url: is not the address")
+    assert refused(syntax).startswith("headpond: environment, HEADPOND_REDIS_URL: redis_url: is not the address")
     message = refused(closed_port)
-    assert message.startswith("penstock: Redis at redis://127.0.0.1:1/0 cannot be used (Error 111 connecting to 127.")
-    assert message.endswith("start it, or set redis_url (PENSTOCK_REDIS_URL) to the right one")
+    assert message.startswith("headpond: Redis at redis://127.0.0.1:1/0 cannot be used (Error 111 connecting to 127.")
+    assert message.endswith("start it, or set redis_url (HEADPOND_REDIS_URL) to the right one")
 
 
 def test_a_wrong_or_missing_redis_password_stops_the_run(cluster: Cluster) -> None:
     cluster.new_run("wrong-password")
     with EmbeddedRedis(cluster.directory / "guarded", password=PASSWORD) as server:
         address = f"127.0.0.1:{server.port}/0"
-        wrong = cluster.orchestrator(PENSTOCK_REDIS_URL=f"redis://:hunter2@{address}")
+        wrong = cluster.orchestrator(HEADPOND_REDIS_URL=f"redis://:hunter2@{address}")
         assert f"Redis at redis://{address} refuses the password: set it in the" in refused(wrong)
         cluster.new_run("missing-password")
-        missing = cluster.orchestrator(PENSTOCK_REDIS_URL=f"redis://{address}")
+        missing = cluster.orchestrator(HEADPOND_REDIS_URL=f"redis://{address}")
         assert f"Redis at redis://{address} requires a password: set it in the" in refused(missing)
 
 
@@ -83,7 +83,7 @@ def test_a_second_orchestrator_on_the_same_run_or_redis_is_refused(cluster: Clus
     assert refused(same_run).endswith("stop it first, or use another run_dir")
     assert f"{cluster.directory}/driven is in use by process {run.pid} on " in same_run.text
     message = refused(same_redis)
-    assert message.startswith("penstock: this Redis database is in use: run ")
+    assert message.startswith("headpond: this Redis database is in use: run ")
     assert f"in {cluster.directory}/driven, process {run.pid} on " in message
     assert message.endswith("put another number at the end of the Redis URL, or stop that run")
     cluster.new_run("driven")
@@ -105,10 +105,10 @@ def test_a_run_directory_with_other_settings_or_damage_is_refused(cluster: Clust
         shutil.copytree(original, cluster.run_dir)
         damage(cluster.run_dir)
         # One at a time: they share a store, and each removes the temporary files of the one before.
-        messages[name] = refused(cluster.orchestrator(PENSTOCK_SEED="1" if name == "seed" else "0"))
+        messages[name] = refused(cluster.orchestrator(HEADPOND_SEED="1" if name == "seed" else "0"))
     assert "holds a run with other settings (seed was 0, now 1): use another run_dir, or the" in messages["seed"]
     assert "broken-run.json/run.json is damaged" in messages["run.json"]
-    assert "was written by another version of Penstock (schema 7, not 2): use the version that" in messages["version"]
+    assert "was written by another version of Headpond (schema 7, not 2): use the version that" in messages["version"]
     assert "cannot be used (file is not a database)" in messages["ledger"]
     cluster.run_dir = original
     assert cluster.audit()["in_flight"] == 48
@@ -129,7 +129,7 @@ def test_an_unusable_run_directory_is_refused(cluster: Cluster) -> None:
         started[place] = cluster.orchestrator()
     for place, process in started.items():
         message = refused(process)
-        assert message.startswith(f"penstock: the directory {place} cannot be used (")
+        assert message.startswith(f"headpond: the directory {place} cannot be used (")
         assert message.endswith("fix it, or set run_dir to another one")
 
 
@@ -142,7 +142,7 @@ def test_a_ledger_on_a_network_file_system_is_refused(cluster: Cluster) -> None:
     mount_over = 'mount --bind "$1" /proc/$$/mountinfo && shift && exec "$@"'
     in_namespace = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount_over, "sh", str(mounts)]
     if subprocess.run([*in_namespace, "true"], capture_output=True).returncode == 0:
-        run = [str(BIN / "penstock"), "run", str(cluster.config), "--run-dir", str(cluster.run_dir)]
+        run = [str(BIN / "headpond"), "run", str(cluster.config), "--run-dir", str(cluster.run_dir)]
         message = refused(cluster.start("orchestrator", *in_namespace, *run))
     else:  # mounting is not permitted here
         with pytest.raises(LedgerError) as refusal:

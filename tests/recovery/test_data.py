@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 from support.cluster import Cluster, cluster_in
 
-from penstock import redis_keys
-from penstock.batches.signals import read_status
-from penstock.inspection.run_json import read
-from penstock.sampling import example_at
+from headpond import redis_keys
+from headpond.batches.signals import read_status
+from headpond.inspection.run_json import read
+from headpond.sampling import example_at
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def played(cluster: Cluster) -> list[int]:
 
 def test_a_killed_run_plays_the_examples_of_its_seed_and_ends_with_them(shared: Cluster) -> None:
     for point in ("planned", "submitted", "replies_read:2", "sealed"):
-        crashed = shared.orchestrator(PENSTOCK_TESTING__CRASH_AT=point)
+        crashed = shared.orchestrator(HEADPOND_TESTING__CRASH_AT=point)
         assert crashed.wait() == -signal.SIGKILL, crashed.text[-2000:]
     run = shared.orchestrator()
     result = shared.finish(run)
@@ -47,8 +47,8 @@ def test_a_run_out_of_data_continues_with_more_epochs_and_tells_its_trainer(shar
 
     assert trainers_loop_ends()
     assert shared.redis.get(redis_keys.ENDED) == read(shared.run_dir)["run"].encode()
-    more = {"PENSTOCK_ENVIRONMENTS__NOOP__EPOCHS": "4"}
-    assert shared.orchestrator(PENSTOCK_TESTING__CRASH_AT="planned", **more).wait() == -signal.SIGKILL
+    more = {"HEADPOND_ENVIRONMENTS__NOOP__EPOCHS": "4"}
+    assert shared.orchestrator(HEADPOND_TESTING__CRASH_AT="planned", **more).wait() == -signal.SIGKILL
     assert not trainers_loop_ends()
     assert not shared.redis.exists(redis_keys.ENDED), "its executions would end"
     again = shared.orchestrator(**more)

@@ -11,11 +11,11 @@ from support.cluster import Cluster, assert_nothing_left_in_redis, cluster_in
 from support.stores import directory_store
 from support.waiting import HANG_S, wait_until
 
-from penstock.batches import read_manifests
-from penstock.batches.signals import PublishedPolicy, RankProgress, write_policy, write_progress
+from headpond.batches import read_manifests
+from headpond.batches.signals import PublishedPolicy, RankProgress, write_policy, write_progress
 
 EVALUATION = {"use": "noop", "every": 2, "examples": 5, "rollouts": 3}
-EVALUATED_4 = 'penstock_evaluation_version{evaluation="held_out"} 4.0'
+EVALUATED_4 = 'headpond_evaluation_version{evaluation="held_out"} 4.0'
 
 
 def lines(cluster: Cluster, name: str) -> list[dict[str, Any]]:
@@ -44,7 +44,7 @@ def test_killed_processes_neither_lose_nor_repeat_a_rollout_of_an_evaluation(tmp
         worker = cluster.rollout_worker(concurrency=128)  # more than there are rollouts
         cluster.compute_worker()
         for point in ("submitted:2", "published"):  # the first submission is the survey's
-            crashed = cluster.orchestrator(PENSTOCK_TESTING__CRASH_AT=point)
+            crashed = cluster.orchestrator(HEADPOND_TESTING__CRASH_AT=point)
             assert crashed.wait() == -signal.SIGKILL, crashed.text[-2000:]
         killed = cluster.orchestrator()
         cluster.wait_running(3, of=".v000001-")
@@ -52,7 +52,7 @@ def test_killed_processes_neither_lose_nor_repeat_a_rollout_of_an_evaluation(tmp
         worker.kill()
         hold.unlink()
         cluster.rollout_worker()
-        crashed = cluster.orchestrator(PENSTOCK_TESTING__CRASH_AT="replies_read")
+        crashed = cluster.orchestrator(HEADPOND_TESTING__CRASH_AT="replies_read")
         assert crashed.wait() == -signal.SIGKILL, crashed.text[-2000:]
         run = cluster.orchestrator()
         wait_until(lambda: evaluated(cluster, 0), what="the evaluation of version 0")
@@ -73,7 +73,7 @@ def test_killed_processes_neither_lose_nor_repeat_a_rollout_of_an_evaluation(tmp
         assert not [group for group in trained if group.startswith("v")]
         assert not list((cluster.store / "rollouts").rglob("*.safetensors"))
         assert_nothing_left_in_redis(cluster)
-        shown = cluster.penstock("status", str(cluster.run_dir))
+        shown = cluster.headpond("status", str(cluster.run_dir))
         assert "evaluation" in shown.text
         assert "held_out: version 0: reward" in shown.text
 
@@ -92,7 +92,7 @@ def test_every_second_version_is_evaluated_and_reported_with_the_next_step(tmp_p
             if step == 4:
                 # the status is written once a second
                 wait_until(lambda: EVALUATED_4 in scraped(cluster), what="a status with the evaluation of version 4")
-                assert 'penstock_evaluation_rollouts{state="evaluated"} 45.0' in scraped(cluster)
+                assert 'headpond_evaluation_rollouts{state="evaluated"} 45.0' in scraped(cluster)
             write_progress(
                 cluster.run_dir, RankProgress(data_rank=0, data_ranks=1, epoch=1, resume_step=-1, acked=step)
             )

@@ -36,7 +36,7 @@ def test_flower_shows_tasks_states_and_failures(tmp_path: Path) -> None:
         tasks: dict[str, dict[str, Any]] = wait_until(lambda: len(shown := get(port, "/api/tasks")) >= 60 and shown)
         failed = [task for task in tasks.values() if task["state"] == "FAILURE"]
         assert {task["state"] for task in tasks.values()} >= {"SUCCESS", "FAILURE"}
-        assert {task["name"] for task in tasks.values()} >= {"penstock.rollouts.run", "penstock.filtering.run"}
+        assert {task["name"] for task in tasks.values()} >= {"headpond.rollouts.run", "headpond.filtering.run"}
         assert all("InfrastructureFailure" in task["exception"] for task in failed)
         assert all(task["args"] == "" and task["kwargs"] == "" for task in tasks.values())
         assert "InfrastructureFailure" in worker.text

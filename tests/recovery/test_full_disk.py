@@ -46,7 +46,7 @@ def delivering(disk: Disk, process: Process) -> None:
 
 def ends_well(cluster: Cluster, process: Process) -> None:
     assert process.wait() == 0, process.text
-    audit = cluster.penstock("audit", str(cluster.run_dir), "--json")
+    audit = cluster.headpond("audit", str(cluster.run_dir), "--json")
     assert audit.exit_code == 0, audit.text
     result = json.loads(audit.text)
     assert result["balanced"]
@@ -56,7 +56,7 @@ def ends_well(cluster: Cluster, process: Process) -> None:
 
 def test_the_run_waits_while_the_ledger_disk_is_full(cluster: Cluster, disk: Disk) -> None:
     begin(cluster, disk, cluster.directory / "ledger-run")
-    run = cluster.orchestrator(PENSTOCK_LEDGER_DIR=str(disk.directory / "ledger"))
+    run = cluster.orchestrator(HEADPOND_LEDGER_DIR=str(disk.directory / "ledger"))
     delivering(disk, run)
     with disk.full(run.pid, "ledger"):
         cluster.wait_waiting_for(f"the ledger {disk.directory}/ledger/ledger.sqlite cannot be written (")
@@ -85,7 +85,7 @@ def test_the_run_waits_while_every_disk_is_full(cluster: Cluster, disk: Disk) ->
         if isinstance(disk, SmallDisk):
             wait_until(lambda: "action=status_unwritten" in run.text, what="the log to report it")
             cluster.run_dir = disk.directory / "another"
-            late = cluster.orchestrator(PENSTOCK_REDIS_URL="redis://127.0.0.1:1/0")
+            late = cluster.orchestrator(HEADPOND_REDIS_URL="redis://127.0.0.1:1/0")
             assert late.wait() == 2
             assert f"the directory {cluster.run_dir} cannot be used (No space left on device)" in late.text
     cluster.run_dir = disk.directory / "run"

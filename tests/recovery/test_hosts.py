@@ -35,14 +35,14 @@ def test_a_rollout_worker_of_another_run_takes_no_job_until_it_is_restarted(tmp_
     hold.touch()
     with cluster_in(tmp_path, noop={"hold_while": str(hold)}, recovery={"lease_s": 5.0}) as cluster:
         cluster.compute_worker()
-        bad = cluster.rollout_worker(concurrency=8, PENSTOCK_CONFIG=str(other))
+        bad = cluster.rollout_worker(concurrency=8, HEADPOND_CONFIG=str(other))
         run = cluster.orchestrator()
         assert list(_excluded(cluster, "environments.noop.use", "environments.other.use")) == ["rollouts1@test"]
         cluster.wait_waiting_for("rollouts1@test")
         _says(bad, "environments.other.use")
         cluster.rollout_worker(concurrency=8)
         cluster.wait_running(8)
-        assert "penstock.rollouts" not in bad.text.partition("ready.")[2]
+        assert "headpond.rollouts" not in bad.text.partition("ready.")[2]
         bad.kill()
         cluster.rollout_worker(concurrency=8)
         cluster.wait_running(16)
@@ -61,13 +61,13 @@ def test_a_compute_worker_without_the_store_is_quarantined_and_named(tmp_path: P
     with cluster_in(tmp_path, steps=12, noop={"stage_s": 0.1}, rollouts=few, recovery=patient) as cluster:
         cluster.rollout_worker(concurrency=8)
         _says(cluster.compute_worker(), "ready.")  # a failure counts for its job while no other worker is there
-        bad = cluster.compute_worker(PENSTOCK_STORE=f"file://{elsewhere}")
+        bad = cluster.compute_worker(HEADPOND_STORE=f"file://{elsewhere}")
         run = cluster.orchestrator()
         assert list(_excluded(cluster, "quarantined", "elsewhere")) == ["compute2@test"]
         _says(bad, "action=quarantined")
-        penstock = cluster.penstock("status", str(cluster.run_dir))
-        assert "compute2@test is quarantined" in penstock.text
-        assert "elsewhere" in penstock.text
+        headpond = cluster.headpond("status", str(cluster.run_dir))
+        assert "compute2@test is quarantined" in headpond.text
+        assert "elsewhere" in headpond.text
         result = cluster.finish(run)
         assert _dead(cluster) == 0
         assert cluster.events("failed") >= 3
@@ -83,7 +83,7 @@ def test_a_rollout_worker_without_the_store_is_quarantined_and_loses_nothing(tmp
         cluster = pipeline.cluster
         cluster.compute_worker()
         _says(cluster.rollout_worker(concurrency=2), "ready.")
-        bad = cluster.rollout_worker(concurrency=2, PENSTOCK_STORE=f"file://{tmp_path / 'elsewhere'}")
+        bad = cluster.rollout_worker(concurrency=2, HEADPOND_STORE=f"file://{tmp_path / 'elsewhere'}")
         run, trainer = cluster.orchestrator(), pipeline.trainer()
         [(node, why)] = _excluded(cluster, "quarantined", "elsewhere").items()
         assert node in bad.text

@@ -30,7 +30,7 @@ def lines(cluster: Cluster) -> list[dict[str, Any]]:
 
 def killed(cluster: Cluster, run: str, point: str) -> None:
     cluster.new_run(run)
-    assert cluster.orchestrator(PENSTOCK_TESTING__CRASH_AT=point).wait() == -signal.SIGKILL
+    assert cluster.orchestrator(HEADPOND_TESTING__CRASH_AT=point).wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("point", ["encoded:2", "sealed:1", "sealed:2", "delivered:2", "composed:3"])
@@ -76,17 +76,17 @@ def test_the_endpoint_serves_prometheus_metrics_and_status(tmp_path: Path) -> No
             for family in text_string_to_metric_families(text)
             for sample in family.samples
         }
-        assert samples["penstock_rollouts", "running"] == samples["penstock_jobs_running",] == 8
-        assert samples["penstock_queue_depth", "rollouts"] == 40
-        assert samples["penstock_steps_total",] == samples["penstock_policy_version",] == 0
-        assert samples["penstock_jobs_total", "survey"] == 1
-        lag = {key[1] for key in samples if key[0] == "penstock_event_loop_lag_seconds"}
+        assert samples["headpond_rollouts", "running"] == samples["headpond_jobs_running",] == 8
+        assert samples["headpond_queue_depth", "rollouts"] == 40
+        assert samples["headpond_steps_total",] == samples["headpond_policy_version",] == 0
+        assert samples["headpond_jobs_total", "survey"] == 1
+        lag = {key[1] for key in samples if key[0] == "headpond_event_loop_lag_seconds"}
         assert "orchestrator" in lag
         assert any(process.startswith("rollouts@") for process in lag)
         assert len(samples) < 100
         assert json.loads(fetched(f"{url}/status"))["states"] == {"submitted": 40, "running": 8}
         assert json.loads(fetched(f"{url}/health")) == {"status": "ok"}
-        status = cluster.penstock("status", str(cluster.run_dir))
+        status = cluster.headpond("status", str(cluster.run_dir))
         assert f"http       {url}/metrics, /status, /health" in status.text
         assert ": orchestrator\n" in status.text
         assert ": rollouts@" in status.text
@@ -97,7 +97,7 @@ def test_the_endpoint_serves_prometheus_metrics_and_status(tmp_path: Path) -> No
 
 def test_a_taken_http_port_stops_the_run_before_it_starts(shared: Cluster) -> None:
     shared.new_run("taken")
-    refused = shared.orchestrator(PENSTOCK_HTTP__PORT=str(shared.redis_server.port))
+    refused = shared.orchestrator(HEADPOND_HTTP__PORT=str(shared.redis_server.port))
     assert refused.wait() == 2
     assert f"cannot listen on 127.0.0.1, port {shared.redis_server.port}: Address already in use" in refused.text
     assert not (shared.run_dir / "ledger.sqlite").exists()
@@ -106,7 +106,7 @@ def test_a_taken_http_port_stops_the_run_before_it_starts(shared: Cluster) -> No
 
 def test_a_run_works_without_the_endpoint(shared: Cluster) -> None:
     shared.new_run("off")
-    run = shared.orchestrator(PENSTOCK_HTTP__PORT="off")
+    run = shared.orchestrator(HEADPOND_HTTP__PORT="off")
     shared.finish(run)
     assert shared.status()["http"] is None
     assert [line["step"] for line in lines(shared)] == [0, 1, 2]
@@ -119,7 +119,7 @@ def test_steps_are_delivered_while_the_run_directory_disk_is_full(tmp_path: Path
         cluster.run_dir = disk.directory / "run"
         cluster.rollout_worker(concurrency=8)
         cluster.compute_worker()
-        run = cluster.orchestrator(PENSTOCK_LEDGER_DIR=str(tmp_path / "ledger"))
+        run = cluster.orchestrator(HEADPOND_LEDGER_DIR=str(tmp_path / "ledger"))
         inside = disk.inside / "run"
         wait_until(lambda: "action=delivered step=0" in run.text, what="a first step")
         with disk.full(run.pid, "run"):

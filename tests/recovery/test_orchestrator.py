@@ -9,9 +9,9 @@ import pytest
 from support.cluster import Cluster, cluster_in
 from support.waiting import wait_until
 
-from orchestrator.crash_points import POINTS
-from penstock import redis_keys
-from penstock.batches.signals import read_status
+from headpond import redis_keys
+from headpond.batches.signals import read_status
+from headpond.orchestrator.crash_points import POINTS
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.mark.parametrize("point", [*POINTS, "replies_read:3", "submitted:4"])
 def test_a_run_killed_at_any_crash_point_is_resumed(shared: Cluster, point: str) -> None:
     shared.new_run(point)
-    crashed = shared.orchestrator(PENSTOCK_TESTING__CRASH_AT=point)
+    crashed = shared.orchestrator(HEADPOND_TESTING__CRASH_AT=point)
     assert crashed.wait() == -signal.SIGKILL
     result = shared.finish(shared.orchestrator())
     assert result["steps"] == 2
@@ -35,7 +35,7 @@ def test_a_run_killed_at_any_crash_point_is_resumed(shared: Cluster, point: str)
 
 def test_duplicate_and_reordered_replies_count_once(shared: Cluster) -> None:
     shared.new_run("replies")
-    crashed = shared.orchestrator(PENSTOCK_TESTING__CRASH_AT="published:2")
+    crashed = shared.orchestrator(HEADPOND_TESTING__CRASH_AT="published:2")
     assert crashed.wait() == -signal.SIGKILL
     stream = wait_until(lambda: next(shared.redis.scan_iter(redis_keys.replies("*")), None), what="replies")
     wait_until(lambda: shared.redis.xlen(stream) >= 32, what="a reply to each of the 32 rollouts")
@@ -52,7 +52,7 @@ def test_duplicate_and_reordered_replies_count_once(shared: Cluster) -> None:
 def test_a_paused_orchestrator_declares_no_job_lost(shared: Cluster) -> None:
     shared.new_run("paused")
     # Shorter than the lock's 10 s; longer than a busy machine delays a renewal.
-    patient = {"PENSTOCK_RECOVERY__LEASE_S": "8"}
+    patient = {"HEADPOND_RECOVERY__LEASE_S": "8"}
     workers = [shared.rollout_worker(**patient), shared.compute_worker(**patient)]
     run = shared.orchestrator(**patient)
     wait_until(lambda: shared.redis.exists(redis_keys.LOCK), what="the lock")
@@ -68,7 +68,7 @@ def test_a_paused_orchestrator_declares_no_job_lost(shared: Cluster) -> None:
 
 def test_a_lost_ledger_is_rebuilt_from_the_manifests(shared: Cluster) -> None:
     shared.new_run("lost-ledger")
-    crashed = shared.orchestrator(PENSTOCK_TESTING__CRASH_AT="delivered")
+    crashed = shared.orchestrator(HEADPOND_TESTING__CRASH_AT="delivered")
     assert crashed.wait() == -signal.SIGKILL
     sealed = (shared.store / "batches/step_000000/manifest.json").read_bytes()
     for path in shared.run_dir.glob("ledger.sqlite*"):
@@ -149,7 +149,7 @@ def test_failures_are_retried_and_then_dead(tmp_path: Path) -> None:
 
 def test_the_status_names_a_missing_trainer(shared: Cluster) -> None:
     shared.new_run("no-trainer")
-    run = shared.orchestrator(PENSTOCK_TRAINER__MAX_STEPS_AHEAD="1", PENSTOCK_STEPS="4")
+    run = shared.orchestrator(HEADPOND_TRAINER__MAX_STEPS_AHEAD="1", HEADPOND_STEPS="4")
     text = "step 1 is sealed, and no trainer has acknowledged step 0: start one that reads "
     shared.wait_waiting_for(text)
     run.signal(signal.SIGINT)

@@ -12,8 +12,8 @@ from support.network_namespace import NetworkNamespace, network_namespace
 from support.tcp_links import Direction, Link, Links, links
 from support.waiting import wait_until
 
-from penstock import redis_keys
-from penstock.ids import LeaseId
+from headpond import redis_keys
+from headpond.ids import LeaseId
 
 
 @pytest.fixture(scope="module")
@@ -26,16 +26,16 @@ def opened() -> Iterator[Links]:
 def far_worker(cluster: Cluster, opened: Links, hold: Path) -> Iterator[tuple[Process, NetworkNamespace | Link]]:
     """A rollout worker in a network namespace; where there can be none, one behind a link, and a warning says so."""
     with network_namespace() as namespace:
-        held = {"PENSTOCK_NOOP__HOLD_WHILE": str(hold)}
+        held = {"HEADPOND_NOOP__HOLD_WHILE": str(hold)}
         if isinstance(namespace, str):
             warnings.warn(f"no network namespace ({namespace}): a proxy cuts the connections instead", stacklevel=2)
             near = opened.to(cluster.redis_server.port)
-            worker = cluster.rollout_worker(8, PENSTOCK_REDIS_URL=f"redis://127.0.0.1:{near.port}/0", **held)
+            worker = cluster.rollout_worker(8, HEADPOND_REDIS_URL=f"redis://127.0.0.1:{near.port}/0", **held)
             yield worker, near
             return
         far = opened.to(cluster.redis_server.port, host=namespace.outside)
         cluster.enter = namespace.enter
-        worker = cluster.rollout_worker(8, PENSTOCK_REDIS_URL=f"redis://{namespace.outside}:{far.port}/0", **held)
+        worker = cluster.rollout_worker(8, HEADPOND_REDIS_URL=f"redis://{namespace.outside}:{far.port}/0", **held)
         cluster.enter = []
         yield worker, namespace
 

@@ -80,7 +80,7 @@ def test_a_worker_says_that_redis_is_away_and_obeys_signals(tmp_path: Path, mome
                 cluster.redis_server.kill()
 
         with watched_port(cluster.redis_server.port, kill) as port:
-            worker = cluster.compute_worker(PENSTOCK_REDIS_URL=f"redis://127.0.0.1:{port}/0")
+            worker = cluster.compute_worker(HEADPOND_REDIS_URL=f"redis://127.0.0.1:{port}/0")
             wait_until(lambda: "Cannot connect" in worker.text, what="the worker to log that Redis is away")
             assert not cluster.redis_server.running
             worker.signal(signal.SIGTERM)

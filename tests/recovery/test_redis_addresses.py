@@ -14,9 +14,9 @@ from kombu.exceptions import OperationalError
 from support.cluster import cluster_in
 from support.redis_proxy import HOST, Authority, tls_port, unix_socket
 
-from penstock.config import RunConfig
-from penstock.runtime.embedded_redis import EmbeddedRedis
-from tasks.celery_app import broker_settings
+from headpond.config import RunConfig
+from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.tasks.celery_app import broker_settings
 
 USER, PASSWORD = "ada@home", "hunter2/#?@%: "
 LOGIN = f"{quote(USER, safe='')}:{quote(PASSWORD, safe='')}@"
@@ -106,7 +106,7 @@ def test_a_run_uses_tls_and_a_unix_socket_as_a_user_of_an_acl(tmp_path: Path, au
         add_user(cluster.redis)
         with tls_port(port, authority) as tls, unix_socket(port, tmp_path / "redis.sock") as path:
             ways = Addresses(port, tls, path, authority)
-            url = "PENSTOCK_REDIS_URL"
+            url = "HEADPOND_REDIS_URL"
             rollouts = cluster.rollout_worker(**{url: ways.unix.replace("db=3", "db=0")})
             compute = cluster.compute_worker(**{url: ways.tls.replace("/3?", "/0?")})
             run = cluster.orchestrator(**{url: ways.celery_unix.replace("virtual_host=3", "virtual_host=0")})

@@ -29,13 +29,13 @@ def test_the_password_is_never_shown(tmp_path: Path) -> None:
         wait_until(lambda: all(" ready." in worker.text for worker in workers), what="workers that are started")
         assert [TRACE in environment.read_bytes() for environment in started_with] == [False, True]
         assert b"PATH=" in started_with[0].read_bytes()
-        with_redis = cluster.penstock("status", str(cluster.run_dir))
+        with_redis = cluster.headpond("status", str(cluster.run_dir))
         assert f"redis://127.0.0.1:{cluster.redis_server.port}/0 is reachable" in with_redis.text
         cluster.redis_server.kill()
         cluster.wait_waiting_for("does not answer")
         for worker in workers:
             wait_until(lambda worker=worker: "Cannot connect" in worker.text, what="the worker to log it")
-        without_redis = cluster.penstock("status", str(cluster.run_dir), "--json")
+        without_redis = cluster.headpond("status", str(cluster.run_dir), "--json")
         assert "cannot be used" in without_redis.text
         assert {path.suffix for path in tmp_path.rglob("*")} >= {".json", ".log", ".sqlite", ".toml"}
         assert leaks(cluster) == []

@@ -12,7 +12,7 @@ from support.cluster import RUN_DIR_AT_THE_END
 from support.pipeline import hashes, pipeline_in
 from support.stores import manifest_path
 
-from orchestrator import run_dir
+from headpond.orchestrator import run_dir
 
 RUN = Path(__file__).parents[1] / "vectors" / "run_of_release_0_1.tar.xz"
 TRAINED = "SELECT * FROM all_rollouts WHERE state = 'trained' AND step < 2 ORDER BY id"
@@ -34,7 +34,7 @@ def test_a_run_of_release_0_1_is_resumed_to_its_end(tmp_path: Path) -> None:
         cluster = pipeline.cluster
         unpack(cluster.run_dir)
         assert "identity" in run_dir.read(cluster.run_dir)
-        before = cluster.penstock("audit", str(cluster.run_dir))
+        before = cluster.headpond("audit", str(cluster.run_dir))
         assert before.exit_code == 0, before.text
         sealed = [manifest_path(pipeline.store, step).read_bytes() for step in (0, 1)]
         delivered = cluster.ledger(TRAINED)
@@ -48,7 +48,7 @@ def test_a_run_of_release_0_1_is_resumed_to_its_end(tmp_path: Path) -> None:
         assert [manifest_path(pipeline.store, step).read_bytes() for step in (0, 1)] == sealed
         assert cluster.ledger(TRAINED) == delivered
         assert "settings" in run_dir.read(cluster.run_dir)
-        collected = cluster.penstock("gc", str(cluster.run_dir), "--json")
+        collected = cluster.headpond("gc", str(cluster.run_dir), "--json")
         assert json.loads(collected.text)["troubles"] == [], collected.text
         assert cluster.audit()["balanced"], "of all files that are left"
         assert sorted(path.name for path in cluster.run_dir.iterdir()) == sorted([*RUN_DIR_AT_THE_END, "store"])

@@ -1,4 +1,4 @@
-"""The fault matrix of `penstock why`: of every fault, the first cause that it names is the right one, within 10 s.
+"""The fault matrix of `headpond why`: of every fault, the first cause that it names is the right one, within 10 s.
 
 One Redis, one set of workers and one engine for all cells; a cell is a run of its own.
 """
@@ -15,8 +15,8 @@ from support.pipeline import Pipeline, pipeline_in
 from support.small_disk import SmallDisk, small_disk
 from support.waiting import HANG_S, wait_until
 
-from penstock.inspection import subjects
-from penstock.inspection.why import why
+from headpond.inspection import subjects
+from headpond.inspection.why import why
 
 SETTINGS: dict[str, Any] = {
     "steps": 1000,
@@ -138,7 +138,7 @@ def test_a_dead_engine(matrix: Matrix) -> None:
 def test_no_rollout_worker_and_then_no_compute_worker(matrix: Matrix) -> None:
     matrix.begin()
     matrix.workers["rollouts"].end()
-    matrix.assert_named("no worker for the queues rollouts is running: start one: celery -A workers.rollouts")
+    matrix.assert_named("no worker for the queues rollouts is running: start one: celery -A headpond.workers.rollouts")
     matrix.workers["compute"].end()
     matrix.assert_named("no worker for the queues")
 
@@ -184,7 +184,7 @@ def test_every_rollout_is_masked(matrix: Matrix) -> None:
 def test_a_worker_whose_configuration_differs(matrix: Matrix) -> None:
     matrix.begin()
     matrix.workers["rollouts"].end()
-    matrix.workers["rollouts"] = matrix.cluster.rollout_worker(PENSTOCK_POLICY__MAX_TURNS="3")
+    matrix.workers["rollouts"] = matrix.cluster.rollout_worker(HEADPOND_POLICY__MAX_TURNS="3")
     found = matrix.assert_named("takes no jobs: policy.max_turns is")
     assert any(worker["refused"] for worker in found["workers"].values())
     matrix.workers["rollouts"].end()
@@ -195,7 +195,7 @@ def test_a_changed_setting_that_needs_a_restart(matrix: Matrix) -> None:
     run = matrix.begin()
     run.signal(signal.SIGTERM)
     assert run.wait() == 0
-    matrix.run = matrix.cluster.orchestrator(PENSTOCK_POLICY__MAX_TURNS="3")
+    matrix.run = matrix.cluster.orchestrator(HEADPOND_POLICY__MAX_TURNS="3")
     found = matrix.assert_named("takes no jobs: policy.max_turns is 3 in the run")
     assert any("policy.max_turns was" in note and "restart rollouts" in note for note in found["notes"])
 

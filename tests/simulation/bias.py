@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.ids import GroupId, RolloutId
+from headpond.ids import GroupId, RolloutId
 from simulation.workers import length_of, reward_of
 from simulation.world import World
 

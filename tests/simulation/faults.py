@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from orchestrator import crash_points
-from penstock import ids, redis_keys
-from penstock.messages import EncodeResult, Outcome, Queue, Reply, RolloutResult
-from penstock.queues import WorkerKind
-from penstock.store import BlobRef
+from headpond import ids, redis_keys
+from headpond.messages import EncodeResult, Outcome, Queue, Reply, RolloutResult
+from headpond.orchestrator import crash_points
+from headpond.queues import WorkerKind
+from headpond.store import BlobRef
 from simulation.workers import MOMENTS, SimulatedWorker
 
 if TYPE_CHECKING:

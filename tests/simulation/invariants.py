@@ -5,17 +5,17 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from orchestrator import envelope
-from orchestrator.ledger.audit import audit
-from orchestrator.leftovers import OTHER_RUNS, collect
-from orchestrator.release import named_files
-from penstock import redis_keys
-from penstock.batches import Manifest, read_manifests
-from penstock.batches.manifest import manifest_key
-from penstock.ledger import queries, schema
-from penstock.ledger.states import JobKind
-from penstock.messages import Queue
-from penstock.store.columns import read_columns
+from headpond import redis_keys
+from headpond.batches import Manifest, read_manifests
+from headpond.batches.manifest import manifest_key
+from headpond.ledger import queries, schema
+from headpond.ledger.states import JobKind
+from headpond.messages import Queue
+from headpond.orchestrator import envelope
+from headpond.orchestrator.ledger.audit import audit
+from headpond.orchestrator.leftovers import OTHER_RUNS, collect
+from headpond.orchestrator.release import named_files
+from headpond.store.columns import read_columns
 from simulation.faults import OTHER_RUN
 from simulation.workers import length_of, reward_of
 
@@ -117,7 +117,7 @@ def check_end(world: "World") -> None:
     _check_environments(world, manifests, released)
     left = collect(world.config.run_dir, dry_run=True)
     if any(found["files"] for kind, found in left["kinds"].items() if kind != OTHER_RUNS):
-        world.violated(f"penstock gc finds files after the last sweep: {left}")
+        world.violated(f"headpond gc finds files after the last sweep: {left}")
 
 
 def _check_ledger(world: "World", connection: sqlite3.Connection, meta: dict[str, Any]) -> None:
@@ -195,6 +195,6 @@ def _check_redis(world: "World") -> None:
     if left := {queue.value: world.redis.llen(queue) for queue in Queue if world.redis.llen(queue)}:
         world.violated(f"messages are left: {left}")
     kept = (redis_keys.WORKERS, redis_keys.ENDED, redis_keys.replies(world.run), redis_keys.replies(OTHER_RUN))
-    ours = {key.decode() for key in world.redis.scan("penstock:*")} - set(kept)
-    if left := {key for key in ours if not key.startswith("penstock:lag:")}:
+    ours = {key.decode() for key in world.redis.scan("headpond:*")} - set(kept)
+    if left := {key for key in ours if not key.startswith("headpond:lag:")}:
         world.violated(f"keys are left in Redis: {sorted(left)}")

@@ -18,7 +18,7 @@ SUMMARY = pytest.StashKey[Any]()
 
 def play(seed: int, directory: Path, only_faults: list[int] | None = None) -> World:
     # The same path at every replay of a process: errors name it.
-    base = (MEMORY if MEMORY.is_dir() else directory) / f"penstock-simulation-{os.getpid()}"
+    base = (MEMORY if MEMORY.is_dir() else directory) / f"headpond-simulation-{os.getpid()}"
     shutil.rmtree(base, ignore_errors=True)
     base.mkdir()
     logging.disable(logging.ERROR)

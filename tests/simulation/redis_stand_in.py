@@ -14,7 +14,7 @@ import xxhash
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from orchestrator import lock
+from headpond.orchestrator import lock
 from simulation.loop import PROCESS, Killed, SimulatedLoop
 
 GROWING = frozenset({"hset", "lpush", "rpush", "set", "xadd"})

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from orchestrator import release, submission
-from orchestrator.composer import Composer
-from orchestrator.housekeeping import Reported
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.planner import Planner
-from orchestrator.reconciler import Findings, Reconciler, Snapshot
-from orchestrator.reply_stream import ReplyStream
-from penstock.messages import Reply
+from headpond.messages import Reply
+from headpond.orchestrator import release, submission
+from headpond.orchestrator.composer import Composer
+from headpond.orchestrator.housekeeping import Reported
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.planner import Planner
+from headpond.orchestrator.reconciler import Findings, Reconciler, Snapshot
+from headpond.orchestrator.reply_stream import ReplyStream
 from simulation.faults import drawn
 from simulation.playing import play
 

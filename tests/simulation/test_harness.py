@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock import redis_keys
-from penstock.queues import WorkerKind
+from headpond import redis_keys
+from headpond.queues import WorkerKind
 from simulation.loop import Killed, Process, SimulatedLoop
 from simulation.playing import play, replay_command
 from simulation.workers import SimulatedWorker
@@ -123,7 +123,7 @@ def test_the_end_awaits_a_replaced_worker_that_still_executes(tmp_path: Path, mo
     assert took_s >= 20
 
 
-@pytest.mark.parametrize(("expires", "left"), [(True, []), (False, ["keys are left in Redis: ['penstock:orders']"])])
+@pytest.mark.parametrize(("expires", "left"), [(True, []), (False, ["keys are left in Redis: ['headpond:orders']"])])
 def test_keys_that_an_outage_leaves_must_expire(tmp_path: Path, expires: bool, left: list[str]) -> None:
     world = World(1, tmp_path, faults=[])
     run_until_done = world._run_until_done

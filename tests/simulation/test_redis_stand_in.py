@@ -10,9 +10,9 @@ import pytest
 import redis.asyncio
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from orchestrator import lock
-from orchestrator.reply_stream import _entries
-from penstock.runtime.embedded_redis import EmbeddedRedis
+from headpond.orchestrator import lock
+from headpond.orchestrator.reply_stream import _entries
+from headpond.runtime.embedded_redis import EmbeddedRedis
 from simulation.redis_stand_in import Client, Server
 
 Command = Callable[[Any], Awaitable[Any]]
@@ -40,7 +40,7 @@ async def in_a_pipeline(client: Any) -> Any:
 
 
 async def found_keys(client: Any) -> Any:
-    return sorted([key async for key in client.scan_iter(match="penstock:*", count=1000)])
+    return sorted([key async for key in client.scan_iter(match="headpond:*", count=1000)])
 
 
 async def scanned(client: Any) -> Any:
@@ -56,13 +56,13 @@ async def expires_soon(client: Any) -> Any:
     return 0 < await client.pttl("key") <= 60_000
 
 
-HELD = ["eval", lock.HOLD, 1, "penstock:lock"]
+HELD = ["eval", lock.HOLD, 1, "headpond:lock"]
 COMMANDS: dict[str, list[list[Any] | Command]] = {
     "strings": [
         ["ping"], ["pttl", "key"], ["set", "key", "value", {"ex": 60}], expires_soon, ["exists", "key"],
         ["exists", "key", "none"], ["get", "key"], ["mget", ["key", "none"]], ["set", "key", b"again"],
         ["pttl", "key"], ["expire", "key", 5], ["expire", "none", 5], ["delete", "key", "none"], ["get", "key"],
-        ["set", "penstock:a", "1"], ["set", "other", "1"], found_keys,
+        ["set", "headpond:a", "1"], ["set", "other", "1"], found_keys,
     ],
     "hashes": [
         ["hset", "hash", "field", "value"], ["hset", "hash", "field", "other"], ["hget", "hash", "field"],
@@ -82,10 +82,10 @@ COMMANDS: dict[str, list[list[Any] | Command]] = {
         ["llen", "none"], ["lrange", "none", 0, -1], ["lindex", "none", -1], ["lrem", "none", 0, b"1"], in_a_pipeline,
     ],
     "the lock": [
-        [*HELD, b"mine", 10, b""], [*HELD, b"mine", 10, b""], [*HELD, b"other", 10, b""], ["get", "penstock:lock"],
-        ["eval", lock.RELEASE, 1, "penstock:lock", b"other"], ["get", "penstock:lock"],
-        [*HELD, b"other", 10, b"mine"], ["get", "penstock:lock"],
-        ["eval", lock.RELEASE, 1, "penstock:lock", b"other"], ["exists", "penstock:lock"],
+        [*HELD, b"mine", 10, b""], [*HELD, b"mine", 10, b""], [*HELD, b"other", 10, b""], ["get", "headpond:lock"],
+        ["eval", lock.RELEASE, 1, "headpond:lock", b"other"], ["get", "headpond:lock"],
+        [*HELD, b"other", 10, b"mine"], ["get", "headpond:lock"],
+        ["eval", lock.RELEASE, 1, "headpond:lock", b"other"], ["exists", "headpond:lock"],
     ],
 }  # fmt: skip
 
@@ -162,7 +162,7 @@ def test_a_full_redis_refuses_the_same_commands(server: EmbeddedRedis) -> None:
     ]  # fmt: skip
     allowed: list[list[Any]] = [
         ["get", "a"], ["hdel", "b", "c"], ["lrem", "d", 0, "1"], ["delete", "a"], ["expire", "a", 1], ["rpop", "d"],
-        ["eval", lock.RELEASE, 1, "penstock:lock", b"mine"],
+        ["eval", lock.RELEASE, 1, "headpond:lock", b"mine"],
     ]  # fmt: skip
 
     async def play(client: Any) -> list[bool]:

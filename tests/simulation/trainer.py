@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64
 
-from penstock.batches import BatchReader, Manifest, read_manifest
-from penstock.batches.reader import Batch
-from penstock.batches.signals import Checkpoint, read_progress, write_checkpoint, write_progress
-from penstock.errors import BatchError
-from penstock.store import open_store
+from headpond.batches import BatchReader, Manifest, read_manifest
+from headpond.batches.reader import Batch
+from headpond.batches.signals import Checkpoint, read_progress, write_checkpoint, write_progress
+from headpond.errors import BatchError
+from headpond.store import open_store
 
 if TYPE_CHECKING:
     from simulation.world import World

@@ -16,11 +16,10 @@ import orjson
 import xxhash
 from redis.exceptions import RedisError
 
-from orchestrator.envelope import TASKS
-from penstock import ids, job_inputs, redis_keys
-from penstock.config import RunConfig
-from penstock.errors import EngineUnreachable, InfrastructureFailure
-from penstock.messages import (
+from headpond import ids, job_inputs, redis_keys
+from headpond.config import RunConfig
+from headpond.errors import EngineUnreachable, InfrastructureFailure
+from headpond.messages import (
     AdvantageJob,
     AnyJob,
     AnyResult,
@@ -35,16 +34,17 @@ from penstock.messages import (
     SurveyJob,
     SurveyResult,
 )
-from penstock.queues import WorkerKind
-from penstock.runtime.offload import in_io_thread
-from penstock.store import BlobRef, Store, open_store
-from penstock.store.columns import Columns, TurnTable, write_columns
-from penstock.store.experts import Chunk, seal_experts
+from headpond.orchestrator.envelope import TASKS
+from headpond.queues import WorkerKind
+from headpond.runtime.offload import in_io_thread
+from headpond.store import BlobRef, Store, open_store
+from headpond.store.columns import Columns, TurnTable, write_columns
+from headpond.store.experts import Chunk, seal_experts
+from headpond.tasks import agreement, jobs
+from headpond.tasks.agreement import Order, Presence
+from headpond.tasks.execution import EncodedReply, Execution, write_lease, write_reply
 from simulation.disk import kill_this_process
 from simulation.redis_stand_in import Client
-from tasks import agreement, jobs
-from tasks.agreement import Order, Presence
-from tasks.execution import EncodedReply, Execution, write_lease, write_reply
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -114,7 +114,7 @@ class SimulatedWorker:
                 await asyncio.sleep(0.5)
 
     async def _be_there(self) -> None:
-        """As `workers.admission.Admission`."""
+        """As `headpond.workers.admission.Admission`."""
         while True:
             try:
                 async with asyncio.timeout(5.0):
@@ -140,7 +140,7 @@ class SimulatedWorker:
         self._slots = 0 if self._refused else Order.model_validate_json(order).slots if order else None
 
     async def _renew(self) -> None:
-        """As `tasks.leases.LeaseKeeper`."""
+        """As `headpond.tasks.leases.LeaseKeeper`."""
         while True:
             await asyncio.sleep(min(1.0, self.config.recovery.lease_s / 5))
             held = set(self._held)
@@ -192,7 +192,7 @@ class SimulatedWorker:
             kill_this_process()
 
     async def _execute(self, message: bytes) -> None:
-        """As `tasks.execution.AsyncExecutor.execute`."""
+        """As `headpond.tasks.execution.AsyncExecutor.execute`."""
         try:
             content = orjson.loads(message)
             headers = content["headers"]

@@ -21,19 +21,20 @@ from unittest import mock
 
 import numpy as np
 
-from orchestrator import crash_points, lock, loop, release, run_dir, shutdown, start
-from orchestrator.broker import Broker
-from orchestrator.ledger import writer
-from orchestrator.ledger.audit import Scope, audit
-from penstock import redis_keys
-from penstock.advantages import ESTIMATORS
-from penstock.batches import read_manifests
-from penstock.config import RunConfig
-from penstock.errors import IllegalTransition, PenstockError
-from penstock.queues import WorkerKind
-from penstock.runtime import offload
-from penstock.store import open_store
-from penstock.store.files import FileStore
+from headpond import redis_keys
+from headpond.advantages import ESTIMATORS
+from headpond.batches import read_manifests
+from headpond.config import RunConfig
+from headpond.errors import HeadpondError, IllegalTransition
+from headpond.orchestrator import crash_points, lock, loop, release, run_dir, shutdown, start
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.ledger import writer
+from headpond.orchestrator.ledger.audit import Scope, audit
+from headpond.queues import WorkerKind
+from headpond.runtime import offload
+from headpond.store import open_store
+from headpond.store.files import FileStore
+from headpond.tasks import agreement
 from simulation import disk, invariants
 from simulation.disk import Disk, LedgerConnection
 from simulation.faults import Fault, drawn
@@ -43,7 +44,6 @@ from simulation.settings import changed_settings, drawn_settings, merged
 from simulation.threads import SimulatedEvent, SimulatedPool, SimulatedQueue, SimulatedThread
 from simulation.trainer import SimulatedTrainer
 from simulation.workers import SimulatedWorker
-from tasks import agreement
 
 LIMIT_S = 2400.0
 """of simulated time: a run takes one or two minutes, its faults as long again"""
@@ -324,12 +324,12 @@ class World:
     def _stopped_by(self, error: BaseException) -> None:
         self.note(f"the orchestrator stopped: {_text(error)}")
         self.stops.append(_text(error))
-        if not isinstance(error, PenstockError) or isinstance(error, IllegalTransition) or "bug" in str(error):
+        if not isinstance(error, HeadpondError) or isinstance(error, IllegalTransition) or "bug" in str(error):
             self.violated(f"the run ended with {_text(error)}")
             self.error = error
 
     async def _orchestrate(self) -> dict[str, Any]:
-        """`orchestrator.start.run`, without the lock file and the HTTP endpoint."""
+        """`headpond.orchestrator.start.run`, without the lock file and the HTTP endpoint."""
         config = self.config
         run_dir.create_directories(config)
         self.run = run_dir.begin_or_resume(config)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.advantages import (
+from headpond.advantages import (
     ESTIMATORS,
     AdvantageSettings,
     Estimator,

@@ -31,11 +31,11 @@ CODE = [
     {"think": "Enough.", "say": f'Thought: that is all.\n<code>\nfinal_answer("{FOUND}")\n</code>'},
 ]
 OPENCODE = (
-    '{"model": "penstock/policy", "share": "disabled", "provider": {"penstock": {"npm": "@ai-sdk/openai-compatible", '
+    '{"model": "headpond/policy", "share": "disabled", "provider": {"headpond": {"npm": "@ai-sdk/openai-compatible", '
     '"options": {"baseURL": "{BASE_URL}", "apiKey": "{KEY}"}, "models": {"policy": {"reasoning": true, '
     '"tool_call": true}}}}}'
 )
-CODEX = 'model_providers.penstock={name="penstock", base_url="{BASE_URL}", env_key="OPENAI_API_KEY"}'
+CODEX = 'model_providers.headpond={name="headpond", base_url="{BASE_URL}", env_key="OPENAI_API_KEY"}'
 
 
 def openai(how: str, api: str, name: str, **more: object) -> RealAgent:
@@ -158,9 +158,9 @@ AGENTS = [
         package="@openai/codex",
         command=[
             *("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
-            *("-c", "model=policy", "-c", "model_provider=penstock", "-c", CODEX, "--"),
+            *("-c", "model=policy", "-c", "model_provider=headpond", "-c", CODEX, "--"),
         ],
-        setting='`codex exec -c model=policy -c model_provider=penstock -c model_providers.penstock={name="penstock", '
+        setting='`codex exec -c model=policy -c model_provider=headpond -c model_providers.headpond={name="headpond", '
         'base_url="...", env_key="OPENAI_API_KEY"}`',
         steps=commands("exec_command", "cmd"),
     ),

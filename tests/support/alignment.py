@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.batches.reader import Batch
-from penstock.messages import RolloutResult
-from penstock.store import Store
-from penstock.store.columns import read_columns
-from penstock.store.experts import Experts
+from headpond.batches.reader import Batch
+from headpond.messages import RolloutResult
+from headpond.store import Store
+from headpond.store.columns import read_columns
+from headpond.store.experts import Experts
 
 TOLERANCE = 1e-4
 MISSING = -1

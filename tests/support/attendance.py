@@ -1,8 +1,8 @@
 """The attendance of a run without Redis: no worker is announced, and every reply is used."""
 
-from orchestrator.broker import Broker
-from orchestrator.workforce.attendance import Attendance
-from penstock.config import RunConfig
+from headpond.config import RunConfig
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.workforce.attendance import Attendance
 
 ANY_SEQUENCE = 1 << 62
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from playwright.sync_api import Page, expect
 
 TIMEOUT_MS = 30_000  # of a wait: a hang
-COMMAND = "import sys; from cli.main import main; sys.argv[0] = 'penstock'; main()"
+COMMAND = "import sys; from headpond.commands.main import main; sys.argv[0] = 'headpond'; main()"
 
 
 class Watched:

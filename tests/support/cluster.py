@@ -1,4 +1,4 @@
-"""A complete Penstock of real processes that tests can kill: Redis, workers and orchestrators."""
+"""A complete Headpond of real processes that tests can kill: Redis, workers and orchestrators."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from typing import Any
 
 import redis
 
-from orchestrator.ledger.audit import audit
-from penstock import redis_keys
-from penstock.config import test_hooks
-from penstock.inspection.run_json import ledger_path
-from penstock.ledger.schema import reading
-from penstock.runtime.embedded_redis import EmbeddedRedis
+from headpond import redis_keys
+from headpond.config import test_hooks
+from headpond.inspection.run_json import ledger_path
+from headpond.ledger.schema import reading
+from headpond.orchestrator.ledger.audit import audit
+from headpond.runtime.embedded_redis import EmbeddedRedis
 from support.forked_programs import Forked, is_program
 from support.waiting import HANG_S, wait_until
 
@@ -95,7 +95,7 @@ class Cluster:
         self.redis_server = EmbeddedRedis(directory / "redis", appendonly=appendonly, password=password)
         self.redis_server.start()
         self.redis = redis.Redis.from_url(self.redis_server.url)
-        self.config = directory / "penstock.toml"
+        self.config = directory / "headpond.toml"
         self.store = directory / "store"
         self.configure(**settings)
         self.processes: list[Process] = []
@@ -116,12 +116,12 @@ class Cluster:
         shutil.rmtree(self.store, ignore_errors=True)
 
     def start(self, name: str, *command: str, **variables: str) -> Process:
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADPOND_")}
         environment |= {
-            "PENSTOCK_CONFIG": str(self.config),
-            "PENSTOCK_REDIS_URL": self.redis_server.url,
+            "HEADPOND_CONFIG": str(self.config),
+            "HEADPOND_REDIS_URL": self.redis_server.url,
             test_hooks.SWITCH: "1",
-            "PENSTOCK_ENGINE__CHECK": "false",
+            "HEADPOND_ENGINE__CHECK": "false",
             "PYTHONPATH": str(Path(__file__).parent.parent.parent),
             **self.variables,
             **variables,
@@ -133,21 +133,43 @@ class Cluster:
 
     def rollout_worker(self, concurrency: int = 32, **variables: str) -> Process:
         name = f"rollouts{len(self.processes)}@test"
-        command = [str(BIN / "celery"), "-A", "workers.rollouts", "worker", "-Q", "rollouts", "-l", "INFO", "-n", name]
+        command = [
+            str(BIN / "celery"),
+            "-A",
+            "headpond.workers.rollouts",
+            "worker",
+            "-Q",
+            "rollouts",
+            "-l",
+            "INFO",
+            "-n",
+            name,
+        ]
         return self.start("rollout-worker", *command, "-c", str(concurrency), **variables)
 
     def compute_worker(self, concurrency: int = 1, **variables: str) -> Process:
         name = f"compute{len(self.processes)}@test"
         queues = "filtering,advantages,encoding"
-        command = [str(BIN / "celery"), "-A", "workers.compute", "worker", "-Q", queues, "-l", "INFO", "-n", name]
+        command = [
+            str(BIN / "celery"),
+            "-A",
+            "headpond.workers.compute",
+            "worker",
+            "-Q",
+            queues,
+            "-l",
+            "INFO",
+            "-n",
+            name,
+        ]
         return self.start("compute-worker", *command, "-c", str(concurrency), **variables)
 
     def orchestrator(self, **variables: str) -> Process:
-        command = [str(BIN / "penstock"), "run", str(self.config), "--run-dir", str(self.run_dir)]
+        command = [str(BIN / "headpond"), "run", str(self.config), "--run-dir", str(self.run_dir)]
         return self.start("orchestrator", *command, **variables)
 
-    def penstock(self, *arguments: str, **variables: str) -> Process:
-        process = self.start("penstock", str(BIN / "penstock"), *arguments, **variables)
+    def headpond(self, *arguments: str, **variables: str) -> Process:
+        process = self.start("headpond", str(BIN / "headpond"), *arguments, **variables)
         process.wait()
         return process
 
@@ -195,11 +217,11 @@ class Cluster:
 
 
 def assert_nothing_left_in_redis(cluster: Cluster) -> None:
-    ours = {key.decode() for key in cluster.redis.scan_iter("penstock:*")}
+    ours = {key.decode() for key in cluster.redis.scan_iter("headpond:*")}
     ours -= {redis_keys.LEASES, redis_keys.WORKERS, redis_keys.ENDED}
     # A worker that replies after the end of the run starts its stream again, until it expires.
-    late = {key for key in ours if key.startswith("penstock:replies:") and cluster.redis.ttl(key) != -1}
-    assert {key for key in ours - late if not key.startswith("penstock:lag:")} == set()
+    late = {key for key in ours if key.startswith("headpond:replies:") and cluster.redis.ttl(key) != -1}
+    assert {key for key in ours - late if not key.startswith("headpond:lag:")} == set()
     # A renewal may have written a lease after its end; the next renewal removes it.
     wait_until(lambda: not cluster.leases(), what="every lease to end")
 
@@ -212,8 +234,8 @@ def assert_nothing_left(cluster: Cluster) -> None:
 
 
 def assert_keys_have_an_end(client: redis.Redis) -> None:
-    """Every key of Penstock has a TTL."""
-    endless = [key for key in client.scan_iter("penstock:*") if client.ttl(key) == -1]
+    """Every key of Headpond has a TTL."""
+    endless = [key for key in client.scan_iter("headpond:*") if client.ttl(key) == -1]
     assert not endless, f"keys without a TTL: {endless}"
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import xxhash
 from msgspec import structs
 
-from penstock.recording import Prepared, Session, SessionSettings
-from penstock.store.files import FileStore
-from penstock.turn import RouteFormat, Routes, Turn, TurnMetadata
+from headpond.recording import Prepared, Session, SessionSettings
+from headpond.store.files import FileStore
+from headpond.turn import RouteFormat, Routes, Turn, TurnMetadata
 from support.turns import turn_of_ids
 
 ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}

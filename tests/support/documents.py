@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"``\s(.+?)\s``|`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-PROGRAMS = ("penstock", "celery", "make", "docker-compose", "docker", "pytest", "pip", "redis-server", "vllm")
+PROGRAMS = ("headpond", "celery", "make", "docker-compose", "docker", "pytest", "pip", "redis-server", "vllm")
 
 
 @dataclass(frozen=True)

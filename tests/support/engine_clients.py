@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from penstock.config.engine import Engine
-from penstock.engines.client import EngineClient
-from penstock.runtime.event_loop import event_loop_factory
+from headpond.config.engine import Engine
+from headpond.engines.client import EngineClient
+from headpond.runtime.event_loop import event_loop_factory
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]], *, concurrency: int = 8) -> None:

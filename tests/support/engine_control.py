@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from penstock import tiny_moe
+from headpond.demo import tiny_moe
 from support.engine_process import EngineProcess
 from support.waiting import wait_until
 from support.weights import write_weights

@@ -13,7 +13,7 @@ from typing import Any
 from support.cluster import Process
 from support.waiting import HANG_S, wait_until
 
-PENSTOCK = str(Path(sys.executable).parent / "penstock")
+HEADPOND = str(Path(sys.executable).parent / "headpond")
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
 READY = re.compile(r"action=engine_ready url=http://([\d.]+):(\d+)")
 
@@ -32,7 +32,7 @@ RECORDED_FIELDS: dict[str, dict[str, Any]] = {
 class EngineProcess(Process):
     def __init__(self, directory: Path, *arguments: str) -> None:
         name = f"engine-{len(list(directory.iterdir()))}"
-        super().__init__(name, [PENSTOCK, "engine", "--port", "0", *arguments], dict(os.environ), directory)
+        super().__init__(name, [HEADPOND, "engine", "--port", "0", *arguments], dict(os.environ), directory)
 
     @property
     def address(self) -> tuple[str, int]:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.config.engine import Engine
-from penstock.engines.dialects import load_dialect
-from penstock.engines.response import RequestInfo
+from headpond.config.engine import Engine
+from headpond.engines.dialects import load_dialect
+from headpond.engines.response import RequestInfo
 
 DIALECTS = ("vllm", "sglang", "generate")
 FORMS = ("object", "npy", "bare", "lists")

@@ -41,7 +41,7 @@ def library() -> Path:
     compiler = shutil.which("gcc") or shutil.which("cc")
     assert compiler, "the shim needs a C compiler: install gcc"
     name = f"fault-shim-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}.so"
-    path = Path(tempfile.gettempdir()) / f"penstock-tests-{os.getuid()}" / name
+    path = Path(tempfile.gettempdir()) / f"headpond-tests-{os.getuid()}" / name
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_name(f"{os.getpid()}-{name}")

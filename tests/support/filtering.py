@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.filters import GroupRewards, RolloutTokens
+from headpond.filters import GroupRewards, RolloutTokens
 
 
 def rollout(

@@ -1,4 +1,4 @@
-"""`penstock` and `celery` as forks of a server that has imported their libraries: 0.1 s of CPU a start instead of 1 s.
+"""`headpond` and `celery` as forks of a server that has imported their libraries: 0.1 s of CPU a start instead of 1 s.
 
 Each is a separate process with its own session, signals and exit code. Programs read their environment after the fork.
 """
@@ -21,15 +21,15 @@ PRELOADED = [
     "celery.concurrency.prefork",
     "celery.worker.consumer",
     "kombu.transport.redis",
-    "cli.main",
-    "orchestrator.loop",
-    "orchestrator.start",
-    "penstock.playing.rollout",
-    "services.engine.server",
-    "services.sessions.server",
+    "headpond.commands.main",
+    "headpond.orchestrator.loop",
+    "headpond.orchestrator.start",
+    "headpond.playing.rollout",
+    "headpond.demo.engine.server",
+    "headpond.servers.sessions.server",
     "uvloop",
 ]
-PROGRAMS = ("penstock", "celery")
+PROGRAMS = ("headpond", "celery")
 PR_SET_PDEATHSIG = 1
 
 _context = multiprocessing.get_context("forkserver")
@@ -89,5 +89,5 @@ def _run(program: str) -> None:
     if program == "celery":
         from celery.__main__ import main
     else:
-        from cli.main import main
+        from headpond.commands.main import main
     main()

@@ -20,7 +20,7 @@ def echo(*what: Any) -> Any:
 
 
 def score(reward: float, *, columns: bool = False) -> Any:
-    from penstock.environments.scores import Score
+    from headpond.environments.scores import Score
 
     return Score(reward=reward, rewards={"right": reward}, metrics={"tests": 3}, columns={"c": 1} if columns else {})
 
@@ -110,7 +110,7 @@ def raises(answer: str) -> float:
 
 
 def raises_kind(kind: str) -> float:
-    from penstock import errors
+    from headpond import errors
 
     raise getattr(errors, kind)("raised by the judge")
 

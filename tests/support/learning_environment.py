@@ -1,6 +1,6 @@
 """An environment that any model with a vocabulary can learn: `tests.support.learning_environment:Fifths`."""
 
-from penstock.environments.protocol import Policy
+from headpond.environments.protocol import Policy
 
 
 class Fifths:

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from orchestrator.inputs import batch_plan
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import BatchRecord, GroupRecord
-from penstock.batches import EncodedRank
-from penstock.config import RunConfig
-from penstock.ledger.states import GroupState, JobState, RolloutState
-from penstock.messages import RolloutResult
-from penstock.store import BlobRef
+from headpond.batches import EncodedRank
+from headpond.config import RunConfig
+from headpond.ledger.states import GroupState, JobState, RolloutState
+from headpond.messages import RolloutResult
+from headpond.orchestrator.inputs import batch_plan
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import BatchRecord, GroupRecord
+from headpond.store import BlobRef
 
 
 def configured(**settings: Any) -> RunConfig:

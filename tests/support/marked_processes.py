@@ -14,7 +14,7 @@ class MarkedProcesses:
     def __init__(self) -> None:
         self.mark = f"MARKED_TEST={uuid.uuid4()}"
         name, _, value = self.mark.partition("=")
-        self.env = {key: text for key, text in os.environ.items() if not key.startswith("PENSTOCK_")}
+        self.env = {key: text for key, text in os.environ.items() if not key.startswith("HEADPOND_")}
         self.env |= {name: value, "PYTHONPATH": ROOT}
 
     def processes(self) -> dict[int, str]:

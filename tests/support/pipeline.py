@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.batches import Manifest, read_manifests
-from penstock.store.files import FileStore
+from headpond.batches import Manifest, read_manifests
+from headpond.store.files import FileStore
 from support.cluster import BIN, Cluster, Process, assert_nothing_left_in_redis, cluster_in
 from support.engine_process import EngineProcess
 from support.stores import directory_store
@@ -66,7 +66,18 @@ class Pipeline:
 
     def compute(self, queues: str) -> Process:
         name = f"{queues.partition(',')[0]}{len(self.cluster.processes)}@test"
-        command = [str(BIN / "celery"), "-A", "workers.compute", "worker", "-Q", queues, "-l", "INFO", "-n", name]
+        command = [
+            str(BIN / "celery"),
+            "-A",
+            "headpond.workers.compute",
+            "worker",
+            "-Q",
+            queues,
+            "-l",
+            "INFO",
+            "-n",
+            name,
+        ]
         return self.cluster.start(f"{queues.partition(',')[0]}-worker", *command, "-c", "1")
 
     @property

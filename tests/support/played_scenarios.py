@@ -8,12 +8,12 @@ import numpy as np
 import orjson
 from msgspec import structs
 
-from penstock.recording import Prepared, Sealed, Session
-from penstock.recording.arrivals import Claim
-from penstock.store.columns import read_columns
-from penstock.store.experts import Experts
-from penstock.store.files import FileStore
-from penstock.turn import RouteFormat, Routes, TurnMetadata
+from headpond.recording import Prepared, Sealed, Session
+from headpond.recording.arrivals import Claim
+from headpond.store.columns import read_columns
+from headpond.store.experts import Experts
+from headpond.store.files import FileStore
+from headpond.turn import RouteFormat, Routes, TurnMetadata
 from support.agent_scenarios import LAYERS, TOPK, Message, Sent, completion_tokens, row, tokens
 from support.conversations import started
 from support.plain_samples import PlainSample

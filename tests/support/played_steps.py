@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from penstock import tiny_moe
-from penstock.batches import BatchPlan, BatchRollout, RunStatus, seal_manifest, write_status
-from penstock.batches.plan import PackingRules
-from penstock.batches.writer import encode_rank
-from penstock.renderers import bytes_chatml
-from penstock.store.columns import Columns, TurnTable, write_columns
-from penstock.store.experts import Chunk, seal_experts
-from penstock.store.files import FileStore
-from penstock.tiny_moe import Array, Weights
+from headpond.batches import BatchPlan, BatchRollout, RunStatus, seal_manifest, write_status
+from headpond.batches.plan import PackingRules
+from headpond.batches.writer import encode_rank
+from headpond.demo import tiny_moe
+from headpond.demo.tiny_moe import Array, Weights
+from headpond.renderers import bytes_chatml
+from headpond.store.columns import Columns, TurnTable, write_columns
+from headpond.store.experts import Chunk, seal_experts
+from headpond.store.files import FileStore
 from support.stores import directory_store
 
 ROLLOUTS, TOKENS = 8, 6

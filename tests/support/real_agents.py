@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.environments import AgentPolicy, run_program
-from penstock.store.base import BlobRef
-from penstock.store.columns import read_columns
+from headpond.environments import AgentPolicy, run_program
+from headpond.store.base import BlobRef
+from headpond.store.columns import read_columns
 from support.documents import ROOT
 from support.session_process import Agent, SessionsProcess
 from support.stores import directory_store

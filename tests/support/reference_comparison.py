@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.engines.dialects.base import without_routes
-from penstock.engines.response import read_turn
-from penstock.errors import Upstream
-from penstock.turn import CheckRoutes, Fingerprint, OpenSample, RouteFormat, Turn
+from headpond.engines.dialects.base import without_routes
+from headpond.engines.response import read_turn
+from headpond.errors import Upstream
+from headpond.turn import CheckRoutes, Fingerprint, OpenSample, RouteFormat, Turn
 from support import strict_reference as reference
 from support.engine_responses import request_info
 

@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from penstock.config.engine import Policy
-from penstock.engines.client import EngineClient
-from penstock.engines.dialects import dialect_of
-from penstock.environments.loading import LoadedEnvironment
-from penstock.fields import TrainerField
-from penstock.playing.rollout import Attempt, RolloutStage
-from penstock.renderers import PooledRenderer, RendererKey, RendererPools
+from headpond.config.engine import Policy
+from headpond.engines.client import EngineClient
+from headpond.engines.dialects import dialect_of
+from headpond.environments.loading import LoadedEnvironment
+from headpond.fields import TrainerField
+from headpond.playing.rollout import Attempt, RolloutStage
+from headpond.renderers import PooledRenderer, RendererKey, RendererPools
 from support.engine_clients import assert_idle, quick_engine
 from support.stores import directory_store
 

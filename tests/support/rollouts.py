@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from penstock.batches import BatchPlan, BatchRollout, EncodedRank, Manifest, seal_manifest
-from penstock.batches.plan import PackingRules
-from penstock.batches.writer import encode_rank
-from penstock.fields import Per, TrainerField
-from penstock.store import BlobRef
-from penstock.store.columns import Columns, TurnTable, write_columns
-from penstock.store.experts import Chunk, seal_experts
-from penstock.store.files import FileStore
+from headpond.batches import BatchPlan, BatchRollout, EncodedRank, Manifest, seal_manifest
+from headpond.batches.plan import PackingRules
+from headpond.batches.writer import encode_rank
+from headpond.fields import Per, TrainerField
+from headpond.store import BlobRef
+from headpond.store.columns import Columns, TurnTable, write_columns
+from headpond.store.experts import Chunk, seal_experts
+from headpond.store.files import FileStore
 
 
 @dataclass(frozen=True, kw_only=True)

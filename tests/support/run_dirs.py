@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from penstock.batches import Manifest
-from penstock.ids import GroupId
-from penstock.ledger.archive import archive
-from penstock.ledger.schema import STATEMENTS, open_for_writing
-from penstock.store.columns import write_columns
-from penstock.store.files import FileStore
+from headpond.batches import Manifest
+from headpond.ids import GroupId
+from headpond.ledger.archive import archive
+from headpond.ledger.schema import STATEMENTS, open_for_writing
+from headpond.store.columns import write_columns
+from headpond.store.files import FileStore
 from support.rollouts import MadeRollout, MadeTurn, RolloutMaker, plan_of, seal
 
 RUN = "0123456789ab"

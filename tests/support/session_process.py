@@ -15,7 +15,7 @@ from support.cluster import Process
 from support.upstream import Message, ReceivedRequest, Respond, Response, Server, answer, serving, user
 from support.waiting import HANG_S, wait_until
 
-PENSTOCK = str(Path(sys.executable).parent / "penstock")
+HEADPOND = str(Path(sys.executable).parent / "headpond")
 READY = re.compile(r"action=sessions_ready url=http://([\d.]+):(\d+)")
 CHAT = "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}
@@ -57,10 +57,10 @@ class SessionsProcess(Process):
         **settings: str,
     ) -> None:
         self.store = directory / store
-        command = [PENSTOCK, "sessions", "--port", "0", "--engine-urls", backend, "--store", f"file://{self.store}"]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
+        command = [HEADPOND, "sessions", "--port", "0", "--engine-urls", backend, "--store", f"file://{self.store}"]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADPOND_")}
         given = {"sessions__engine_wait_s": "0", **settings}
-        environment |= {f"PENSTOCK_{key.upper()}": value for key, value in given.items()}
+        environment |= {f"HEADPOND_{key.upper()}": value for key, value in given.items()}
         environment |= variables or {}
         if files:
             command = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(files), *command]

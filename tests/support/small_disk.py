@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from penstock.runtime.launcher import LAUNCHER
+from headpond.runtime.launcher import LAUNCHER
 
 SIZE_BYTES = 8 << 20
 LARGE_BYTES = 1 << 16  # above a status and a log of a short run, below a ledger's log of one
-SCRIPT = 'mount -t tmpfs -o size="$2" penstock "$1" && echo mounted && exec sleep infinity'
+SCRIPT = 'mount -t tmpfs -o size="$2" headpond "$1" && echo mounted && exec sleep infinity'
 # As root; else in a user namespace, where the kernel allows one.
 NAMESPACES = (["--mount"], ["--mount", "--user", "--map-root-user"])
 

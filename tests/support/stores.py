@@ -3,12 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.batches.manifest import manifest_key
-from penstock.config import RunConfig
-from penstock.store import BlobRef, Store, open_store
-from penstock.store.columns import read_columns, write_columns
-from penstock.store.files import FileStore, directory_of
-from penstock.store.memory import MemoryStore
+from headpond.batches.manifest import manifest_key
+from headpond.config import RunConfig
+from headpond.store import BlobRef, Store, open_store
+from headpond.store.columns import read_columns, write_columns
+from headpond.store.files import FileStore, directory_of
+from headpond.store.memory import MemoryStore
 
 
 def directory_store(directory: Path) -> FileStore:

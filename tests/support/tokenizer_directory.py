@@ -10,7 +10,7 @@ SENTENCES = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
     "What is twelve plus thirty? Twelve plus thirty is forty two.",
     'Call the tool "add" with the arguments {"a": 12, "b": 30} and wait for what it says.',
-    "user assistant system tool: a penstock is the gated pipe that feeds a turbine.",
+    "user assistant system tool: a headpond is the gated pipe that feeds a turbine.",
 ]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 PLAIN = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from penstock import BatchReader
-from penstock.batches import Batch
-from penstock.batches.plan import PackingRules
+from headpond import BatchReader
+from headpond.batches import Batch
+from headpond.batches.plan import PackingRules
 from support.rollouts import MadeTurn, RolloutMaker, plan_of, seal
 from support.stores import directory_store
 

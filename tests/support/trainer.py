@@ -1,4 +1,4 @@
-"""A trainer as a user would write it, in an environment with numpy, xxhash and penstock only.
+"""A trainer as a user would write it, in an environment with numpy, xxhash and headpond only.
 
     python trainer.py RUN_DIR DATA_RANK DATA_RANKS RESUME_STEP [HANG_AT_STEP [CHECKPOINT_EVERY]]
 
@@ -13,7 +13,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 
-BARE = {*sys.stdlib_module_names, "numpy", "xxhash", "penstock", *os.environ.get("TRAINER_HAS", "").split(",")}
+BARE = {*sys.stdlib_module_names, "numpy", "xxhash", "headpond", *os.environ.get("TRAINER_HAS", "").split(",")}
 
 
 class Refusing(MetaPathFinder):
@@ -30,7 +30,7 @@ def write_line(**fields: int | str) -> None:
 def main(run_dir: str, data_rank: int, data_ranks: int, resume_step: int, hang_at: int = -1, every: int = 5) -> None:
     from xxhash import xxh3_64
 
-    from penstock.batches import BatchReader
+    from headpond.batches import BatchReader
 
     reader = BatchReader(
         Path(run_dir), data_rank=data_rank, data_ranks=data_ranks, resume_step=resume_step, timeout_s=120

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from penstock.engines.cuts import longest_in_ids
-from penstock.turn import Fingerprint, Ids, Logprobs, OpenSample, Routes, Turn, VersionSpan
+from headpond.engines.cuts import longest_in_ids
+from headpond.turn import Fingerprint, Ids, Logprobs, OpenSample, Routes, Turn, VersionSpan
 
 
 def turn_of_ids(

@@ -16,10 +16,10 @@ import numpy as np
 from aiohttp import web
 from multidict import CIMultiDict
 
-from penstock.engines.load import METRICS_PATH
-from penstock.engines.transport import NAME_HEADER
-from penstock.renderers import NextTurn
-from penstock.turn import Ids, Message
+from headpond.engines.load import METRICS_PATH
+from headpond.engines.transport import NAME_HEADER
+from headpond.renderers import NextTurn
+from headpond.turn import Ids, Message
 from support.conversations import ROLES, rows_of
 from support.engine_responses import ResponseSpec, compact
 from support.waiting import HANG_S

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from penstock.environments.protocol import Policy
-from penstock.environments.scores import Score
-from penstock.environments.tools import Tools, tool
-from penstock.turn import Message
+from headpond.environments.protocol import Policy
+from headpond.environments.scores import Score
+from headpond.environments.tools import Tools, tool
+from headpond.turn import Message
 
 
 @tool

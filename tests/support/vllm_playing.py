@@ -9,18 +9,18 @@ from typing import Any
 
 import orjson
 
-from penstock.config import RunConfig
-from penstock.ids import OWNER_KEY
-from penstock.messages import RolloutJob, RolloutResult
-from penstock.store.columns import Columns, read_columns
-from penstock.store.files import FileStore
-from penstock.turn import Message
+from headpond.config import RunConfig
+from headpond.ids import OWNER_KEY
+from headpond.messages import RolloutJob, RolloutResult
+from headpond.store.columns import Columns, read_columns
+from headpond.store.files import FileStore
+from headpond.tasks.player import Player
+from headpond.turn import Message
 from support import alignment
 from support.engine_clients import run
 from support.stores import run_store
 from support.vllm_server import AnyEngine
 from support.waiting import unless_failed
-from tasks.player import Player
 
 ENVIRONMENT = "tests.support.vllm_environments:Dialogue"
 RUN = "run"

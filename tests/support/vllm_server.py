@@ -113,7 +113,7 @@ class VllmServer(AnyEngine):
 
     def start(self) -> None:
         self._starts += 1
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "PYTHON"))}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADPOND_", "PYTHON"))}
         variables = {**kept, **self._variables, "PATH": f"{Path(self._command[0]).parent}:{os.environ['PATH']}"}
         name = f"vllm-{self.url.rpartition(':')[2]}-{self._starts}"
         self.process = Process(name, self._command, variables, self._directory)

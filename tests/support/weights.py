@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from penstock import tiny_moe
+from headpond.demo import tiny_moe
 
 
 def write_weights(directory: Path, version: int, model: tiny_moe.Weights | None = None) -> Path:

@@ -8,14 +8,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from penstock.runtime.launcher import LAUNCHER
+from headpond.runtime.launcher import LAUNCHER
 from support.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 
 
 class WorkerProcess:
-    """`with WorkerProcess("workers.rollouts", "-Q", "rollouts", log=path, env={...}) as worker: ...`"""
+    """`with WorkerProcess("headpond.workers.rollouts", "-Q", "rollouts", log=path, env={...}) as worker: ...`"""
 
     def __init__(self, app: str, *options: str, name: str, log: Path, env: dict[str, str]) -> None:
         self.name = f"{name}@tests"

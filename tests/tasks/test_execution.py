@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from penstock import redis_keys
-from penstock.errors import BlobUnwritten, EngineUnreachable, InfrastructureFailure, PolicyFailure
-from penstock.messages import ERROR_CHARACTERS, FilterJob, Outcome, Reply, RolloutJob
-from penstock.runtime.embedded_redis import EmbeddedRedis
-from tasks.agreement import FAILED_BY_HEADER, SETTINGS_HEADER, Identity, headers
-from tasks.execution import PIPELINE_WRITES, EncodedReply, Execution, Outbox, write_lease
+from headpond import redis_keys
+from headpond.errors import BlobUnwritten, EngineUnreachable, InfrastructureFailure, PolicyFailure
+from headpond.messages import ERROR_CHARACTERS, FilterJob, Outcome, Reply, RolloutJob
+from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.tasks.agreement import FAILED_BY_HEADER, SETTINGS_HEADER, Identity, headers
+from headpond.tasks.execution import PIPELINE_WRITES, EncodedReply, Execution, Outbox, write_lease
 
 IDENTITY = Identity(node="rollouts-7@host", settings="0123")
 COMMON: dict[str, Any] = {"run": "r", "job": "g0000001-0", "attempt": 1, "sequence": 1, "timeout_s": 1.0}

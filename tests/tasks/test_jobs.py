@@ -8,11 +8,11 @@ import pytest
 from support.rollouts import MadeTurn, RolloutMaker
 from support.stores import run_store
 
-from penstock import job_inputs
-from penstock.config import RunConfig
-from penstock.errors import BlobUnwritten
-from penstock.messages import FilterJob, GroupInputs, GroupMember, RolloutResult
-from tasks.jobs import filter_body
+from headpond import job_inputs
+from headpond.config import RunConfig
+from headpond.errors import BlobUnwritten
+from headpond.messages import FilterJob, GroupInputs, GroupMember, RolloutResult
+from headpond.tasks.jobs import filter_body
 
 JOB = FilterJob(run="r", job="g0000000-filter", attempt=1, sequence=1, timeout_s=60.0, plan="plans/r.g0000000.json")
 

@@ -6,9 +6,9 @@ import pytest
 import redis
 from support.waiting import wait_until
 
-from penstock import redis_keys
-from penstock.runtime.embedded_redis import EmbeddedRedis
-from tasks.leases import LeaseKeeper
+from headpond import redis_keys
+from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.tasks.leases import LeaseKeeper
 
 
 @pytest.fixture

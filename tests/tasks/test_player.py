@@ -9,10 +9,10 @@ import pytest
 from support.engine_clients import run
 from support.tokenizer_directory import tokenizer_dir
 
-from penstock.config import RunConfig
-from penstock.errors import StageError
-from penstock.messages import RolloutJob
-from tasks.player import Player
+from headpond.config import RunConfig
+from headpond.errors import StageError
+from headpond.messages import RolloutJob
+from headpond.tasks.player import Player
 
 JOB = RolloutJob(
     run="run", job="g0.r0", attempt=1, sequence=1, timeout_s=5, group="g0", environment="sums", example=0, seed=0
@@ -34,7 +34,7 @@ def test_the_renderer_is_built_before_the_first_job(tmp_path: Path, caplog: pyte
     directory = tokenizer_dir(tmp_path / "tokenizer")
 
     async def main() -> None:
-        with caplog.at_level(logging.INFO, logger="penstock.renderers"):
+        with caplog.at_level(logging.INFO, logger="headpond.renderers"):
             async with Player(config_of(tmp_path, str(directory))).ready():
                 assert f"action=renderer_built backend=directory model={directory}" in caplog.text
 
@@ -58,7 +58,7 @@ def test_every_job_fails_with_the_error_of_an_unusable_renderer(tmp_path: Path, 
 
 
 def test_every_job_fails_with_the_error_of_an_unusable_dialect(tmp_path: Path) -> None:
-    config = RunConfig.model_validate({"run_dir": tmp_path, "engine": {"dialect": "penstock.errors:Upstream"}})
+    config = RunConfig.model_validate({"run_dir": tmp_path, "engine": {"dialect": "headpond.errors:Upstream"}})
 
     async def main() -> None:
         async with Player(config).ready() as player:

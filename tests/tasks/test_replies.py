@@ -13,14 +13,14 @@ from celery.exceptions import Terminated
 from support.engine_clients import run
 from support.waiting import HANG_S, wait_until
 
-from penstock import redis_keys
-from penstock.config import RunConfig
-from penstock.errors import EngineUnreachable
-from penstock.messages import FilterJob, FilterResult, Outcome, Reply, RolloutJob, RolloutResult, ScoreResult
-from penstock.replica_use import ReplicaUse
-from penstock.runtime.embedded_redis import EmbeddedRedis
-from tasks import execution
-from tasks.execution import AsyncExecutor, SyncExecutor, WorkerStopping
+from headpond import redis_keys
+from headpond.config import RunConfig
+from headpond.errors import EngineUnreachable
+from headpond.messages import FilterJob, FilterResult, Outcome, Reply, RolloutJob, RolloutResult, ScoreResult
+from headpond.replica_use import ReplicaUse
+from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.tasks import execution
+from headpond.tasks.execution import AsyncExecutor, SyncExecutor, WorkerStopping
 
 COMMON: dict[str, Any] = {"run": "r", "job": "g0000001-0", "attempt": 1, "sequence": 1, "timeout_s": 60.0}
 ROLLOUT = RolloutJob(**COMMON, group="g0000001", environment="noop", example=0, seed=0)

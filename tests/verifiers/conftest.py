@@ -12,15 +12,15 @@ from support.rollout_stages import attempt_of, loaded
 from support.session_process import Script, SessionsProcess, running, scripted
 from support.stores import directory_store
 
-from penstock.config.engine import Engine, Policy
-from penstock.config.sessions import Sessions
-from penstock.engines.client import EngineClient
-from penstock.engines.dialects import dialect_of
-from penstock.environments.verifiers import Verifiers
-from penstock.messages import RolloutResult
-from penstock.playing.agent_sessions import SessionServers
-from penstock.playing.rollout import RolloutStage, play
-from penstock.runtime.event_loop import event_loop_factory
+from headpond.config.engine import Engine, Policy
+from headpond.config.sessions import Sessions
+from headpond.engines.client import EngineClient
+from headpond.engines.dialects import dialect_of
+from headpond.environments.verifiers import Verifiers
+from headpond.messages import RolloutResult
+from headpond.playing.agent_sessions import SessionServers
+from headpond.playing.rollout import RolloutStage, play
+from headpond.runtime.event_loop import event_loop_factory
 
 T = TypeVar("T")
 HERE = Path(__file__).parent
@@ -60,7 +60,7 @@ def marks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tricks(on_loop: Any, marks: Path) -> Iterator[Verifiers]:
     changes = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}", "TRICKS_MARKS": str(marks)}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**changes, "PENSTOCK_REDIS_URL": SECRET}.items():
+        for name, value in {**changes, "HEADPOND_REDIS_URL": SECRET}.items():
             patch.setenv(name, value)
         config = {"taskset": {"tricks": TRICKS}}
         environment = Verifiers(taskset="tricks", size=len(TRICKS), metrics=["length"], config=config)

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from penstock.environments import PlayedRollout
-from penstock.environments.verifiers import Verifiers
+from headpond.environments import PlayedRollout
+from headpond.environments.verifiers import Verifiers
 
 
 class Shortest(Verifiers):

@@ -14,11 +14,11 @@ from support.stores import directory_store
 from support.upstream import ReceivedRequest, Response, answer
 from support.waiting import wait_until, wait_until_async
 
-from penstock.environments.verifiers import Verifiers, verifiers_process
-from penstock.errors import EngineUnreachable, InfrastructureFailure, StageError
-from penstock.messages import RolloutResult
-from penstock.playing.rollout import play
-from penstock.store.columns import read_columns
+from headpond.environments.verifiers import Verifiers, verifiers_process
+from headpond.errors import EngineUnreachable, InfrastructureFailure, StageError
+from headpond.messages import RolloutResult
+from headpond.playing.rollout import play
+from headpond.store.columns import read_columns
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 Played = Callable[..., RolloutResult]
@@ -109,14 +109,14 @@ def test_a_limit_reached_by_the_policy_is_a_failure_of_the_policy(played: Played
     assert "maximum context length" in result.policy_error
 
 
-def test_programs_of_a_harness_inherit_no_penstock_settings(played: Played, script: Script) -> None:
-    assert "hunter2" in os.environ["PENSTOCK_REDIS_URL"]
+def test_programs_of_a_harness_inherit_no_headpond_settings(played: Played, script: Script) -> None:
+    assert "hunter2" in os.environ["HEADPOND_REDIS_URL"]
     played("prints_environment")
     (environment,) = {
         request.messages[-1]["content"] for request in script.server.received if "PATH=" in str(request.body)
     }
     assert "TRICKS_MARKS=" in environment
-    assert "PENSTOCK" not in environment
+    assert "HEADPOND" not in environment
     assert "hunter2" not in environment
 
 
@@ -201,7 +201,7 @@ def test_a_process_that_dies_fails_its_rollouts_is_cleaned_up_and_replaced_once(
     on_loop(main())
     assert pid_of(tricks) != before
     everything = directory_of(marks).parents[2]
-    assert everything.name.startswith("penstock-verifiers-")
+    assert everything.name.startswith("headpond-verifiers-")
     wait_until(lambda: not members(int(pid.read_text())) and not everything.exists(), what="its program has ended")
 
 

@@ -11,9 +11,9 @@ import pytest
 from support.session_process import Script
 from support.waiting import wait_until
 
-from penstock.environments.verifiers.player import Player
-from penstock.environments.verifiers.wire import EpisodeRequest, EpisodeResult, Outcome, Settings
-from penstock.errors import ConfigError
+from headpond.environments.verifiers.player import Player
+from headpond.environments.verifiers.wire import EpisodeRequest, EpisodeResult, Outcome, Settings
+from headpond.errors import ConfigError
 
 CONFIG = {"tricks": ["answers", "raises"]}
 
@@ -56,7 +56,7 @@ def test_an_episode_with_several_trained_agents_has_no_reward_for_a_rollout(scri
 
 
 WORKER_SCRIPT = f"""
-from penstock.environments.verifiers import Verifiers
+from headpond.environments.verifiers import Verifiers
 environment = Verifiers(taskset="tricks", size=1, config={{"taskset": {CONFIG}}})
 print(environment._process.pid, flush=True)
 input()

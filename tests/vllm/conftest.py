@@ -1,6 +1,6 @@
 """A real vLLM server, tiny models and Hugging Face's forward pass, or any server: ENGINE_URL.
 
-PENSTOCK_VLLM_PYTHON is the Python of the environment with vLLM. VLLM_MODEL=moe serves the mixture of experts, without
+HEADPOND_VLLM_PYTHON is the Python of the environment with vLLM. VLLM_MODEL=moe serves the mixture of experts, without
 the tests that reload weights, which the builds for CPU do for dense models only. With ENGINE_URL, tests that start,
 stop or update a server, or that compare with the weights of the tiny models, are left out. The summary says what was.
 """
@@ -22,7 +22,7 @@ from support.vllm_playing import Played, Table
 from support.vllm_server import AnyEngine, Release, VllmServer
 
 URL = os.environ.get("ENGINE_URL", "")
-PYTHON = Path(os.environ.get("PENSTOCK_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python")).absolute()
+PYTHON = Path(os.environ.get("HEADPOND_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python")).absolute()
 TOKENIZER = os.environ.get("TOKENIZER", "")
 KIND = os.environ.get("VLLM_MODEL", "dense")
 SCRIPT = ROOT / "tests" / "support" / "tiny_models.py"
@@ -57,7 +57,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(scope="session")
 def release() -> Release:
-    assert PYTHON.exists(), f"no vLLM at {PYTHON}: run `make vllm`, or set PENSTOCK_VLLM_PYTHON or ENGINE_URL"
+    assert PYTHON.exists(), f"no vLLM at {PYTHON}: run `make vllm`, or set HEADPOND_VLLM_PYTHON or ENGINE_URL"
     return Release(PYTHON, KIND)
 
 

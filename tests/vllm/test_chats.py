@@ -8,7 +8,7 @@ from support.vllm_playing import PLAIN, Played, Table
 from support.vllm_server import AnyEngine
 from support.waiting import wait_until, wait_until_async
 
-from penstock.errors import InfrastructureFailure
+from headpond.errors import InfrastructureFailure
 
 RUNNING, TOKENS = "vllm:num_requests_running", "vllm:generation_tokens_total"
 

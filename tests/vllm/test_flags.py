@@ -9,9 +9,9 @@ from support.alignment import Reference, align, weights_of
 from support.vllm_playing import RUN, Table
 from support.vllm_server import VllmServer
 
-from penstock.config.engine import Engine
-from penstock.engines.control import EngineControl
-from penstock.errors import InfrastructureFailure
+from headpond.config.engine import Engine
+from headpond.engines.control import EngineControl
+from headpond.errors import InfrastructureFailure
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def test_lora_adapters(
     """A new name for each version, which requests name; the engine serves both."""
     runtime = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     server = start_server("dense/0", "--enable-lora", "--max-loras", "3", "--max-lora-rank", "8", variables=runtime)
-    settings = {"lora": True, "weight_update": "penstock"}
+    settings = {"lora": True, "weight_update": "headpond"}
     for version in (1, 2):
         asyncio.run(load_adapter(Engine(urls=(server.url,), **settings), models / "lora" / str(version), version))
         table = Table(engine=server, directory=tmp_path / str(version), settings={"engine": settings})

@@ -1,4 +1,4 @@
-"""Token-in/token-out with a real server (`--enable-scale-out`): Penstock renders, the engine only samples."""
+"""Token-in/token-out with a real server (`--enable-scale-out`): Headpond renders, the engine only samples."""
 
 from collections.abc import Callable
 

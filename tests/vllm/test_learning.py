@@ -14,7 +14,7 @@ from support.processes import kill_tree
 from support.vllm_server import Release, VllmServer
 from support.waiting import wait_until
 
-logger = logging.getLogger("penstock.tests")
+logger = logging.getLogger("headpond.tests")
 LEARNING_RATE = "1e-3"
 SHORT, LONG = 20, 60
 LEARNED = 0.9
@@ -29,7 +29,7 @@ class Learning:
 
     def __init__(self, cluster: Cluster, release: Release, model: Path) -> None:
         self.cluster, self.output, self._model = cluster, cluster.directory / "training", model
-        python = os.environ.get("PENSTOCK_TORCH_PYTHON", str(release.python))  # vLLM's environment has torch
+        python = os.environ.get("HEADPOND_TORCH_PYTHON", str(release.python))  # vLLM's environment has torch
         self._torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         self.worker, self.compute = cluster.rollout_worker(), cluster.compute_worker()
         self.orchestrator = cluster.orchestrator()
@@ -38,7 +38,7 @@ class Learning:
     def start_trainer(self) -> Process:
         script = [str(ROOT / "examples" / "grpo_torch.py"), str(self.cluster.run_dir), str(self._model)]
         command = [*self._torchrun, *script, str(self.output), "--lr", LEARNING_RATE, "--checkpoint-every", "3"]
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "PYTHON"))}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADPOND_", "PYTHON"))}
         variables = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         return Process("trainer", command, variables, self.cluster.directory)
 
@@ -78,7 +78,7 @@ def learning(release: Release, tmp_path: Path) -> Iterator[Begin]:
 
     def begin(server: VllmServer, model: Path, steps: int) -> Learning:
         routed = release.has_routes and model.parent.name == "moe"
-        engine = {"urls": [server.url], "routed_experts": routed, "weight_update": "penstock", "unreachable_s": 2.0}
+        engine = {"urls": [server.url], "routed_experts": routed, "weight_update": "headpond", "unreachable_s": 2.0}
         settings: dict[str, Any] = {
             "steps": steps,
             "engine": engine,

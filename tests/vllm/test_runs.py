@@ -11,7 +11,7 @@ from support.vllm_playing import ENVIRONMENT
 from support.vllm_server import Release, VllmServer
 from support.waiting import HANG_S, wait_until
 
-from penstock.batches import BatchReader
+from headpond.batches import BatchReader
 
 STEPS = 4
 TOKENS = "vllm:generation_tokens_total"
@@ -111,7 +111,7 @@ def test_weights_loaded_by_the_run_into_a_server_that_is_killed(
             restart(cluster, server, after_tokens=before)
 
     try:
-        with cluster_in(tmp_path, **ON_POLICY, engine=engine_of(server, release, weight_update="penstock")) as cluster:
+        with cluster_in(tmp_path, **ON_POLICY, engine=engine_of(server, release, weight_update="headpond")) as cluster:
             run = Run(cluster, after)
     finally:
         server.weights = None  # loaded by the run, under names of its own

@@ -24,19 +24,19 @@ REASONING = ("--reasoning-parser", "qwen3")
 def test_a_new_user_sees_the_reward_rise(
     start_server: Callable[..., VllmServer], release: Release, tmp_path: Path
 ) -> None:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "PYTHON"))}
-    python = os.environ.get("PENSTOCK_TORCH_PYTHON", str(release.python))  # vLLM's environment has torch
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADPOND_", "PYTHON"))}
+    python = os.environ.get("HEADPOND_TORCH_PYTHON", str(release.python))  # vLLM's environment has torch
 
     def output(*command: str, directory: Path = tmp_path) -> str:
         done = subprocess.run(command, cwd=directory, env=kept, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
-    penstock, mine = str(BIN / "penstock"), tmp_path / "mine"
+    headpond, mine = str(BIN / "headpond"), tmp_path / "mine"
     output(python, str(TINY_MODEL), str(tmp_path / "tiny"))
     server = start_server(str(tmp_path / "tiny"), without=REASONING)
-    output(penstock, "init", "mine", "--engine", server.url, "--torch", python)
-    ended = json.loads(output(penstock, "up", "run.toml", "--steps", str(STEPS), "--json", directory=mine))
+    output(headpond, "init", "mine", "--engine", server.url, "--torch", python)
+    ended = json.loads(output(headpond, "up", "run.toml", "--steps", str(STEPS), "--json", directory=mine))
     assert (ended["phase"], ended["step"], ended["audit"]["balanced"]) == ("done", STEPS, True)
     assert not any(ended["restarts"].values())
     training, annotations = "training/training.jsonl", "trainer/annotations.rank_00.jsonl"

@@ -15,7 +15,7 @@ from support.processes import kill_tree
 from support.torch_batches import model_of, seal_groups
 from support.waiting import wait_until
 
-from penstock.batches.signals import RunStatus, read_trainer, write_status
+from headpond.batches.signals import RunStatus, read_trainer, write_status
 
 STEPS, KILLED_AFTER, CHECKPOINT_EVERY = 6, 4, 3
 WAIT_S = 300.0

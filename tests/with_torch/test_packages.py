@@ -21,10 +21,10 @@ from support.rollouts import drawn, plan_of, seal
 from support.stores import directory_store
 from support.torch_batches import seal_groups, sealed
 
-from penstock import BatchReader
-from penstock.batches import read_trainer
-from penstock.trainers.skyrl import to_generator_output
-from penstock.trainers.verl import to_transfer_queue
+from headpond import BatchReader
+from headpond.batches import read_trainer
+from headpond.trainers.skyrl import to_generator_output
+from headpond.trainers.verl import to_transfer_queue
 
 WHEELS = ROOT / ".venv-wheels"
 GENERATORS, TRAINER_UTILS = "skyrl/train/generators/base.py", "skyrl/train/utils/trainer_utils.py"
@@ -115,7 +115,7 @@ def test_the_generator_of_the_guide_returns_steps_and_acknowledges_them(
     seal_groups(tmp_path, steps=2)
     base = modules["skyrl.train.generators.base"]
     base.GeneratorInterface, base.TrajectoryID = object, skyrl["TrajectoryID"]  # type: ignore[attr-defined]
-    generator = guide("PenstockGenerator")["PenstockGenerator"](tmp_path)
+    generator = guide("HeadpondGenerator")["HeadpondGenerator"](tmp_path)
     for acked in (-1, 0):
         output = asyncio.run(generator.generate({"prompts": [None] * 4}))
         skyrl["validate_generator_output"](4, output)

@@ -1,4 +1,4 @@
-"""penstock.torch against Hugging Face models and plain arithmetic. Run by `make test-torch`."""
+"""headpond.torch against Hugging Face models and plain arithmetic. Run by `make test-torch`."""
 
 import copy
 import math
@@ -11,9 +11,9 @@ import pytest
 import torch
 from support.torch_batches import EXPERTS, VOCABULARY, model_of, sealed
 
-from penstock.batches import Batch, MicroBatch
-from penstock.batches.reader import SamplingSupport
-from penstock.torch import Alignment, clipped_objective, packed, padded, replayed_routing, token_logprobs
+from headpond.batches import Batch, MicroBatch
+from headpond.batches.reader import SamplingSupport
+from headpond.torch import Alignment, clipped_objective, packed, padded, replayed_routing, token_logprobs
 
 
 def one_by_one(model: Any, micro_batch: MicroBatch) -> np.ndarray[Any, Any]:

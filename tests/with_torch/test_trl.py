@@ -14,12 +14,12 @@ from transformers import AutoTokenizer
 from trl.experimental.async_grpo import async_grpo_trainer, packing
 
 from examples import trl_async_grpo, trl_grpo
-from penstock.batches import read_manifest
-from penstock.batches.signals import RunStatus, read_trainer, write_status
-from penstock.errors import BatchError
-from penstock.trainers import trl as adapter
-from penstock.trainers.trl import PenstockRollouts, PenstockWorker
-from penstock.trainers.weights import PublishedWeights
+from headpond.batches import read_manifest
+from headpond.batches.signals import RunStatus, read_trainer, write_status
+from headpond.errors import BatchError
+from headpond.trainers import trl as adapter
+from headpond.trainers.trl import HeadpondRollouts, HeadpondWorker
+from headpond.trainers.weights import PublishedWeights
 
 COMMON: dict[str, Any] = {
     "use_cpu": True,
@@ -73,7 +73,7 @@ def rewards_of(run_dir: Path, step: int) -> list[float]:
 def test_a_step_that_does_not_fit_names_the_settings(tmp_path: Path) -> None:
     seal_groups(tmp_path, steps=1, size=3)
     with pytest.raises(BatchError, match=r"rollouts.group_size = 2.*batch.size = 2"):
-        PenstockRollouts(tmp_path, timeout_s=0)(["a"] * 4, type("Trainer", (), {"num_generations": 2}))
+        HeadpondRollouts(tmp_path, timeout_s=0)(["a"] * 4, type("Trainer", (), {"num_generations": 2}))
 
 
 def segment_attention(
@@ -116,7 +116,7 @@ def test_async_grpo_trainer_trains_publishes_and_acknowledges(
 # The worker's two threads
 
 
-def take(worker: PenstockWorker, count: int) -> list[Any]:
+def take(worker: HeadpondWorker, count: int) -> list[Any]:
     return [worker.rollout_buffer.get(timeout=30) for _ in range(count)]
 
 
@@ -127,7 +127,7 @@ def acked(run_dir: Path) -> int:
 def test_a_step_is_acknowledged_when_its_last_sample_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seal_groups(tmp_path, steps=3)  # of four samples
     monkeypatch.setattr(adapter, "QUEUED", 1)  # so that the thread waits for the trainer after each sample
-    worker = PenstockWorker(tmp_path)
+    worker = HeadpondWorker(tmp_path)
     worker.start()
     for taken in range(1, 10):
         take(worker, 1)
@@ -141,7 +141,7 @@ def test_a_step_is_acknowledged_when_its_last_sample_is_taken(tmp_path: Path, mo
 def test_a_step_whose_reading_was_stopped_is_not_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seal_groups(tmp_path, steps=1)
     monkeypatch.setattr(adapter, "QUEUED", 3)  # of its four samples
-    worker = PenstockWorker(tmp_path)
+    worker = HeadpondWorker(tmp_path)
     threads = set(threading.enumerate())
     worker.start()
     [reading] = set(threading.enumerate()) - threads
@@ -157,7 +157,7 @@ def test_a_step_whose_reading_was_stopped_is_not_acknowledged(tmp_path: Path, mo
 def test_the_end_of_a_run_is_reported_when_every_sample_is_taken(tmp_path: Path) -> None:
     seal_groups(tmp_path, steps=1)
     write_status(tmp_path, RunStatus(why="over", ended=True, last_step=0))
-    worker = PenstockWorker(tmp_path)
+    worker = HeadpondWorker(tmp_path)
     threads = set(threading.enumerate())
     worker.start()
     for reading in set(threading.enumerate()) - threads:
@@ -172,7 +172,7 @@ def test_a_run_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     seal_groups(tmp_path, steps=1)
     for path in (tmp_path / "store").rglob("rank_*"):
         path.unlink()
-    worker = PenstockWorker(tmp_path)
+    worker = HeadpondWorker(tmp_path)
     worker.start()
 
     def reported() -> bool:
@@ -191,7 +191,7 @@ def test_a_trainer_that_is_started_again_counts_steps_and_versions_on(tmp_path: 
     parameters = list(model_of("dense").named_parameters())
     for begins_with, published in ((0, [None, 1]), (2, [2, 3])):
         weights = PublishedWeights(model_dir, tmp_path / "weights")
-        worker = PenstockWorker(tmp_path, weights)
+        worker = HeadpondWorker(tmp_path, weights)
         step = acked(tmp_path) + 1
         found = list[int | None]()
         for trls_version in (1, 2):
@@ -210,7 +210,7 @@ def test_a_trainer_that_is_started_again_counts_steps_and_versions_on(tmp_path: 
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["1", "2", "3"]
 
 
-def acknowledges(worker: PenstockWorker, run_dir: Path, step: int) -> bool:
+def acknowledges(worker: HeadpondWorker, run_dir: Path, step: int) -> bool:
     """All samples are taken; the thread may still be about to note that it has queued them."""
     worker.stop() if acked(run_dir) == step else worker.update_model_version(2)
     return acked(run_dir) == step

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.torch_batches import sealed
 
-from penstock.errors import BatchError
-from penstock.trainers.verl import to_transfer_queue
+from headpond.errors import BatchError
+from headpond.trainers.verl import to_transfer_queue
 
 FIELDS = {
     "uid", "num_turns", "rm_scores", "extra_fields", "prompts", "responses", "input_ids", "response_mask", "loss_mask",

@@ -12,9 +12,9 @@ from celery import Celery
 from pydantic import BaseModel
 from redis.asyncio import BlockingConnectionPool, Redis
 
-from penstock.errors import ConfigError
-from workers import event_batches
-from workers.asyncio_pool import AsyncioPool
+from headpond.errors import ConfigError
+from headpond.workers import event_batches
+from headpond.workers.asyncio_pool import AsyncioPool
 
 # Database 0 is the broker's; the bodies report to 1, so that a test can empty it.
 REDIS_URL = os.environ.get("POOL_APP_REDIS", "redis://127.0.0.1:6379")
@@ -49,7 +49,7 @@ class ReportingPool(AsyncioPool):
     @asynccontextmanager
     async def lifespan(self) -> AsyncGenerator[None]:
         if os.environ.get("POOL_APP_LIFESPAN") == "fails":
-            raise ConfigError("no store at /nowhere: set PENSTOCK_STORE")
+            raise ConfigError("no store at /nowhere: set HEADPOND_STORE")
         # With a time-out redis-py sends through asyncio.wait_for, which swallows cancellations on Python 3.11.
         connections = BlockingConnectionPool.from_url(
             f"{REDIS_URL}/1", max_connections=16, decode_responses=True, socket_timeout=None

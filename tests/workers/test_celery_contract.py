@@ -28,8 +28,8 @@ from kombu import Message
 from kombu.asynchronous.hub import Hub
 from pydantic import BaseModel
 
-from workers.asyncio_pool import AsyncioPool
-from workers.delivery import Delivery, exception_info
+from headpond.workers.asyncio_pool import AsyncioPool
+from headpond.workers.delivery import Delivery, exception_info
 
 ID = "job-7.1"
 
@@ -105,7 +105,7 @@ def test_celery_and_kombu_have_the_versions_that_the_pool_supports() -> None:
 
 
 def test_worker_pool_is_honoured_when_no_pool_is_given_on_the_command_line(app: Celery) -> None:
-    app.conf.worker_pool = "workers.asyncio_pool:AsyncioPool"
+    app.conf.worker_pool = "headpond.workers.asyncio_pool:AsyncioPool"
     context = click.Context(click.Command("worker"), obj=SimpleNamespace(app=app))
     assert WORKERS_POOL.convert("prefork", None, context) is AsyncioPool, (
         "`-P` left alone no longer yields to the setting worker_pool: workers/rollouts.py needs another setting"

@@ -8,8 +8,8 @@ from typing import Any
 from celery.exceptions import SoftTimeLimitExceeded, Terminated, TimeLimitExceeded
 from support.waiting import wait_until_async
 
-from penstock.errors import ConfigError
-from workers.delivery import STOPPING, TIME_LIMIT, Delivery, exception_info
+from headpond.errors import ConfigError
+from headpond.workers.delivery import STOPPING, TIME_LIMIT, Delivery, exception_info
 
 Report = tuple[BaseException | None, bool]
 

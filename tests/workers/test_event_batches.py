@@ -5,7 +5,7 @@ from celery import Celery
 from kombu.asynchronous.hub import Hub
 from kombu.asynchronous.timer import Timer
 
-from workers.event_batches import EventBatches
+from headpond.workers.event_batches import EventBatches
 
 
 class Dispatcher:

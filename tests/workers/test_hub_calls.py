@@ -5,9 +5,9 @@ import pytest
 from kombu.asynchronous.hub import Hub
 from support.waiting import wait_until
 
-from penstock.runtime.event_loop import event_loop_factory
-from workers.hub_calls import HubCalls
-from workers.loop_thread import LoopThread
+from headpond.runtime.event_loop import event_loop_factory
+from headpond.workers.hub_calls import HubCalls
+from headpond.workers.loop_thread import LoopThread
 
 
 @asynccontextmanager

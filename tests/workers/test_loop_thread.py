@@ -7,8 +7,8 @@ import pytest
 import uvloop
 from support.waiting import HANG_S
 
-from penstock.errors import ConfigError
-from workers.loop_thread import LoopThread
+from headpond.errors import ConfigError
+from headpond.workers.loop_thread import LoopThread
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 

@@ -8,11 +8,11 @@ import pytest
 from support.cluster import BIN, Cluster, Process, cluster_in
 from support.waiting import HANG_S, wait_until
 
-from penstock.errors import ConfigError
-from tasks import app
+from headpond.errors import ConfigError
+from headpond.tasks import app
 
-ROLLOUTS = "celery -A workers.rollouts worker -Q rollouts"
-COMPUTE = "celery -A workers.compute worker -Q filtering,advantages,encoding"
+ROLLOUTS = "celery -A headpond.workers.rollouts worker -Q rollouts"
+COMPUTE = "celery -A headpond.workers.compute worker -Q filtering,advantages,encoding"
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +28,12 @@ def _celery(cluster: Cluster, *arguments: str) -> Process:
 @pytest.mark.parametrize(
     ("arguments", "command"),
     [
-        pytest.param("workers.rollouts worker -P threads -c 2", ROLLOUTS, id="threads"),
-        pytest.param("workers.rollouts worker -Q rollouts -P solo", ROLLOUTS, id="solo"),
-        pytest.param("workers.compute worker -P threads -c 2", COMPUTE, id="compute-threads"),
-        pytest.param("workers.compute worker -Q rollouts -c 1", ROLLOUTS, id="compute-rollouts"),
-        pytest.param("workers.compute worker -Q encoding,rollouts -c 1", ROLLOUTS, id="compute-both"),
-        pytest.param("workers.rollouts worker -Q filtering", COMPUTE, id="rollouts-filtering"),
+        pytest.param("headpond.workers.rollouts worker -P threads -c 2", ROLLOUTS, id="threads"),
+        pytest.param("headpond.workers.rollouts worker -Q rollouts -P solo", ROLLOUTS, id="solo"),
+        pytest.param("headpond.workers.compute worker -P threads -c 2", COMPUTE, id="compute-threads"),
+        pytest.param("headpond.workers.compute worker -Q rollouts -c 1", ROLLOUTS, id="compute-rollouts"),
+        pytest.param("headpond.workers.compute worker -Q encoding,rollouts -c 1", ROLLOUTS, id="compute-both"),
+        pytest.param("headpond.workers.rollouts worker -Q filtering", COMPUTE, id="rollouts-filtering"),
         pytest.param("tasks worker", ROLLOUTS, id="no-app"),
         pytest.param("tasks worker -Q encoding", COMPUTE, id="no-app-encoding"),
     ],
@@ -48,8 +48,12 @@ def test_a_worker_that_would_swallow_jobs_is_refused_with_the_right_command(
 
 
 def test_workers_of_one_machine_have_different_names(cluster: Cluster) -> None:
-    commands = ["workers.rollouts worker -c 1", "workers.rollouts worker -c 1", "workers.compute worker -c 1"]
-    commands.append("workers.rollouts worker -c 1 -n mine@test")
+    commands = [
+        "headpond.workers.rollouts worker -c 1",
+        "headpond.workers.rollouts worker -c 1",
+        "headpond.workers.compute worker -c 1",
+    ]
+    commands.append("headpond.workers.rollouts worker -c 1 -n mine@test")
     workers = [_celery(cluster, *command.split(), "-l", "INFO") for command in commands]
     ready = re.compile(r"(\S+@\S+) ready\.")
     names = [wait_until(lambda worker=worker: ready.search(worker.text), what="ready")[1] for worker in workers]
@@ -78,8 +82,8 @@ def test_remote_control_does_not_look_like_loss(tmp_path: Path) -> None:
         wait_until(lambda: "compute0@test ready." in compute.text, what="the compute worker to listen")
         both = "compute0@test,rollouts1@test"
         controls = {
-            "rate_limit penstock.rollouts.run 1/m": both,
-            "rate_limit penstock.filtering.run 1/m": both,
+            "rate_limit headpond.rollouts.run 1/m": both,
+            "rate_limit headpond.filtering.run 1/m": both,
             "pool_shrink 2": "rollouts1@test",
             "add_consumer filtering": both,
             "cancel_consumer rollouts": both,
@@ -101,6 +105,6 @@ def test_remote_control_does_not_look_like_loss(tmp_path: Path) -> None:
 
 def test_a_coroutine_task_fails_on_any_other_pool() -> None:
     """Celery's tracer, which every other pool runs, calls the task itself."""
-    for name in ("penstock.rollouts.run", "penstock.rollouts.score", "penstock.rollouts.survey"):
+    for name in ("headpond.rollouts.run", "headpond.rollouts.score", "headpond.rollouts.survey"):
         with pytest.raises(ConfigError, match=ROLLOUTS):
             app.tasks[name]({})

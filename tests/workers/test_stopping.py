@@ -82,7 +82,7 @@ def test_a_drain_ends_in_time_and_abandons_stubborn_bodies(start_worker: StartWo
 def test_a_lifespan_that_cannot_be_entered_stops_the_worker_with_its_message(start_worker: StartWorker) -> None:
     worker = start_worker("fails", ready=False, POOL_APP_LIFESPAN="fails")
     assert worker.wait() == 1
-    assert "action=start_failed: no store at /nowhere: set PENSTOCK_STORE" in worker.log
+    assert "action=start_failed: no store at /nowhere: set HEADPOND_STORE" in worker.log
     assert "Traceback" not in worker.log
 
 

@@ -7,10 +7,10 @@ import pytest
 from support.cluster import Cluster, Process, cluster_in
 from support.waiting import wait_until
 
-from orchestrator import envelope
-from penstock import redis_keys
-from penstock.messages import Queue, RolloutJob
-from penstock.runtime.lag_summaries import read_summaries
+from headpond import redis_keys
+from headpond.messages import Queue, RolloutJob
+from headpond.orchestrator import envelope
+from headpond.runtime.lag_summaries import read_summaries
 
 ROLLOUTS = 1000
 

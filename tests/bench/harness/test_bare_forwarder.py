@@ -4,12 +4,11 @@ from pathlib import Path
 import orjson
 import pytest
 
-from bench.harness.processes import listening_port
-from penstock.runtime.child_process import ChildProcess
+from headpond.runtime.child_process import ChildProcess, listening_port
 
 pytestmark = pytest.mark.slow
 
-ENGINE = ["penstock", "engine", "--port", "0", "--layers", "48", "--form", "object", "--length", "constant:120"]
+ENGINE = ["headpond", "engine", "--port", "0", "--layers", "48", "--form", "object", "--length", "constant:120"]
 
 
 def answer(port: int, characters: int) -> dict[str, object]:

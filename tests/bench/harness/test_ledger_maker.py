@@ -2,9 +2,9 @@ import asyncio
 from pathlib import Path
 
 from bench.harness.ledger_maker import make_ledger
-from orchestrator.ledger.ledger import Ledger
-from penstock.ledger import queries, schema
-from penstock.ledger.states import RolloutState
+from headpond.ledger import queries, schema
+from headpond.ledger.states import RolloutState
+from headpond.orchestrator.ledger.ledger import Ledger
 
 ROLLOUTS = 20_000
 

@@ -6,8 +6,8 @@ import pytest
 from support.waiting import HANG_S, wait_until
 
 from bench.harness.canary import Canary
-from penstock.errors import RunError
-from penstock.runtime.child_process import ChildProcess
+from headpond.errors import RunError
+from headpond.runtime.child_process import ChildProcess
 
 
 def python(tmp_path: Path, code: str) -> ChildProcess:

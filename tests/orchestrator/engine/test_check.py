@@ -11,9 +11,9 @@ from support.engine_clients import run
 from support.ledgers import configured
 from support.upstream import Response, serving
 
-from orchestrator.engine import check
-from orchestrator.engine.check import BUSY_LOOKS, EngineCheck
-from penstock.errors import RunError
+from headpond.errors import RunError
+from headpond.orchestrator.engine import check
+from headpond.orchestrator.engine.check import BUSY_LOOKS, EngineCheck
 
 CHILD = """\
 import pathlib, sys

@@ -8,12 +8,12 @@ import pytest
 from support.upstream import Response, serving
 from support.waiting import wait_until_async
 
-from orchestrator.engine.concurrency import ADJUST_S, InFlightLimit, LoadWatch
-from orchestrator.ledger.ledger import Ledger
-from penstock.config import RunConfig
-from penstock.config.engine import Engine
-from penstock.config.run import Rollouts
-from penstock.engines.control import Load, Replica
+from headpond.config import RunConfig
+from headpond.config.engine import Engine
+from headpond.config.run import Rollouts
+from headpond.engines.control import Load, Replica
+from headpond.orchestrator.engine.concurrency import ADJUST_S, InFlightLimit, LoadWatch
+from headpond.orchestrator.ledger.ledger import Ledger
 
 IDLE = Load(running=10, waiting=0, cache_use=0.3, preemptions=0)
 BEHIND = Load(running=10, waiting=90, cache_use=0.9, preemptions=0)

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 from support.ledgers import configured
 
-from orchestrator.composer import COMPOSED_STEP, COMPOSED_VERSION
-from orchestrator.engine.replicas import ReplicaWatch
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import START
-from orchestrator.trainer import Trainer
-from penstock.batches import TrainerState
-from penstock.batches.signals import PublishedPolicy
-from penstock.engines.control import WeightLabel
-from penstock.errors import RunError
+from headpond.batches import TrainerState
+from headpond.batches.signals import PublishedPolicy
+from headpond.engines.control import WeightLabel
+from headpond.errors import RunError
+from headpond.orchestrator.composer import COMPOSED_STEP, COMPOSED_VERSION
+from headpond.orchestrator.engine.replicas import ReplicaWatch
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import START
+from headpond.orchestrator.trainer import Trainer
 
 TIMEOUT_S = 10.0
 
@@ -245,7 +245,7 @@ def test_a_replica_that_never_answers_holds_up_no_version(ledger: Ledger) -> Non
     assert scene.refused == ["http://b"], "it has never answered"
 
 
-@pytest.mark.parametrize("by", ["trainer", "penstock"])
+@pytest.mark.parametrize("by", ["trainer", "headpond"])
 @pytest.mark.parametrize("label", ["default", "loading 1@r1"])
 def test_an_ordinary_update_warns_of_nothing_until_it_lasts(
     ledger: Ledger, caplog: pytest.LogCaptureFixture, label: str, by: str
@@ -265,7 +265,7 @@ def test_an_ordinary_update_warns_of_nothing_until_it_lasts(
     assert (scene.refused, scene.watch.troubles) == ([], [])
 
 
-@pytest.mark.parametrize(("by", "told"), [("trainer", True), ("penstock", False)])
+@pytest.mark.parametrize(("by", "told"), [("trainer", True), ("headpond", False)])
 def test_a_restarted_replica_is_told_at_once_if_the_trainer_has_to_load_its_weights(
     ledger: Ledger, by: str, told: bool
 ) -> None:

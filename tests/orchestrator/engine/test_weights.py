@@ -4,8 +4,8 @@ import asyncio
 
 from support.waiting import HANG_S
 
-from orchestrator.engine.weights import CHECK_S, pause_or_return
-from penstock.engines.replicas import Replica
+from headpond.engines.replicas import Replica
+from headpond.orchestrator.engine.weights import CHECK_S, pause_or_return
 
 
 def test_a_replica_that_answers_again_is_updated_at_once() -> None:

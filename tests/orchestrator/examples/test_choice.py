@@ -6,11 +6,11 @@ from typing import Any
 
 from support.ledgers import configured, generated
 
-from orchestrator.examples.choice import DRAWN_LEAST, HISTORY_MOST, Examples
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import GroupRecord, JobRecord
-from penstock.ledger.states import JobKind, JobState
-from penstock.messages import DrawResult
+from headpond.ledger.states import JobKind, JobState
+from headpond.messages import DrawResult
+from headpond.orchestrator.examples.choice import DRAWN_LEAST, HISTORY_MOST, Examples
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import GroupRecord, JobRecord
 
 
 def sampled(ledger: Ledger, *, size: int = 100, **settings: Any) -> Examples:

@@ -10,20 +10,20 @@ from support.attendance import unattended
 from support.clock import Clock
 from support.ledgers import configured
 
-from orchestrator.examples.evaluation import AT_ONCE, Evaluations, unreported
-from orchestrator.gates import Gates
-from orchestrator.groups import Groups
-from orchestrator.ledger.evaluations import is_open
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import JobRecord
-from orchestrator.trainer import Trainer
-from penstock.batches.signals import PublishedPolicy, write_policy
-from penstock.config import RunConfig
-from penstock.ledger import evaluations as queries
-from penstock.ledger.schema import reading
-from penstock.ledger.states import JobKind, RolloutState
-from penstock.messages import Outcome, Reply, RolloutResult, ScoreResult
-from penstock.store import BlobRef
+from headpond.batches.signals import PublishedPolicy, write_policy
+from headpond.config import RunConfig
+from headpond.ledger import evaluations as queries
+from headpond.ledger.schema import reading
+from headpond.ledger.states import JobKind, RolloutState
+from headpond.messages import Outcome, Reply, RolloutResult, ScoreResult
+from headpond.orchestrator.examples.evaluation import AT_ONCE, Evaluations, unreported
+from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.groups import Groups
+from headpond.orchestrator.ledger.evaluations import is_open
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.trainer import Trainer
+from headpond.store import BlobRef
 
 
 class Scene:
@@ -328,7 +328,7 @@ def test_an_evaluation_that_is_not_configured_any_more_is_cancelled(scene: Scene
 
 def test_the_end_of_a_run_waits_for_open_evaluations(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("orchestrator.examples.evaluation.time.monotonic", lambda: clock.now)
+    monkeypatch.setattr("headpond.orchestrator.examples.evaluation.time.monotonic", lambda: clock.now)
     assert not scene.evaluations.awaited_at_end()
     scene.plan()
     assert scene.evaluations.awaited_at_end()

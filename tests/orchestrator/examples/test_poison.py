@@ -1,12 +1,12 @@
 import pytest
 from support.ledgers import configured
 
-from orchestrator.examples.choice import Examples
-from orchestrator.examples.poison import DEATHS_MOST, Poison
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import GroupRecord
-from penstock.config import RunConfig
-from penstock.errors import RunError
+from headpond.config import RunConfig
+from headpond.errors import RunError
+from headpond.orchestrator.examples.choice import Examples
+from headpond.orchestrator.examples.poison import DEATHS_MOST, Poison
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import GroupRecord
 
 DEATHS = 3
 
@@ -32,7 +32,7 @@ def test_an_example_is_skipped_after_its_deaths_while_others_are_generated(ledge
     die(examples.poison, ledger, 2, DEATHS + 1)
     assert [examples.take("noop") for _ in range(6)] == [0, 1, 3, 0, 1, 3]
     (note,) = examples.poison.notes(["noop"])
-    assert note.startswith("example 2 of noop is not played again until `penstock dead --retry`, because its rollouts")
+    assert note.startswith("example 2 of noop is not played again until `headpond dead --retry`, because its rollouts")
     assert note.endswith("die: no such image")
     assert Poison(config(), ledger).is_poison("noop", 2), "the ledger has it"
 
@@ -87,7 +87,7 @@ def test_a_run_whose_examples_are_all_in_quarantine_stops_and_says_what_to_do(le
     examples = Examples(config(), ledger)
     for example in range(2):
         die(examples.poison, ledger, example, DEATHS + 1)
-    with pytest.raises(RunError, match=r"every example of 'noop' is in quarantine.*penstock dead --retry"):
+    with pytest.raises(RunError, match=r"every example of 'noop' is in quarantine.*headpond dead --retry"):
         examples.take("noop")
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from support.ledgers import configured
 
-from orchestrator.examples.poison import Poison
-from orchestrator.examples.retry_requests import RetryRequests
-from orchestrator.ledger.ledger import Ledger
-from penstock.config import RunConfig
-from penstock.inspection.dead import FOLDER, RETRIED
+from headpond.config import RunConfig
+from headpond.inspection.dead import FOLDER, RETRIED
+from headpond.orchestrator.examples.poison import Poison
+from headpond.orchestrator.examples.retry_requests import RetryRequests
+from headpond.orchestrator.ledger.ledger import Ledger
 
 
 def config(run_dir: Path) -> RunConfig:

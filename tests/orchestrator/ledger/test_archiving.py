@@ -14,14 +14,14 @@ import pytest
 from support.ledgers import admitted, generated, submitted
 from support.waiting import wait_until
 
-from orchestrator.ledger import counts, writer
-from orchestrator.ledger.counts import OTHER_CAUSES
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import GroupRecord
-from penstock.ledger import queries, schema
-from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
-from penstock.messages import RolloutResult
-from penstock.store import BlobRef
+from headpond.ledger import queries, schema
+from headpond.ledger.states import GroupState, JobKind, JobState, RolloutState
+from headpond.messages import RolloutResult
+from headpond.orchestrator.ledger import counts, writer
+from headpond.orchestrator.ledger.counts import OTHER_CAUSES
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import GroupRecord
+from headpond.store import BlobRef
 
 RUN = "0123456789ab"
 

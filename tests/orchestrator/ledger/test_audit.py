@@ -12,22 +12,22 @@ from support.attendance import unattended
 from support.ledgers import admitted, encoded, planned
 from support.stores import manifest_path, run_store
 
-from orchestrator import run_dir
-from orchestrator.gates import Gates
-from orchestrator.groups import Groups
-from orchestrator.inputs import batch_plan
-from orchestrator.ledger import audit as audit_module
-from orchestrator.ledger import rebuild
-from orchestrator.ledger.audit import AUDITED, Scope, audit, audit_at_end
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import BatchRecord
-from penstock.batches import Manifest, read_manifest, read_manifests, seal_manifest
-from penstock.config import RunConfig
-from penstock.errors import BlobCorrupt
-from penstock.ledger.states import GroupState, JobState, RolloutState
-from penstock.messages import RolloutResult
-from penstock.store import BlobRef, Store
-from penstock.store.files import FileStore
+from headpond.batches import Manifest, read_manifest, read_manifests, seal_manifest
+from headpond.config import RunConfig
+from headpond.errors import BlobCorrupt
+from headpond.ledger.states import GroupState, JobState, RolloutState
+from headpond.messages import RolloutResult
+from headpond.orchestrator import run_dir
+from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.groups import Groups
+from headpond.orchestrator.inputs import batch_plan
+from headpond.orchestrator.ledger import audit as audit_module
+from headpond.orchestrator.ledger import rebuild
+from headpond.orchestrator.ledger.audit import AUDITED, Scope, audit, audit_at_end
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import BatchRecord
+from headpond.store import BlobRef, Store
+from headpond.store.files import FileStore
 
 
 @pytest.fixture

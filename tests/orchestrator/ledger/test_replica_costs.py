@@ -2,9 +2,9 @@
 
 from support.ledgers import configured
 
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.replica_costs import LOST, OTHER, TOKENS, ReplicaCosts, slow_tokens
-from penstock.replica_use import ReplicaUse
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.replica_costs import LOST, OTHER, TOKENS, ReplicaCosts, slow_tokens
+from headpond.replica_use import ReplicaUse
 
 A, B = "http://a:8000", "http://b:8000"
 

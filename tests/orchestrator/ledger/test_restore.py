@@ -8,18 +8,18 @@ from typing import Any
 from support.ledgers import admitted, configured, encoded, generated, planned, submitted
 from support.stores import run_store
 
-from orchestrator import run_dir
-from orchestrator.composer import Composer
-from orchestrator.inputs import batch_plan
-from orchestrator.ledger import rebuild, restore
-from orchestrator.ledger.audit import audit
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.release import release_step
-from orchestrator.trainer import Trainer
-from penstock.batches import Manifest, seal_manifest
-from penstock.ids import rollout_directory
-from penstock.ledger.states import GroupState, JobKind, JobState, RolloutState
-from penstock.messages import EncodeResult, RolloutResult
+from headpond.batches import Manifest, seal_manifest
+from headpond.ids import rollout_directory
+from headpond.ledger.states import GroupState, JobKind, JobState, RolloutState
+from headpond.messages import EncodeResult, RolloutResult
+from headpond.orchestrator import run_dir
+from headpond.orchestrator.composer import Composer
+from headpond.orchestrator.inputs import batch_plan
+from headpond.orchestrator.ledger import rebuild, restore
+from headpond.orchestrator.ledger.audit import audit
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.release import release_step
+from headpond.orchestrator.trainer import Trainer
 
 
 def written(path: Path, write: Callable[[Ledger], object]) -> Ledger:

@@ -16,19 +16,19 @@ from typing import Any
 
 import pytest
 
-from orchestrator.ledger import restore, upgrade
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.upgrade import upgrade_ledger
-from penstock.errors import LedgerError
-from penstock.ledger import queries, schema
-from penstock.ledger.states import JobState
+from headpond.errors import LedgerError
+from headpond.ledger import queries, schema
+from headpond.ledger.states import JobState
+from headpond.orchestrator.ledger import restore, upgrade
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.upgrade import upgrade_ledger
 
 VECTOR = Path(__file__).parents[2] / "vectors" / "ledger_of_schema_1.sql"
 RUN = "5f2a90c1d3e4"
 KILLED = """
 import os, sys
 from pathlib import Path
-from orchestrator.ledger import upgrade
+from headpond.orchestrator.ledger import upgrade
 upgrade.AT_ONCE, done = 2, []
 copy = upgrade.copy_closing
 def copy_then_die(*arguments, **values):
@@ -149,7 +149,7 @@ def test_a_long_upgrade_reports_its_progress(
 ) -> None:
     monkeypatch.setattr(upgrade, "AT_ONCE", 2)
     monkeypatch.setattr(upgrade, "REPORTED_EVERY_S", -1.0)
-    with caplog.at_level("INFO", logger="penstock.ledger"):
+    with caplog.at_level("INFO", logger="headpond.ledger"):
         upgraded(path)
     told = [record.getMessage() for record in caplog.records]
     assert told[:3] == [f"action=ledger_upgrading groups={done} of=5" for done in (2, 4, 5)]
@@ -158,7 +158,7 @@ def test_a_long_upgrade_reports_its_progress(
 
 def test_an_old_ledger_is_not_written_before_it_is_upgraded(path: Path) -> None:
     before = shown(path)
-    with pytest.raises(LedgerError, match="is of an earlier release: `penstock run` upgrades it"):
+    with pytest.raises(LedgerError, match="is of an earlier release: `headpond run` upgrades it"):
         Ledger(path)
     assert shown(path) == before
 

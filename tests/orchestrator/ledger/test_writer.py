@@ -8,9 +8,9 @@ import pytest
 from support.small_disk import LimitedDirectory
 from support.waiting import HANG_S, wait_until
 
-from orchestrator.ledger import writer as module
-from orchestrator.ledger.writer import Changes, Writer
-from penstock.ledger.schema import reading
+from headpond.ledger.schema import reading
+from headpond.orchestrator.ledger import writer as module
+from headpond.orchestrator.ledger.writer import Changes, Writer
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@ import socket
 
 import pytest
 
-from orchestrator.reporting.endpoint import listening, url
-from penstock.config import Http
-from penstock.errors import ConfigError
+from headpond.config import Http
+from headpond.errors import ConfigError
+from headpond.orchestrator.reporting.endpoint import listening, url
 
 
 def test_the_default_is_any_free_port_on_the_loopback_address() -> None:

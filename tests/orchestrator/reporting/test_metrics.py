@@ -12,16 +12,16 @@ from support.small_disk import LimitedDirectory
 from support.stores import directory_store
 from support.waiting import wait_until_async
 
-from orchestrator.broker import Broker
-from orchestrator.composer import Sealer
-from orchestrator.groups import Groups
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import BatchRecord
-from orchestrator.reporting import metrics
-from orchestrator.reporting.metrics import TAIL_BYTES, LagPoller, Metrics, MetricsFile, dumps
-from penstock.config import RunConfig
-from penstock.ledger.states import GroupState, JobKind
-from penstock.runtime.loop_lag import LoopLag
+from headpond.config import RunConfig
+from headpond.ledger.states import GroupState, JobKind
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.composer import Sealer
+from headpond.orchestrator.groups import Groups
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import BatchRecord
+from headpond.orchestrator.reporting import metrics
+from headpond.orchestrator.reporting.metrics import TAIL_BYTES, LagPoller, Metrics, MetricsFile, dumps
+from headpond.runtime.loop_lag import LoopLag
 
 
 class Run:
@@ -72,7 +72,7 @@ def test_a_step_whose_policy_failed_in_half_of_the_rollouts_is_noted_until_the_n
         batch = run.compose(policy_error="no number in 'My secret is 7'")
         await run.deliver(batch)
         run.ledger.close()
-        noted = "4 of 8 rollouts of step 1 ended with a failure of the policy, such as a time-out: `penstock why {} {}`"
+        noted = "4 of 8 rollouts of step 1 ended with a failure of the policy, such as a time-out: `headpond why {} {}`"
         (note,) = run.metrics.notes
         assert note.startswith(noted.format(run.config.run_dir, f"{batch.groups[1].id}-0"))
         assert "secret" not in note, "the policy's own words are not for a status"

@@ -1,15 +1,15 @@
 from support.attendance import unattended
 from support.ledgers import admitted, configured, submitted
 
-from orchestrator.broker import Broker
-from orchestrator.gates import Gates
-from orchestrator.groups import Groups
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.reconciler import Reconciler
-from orchestrator.reporting.next_step import JOBS_SHOWN, NextStep
-from orchestrator.trainer import Trainer
-from penstock.ledger.states import JobKind, JobState
-from penstock.messages import RolloutResult
+from headpond.ledger.states import JobKind, JobState
+from headpond.messages import RolloutResult
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.groups import Groups
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.reconciler import Reconciler
+from headpond.orchestrator.reporting.next_step import JOBS_SHOWN, NextStep
+from headpond.orchestrator.trainer import Trainer
 
 
 def next_step(ledger: Ledger, *, running: tuple[str, ...] = (), **settings: object) -> NextStep:

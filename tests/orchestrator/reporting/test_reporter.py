@@ -10,15 +10,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 from support.held_writes import HeldFirst
 from support.ledgers import configured, planned
 
-from orchestrator.broker import Broker
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.reconciler import Running, Snapshot
-from orchestrator.reporting import reporter as module
-from orchestrator.reporting.metrics import LagPoller, Metrics
-from orchestrator.reporting.prometheus import RunCollector
-from orchestrator.reporting.reporter import Reporter, Sources
-from penstock.messages import Queue
-from penstock.runtime.loop_lag import LoopLag
+from headpond.messages import Queue
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.reconciler import Running, Snapshot
+from headpond.orchestrator.reporting import reporter as module
+from headpond.orchestrator.reporting.metrics import LagPoller, Metrics
+from headpond.orchestrator.reporting.prometheus import RunCollector
+from headpond.orchestrator.reporting.reporter import Reporter, Sources
+from headpond.runtime.loop_lag import LoopLag
 
 
 def sources(
@@ -77,7 +77,7 @@ def test_a_queue_from_which_nothing_is_taken_is_reported(
     assert reporter.waiting_for() == [
         (
             "no worker takes jobs from the queue filtering: start one: "
-            "celery -A workers.compute worker -Q filtering,advantages,encoding -c 4"
+            "celery -A headpond.workers.compute worker -Q filtering,advantages,encoding -c 4"
         )
     ]
     given.broker.trouble = "Redis does not answer"
@@ -124,6 +124,6 @@ def test_series_are_read_from_status_ledger_and_lag(ledger: Ledger, tmp_path: Pa
     )
     registry.register(collector)
     text = generate_latest(registry).decode()
-    assert 'penstock_rollouts{state="planned"} 4.0' in text
-    assert "penstock_steps_wanted 3.0" in text
-    assert 'penstock_event_loop_blocked_seconds{process="orchestrator"} 0.0' in text
+    assert 'headpond_rollouts{state="planned"} 4.0' in text
+    assert "headpond_steps_wanted 3.0" in text
+    assert 'headpond_event_loop_blocked_seconds{process="orchestrator"} 0.0' in text

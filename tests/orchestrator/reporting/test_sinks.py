@@ -6,17 +6,17 @@ import pytest
 from support.ledgers import configured
 from support.waiting import HANG_S, wait_until_async
 
-from orchestrator.reporting import sinks as reporting_sinks
-from orchestrator.reporting.sinks import Sinks
+from headpond.orchestrator.reporting import sinks as reporting_sinks
+from headpond.orchestrator.reporting.sinks import Sinks
 
 
 def test_a_sink_whose_package_is_missing_costs_the_run_nothing_and_sees_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run.json").write_text("{}")
-    (tmp_path / "wandb.py").write_text("import os\nraise ImportError(os.environ.get('PENSTOCK_REDIS_URL', 'not here'))")
+    (tmp_path / "wandb.py").write_text("import os\nraise ImportError(os.environ.get('HEADPOND_REDIS_URL', 'not here'))")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("PENSTOCK_REDIS_URL", "redis://:hunter2@127.0.0.1:1/0")
+    monkeypatch.setenv("HEADPOND_REDIS_URL", "redis://:hunter2@127.0.0.1:1/0")
     sinks = Sinks(configured(run_dir=str(tmp_path), metrics={"sinks": ["wandb"]}), "0123456789ab")
 
     async def run() -> None:

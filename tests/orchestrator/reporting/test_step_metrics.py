@@ -2,15 +2,15 @@ from typing import Any
 
 import pytest
 
-from orchestrator.ledger.records import GroupRecord, RolloutRecord
-from orchestrator.reporting import step_metrics
-from penstock.batches import BatchPlan, BatchRollout, EncodedRank
-from penstock.batches.manifest import Manifest, Totals
-from penstock.batches.plan import PackingRules
-from penstock.ledger.states import JobKind, RolloutState
-from penstock.messages import RolloutResult
-from penstock.runtime.lag_summaries import LagSummary
-from penstock.store import BlobRef
+from headpond.batches import BatchPlan, BatchRollout, EncodedRank
+from headpond.batches.manifest import Manifest, Totals
+from headpond.batches.plan import PackingRules
+from headpond.ledger.states import JobKind, RolloutState
+from headpond.messages import RolloutResult
+from headpond.orchestrator.ledger.records import GroupRecord, RolloutRecord
+from headpond.orchestrator.reporting import step_metrics
+from headpond.runtime.lag_summaries import LagSummary
+from headpond.store import BlobRef
 
 BLOB = BlobRef(key="none", size=0, checksum="")
 NOTHING = dict.fromkeys(("delivered", "dead", "fenced", "generated", "groups_dropped", "tokens_generated"), 0)

@@ -11,19 +11,26 @@ import redis
 from support.clock import Clock
 from support.ledgers import configured, submitted
 
-from orchestrator.broker import Broker
-from orchestrator.gates import Gates
-from orchestrator.groups import Groups
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.records import JobRecord
-from orchestrator.workforce.attendance import DECLINES_MOST, LISTED_MOST, PAUSE_MOST_S, SILENT_S, Attendance, leave
-from penstock import redis_keys
-from penstock.ledger.states import JobState, RolloutState
-from penstock.messages import Outcome, Reply, RolloutResult
-from penstock.queues import WorkerKind
-from penstock.runtime.embedded_redis import EmbeddedRedis
-from penstock.store import BlobRef
-from tasks.agreement import Order, Presence, digest, used_settings
+from headpond import redis_keys
+from headpond.ledger.states import JobState, RolloutState
+from headpond.messages import Outcome, Reply, RolloutResult
+from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.groups import Groups
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.workforce.attendance import (
+    DECLINES_MOST,
+    LISTED_MOST,
+    PAUSE_MOST_S,
+    SILENT_S,
+    Attendance,
+    leave,
+)
+from headpond.queues import WorkerKind
+from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.store import BlobRef
+from headpond.tasks.agreement import Order, Presence, digest, used_settings
 
 LEASE_S = 8.0
 CONFIG = configured(recovery={"max_failures": 3, "lease_s": LEASE_S})
@@ -91,7 +98,7 @@ def scene(url: str, ledger: Ledger) -> Iterator[Scene]:
 @pytest.fixture
 def moment(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("orchestrator.workforce.attendance.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("headpond.orchestrator.workforce.attendance.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 

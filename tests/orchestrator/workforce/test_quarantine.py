@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.workforce.quarantine import (
+from headpond.orchestrator.workforce.quarantine import (
     LEAST_FAILURES,
     PAUSE_FIRST_S,
     PAUSE_MOST_S,

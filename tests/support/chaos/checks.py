@@ -14,19 +14,19 @@ from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
-from penstock import redis_keys
-from penstock.batches import Manifest, read_manifests
-from penstock.ids import GroupId, RolloutId
-from penstock.ledger.queries import released_steps
-from penstock.ledger.schema import reading
-from penstock.messages import Queue
+from headpond import redis_keys
+from headpond.batches import Manifest, read_manifests
+from headpond.ids import GroupId, RolloutId
+from headpond.ledger.queries import released_steps
+from headpond.ledger.schema import reading
+from headpond.messages import Queue
+from headpond.tasks.noop import chance
 from support.chaos.environments import tokens_of
 from support.chaos.world import AgentWorld, EngineWorld, World
 from support.pipeline import hashes
 from support.processes import alive, children
 from support.stores import directory_store
 from support.waiting import wait_until
-from tasks.noop import chance
 
 LIMIT_Z = 5.0
 RUN_DIR_AT_THE_END = {"audited.json", "lock", "metrics.jsonl", "run.json", "status.json", "trainer"}
@@ -50,7 +50,7 @@ def after(world: World) -> dict[str, float]:
 
 
 def _balanced(world: World) -> dict[str, Any]:
-    audit = world.cluster.penstock("audit", str(world.cluster.run_dir), "--full", "--json")
+    audit = world.cluster.headpond("audit", str(world.cluster.run_dir), "--full", "--json")
     assert audit.exit_code == 0, audit.text
     result = json.loads(audit.text)
     assert result["balanced"], result["problems"]
@@ -88,10 +88,10 @@ def _nothing_left_in_redis(world: World) -> None:
     redis = world.cluster.redis
     assert [queue for queue in Queue if redis.llen(queue)] == []
     wait_until(lambda: not world.cluster.leases(), what="every lease to end")
-    keys = {key.decode() for key in redis.scan_iter("penstock:*")}
+    keys = {key.decode() for key in redis.scan_iter("headpond:*")}
     endless = [key for key in keys if redis.ttl(key) == -1]
     assert not endless, f"keys without a TTL: {endless}"
-    kept = (redis_keys.LEASES, redis_keys.WORKERS, redis_keys.ENDED, "penstock:replies:", "penstock:lag:")
+    kept = (redis_keys.LEASES, redis_keys.WORKERS, redis_keys.ENDED, "headpond:replies:", "headpond:lag:")
     assert [key for key in keys if not key.startswith(kept)] == []
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import aiohttp
 import xxhash
 
-from penstock.environments import AgentPolicy
-from penstock.environments.protocol import Policy
-from penstock.errors import InfrastructureFailure
+from headpond.environments import AgentPolicy
+from headpond.environments.protocol import Policy
+from headpond.errors import InfrastructureFailure
 
 EXAMPLES = 100_000
 LEAST_TOKENS, MOST_TOKENS = 16, 115

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from penstock.batches.signals import NOTHING, read_trainer
+from headpond.batches.signals import NOTHING, read_trainer
 from support.chaos.world import WORLDS, AgentWorld, EngineWorld, NoopWorld, World
 from support.cluster import BIN, Process
 from support.fault_shim import HOUR_S, WRITING, Calls, Faults
@@ -90,17 +90,17 @@ def bad_host(world: World) -> Iterator[None]:
     """A rollout worker with the configuration of another run."""
     other = world.directory / "other.toml"
     other.write_text('[environments.other]\nuse = "noop"\n')
-    bad = world.rollout_worker(PENSTOCK_CONFIG=str(other))
+    bad = world.rollout_worker(HEADPOND_CONFIG=str(other))
     world.until(lambda: "action=refused" in bad.text)
     yield
-    assert "penstock.rollouts" not in bad.text.partition("ready.")[2], f"it took jobs:\n{bad.text[-3000:]}"
+    assert "headpond.rollouts" not in bad.text.partition("ready.")[2], f"it took jobs:\n{bad.text[-3000:]}"
     bad.kill()
 
 
 @fault()
 def host_without_store(world: World) -> Iterator[None]:
     """A compute worker with the right settings, and a directory of its own instead of the store."""
-    bad = world.compute_worker(PENSTOCK_STORE=(world.directory / "elsewhere").as_uri())
+    bad = world.compute_worker(HEADPOND_STORE=(world.directory / "elsewhere").as_uri())
     world.until(lambda: "elsewhere" in bad.text)
     yield
     bad.kill()
@@ -197,7 +197,7 @@ def deliver_twice(world: World) -> Iterator[None]:
 def purge_queues(world: World) -> Iterator[None]:
     queues = "rollouts,filtering,advantages,encoding"
     command = [str(BIN / "celery"), "-A", "tasks", "purge", "-f", "-Q", queues]
-    purge = world.cluster.start("purge", *command, PENSTOCK_REDIS_URL=world.cluster.redis_server.url)
+    purge = world.cluster.start("purge", *command, HEADPOND_REDIS_URL=world.cluster.redis_server.url)
     assert purge.wait() == 0, purge.text
     yield
 

@@ -95,7 +95,7 @@ def played_in(directory: Path, schedule: Schedule, rounds: int) -> dict[str, Any
     command += [str(schedule.number), *schedule.faults]
     namespace = ["unshare", "--mount", "--propagation", "private"]
     permitted = subprocess.run([*namespace, "true"], check=False, capture_output=True).returncode == 0
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PENSTOCK_", "PYTEST_"))}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HEADPOND_", "PYTEST_"))}
     environment |= {
         "LD_PRELOAD": str(library()),
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",

@@ -109,8 +109,8 @@ class World:
         redis = f"redis://127.0.0.1:{self.link[role].port}/0" if role in self.link else ""
         return {
             **self.faults[role].variables,
-            "PENSTOCK_REDIS_URL": redis,
-            "PENSTOCK_STORE": self.cluster.store.as_uri(),
+            "HEADPOND_REDIS_URL": redis,
+            "HEADPOND_STORE": self.cluster.store.as_uri(),
             "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         }
 
@@ -236,7 +236,7 @@ class NoopWorld(World):
 
     def rollout_worker(self, **variables: str) -> Process:
         paths = {"ENGINE_DOWN_WHILE": self.engine_down, "WEDGE_WHILE": self.wedge}
-        hooks = {f"PENSTOCK_NOOP__{name}": str(path) for name, path in paths.items()}
+        hooks = {f"HEADPOND_NOOP__{name}": str(path) for name, path in paths.items()}
         return super().rollout_worker(**hooks | variables)
 
 
@@ -285,7 +285,7 @@ class EngineWorld(World):
 
     def start_engine(self) -> Process:
         arguments = ["--layers", "4", "--length", "constant:400", "--latency", "constant:0.5"]
-        command = [str(BIN / "penstock"), "engine", "--port", str(self.engine_port), *arguments]
+        command = [str(BIN / "headpond"), "engine", "--port", str(self.engine_port), *arguments]
         return self.cluster.start("engine", *command, **self.faults["engine"].variables)
 
     def start_trainer(self, resume_step: int) -> Process:
@@ -333,7 +333,7 @@ class AgentWorld(EngineWorld):
         sessions = {"port": self.sessions_port, "instance_id": "cd" * 16, "idle_s": IDLE_S}
         config.write_text(toml({"engine": self._engine_settings(), "sessions": sessions}))
         return self.cluster.start(
-            "sessions", str(BIN / "penstock"), "sessions", str(config), **self.variables("sessions")
+            "sessions", str(BIN / "headpond"), "sessions", str(config), **self.variables("sessions")
         )
 
     def permanent(self) -> list[Process]:
@@ -358,5 +358,5 @@ def _mounted(directory: Path) -> bool:
     directory.mkdir()
     if os.environ.get("CHAOS_NAMESPACE") != "1":
         return False
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "penstock", str(directory)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "headpond", str(directory)]
     return subprocess.run(command, check=False, capture_output=True).returncode == 0

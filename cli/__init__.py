@@ -1,1 +1,0 @@
-"""The command `penstock`. Imports every other package; none imports it."""

@@ -1,1 +1,0 @@
-"""`penstock demo`: a complete Penstock on this machine, from engine responses to a trainer's batches."""

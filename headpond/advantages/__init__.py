@@ -1,0 +1,33 @@
+"""Rewards -> advantages, in two phases: per group as soon as it is complete, then per batch from one scalar a rollout.
+
+Float64 inside, float32 out. Sums are correctly rounded (math.fsum), so the same rollouts in any order, on any machine,
+give the same bits. A group holds every scored rollout, dropped ones included: they count in the baseline.
+"""
+
+from headpond.advantages.estimators import ESTIMATORS, Estimator
+from headpond.advantages.phases import BatchAdvantages, GroupAdvantages, batch_phase, group_phase, reward_error
+from headpond.advantages.settings import AdvantageSettings, Recipe, resolve
+from headpond.advantages.shaping import Shaping
+from headpond.advantages.values import MAX_REWARD, BatchValues, Floats, GroupValues, Ints, TurnValues, deviation, mean
+
+__all__ = [
+    "ESTIMATORS",
+    "MAX_REWARD",
+    "AdvantageSettings",
+    "BatchAdvantages",
+    "BatchValues",
+    "Estimator",
+    "Floats",
+    "GroupAdvantages",
+    "GroupValues",
+    "Ints",
+    "Recipe",
+    "Shaping",
+    "TurnValues",
+    "batch_phase",
+    "deviation",
+    "group_phase",
+    "mean",
+    "resolve",
+    "reward_error",
+]

@@ -1,0 +1,102 @@
+"""Entry point of the command `headpond`: a module per subcommand. A `HeadpondError` is printed without a traceback."""
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+from headpond.commands import (
+    audit,
+    bundle,
+    dashboard,
+    dead,
+    doctor,
+    engine,
+    gc,
+    init,
+    record,
+    redis_server,
+    redo,
+    report,
+    run,
+    sessions,
+    status,
+    trial,
+    why,
+)
+from headpond.commands.demo import command as demo
+from headpond.commands.facts import printable
+from headpond.commands.up import command as up
+from headpond.config.old_names import refuse_old_variables
+from headpond.errors import ConfigError, HeadpondError
+from headpond.runtime.privacy import forbid_inspection
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="The pipe between inference server and trainer in LLM reinforcement learning.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import platform
+
+        from headpond.version import release
+
+        typer.echo(f"headpond {release()}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before the subcommand."""
+
+
+app.command("demo")(demo.demo)
+app.command("init")(init.init)
+app.command("up")(up.up)
+app.command("run")(run.run)
+app.command("doctor")(doctor.doctor)
+app.command("try")(trial.try_environments)
+app.command("status")(status.status)
+app.command("why")(why.why)
+app.command("dead")(dead.dead)
+app.command("bundle")(bundle.bundle)
+app.command("audit")(audit.audit)
+app.command("gc")(gc.gc)
+app.command("redis")(redis_server.redis)
+app.command("dashboard")(dashboard.dashboard)
+app.command("report")(report.report)
+app.command("redo")(redo.redo)
+app.command("sessions")(sessions.sessions)
+app.command("record")(record.record)
+app.command("engine")(engine.engine)
+
+
+def _refuse_renamed_flags(words: list[str]) -> None:
+    if words[:1] == ["sessions"]:
+        from headpond.config.problems import RENAMED_FLAGS
+
+        for word in words[1:]:
+            if new_name := RENAMED_FLAGS.get(word.partition("=")[0]):
+                raise ConfigError(f"{word.partition('=')[0]} has a new name: {new_name}")
+
+
+def main() -> None:
+    logging.captureWarnings(True)
+    try:
+        forbid_inspection()
+        refuse_old_variables()
+        _refuse_renamed_flags(sys.argv[1:])
+        app()
+    except HeadpondError as error:
+        print(f"headpond: {printable(str(error))}", file=sys.stderr)
+        sys.exit(2)

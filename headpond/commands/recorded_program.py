@@ -1,0 +1,123 @@
+"""A program in front of a session server of this process: run, sealed, and written as files."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from headpond.commands.transcript import transcript
+from headpond.config import RunConfig
+from headpond.environments.protocol import agent_variables
+from headpond.errors import NothingToTrain
+from headpond.playing.agent_sessions import SessionServers
+from headpond.recording import Sealed
+from headpond.runtime.event_loop import event_loop_factory
+from headpond.runtime.launcher import LAUNCHER
+from headpond.runtime.privacy import inherited_variables
+from headpond.servers.sessions.server import CONCURRENCY, serving
+from headpond.store import open_store
+from headpond.store.columns import read_columns
+
+KILL_S = 10.0
+"""For the program to end after SIGTERM."""
+FILES = {"columns": "session.safetensors", "experts": "experts.safetensors"}
+TRANSCRIPT = "transcript.md"
+
+
+def record(config: RunConfig, command: Sequence[str], out: Path, *, stdout: int | None = None) -> dict[str, Any]:
+    """What was recorded, and the program's exit code. Files are written only if there is a turn. `stdout`: descriptor
+    for the program's output, by default that of this process."""
+    factory = event_loop_factory(concurrency=CONCURRENCY, cpu_threads=config.sessions.cpu_workers)
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(_record(config, command, out, stdout))
+
+
+async def _record(config: RunConfig, command: Sequence[str], out: Path, stdout: int | None) -> dict[str, Any]:
+    async with (
+        serving(config) as (server, url),
+        SessionServers.open(config.sessions.model_copy(update={"urls": (url,)})) as servers,
+        servers.session({}) as session,
+    ):
+        variables = agent_variables(session.base_url, session.secret, config.engine.model)
+        code = await _run(command, {**inherited_variables(), **variables}, stdout)
+        ended = {"exit_code": code if code >= 0 else 128 - code, "refused": dict(server.refused)}
+        try:
+            sealed, posted = await session.seal("")
+        except NothingToTrain:
+            return {**ended, "turns": 0, "files": []}
+        files = await asyncio.to_thread(_write, config, sealed, out, command)
+    metrics = {**sealed.metrics, **posted.metrics}
+    return {
+        **ended,
+        "turns": sealed.turns,
+        "samples": len(sealed.sample_lengths),
+        "sample_lengths": sealed.sample_lengths,
+        "completion_tokens": sealed.completion_tokens,
+        "metrics": metrics,
+        "score": None if not posted.rewarded else asdict(posted.score),
+        "files": files,
+    }
+
+
+async def _run(command: Sequence[str], variables: Mapping[str, str], stdout: int | None) -> int:
+    """The program with this terminal. Ctrl-C reaches both: the program decides, and what it said is kept."""
+    launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid())]
+    program = await asyncio.create_subprocess_exec(*launcher, *command, env=dict(variables), stdout=stdout)
+    async with _signals(program):
+        return await program.wait()
+
+
+@contextlib.asynccontextmanager
+async def _signals(program: asyncio.subprocess.Process) -> AsyncIterator[None]:
+    """The second Ctrl-C kills the program; SIGTERM is passed on, and kills it later."""
+    loop, interrupts = asyncio.get_running_loop(), list[int]()
+
+    def kill() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            program.kill()
+
+    def interrupted() -> None:
+        interrupts.append(signal.SIGINT)
+        if len(interrupts) > 1:
+            kill()
+
+    def terminated() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            program.terminate()
+        loop.call_later(KILL_S, kill)
+
+    loop.add_signal_handler(signal.SIGINT, interrupted)
+    loop.add_signal_handler(signal.SIGTERM, terminated)
+    try:
+        yield
+    finally:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(signum)
+
+
+def _write(config: RunConfig, sealed: Sealed, out: Path, command: Sequence[str]) -> list[str]:
+    store = open_store(config.store_url)
+    text = transcript(read_columns(store, sealed.columns), title=" ".join(command))
+    (out / TRANSCRIPT).write_text(text)
+    written = [str(out / TRANSCRIPT)]
+    for name, file in FILES.items():
+        if (ref := getattr(sealed, name)) is not None:
+            store.export(ref.key, out / file)
+            written.append(str(out / file))
+    return written
+
+
+def line(summary: Mapping[str, Any]) -> str:
+    refused = "".join(f", {count} x {status}" for status, count in summary["refused"].items())
+    if not summary["turns"]:
+        return f"headpond: the program sent no request that was answered{refused}; nothing is written"
+    metrics = summary["metrics"]
+    return (
+        f"headpond: {summary['turns']} turns, {summary['samples']} samples, {metrics.get('breaks', 0):g} breaks, "
+        f"{summary['completion_tokens']} sampled tokens{refused} -> {', '.join(summary['files'])}"
+    )

@@ -1,0 +1,1 @@
+"""`headpond up`: every process that a run needs on this machine, supervised from one terminal."""

@@ -1,0 +1,74 @@
+"""`headpond up CONFIG.toml`: options, output and exit code."""
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headpond.commands.facts import Fact
+from headpond.commands.output import CONFIG_HELP, Json, print_facts, print_json, showing_run
+
+if TYPE_CHECKING:
+    from headpond.commands.up.lifecycle import Options, Up
+
+
+def up(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help=CONFIG_HELP, show_default=False)] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Directory of the run. An existing run is resumed.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of steps of the run.")] = None,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Rollout workers on this machine.")] = 1,
+    join: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Start only workers, for the run whose Redis is at this address."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run everything that a run needs on this machine, in one terminal.
+
+    Starts Redis (unless redis_url is set), the engine and the trainer (where engine.command and trainer.command say
+    how), a session server (unless sessions.urls is set), the workers, the orchestrator and the dashboard, on free
+    ports. Starts again what dies. Logs are in RUN_DIR/logs. Ctrl-C finishes the running jobs, Ctrl-C twice stops at
+    once; the same command resumes the run. Nothing is left running, however it ends.
+    """
+    from headpond import config as configuration
+    from headpond.config.loading import CONFIG_VARIABLE
+
+    settings = configuration.load(config, flags={"run_dir": run_dir, "steps": steps})
+    from headpond.commands.interrupts import Interrupts
+    from headpond.commands.up.lifecycle import Options, Up
+
+    if config is None and CONFIG_VARIABLE in os.environ:
+        config = Path(os.environ[CONFIG_VARIABLE])
+    variables = {"HEADPOND_STEPS": str(steps)} if steps else {}
+    settings = settings.model_copy(update={"run_dir": settings.run_dir.resolve()})
+    options = Options(config=config, settings=settings, workers=workers, joined=join, variables=variables)
+    process = Up(options, Interrupts())
+    with showing_run(as_json=as_json, more_facts=process.facts) as on_status:
+        process.run(on_status)
+    if process.status:
+        _print_end(options, process, as_json=as_json)
+
+
+def _print_end(options: "Options", process: "Up", *, as_json: bool) -> None:
+    from headpond.commands import curve
+    from headpond.commands.audit import checksum_progress
+    from headpond.commands.run import summary
+    from headpond.orchestrator.ledger.audit import audit_at_end
+    from headpond.servers.dashboard.report import write_report
+    from headpond.store import open_store
+
+    logging.getLogger("headpond").setLevel(logging.WARNING)
+    with checksum_progress() as progress:
+        result: dict[str, Any] = audit_at_end(options.run_dir, progress)
+    result |= {"files_from": 0}  # those were read by the orchestrator's own audit, a moment ago
+    report = write_report([options.run_dir])
+    if as_json:
+        print_json({**process.status, "audit": result, "restarts": process.restarts, "report": str(report)})
+    else:
+        batches = open_store(options.settings.store_url).location("batches")
+        reward = curve.first_and_last(options.run_dir)
+        print_facts([*summary(process.status, result, batches, reward=reward), Fact("report", str(report))])
+    if not result["balanced"]:
+        raise typer.Exit(1)

@@ -1,0 +1,133 @@
+"""The servers that Headpond can use, by `engine.dialect`: one class per module owns the request and the response.
+
+Everything that training needs (ids, logprobs, routed experts) is requested here and cannot be switched off.
+"""
+
+import inspect
+from typing import Any
+
+from headpond.config.engine import DIALECTS, Engine
+from headpond.engines.dialects.base import (
+    ABSENT,
+    AsyncRenderer,
+    ChatDialect,
+    Dialect,
+    Logprob,
+    Prompt,
+    ResponseFields,
+    TokenId,
+    read_ids,
+    read_message,
+    read_part,
+)
+from headpond.engines.dialects.control_calls import Call, ControlCalls
+from headpond.error_boundary import error_boundary
+from headpond.errors import ConfigError
+from headpond.registry import Facts, checked_function, import_attribute
+
+__all__ = [
+    "ABSENT",
+    "AsyncRenderer",
+    "Call",
+    "ChatDialect",
+    "ControlCalls",
+    "Dialect",
+    "Logprob",
+    "Prompt",
+    "ResponseFields",
+    "TokenId",
+    "check_dialect",
+    "dialect_of",
+    "load_dialect",
+    "read_ids",
+    "read_message",
+    "read_part",
+]
+
+
+SETTING = "engine.dialect"
+METHODS = {
+    "request_fields": ("prompt", "sampling"),
+    "required_fields": ("prompt",),
+    "read": ("text",),
+    "chat_completion": ("body", "turn"),
+    "is_context_limit": ("error",),
+}
+"""The methods of a dialect that Headpond calls, with their arguments. Only a ChatDialect has `required_fields`."""
+
+
+def dialect_of(settings: Engine, *, renderer: AsyncRenderer | None = None, place: str = "") -> Dialect:
+    """ConfigError if the class cannot be loaded, if it needs a renderer and has none, or cannot use one. `place` is
+    that of the setting: `RunConfig.place_of`."""
+    try:
+        return _constructed(settings, renderer)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}" if place else str(error)) from error
+
+
+def _constructed(settings: Engine, renderer: AsyncRenderer | None) -> Dialect:
+    setting = f"{SETTING} = {settings.dialect!r}"
+    kind = load_dialect(settings.dialect)
+    if renderer is None and not kind.takes_messages:
+        raise ConfigError(f"{setting} sends tokens and needs a renderer: set policy.renderer")
+    if renderer is not None and not kind.takes_tokens:
+        raise ConfigError(
+            f"{setting} sends messages and cannot use policy.renderer: remove it, or set "
+            'engine.dialect = "sglang" or "generate"'
+        )
+    with error_boundary(ConfigError, f"{setting} cannot be constructed"):
+        dialect = kind(settings, renderer=renderer)
+    if getattr(dialect, "settings", None) is not settings:
+        raise ConfigError(
+            f"{setting}: {kind.__name__}.__init__ must call super().__init__(settings, renderer=renderer)"
+        )
+    return dialect
+
+
+def load_dialect(name: str) -> type[Dialect]:
+    """The class that `engine.dialect` names. Imports code of the user: only processes that use the engine call this."""
+    setting = f"{SETTING} = {name!r}"
+    kind: Any = import_attribute(DIALECTS.get(name, name), setting=SETTING)
+    if not (isinstance(kind, type) and issubclass(kind, Dialect)):
+        raise ConfigError(f"{setting} is not a subclass of headpond.engines.dialects.Dialect")
+    if inspect.isabstract(kind):
+        missing = ", ".join(sorted(kind.__abstractmethods__))
+        raise ConfigError(f"{setting}: {kind.__name__} does not define {missing}")
+    if not str(getattr(kind, "endpoint", "")).startswith("/"):
+        raise ConfigError(f"{setting}: {kind.__name__}.endpoint must be a path such as /v1/chat/completions")
+    _check_values(kind, setting)
+    _check_methods(kind, setting)
+    return kind
+
+
+def _check_values(kind: type[Dialect], setting: str) -> None:
+    given: Any = kind.context_limit
+    texts = [text for text in given if isinstance(text, str)] if isinstance(given, tuple) else []
+    if not isinstance(given, tuple) or len(texts) != len(given) or "" in texts:
+        raise ConfigError(f"{setting}: {kind.__name__}.context_limit must be a tuple of lower-case texts: {given!r}")
+    if wrong := [text for text in texts if text != text.lower()]:
+        raise ConfigError(f"{setting}: {kind.__name__}.context_limit must be lower-case: write {wrong[0].lower()!r}")
+    control: Any = kind.control
+    if not isinstance(control, ControlCalls):
+        raise ConfigError(f"{setting}: {kind.__name__}.control must be a ControlCalls: {control!r}")
+    for name in ("prompt_key", "experts_key"):
+        if not isinstance(getattr(kind, name), bytes):
+            raise ConfigError(f"{setting}: {kind.__name__}.{name} must be bytes: {getattr(kind, name)!r}")
+
+
+def _check_methods(kind: type[Dialect], setting: str) -> None:
+    for name, arguments in METHODS.items():
+        if not hasattr(kind, name):
+            continue
+        method, what = getattr(kind, name), f"{setting}: {kind.__name__}.{name}"
+        if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+            raise ConfigError(f"{what} must be a plain function, not async")
+        bound = isinstance(inspect.getattr_static(kind, name), (staticmethod, classmethod))
+        checked_function(method, *(() if bound else ("self",)), *arguments, what=what)
+
+
+def check_dialect(name: str, *, setting: str) -> Facts:
+    """For `registry.check_in_child`."""
+    assert setting == SETTING
+    load_dialect(name)
+    return {}

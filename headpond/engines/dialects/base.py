@@ -1,0 +1,343 @@
+"""The base of all dialects, and the helpers that they share: for OpenAI-like chats, and for the parts of a response."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import orjson
+
+from headpond.config.engine import Engine
+from headpond.engines.dialects.control_calls import ControlCalls
+from headpond.error_boundary import raised_at
+from headpond.errors import BadRequest, HeadpondError, StageError, Upstream, text_of
+from headpond.renderers.protocol import NO_VALUES, NextTurn, TemplateValues, Tools
+from headpond.turn import Body, Ids, Logprobs, Message, Turn, VersionSpan, ids_text
+
+MAX_TOKEN_ID = 2**31 - 1
+"""Stored as i32."""
+LOGPROB_ROUNDING = 1e-3
+"""Engines round: a logprob may exceed 0 by this much."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+Logprob = Annotated[float, msgspec.Meta(ge=float(np.finfo(np.float32).min), le=LOGPROB_ROUNDING)]
+ABSENT = msgspec.Raw(b"null")
+NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
+ABORT = "abort"
+"""The finish reason of both servers for a completion that they ended: a pause, an abort request, a shutdown."""
+CHAT_PATH = "/v1/chat/completions"
+CONTEXT_LIMIT = ("context length", "context_length", "maximum model length")
+"""In the error messages of vLLM, SGLang and OpenAI."""
+A_DICT = "return a dict, the JSON object of the request"
+
+
+class AsyncRenderer(Protocol):
+    """Converts messages to tokens and back, for engines that take tokens. `headpond.renderers` implements it."""
+
+    async def prompt_ids(self, turn: NextTurn) -> Ids:
+        """The tokens of the previous turn, unchanged, followed by those of the new messages; if the renderer cannot
+        extend the previous turn, the tokens of all messages."""
+        ...
+
+    async def message(
+        self, completion_ids: Ids, *, prompt_ids: Ids, tools: Tools, values: TemplateValues = NO_VALUES
+    ) -> Message:
+        """The completion as an assistant's message."""
+        ...
+
+    async def texts(self, ids: Ids) -> list[str]:
+        """The text of each token alone, for a session's client that asks for logprobs."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    messages: Sequence[Message]
+    tools: Tools = None
+    ids: Ids | None = None
+    """Set if a renderer made them."""
+    values: TemplateValues = field(default_factory=lambda: NO_VALUES)
+    """The request's `chat_template_kwargs`, if a renderer uses them."""
+    routes_from: int = 0
+    """First routed row to request; 0 unless `ids` begin with those of the previous turn."""
+    rewritten: bool = False
+    """Whether the renderer could not keep the tokens of the previous turn: the chat template changes history."""
+
+
+class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of one response. Raw parts are ABSENT if the server did not send them."""
+
+    completion_ids: Ids
+    completion_logprobs: Logprobs
+    """One per id."""
+    prompt_ids: msgspec.Raw = ABSENT
+    """A JSON list. If absent, the ids of the request are used."""
+    routed_experts: msgspec.Raw = ABSENT
+    """In any form that `headpond.engines.routed_experts` reads."""
+    routed_experts_copy: msgspec.Raw = ABSENT
+    """The same again, if the server sends it twice: not read, and not passed on to a session's client."""
+    sampling_mask: msgspec.Raw = ABSENT
+    """A JSON list of lists: for each completion token, the ids that it was drawn from."""
+    message: bytes | None = None
+    """The assistant's message as JSON; None from token-in/token-out, where the renderer makes it."""
+    finish_reason: str | None = None
+    version: int | None = None
+    """Policy version of the weights when the completion ended, if the response states only that."""
+    version_spans: tuple[VersionSpan, ...] = ()
+    """The versions of all completion tokens, in order, if the response states them: they are then exact."""
+    final: bool = True
+    """False if the server aborted the completion: it is continued from its tokens, or the request is repeated."""
+
+
+class DialectBoundary:
+    """A context. Headpond's own errors and `passing` say something about the request or the response. Any other error
+    is the dialect's: StageError, because the same request would fail again."""
+
+    __slots__ = ("_dialect", "_method", "_passing")
+
+    def __init__(self, dialect: "Dialect", method: str, *passing: type[Exception]) -> None:
+        self._dialect, self._method, self._passing = dialect, method, passing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (HeadpondError, *self._passing)):
+            name = f"{type(self._dialect).__module__}:{type(self._dialect).__qualname__}"
+            raise StageError(
+                f"the dialect {name} failed in {self._method}: {text_of(error)} ({raised_at(error)})"
+            ) from error
+
+
+class Dialect(ABC):
+    """The API of one kind of server: its request, and where its response has what is recorded.
+
+    One instance per process. `read` is called in several threads at once.
+    """
+
+    endpoint: ClassVar[str]
+    """Path of the request, below the engine's URL."""
+    absent_hint: ClassVar[str] = ""
+    """What to do if the server does not have it."""
+    takes_messages: ClassVar[bool] = True
+    """If False, prompts are sent as tokens: `policy.renderer` is required."""
+    takes_tokens: ClassVar[bool] = False
+    """Whether `Prompt.ids` can be sent: `policy.renderer` is allowed."""
+    prompt_key: ClassVar[bytes] = b""
+    """Text directly before the first prompt id in a response, as the server prints it (`"prompt_token_ids":[`).
+
+    Both keys only save time: ids that an earlier turn has, and routed experts, are then skipped instead of parsed.
+    """
+    experts_key: ClassVar[bytes] = b""
+    """Text directly before the routed experts in a response (`"routed_experts":`)."""
+    experts_copied: ClassVar[bool] = False
+    """Whether a response may have the routed experts twice behind `experts_key`."""
+    checks_values: ClassVar[bool] = False
+    """Whether `read` checks each id and logprob, by `TokenId` and `Logprob`. If not, they are checked after it."""
+    context_limit: ClassVar[tuple[str, ...]] = CONTEXT_LIMIT
+    """Lower-case texts, one of which is in an HTTP 4xx that refuses a prompt for its length."""
+    control: ClassVar[ControlCalls] = ControlCalls()
+    """How the server says which weights it has, and loads others."""
+
+    def __init__(self, settings: Engine, *, renderer: AsyncRenderer | None = None) -> None:
+        self.settings = settings
+        self.renderer = renderer
+
+    @abstractmethod
+    def request_fields(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """The JSON object of a request, without the model. It must ask for ids and logprobs whatever `sampling` says;
+        `sampling` has OpenAI's names (`temperature`, `max_tokens`) and what `policy.sampling.more` adds."""
+
+    @abstractmethod
+    def read(self, text: bytes) -> ResponseFields:
+        """Decode a response. `Upstream` or msgspec's DecodeError if it is malformed.
+
+        `text` has placeholders where the keys were found: return prompt ids and routed experts as `msgspec.Raw` of it,
+        undecoded.
+        """
+
+    def request_body(self, prompt: Prompt, sampling: Mapping[str, Any], *, model: str | None = None) -> bytes:
+        """StageError if `request_fields` fails, BadRequest if JSON has no form for what the caller passed."""
+        with DialectBoundary(self, "request_fields"):
+            fields: Any = self.request_fields(prompt, sampling)
+            if not isinstance(fields, dict):
+                raise StageError(f"{type(self).__name__}.request_fields returned a {type(fields).__name__}: {A_DICT}")
+        request = {"model": model or self.settings.model, **fields}
+        try:
+            return orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError as error:
+            raise BadRequest(f"the request is not JSON-serializable: {error}") from error
+
+    def named(self, body: bytes, name: str) -> bytes:
+        """The body of a request that its response is to name, if the server does not take the name from the header
+        `X-Request-Id`."""
+        return body
+
+    def is_context_limit(self, error: str) -> bool:
+        """Whether an HTTP 4xx with this body refuses the prompt for its length."""
+        return any(phrase in error.lower() for phrase in self.context_limit)
+
+    def logprobs(self, body: Body) -> "Sequence[TokenChoice]":
+        """The tokens of a response that names them by id, with the most likely ones at their places."""
+        return ()
+
+    def chat_completion(self, body: Body, turn: Turn) -> bytes:
+        """The response as a session's client gets it: OpenAI's chat completion, without what only training needs."""
+        assert turn.message is not None
+        message, tokens = orjson.Fragment(turn.message), (turn.prompt_tokens, len(turn.completion_ids))
+        usage = dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), (*tokens, sum(tokens)), strict=True))
+        return orjson.dumps(
+            {
+                "id": f"chatcmpl-{turn.sequence.ids_digest:032x}",
+                "object": "chat.completion",
+                "created": int(time.time()),
+                "model": self.settings.model,
+                "choices": [
+                    {
+                        "index": 0,
+                        "message": message,
+                        "logprobs": None,
+                        "finish_reason": finish_reason(turn),
+                    }
+                ],
+                "usage": usage,
+            }
+        )
+
+
+class ChatDialect(Dialect):
+    """A server with OpenAI's chat API. Its responses reach a session's client unchanged except for routed experts."""
+
+    endpoint: ClassVar[str] = CHAT_PATH
+    prompt_key: ClassVar[bytes] = b'"prompt_token_ids":['
+    experts_key: ClassVar[bytes] = b'"routed_experts":'
+
+    @abstractmethod
+    def required_fields(self, prompt: Prompt) -> dict[str, Any]:
+        """The request fields without which the response cannot be recorded. They override the caller's."""
+
+    def request_fields(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        tools = {"tools": prompt.tools} if prompt.tools else {}
+        fields = {"messages": prompt.messages, **tools, **sampling, **self.required_fields(prompt)}
+        if fields.get("top_logprobs", 0) is None:  # an agent's null; vLLM to 0.28 then sends no logprobs
+            del fields["top_logprobs"]
+        return fields
+
+    def chat_completion(self, body: Body, turn: Turn) -> bytes:
+        return without_routes(body, turn)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenChoice:
+    """A sampled token, and the most likely tokens at its place."""
+
+    id: int
+    logprob: float
+    top: Sequence[tuple[int, float]] = ()
+
+
+class TokenLogprob(msgspec.Struct, gc=False):
+    """An entry of `logprobs.content`. It names its token by text, which is not compared with the ids."""
+
+    logprob: Logprob
+
+
+class TokenLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+
+
+class AnyObject(msgspec.Struct):
+    pass
+
+
+class ChatMessage(msgspec.Struct):
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
+    tool_calls: list[AnyObject] | None = None
+
+
+TOKEN_IDS = msgspec.json.Decoder(list[TokenId])
+MESSAGE = msgspec.json.Decoder(ChatMessage)
+
+Value = TypeVar("Value")
+
+
+def finish_reason(turn: Turn) -> str | None:
+    """As in OpenAI's API, where calls end a completion that a renderer found them in."""
+    calls = turn.message is not None and bool(orjson.loads(turn.message).get("tool_calls"))
+    return "tool_calls" if calls and turn.finish_reason == "stop" else turn.finish_reason
+
+
+def only_choice(choices: Sequence[Value]) -> Value:
+    if len(choices) != 1:
+        raise Upstream(f"the engine answered with {len(choices)} choices: exactly one can be recorded")
+    return choices[0]
+
+
+def read_completion(
+    token_ids: msgspec.Raw, content: Sequence[TokenLogprob] | None, finish_reason: str | None = None
+) -> tuple[Ids, Logprobs]:
+    """A choice's `token_ids` and `logprobs.content`, as arrays of equal length. One that was aborted before its first
+    token may have neither."""
+    if token_ids == ABSENT or content is None:
+        if finish_reason == ABORT:
+            return NO_IDS, NO_LOGPROBS
+        raise Upstream(
+            "the engine's response has no token_ids with logprobs; is engine.dialect right? vLLM must be 0.22.0 or "
+            "newer"
+        )
+    ids = read_ids(bytes(token_ids), "token_ids")
+    if len(ids) != len(content):
+        raise Upstream(f"the engine's response has {len(ids)} token_ids but {len(content)} logprobs")
+    return ids, np.array([token.logprob for token in content], np.float32)
+
+
+def read_message(raw: msgspec.Raw) -> bytes:
+    """The assistant's message as JSON. Null content is valid: a reasoning parser sends it while the thought goes on."""
+    message = read_part(raw, MESSAGE, "message")
+    if message.content is msgspec.UNSET and not message.tool_calls:
+        raise Upstream("the engine's message has neither content nor tool calls")
+    return bytes(raw)
+
+
+def read_ids(raw: bytes, name: str) -> Ids:
+    """A JSON list of ids: directly to an array if compact, else by type, which reports what is wrong with it."""
+    ids = compact_ids(raw)
+    return np.array(read_part(raw, TOKEN_IDS, name), np.int32) if ids is None else ids
+
+
+def compact_ids(raw: bytes) -> Ids | None:
+    """The ids of a JSON list of only digits and commas; None for any other value."""
+    if raw[:1] != b"[":
+        return None
+    return NO_IDS if raw == b"[]" else listed_ids(raw[1:-1])
+
+
+def listed_ids(text: bytes) -> Ids | None:
+    """The ids of a text that is exactly `ids_text` of one or more; None for any other."""
+    try:
+        ids = np.fromstring(text, np.int32, sep=",")
+    except ValueError:
+        return None
+    return ids if ids_text(ids) == text and text and b"-" not in text else None
+
+
+def read_part(raw: bytes | memoryview | msgspec.Raw, decoder: msgspec.json.Decoder[Value], name: str) -> Value:
+    """Decode a part of a response. msgspec's error gives the path inside the part, so the part is named here."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.DecodeError as error:
+        raise Upstream(f"the engine's response is malformed: {error} of {name}") from None
+
+
+def without_routes(body: Body, turn: Turn) -> bytes:
+    """The engine's body, byte for byte, with `null` in place of the routed experts."""
+    if not turn.routes_spans:
+        return bytes(body)
+    view, parts, done = memoryview(body), list[bytes | memoryview](), 0
+    for start, end in turn.routes_spans:
+        parts += [view[done:start], b"null"]
+        done = end
+    return b"".join([*parts, view[done:]])

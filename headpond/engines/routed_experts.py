@@ -1,0 +1,316 @@
+"""Routed experts in a response: four wire forms, of which only the rows that are still needed are decoded.
+
+Base64 is positional, so decoding starts at the first wanted row and the characters before it are not read. Rows are
+identified by their absolute token position.
+"""
+
+import binascii
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pybase64
+from numpy.typing import NDArray
+
+from headpond.errors import Upstream
+from headpond.turn import WIRE_DTYPES, WIRE_RANGES, CheckRoutes, RouteFormat, Routes, Rows
+
+Text = bytes | memoryview
+Chars = NDArray[np.uint8]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Lists = list[list[list[Annotated[int, msgspec.Meta(ge=0, le=65535)]]]]
+
+SHAPELESS_WIRE = "int32"
+"""Type of SGLang's bare string, and the type assumed for nested lists."""
+NPY_MAGIC_TEXT = pybase64.b64encode(b"\x93NUMPY")
+NPY_HEADER = re.compile(
+    rb"\{'descr': '[|<]([ui][1248])', 'fortran_order': False, 'shape': \((\d{1,9}), (\d{1,9}), (\d{1,9})\), \} *\n"
+)
+SAMPLED_ROWS = 16
+"""Zero rows come in runs (a cached prefix, a payload never captured), so a few evenly spread rows detect them."""
+MAX_DIGITS = 5
+"""Of a u16 in nested lists."""
+BLOCK_CHARS = 1 << 18
+"""Size of the blocks that nested lists are parsed in: ten arrays of this size stay in the cache, and no step holds the
+GIL for long."""
+
+
+class Wanted(NamedTuple):
+    """Which rows of a response are needed, and how many it must have."""
+
+    tokens: int
+    """Prompt and completion of the response."""
+    first: int
+    """Rows before this position are recorded already."""
+    until: int
+    """Rows from this position on belong to tokens that were cut."""
+    requested_from: int = 0
+    """First row that was requested. Engines may ignore it and send all rows."""
+
+    def start(self, rows: int, stated: int | None = None) -> int:
+        """Position of a payload's first row. Every token but the last has a row; some engines send the last as well."""
+        starts = (self.requested_from, 0) if stated is None else (stated,)
+        for missing in (1, 0):
+            for start in starts:
+                if rows == self.tokens - missing - start:
+                    return start
+        raise Upstream(f"routed experts: {rows} rows from {starts[-1]} on do not fit {self.tokens} tokens")
+
+
+class WireObject(msgspec.Struct):
+    """The form with a shape."""
+
+    data: msgspec.Raw
+    shape: tuple[Count, Count, Count]
+    start: Count | None = None
+    dtype: str | None = None
+
+
+WIRE_OBJECT = msgspec.json.Decoder(WireObject)
+
+
+class Payload(NamedTuple):
+    """Base64 text, and the rows in it."""
+
+    text: Text
+    rows: int
+    start: int
+    format: RouteFormat
+    header_bytes: int = 0
+    """Size of the `.npy` header before the first row."""
+
+
+def read_object(wire: WireObject, text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    """The wanted rows of the form with a shape; `text` is the base64 of its data."""
+    rows, layers, topk = wire.shape
+    learned = route_format.learned(layers=layers, topk=topk, wire="uint8" if wire.dtype is None else wire.dtype)
+    return _read(Payload(text=text, rows=rows, start=wanted.start(rows, wire.start), format=learned), wanted)
+
+
+def read_string(text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    """The wanted rows of a string: a `.npy` file in base64, or SGLang's bare array."""
+    if bytes(text[: len(NPY_MAGIC_TEXT)]) != NPY_MAGIC_TEXT:
+        return _read(_bare(text, wanted, route_format), wanted)
+    header_bytes, rows, learned = npy_header(text, route_format)
+    start = wanted.start(rows)
+    return _read(Payload(text=text, rows=rows, start=start, format=learned, header_bytes=header_bytes), wanted)
+
+
+def read_lists(raw: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    """The wanted rows of nested lists. Of the other rows only the brackets are parsed."""
+    rows = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    start = wanted.start(len(rows))
+    first = max(start, wanted.first)
+    new = rows[first - start :]
+    if not new:
+        return None
+    try:
+        values = np.array(msgspec.json.decode(b"[" + b",".join(map(bytes, new)) + b"]", type=Lists), np.int32)
+    except msgspec.DecodeError as error:
+        raise Upstream(f"routed experts: {error}") from None
+    except ValueError:
+        raise Upstream("routed experts: lists of different lengths") from None
+    if values.ndim != 3:
+        raise Upstream("routed experts: empty lists")
+    learned = route_format.learned(layers=values.shape[1], topk=values.shape[2], wire=SHAPELESS_WIRE)
+    return _routes(values, first, wanted, learned)
+
+
+def read_compact_lists(text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    """`read_lists` for compact lists, without a Python integer for every number."""
+    lists = number_lists(text)
+    start = wanted.start(len(lists)) if lists else 0
+    first = max(start, wanted.first)
+    if lists is None or (values := lists.values(first - start)) is None:
+        raise Upstream("routed experts: not compact lists of equal lengths")
+    if not len(values):
+        return None
+    learned = route_format.learned(layers=lists.layers, topk=lists.topk, wire=SHAPELESS_WIRE)
+    return _routes(values, first, wanted, learned)
+
+
+def npy_header(text: Text, route_format: RouteFormat) -> tuple[int, int, RouteFormat]:
+    """Size in bytes of the header of a base64 `.npy` file, and the rows and format that it states."""
+    preamble = _decode(text[:16])
+    fixed = 10 if preamble[6:7] == b"\x01" else 12
+    header_bytes = fixed + int.from_bytes(preamble[8:fixed], "little")
+    header = NPY_HEADER.fullmatch(_decode(text[: base64_length(header_bytes)])[fixed:header_bytes])
+    if header is None:
+        raise Upstream("routed experts: not the .npy header of a little-endian, C-ordered array of 3 dimensions")
+    rows, layers, topk = map(int, header.groups()[1:])
+    wire = np.dtype(header[1].decode()).name
+    return header_bytes, rows, route_format.learned(layers=layers, topk=topk, wire=wire)
+
+
+def base64_length(size: int) -> int:
+    return -(-size // 3) * 4
+
+
+def _bare(text: Text, wanted: Wanted, route_format: RouteFormat) -> Payload:
+    """SGLang's string without a shape. Both sides of it are configured: 6 layers of 2 experts divide as 4 of 3 do."""
+    layers, topk, size = route_format.layers, route_format.topk, len(text) // 4 * 3 - bytes(text[-2:]).count(b"=")
+    if layers is None or topk is None:
+        raise Upstream(
+            "routed experts: a bare string has no shape; set engine.hidden_layers (dense ones included) and "
+            "engine.experts_per_token"
+        )
+    for missing in (1, 0):
+        for start in (wanted.requested_from, 0):
+            rows = wanted.tokens - missing - start
+            if rows >= 0 and size == rows * layers * topk * 4:
+                learned = route_format.learned(layers=layers, topk=topk, wire=SHAPELESS_WIRE)
+                return Payload(text=text, rows=rows, start=start, format=learned)
+    raise Upstream(
+        f"routed experts: {size} bytes are not int32 rows of {layers} layers and {topk} experts for {wanted.tokens} "
+        "tokens; check engine.hidden_layers and engine.experts_per_token against the model's config.json"
+    )
+
+
+def _read(payload: Payload, wanted: Wanted) -> Routes | None:
+    route_format, row_bytes = payload.format, payload.format.row_bytes
+    assert route_format.wire is not None
+    assert row_bytes is not None
+    size = payload.header_bytes + payload.rows * row_bytes
+    if len(payload.text) != base64_length(size):
+        raise Upstream(f"routed experts: {len(payload.text)} characters of base64 for {size} bytes")
+    first = max(payload.start, wanted.first)
+    skipped_bytes = payload.header_bytes + (first - payload.start) * row_bytes
+    if skipped_bytes >= size:
+        return None
+    decoded = _decode(payload.text[skipped_bytes // 3 * 4 :])
+    if len(decoded) != size - skipped_bytes // 3 * 3:
+        raise Upstream("routed experts: the base64's padding does not fit its shape")
+    values = np.frombuffer(decoded, WIRE_DTYPES[route_format.wire], offset=skipped_bytes % 3)
+    return _routes(values.reshape(-1, route_format.layers or 0, route_format.topk or 0), first, wanted, route_format)
+
+
+def _routes(values: NDArray[Any], first: int, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+    rows = _narrowed(values, route_format)[: max(0, wanted.until - first)]
+    if not len(rows):
+        return None
+    valid = _captured(rows, route_format)
+    if valid is not None and not valid.any():
+        return None
+    return Routes(first=first, rows=rows, valid=valid, format=route_format)
+
+
+def _narrowed(values: NDArray[Any], route_format: RouteFormat) -> Rows:
+    """Expert ids in the type that they are kept in. `Upstream` if an id is out of range."""
+    experts = route_format.experts or 1 << route_format.dtype.itemsize * 8
+    lowest, highest = WIRE_RANGES[route_format.wire or SHAPELESS_WIRE]
+    if (lowest < 0 and values.min() < 0) or (highest >= experts and values.max() >= experts):
+        raise Upstream(f"routed experts: an id below 0 or above {experts - 1}")
+    rows = values.astype(route_format.dtype, copy=False)
+    return rows if rows.flags.aligned else rows.copy()
+
+
+def _captured(rows: Rows, route_format: RouteFormat) -> NDArray[np.bool_] | None:
+    """Which rows were captured; None if all. Zeros would mean expert 0 chosen top-k times, which no router does."""
+    if route_format.check is CheckRoutes.OFF or route_format.topk == 1:
+        return None
+    if route_format.check is CheckRoutes.SAMPLE:
+        sampled = rows[:: -max(1, len(rows) // SAMPLED_ROWS)]  # from the last row, the likeliest to be missing
+        if sampled[:, 0, 0].all() or sampled.any(axis=(1, 2)).all():
+            return None
+    captured: NDArray[np.bool_] = np.any(rows.reshape(len(rows), -1), axis=1)
+    return None if captured.all() else captured
+
+
+def _decode(text: Text) -> bytes:
+    try:
+        return pybase64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise Upstream("routed experts: not base64") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberLists:
+    """A compact JSON list of rows, each `layers` lists of `topk` numbers. `values` checks all but the first row."""
+
+    chars: Chars
+    """Without the outermost opening bracket. The closing one is where the other rows have a comma."""
+    ends: NDArray[np.int64]
+    """End of each row and its comma, provided that every row is like the first."""
+    layers: int
+    topk: int
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def values(self, first: int) -> NDArray[np.int32] | None:
+        """`[rows, layers, topk]` from row `first` on; None unless all rows, also those before, are compact and equal in
+        shape."""
+        values = np.empty((max(0, len(self) - first), self.layers, self.topk), np.int32)
+        row = done = 0
+        while row < len(self):
+            until = max(row + 1, int(np.searchsorted(self.ends, done + BLOCK_CHARS, side="right")))
+            until = min(until, first) if row < first else until
+            block = self._block(done, int(self.ends[until - 1]), until - row)
+            if block is None:
+                return None
+            if row >= first:
+                numbers = block.numbers()
+                if numbers is None:
+                    return None
+                values[row - first : until - first] = numbers.reshape(-1, self.layers, self.topk)
+            row, done = until, int(self.ends[until - 1])
+        return values
+
+    def _block(self, start: int, end: int, rows: int) -> "_Block | None":
+        """None unless it is JSON and shaped like the first row."""
+        chars = self.chars[start:end]
+        digits = chars - ord("0")
+        is_digit = digits < 10
+        skeleton, others = self._skeleton, chars[~is_digit]
+        if end == len(self.chars):
+            others[-1] = ord(",")
+        if len(others) != rows * len(skeleton) or not (others.reshape(rows, -1) == skeleton).all():
+            return None
+        last = is_digit[:-1] & ~is_digit[1:]
+        leading_zero = (digits[1:-1] == 0) & ~is_digit[:-2] & is_digit[2:]
+        if np.count_nonzero(last) != rows * self.layers * self.topk or leading_zero.any():
+            return None
+        return _Block(digits=digits, is_digit=is_digit, last=last)
+
+    @cached_property
+    def _skeleton(self) -> Chars:
+        """A row without its digits."""
+        layer = b"[" + b"," * (self.topk - 1) + b"]"
+        return np.frombuffer(b"[" + b",".join([layer] * self.layers) + b"],", np.uint8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    digits: Chars
+    is_digit: NDArray[np.bool_]
+    last: NDArray[np.bool_]
+    """The last digit of each number."""
+
+    def numbers(self) -> NDArray[np.int32] | None:
+        """None if a number has more than MAX_DIGITS."""
+        place = np.flatnonzero(self.last)
+        numbers = self.digits[place].astype(np.int32)
+        more = self.is_digit[place - 1]
+        for power in range(1, MAX_DIGITS):
+            if not more.any():
+                break
+            numbers += np.where(more, self.digits[place - power], 0) * np.int32(10**power)
+            more &= self.is_digit[place - power - 1]
+        return None if more.any() else numbers
+
+
+def number_lists(text: bytes | memoryview) -> NumberLists | None:
+    """None if the first row and the ends of `text` do not look like a compact list of rows."""
+    start = bytes(text[:BLOCK_CHARS])
+    end_of_first = start.find(b"]]")
+    if not start.startswith(b"[[[") or end_of_first < 0 or bytes(text[-3:]) != b"]]]":
+        return None
+    first = start[1 : end_of_first + 2]
+    layers, topk = first.count(b"[") - 1, first[: first.index(b"]")].count(b",") + 1
+    chars = np.frombuffer(text, np.uint8)[1:]
+    closing = chars == ord("]")
+    ends = np.flatnonzero(closing[:-2] & closing[1:-1] & (chars[2:] == ord(","))) + 3
+    return NumberLists(chars=chars, ends=np.append(ends, len(chars)), layers=layers, topk=topk)

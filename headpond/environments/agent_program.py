@@ -1,0 +1,150 @@
+"""Runs an agent that is a program of its own: `run_program` starts it for one rollout and kills its process group."""
+
+import asyncio
+import contextlib
+import os
+import pwd
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headpond.environments.protocol import AgentPolicy
+from headpond.errors import ConfigError
+from headpond.runtime.cancellation import run_to_completion
+from headpond.runtime.launcher import LAUNCHER
+from headpond.runtime.offload import in_io_thread
+from headpond.runtime.privacy import inherited_variables
+from headpond.spans import timed
+
+NICENESS = 10
+"""Programs yield the CPU to the event loop that serves them: without it, 16 starting at once took 90 % of its time."""
+MAX_OUTPUT_BYTES = 1 << 20
+"""The last bytes of a program's output are kept."""
+BLOCK_BYTES = 1 << 16  # the capacity of a pipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentUser:
+    """The user that programs run as, in place of this process's."""
+
+    uid: int
+    gid: int
+    variables: Mapping[str, str]
+
+    @property
+    def switch(self) -> str:
+        """Python that changes the user and gives it the output. Runs before PR_SET_PDEATHSIG, which it clears, and
+        after all imports: the user may have no access to this Python."""
+        ids = f"{self.uid}, {self.gid}"
+        return f"os.fchown(1, {ids}); os.setgroups([]); os.setgid({self.gid}); os.setuid({self.uid})\n"
+
+
+_user: AgentUser | None = None
+
+
+def run_as(name: str | None) -> None:
+    """Run all later programs of this process as user `name`, or as its own. Raises ConfigError."""
+    global _user
+    _user = _agent_user(name) if name else None
+
+
+def _agent_user(name: str) -> AgentUser | None:
+    try:
+        entry = pwd.getpwnam(name)
+    except KeyError:
+        raise ConfigError(f"rollouts.agent_user: this machine has no user {name!r}") from None
+    if entry.pw_uid == os.geteuid():
+        return None
+    if os.geteuid() != 0:
+        raise ConfigError(f"rollouts.agent_user = {name!r}: only a worker that runs as root can change the user")
+    variables = {"HOME": entry.pw_dir, "USER": name, "LOGNAME": name}
+    return AgentUser(uid=entry.pw_uid, gid=entry.pw_gid, variables=variables)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramResult:
+    exit_code: int
+    """negative: killed by that signal"""
+    output: str
+    """standard output and standard error"""
+
+
+async def run_program(
+    command: Sequence[str],
+    policy: AgentPolicy,
+    *,
+    variables: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+) -> ProgramResult:
+    """Run `command` with the policy's URL, key and model in the variables that agents read (`policy.variables`).
+
+    The program has its own process group, which is killed when this call returns, raises or is cancelled; the program
+    itself also ends with this process. It inherits this process's environment except Headpond's settings, and runs as
+    `rollouts.agent_user`.
+    """
+    script = f"import ctypes, os; os.nice({NICENESS})\n{_user.switch if _user else ''}{LAUNCHER}"
+    launcher = [sys.executable, "-I", "-S", "-c", script, str(os.getpid())]
+    of_user = _user.variables if _user else {}
+    environment = {**inherited_variables(), **of_user, **policy.variables, **(variables or {})}
+    # In a thread: each fork blocks its caller (380 ms when 16 programs started at once).
+    starting = asyncio.create_task(in_io_thread(_start, [*launcher, *command], environment, directory))
+    try:
+        with timed("program", Path(command[0]).name):
+            return await in_io_thread(_wait, await asyncio.shield(starting))
+    finally:
+        await run_to_completion(asyncio.create_task(_kill(starting)))
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str], directory: Path | None) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        cwd=directory,
+        process_group=0,
+    )
+
+
+def _wait(program: "subprocess.Popen[bytes]") -> ProgramResult:
+    """Read the output until the program ends, even if one of its children keeps the pipe open."""
+    assert program.stdout is not None
+    tail = bytearray()
+    with program.stdout as output, os.fdopen(os.pidfd_open(program.pid)) as ended:
+        os.set_blocking(output.fileno(), False)
+        poll = select.poll()
+        for file in (output, ended):
+            poll.register(file, select.POLLIN)
+        while not any(descriptor == ended.fileno() for descriptor, _ in poll.poll()):
+            if not _read_block(output.fileno(), tail):
+                poll.unregister(output)
+        for _ in range(MAX_OUTPUT_BYTES // BLOCK_BYTES):
+            if not _read_block(output.fileno(), tail):
+                break
+    return ProgramResult(exit_code=program.wait(), output=tail.decode(errors="replace"))
+
+
+def _read_block(descriptor: int, tail: bytearray) -> bool:
+    """False when the pipe is empty or closed."""
+    try:
+        block = os.read(descriptor, BLOCK_BYTES)
+    except BlockingIOError:
+        return False
+    tail += block
+    del tail[:-MAX_OUTPUT_BYTES]
+    return bool(block)
+
+
+async def _kill(starting: "asyncio.Task[subprocess.Popen[bytes]]") -> None:
+    await asyncio.wait([starting])
+    if starting.cancelled() or starting.exception():
+        return
+    program = starting.result()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+    await in_io_thread(program.wait)

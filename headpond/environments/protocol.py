@@ -1,0 +1,189 @@
+"""The interface of environments: `Environment`, the policies it is given, and the types they exchange. No I/O.
+
+`builtin/arithmetic.py` is the shortest implementation.
+"""
+
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import orjson
+
+from headpond.environments.scores import AnyScore, Score
+from headpond.errors import PolicyFailure
+from headpond.turn import HIT_MAX_TOKENS, Ids, Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    id: str
+    name: str
+    text: str
+    """the arguments as the policy wrote them"""
+
+    def arguments(self) -> dict[str, Any]:
+        """Raises PolicyFailure if they are not a JSON object: catch it to answer the policy, or it ends the rollout."""
+        try:
+            parsed = orjson.loads(self.text)
+        except orjson.JSONDecodeError as error:
+            raise PolicyFailure(f"the arguments of {self.name} are not JSON: {error}") from error
+        if not isinstance(parsed, dict):
+            raise PolicyFailure(f"the arguments of {self.name} are not a JSON object")
+        return parsed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """The policy's completion of one turn."""
+
+    message: Message
+    """append it unchanged to the messages of the next turn"""
+    finish_reason: str
+    truncated: bool
+    """cut off at `max_seq_len`: the conversation cannot continue"""
+    token_ids: Ids = field(default_factory=lambda: np.empty(0, np.int32), repr=False, compare=False)
+    """the tokens that the policy sampled"""
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    """set declared fields for the trainer here: a number, or one for each of `token_ids`"""
+
+    @property
+    def hit_max_tokens(self) -> bool:
+        """Ended by `max_tokens` or the engine's context length rather than by the policy."""
+        return self.finish_reason == HIT_MAX_TOKENS
+
+    @property
+    def content(self) -> str:
+        return self.message.get("content") or ""
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return [
+            ToolCall(id=call.get("id", ""), name=call["function"]["name"], text=call["function"]["arguments"])
+            for call in self.message.get("tool_calls") or []
+        ]
+
+
+class Policy(Protocol):
+    """What an environment chats with. `headpond.playing` has the implementation, which records every turn."""
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        agent: str = "",
+        train: bool = True,
+        **sampling: Any,
+    ) -> Completion:
+        """One turn; only one may be in flight. `train=False` keeps the completion out of the loss. Pass None to unset
+        a sampling default. Raises PolicyFailure at the turn or context limit, InfrastructureFailure if the engine
+        fails."""
+        ...
+
+    def sample_ids(self) -> Sequence[Ids]:
+        """The tokens of each sample so far; per-token `Score.columns` have a number for each, in this order."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentPolicy:
+    """What an environment with `external_agent = True` gets: the endpoint for its agent. One chat at a time."""
+
+    base_url: str
+    """OpenAI-compatible, valid for this rollout only; every chat through it is recorded"""
+    api_key: str = field(repr=False)
+    model: str = "policy"
+    """the engine's name for it, `engine.model`"""
+    control_key: str = field(default="", repr=False)
+    """bearer token for `rewards_url`, for a harness outside of the agent. An agent that had it could reward itself"""
+
+    @property
+    def rewards_url(self) -> str:
+        """Where a harness posts rewards, metrics and rewards of turns before the rollout ends"""
+        return f"{self.base_url.removesuffix('/v1')}/rewards"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables by which agents find their API, `docs/agents.md` has the table."""
+        return agent_variables(self.base_url, self.api_key, self.model)
+
+
+def agent_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
+    """For agents that speak Chat Completions or Responses (`.../v1`) and those that speak Messages, whose clients add
+    `/v1` themselves."""
+    messages_url = base_url.removesuffix("/v1")
+    of_openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "LLM_BASE_URL": base_url}
+    of_anthropic = {"ANTHROPIC_BASE_URL": messages_url, "ANTHROPIC_API_BASE": messages_url}
+    keys = ("OPENAI_API_KEY", "CODEX_API_KEY", "LLM_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
+    models = (
+        "OPENAI_MODEL",
+        "ANTHROPIC_MODEL",
+        "ANTHROPIC_SMALL_FAST_MODEL",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+        "ANTHROPIC_DEFAULT_SONNET_MODEL",
+        "ANTHROPIC_DEFAULT_OPUS_MODEL",
+        "ANTHROPIC_DEFAULT_FABLE_MODEL",
+        "CLAUDE_CODE_SUBAGENT_MODEL",
+    )
+    prefixed = dict.fromkeys(("LLM_MODEL", "AIDER_MODEL", "MSWEA_MODEL_NAME"), f"openai/{model}")
+    quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    return {
+        **of_openai,
+        **of_anthropic,
+        **dict.fromkeys(keys, api_key),
+        **dict.fromkeys(models, model),
+        **prefixed,
+        **quiet,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayedRollout:
+    """A finished rollout, as passed to `score_group`."""
+
+    score: Score
+    error: str | None
+    """the policy's failure, such as a timeout"""
+    turns: int
+    completion_tokens: int
+    conversations: Sequence[Sequence[Message]]
+    """the messages of each sample; most rollouts have one"""
+
+    @property
+    def last_answer(self) -> str:
+        """The policy's last message in its last sample."""
+        answers = [message.get("content") for message in self.conversations[-1] if message["role"] == "assistant"]
+        return (answers[-1] if answers else None) or ""
+
+
+class Environment(Protocol):
+    @property
+    def examples(self) -> Iterable[Any]:
+        """A sequence, or any iterable, which is read into a list once."""
+        ...
+
+    async def rollout(self, example: Any, policy: Any) -> AnyScore | None:
+        """`policy` is a Policy, or an AgentPolicy if the class sets `external_agent = True`. None if the score of an
+        external agent is posted to `policy.rewards_url`."""
+        ...
+
+
+@runtime_checkable
+class ScoresGroups(Protocol):
+    """An environment whose rewards depend on the whole group."""
+
+    def score_group(
+        self, example: Any, rollouts: Sequence[PlayedRollout]
+    ) -> Sequence[AnyScore] | Awaitable[Sequence[AnyScore]]:
+        """One score per rollout, in their order; they replace the scores of `rollout`."""
+        ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """An environment that holds resources, such as a process or a connection."""
+
+    async def close(self) -> None:
+        """Called once, when the worker shuts down, after the last rollout."""
+        ...

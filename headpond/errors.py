@@ -1,0 +1,186 @@
+"""Every error that Headpond raises on purpose.
+
+HeadpondError
+ +-- ConfigError                 a setting is wrong; the message names file, line and the nearest setting
+ +-- RunError                    a run cannot start or continue
+ |    +-- RunLocked              another process holds the run or the Redis database
+ |    +-- RunMismatch            the run directory belongs to another configuration
+ |    +-- LedgerError            the ledger cannot be used here
+ |         +-- IllegalTransition a state change that the transition table does not allow: a bug
+ +-- BlobError
+ |    +-- BlobMissing
+ |    +-- BlobCorrupt
+ |    +-- BlobUnwritten          the store cannot be written (disk full, permissions); retried
+ +-- SessionError                carries the HTTP status of the session server's response
+ |    +-- BadRequest 400, Unauthorised 401, NotFound 404, TooSlow 408, Busy 409, Expired 410, TooLarge 413,
+ |    |   NothingToTrain 422, Invariant 500, Upstream 502, Full 503
+ |    +-- ContextFull 400        a BadRequest: the conversation was truncated and cannot continue
+ |    +-- Aborted 503            an Upstream: the engine ended the completion before the policy did
+ +-- InfrastructureFailure       retried, counted towards `recovery.max_failures`
+ |    +-- EngineUnreachable      retried, not counted: submission pauses
+ +-- PolicyFailure               an error of the policy: scored, never retried
+ +-- MalformedId                 a text is not the id that it should be
+ +-- StageError                  a stage cannot process its input: a broken pipeline
+ |    +-- OtherPlan              a step was encoded with other settings: it is formed again
+ +-- BatchError                  an error of the trainer's reader
+      +-- Stalled                no batch within the time limit; the message has the reason
+
+Each takes one message argument, so that it survives JSON.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from headpond.replica_use import ReplicaUse
+
+UNWRITTEN = 507
+"""HTTP status of a session server's response when the store cannot be written"""
+
+
+class HeadpondError(Exception):
+    replica_uses: "Mapping[str, ReplicaUse] | None" = None
+    """What the rollout that it ended had used of the engine, by replica."""
+
+
+class ConfigError(HeadpondError):
+    pass
+
+
+class RunError(HeadpondError):
+    pass
+
+
+class RunLocked(RunError):
+    pass
+
+
+class RunMismatch(RunError):
+    pass
+
+
+class LedgerError(RunError):
+    pass
+
+
+class IllegalTransition(LedgerError):
+    pass
+
+
+class BlobError(HeadpondError):
+    pass
+
+
+class BlobMissing(BlobError):
+    pass
+
+
+class BlobCorrupt(BlobError):
+    pass
+
+
+class BlobUnwritten(BlobError):
+    pass
+
+
+class SessionError(HeadpondError):
+    status_code: ClassVar[int] = 500
+
+
+class BadRequest(SessionError):
+    status_code = 400
+
+
+class ContextFull(BadRequest):
+    pass
+
+
+class Unauthorised(SessionError):
+    status_code = 401
+
+
+class NotFound(SessionError):
+    status_code = 404
+
+
+class TooSlow(SessionError):
+    status_code = 408
+
+
+class Busy(SessionError):
+    status_code = 409
+
+
+class Expired(SessionError):
+    status_code = 410
+
+
+class TooLarge(SessionError):
+    status_code = 413
+
+
+class NothingToTrain(SessionError):
+    status_code = 422
+
+
+class Invariant(SessionError):
+    status_code = 500
+
+
+class Upstream(SessionError):
+    status_code = 502
+
+
+class Aborted(Upstream):
+    status_code = 503
+    sampled_tokens: int = 0
+    """Of the completion, which is thrown away."""
+
+
+class Full(SessionError):
+    status_code = 503
+
+
+class InfrastructureFailure(HeadpondError):
+    pass
+
+
+class EngineUnreachable(InfrastructureFailure):
+    pass
+
+
+class PolicyFailure(HeadpondError):
+    pass
+
+
+class MalformedId(HeadpondError):
+    pass
+
+
+class StageError(HeadpondError):
+    pass
+
+
+class OtherPlan(StageError):
+    pass
+
+
+class BatchError(HeadpondError):
+    pass
+
+
+class Stalled(BatchError):
+    pass
+
+
+def text_of(error: BaseException) -> str:
+    """Type and message, also of an error whose `__str__` raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as failure:  # noqa: BLE001  foreign code
+        return f"{type(error).__name__}: its text cannot be read ({type(failure).__name__})"
+
+
+def sentence(text: str) -> str:
+    """With a full stop, unless it has an end: another sentence follows."""
+    return text if text.endswith((".", "?", "!")) else f"{text}."

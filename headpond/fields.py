@@ -1,0 +1,88 @@
+"""Fields for the trainer: `[batch.fields.NAME]` declares one, a turn or a score gives its values, a micro-batch has it.
+
+Declared here once; configuration, recording and batches share it. Every value is checked where it is given, so that a
+wrong one is an error of its own rollout.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headpond.errors import StageError
+
+Array = NDArray[Any]
+FieldSource = Literal["score", "turn"]
+Per = Literal["token", "sample"]
+FieldType = Literal["f32", "f64", "i32", "i64", "u8"]
+
+DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(f"{name[0]}{int(name[1:]) // 8}") for name in FieldType.__args__}
+CONVERTIBLE = {"f": "fiub", "i": "iub", "u": "iub"}
+"""Kind of a field's dtype -> kinds of the values that it accepts."""
+KINDS = {"U": "text", "S": "bytes", "O": "object"}
+"""Kind of a NumPy dtype -> its name in an error, where NumPy's is a code like `<U4`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerField:
+    name: str
+    source: FieldSource = "score"
+    per: Per = "token"
+    dtype: FieldType = "f32"
+    default: float | None = 0
+    """None: every turn, or every score, must have a value."""
+
+    @property
+    def setting(self) -> str:
+        return f"batch.fields.{self.name}"
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return DTYPES[self.dtype]
+
+    @property
+    def filling(self) -> float:
+        """The value where none is given, such as padding."""
+        return self.default or 0
+
+    def converted(self, given: Any, what: str, *, length: int | None) -> Array:
+        """`given` in the field's dtype: one number, or `length` of them. StageError for anything else."""
+        try:
+            values = np.asarray(given)
+        except ValueError as error:  # nested lists of different lengths
+            raise StageError(f"{self.setting}: {what} has values that are not an array: {error}") from error
+        if values.dtype.kind not in CONVERTIBLE[self.numpy_dtype.kind]:
+            raise StageError(
+                f"{self.setting}: {what} has values of type {KINDS.get(values.dtype.kind, values.dtype)}: the field is "
+                f"declared as {self.dtype}"
+            )
+        if values.shape not in ((), (length,)):
+            expected = "one number" if length is None else f"one number or {length}"
+            raise StageError(f"{self.setting}: {what} has an array of shape {values.shape}, expected {expected}")
+        with np.errstate(over="ignore"):
+            converted = values.astype(self.numpy_dtype)
+        if converted.dtype.kind == "f" and not np.isfinite(converted).all():
+            raise StageError(f"{self.setting}: {what} has NaN or infinite values: they must be finite in {self.dtype}")
+        if values.dtype.kind != "f" and not np.array_equal(converted, values):
+            raise StageError(f"{self.setting}: {what} has values that {self.dtype} cannot hold")
+        return converted
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldValues:
+    """What a rollout gives for the declared fields."""
+
+    declared: tuple[TrainerField, ...] = ()
+    score: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """`Score.columns`"""
+    turns: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
+    """`Completion.fields` by turn"""
+    required: bool = True
+    """False for a rollout that failed: its loss mask is 0"""
+    turn_rewards: Sequence[float] | None = None
+    """`Score.turn_rewards`"""
+
+
+NO_FIELDS = FieldValues()

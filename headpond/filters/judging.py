@@ -1,0 +1,157 @@
+"""Builds the filters that the settings select, and applies them: a verdict on a rollout or a group, with the matches
+that decide it. Custom rules are imported from `module:function`."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Generic, TypeVar
+
+from pydantic import Field, model_validator
+
+from headpond.errors import ConfigError
+from headpond.filters.loading import load_group_rule, load_token_rule
+from headpond.filters.rules import (
+    Difficulty,
+    FindToken,
+    Gibberish,
+    GroupRewards,
+    MatchGroup,
+    Mode,
+    Overlong,
+    Repetition,
+    RolloutTokens,
+    Stale,
+    ZeroVariance,
+)
+from headpond.sections import Reader, Section, read_by
+
+BUILT_IN = ("gibberish", "repetition", "overlong", "stale", "zero_variance", "difficulty")
+FilterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
+Rule = TypeVar("Rule")
+
+
+class CustomFilter(Section):
+    """A token filter of your own."""
+
+    use: str
+    """`module:function` that maps a `RolloutTokens` (`headpond.filters`) to the index of a matching token, or None."""
+    mode: Mode = Mode.MONITOR
+    """What happens to a matching rollout: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
+
+
+class CustomGroupFilter(Section):
+    """A group filter of your own."""
+
+    use: str
+    """`module:function` that maps a `GroupRewards` (`headpond.filters`) to whether the group matches."""
+    mode: Mode = Mode.MONITOR
+    """What happens to the rollouts of a matching group: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
+
+
+class FilterSettings(Section):
+    """Filters over rollouts and groups, in the order in which the first that drops names the reason."""
+
+    declared = read_by(Reader.COMPUTE)
+
+    gibberish: Gibberish = Gibberish()
+    repetition: Repetition = Repetition()
+    overlong: Overlong = Overlong()
+    stale: Stale = Stale()
+    zero_variance: ZeroVariance = ZeroVariance()
+    difficulty: Difficulty = Difficulty()
+    custom: dict[FilterName, CustomFilter] = Field(default={})
+    """Token filters of your own, by the name that drops and metrics use."""
+    custom_groups: dict[FilterName, CustomGroupFilter] = Field(default={})
+    """Group filters of your own, by the name that drops and metrics use."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "FilterSettings":
+        names = Counter([*BUILT_IN, *self.custom, *self.custom_groups])
+        if repeated := [name for name, times in names.items() if times > 1]:
+            raise ValueError(f"{', '.join(repeated)} names two filters; rename the custom one")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter(Generic[Rule]):
+    name: str
+    mode: Mode
+    rule: Rule
+
+
+def rollout_filters(settings: FilterSettings, *, vocab_size: int) -> tuple[Filter[FindToken], ...]:
+    """The token filters that are not off, in order."""
+    if settings.gibberish.mode != Mode.OFF and vocab_size < 1:
+        raise ConfigError(f"filters.gibberish needs the model's vocab_size, not {vocab_size}: set it, or mode = 'off'")
+    built_in: list[Filter[FindToken]] = [
+        Filter(
+            name="gibberish",
+            mode=settings.gibberish.mode,
+            rule=partial(settings.gibberish.find, vocab_size=vocab_size),
+        ),
+        Filter(name="repetition", mode=settings.repetition.mode, rule=settings.repetition.find),
+        Filter(name="overlong", mode=settings.overlong.mode, rule=settings.overlong.find),
+        Filter(name="stale", mode=settings.stale.mode, rule=settings.stale.find),
+    ]
+    own = [
+        Filter(name=name, mode=each.mode, rule=load_token_rule(each.use, setting=f"filters.custom.{name}.use"))
+        for name, each in settings.custom.items()
+        if each.mode != Mode.OFF
+    ]
+    return tuple(each for each in [*built_in, *own] if each.mode != Mode.OFF)
+
+
+def group_filters(settings: FilterSettings, *, needs_variance: bool) -> tuple[Filter[MatchGroup], ...]:
+    """The group filters that are not off, in order. `needs_variance`: see `advantages.Recipe`."""
+    variance_mode = settings.zero_variance.mode if needs_variance else Mode.OFF
+    built_in: list[Filter[MatchGroup]] = [
+        Filter(name="zero_variance", mode=variance_mode, rule=settings.zero_variance.matches),
+        Filter(name="difficulty", mode=settings.difficulty.mode, rule=settings.difficulty.matches),
+    ]
+    own = [
+        Filter(name=name, mode=each.mode, rule=load_group_rule(each.use, setting=f"filters.custom_groups.{name}.use"))
+        for name, each in settings.custom_groups.items()
+        if each.mode != Mode.OFF
+    ]
+    return tuple(each for each in [*built_in, *own] if each.mode != Mode.OFF)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    filter: str
+    mode: Mode
+    token: int | None
+    """Index into the rollout's tokens; None where the group as a whole matched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The matches of one rollout, or of one group, in the order of the filters."""
+
+    matches: tuple[Match, ...] = ()
+
+    @property
+    def drop_reason(self) -> str | None:
+        return next((match.filter for match in self.matches if match.mode == Mode.DROP), None)
+
+    @property
+    def masked(self) -> bool:
+        return self.drop_reason is None and any(match.mode == Mode.MASK for match in self.matches)
+
+
+def judge(rollout: RolloutTokens, filters: Sequence[Filter[FindToken]]) -> Verdict:
+    tokens = [(each, each.rule(rollout)) for each in filters]
+    return Verdict(
+        matches=tuple(Match(filter=f.name, mode=f.mode, token=int(token)) for f, token in tokens if token is not None)
+    )
+
+
+def judge_group(group: GroupRewards, filters: Sequence[Filter[MatchGroup]]) -> Verdict:
+    """The verdict that every rollout of the group shares."""
+    return Verdict(matches=tuple(Match(filter=f.name, mode=f.mode, token=None) for f in filters if f.rule(group)))
+
+
+def count_matches(verdicts: Iterable[Verdict]) -> Counter[str]:
+    """Rollouts by filter, in any mode; a rollout counts for every filter that it matches."""
+    return Counter(match.filter for verdict in verdicts for match in verdict.matches)

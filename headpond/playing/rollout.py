@@ -1,0 +1,327 @@
+"""One rollout from its example to its files, and the scores of a finished group.
+
+A rollout that fails because of the policy is a result; every other failure is raised. Unless a result is returned, no
+files of the rollout remain in the store.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import orjson
+
+from headpond import ids
+from headpond.config.engine import Policy
+from headpond.config.sessions import Sessions
+from headpond.engines.client import EngineClient
+from headpond.engines.dialects import Dialect
+from headpond.engines.replicas import NO_ORDERS, Orders
+from headpond.environments.loading import LoadedEnvironment
+from headpond.environments.posted_scores import completed
+from headpond.environments.protocol import AgentPolicy, PlayedRollout, ScoresGroups
+from headpond.environments.scores import Score, checked_score
+from headpond.error_boundary import error_boundary, in_own_task
+from headpond.errors import BlobError, NotFound, NothingToTrain, PolicyFailure, StageError
+from headpond.fields import FieldValues, TrainerField
+from headpond.messages import AGENT_CHARACTERS, AGENTS_LIMIT, POLICY_ERROR_CHARACTERS, RolloutResult, shortened
+from headpond.playing.agent_sessions import SessionServers
+from headpond.playing.policy import RecordedPolicy
+from headpond.recording import Echo, Mode, Sealed, Session, SessionSettings
+from headpond.runtime.cancellation import run_to_completion
+from headpond.runtime.offload import in_file_thread
+from headpond.spans import TimedSpan, collected, timed
+from headpond.store import Store
+from headpond.store.columns import read_columns
+
+logger = logging.getLogger("headpond.rollout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """Identity of one execution of a rollout."""
+
+    run: str
+    rollout: str
+    attempt: int
+    execution: str
+    seed: int
+    timeout_s: float
+    """After this the rollout ends with the turns it has, as a failure of the policy."""
+    orders: Orders = NO_ORDERS
+    """What the run asks of the engine's replicas."""
+
+    @property
+    def key(self) -> str:
+        """Directory of its files in the store, used by this execution only."""
+        return ids.execution_directory(self.run, self.rollout, self.attempt, self.execution)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutStage:
+    """What the rollouts of a process share."""
+
+    client: EngineClient
+    store: Store
+    settings: Policy
+    dialect: Dialect
+    sessions: SessionServers | None = None
+    """For external agents; None if no session server is configured."""
+    recording: Sessions = field(default_factory=Sessions)
+    """What holds for sessions in this process too: `echo`, `concurrency`, `when_busy`."""
+    fields: tuple[TrainerField, ...] = ()
+    """Declared fields for the trainer."""
+    trained: bool = True
+    """Whether a field without a value and a default is an error."""
+
+
+async def play(stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt) -> RolloutResult:
+    """Play one rollout, through a session server if the environment runs an external agent."""
+    play_example = _play_agent if environment.external_agent else _play_here
+    try:
+        with collected() as spans:
+            return await play_example(stage, environment, example, attempt, spans)
+    except BaseException:
+        await run_to_completion(asyncio.create_task(_sweep(stage.store, attempt.key)))
+        raise
+
+
+async def _play_here(
+    stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt, spans: Sequence[TimedSpan]
+) -> RolloutResult:
+    async with _recording(stage, attempt) as session:
+        policy = RecordedPolicy(
+            stage.client, session, stage.settings, stage.dialect, seed=attempt.seed, fields=stage.fields
+        )
+        try:
+            result = await _play_and_seal(stage, environment, example, attempt, session, policy, spans)
+        except BaseException as error:
+            policy.discarded(error)
+            raise
+        return result.model_copy(update={"replica_uses": policy.usage.by_replica})
+
+
+async def _play_and_seal(
+    stage: RolloutStage,
+    environment: LoadedEnvironment,
+    example: int,
+    attempt: Attempt,
+    session: Session,
+    policy: RecordedPolicy,
+    spans: Sequence[TimedSpan],
+) -> RolloutResult:
+    """A rollout that fails because of the policy before its first turn has a result without files. It counts in the
+    group's baseline: playing it again would select among rollouts."""
+    score, error = await _play_environment(environment, example, policy, stage.settings, attempt.timeout_s)
+    assert score is not None, "only an external agent's score can be posted"
+    if error and not session.turns:
+        await session.close()
+        return RolloutResult(reward=score.reward, policy_error=shortened(error, POLICY_ERROR_CHARACTERS))
+    required = error is None and stage.trained
+    fields = FieldValues(
+        declared=stage.fields,
+        score=score.columns,
+        turns=policy.turn_fields,
+        required=required,
+        turn_rewards=score.turn_rewards,
+    )
+    with error_boundary(StageError, f"environment {environment.name!r} left its rollout unfinished"):
+        after = stage.client.replicas.after
+        sealed = await session.seal(error=error or "", fields=fields, version_after=after, spans=spans)
+    metrics = {
+        "engine_s": policy.engine_s,
+        "engine_failures": float(policy.failures),
+        "engine_aborts": float(policy.aborts),
+    }
+    return _result(environment, score, error, sealed, metrics)
+
+
+async def _play_agent(
+    stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt, spans: Sequence[TimedSpan]
+) -> RolloutResult:
+    """An agent that sent no request has a result without files, whatever its score."""
+    assert stage.sessions is not None, "checked when the environments were loaded"
+    sampling = stage.settings.sampling.model_dump(exclude={"more"}, exclude_none=True) | stage.settings.sampling.more
+    request = {
+        "run": attempt.run,
+        "rollout": attempt.rollout,
+        "attempt": attempt.attempt,
+        "execution": attempt.execution,
+        "sampling": sampling,
+        "policy_version": attempt.orders.version,
+        "least_version": attempt.orders.least_version,
+        "abandoned_versions": attempt.orders.abandoned,
+        "sequence": attempt.orders.sequence,
+    }
+    async with stage.sessions.session(request) as session:
+        policy = AgentPolicy(
+            base_url=session.base_url,
+            api_key=session.secret,
+            model=stage.client.settings.model,
+            control_key=session.control_secret,
+        )
+        score, error = await _play_environment(environment, example, policy, stage.settings, attempt.timeout_s)
+        if score and score.columns:
+            raise StageError(f"environment {environment.name!r}: Score.columns is not supported with an external agent")
+        try:
+            sealed, posted = await session.seal(error or "", score.turn_rewards if score else None, spans)
+        except NothingToTrain as nothing:
+            policy_error = shortened(error or str(nothing), POLICY_ERROR_CHARACTERS)
+            reward = score.reward if score else stage.settings.policy_error_reward
+            return RolloutResult(reward=reward, policy_error=policy_error)
+        with error_boundary(StageError, f"environment {environment.name!r} has no score at example {example}"):
+            score = completed(score, posted)
+        return _result(environment, score, error, sealed, {})
+
+
+async def score_group(
+    store: Store, environment: LoadedEnvironment, example: int, members: Sequence[RolloutResult]
+) -> list[Score]:
+    """The scores of a group's rollouts, in their order, by an environment that scores them together."""
+    rollouts = [await in_file_thread(_read_played, store, member) for member in members]
+    what = f"environment {environment.name!r} could not score a group of example {example}"
+    scorer = environment.environment
+    if not isinstance(scorer, ScoresGroups):
+        raise StageError(f"{what}: it has no score_group")
+
+    async def score() -> list[Score]:
+        scored = scorer.score_group(environment.example(example), rollouts)
+        scores = await scored if inspect.isawaitable(scored) else scored
+        if len(scores) != len(members):
+            raise StageError(f"{what}: {len(scores)} scores for {len(members)} rollouts")
+        checked = [checked_score(score) for score in scores]
+        for name in ("columns", "turn_rewards", "agent_rewards"):
+            if any(getattr(score, name) for score in checked):
+                raise StageError(f"{what}: Score.{name} is not supported in score_group: return it from rollout")
+        return checked
+
+    return await in_own_task(StageError, what, score)
+
+
+@contextlib.asynccontextmanager
+async def _recording(stage: RolloutStage, attempt: Attempt) -> AsyncIterator[Session]:
+    """A session for one rollout, closed if the rollout fails."""
+    engine = stage.client.settings
+    settings = SessionSettings(
+        session=attempt.execution,
+        key=attempt.key,
+        rollout=attempt.rollout,
+        attempt=attempt.attempt,
+        mode=Mode.LINEAR if stage.dialect.renderer else Mode.OPEN,
+        echo=Echo(stage.recording.echo),
+        concurrency=stage.recording.concurrency,
+        queue=stage.recording.when_busy == "queue",
+        max_seq_len=stage.settings.max_seq_len,
+        max_samples=stage.settings.max_samples,
+        logprobs_mode=engine.logprobs_mode,
+    )
+    starting = asyncio.create_task(Session.start(stage.store, settings, route_format=engine.route_format))
+    try:
+        yield await asyncio.shield(starting)
+    except BaseException:
+        await run_to_completion(asyncio.create_task(_close(starting)))
+        raise
+
+
+async def _close(starting: asyncio.Task[Session]) -> None:
+    await asyncio.wait([starting])
+    if not starting.cancelled() and not starting.exception():
+        with contextlib.suppress(NotFound, OSError, BlobError):  # closed already, or its files are removed by `_sweep`
+            await starting.result().close()
+
+
+async def _sweep(store: Store, key: str) -> None:
+    """Failures are only logged, so that they do not replace the rollout's own error. The orchestrator's sweep removes
+    what is left."""
+    try:
+        await in_file_thread(store.sweep, key, named=())
+    except (OSError, BlobError) as error:
+        logger.warning("action=not_discarded key=%s error=%r", key, error)
+
+
+async def _play_environment(
+    environment: LoadedEnvironment,
+    example: int,
+    policy: RecordedPolicy | AgentPolicy,
+    settings: Policy,
+    timeout_s: float,
+) -> tuple[Score | None, str | None]:
+    """The score, and the policy's failure if the environment did not score it itself. No score if an external agent's
+    environment returns None: it is then posted to the session."""
+    what = f"environment {environment.name!r} failed at example {example}"
+
+    async def play() -> Score | None:
+        returned = await environment.environment.rollout(environment.example(example), policy)
+        if returned is None and isinstance(policy, AgentPolicy):
+            return None
+        return checked_score(returned)
+
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            with timed("rollout"):
+                return await in_own_task(StageError, what, play), None
+    except PolicyFailure as failure:
+        error = str(failure)
+    except (TimeoutError, asyncio.CancelledError):
+        if not limit.expired():  # cancelled by the worker
+            raise
+        # Also when the environment ignored the time-out and was then cancelled: its rollout was too long before.
+        error = f"timeout: the rollout took longer than {timeout_s:g} s"
+    return Score(reward=settings.policy_error_reward), error
+
+
+def _result(
+    environment: LoadedEnvironment, score: Score, error: str | None, sealed: Sealed, metrics: Mapping[str, float]
+) -> RolloutResult:
+    metrics = {**sealed.metrics, **metrics}
+    if reserved := sorted(metrics.keys() & score.metrics.keys()):
+        raise StageError(
+            f"environment {environment.name!r} returned a metric {', '.join(reserved)}, which Headpond reports itself: "
+            "rename it in Score.metrics"
+        )
+    return RolloutResult(
+        reward=score.reward,
+        rewards=dict(score.rewards),
+        agent_rewards=dict(score.agent_rewards),
+        policy_error=shortened(error, POLICY_ERROR_CHARACTERS) if error else None,
+        columns=sealed.columns,
+        experts=sealed.experts,
+        sample_lengths=sealed.sample_lengths,
+        version_first=sealed.version_first,
+        version_last=sealed.version_last,
+        inexact_tokens=sealed.inexact_tokens,
+        turns=sealed.turns,
+        prompt_tokens=sealed.prompt_tokens,
+        tool_tokens=sum(sealed.sample_lengths) - sealed.prompt_tokens - sealed.completion_tokens,
+        completion_tokens=sealed.completion_tokens,
+        truncated=sealed.truncated,
+        hit_max_tokens=sealed.hit_max_tokens,
+        agents=_bounded(sealed.agents),
+        replica_uses=dict(sealed.replica_uses),
+        metrics=_rounded({**score.metrics, **metrics}),
+    )
+
+
+def _bounded(agents: Mapping[str, int]) -> dict[str, int]:
+    """The first agents only, with names cut, to keep a reply small."""
+    return {name[:AGENT_CHARACTERS]: tokens for name, tokens in islice(agents.items(), AGENTS_LIMIT)}
+
+
+def _rounded(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Six digits, to keep a reply small."""
+    return {name: float(f"{value:.6g}") for name, value in metrics.items()}
+
+
+def _read_played(store: Store, member: RolloutResult) -> PlayedRollout:
+    conversations = orjson.loads(read_columns(store, member.columns).conversation.tobytes()) if member.columns else [[]]
+    return PlayedRollout(
+        score=Score(reward=member.reward, rewards=member.rewards, metrics=member.metrics),
+        error=member.policy_error,
+        turns=member.turns,
+        completion_tokens=member.completion_tokens,
+        conversations=conversations,
+    )

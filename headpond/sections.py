@@ -1,0 +1,116 @@
+"""Base class and common types of the configuration's sections, what each setting declares, and how tables of settings
+are recognised by type."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import UnionType
+from typing import Annotated, Any, ClassVar, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _split(value: object) -> object:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+COMMAS = BeforeValidator(_split)
+CommaSeparated = Annotated[tuple[str, ...], COMMAS]
+"""A list in TOML; one string, separated by commas, in an environment variable or a flag."""
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Reader(StrEnum):
+    """A kind of process that reads settings."""
+
+    ORCHESTRATOR = "orchestrator"
+    ROLLOUTS = "rollouts"
+    """`celery -A headpond.workers.rollouts`"""
+    COMPUTE = "compute"
+    """`celery -A headpond.workers.compute`"""
+    SESSIONS = "sessions"
+    """`headpond sessions`"""
+    UP = "up"
+    """`headpond up`"""
+    TRAINER = "trainer"
+    """The user's program: it must be started with the same value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """Which processes read a setting, and whether it may change. `Section.declared` holds for a whole section,
+    `Annotated` for one setting; None is what the section, or the one around it, declares."""
+
+    read_by: tuple[Reader, ...] = ()
+    """These processes use another value after they restart. Empty like None."""
+    fixed: bool | None = None
+    """A run cannot be resumed with another value."""
+    of_host: bool | None = None
+    """Paths, addresses, secrets and sizes of one process: they may differ between the hosts of a run."""
+
+    def then(self, metadata: Iterable[object]) -> "Declared":
+        """With what `metadata` declares instead."""
+        found = self
+        for each in metadata:
+            if isinstance(each, Declared):
+                found = Declared(
+                    read_by=each.read_by or found.read_by,
+                    fixed=found.fixed if each.fixed is None else each.fixed,
+                    of_host=found.of_host if each.of_host is None else each.of_host,
+                )
+        return found
+
+    @property
+    def restarts(self) -> tuple[Reader, ...]:
+        """What must be restarted for another value, beside the orchestrator, which every resume starts."""
+        return tuple(each for each in self.read_by if each is not Reader.ORCHESTRATOR)
+
+
+def read_by(*readers: Reader) -> Declared:
+    return Declared(read_by=readers)
+
+
+FIXED = Declared(fixed=True)
+OF_HOST = Declared(of_host=True)
+
+
+class Section(BaseModel):
+    declared: ClassVar[Declared] = Declared()
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        hide_input_in_errors=True,  # a wrong value may hold a password
+    )
+
+
+class Table(NamedTuple):
+    """A setting that is a table."""
+
+    section: type[Section] | None
+    """Of its settings, or of those of each entry; None where its keys are not Headpond's."""
+    by_name: bool
+    """Whether its keys are names, as in `[environments.NAME]`."""
+
+
+def table_of(annotation: Any) -> Table | None:
+    """The table that a setting of this type is, also beside a shorter form (`policy.renderer`)."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return table_of(parts[0])
+    if origin in (Union, UnionType):
+        return next((table for part in parts if (table := table_of(part))), None)
+    if origin in (dict, Mapping):
+        inner = table_of(parts[1])
+        return Table(inner.section if inner else None, by_name=True)
+    return (
+        Table(annotation, by_name=False) if isinstance(annotation, type) and issubclass(annotation, Section) else None
+    )
+
+
+def is_value(annotation: Any) -> bool:
+    """Whether a setting of this type can be given as a value: not where it is always a table of settings."""
+    table = table_of(annotation)
+    return table is None or table.section is None or get_origin(annotation) in (Union, UnionType)

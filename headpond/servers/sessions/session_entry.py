@@ -1,0 +1,69 @@
+"""A session in the server's memory, and what is kept of it on disk beside its recording."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from headpond.engines.replicas import Replica
+from headpond.environments.posted_scores import NOTHING_POSTED, PostedScore
+from headpond.recording import Session
+from headpond.replica_use import Usage
+from headpond.servers.sessions.in_flight import InFlight
+from headpond.servers.sessions.retries import SentChats
+
+
+class SessionMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """The server's own data about a session, stored by the recorder in `SessionSettings.notes`."""
+
+    secret_digest: str
+    """of the secret for chats"""
+    control_digest: str = ""
+    """of the secret for rewards, sealing and deleting; empty in sessions of release 0.1"""
+    sampling: dict[str, Any]
+    created_at: float
+    """seconds since 1970"""
+    files_key: str | None = None
+    """directory of the store that files are sealed into; default: the session's own"""
+    forced: dict[str, Any] = {}
+    """fields of every chat, whatever the client sends"""
+
+    @property
+    def digests(self) -> tuple[str, str]:
+        """of both secrets"""
+        return self.secret_digest, self.control_digest
+
+
+class SealedSession(msgspec.Struct, frozen=True, kw_only=True):
+    """A sealed session on disk, for a seal request that is repeated after a restart."""
+
+    metadata: SessionMetadata
+    answer: msgspec.Raw
+
+
+@dataclass(kw_only=True, eq=False)
+class Entry:
+    id: str
+    session: Session | None = None
+    """None: not yet recovered after a restart, or sealed"""
+    metadata: SessionMetadata | None = None
+    sealed: bytes | None = None
+    """response of the seal request"""
+    score: PostedScore = NOTHING_POSTED
+    scoring: asyncio.Lock = field(default_factory=asyncio.Lock)
+    used_at: float = field(default_factory=time.monotonic)
+    deadline: float = 0.0
+    """on the monotonic clock"""
+    last_replica: Replica | None = None
+    """replica that served the last chat"""
+    usage: Usage = field(default_factory=Usage)
+    """of the replicas, since this process has the session"""
+    aborts: int = 0
+    """completions that the engine aborted, and the client asked for again"""
+    retained_bytes: int = 0
+    in_flight: InFlight = field(default_factory=InFlight)
+    sent_chats: SentChats = field(default_factory=SentChats)
+    opening: asyncio.Task[None] | None = None
+    sealing: asyncio.Task[None] | None = None

@@ -1,0 +1,300 @@
+"""The protocol of stores: immutable blobs by key, and the local files that they grow in before they are published.
+
+A store of another kind implements the six abstract methods, which fit an object store: no rename, no append. Whatever
+needs a file of this host goes through `spool_dir`, by default a scratch directory that is uploaded from.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+import numpy as np
+
+from headpond.error_boundary import raised_at
+from headpond.errors import BlobCorrupt, BlobError, BlobMissing, text_of
+from headpond.store import scratch
+from headpond.store.atomic import temporary_path, writing
+from headpond.store.parts import Part, Piece, checksum, mapped
+
+# No leading dot, so neither ".." nor the temporary name of an unfinished file is a key. 200 characters leave room for
+# the rest of a temporary name.
+NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}"
+KEY = re.compile(rf"{NAME}(/{NAME})*", re.ASCII)
+
+BYTES_PER_READ = 1 << 24  # of a download: bounds its memory, and is large enough for one request each
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlobRef:
+    """A blob by its key, with the size and checksum that its bytes must have."""
+
+    key: str
+    size: int
+    checksum: str
+    """xxh3 64, hexadecimal; `store/parts.py` defines the order of the bytes"""
+
+
+def is_key(text: str) -> bool:
+    return KEY.fullmatch(text) is not None
+
+
+def check_key(key: str) -> None:
+    if not is_key(key):
+        raise BlobError(f"{key!r} is not a key: names of letters, digits, . _ - joined by /, none beginning with a dot")
+
+
+class Store(ABC):
+    """Obtained by `open_store(url)` alone. Methods block, and threads may call them at the same time.
+
+    The constructor takes the URL and connects to nothing: every process that loads the configuration calls it.
+    Implementations raise BlobMissing for a blob that is not there, BlobUnwritten for a write that may succeed later.
+    """
+
+    shared: ClassVar[bool] = True
+    """Whether other processes see the blobs, which a run needs."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.address = url.partition("://")[2]
+        """the URL behind `://`"""
+        self._kept_spool: str | None = None
+
+    def __str__(self) -> str:
+        return self.url
+
+    # What every store implements. Keys have been checked.
+
+    @abstractmethod
+    def write(self, key: str, content: bytes | memoryview) -> None:
+        """Create or replace a blob, which readers see complete or not at all. `content` may be mapped from a file: do
+        not keep it."""
+
+    @abstractmethod
+    def create(self, key: str, content: bytes) -> bool:
+        """Create a durable blob, in one step that at most one caller completes (a conditional put). False if there is
+        one: it stays as it is."""
+
+    @abstractmethod
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes from `start` to `stop` or the end. BlobMissing if there is no such blob."""
+
+    @abstractmethod
+    def size(self, key: str) -> int | None:
+        """Bytes of a blob; None if there is none."""
+
+    @abstractmethod
+    def keys(self, under: str) -> Iterator[str]:
+        """Keys that begin with `under` and a slash, in any order."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Does nothing if there is no such blob. May take effect later."""
+
+    # What a directory does in place, and any other store through a directory of this host
+
+    @property
+    def spool_dir(self) -> Path:
+        """Directory of this host in which files grow until they are published."""
+        return scratch.directory(self.url, self._kept_spool)
+
+    def keep_spool(self, name: str) -> None:
+        """From now on unfinished files survive this process; the next one of this host with that `name` finds them."""
+        self._kept_spool = name
+
+    def publish(self, path: Path, key: str) -> None:
+        """Make a complete file of `spool_dir` the blob `key`; the file goes away."""
+        check_key(key)
+        with path.open("rb") as file:
+            self.write(key, mapped(file.fileno()).data)
+        path.unlink()
+
+    def take_back(self, key: str, path: Path) -> None:
+        """Undo `publish`, if the blob is there."""
+        if self.size(key) is not None:
+            self.export(key, path)
+            self.delete(key)
+
+    def export(self, key: str, path: Path) -> None:
+        """A new file with the blob's bytes; it may be a link to a file that must not be changed."""
+        with writing(path), path.open("xb") as file:
+            self._download(key, file)
+
+    def map(self, key: str) -> Bytes:
+        """The bytes of a blob, memory-mapped and read-only. Here of a file that goes away with the map."""
+        with writing(self.spool_dir), tempfile.TemporaryFile(dir=self.spool_dir) as file:
+            self._download(key, file)
+            file.flush()
+            return mapped(file.fileno())
+
+    def sync(self, keys: Iterable[str]) -> None:
+        """Make blobs survive a power cut. Here they do once they are written: only checks that they are there."""
+        for key in keys:
+            if self.size(key) is None:
+                raise self.missing(key)
+
+    def names(self, under: str) -> Collection[str]:
+        """The first names of the keys below `under`: those of its directories."""
+        return {key[len(under) + 1 :].partition("/")[0] for key in self.keys(under)}
+
+    def unnamed(self, under: str, *, named: Collection[str]) -> dict[str, int]:
+        """Name -> bytes of everything that `sweep` would delete."""
+        blobs = {key: self.size(key) or 0 for key in self.keys(under) if key not in named}
+        return blobs | scratch.unnamed(self.spool_dir, self.local_path(under), named)
+
+    def sweep(self, under: str, *, named: Collection[str]) -> list[str]:
+        """Delete everything below `under`, unfinished files of this host included, that `named` does not list."""
+        check_key(under)
+        removed = [key for key in self.keys(under) if key not in named]
+        for key in removed:
+            self.delete(key)
+        return sorted([*removed, *scratch.sweep(self.spool_dir, self.local_path(under), named)])
+
+    def check(self) -> None:
+        """Raise an error if the store cannot be used. Called when a run begins. Here it tries the six methods on a key
+        of its own; BlobError names the one that fails or breaks the protocol."""
+        _Probe(self).run()
+
+    def tidy(self, under: str) -> None:  # noqa: B027  most stores leave nothing
+        """Remove what killed calls of `write` and `create` left. For the run's orchestrator, their only user."""
+
+    def location(self, key: str) -> str:
+        """Where a person finds a blob."""
+        return f"{self.url.rstrip('/')}/{key}"
+
+    # What all stores share
+
+    def local_path(self, key: str) -> Path:
+        """Where `key` lies below `spool_dir`. Keys that are malformed or lead through a symbolic link are refused."""
+        check_key(key)
+        root = self.spool_dir
+        if any(map(os.path.islink, accumulate(key.split("/"), os.path.join, initial=str(root)))):
+            raise BlobError(f"key {key} leads through a symbolic link: a store holds plain files and directories")
+        return root / key
+
+    def part_path(self, key: str, suffix: str | None = None) -> Path:
+        """Where a blob grows. A given suffix lets a later process find its file; the default is random."""
+        return temporary_path(self.local_path(key), suffix or secrets.token_hex(8))
+
+    def part(self, key: str, *, suffix: str | None = None, reserve_head: bool = False) -> Part:
+        """Begin a blob."""
+        part = Part(self.part_path(key, suffix), reserve_head=reserve_head)
+        part.create()
+        return part
+
+    def commit(self, part: Part, key: str, *, head: bytes = b"") -> BlobRef:
+        size, digest = part.finish(head=head)
+        self.publish(part.path, key)
+        return BlobRef(key=key, size=size, checksum=digest)
+
+    def put(self, key: str, pieces: Iterable[Piece]) -> BlobRef:
+        """Write the pieces one after the other as one blob, which appears when it is complete."""
+        part = self.part(key)
+        try:
+            if isinstance(pieces, list):
+                part.append(*pieces)
+            else:
+                for piece in pieces:
+                    part.append(piece)
+            return self.commit(part, key)
+        except BaseException:
+            part.discard()
+            raise
+
+    def open(self, ref: BlobRef, *, verify: bool = True) -> Bytes:
+        """The blob's bytes, memory-mapped and read-only. Checks the size always, the checksum if `verify`."""
+        check_key(ref.key)
+        content = self.map(ref.key)
+        self._check_size(ref, content.size)
+        if verify and (actual := checksum(content)) != ref.checksum:
+            raise BlobCorrupt(f"blob {ref.key} has checksum {actual} instead of {ref.checksum} in {self}")
+        return content
+
+    def require(self, ref: BlobRef) -> None:
+        """Check that the blob is there with its size, without reading it."""
+        check_key(ref.key)
+        if (size := self.size(ref.key)) is None:
+            raise self.missing(ref.key)
+        self._check_size(ref, size)
+
+    def missing(self, key: str) -> BlobMissing:
+        return BlobMissing(f"blob {key} is not in {self}: it was released, or this is another store")
+
+    def _check_size(self, ref: BlobRef, actual: int) -> None:
+        if actual != ref.size:
+            raise BlobCorrupt(f"blob {ref.key} has {actual} bytes instead of {ref.size} in {self}")
+
+    def _download(self, key: str, file: BinaryIO) -> None:
+        size = self.size(key)
+        if size is None:
+            raise self.missing(key)
+        for start in range(0, size, BYTES_PER_READ):
+            file.write(self.read(key, start, min(size, start + BYTES_PER_READ)))
+
+
+class _Probe:
+    """Calls each of the six methods as Headpond does, on keys that no run uses."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._folder = f"probe/{secrets.token_hex(8)}"
+        self._key, self._none = f"{self._folder}/blob", f"{self._folder}/none"
+
+    def run(self) -> None:
+        try:
+            self._check_writing()
+            self._check_listing()
+            self._check_deleting()
+        finally:
+            with contextlib.suppress(Exception):  # what failed has been named
+                self._store.delete(self._key)
+
+    def _check_writing(self) -> None:
+        store, key, first, second = self._store, self._key, b"the first", b"the second one"
+        self._expect(None, "size", "of a missing key", lambda: store.size(key))
+        self._expect(True, "create", "of a missing key", lambda: store.create(key, first))
+        self._expect(False, "create", "of a key that is there", lambda: store.create(key, second))
+        self._expect(first, "read", "after create", lambda: store.read(key))
+        self._expect(first[2:5], "read", "of bytes 2 to 5", lambda: store.read(key, 2, 5))
+        self._expect(first[2:], "read", "from byte 2", lambda: store.read(key, 2))
+        self._call("write", "of a key that is there", lambda: store.write(key, memoryview(second)))
+        self._expect(second, "read", "after write", lambda: store.read(key))
+        self._expect(len(second), "size", f"of {len(second)} bytes", lambda: store.size(key))
+
+    def _check_listing(self) -> None:
+        begun = self._key[:-1]
+        self._expect([self._key], "keys", f"under {self._folder!r}", lambda: list(self._store.keys(self._folder)))
+        self._expect([], "keys", f"under {begun!r}, which no slash follows", lambda: list(self._store.keys(begun)))
+
+    def _check_deleting(self) -> None:
+        self._call("delete", "of a key that is there", lambda: self._store.delete(self._key))
+        self._call("delete", "of a missing key", lambda: self._store.delete(self._none))
+        try:
+            found = self._call("read", "of a missing key", lambda: self._store.read(self._none))
+        except BlobMissing:
+            return
+        raise BlobError(f"{self._named('read')} of a missing key returned {found!r}: it must raise BlobMissing")
+
+    def _expect(self, expected: object, method: str, what: str, call: Callable[[], object]) -> None:
+        found = self._call(method, what, call)
+        if type(found) is not type(expected) or found != expected:
+            raise BlobError(f"{self._named(method)} {what} returned {found!r}: it must return {expected!r}")
+
+    def _call(self, method: str, what: str, call: Callable[[], object]) -> object:
+        try:
+            return call()
+        except Exception as error:
+            kind = BlobMissing if isinstance(error, BlobMissing) else BlobError
+            raise kind(f"{self._named(method)} {what} raised {text_of(error)} ({raised_at(error)})") from error
+
+    def _named(self, method: str) -> str:
+        return f"{type(self._store).__name__}.{method}"

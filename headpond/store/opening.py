@@ -1,0 +1,124 @@
+"""`open_store(url)`: what stands before `://` names the class, `file`, `memory`, or `module:Class` for one's own.
+
+Each process imports the class that its own configuration names. A run directory holds the URL for those that have no
+configuration: the trainer's reader, and commands that are given a run directory.
+"""
+
+import difflib
+import functools
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headpond.errors import ConfigError
+from headpond.ids import OWNER_KEY
+from headpond.store.base import Store
+from headpond.store.files import directory_of
+
+BUILT_IN = {"file": "headpond.store.files:FileStore", "memory": "headpond.store.memory:MemoryStore"}
+FORMS = "write file:///absolute/path for a shared directory, or module:Class://address for a store of your own"
+
+
+def open_store(url: str) -> Store:
+    """The same for every call in a process. ConfigError if there is no such store."""
+    return _opened(url, os.getpid())
+
+
+def owner_of(store: Store) -> str | None:
+    """The run that a store belongs to; None if it is no run's."""
+    return store.read(OWNER_KEY).decode() if store.size(OWNER_KEY) is not None else None
+
+
+def stored_url(run_dir: Path, url: str) -> str:
+    """What `run.json` says: a directory as a path, because a run may be moved; any other store as its URL."""
+    return relative_path(run_dir, directory_of(url)) if url.startswith("file:") else url
+
+
+def relative_path(run_dir: Path, path: Path) -> str:
+    """`path` from `run_dir`, if it lies there."""
+    root = run_dir.resolve()
+    return str(path.relative_to(root) if path.is_relative_to(root) else path)
+
+
+def run_store_url(run_dir: Path, stored: str) -> str:
+    """The inverse of `stored_url`."""
+    return stored if "://" in stored else (run_dir.absolute() / stored).as_uri()
+
+
+def refuse_old_run(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise if `content` of run.json was written before the project had its name."""
+    if "release" not in content:
+        raise ConfigError(
+            f"{path} was written by Penstock, which is called Headpond since version 0.2.0: finish that run with "
+            "Penstock 0.1.0, or set run_dir to a new directory"
+        )
+
+
+def read_run_store_url(run_dir: Path) -> str | None:
+    """The URL of a run's store; None if no run has begun in `run_dir`."""
+    path = run_dir / "run.json"
+    try:
+        content = json.loads(path.read_bytes())
+        refuse_old_run(path, content)
+        return run_store_url(run_dir, content["store"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged ({error!r}): restore it, or pass the run's `store`") from error
+
+
+@functools.lru_cache(maxsize=16)
+def _opened(url: str, pid: int) -> Store:
+    kind = _class_of(url)
+    try:
+        store = kind(url)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"store {url!r}: {kind.__name__} cannot be constructed: {error!r}") from error
+    if getattr(store, "url", None) != url:
+        raise ConfigError(f"store {url!r}: {kind.__name__}.__init__ must call super().__init__(url)")
+    return store
+
+
+def _class_of(url: str) -> type[Store]:
+    name, separator, address = url.partition("://")
+    if not separator:
+        raise ConfigError(f"store {url!r} is not a URL: {FORMS}")
+    if "@" in address.partition("/")[0]:
+        raise ConfigError("store URLs are shown in logs and run.json: pass credentials in the environment, not in them")
+    if ":" not in name:
+        if name not in BUILT_IN:
+            nearest = difflib.get_close_matches(name, BUILT_IN, n=1)
+            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+            raise ConfigError(f"store {url!r}: there is no store {name!r}; {hint}{FORMS}")
+        name = BUILT_IN[name]
+    module, _, class_name = name.partition(":")
+    kind = _find(url, _import(url, module), class_name)
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise ConfigError(f"store {url!r}: {class_name} does not implement {', '.join(missing)}")
+    return kind
+
+
+def _import(url: str, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        advice = "install it where this process runs, or add its directory to PYTHONPATH"
+        raise ConfigError(f"store {url!r} cannot be imported: {error}; {advice}") from error
+    except Exception as error:
+        raise ConfigError(f"store {url!r} cannot be imported: {error!r}") from error
+
+
+def _find(url: str, module: Any, name: str) -> type[Store]:
+    kind = getattr(module, name, None)
+    if isinstance(kind, type) and issubclass(kind, Store):
+        return kind
+    stores = [key for key, each in vars(module).items() if isinstance(each, type) and issubclass(each, Store)]
+    nearest = difflib.get_close_matches(name, [each for each in stores if each != "Store"], n=1, cutoff=0.0)
+    hint = f"; the nearest is {nearest[0]!r}" if nearest else ""
+    what = "has no class" if kind is None else "has no subclass of headpond.store.Store named"
+    raise ConfigError(f"store {url!r}: module {module.__name__} {what} {name!r}{hint}")

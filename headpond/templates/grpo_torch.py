@@ -1,0 +1,1 @@
+../../examples/grpo_torch.py

@@ -1,0 +1,1 @@
+../../examples/numpy_trainer.py

@@ -1,0 +1,1 @@
+../../examples/small_tasks.py

@@ -1,0 +1,1 @@
+../../../examples/start/sums.py

@@ -1,0 +1,1 @@
+../../../examples/start/trainer.py

@@ -1,5 +1,0 @@
-"""Environments of the package `verifiers`. Only the child process (`verifiers_child.py`) imports the package."""
-
-from penstock.environments.verifiers.adapter import Verifiers
-
-__all__ = ["Verifiers"]

@@ -1,9 +1,0 @@
-"""Stored bytes: a store of immutable blobs, each named by a BlobRef, and the two files of a rollout.
-
-Imports numpy, xxhash and the standard library only: a trainer reads blobs in an environment that has nothing else.
-"""
-
-from penstock.store.base import BlobRef, Store
-from penstock.store.opening import open_store
-
-__all__ = ["BlobRef", "Store", "open_store"]

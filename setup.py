@@ -1,0 +1,33 @@
+"""Writes the commit into wheels and source distributions; everything else is in pyproject.toml."""
+
+import runpy
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
+
+version = runpy.run_path("headpond/version.py")
+
+
+def write_commit(package: Path) -> None:
+    if commit := version["commit"]():
+        (package / version["WRITTEN"]).write_text(f"{commit}\n")
+    else:
+        print("headpond: no git and no headpond/commit.txt: this build does not know its commit")
+
+
+class BuildWithCommit(build_py):
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            write_commit(Path(self.build_lib, "headpond"))
+
+
+class SourcesWithCommit(sdist):
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        write_commit(Path(base_dir, "headpond"))
+
+
+setup(cmdclass={"build_py": BuildWithCommit, "sdist": SourcesWithCommit})
