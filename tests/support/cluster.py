@@ -132,37 +132,16 @@ class Cluster:
         return process
 
     def rollout_worker(self, concurrency: int = 32, **variables: str) -> Process:
-        name = f"rollouts{len(self.processes)}@test"
-        command = [
-            str(BIN / "celery"),
-            "-A",
-            "headpond.workers.rollouts",
-            "worker",
-            "-Q",
-            "rollouts",
-            "-l",
-            "INFO",
-            "-n",
-            name,
-        ]
-        return self.start("rollout-worker", *command, "-c", str(concurrency), **variables)
+        return self.worker("rollouts", "rollouts", concurrency, **variables)
 
     def compute_worker(self, concurrency: int = 1, **variables: str) -> Process:
-        name = f"compute{len(self.processes)}@test"
-        queues = "filtering,advantages,encoding"
-        command = [
-            str(BIN / "celery"),
-            "-A",
-            "headpond.workers.compute",
-            "worker",
-            "-Q",
-            queues,
-            "-l",
-            "INFO",
-            "-n",
-            name,
-        ]
-        return self.start("compute-worker", *command, "-c", str(concurrency), **variables)
+        return self.worker("compute", "filtering,advantages,encoding", concurrency, **variables)
+
+    def worker(self, kind: str, queues: str, concurrency: int, **variables: str) -> Process:
+        name = f"{kind}{len(self.processes)}@test"
+        options = f"-Q {queues} -l INFO -n {name} -c {concurrency}".split()
+        command = [str(BIN / "celery"), "-A", f"headpond.workers.{kind}", "worker", *options]
+        return self.start("rollout-worker" if kind == "rollouts" else "compute-worker", *command, **variables)
 
     def orchestrator(self, **variables: str) -> Process:
         command = [str(BIN / "headpond"), "run", str(self.config), "--run-dir", str(self.run_dir)]

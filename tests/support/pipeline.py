@@ -9,7 +9,7 @@ from typing import Any
 
 from headpond.batches import Manifest, read_manifests
 from headpond.store.files import FileStore
-from support.cluster import BIN, Cluster, Process, assert_nothing_left_in_redis, cluster_in
+from support.cluster import Cluster, Process, assert_nothing_left_in_redis, cluster_in
 from support.engine_process import EngineProcess
 from support.stores import directory_store
 from support.waiting import wait_until
@@ -65,20 +65,7 @@ class Pipeline:
         return self.compute("encoding")
 
     def compute(self, queues: str) -> Process:
-        name = f"{queues.partition(',')[0]}{len(self.cluster.processes)}@test"
-        command = [
-            str(BIN / "celery"),
-            "-A",
-            "headpond.workers.compute",
-            "worker",
-            "-Q",
-            queues,
-            "-l",
-            "INFO",
-            "-n",
-            name,
-        ]
-        return self.cluster.start(f"{queues.partition(',')[0]}-worker", *command, "-c", "1")
+        return self.cluster.worker("compute", queues, 1)
 
     @property
     def store(self) -> FileStore:
