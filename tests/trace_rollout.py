@@ -22,7 +22,7 @@ ROOMS = ("headpond", "tasks", "workers", "orchestrator")
 HANDLERS = {
     "Planner.plan", "Submitter.submit_waiting", "ReplyStream.accept", "Groups.apply", "Composer.drop_stale",
     "Composer.compose", "Composer.encoded", "Sealer._seal", "Ledger.deliver", "Ledger.commit_soon", "Writer._commit",
-    "filter_body", "advantage_body", "encode_body", "BatchReader.__next__", "Batch._micro_batch", "write_reply",
+    "filter_body", "advantage_body", "encode_body", "BatchReader.__init__", "Batch._micro_batch", "write_reply",
     "Execution.done", "write_lease",
 }  # fmt: skip
 

@@ -403,7 +403,7 @@ class World:
             (crash_points, "passed", self._passed),
             (release, "SWEEP_EVERY_S", 11.0),  # often, so that it meets every other duty
             (loop, "TRAINER_POLL_S", 1.0),
-            (agreement, "version", lambda _: "simulated"),  # parsing the package's metadata takes milliseconds
+            (agreement, "release", lambda: "simulated"),
         ]
         assert (writer.queue, writer.threading) == (queue, threading)
         with ExitStack() as stack:
