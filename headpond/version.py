@@ -2,7 +2,9 @@
 
 import functools
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 VERSION = "0.2.0"
 WRITTEN = "commit.txt"
@@ -28,3 +30,14 @@ def commit() -> str | None:
 def release() -> str:
     """`0.2.0 (3f2a9c51d07e)`: processes of one run compare it."""
     return f"{VERSION} ({commit() or 'commit unknown'})"
+
+
+def refuse_old_run(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise if Penstock, as Headpond was called before 0.2.0, wrote this run.json."""
+    if {"run", "ledger", "store"} <= content.keys() and "release" not in content:
+        from headpond.errors import RunError  # setup.py runs this module before the package can be imported
+
+        raise RunError(
+            f"{path} was written by Penstock, which is called Headpond since version 0.2.0: finish that run with "
+            "Penstock 0.1.0, or set run_dir to a new directory"
+        )

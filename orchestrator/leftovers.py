@@ -19,7 +19,7 @@ from headpond.batches.manifest import manifest_key
 from headpond.batches.plan import BATCHES, step_directory
 from headpond.config import RunConfig
 from headpond.config.run import Trainer as TrainerSettings
-from headpond.errors import LedgerError, RunError
+from headpond.errors import LedgerError
 from headpond.inspection import run_json
 from headpond.inspection.run_state import is_locked
 from headpond.ledger import queries, schema
@@ -100,8 +100,6 @@ def _count(found: dict[str, Any], files: dict[str, int]) -> None:
 def _settings(directory: Path) -> RunConfig:
     """The settings of the run's last start that decide what is kept."""
     content = run_dir.read(directory)
-    if "settings" not in content:
-        raise RunError(f"{directory} is a run of release 0.1, which did not record what to keep: resume it once first")
     settings: dict[str, Any] = content["settings"]
     trainer = {name: settings[key] for name in TrainerSettings.model_fields if (key := f"trainer.{name}") in settings}
     batch = {"format": settings["batch.format"]} if "batch.format" in settings else {}

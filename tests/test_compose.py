@@ -95,7 +95,7 @@ def test_commands_and_options_of_headpond_exist(name: str) -> None:
     assert set(options(arguments)) <= known
 
 
-def test_the_celery_apps_exist_and_every_queue_has_a_worker() -> None:
+def test_the_celery_apps_exist_outside_a_clone_and_every_queue_has_a_worker(tmp_path: Path) -> None:
     served: list[str] = []
     apps: list[str] = []
     for name in (*WORKERS, "flower"):
@@ -107,7 +107,9 @@ def test_the_celery_apps_exist_and_every_queue_has_a_worker() -> None:
     assert sorted(served) == sorted(queue.value for queue in Queue)
     # In a process of its own: a worker's module limits the queues of its process.
     code = "import sys, importlib; print([type(importlib.import_module(each).app).__name__ for each in sys.argv[1:]])"
-    imported = subprocess.run([sys.executable, "-c", code, *apps], cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = subprocess.run(
+        [sys.executable, "-c", code, *apps], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert imported.stdout == "['Celery', 'Celery', 'Celery']\n"
 
 

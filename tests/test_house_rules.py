@@ -53,6 +53,15 @@ def test_no_text_has_a_banned_word() -> None:
     assert not used, "\n".join(used)
 
 
+def test_strings_name_modules_by_their_long_names() -> None:
+    """`orchestrator.composer` and `headpond.orchestrator.composer` are two modules: a patch would miss."""
+    short = re.compile(r"""["'](tasks|workers|orchestrator)\.(\w+|\{)[\w.{}]*[:"']""")
+    entries = ROOT / "tests" / "workers" / "test_clone.py"  # starts `celery -A workers.rollouts`
+    texts = [(path, path.read_text()) for path in MODULES if path != entries]
+    named = [f"{path.relative_to(ROOT)}: {match[0]}" for path, text in texts for match in short.finditer(text)]
+    assert [name for name in named if not re.search(r"\.(log|json|toml|py)[\"']", name)] == []
+
+
 def test_no_file_names_a_registry() -> None:
     hosts = ["py" + "pi.org", "pythonhosted" + ".org", "npm" + "js.org", "deb." + "debian.org"]
     named = [str(path) for path in files() for host in hosts if host.encode() in path.read_bytes()]

@@ -5,8 +5,8 @@ from typing import Any
 
 import orjson
 
-from headpond.errors import ConfigError, RunError
-from headpond.store.opening import refuse_old_run
+from headpond.errors import RunError
+from headpond.version import refuse_old_run
 
 KEYS = {"run", "settings", "redis", "ledger", "store"}
 
@@ -16,11 +16,11 @@ def read(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "run.json"
     try:
         content: Any = orjson.loads(path.read_bytes())
-        refuse_old_run(path, dict(content))
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object")
+        refuse_old_run(path, content)
         if KEYS - content.keys():
             raise ValueError("keys are missing")
-    except ConfigError as error:
-        raise RunError(str(error)) from None
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(f"{run_dir} is not a run directory: there is no {path.name}") from None
     except OSError as error:

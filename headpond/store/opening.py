@@ -9,7 +9,6 @@ import functools
 import importlib
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from headpond.errors import ConfigError
 from headpond.ids import OWNER_KEY
 from headpond.store.base import Store
 from headpond.store.files import directory_of
+from headpond.version import refuse_old_run
 
 BUILT_IN = {"file": "headpond.store.files:FileStore", "memory": "headpond.store.memory:MemoryStore"}
 FORMS = "write file:///absolute/path for a shared directory, or module:Class://address for a store of your own"
@@ -48,15 +48,6 @@ def run_store_url(run_dir: Path, stored: str) -> str:
     return stored if "://" in stored else (run_dir.absolute() / stored).as_uri()
 
 
-def refuse_old_run(path: Path, content: Mapping[str, Any]) -> None:
-    """Raise if `content` of run.json was written before the project had its name."""
-    if "release" not in content:
-        raise ConfigError(
-            f"{path} was written by Penstock, which is called Headpond since version 0.2.0: finish that run with "
-            "Penstock 0.1.0, or set run_dir to a new directory"
-        )
-
-
 def read_run_store_url(run_dir: Path) -> str | None:
     """The URL of a run's store; None if no run has begun in `run_dir`."""
     path = run_dir / "run.json"
@@ -66,7 +57,7 @@ def read_run_store_url(run_dir: Path) -> str | None:
         return run_store_url(run_dir, content["store"])
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is damaged ({error!r}): restore it, or pass the run's `store`") from error
 
 

@@ -20,5 +20,5 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of the reconciler, the gates and the watch over progress."""
     clock = Clock()
     for module in ("reconciler", "gates", "stall"):
-        monkeypatch.setattr(f"orchestrator.{module}.time", SimpleNamespace(monotonic=lambda: clock.now))
+        monkeypatch.setattr(f"headpond.orchestrator.{module}.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock

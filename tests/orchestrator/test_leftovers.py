@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from headpond.batches import BatchReader, EncodedRank, seal_manifest
 from headpond.commands.main import app
 from headpond.config import RunConfig
-from headpond.errors import RunError, RunLocked
+from headpond.errors import RunLocked
 from headpond.ids import rollout_directory
 from headpond.messages import RolloutResult
-from headpond.orchestrator import leftovers, run_dir
+from headpond.orchestrator import run_dir
 from headpond.orchestrator.inputs import batch_plan
 from headpond.orchestrator.ledger.audit import audit
 from headpond.orchestrator.ledger.ledger import Ledger
@@ -216,14 +216,6 @@ def test_a_directory_that_cannot_be_deleted_is_reported_and_does_not_keep_the_ot
     assert len(result["troubles"]) == 1
     assert "g0000001-0" in result["troubles"][0]
     assert result["files"] == 4 * (STEPS + 1) + STEPS
-
-
-def test_a_run_of_release_0_1_is_refused(config: RunConfig) -> None:
-    stored = run_dir.read(config.run_dir)
-    del stored["settings"]
-    run_dir.write_json(config.run_dir / "run.json", {**stored, "identity": {}})
-    with pytest.raises(RunError, match="did not record what to keep: resume it once first"):
-        leftovers.collect(config.run_dir, dry_run=True)
 
 
 def test_the_command_prints_sizes_by_kind(config: RunConfig, run: str) -> None:

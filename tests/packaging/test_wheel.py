@@ -85,7 +85,7 @@ def run(site: Path, *command: str, cwd: Path) -> str:
     return done.stdout
 
 
-MAIN = "from headpond.commands import main; main()"
+MAIN = "from headpond.commands.entry import main; main()"
 
 
 def test_the_wheels_command_knows_its_commit_and_writes_templates(site: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from support.pipeline import hashes, pipeline_in
 from support.stores import manifest_path
 
 from headpond.batches import BatchReader
-from headpond.errors import ConfigError
+from headpond.errors import RunError
 from headpond.inspection import run_json
 from headpond.version import release
 
@@ -77,7 +77,7 @@ def test_a_run_of_penstock_is_refused_by_every_reader(tmp_path: Path) -> None:
             assert "was written by Penstock" in process.text
             assert "run_dir" in process.text
             assert "Traceback" not in process.text
-        with pytest.raises(ConfigError, match="was written by Penstock"):
+        with pytest.raises(RunError, match="was written by Penstock"):
             BatchReader(cluster.run_dir, data_rank=0, data_ranks=1)
         after = {file: file.read_bytes() for file in cluster.run_dir.rglob("*") if file.is_file()}
         assert {file: text for file, text in after.items() if file.name != "lock"} == before

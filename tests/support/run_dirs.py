@@ -16,6 +16,7 @@ from headpond.ledger.archive import archive
 from headpond.ledger.schema import STATEMENTS, open_for_writing
 from headpond.store.columns import write_columns
 from headpond.store.files import FileStore
+from headpond.version import release
 from support.rollouts import MadeRollout, MadeTurn, RolloutMaker, plan_of, seal
 
 RUN = "0123456789ab"
@@ -136,7 +137,13 @@ def _write_ledger(path: Path, rows: list[tuple[Any, ...]], steps: int, *, archiv
 
 
 def _write_files(path: Path, steps: int, settings: dict[str, Any]) -> None:
-    identity = {"run": RUN, "ledger": "ledger.sqlite", "store": "store", "redis": "redis://127.0.0.1:1/0"}
+    identity = {
+        "run": RUN,
+        "release": release(),
+        "ledger": "ledger.sqlite",
+        "store": "store",
+        "redis": "redis://127.0.0.1:1/0",
+    }
     (path / "run.json").write_text(json.dumps({**identity, "settings": settings, "changed": []}))
     lines = [
         {"step": step, "time": 1000 + step, "reward_mean": 0.25 * step, "tokens_per_s": 400_000.0 * (step + 1)}

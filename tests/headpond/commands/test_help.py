@@ -91,7 +91,7 @@ def test_a_renamed_flag_is_refused_with_its_new_name(
 
 
 def test_help_imports_few_modules() -> None:
-    script = "import sys; sys.argv[1:] = ['--help']\nfrom headpond.commands import main\n"
+    script = "import sys; sys.argv[1:] = ['--help']\nfrom headpond.commands.entry import main\n"
     script += "try: main()\nexcept SystemExit: pass\n"
     script += "print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -44,7 +44,7 @@ def test_a_database_that_is_named_is_used_also_if_it_is_not_empty(url: str, tmp_
 
 def test_a_run_that_has_begun_keeps_its_database(url: str, tmp_path: Path) -> None:
     occupy(url, 0, 4)
-    identity = {"run": "r", "ledger": "ledger.sqlite", "store": "store", "settings": {}}
+    identity = {"run": "r", "release": "0.2.0 (x)", "ledger": "ledger.sqlite", "store": "store", "settings": {}}
     (tmp_path / "run.json").write_text(json.dumps(identity | {"redis": address(f"{url}/4")}))
     assert with_database(url, tmp_path) == f"{url}/4"
 

@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headpond import config
-from headpond.commands import main
+from headpond.commands.entry import main
 from headpond.commands.main import app
 from headpond.errors import ConfigError
 

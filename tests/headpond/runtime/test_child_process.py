@@ -8,7 +8,7 @@ from support.processes import alive
 from support.waiting import HANG_S, wait_until
 
 from headpond.errors import RunError
-from headpond.runtime.child_process import ROOT, TAIL_BYTES, ChildProcess, program
+from headpond.runtime.child_process import TAIL_BYTES, ChildProcess, program
 
 STARTS = """
 import subprocess, sys, time
@@ -60,9 +60,8 @@ def test_a_killed_process_leaves_nothing_that_it_has_started(tmp_path: Path, ses
 
 def test_what_a_child_starts_as_children_of_its_own_ends_with_the_first(tmp_path: Path) -> None:
     code = f"""
-import sys, time
+import time
 from pathlib import Path
-sys.path.insert(0, {str(ROOT)!r})
 from headpond.runtime.child_process import ChildProcess
 code = {SLEEPER.replace("SESSION", "True")!r}
 inner = ChildProcess("inner", ["python", "-c", code], directory=Path("."), variables={{}})

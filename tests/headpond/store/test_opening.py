@@ -117,11 +117,12 @@ def test_a_run_directory_names_its_store_and_may_be_moved(tmp_path: Path) -> Non
         "shelf_store:Shelf://bucket": "shelf_store:Shelf://bucket",
     }.items():
         assert stored_url(run_dir, url) == stored
-        (run_dir / "run.json").write_text(json.dumps({"store": stored}))
+        (run_dir / "run.json").write_text(json.dumps({"store": stored, "release": "0.2.0 (x)"}))
         assert read_run_store_url(run_dir) == url
-    (run_dir / "run.json").write_text(json.dumps({"store": "store"}))
+    (run_dir / "run.json").write_text(json.dumps({"store": "store", "release": "0.2.0 (x)"}))
     moved = run_dir.rename(tmp_path / "moved")
     assert read_run_store_url(moved) == directory_store(moved / "store").url
-    (moved / "run.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"run\.json is damaged"):
-        read_run_store_url(moved)
+    for damaged in ("{", "[]"):
+        (moved / "run.json").write_text(damaged)
+        with pytest.raises(ConfigError, match=r"run\.json is damaged"):
+            read_run_store_url(moved)

@@ -1,0 +1,24 @@
+"""Entry point of the command `headpond`: names the extra that brings a missing package."""
+
+import sys
+
+
+def main() -> None:
+    try:
+        from headpond.commands.main import main as run
+
+        run()
+    except ModuleNotFoundError as error:
+        if (extra := _extra_of((error.name or "").partition(".")[0])) is None:
+            raise
+        sys.exit(f"headpond: the package {error.name} is missing: pip install 'headpond[{extra}]'")
+
+
+def _extra_of(package: str) -> str | None:
+    from importlib import metadata  # slow, and needed for the error alone
+
+    for requirement in metadata.requires("headpond") or []:
+        name, _, extra = requirement.partition("; extra == ")
+        if name.startswith(package.replace("_", "-")) and extra:
+            return extra.strip("\"'")
+    return None
