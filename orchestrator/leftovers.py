@@ -25,7 +25,7 @@ from headpond.inspection.run_state import is_locked
 from headpond.ledger import queries, schema
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.housekeeping import Reported
-from headpond.orchestrator.ledger import restore, upgrade
+from headpond.orchestrator.ledger import restore
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.lock import lock_directory
 from headpond.orchestrator.release import SWEPT_AT_ONCE, Releaser, closed_files, named_files, releasable, sort_out
@@ -59,7 +59,6 @@ def collect(directory: Path, *, dry_run: bool) -> dict[str, Any]:
     troubles = list[str]()
     with nullcontext() if dry_run else lock_directory(directory):
         if not dry_run:
-            upgrade.upgrade_ledger(config.ledger_path, keep_events_steps=config.trainer.keep_events_steps)
             asyncio.run(_record_releases(config))
         for leftovers in Finder(config, run).find():
             deleting = Reported(f"delete what is below {leftovers.under}")
@@ -147,9 +146,8 @@ class Finder:
             for first in range(0, len(self._rollouts), SWEPT_AT_ONCE):
                 names = self._rollouts[first : first + SWEPT_AT_ONCE]
                 found = sort_out(names, self._ledger.groups, self._ledger.evaluations)
-                of_closed, unknown = closed_files(connection, self._run, found.closed, self._released)
-                named = found.named | of_closed | sealed
-                for rollout in [*found.settled, *(name for name in found.closed if name not in unknown)]:
+                named = found.named | closed_files(connection, self._run, found.closed, self._released) | sealed
+                for rollout in [*found.settled, *found.closed]:
                     kind = RELEASED_STEPS if self._is_released(connection, rollout) else UNNAMED
                     yield Leftovers(kind, ids.rollout_directory(self._run, rollout), named)
         yield from self._of_steps()

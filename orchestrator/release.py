@@ -165,16 +165,14 @@ def sort_out(
 
 def closed_files(
     connection: sqlite3.Connection, run: str, closed: Collection[str], released: Mapping[str, int]
-) -> tuple[set[str], set[str]]:
-    """Of delivered rollouts among `closed`: the files that are not released, and rollouts whose files are unknown."""
-    named, unknown = set[str](), set[str]()
+) -> set[str]:
+    """The files of delivered rollouts among `closed` that are not released."""
+    named = set[str]()
     groups = {id.group for id in map(ids.RolloutId.match, closed) if id}
-    for rollout, step, columns, experts in queries.delivered_files(connection, run, groups):
+    for _rollout, step, columns, experts in queries.delivered_files(connection, run, groups):
         if step >= released["columns_released"]:
             named.update(filter(None, (columns, experts if step >= released["experts_released"] else None)))
-            if not columns and not experts:
-                unknown.add(rollout)
-    return named, unknown
+    return named
 
 
 class Sweeper:
@@ -239,12 +237,11 @@ class Sweeper:
         return {counter: self._ledger.number(counter) for counter in RELEASED}
 
     def _sweep_rollouts(self, found: SomeRollouts, released: Mapping[str, int]) -> int:
-        named, unknown = found.named, set[str]()
+        named = found.named
         if found.closed:
             with schema.reading(self._ledger_path) as connection:
-                of_closed, unknown = closed_files(connection, self._run, found.closed, released)
-            named = named | of_closed
-        swept = [*found.settled, *(name for name in found.closed if name not in unknown)]
+                named = named | closed_files(connection, self._run, found.closed, released)
+        swept = [*found.settled, *found.closed]
         return sum(self._sweep(ids.rollout_directory(self._run, name), named) for name in swept)
 
     def _sweep_step(self, step: int, released: Mapping[str, int]) -> int:

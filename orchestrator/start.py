@@ -12,7 +12,7 @@ from headpond.errors import BatchError, ConfigError, HeadpondError, RunLocked
 from headpond.ledger import schema
 from headpond.orchestrator import crash_points, run_dir
 from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.ledger import rebuild, upgrade
+from headpond.orchestrator.ledger import rebuild
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.lock import RunLock, lock_directory
 from headpond.orchestrator.loop import PROCESS, Orchestrator
@@ -49,7 +49,6 @@ def run(
         asyncio.Runner(loop_factory=event_loop_factory(concurrency=IO_CONCURRENCY)) as runner,
     ):
         run = run_dir.begin_or_resume(config)
-        upgrade.upgrade_ledger(config.ledger_path, keep_events_steps=config.trainer.keep_events_steps)
         work = _run(config, run, on_status, listener, batch_phase=batch_phase, engine_check=engine_check)
         return runner.run(_run_collecting(work))
 

@@ -64,7 +64,7 @@ CLOSING = "CREATE TEMP TABLE closing (id TEXT PRIMARY KEY, ordinal INTEGER NOT N
 SELECT_CLOSING = """
 INSERT INTO temp.closing SELECT id, ordinal FROM groups WHERE state = 'closed' ORDER BY ordinal LIMIT ?"""
 # A commit that SQLite reports as failed may be on disk. When it is repeated, some of its groups are archived already.
-FORGET_ARCHIVED = "DELETE FROM temp.closing WHERE ordinal IN (SELECT ordinal FROM main.closed_groups)"
+FORGET_ARCHIVED = "DELETE FROM temp.closing WHERE ordinal IN (SELECT ordinal FROM closed_groups)"
 
 
 def _file(kind: str, name: str) -> str:
@@ -74,22 +74,21 @@ def _file(kind: str, name: str) -> str:
     return f"CASE WHEN rollouts.state IN ('delivered', 'trained') THEN iif({derived}, {DERIVED}, {key}) END"
 
 
-# The destinations are in `main`; what is read may be a view of another ledger (`upgrade`).
 ARCHIVE_GROUPS = """
-INSERT INTO main.closed_groups
-SELECT closing.ordinal, (SELECT id FROM main.names WHERE name = environment), example,
+INSERT INTO closed_groups
+SELECT closing.ordinal, (SELECT id FROM names WHERE name = environment), example,
     (SELECT max(step) FROM rollouts WHERE grp = closing.id), :closed_at
 FROM temp.closing JOIN groups USING (id) ORDER BY closing.ordinal"""
 ARCHIVE_NAMES = """
-INSERT OR IGNORE INTO main.names (name)
+INSERT OR IGNORE INTO names (name)
 SELECT environment FROM temp.closing JOIN groups USING (id)
 UNION SELECT reason FROM temp.closing JOIN rollouts ON grp = closing.id WHERE reason IS NOT NULL"""
 ARCHIVE_ROLLOUTS = f"""
-INSERT INTO main.closed_rollouts
+INSERT INTO closed_rollouts
 SELECT closing.ordinal, idx,
     CASE WHEN rollouts.state = 'filtered' THEN {FILTERED} WHEN rollouts.state = 'dead' THEN {DEAD}
         WHEN rollouts.state IN ('delivered', 'trained') THEN {DELIVERED} ELSE rollouts.state END,
-    (SELECT id FROM main.names WHERE name = rollouts.reason),
+    (SELECT id FROM names WHERE name = rollouts.reason),
     {_file("columns", COLUMNS_FILE)}, {_file("experts", EXPERTS_FILE)}, rollouts.attempt, execution,
     json_extract(result, '$.reward'), advantage, json_extract(result, '$.turns'),
     json_extract(result, '$.prompt_tokens'), json_extract(result, '$.tool_tokens'),
@@ -103,8 +102,8 @@ FROM temp.closing JOIN rollouts ON grp = closing.id
 LEFT JOIN (SELECT id, failures, losses FROM jobs) AS job ON job.id = grp || '-' || idx
 ORDER BY closing.ordinal, idx"""
 ARCHIVE_HISTORIES = """
-INSERT INTO main.histories (grp, step, content)
-SELECT ordinal, coalesce((SELECT step FROM main.closed_groups WHERE ordinal = closing.ordinal), :step), json_object(
+INSERT INTO histories (grp, step, content)
+SELECT ordinal, coalesce((SELECT step FROM closed_groups WHERE ordinal = closing.ordinal), :step), json_object(
     'rollouts', (SELECT json_group_array(json_object(
         'index', idx, 'state', state, 'reason', reason, 'step', step, 'advantage', advantage, 'masked', masked,
         'error', error, 'attempt', attempt, 'generated_at', generated_at, 'duration_s', duration_s,
@@ -121,17 +120,6 @@ FORGET = (
 )
 
 
-def has_engine_times(connection: sqlite3.Connection) -> bool:
-    """False of a ledger that no orchestrator has opened since `engine_ms` was added."""
-    query = "SELECT 1 FROM pragma_table_info('closed_rollouts') WHERE name = 'engine_ms'"
-    return connection.execute(query).fetchone() is not None
-
-
-def add_engine_times(connection: sqlite3.Connection) -> None:
-    if not has_engine_times(connection):
-        connection.execute("ALTER TABLE closed_rollouts ADD COLUMN engine_ms INTEGER")
-
-
 def has_closing(connection: sqlite3.Connection) -> bool:
     """Whether there are closed groups to archive."""
     return connection.execute("SELECT 1 FROM groups WHERE state = 'closed' LIMIT 1").fetchone() is not None
@@ -141,24 +129,19 @@ def archive(connection: sqlite3.Connection, *, at_most: int, now: float, history
     """Move closed groups, the oldest first; returns their number. Call in a transaction, with the table CLOSING."""
     moved = connection.execute(SELECT_CLOSING, (at_most,)).rowcount
     if moved:
-        row = connection.execute("SELECT value FROM meta WHERE key = 'steps_delivered'").fetchone()
         connection.execute(FORGET_ARCHIVED)
-        copy_closing(connection, closed_at=int(now), step=(row[0] if row else 0) if history else None)
+        connection.execute(ARCHIVE_NAMES)
+        connection.execute(ARCHIVE_GROUPS, {"closed_at": int(now)})
+        connection.execute(ARCHIVE_ROLLOUTS)
+        if history:
+            row = connection.execute("SELECT value FROM meta WHERE key = 'steps_delivered'").fetchone()
+            connection.execute(ARCHIVE_HISTORIES, {"step": row[0] if row else 0})
         connection.execute("DELETE FROM temp.closing")
         connection.execute(SELECT_CLOSING, (at_most,))
         for statement in FORGET:
             connection.execute(statement)
         connection.execute("DELETE FROM temp.closing")
     return moved
-
-
-def copy_closing(connection: sqlite3.Connection, *, closed_at: int | None, step: int | None) -> None:
-    """Write the groups of CLOSING to the archive, with a history if `step` (delivered steps so far) is known."""
-    connection.execute(ARCHIVE_NAMES)
-    connection.execute(ARCHIVE_GROUPS, {"closed_at": closed_at})
-    connection.execute(ARCHIVE_ROLLOUTS)
-    if step is not None:
-        connection.execute(ARCHIVE_HISTORIES, {"step": step})
 
 
 def prune(connection: sqlite3.Connection, table: str, *, rows: int, steps: int, at_most: int) -> int:

@@ -27,15 +27,15 @@ class PlayState(StrEnum):
 
 # `finished` counts the evaluations that are done, in the order of their ends.
 TABLES = """
-CREATE TABLE IF NOT EXISTS evaluations (
+CREATE TABLE evaluations (
     number INTEGER PRIMARY KEY, name TEXT NOT NULL, version INTEGER NOT NULL, examples INTEGER NOT NULL,
     rollouts INTEGER NOT NULL, started_at REAL NOT NULL, state TEXT NOT NULL, finished INTEGER, result TEXT
 );
-CREATE TABLE IF NOT EXISTS evaluation_rollouts (
+CREATE TABLE evaluation_rollouts (
     evaluation INTEGER, idx INTEGER, state TEXT NOT NULL, result TEXT, PRIMARY KEY (evaluation, idx)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS open_evaluations ON evaluations (number) WHERE state = 'open';
-CREATE UNIQUE INDEX IF NOT EXISTS finished_evaluations ON evaluations (finished) WHERE finished IS NOT NULL;
+CREATE INDEX open_evaluations ON evaluations (number) WHERE state = 'open';
+CREATE UNIQUE INDEX finished_evaluations ON evaluations (finished) WHERE finished IS NOT NULL;
 """
 STATEMENTS = {
     "evaluations": "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -48,8 +48,6 @@ STATEMENTS = {
 
 def open_evaluations(connection: sqlite3.Connection) -> list[Row]:
     """All columns."""
-    if not _exist(connection):
-        return []
     return connection.execute("SELECT * FROM evaluations WHERE state = 'open' ORDER BY number").fetchall()
 
 
@@ -61,16 +59,12 @@ def rollouts_of(connection: sqlite3.Connection, evaluation: int) -> Iterator[Row
 
 def results_after(connection: sqlite3.Connection, finished: int) -> list[tuple[int, str]]:
     """(finished, result) of the evaluations that ended later, in the order of their ends."""
-    if not _exist(connection):
-        return []
     query = "SELECT finished, result FROM evaluations WHERE finished > ? ORDER BY finished"
     return connection.execute(query, (finished,)).fetchall()
 
 
 def problems(connection: sqlite3.Connection, *, limit: int) -> list[str]:
     """Open rollouts that have no job."""
-    if not _exist(connection):
-        return []
     rows = connection.execute(
         "SELECT evaluation, idx FROM evaluation_rollouts JOIN evaluations ON evaluation = number "
         "LEFT JOIN jobs ON jobs.id = printf('v%06d-%d', evaluation, idx) AND jobs.state IN ('waiting', 'submitted') "
@@ -78,8 +72,3 @@ def problems(connection: sqlite3.Connection, *, limit: int) -> list[str]:
         (limit,),
     )
     return [f"rollout {index} of evaluation {number} is open and has no job" for number, index in rows]
-
-
-def _exist(connection: sqlite3.Connection) -> bool:
-    """False in a ledger of release 0.1."""
-    return bool(connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'evaluations'").fetchone())

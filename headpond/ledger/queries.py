@@ -230,7 +230,7 @@ def delivered_steps(connection: sqlite3.Connection) -> set[int]:
 
 
 class DeliveredFiles(NamedTuple):
-    """Keys are None in a ledger that was rebuilt by release 0.1, which kept no results."""
+    """Keys are None of files that the rollout does not have."""
 
     rollout: str
     step: int

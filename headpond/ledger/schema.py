@@ -11,8 +11,6 @@ from headpond.errors import LedgerError
 from headpond.ledger import archive, evaluations
 
 SCHEMA_VERSION = 2
-OLD_VERSION = 1
-"""of release 0.1; `headpond.orchestrator.ledger.upgrade` turns it into this one"""
 # The rollouts and jobs of open groups, and of closed ones until they are archived.
 HOT_TABLES = """
 CREATE TABLE rollouts (
@@ -45,8 +43,10 @@ CREATE TABLE events (
     id INTEGER PRIMARY KEY, at REAL NOT NULL, step INTEGER NOT NULL, subject TEXT NOT NULL, action TEXT NOT NULL,
     detail TEXT NOT NULL
 );
+CREATE INDEX events_by_subject ON events (subject);
 {archive.TABLES}
 {archive.VIEWS}
+{evaluations.TABLES}
 """
 # FULL: a commit is on disk before anything that depends on it leaves the process.
 WRITABLE = f"""
@@ -54,38 +54,8 @@ PRAGMA journal_mode = WAL;
 PRAGMA synchronous = FULL;
 PRAGMA temp_store = MEMORY;
 {archive.CLOSING};
-{evaluations.TABLES}
 """
-# Also of ledgers that an earlier release has begun; there are at most 100,000 events.
-EVENTS_BY_SUBJECT = "CREATE INDEX IF NOT EXISTS events_by_subject ON events (subject)"
 CREATE = f"BEGIN; {TABLES} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
-UNFINISHED = ("rollouts", "groups", "jobs", "batches", "events", "meta")
-"""tables that a first start of release 0.1 may have left without a version"""
-OLD_AS_NEW = """
-CREATE TEMP VIEW rollouts AS
-    SELECT *, {attempt} AS attempt, {execution} AS execution, NULL AS generated_at, NULL AS duration_s
-    FROM {old}.rollouts;
-CREATE TEMP VIEW groups AS SELECT * FROM {old}.groups;
-CREATE TEMP VIEW jobs AS SELECT * FROM {old}.jobs;
-"""
-"""a ledger of OLD_VERSION through views that have this version's columns"""
-READ_OLD = (
-    f"""
-{OLD_AS_NEW.format(old="main", attempt="NULL", execution="NULL")}
-CREATE TEMP VIEW batches AS
-    SELECT step, formation, batches.state, coalesce(number, 0) AS rollouts FROM main.batches
-    LEFT JOIN (SELECT step, count(*) AS number FROM main.rollouts GROUP BY step) USING (step);
-CREATE TEMP VIEW counts AS
-    SELECT 'state' AS kind, state AS name, count(*) AS number FROM main.rollouts GROUP BY state
-    UNION ALL SELECT 'reason', reason, count(*) FROM main.rollouts WHERE reason IS NOT NULL GROUP BY reason
-    UNION ALL SELECT 'died:' || kind, coalesce(error, ''), count(*) FROM main.jobs WHERE state = 'dead'
-    GROUP BY kind, error;
-{archive.TABLES}
-{archive.VIEWS}
-""".replace("CREATE TABLE", "CREATE TEMP TABLE")
-    .replace("CREATE VIEW", "CREATE TEMP VIEW")
-    .replace("CREATE INDEX", "CREATE INDEX temp.")
-)
 STATEMENTS = {
     "rollouts": "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     "groups": "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?)",
@@ -112,16 +82,12 @@ NETWORK_FILE_SYSTEMS = frozenset(
 def open_for_writing(path: Path) -> sqlite3.Connection:
     """Create missing tables. For the writer thread only."""
     with _opened(path, str(path)) as connection:
-        version = version_of(connection)
-        if version == OLD_VERSION:
-            raise LedgerError(f"the ledger {path} is of an earlier release: `headpond run` upgrades it")
-        if version == 0:
-            _discard_unfinished(connection)
+        is_new = not version_of(connection)
+        if is_new and connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+            raise sqlite3.DatabaseError("it has tables, but no version of the schema")
         connection.executescript(WRITABLE)
-        if version == 0:
+        if is_new:
             connection.executescript(CREATE)
-        archive.add_engine_times(connection)
-        connection.execute(EVENTS_BY_SUBJECT)
     return connection
 
 
@@ -131,9 +97,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         raise LedgerError(f"there is no ledger at {path}: is this a run directory?")
     mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     with _opened(path, f"file:{quote(str(path))}?{mode}") as connection:
-        if version_of(connection) == OLD_VERSION:
-            connection.executescript(READ_OLD)
-    return connection
+        return connection
 
 
 @contextmanager
@@ -149,7 +113,7 @@ def _opened(path: Path, name: str) -> Iterator[sqlite3.Connection]:
         connection = sqlite3.connect(name, uri=True, isolation_level=None, check_same_thread=False)
         on_error.callback(connection.close)
         version = version_of(connection)
-        if version not in (0, OLD_VERSION, SCHEMA_VERSION):
+        if version not in (0, SCHEMA_VERSION):
             raise LedgerError(
                 f"the ledger {path} was written by another version of Headpond (schema {version}, not "
                 f"{SCHEMA_VERSION}): use the version that started the run, or another run_dir"
@@ -161,17 +125,6 @@ def _opened(path: Path, name: str) -> Iterator[sqlite3.Connection]:
 def version_of(connection: sqlite3.Connection) -> int:
     """0 if the tables have not been created yet."""
     return connection.execute("PRAGMA user_version").fetchone()[0]
-
-
-def _discard_unfinished(connection: sqlite3.Connection) -> None:
-    """Drop what a first start of release 0.1 left that was killed while it created its tables."""
-    names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    unfinished = [table for table in UNFINISHED if table in names]
-    for table in unfinished:
-        if connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone():
-            raise sqlite3.DatabaseError(f"it has no version, but rows in {table}")
-    for table in unfinished:
-        connection.execute(f"DROP TABLE {table}")
 
 
 @contextmanager

@@ -118,8 +118,8 @@ def _block(connection: sqlite3.Connection, block: int) -> tuple[Sums, bool]:
     """The sums of a block of the archive, and whether all its groups are there."""
     first, after = block * BLOCK, (block + 1) * BLOCK
     rows = connection.execute(
-        f"""SELECT state, (SELECT name FROM names WHERE id = reason), generated_ms IS NOT NULL, count(*),
-            coalesce(sum(completion_tokens), 0), {_archived_seconds(connection)}
+        """SELECT state, (SELECT name FROM names WHERE id = reason), generated_ms IS NOT NULL, count(*),
+            coalesce(sum(completion_tokens), 0), coalesce(sum(engine_ms), 0) / 1000.0
         FROM closed_rollouts WHERE grp >= ? AND grp < ? GROUP BY 1, reason, 3""",
         (first, after),
     ).fetchall()
@@ -130,10 +130,6 @@ def _block(connection: sqlite3.Connection, block: int) -> tuple[Sums, bool]:
     query = "SELECT count(*) FROM closed_groups WHERE ordinal >= ? AND ordinal < ?"
     closed = connection.execute(query, (max(first, 1), after)).fetchone()[0]
     return sums, closed >= after - max(first, 1)
-
-
-def _archived_seconds(connection: sqlite3.Connection) -> str:
-    return "coalesce(sum(engine_ms), 0) / 1000.0" if archive.has_engine_times(connection) else "0.0"
 
 
 def _open(connection: sqlite3.Connection) -> Sums:
@@ -157,7 +153,7 @@ def _some_steps(connection: sqlite3.Connection) -> tuple[Amount, bool]:
     archived = f"""
         FROM batches CROSS JOIN closed_groups USING (step) CROSS JOIN closed_rollouts ON grp = ordinal
         WHERE {condition} AND closed_rollouts.state = {archive.DELIVERED}"""
-    sums = f"SELECT count(*), coalesce(sum(completion_tokens), 0), {_archived_seconds(connection)}"
+    sums = "SELECT count(*), coalesce(sum(completion_tokens), 0), coalesce(sum(engine_ms), 0) / 1000.0"
     few = Amount(*connection.execute(sums + archived).fetchone())
     sums = """SELECT count(*), coalesce(sum(json_extract(result, '$.completion_tokens')), 0),
         coalesce(sum(json_extract(result, '$.metrics.engine_s')), 0.0)"""

@@ -4,7 +4,6 @@ import asyncio
 import errno
 import sqlite3
 from collections.abc import Collection, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -308,16 +307,6 @@ def test_a_sweep_looks_up_a_few_rollouts_at_a_time_and_only_those_that_have_file
     assert max(looked_up) <= release.SWEPT_AT_ONCE
     assert set(asked) == {group.id for group in groups[20:40]}
     assert len(blob_keys(store, f"rollouts/{RUN}")) == 20 * 4
-
-
-def test_files_unknown_to_a_rebuilt_ledger_are_kept(config: RunConfig, ledger: Ledger, store: FileStore) -> None:
-    deliver(config, ledger, store)
-    archived(config, ledger)
-    with closing(sqlite3.connect(config.ledger_path)) as connection:  # as release 0.1 rebuilt it, and then upgraded
-        connection.execute("UPDATE closed_rollouts SET columns = NULL, experts = NULL")
-        connection.commit()
-    swept(config, ledger)
-    assert len(blob_keys(store, f"rollouts/{RUN}")) == 4
 
 
 def archived(config: RunConfig, ledger: Ledger) -> None:

@@ -44,7 +44,7 @@ async def position_stays(replies: ReplyStream) -> str:
 
 
 DEFECTS: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
-    "the sweep does not know what manifests name": (release, "closed_files", lambda *_: (set(), set()), ()),
+    "the sweep does not know what manifests name": (release, "closed_files", lambda *_: set(), ()),
     "a step with a visible manifest is formed again": (
         Composer, "encoded", lambda self, visible=None: encoded(self), ("orchestrator_disk_does_not_sync",),
     ),

@@ -73,14 +73,25 @@ def test_a_reader_sees_what_a_writer_has_committed_and_cannot_write(tmp_path: Pa
             connection.execute("DELETE FROM meta")
 
 
-def test_a_ledger_of_another_version_is_refused_and_unchanged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [schema.SCHEMA_VERSION - 1, schema.SCHEMA_VERSION + 1])
+def test_a_ledger_of_another_version_is_refused_and_unchanged(tmp_path: Path, version: int) -> None:
     path = tmp_path / "ledger.sqlite"
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA user_version = 7")
+        connection.execute(f"PRAGMA user_version = {version}")
     before = path.read_bytes()
     for opened in (schema.open_for_reading, schema.open_for_writing):
-        with pytest.raises(LedgerError, match=r"schema 7, not 2\): use the version that started the run, or another"):
+        with pytest.raises(LedgerError, match=rf"schema {version}, not 2\): use the version .*, or another run_dir"):
             opened(path)
+    assert path.read_bytes() == before
+
+
+def test_a_database_of_another_program_is_refused_and_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript("CREATE TABLE notes (text); INSERT INTO notes VALUES ('mine')")
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match="it has tables, but no version of the schema"):
+        schema.open_for_writing(path)
     assert path.read_bytes() == before
 
 
