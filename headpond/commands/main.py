@@ -29,7 +29,7 @@ from headpond.commands.demo import command as demo
 from headpond.commands.facts import printable
 from headpond.commands.up import command as up
 from headpond.config.old_names import refuse_old_variables
-from headpond.errors import ConfigError, HeadpondError
+from headpond.errors import HeadpondError
 from headpond.runtime.privacy import forbid_inspection
 
 app = typer.Typer(
@@ -81,21 +81,11 @@ app.command("record")(record.record)
 app.command("engine")(engine.engine)
 
 
-def _refuse_renamed_flags(words: list[str]) -> None:
-    if words[:1] == ["sessions"]:
-        from headpond.config.problems import RENAMED_FLAGS
-
-        for word in words[1:]:
-            if new_name := RENAMED_FLAGS.get(word.partition("=")[0]):
-                raise ConfigError(f"{word.partition('=')[0]} has a new name: {new_name}")
-
-
 def main() -> None:
     logging.captureWarnings(True)
     try:
         forbid_inspection()
         refuse_old_variables()
-        _refuse_renamed_flags(sys.argv[1:])
         app()
     except HeadpondError as error:
         print(f"headpond: {printable(str(error))}", file=sys.stderr)

@@ -16,20 +16,6 @@ Keys = tuple[str, ...]
 Origins = dict[Keys, str]
 """Where settings come from that are not from the file: the name of a variable or a flag."""
 
-RENAMED = {
-    "sessions.tokenizer": 'policy.renderer ("bytes" is now "bytes-chatml")',
-    "batch.logprobs_mode": "engine.logprobs_mode",
-    "engine.moe_layers": "engine.hidden_layers",
-    "engine.check_routes": "engine.check_experts",
-    "batch.extras": "batch.fields.NAME.source (declare a table [batch.fields.NAME] for each)",
-}
-"""Settings of release 0.1 that have another name now."""
-RENAMED_FLAGS = {
-    "--backend-url": "--engine-urls",
-    "--tokenizer": '--policy-renderer ("bytes" is now "bytes-chatml")',
-    "--routing-replay": "--engine-routed-experts",
-}
-"""Flags of `headpond sessions` in release 0.1 that have another name now."""
 SHOULD_BE = "Input should be "
 PLAIN = {"path_type": f"{SHOULD_BE}a path, in quotes", "tuple_type": f"{SHOULD_BE}a list"}
 """Messages of pydantic that name types of Python, in the words of TOML."""
@@ -81,9 +67,6 @@ def setting_keys(model: type[Section], location: Sequence[int | str]) -> Keys:
 
 
 def unknown_variable(name: str, model: type[Section], prefix: str, others: Sequence[str]) -> str:
-    setting = name.removeprefix(prefix).lower().replace("__", ".")
-    if setting in RENAMED:
-        return f"environment, {name}: {setting!r} has a new name: {RENAMED[setting]}"
     known = [*others, *(prefix + key.replace(".", "__").upper() for key in all_keys(model))]
     return f"environment: {name} is not a setting; the nearest is {_nearest(name, known)}"
 
@@ -91,8 +74,6 @@ def unknown_variable(name: str, model: type[Section], prefix: str, others: Seque
 def _message(problem: ErrorDetails, keys: Keys, model: type[Section]) -> str:
     name, kind, given = ".".join(keys), problem["type"], problem["input"]
     if kind == "extra_forbidden":
-        if name in RENAMED:
-            return f"{name!r} has a new name: {RENAMED[name]}"
         known = all_keys(model, tables=isinstance(given, dict))
         return f"there is no setting {name!r}; the nearest is {_nearest(name, list(known))!r}"
     if kind in ("model_type", "model_attributes_type", "dict_type", "mapping_type"):

@@ -7,9 +7,9 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from headpond.commands.main import app, main
+from headpond.commands.main import app
 from headpond.config import RunConfig
-from headpond.config.problems import RENAMED_FLAGS, all_keys
+from headpond.config.problems import all_keys
 from headpond.version import release
 
 # Each takes tens of milliseconds or more to import: commands import them when they run, not for --help.
@@ -77,17 +77,6 @@ def test_a_flag_is_named_like_its_setting(command: str) -> None:
     options = {each.opts[0] for each in parameters if each.opts[0].startswith("--")} - {"--json", "--help"}
     assert options
     assert options - flags == set()
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED_FLAGS.items())
-def test_a_renamed_flag_is_refused_with_its_new_name(
-    old: str, new: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["headpond", "sessions", f"{old}=x"])
-    with pytest.raises(SystemExit):
-        main()
-    assert capsys.readouterr().err == f"headpond: {old} has a new name: {new}\n"
-    assert new.split()[0] in help_of("sessions")
 
 
 def test_help_imports_few_modules() -> None:

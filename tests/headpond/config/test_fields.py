@@ -33,7 +33,7 @@ def test_a_field_is_declared_by_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[batch]\nextras = ['x']", "line 2: 'batch.extras' has a new name: batch.fields.NAME.source (declare a"),
+        ("[batch]\nfiels = {}", "line 2: there is no setting 'batch.fiels'; the nearest is 'batch.fields'"),
         ("[batch.fields.x]\ndtype = 'f16'", "line 2: batch.fields.x.dtype: Input should be 'f32'"),
         ("[batch.fields.x]\ndtype = 'u8'\ndefault = -1", "line 1: batch.fields.x: default = -1 is not"),
         ("[batch.fields.x]\ndtype = 'i32'\ndefault = 0.5", "line 1: batch.fields.x: default = 0.5 is not"),

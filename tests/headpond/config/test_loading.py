@@ -5,7 +5,7 @@ import pytest
 
 from headpond import config
 from headpond.config import RunConfig, redis_address
-from headpond.config.problems import RENAMED, all_keys
+from headpond.config.problems import all_keys
 from headpond.config.rules import check_rules
 from headpond.errors import ConfigError
 
@@ -156,20 +156,6 @@ def test_an_error_in_a_variable_or_flag_names_it(tmp_path: Path) -> None:
 )
 def test_an_unknown_variable_is_refused_with_the_nearest_one(tmp_path: Path, name: str, nearest: str) -> None:
     assert refused(tmp_path, **{name: "1"}) == f"environment: {name} is not a setting; the nearest is {nearest}"
-
-
-def test_every_setting_of_release_0_1_exists_or_has_a_new_name() -> None:
-    of_release = set((Path(__file__).parent / "settings_of_release_0_1.txt").read_text().split())
-    tables = {"filters.custom", "filters.custom_groups"}  # of modes by name in 0.1, where no name could be used
-    assert of_release - set(all_keys(RunConfig)) == set(RENAMED) | tables
-    assert {new.split()[0] for new in RENAMED.values()} <= set(all_keys(RunConfig))
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_a_renamed_setting_is_refused_with_its_new_name(tmp_path: Path, old: str, new: str) -> None:
-    assert refused(tmp_path, f"{old} = 1") == f"headpond.toml, line 1: {old!r} has a new name: {new}"
-    variable = "HEADPOND_" + old.upper().replace(".", "__")
-    assert refused(tmp_path, **{variable: "1"}) == f"environment, {variable}: {old!r} has a new name: {new}"
 
 
 @pytest.mark.parametrize("url", ["redis://:hunter2/x@h:1/0", "http://:hunter2@h/", "hunter2"])
