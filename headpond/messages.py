@@ -289,10 +289,10 @@ class Reply(WireModel):
     """random id of this execution: a message may be executed twice"""
     worker: str
     """host and process that executed it"""
-    node: str | None = None
-    """Celery's name of that worker; release 0.1 sent none"""
-    settings: str | None = None
-    """digest of the settings that the worker used; release 0.1 sent none"""
+    node: str
+    """Celery's name of that worker"""
+    settings: str
+    """digest of the settings that the worker used"""
     outcome: Outcome
     result: Result | None = None
     error: Annotated[str, Field(max_length=ERROR_CHARACTERS)] | None = None

@@ -97,9 +97,7 @@ class Redo:
     def __init__(self, run_dir: Path, changes: Sequence[str] = ()) -> None:
         """`changes`: `setting=value`, as in TOML."""
         identity = run_json.read(run_dir)
-        recorded: dict[str, Any] = identity.get("settings") or {}
-        if not recorded:
-            raise RunError(f"{run_dir} was begun by a release that recorded no settings")
+        recorded: dict[str, Any] = identity["settings"]
         self.changes = dict(map(parse_change, changes))
         settings = {key: value for key, value in recorded.items() if key.startswith(READ) and value is not None}
         self._config = configuration.load(None, flags={**settings, **self.changes}, environ={})

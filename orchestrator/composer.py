@@ -78,8 +78,8 @@ class Composer:
             self._ledger.add_job(batch.job_id(data_rank), JobKind.ENCODE, str(batch.step))
 
     def resume(self) -> None:
-        """Begin a new count of failed formations, and form an open step again whose batch phase has failed, or that an
-        older version composed without advantages."""
+        """Begin a new count of failed formations, and form an open step again whose batch phase has failed or
+        was cancelled."""
         self._ledger.set("failed_formations", 0)
         for batch in list(self._ledger.batches.values()):
             job = self._ledger.jobs.get(batch.batch_phase_id)

@@ -100,7 +100,7 @@ class Groups:
 
     def _give_back(self, job: JobRecord, reply: Reply) -> None:
         self._gates.probe_lost(job.kind, job.id)
-        self._ledger.event(job.id, "declined", f"attempt {reply.attempt} by {reply.node or reply.worker}")
+        self._ledger.event(job.id, "declined", f"attempt {reply.attempt} by {reply.node}")
         self._attendance.give_back(job)
         self._ledger.retry(job)
 

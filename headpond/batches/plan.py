@@ -134,7 +134,7 @@ class BatchPlan:
     normalise: str = "token"
     logprobs_mode: Literal["processed", "raw"] = "processed"
     extras: tuple[str, ...] = ()
-    """only in manifests of release 0.1: names of per-token f32 fields"""
+    """always empty: part of the format, and of the digest, since 0.2.0"""
     format: Format = "native"
     pad_id: int = 0
     fields: tuple[TrainerField, ...] = ()

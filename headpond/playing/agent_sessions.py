@@ -144,9 +144,8 @@ class SessionServers:
                 continue
             if response.status == 200:
                 created = orjson.loads(body)
-                secret = created["secret"]
-                control_secret = created.get("control_secret", secret)  # release 0.1 has one secret
-                return server, AgentSession(self._http, created["base_url"], secret, control_secret)
+                secrets = created["secret"], created["control_secret"]
+                return server, AgentSession(self._http, created["base_url"], *secrets)
             if response.status == UNWRITTEN:
                 raise BlobUnwritten(_error(body))
             if response.status != 503:

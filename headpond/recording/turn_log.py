@@ -16,7 +16,7 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from headpond.recording.samples import NO_TURN, TurnDelta
+from headpond.recording.samples import TurnDelta
 from headpond.store import tensors
 from headpond.store.parts import Piece, view_of
 from headpond.turn import VersionSpan
@@ -121,14 +121,14 @@ def left_out_frame(record: bytes) -> list[Piece]:
 
 def read_log(bodies: Iterable[tuple[tensors.Tensors, int]], *, begin: int) -> TurnLog:
     """The frames behind the first one, which ends at `begin`."""
-    log, last_of = TurnLog(), dict[int, int]()
+    log = TurnLog()
     for body, end in bodies:
         if SEEN_KEY in body.metadata:
             log.seen.update(orjson.loads(body.metadata[SEEN_KEY]))
         elif LEFT_OUT_KEY in body.metadata:
             log.left_out.append(begin)
         else:
-            entry, log.rows = _read_entry(body, len(log.entries), last_of)
+            entry, log.rows = _read_entry(body)
             log.entries.append(entry)
             log.frames.append(begin)
             log.seen.update(entry.seen_before)
@@ -136,18 +136,11 @@ def read_log(bodies: Iterable[tuple[tensors.Tensors, int]], *, begin: int) -> Tu
     return log
 
 
-def _read_entry(body: tensors.Tensors, number: int, last_of: dict[int, int]) -> tuple[LogEntry, RowsState | None]:
-    """Arrays are copies, so that the log does not stay mapped. Logs of release 0.1 name the sample that a turn extends;
-    `last_of` has the last turn of each."""
+def _read_entry(body: tensors.Tensors) -> tuple[LogEntry, RowsState | None]:
+    """Arrays are copies, so that the log does not stay mapped."""
     metadata: dict[str, Any] = {name: orjson.loads(text) for name, text in body.metadata.items()}
-    if (sample := metadata[DELTA_KEY].pop("sample", None)) is not None:
-        del metadata[DELTA_KEY]["broken_at"]
-        metadata[DELTA_KEY] |= {"arrival": number, "base": last_of.get(sample, NO_TURN)}
-        last_of[sample] = number
     arrays: dict[str, Any] = {name: body.arrays[name].copy() for name in DELTA_ARRAYS if name in body.arrays}
-    metadata[DELTA_KEY]["version_spans"] = tuple(
-        VersionSpan(**span) for span in metadata[DELTA_KEY].get("version_spans", ())
-    )
+    metadata[DELTA_KEY]["version_spans"] = tuple(VersionSpan(**span) for span in metadata[DELTA_KEY]["version_spans"])
     delta = TurnDelta(
         **metadata[DELTA_KEY],
         **arrays,

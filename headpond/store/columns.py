@@ -180,10 +180,6 @@ def read_columns(store: Store, ref: BlobRef, *, verify: bool = True) -> Columns:
     for name, array in file.arrays.items():
         prefix, dot, rest = name.partition(".")
         {TURN: turn, TOKEN_FIELD: by_token, SAMPLE_FIELD: by_sample}.get(prefix + dot, own)[rest or name] = array
-    if "version_exact" not in turn and "sample" in turn:  # of releases that recorded the job's version
-        turn["version_exact"] = np.zeros(turn["sample"].shape, np.uint8)
-    if "reward" not in turn and "sample" in turn:
-        turn["reward"] = np.full(turn["sample"].shape, np.nan)
     try:
         turns = TurnTable(**turn, words=metadata.pop("words"))
         return Columns(**own, turns=turns, token_fields=by_token, sample_fields=by_sample, **metadata)

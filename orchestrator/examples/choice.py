@@ -93,8 +93,8 @@ class Examples:
         return self._config.environments[name].sampler == UNIFORM
 
     def _order(self, name: str, *, begins: bool) -> Order:
-        """An epoch keeps the order that it began with, so that no example is skipped or played twice. Releases that
-        recorded none played in order."""
+        """An epoch keeps the order that it began with, so that no example is skipped or played twice. One that began
+        with another sampler goes on in order."""
         if begins:
             self._ledger.set(f"order:{name}", self._config.environments[name].order)
         return "shuffled" if self._ledger.meta.get(f"order:{name}") == "shuffled" else "in_order"

@@ -55,7 +55,7 @@ class Attendance:
         self._quarantine = Quarantine()
         self._seen: dict[str, Seen] = {}
         self._strangers: dict[str, float] = {}
-        """workers whose replies carry no settings, or others than the run's -> time of the last one"""
+        """workers whose replies carry other settings than the run's -> time of the last one"""
 
     # what the groups ask for every reply
 
@@ -63,23 +63,21 @@ class Attendance:
         """Whether the reply was made with the run's settings, or answers a job of an earlier start."""
         if job.sequence <= self._first_sequence or reply.settings == self._digest(job.kind):
             return True
-        if reply.node is None or reply.node not in self._seen:
-            self._strangers[reply.node or reply.worker] = time.monotonic()
+        if reply.node not in self._seen:
+            self._strangers[reply.node] = time.monotonic()
             if len(self._strangers) > STRANGERS_MOST:
                 self._strangers.pop(next(iter(self._strangers)))
         return False
 
     def note(self, reply: Reply) -> None:
         """An outcome that says something about the health of its worker."""
-        if reply.node is None:
-            return
         if reply.outcome is Outcome.DONE:
             self._quarantine.succeeded(reply.node)
         elif reply.outcome in FAILURES:
             self._quarantine.failed(reply.node, reply.error or "", time.monotonic())
 
-    def is_excluded(self, node: str | None) -> bool:
-        return node is not None and self._quarantine.standing(node) is not Standing.ADMITTED
+    def is_excluded(self, node: str) -> bool:
+        return self._quarantine.standing(node) is not Standing.ADMITTED
 
     def blames_job(self, job: JobRecord, node: str | None) -> bool:
         """Whether a failure counts for the job: no other worker could do better. Lists `node` on the job."""

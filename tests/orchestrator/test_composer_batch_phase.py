@@ -59,7 +59,16 @@ class Scene:
     def reply(self, **fields: Any) -> None:
         values: dict[str, Any] = {"outcome": Outcome.DONE, "result": BatchPhaseResult(execution="e1")} | fields
         self.groups.apply(
-            Reply(run="run", job=self.job.id, attempt=self.job.attempt, execution="e1", worker="w-1", **values)
+            Reply(
+                run="run",
+                job=self.job.id,
+                attempt=self.job.attempt,
+                execution="e1",
+                worker="w-1",
+                node="n",
+                settings="",
+                **values,
+            )
         )
 
     def take(self) -> None:

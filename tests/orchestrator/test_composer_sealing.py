@@ -86,31 +86,6 @@ def test_sealing_uses_the_advantages_that_encoding_used(tmp_path: Path) -> None:
     assert manifest.estimator_state == '{"steps": 1}'
 
 
-def test_an_open_step_without_stored_advantages_is_formed_again_when_the_run_is_resumed(tmp_path: Path) -> None:
-    """A ledger that an earlier version wrote has none."""
-    config = configured(run_dir=tmp_path, batch={"size": 1})
-
-    async def compose_and_resume() -> None:
-        ledger = Ledger(config.ledger_path)
-        admitted(ledger)
-        batch = Composer(config, ledger, Trainer(config, ledger)).compose()
-        assert batch is not None
-        ledger.set(ADVANTAGES, None)
-        await ledger.committed()
-        ledger.close()
-        resumed = Ledger(config.ledger_path)
-        assert resumed.batches[0].advantages == {}
-        composer = Composer(config, resumed, Trainer(config, resumed))
-        composer.resume()
-        again = composer.compose()
-        assert again is not None
-        assert (again.formation, again.advantages) == (2, batch.advantages)
-        await resumed.committed()
-        resumed.close()
-
-    asyncio.run(compose_and_resume())
-
-
 def test_a_manifest_is_never_replaced(ledger: Ledger, config: RunConfig, store: FileStore) -> None:
     sealer, path = Sealer(config), manifest_path(store, 0)
     batch = ledger.compose(0, [admitted(ledger)])

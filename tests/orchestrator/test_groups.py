@@ -34,7 +34,8 @@ class Scene:
     def reply(
         self, job: str, outcome: Outcome = DONE, *, result: Any = None, attempt: int = 1, error: str = "it broke"
     ) -> None:
-        self.groups.apply(Reply(run="run", job=job, attempt=attempt, execution="x", worker="w", outcome=outcome,
+        self.groups.apply(Reply(run="run", job=job, attempt=attempt, execution="x", worker="w",
+                                node="n", settings="", outcome=outcome,
                                 result=result, error=None if outcome is DONE else error))  # fmt: skip
 
     def finish_rollouts(self) -> None:

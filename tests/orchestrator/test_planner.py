@@ -134,7 +134,7 @@ def test_examples_are_played_in_order_if_the_setting_says_so(ledger: Ledger) -> 
 
 
 def test_an_epoch_keeps_the_order_that_it_began_with(ledger: Ledger) -> None:
-    """A run of a release that recorded no order was in the middle of an epoch."""
+    """With another sampler, the run was in the middle of an epoch."""
     ledger.set("begun:noop", 7)
     plan_all(planning(ledger, examples=10, steps=6))
     assert played(ledger)[:3] == [7, 8, 9]

@@ -59,7 +59,9 @@ class Scene:
         self.run = directory.name
 
     async def add_reply(self, job: str) -> None:
-        reply = Reply(run=self.run, job=job, attempt=1, execution="x", worker="w", outcome=Outcome.DONE)
+        reply = Reply(
+            run=self.run, job=job, attempt=1, execution="x", worker="w", node="n", settings="", outcome=Outcome.DONE
+        )
         await self.broker.client.xadd(self.stream, {"reply": reply.model_dump_json()})
 
     async def read(self) -> list[str]:
@@ -145,7 +147,9 @@ def test_unreadable_replies_and_those_of_other_runs_are_skipped(server: Embedded
     async def scene(it: Scene) -> None:
         await it.broker.client.xadd(it.stream, {"reply": "no json"})
         await it.broker.client.xadd(it.stream, {"something": "else"})
-        other = Reply(run="other", job="o", attempt=1, execution="x", worker="w", outcome=Outcome.DONE)
+        other = Reply(
+            run="other", job="o", attempt=1, execution="x", worker="w", node="n", settings="", outcome=Outcome.DONE
+        )
         await it.broker.client.xadd(it.stream, {"reply": other.model_dump_json()})
         await it.add_reply("a")
         assert await it.read() == ["a"]
@@ -200,7 +204,17 @@ def test_a_reply_that_names_files_of_another_execution_is_refused(
     """As a late reply it would delete them, as the first one it would deliver them."""
 
     async def scene(it: Scene) -> None:
-        reply = Reply(run="run", job=job, attempt=1, execution="x", worker="w", outcome=Outcome.DONE, result=result)
+        reply = Reply(
+            run="run",
+            job=job,
+            attempt=1,
+            execution="x",
+            worker="w",
+            node="n",
+            settings="",
+            outcome=Outcome.DONE,
+            result=result,
+        )
         await it.broker.client.xadd(it.stream, {"reply": reply.model_dump_json()})
         assert await it.read() == ([job] if accepted else [])
         assert it.ledger.number("replies_refused") == (not accepted)
@@ -222,7 +236,8 @@ def test_a_forged_late_reply_deletes_nothing(server: EmbeddedRedis, tmp_path: Pa
         forged = [BlobRef(key=manifest.key, size=0, checksum=""), BlobRef(key=columns.key, size=99, checksum="")]
         for ref in (columns, *forged):
             result = RolloutResult(reward=1.0, columns=ref)
-            reply = Reply(run="run", job=rollout.id, attempt=1, execution="x", worker="w", outcome=Outcome.DONE,
+            reply = Reply(run="run", job=rollout.id, attempt=1, execution="x", worker="w",
+                          node="n", settings="", outcome=Outcome.DONE,
                           result=result)  # fmt: skip
             await it.broker.client.xadd(it.stream, {"reply": reply.model_dump_json()})
         for entry in await it.replies.read():

@@ -79,6 +79,8 @@ def test_a_group_that_advances_while_the_run_ends_leaves_no_open_job(
                 attempt=1,
                 execution="x",
                 worker="w",
+                node="n",
+                settings="",
                 outcome=Outcome.DONE,
                 result=RolloutResult(reward=0.0),
             )

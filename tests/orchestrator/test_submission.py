@@ -66,6 +66,8 @@ def test_a_job_that_is_settled_before_its_slice_is_not_submitted(tmp_path: Path)
                     attempt=1,
                     execution="x",
                     worker="w",
+                    node="n",
+                    settings="",
                     outcome=Outcome.DONE,
                     result=result,
                 )

@@ -247,7 +247,7 @@ def replies_forged(world: "World", random: Random) -> None:
     stream = redis_keys.replies(world.run)
     for fields in ({"reply": b"{"}, {"reply": b"\xff\xfe"}, {"other": b"1"}, {"reply": b"{}"}):
         world.redis.xadd(stream, fields)
-    forged = {"execution": "0" * 12, "worker": "forger-1", "node": "forger", "settings": None, "outcome": Outcome.DONE}
+    forged = {"execution": "0" * 12, "worker": "forger-1", "node": "forger", "settings": "", "outcome": Outcome.DONE}
     columns = world.undelivered_columns() + world.delivered_columns()
     keys = [path.relative_to(world.store_root).as_posix() for path in columns] + ["batches/step_000000/manifest.json"]
     for key in random.sample(keys, k=min(5, len(keys))):

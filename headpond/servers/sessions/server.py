@@ -260,8 +260,8 @@ class SessionServer:
         """An agent has the secret for chats. What decides about its rollout needs the other one, on loopback too."""
         metadata = entry.metadata
         assert metadata is not None
-        controls = headers.has_secret(request.headers, metadata.control_digest or metadata.secret_digest)
-        if control and not controls and (metadata.control_digest or self._settings.needs_secret):
+        controls = headers.has_secret(request.headers, metadata.control_digest)
+        if control and not controls:
             raise Unauthorised(
                 "rewards, sealing and deleting need the session's control secret: send control_secret, which "
                 "POST /sessions returned, as bearer token"

@@ -20,8 +20,8 @@ class SessionMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     secret_digest: str
     """of the secret for chats"""
-    control_digest: str = ""
-    """of the secret for rewards, sealing and deleting; empty in sessions of release 0.1"""
+    control_digest: str
+    """of the secret for rewards, sealing and deleting"""
     sampling: dict[str, Any]
     created_at: float
     """seconds since 1970"""

@@ -1,4 +1,3 @@
-import json
 import os
 import threading
 from dataclasses import replace
@@ -7,13 +6,12 @@ from pathlib import Path
 import pytest
 import xxhash
 from support.rollouts import MadeTurn, RolloutMaker, encode_all, plan_of, seal
-from support.stores import directory_store, manifest_path
+from support.stores import directory_store
 from support.waiting import wait_until
 
 from headpond.batches import Batch, BatchReader, RunStatus, TrainerState, read_trainer, seal_manifest, write_status
 from headpond.batches.signals import NOTHING, PublishedPolicy
 from headpond.errors import BatchError, BlobCorrupt, BlobMissing, ConfigError, Stalled
-from headpond.fields import TrainerField
 from headpond.store.files import FileStore
 
 
@@ -44,20 +42,6 @@ def fingerprint(batch: Batch) -> str:
             state.update(array.tobytes())
         state.update(micro_batch.cu_seqlens.tobytes() + micro_batch.routed_experts().tobytes())
     return state.hexdigest()
-
-
-def test_a_step_of_release_0_1_is_read_with_its_extra_columns(store: FileStore) -> None:
-    """Its manifest names them in `extras` and has no `fields`; files of rollouts and ranks have the same arrays."""
-    weights = TrainerField(name="weights")
-    made = RolloutMaker(store=store, fields=[weights]).make("a", [[MadeTurn(context=3, completion=5)]])
-    seal(store, plan_of([made], fields=(weights,)))
-    path = manifest_path(store, 0)
-    manifest = json.loads(path.read_text())
-    assert manifest["plan"].pop("fields")
-    manifest["plan"]["extras"] = ["weights"]
-    path.write_text(json.dumps(manifest))
-    [batch] = next(reader_of(store)).micro_batches()
-    assert batch.fields["weights"].tolist() == made.columns.token_fields["weights"].tolist()
 
 
 def test_a_trainer_reads_every_step_and_reports_its_progress(store: FileStore) -> None:

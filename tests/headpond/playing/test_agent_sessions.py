@@ -15,7 +15,7 @@ def test_an_unwritable_store_of_the_session_server_is_reported_as_such(at: str) 
         if request.path.endswith(at):
             return Response(status=UNWRITTEN, body=b'{"error":{"message":"cannot write a/b: Disk quota exceeded"}}')
         url = f"{server.url}/sessions/1/v1"
-        return Response(body=b'{"base_url":"%b","secret":"s"}' % url.encode())
+        return Response(body=b'{"base_url":"%b","secret":"s","control_secret":"c"}' % url.encode())
 
     async def main() -> None:
         async with SessionServers.open(Sessions(urls=(server.url,))) as servers:

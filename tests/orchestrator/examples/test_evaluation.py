@@ -53,7 +53,8 @@ class Scene:
         if job.id in self.ledger.waiting:
             self.ledger.submit(job)
         done = RolloutResult(**{"reward": 1.0} | result) if outcome is Outcome.DONE else None
-        self.groups.apply(Reply(run="run", job=job.id, attempt=job.attempt, execution="x", worker="w", outcome=outcome,
+        self.groups.apply(Reply(run="run", job=job.id, attempt=job.attempt, execution="x", worker="w",
+                                node="n", settings="", outcome=outcome,
                                 result=done, error=None if done else "it broke"))  # fmt: skip
 
     def finish(self) -> None:
@@ -213,7 +214,8 @@ def score_jobs(scene: Scene) -> list[JobRecord]:
 def score(scene: Scene, job: JobRecord, **rewards: float) -> None:
     scene.ledger.submit(job)
     named = {rollout.replace("_", "-"): reward for rollout, reward in rewards.items()}
-    scene.groups.apply(Reply(run="run", job=job.id, attempt=1, execution="x", worker="w", outcome=Outcome.DONE,
+    scene.groups.apply(Reply(run="run", job=job.id, attempt=1, execution="x", worker="w",
+                             node="n", settings="", outcome=Outcome.DONE,
                              result=ScoreResult(rewards=named)))  # fmt: skip
 
 

@@ -73,9 +73,7 @@ class Scene:
 
         return asyncio.run(once())
 
-    def reply(
-        self, node: str | None, outcome: Outcome = Outcome.FAILED, *, number: int = 0, settings: str | None = DIGEST
-    ) -> None:
+    def reply(self, node: str, outcome: Outcome = Outcome.FAILED, *, number: int = 0, settings: str = DIGEST) -> None:
         job = self.job(number)
         if job.state is JobState.WAITING:
             self.ledger.submit(job)
@@ -200,17 +198,13 @@ def test_a_worker_that_says_nothing_is_silent_while_it_is_listed(scene: Scene, m
     assert scene.attendance.silent == {"dead": SILENT_S + 1.0}
 
 
-@pytest.mark.parametrize(("node", "settings"), [(None, None), ("old@host", "other")])
-def test_results_of_a_worker_that_does_not_match_are_not_used_and_the_worker_is_named(
-    scene: Scene, node: str | None, settings: str | None
-) -> None:
-    """Release 0.1 sent neither its name nor its settings."""
+def test_results_of_a_worker_that_does_not_match_are_not_used_and_the_worker_is_named(scene: Scene) -> None:
     for outcome in (Outcome.DONE, Outcome.FAILED, Outcome.UNREACHABLE):
-        scene.reply(node, outcome, settings=settings)
+        scene.reply("old@host", outcome, settings="other")
         assert scene.job().state is JobState.WAITING
     assert (scene.job().failures, scene.gates.rollouts.open) == (0, True)
     assert scene.ledger.unwanted_blobs == ["k"]
-    assert "not used" in scene.attendance.excluded[node or "host-1"]
+    assert "not used" in scene.attendance.excluded["old@host"]
     scene.reply("new@host", Outcome.DONE)
     assert scene.group.rollouts[0].state is RolloutState.GENERATED
 
