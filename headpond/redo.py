@@ -136,7 +136,7 @@ class Redo:
             final = self._final(scratch, step, packed, verdicts)
             verdicts |= {id: replace(verdicts[id], advantage=number) for id, number in final.advantages.items()}
             plan = self._plan(manifest, packed, verdicts, final.credit)
-            files = range(plan.files) if plan.rollouts else ()
+            files = range(plan.rules.data_ranks) if plan.rollouts else ()
             ranks = [encode_rank(scratch, plan, data_rank=rank, execution=EXECUTION) for rank in files]
         return RedoneStep(
             step=step,

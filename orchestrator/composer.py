@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from headpond import job_inputs
 from headpond.batches import EncodedRank, Manifest, read_manifest, seal_manifest
-from headpond.batches.plan import FIRST_STEP, files_of
+from headpond.batches.plan import FIRST_STEP
 from headpond.batches.prime_rl_directory import publish_prime_rl
 from headpond.batches.signals import StartVersion, write_start
 from headpond.config import RunConfig
@@ -74,7 +74,7 @@ class Composer:
         self._encode(batch)
 
     def _encode(self, batch: BatchRecord) -> None:
-        for data_rank in range(self._files):
+        for data_rank in range(self._config.batch.data_ranks):
             self._ledger.add_job(batch.job_id(data_rank), JobKind.ENCODE, str(batch.step))
 
     def resume(self) -> None:
@@ -92,9 +92,10 @@ class Composer:
         for batch in self._ledger.batches.values():
             if not batch.advantages:
                 return None
-            jobs = [job for rank in range(self._files) if (job := self._ledger.jobs.get(batch.job_id(rank)))]
-            if len(jobs) < self._files:
-                self.form_again(batch, "batch.format has changed")
+            ids = [batch.job_id(data_rank) for data_rank in range(self._config.batch.data_ranks)]
+            jobs = [job for id in ids if (job := self._ledger.jobs.get(id))]
+            if len(jobs) < len(ids):
+                self.form_again(batch, "an encoding job was cancelled")
                 return None
             results = [job.result for job in jobs if isinstance(job.result, EncodeResult)]
             unreadable = {rollout for result in results for rollout in result.unreadable}
@@ -116,11 +117,6 @@ class Composer:
             return True
         self.form_again(batch, "a rollout became stale while it was encoded")
         return False
-
-    @property
-    def _files(self) -> int:
-        """Number of encoding jobs of a step."""
-        return files_of(self._config.batch.format, self._config.batch.data_ranks)
 
     def _count_formation(self, batch: BatchRecord, error: str | None) -> None:
         self.form_again(batch, error or "an encoding job died")

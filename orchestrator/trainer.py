@@ -31,8 +31,8 @@ def trainer_state(config: RunConfig, *, accept: bool = False) -> TrainerState:
     broadcasts = None
     if config.batch.format != "native":
         if accept:
-            accept_broadcasts(config.batch.format, config.prime_rl_dir)
-        broadcasts = read_broadcasts(config.batch.format, config.prime_rl_dir)
+            accept_broadcasts(config.prime_rl_dir)
+        broadcasts = read_broadcasts(config.prime_rl_dir)
     return broadcasts or read_trainer(config.run_dir)
 
 

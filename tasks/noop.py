@@ -61,7 +61,7 @@ def advantages(job: AdvantageJob, group: GroupInputs, noop: Noop) -> AdvantageRe
 
 def encoding(job: EncodeJob, plan: BatchPlan, noop: Noop, execution: str) -> EncodeResult:
     work(job, noop)
-    mine = plan.rollouts[job.data_rank :: plan.files]
+    mine = plan.rollouts[job.data_rank :: plan.rules.data_ranks]
     rank = EncodedRank(
         plan=plan.digest,
         data_rank=job.data_rank,

@@ -42,8 +42,6 @@ class Sample:
     """batch column -> values, all but position_ids"""
     row: dict[str, int | float]
     """per-sample column -> value"""
-    prompt_length: int
-    """tokens in the prompt of its first turn"""
 
     @property
     def length(self) -> int:
@@ -105,8 +103,7 @@ class Assembly:
             "agent": self._agent(columns.agent_of(inside)),
             **{TOKEN_FIELD + each.name: values[inside] for each, values in self._fields(columns, "sample")},
         }
-        prompt_length = min(length, int(columns.first_prompt_length[inside]))
-        return Sample(rollout=rollout, tokens=tokens | from_turns, row=row | versions, prompt_length=prompt_length)
+        return Sample(rollout=rollout, tokens=tokens | from_turns, row=row | versions)
 
     def agents(self) -> bytes:
         """The names of the agents of all samples so far, as the rank's file has them."""

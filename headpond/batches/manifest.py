@@ -177,10 +177,9 @@ def read_manifests(store: Store) -> dict[int, Manifest]:
 
 
 def _manifest(plan: BatchPlan, ranks: list[EncodedRank], estimator_state: str | None) -> Manifest:
-    if [rank.data_rank for rank in ranks] != list(range(plan.files)):
-        raise StageError(
-            f"step {plan.step} needs files of ranks 0 to {plan.files - 1}, not of {[r.data_rank for r in ranks]}"
-        )
+    given, data_ranks = [rank.data_rank for rank in ranks], plan.rules.data_ranks
+    if given != list(range(data_ranks)):
+        raise StageError(f"step {plan.step} needs files of ranks 0 to {data_ranks - 1}, not of {given}")
     others = [rank.file.key for rank in ranks if rank.plan != plan.digest]
     if others:
         raise OtherPlan(f"it was encoded with other settings: {', '.join(others)}")

@@ -23,17 +23,12 @@ from headpond.errors import ConfigError, StageError
 from headpond.fields import TrainerField
 from headpond.store import BlobRef
 
-Format = Literal["native", "prime-rl", "prime-rl-2026-08", "prime-rl-2026-05"]
+Format = Literal["native", "prime-rl", "prime-rl-2026-08"]
 Oversize = Literal["cut", "mask", "drop", "fail"]
 Ints = NDArray[np.int64]
 BATCHES = "batches"  # folder of the store that holds a directory for each step
-MICRO_BATCH_FIELDS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
-PRIME_RL_FIELDS: dict[str, tuple[str, ...]] = {
-    "prime-rl": MICRO_BATCH_FIELDS,
-    "prime-rl-2026-08": MICRO_BATCH_FIELDS,
-    "prime-rl-2026-05": ("ref_logprobs",),  # its teacher_logprobs
-}
-"""The fields that a format of prime-rl has a place for, each per token and f32. The native format holds any."""
+PRIME_RL_FIELDS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
+"""The fields that prime-rl's formats have a place for, each per token and f32. The native format holds any."""
 FIRST_STEP = 0  # the batch of step s is trained into policy version s + 1
 
 
@@ -169,11 +164,6 @@ class BatchPlan:
         return xxhash.xxh3_64_hexdigest(json_records.dumps(self))
 
     @property
-    def files(self) -> int:
-        """Number of encoding jobs: one per data rank, one in all for formats without ranks."""
-        return files_of(self.format, self.rules.data_ranks)
-
-    @property
     def directory(self) -> str:
         return step_directory(self.step)
 
@@ -185,18 +175,13 @@ def lost_by_format(batch_format: Format, normalise: str, fields: Iterable[Traine
     if normalise != "token":
         # Its rl_weights scale the loss of a token, but it always divides by the number of tokens.
         return f'"{batch_format}" averages over tokens: set batch.normalise = "token", or use format = "native"'
-    held = PRIME_RL_FIELDS[batch_format]
     for each in fields:
-        if each.name not in held or (each.per, each.dtype) != ("token", "f32"):
+        if each.name not in PRIME_RL_FIELDS or (each.per, each.dtype) != ("token", "f32"):
             return (
-                f'"{batch_format}" cannot hold {each.setting} ({each.dtype} per {each.per}): it has {", ".join(held)}, '
-                'f32 per token; remove the field, or use format = "native"'
+                f'"{batch_format}" cannot hold {each.setting} ({each.dtype} per {each.per}): it has '
+                f'{", ".join(PRIME_RL_FIELDS)}, f32 per token; remove the field, or use format = "native"'
             )
     return None
-
-
-def files_of(batch_format: str, data_ranks: int) -> int:
-    return 1 if batch_format == "prime-rl-2026-05" else data_ranks
 
 
 def step_directory(step: int) -> str:

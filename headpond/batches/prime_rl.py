@@ -1,8 +1,8 @@
 """prime-rl's batch formats, byte for byte as its own encoder writes them. A trainer imports none of this.
 
-`prime-rl` and `prime-rl-2026-08` are one file of micro-batches per rank, `prime-rl-2026-05` is one file of samples per
-step. They contain the routed experts: of all samples and fillers or of none, with zeros where the engine sent no row.
-Memory holds one micro-batch or sample, one of its columns as Python objects, and ROWS_PER_PIECE rows of experts.
+A file has the micro-batches of a rank, with their routed experts: of all samples and fillers or of none, with zeros
+where the engine sent no row. Memory holds one micro-batch, one of its columns as Python objects, and ROWS_PER_PIECE
+rows of experts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,38 +58,6 @@ def write_rank(assembly: Assembly, data_rank: int, key: str) -> tuple[BlobRef, i
     return assembly.store.put(key, pieces()), loss_tokens
 
 
-def write_step(assembly: Assembly, key: str) -> tuple[BlobRef, int]:
-    """Write a step as samples; returns the file and the number of its tokens that are in the loss."""
-    loss_tokens, kind = 0, _expert_kind(assembly)
-    if assembly.plan.credit or any(rollout.credit for rollout in assembly.plan.rollouts):
-        raise StageError(
-            f'"{assembly.plan.format}" has one advantage for a sample, and advantages.estimator answers per turn: use '
-            'format = "native" or "prime-rl"'
-        )
-
-    def pieces() -> Iterator[Piece]:
-        nonlocal loss_tokens
-        numbers = np.flatnonzero(assembly.packing.lengths)
-        yield array_header(3) + array_header(numbers.size)
-        for number in numbers.tolist():
-            sample = assembly.sample(number)
-            tokens = sample.tokens
-            if kind and not sample.rollout.experts:
-                tokens = tokens | {"loss_mask": np.zeros_like(tokens["loss_mask"])}
-            loss_tokens += int(np.count_nonzero(tokens["loss_mask"]))
-            yield from encode_sample(
-                tokens,
-                prompt_length=sample.prompt_length,
-                env=sample.rollout.env,
-                advantage=sample.rollout.advantage,
-                reward=sample.rollout.reward,
-                experts=_expert_rows(assembly, [sample], sample.length, kind),
-            )
-        yield encode(assembly.plan.step) + encode(None)
-
-    return assembly.store.put(key, pieces()), loss_tokens
-
-
 def encode_micro_batch(
     tokens: Mapping[str, Array], *, lengths: Array, envs: Sequence[tuple[str, int]], experts: ExpertRows | None
 ) -> Iterator[Piece]:
@@ -109,31 +77,6 @@ def encode_micro_batch(
     yield encode(None) * 2  # mm_kwargs, mm_token_type_ids
     for name in ("rl_weights", "ce_weights", "ref_kl_weights"):
         yield _field(tokens, name)
-
-
-def encode_sample(
-    tokens: Mapping[str, Array],
-    *,
-    prompt_length: int,
-    env: str,
-    advantage: float,
-    reward: float,
-    experts: ExpertRows | None,
-) -> Iterator[Piece]:
-    ids, mask = tokens["input_ids"], tokens["loss_mask"].astype(bool)
-    yield array_header(14)
-    yield encode(ids[:prompt_length].tolist())
-    yield encode(mask[:prompt_length].tolist())
-    yield encode(ids[prompt_length:].tolist())
-    yield encode(mask[prompt_length:].tolist())
-    yield encode(tokens["logprobs"][prompt_length:].tolist())
-    yield encode(tokens["temperatures"][prompt_length:].tolist())
-    yield encode(env)
-    yield _field(tokens, "ref_logprobs")  # teacher_logprobs, of the prompt too
-    yield encode(float(advantage)) + encode(float(reward))
-    yield encode(None)  # mm_kwargs
-    yield from _encode_experts(experts)
-    yield encode(None) + encode("rl")  # mm_token_type_ids, training_mode
 
 
 def _field(tokens: Mapping[str, Array], name: str) -> bytes:

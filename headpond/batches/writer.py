@@ -37,14 +37,10 @@ def encode_rank(
     stem = f"{plan.directory}/rank_{data_rank:02d}.{execution}"
     numbers = [number for batch in assembly.packing.ranks[data_rank] for number in batch]
     logprob_sum: float | None = None
-    match plan.format:
-        case "native":
-            file, loss_tokens, logprob_sum = write_rank(assembly, data_rank, f"{stem}.safetensors")
-        case "prime-rl" | "prime-rl-2026-08":
-            file, loss_tokens = prime_rl.write_rank(assembly, data_rank, f"{stem}.bin")
-        case "prime-rl-2026-05":
-            file, loss_tokens = prime_rl.write_step(assembly, f"{stem}.bin")
-            numbers = [number for number, length in enumerate(assembly.packing.lengths) if length]
+    if plan.format == "native":
+        file, loss_tokens, logprob_sum = write_rank(assembly, data_rank, f"{stem}.safetensors")
+    else:
+        file, loss_tokens = prime_rl.write_rank(assembly, data_rank, f"{stem}.bin")
     wanted = rollouts_jsonl and data_rank == 0
     jsonl = write_rollouts(store, plan, f"{plan.directory}/rollouts.{execution}.jsonl") if wanted else None
     # By the process that wrote them: on a network file system no other process can.

@@ -105,8 +105,8 @@ class BatchSettings(Section):
     """Write a line of JSON for each rollout, with its conversation, into `rollouts.*.jsonl` of the step. Every byte of
     the conversations is written when the step is encoded; `trainer.keep_jsonl_steps` bounds how many are kept."""
     format: Annotated[Format, FOR_TRAINER] = "native"  # after `fields` and `normalise`, which its validator reads
-    """File format of the batches: `native`, or one of prime-rl's: `prime-rl` (since August 2026), `prime-rl-2026-08`,
-    `prime-rl-2026-05`. Those cannot hold every field, and only `normalise = "token"`."""
+    """File format of the batches: `native`, or one of prime-rl's: `prime-rl` (since August 2026), `prime-rl-2026-08`.
+    Those cannot hold every field, and only `normalise = "token"`."""
     output_dir: Annotated[Path | None, FOR_TRAINER, OF_HOST] = None
     """Output directory of prime-rl's run, where its trainer reads the batches and writes its broadcasts. Default: the
     run directory."""

@@ -188,6 +188,18 @@ def test_a_resumed_run_forms_a_step_again_whose_batch_phase_failed(ledger: Ledge
     assert composed(composer).formation == 2
 
 
+def test_a_step_whose_encoding_job_was_cancelled_is_formed_again(ledger: Ledger) -> None:
+    admitted(ledger)
+    composer = composing(ledger, batch={"size": 1, "data_ranks": 2})
+    batch = composed(composer)
+    assert composer.encoded() is None
+    assert list(ledger.batches.values()) == [batch], "its jobs are waiting"
+    ledger.end(ledger.jobs[batch.job_id(1)], JobState.CANCELLED)
+    ledger.jobs.pop(batch.job_id(1))
+    assert composer.encoded() is None
+    assert composed(composer).formation == 2
+
+
 def _ids(batch: BatchRecord) -> list[str]:
     return [rollout.id for rollout in batch.rollouts()]
 

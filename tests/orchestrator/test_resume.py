@@ -109,7 +109,7 @@ def test_a_run_that_stopped_because_everything_was_dropped_plans_again(tmp_path:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"seq_len": 128}, {"normalise": "rollout"}, {"format": "prime-rl-2026-05"}],
+    [{"seq_len": 128}, {"normalise": "rollout"}, {"format": "prime-rl"}],
     ids=lambda each: next(iter(each)),
 )
 def test_a_step_encoded_with_other_batch_settings_is_formed_again(tmp_path: Path, changed: dict[str, Any]) -> None:

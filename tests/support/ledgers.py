@@ -62,5 +62,5 @@ def encoded(config: RunConfig, batch: BatchRecord) -> list[EncodedRank]:
             samples=2,
             loss_tokens=20,
         )
-        for data_rank in range(plan.files)
+        for data_rank in range(plan.rules.data_ranks)
     ]

@@ -177,7 +177,8 @@ def plan_of(made: Sequence[MadeRollout], *, step: int = 0, data_ranks: int = 1, 
 
 def encode_all(store: FileStore, plan: BatchPlan, *, execution: str = "x") -> list[EncodedRank]:
     return [
-        encode_rank(store, plan, data_rank=rank, execution=execution, rollouts_jsonl=True) for rank in range(plan.files)
+        encode_rank(store, plan, data_rank=rank, execution=execution, rollouts_jsonl=True)
+        for rank in range(plan.rules.data_ranks)
     ]
 
 

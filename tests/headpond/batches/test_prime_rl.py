@@ -55,31 +55,6 @@ class MicroBatch(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     ref_kl_weights: list[float] | None
 
 
-class TrainingSample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What prime-rl reads at 8e97806 (2026-05)."""
-
-    prompt_ids: list[int]
-    prompt_mask: list[bool]
-    completion_ids: list[int]
-    completion_mask: list[bool]
-    completion_logprobs: list[float]
-    completion_temperatures: list[float]
-    env_name: str
-    teacher_logprobs: list[float] | None
-    advantage: float
-    reward: float
-    mm_kwargs: None
-    routed_experts: RoutedExperts | None
-    mm_token_type_ids: None
-    training_mode: str
-
-
-class TrainingBatch(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    examples: list[TrainingSample]
-    step: int
-    run_idx: None
-
-
 def vector_experts(routed: dict[str, Any] | None) -> prime_rl.ExpertRows | None:
     if routed is None:
         return None
@@ -102,34 +77,6 @@ def test_micro_batches_have_the_bytes_of_prime_rls_encoder() -> None:
         )
         written += b"".join(map(bytes, pieces))
     assert written == (VECTORS / "prime_rl_rank_0.bin").read_bytes()
-
-
-def test_samples_have_the_bytes_of_prime_rls_encoder() -> None:
-    batch = json.loads((VECTORS / "prime_rl_batch.json").read_text())
-    written = array_header(3) + array_header(len(batch["examples"]))
-    for example in batch["examples"]:
-        prompt = len(example["prompt_ids"])
-
-        def column(name: str, prompt_value: float = 0, example: Any = example, prompt: int = prompt) -> Any:
-            return np.array([*[prompt_value] * prompt, *example[f"completion_{name}"]])
-
-        tokens = {
-            "input_ids": np.array(example["prompt_ids"] + example["completion_ids"]),
-            "loss_mask": column("mask"),
-            "logprobs": column("logprobs"),
-            "temperatures": column("temperatures"),
-        }
-        pieces = prime_rl.encode_sample(
-            tokens,
-            prompt_length=prompt,
-            env=example["env_name"],
-            advantage=example["advantage"],
-            reward=example["reward"],
-            experts=vector_experts(example["routed_experts"]),
-        )
-        written += b"".join(map(bytes, pieces))
-    written += msgspec.msgpack.encode(batch["step"]) + msgspec.msgpack.encode(None)
-    assert written == (VECTORS / "prime_rl_batch.bin").read_bytes()
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 255, 256, 65_535, 65_536])
@@ -211,41 +158,11 @@ def test_prime_rl_gets_the_fields_that_it_has(store: FileStore) -> None:
     for name in given:
         assert getattr(batch, name) == [*given[name].tolist(), *[0.5] * 5, *[0.0] * 6], "padding is 0"
     assert batch.ce_weights is None
-    old = plan_of(made, fields=tuple(fields[:1]), format="prime-rl-2026-05")
-    [rank] = encode_all(store, old)
-    first, second = decoded(store, rank.file, TrainingBatch).examples
-    assert first.teacher_logprobs == given["ref_logprobs"].tolist(), "prompt and completion"
-    assert second.teacher_logprobs == [0.5] * 5
 
 
-def test_a_step_of_samples_splits_each_at_its_first_prompt(store: FileStore) -> None:
+def test_any_order_of_arrival_gives_the_same_file(store: FileStore) -> None:
     made = made_rollouts(store)
-    plan = plan_of(made, step=7, data_ranks=4, format="prime-rl-2026-05")
-    [rank] = encode_all(store, plan)
-    batch = decoded(store, rank.file, TrainingBatch)
-    assert (batch.step, len(batch.examples)) == (7, rank.samples) == (7, 5)
-    numbered = [(each, number) for each in made for number in range(len(each.planned.sample_lengths))]
-    for example, (each, number) in zip(batch.examples, numbered, strict=True):
-        where, prompt = each.columns.sample(number), int(each.columns.first_prompt_length[number])
-        ids = each.columns.input_ids[where][:64].tolist()
-        assert (example.prompt_ids, example.completion_ids) == (ids[:prompt], ids[prompt:])
-        assert example.prompt_mask == [False] * prompt
-        trained = not each.planned.masked and where.stop - where.start <= 64 and each.planned.experts is not None
-        assert example.completion_mask == [bool(m) and trained for m in each.columns.loss_mask[where][prompt:64]]
-        assert example.completion_logprobs == each.columns.logprobs[where][prompt:64].tolist()
-        assert (example.env_name, example.training_mode) == (each.planned.env, "rl")
-        assert (example.advantage, example.reward) == (each.planned.advantage, each.planned.reward)
-        if each.planned.experts is not None:
-            rows = np.where(each.valid[number][:, None, None], each.rows[number], 0)[:64]
-            np.testing.assert_array_equal(example.routed_experts.rows(), rows)
-    assert all(example.routed_experts is not None for example in batch.examples), "of all samples or of none"
-    assert rank.loss_tokens == sum(sum(example.completion_mask) for example in batch.examples)
-
-
-@pytest.mark.parametrize("form", ["prime-rl", "prime-rl-2026-05"])
-def test_any_order_of_arrival_gives_the_same_file(store: FileStore, form: Format) -> None:
-    made = made_rollouts(store)
-    plans = [plan_of(order, data_ranks=2, format=form) for order in (made, made[::-1])]
+    plans = [plan_of(order, data_ranks=2, format="prime-rl") for order in (made, made[::-1])]
     assert encode_all(store, plans[0]) == encode_all(store, plans[1])
 
 
@@ -263,7 +180,7 @@ def test_a_damaged_file_is_not_published(store: FileStore, tmp_path: Path) -> No
         publish_prime_rl(store, manifest, tmp_path / "out")
 
 
-@pytest.mark.parametrize("form", ["native", "prime-rl", "prime-rl-2026-05"])
+@pytest.mark.parametrize("form", ["native", "prime-rl"])
 def test_rollouts_jsonl_has_one_line_per_rollout_with_its_advantage(store: FileStore, form: Format) -> None:
     made = made_rollouts(store)
     rank, *others = encode_all(store, plan_of(made, data_ranks=2, format=form))
@@ -286,7 +203,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("form", ["native", "prime-rl", "prime-rl-2026-05"])
+@pytest.mark.parametrize("form", ["native", "prime-rl"])
 def test_memory_does_not_grow_with_the_batch(store: FileStore, form: Format) -> None:
     maker = RolloutMaker(store=store, experts="uint8", layers=16)
     made = [maker.make(f"r{number:03d}", [[MadeTurn(context=400, completion=3696)]]) for number in range(72)]

@@ -1,6 +1,5 @@
 """Where prime-rl's trainer of each date looks, what it breaks on, and what it says of its progress."""
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -36,30 +35,24 @@ def decoded(store: FileStore, plan: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("form", "directory", "names"),
+    ("form", "directory"),
     [
-        ("prime-rl", "batches/step_4", ["rank_0.bin", "rank_1.bin"]),
-        ("prime-rl-2026-08", "rollouts/step_4", ["rank_0.bin", "rank_1.bin"]),
-        ("prime-rl-2026-05", "run_default/rollouts/step_3", ["train_rollouts.bin"]),
+        ("prime-rl", "batches/step_4"),
+        ("prime-rl-2026-08", "rollouts/step_4"),
     ],
 )
 def test_a_step_is_published_where_the_trainer_of_its_date_reads_it_and_removed_again(
-    store: FileStore, tmp_path: Path, form: Format, directory: str, names: list[str]
+    store: FileStore, tmp_path: Path, form: Format, directory: str
 ) -> None:
     made = [RolloutMaker(store=store).make(name, [[TURN]]) for name in "ab"]
     manifest = seal(store, plan_of(made, step=3, data_ranks=2, format=form))
+    names = ["rank_0.bin", "rank_1.bin"]
     out, published = tmp_path / "out", tmp_path / "out" / directory
     for _ in range(2):  # again, as after a crash
         publish_prime_rl(store, manifest, out)
         assert sorted(path.name for path in published.iterdir()) == sorted([*names, "train_rollouts.jsonl"])
     for rank, name in zip(manifest.ranks, names, strict=True):
         assert (published / name).read_bytes() == store.open(rank.file).tobytes()
-    settings = out / "run_default" / "control" / "orch.toml"
-    if form == "prime-rl-2026-05":
-        assert tomllib.loads(settings.read_text())["env"] == [{"id": "env-g"}]
-        settings.write_text("mine = 1")
-        publish_prime_rl(store, manifest, out)
-        assert settings.read_text() == "mine = 1"
     for _ in range(2):
         unpublish_prime_rl(form, out, 3)
         assert not published.exists()
@@ -82,7 +75,7 @@ def test_a_filler_has_two_tokens_and_routes_if_the_step_has_any(
         assert filler[10] is sample[10] is None
 
 
-@pytest.mark.parametrize("form", [*MICRO_BATCH_FORMATS, "prime-rl-2026-05"])
+@pytest.mark.parametrize("form", MICRO_BATCH_FORMATS)
 def test_a_sample_without_routes_beside_others_has_zeros_and_leaves_the_loss(store: FileStore, form: Format) -> None:
     made = [
         RolloutMaker(store=store, experts="uint8").make("a", [[TURN]]),
@@ -90,11 +83,7 @@ def test_a_sample_without_routes_beside_others_has_zeros_and_leaves_the_loss(sto
     ]
     plan = plan_of(made, format=form, rules=PackingRules(data_ranks=1, seq_len=5))
     [content] = decoded(store, plan)
-    if form == "prime-rl-2026-05":
-        masks = [example[1] + example[3] for example in content[0]]
-        routes = [example[11] for example in content[0]]
-    else:
-        masks, routes = [batch[1] for batch in content], [batch[10] for batch in content]
+    masks, routes = [batch[1] for batch in content], [batch[10] for batch in content]
     assert [any(mask) for mask in masks] == [True, False]
     assert routes[1] == [bytes(5 * 2 * 3), [5, 2, 3], "uint8"]
     assert np.any(np.frombuffer(routes[0][0], np.uint8))
@@ -109,21 +98,21 @@ def broadcast(out: Path, version: int, marker: str) -> Path:
 
 
 def test_broadcasts_are_accepted_and_tell_steps_and_versions(tmp_path: Path) -> None:
-    assert read_broadcasts("prime-rl", tmp_path) is None
+    assert read_broadcasts(tmp_path) is None
     offered = broadcast(tmp_path, 0, ".sender_ready")
-    assert read_broadcasts("prime-rl", tmp_path) is None, "offered, not complete"
+    assert read_broadcasts(tmp_path) is None, "offered, not complete"
     assert not (offered / ".receiver_ready").exists()
-    accept_broadcasts("prime-rl", tmp_path)
+    accept_broadcasts(tmp_path)
     assert (offered / ".receiver_ready").exists(), "the trainer waits for this"
     broadcast(tmp_path, 0, ".finished")
-    state = read_broadcasts("prime-rl", tmp_path)
+    state = read_broadcasts(tmp_path)
     assert state is not None
     assert (state.acked, state.checkpointed) == (NOTHING, NOTHING)
     assert state.policy == PublishedPolicy(version=0, weights=str(offered))
     newest = broadcast(tmp_path, 3, ".finished")
     for step in (1, 2, 3):
         (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
-    state = read_broadcasts("prime-rl", tmp_path)
+    state = read_broadcasts(tmp_path)
     assert state is not None
     assert (state.acked, state.policy) == (2, PublishedPolicy(version=3, weights=str(newest)))
     assert state.checkpointed == 1, "the one of version 3 may be incomplete"
@@ -132,13 +121,9 @@ def test_broadcasts_are_accepted_and_tell_steps_and_versions(tmp_path: Path) -> 
 def test_older_broadcasts_are_complete_with_their_marker(tmp_path: Path) -> None:
     broadcast(tmp_path, 2, "STABLE")
     broadcast(tmp_path, 3, "model.safetensors")
-    state = read_broadcasts("prime-rl-2026-08", tmp_path)
+    state = read_broadcasts(tmp_path)
     assert state is not None
     assert (state.acked, state.policy and state.policy.version) == (1, 2)
-    broadcast(tmp_path / "run_default", 4, "STABLE")
-    old = read_broadcasts("prime-rl-2026-05", tmp_path)
-    assert old is not None
-    assert old.acked == 3
 
 
 def test_an_environment_called_all_is_refused_with_prime_rls_formats() -> None:

@@ -45,7 +45,7 @@ def test_a_wrong_declaration_is_refused(tmp_path: Path, text: str, message: str)
     assert refusal(tmp_path, text).startswith(message)
 
 
-@pytest.mark.parametrize("name", ["prime-rl", "prime-rl-2026-05"])
+@pytest.mark.parametrize("name", ["prime-rl", "prime-rl-2026-08"])
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -63,7 +63,3 @@ def test_prime_rl_formats_refuse_what_they_cannot_hold(tmp_path: Path, name: str
 
 def test_formats_of_prime_rl_accept_the_fields_that_prime_rl_has(tmp_path: Path) -> None:
     configured(tmp_path, "[batch]\nformat = 'prime-rl'\nfields = { ref_logprobs = {}, rl_weights = { default = 1 } }")
-    configured(tmp_path, "[batch]\nformat = 'prime-rl-2026-05'\nfields = { ref_logprobs = { source = 'turn' } }")
-    assert "cannot hold batch.fields.rl_weights" in refusal(
-        tmp_path, "[batch]\nformat = 'prime-rl-2026-05'\nfields = { rl_weights = {} }"
-    )
