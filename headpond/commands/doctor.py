@@ -26,7 +26,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Examine the engine as a run would use it, and print a ready [engine] section.
+    """Examine the engine as a run would use it, and print what was found.
 
     Plays a few short conversations and reads what was recorded: ids, logprobs and their mode, routed experts, turns
     with tools, versions, speed. With a configuration, Redis, the store, the environments and the workers too. Changes
@@ -44,11 +44,8 @@ def doctor(
     examination = Examination(settings)
     with asyncio.Runner(loop_factory=event_loop_factory(concurrency=8)) as runner:
         findings = runner.run(_findings(examination, surroundings=engine is None, show=not as_json))
-    block = examination.block() if examination.facts else None
     if as_json:
-        print_json({"findings": [vars(finding) for finding in findings], "engine": block})
-    elif block:
-        print(f"\n{block}")
+        print_json({"findings": [vars(finding) for finding in findings]})
     if problems(findings):
         raise typer.Exit(1)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import statistics
 import time
 from collections.abc import AsyncIterator
@@ -81,7 +82,7 @@ class Examination:
                 yield finding
         if not self.facts:
             return
-        # The probes use what the block says, so that one wrong setting does not hide the next.
+        # The probes use what was found, so that one wrong setting does not hide the next.
         update = {"urls": (self.facts[0].url,), "model": self._model, "dialect": self._dialect, "retries": 0}
         reached = self.config.engine.model_copy(update=update)
         if sampling := probes.check_sampling(self.config.policy, self.config.engine):
@@ -187,17 +188,13 @@ class Examination:
         return min((longest for longest in lengths if longest < self.config.policy.max_seq_len), default=None)
 
     def block(self) -> str:
-        """A `[engine]` section that fits what was found."""
-        urls = ", ".join(_quoted(facts.url) for facts in self.facts)
-        lines = ["[engine]", f"urls = [{urls}]", f"model = {_quoted(self._model)}"]
-        lines.append(f"dialect = {_quoted(self._dialect)}")
+        """A `[engine]` section that fits what was found, for `headpond init --engine`."""
+        urls = ", ".join(json.dumps(facts.url) for facts in self.facts)
+        lines = ["[engine]", f"urls = [{urls}]", f"model = {json.dumps(self._model)}"]
+        lines.append(f"dialect = {json.dumps(self._dialect)}")
         if self.mode:
-            lines.append(f"logprobs_mode = {_quoted(self.mode)}")
+            lines.append(f"logprobs_mode = {json.dumps(self.mode)}")
         if self.routes:
             _, layers, topk = self.routes
             lines += ["routed_experts = true", f"hidden_layers = {layers}", f"experts_per_token = {topk}"]
         return "\n".join(lines)
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

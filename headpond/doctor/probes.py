@@ -175,7 +175,9 @@ def check_routes(recorded: Recorded, stage: RolloutStage) -> list[Finding]:
     engine = stage.client.settings
     if not engine.routed_experts:
         if recorded.routes:
-            return [note("experts", "the engine sends routed experts", "set engine.routed_experts = true to use them")]
+            _, layers, topk = recorded.routes
+            text = f"the engine sends routed experts: {layers} layers, top {topk}"
+            return [note("experts", text, "set engine.routed_experts = true to use them")]
         return [ok("experts", "not requested")]
     if recorded.routes is None:
         fix = "start it with --enable-return-routed-experts, or set engine.routed_experts = false"
