@@ -14,7 +14,6 @@ from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
 from headpond import redis_keys
 from headpond.ids import LeaseId, LeaseValue, WorkerId
-from headpond.ledger import queries
 from headpond.ledger.schema import open_for_reading
 from headpond.orchestrator.ledger.audit import audit
 from headpond.runtime.child_process import ChildProcess
@@ -114,7 +113,7 @@ def _running_on(worker: ChildProcess, cluster: Cluster) -> set[str]:
 
 def _last_loss_at(run: Run) -> float:
     with closing(open_for_reading(run.directory / "ledger.sqlite")) as ledger:
-        lost_at = queries.last_event_at(ledger, "lost")
+        lost_at = ledger.execute("SELECT max(at) FROM events WHERE action = 'lost'").fetchone()[0]
     assert lost_at is not None, "no job was counted as lost"
     return lost_at
 

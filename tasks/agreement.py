@@ -1,8 +1,7 @@
 """What a run's orchestrator and its workers agree on before a job starts: the settings that the job's queue uses.
 
 The orchestrator publishes them, and puts their digest and the names of the workers that failed a job into the message's
-headers. A worker whose own digest differs, or that is named there, declines the job. Workers of releases that do not
-know the headers ignore them.
+headers. A worker whose own digest differs, or that is named there, declines the job.
 """
 
 import hashlib

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from headpond.doctor.engine import Examination
     from headpond.doctor.findings import Finding
 
-REDIS_S = 3.0
 WORKERS_SHOWN = 8
 
 
@@ -133,24 +132,20 @@ def _environments(config: "RunConfig") -> "Finding":
 
 def _redis(config: "RunConfig") -> "list[Finding]":
     import redis
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
 
     from headpond import redis_keys
     from headpond.config.redis_address import address, explain
     from headpond.doctor.findings import note, ok, wrong
+    from headpond.inspection.status import open_redis
     from headpond.tasks.agreement import Presence, digest, used_settings
 
-    once = Retry(NoBackoff(), retries=0)
-    client = redis.Redis.from_url(config.redis_url, retry=once, socket_timeout=REDIS_S, socket_connect_timeout=REDIS_S)
     try:
-        said = cast("dict[bytes, bytes]", client.hgetall(redis_keys.WORKERS))
+        with open_redis(config.redis_url) as client:
+            said = cast("dict[bytes, bytes]", client.hgetall(redis_keys.WORKERS))
     except redis.RedisError as error:
         if "redis_url" not in config.model_fields_set:
             return [note("redis", "redis_url is not set: `headpond up` starts one; `headpond run` needs one")]
         return [wrong("redis", explain(config.redis_url, error))]
-    finally:
-        client.close()
     findings = [ok("redis", f"{address(config.redis_url)} is reachable")]
     workers = {node.decode(): presence for node, content in said.items() if (presence := Presence.read(content))}
     if not workers:

@@ -47,11 +47,6 @@ def settings_used_by(config: RunConfig, reader: Reader | str) -> dict[str, Any]:
     return {key: value for key, value, declared in shared_settings(config) if Reader(reader) in declared.read_by}
 
 
-def flattened(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """With keys like those of `shared_settings`."""
-    return {setting.key: setting.value for key, value in nested.items() for setting in _entry(key, value, NOTHING)}
-
-
 def changes(old: Mapping[str, Any], config: RunConfig) -> list[Change]:
     """The shared settings that have another value than in `old`, which an earlier start recorded. A setting that is new
     and has its default has not changed."""

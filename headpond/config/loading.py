@@ -21,7 +21,6 @@ from headpond.config.problems import (
     Origins,
     Source,
     describe,
-    is_setting,
     is_toml,
     setting_keys,
     unknown_variable,
@@ -109,9 +108,10 @@ def _from_environment(environ: Mapping[str, str], model: type[RunConfig]) -> Ite
     for name, value in environ.items():
         if name.startswith(PREFIX) and name not in (CONFIG_VARIABLE, test_hooks.SWITCH):
             keys = tuple(name.removeprefix(PREFIX).lower().split("__"))
-            if not is_setting(model, keys):
+            toml = is_toml(model, keys)
+            if toml is None:
                 raise ConfigError(unknown_variable(name, model, PREFIX, [CONFIG_VARIABLE]))
-            yield name, keys, _typed(value) if is_toml(model, keys) else value
+            yield name, keys, _typed(value) if toml else value
 
 
 def _typed(text: str) -> Any:

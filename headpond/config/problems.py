@@ -104,30 +104,21 @@ def all_keys(section: type[Section], prefix: str = "", *, tables: bool = False) 
             yield from all_keys(table.section, below, tables=tables)
 
 
-def is_setting(section: type[Section], keys: Sequence[str]) -> bool:
-    """Whether `keys` lead to a setting or a table; a table by name may have any names."""
-    settings = _settings(section)
-    if keys[0] not in settings or len(keys) == 1:
-        return keys[0] in settings
-    table = table_of(settings[keys[0]])
-    if table is None:
-        return False
-    if table.section is None:
-        return True
-    below = keys[2:] if table.by_name else keys[1:]
-    return bool(below) and is_setting(table.section, below)
-
-
-def is_toml(section: type[Section], keys: Sequence[str]) -> bool:
-    """Whether the text of a variable for `keys`, which are a setting, is TOML: tables whose keys are not Headpond's,
-    and lists that are not separated by commas."""
-    setting = section.model_fields[keys[0]]
+def is_toml(section: type[Section], keys: Sequence[str]) -> bool | None:
+    """Whether the text of a variable for `keys` is TOML: tables whose keys are not Headpond's, and lists that are not
+    separated by commas. None if `keys` lead to no setting; a table by name may have any names."""
+    setting = section.model_fields.get(keys[0]) if keys else None
+    if setting is None:
+        return None
     table = table_of(setting.annotation)
-    if table is None or table.section is None:
-        kinds = [get_origin(kind) for kind in (setting.annotation, *get_args(setting.annotation))]
-        return table is not None or (tuple in kinds and COMMAS not in setting.metadata)
-    below = keys[2:] if table.by_name else keys[1:]
-    return bool(below) and is_toml(table.section, below)
+    if table is not None and table.section is not None:
+        if len(keys) == 1:
+            return False
+        return is_toml(table.section, keys[2:] if table.by_name else keys[1:])
+    if table is not None or len(keys) > 1:
+        return True if table is not None else None
+    kinds = [get_origin(kind) for kind in (setting.annotation, *get_args(setting.annotation))]
+    return tuple in kinds and COMMAS not in setting.metadata
 
 
 def _settings(section: type[Section]) -> dict[str, Any]:

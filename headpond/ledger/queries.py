@@ -176,11 +176,6 @@ def dead_jobs(connection: sqlite3.Connection, *, limit: int) -> list[dict[str, A
     return [{"kind": kind, "error": error or None, "jobs": jobs} for (kind, error), jobs in most]
 
 
-def last_event_at(connection: sqlite3.Connection, action: str) -> float | None:
-    """When `action` last happened, in seconds since the epoch."""
-    return connection.execute("SELECT max(at) FROM events WHERE action = ?", (action,)).fetchone()[0]
-
-
 # checks: what audit compares
 
 

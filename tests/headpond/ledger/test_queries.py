@@ -123,11 +123,6 @@ def test_a_view_shows_every_rollout(connection: sqlite3.Connection) -> None:
     }
 
 
-def test_the_last_event_of_an_action_is_found(connection: sqlite3.Connection) -> None:
-    assert queries.last_event_at(connection, "lost") == 3.0
-    assert queries.last_event_at(connection, "never") is None
-
-
 def test_a_snapshot_does_not_see_later_commits(connection: sqlite3.Connection, tmp_path: Path) -> None:
     reader = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
     with queries.snapshot(reader):
