@@ -10,7 +10,7 @@ from headpond.errors import RunError
 from headpond.ids import LeaseId, LeaseValue, RolloutId
 from headpond.inspection import run_json
 from headpond.inspection.status import open_redis
-from headpond.ledger import histories, schema
+from headpond.ledger import histories, queries, schema
 
 FORMS = "name a rollout, such as g0000012-3, or the number of a step"
 
@@ -18,7 +18,7 @@ FORMS = "name a rollout, such as g0000012-3, or the number of a step"
 def history(directory: Path, subject: str, redis_url: str | None = None) -> dict[str, Any]:
     """RunError if the ledger does not know it."""
     identity = run_json.read(directory)
-    with schema.reading(directory / identity["ledger"]) as connection:
+    with schema.reading(directory / identity["ledger"]) as connection, queries.snapshot(connection):
         if subject.isdecimal():
             return histories.step(connection, int(subject)) or _unknown(
                 f"step {subject} is not composed yet: `headpond why {directory}` says what the next step waits for"

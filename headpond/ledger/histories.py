@@ -10,13 +10,17 @@ from typing import Any, NamedTuple
 import orjson
 
 from headpond.ids import GroupId, RolloutId
-from headpond.ledger import archive
+from headpond.ledger import pages
 
 EVENTS_SHOWN = 50
 GROUP_EVENTS_SHOWN = 200
 DEAD_SHOWN = 1_000
 LOST_POLICY_ERROR = "it failed; its error is not kept any more (trainer.keep_events_steps)"
 JOB = ("id", "kind", "state", "attempt", "failures", "losses", "error")
+SHOWN = ("state", "reason", "step", "advantage", "attempt", "execution", "generated_at", "duration_s", "environment",
+         "example", "group_state", "failures", "losses")  # fmt: skip
+OF_RESULT = ("reward", "turns", "prompt_tokens", "tool_tokens", "completion_tokens", "version_first", "version_last",
+             "truncated")  # fmt: skip
 EVENT = ("at", "step", "subject", "action", "detail")
 
 Row = dict[str, Any]
@@ -70,19 +74,13 @@ def group_events(connection: sqlite3.Connection, group: str) -> list[Row]:
 
 
 def rollout(connection: sqlite3.Connection, id: str) -> dict[str, Any] | None:
-    """State, attempts, jobs, events and result of a rollout; None if the ledger has no such rollout."""
+    """State, attempts, jobs, events and result of a rollout; None if the ledger has no such rollout. Call in a
+    `snapshot`: its group may be archived at any moment."""
     group, index = RolloutId.parse(id)
-    hot = connection.execute(
-        "SELECT iif(rollouts.state = 'delivered' AND batches.state = 'trained', 'trained', rollouts.state), reason, "
-        "rollouts.step, advantage, result, error, rollouts.attempt, execution, generated_at, duration_s, environment, "
-        "example, groups.state FROM rollouts JOIN groups ON grp = id LEFT JOIN batches ON batches.step = rollouts.step "
-        "WHERE grp = ? AND idx = ?",
-        (group, index),
-    ).fetchone()
-    kept = kept_of_group(connection, group)
-    found = _hot(hot) if hot else _closed(connection, group, index, kept)
-    if found is None:
+    row = next((row for row in pages.group_rows(connection, group) if row["index"] == index), None)
+    if row is None:
         return None
+    kept = kept_of_group(connection, group)
     jobs = [{"job": job["id"], **{name: job[name] for name in JOB[1:]}} for job in kept.jobs]
     own = next((job for job in jobs if job["job"] == id), None)
     stages = [job for job in jobs if not RolloutId.match(job["job"])]
@@ -90,49 +88,21 @@ def rollout(connection: sqlite3.Connection, id: str) -> dict[str, Any] | None:
     return {
         "rollout": id,
         "group": group,
-        **found,
+        **{name: row[name] for name in SHOWN},
+        "error": kept.errors.get(index),
+        "result": kept.results.get(index) or _archived_result(row),
         "job": own,
         "stages": stages,
         "events": events_of(connection, shown),
     }
 
 
-def _hot(row: tuple[Any, ...]) -> dict[str, Any]:
-    state, reason, step, advantage, result, error, attempt, execution, at, duration_s, environment, example, group = row
-    return {
-        "state": state, "reason": reason, "step": step, "advantage": advantage, "error": error, "attempt": attempt,
-        "execution": execution, "generated_at": at, "duration_s": duration_s, "environment": environment,
-        "example": example, "group_state": group, "result": orjson.loads(result) if result else None,
-    }  # fmt: skip
-
-
-def _closed(connection: sqlite3.Connection, group: str, index: int, kept: Kept) -> dict[str, Any] | None:
-    ordinal = GroupId.parse(group).ordinal
-    row = connection.execute(
-        "SELECT all_rollouts.state, all_rollouts.reason, all_rollouts.step, all_rollouts.reward, "
-        "all_rollouts.advantage, attempt, execution, generated_ms, duration_ms, turns, prompt_tokens, tool_tokens, "
-        "completion_tokens, version_first, version_last, truncated, policy_failed, failures, losses, example, "
-        "(SELECT name FROM names WHERE names.id = environment) "
-        "FROM closed_rollouts JOIN closed_groups ON ordinal = grp "
-        "JOIN all_rollouts ON all_rollouts.id = ? WHERE grp = ? AND idx = ?",
-        (f"{group}-{index}", ordinal, index),
-    ).fetchone()
-    if row is None:
+def _archived_result(row: Row) -> dict[str, Any] | None:
+    """What the archive has of a result whose history is not kept any more."""
+    if row["reward"] is None and not row["policy_failed"]:
         return None
-    (state, reason, step, reward, advantage, attempt, execution, at, duration, turns, prompt, tool, completion, first,
-     last, truncated, failed, failures, losses, example, environment) = row  # fmt: skip
-    result = kept.results.get(index) or {
-        "reward": reward, "turns": turns, "prompt_tokens": prompt, "tool_tokens": tool, "completion_tokens": completion,
-        "version_first": first, "version_last": last, "truncated": bool(truncated),
-        "policy_error": LOST_POLICY_ERROR if failed else None,
-    }  # fmt: skip
-    return {
-        "state": state, "reason": reason, "step": step, "advantage": advantage, "error": kept.errors.get(index),
-        "attempt": attempt, "execution": archive.execution_text(execution) if execution is not None else None,
-        "generated_at": at / 1000 if at else None, "duration_s": duration / 1000 if duration is not None else None,
-        "environment": environment, "example": example, "group_state": "closed", "failures": failures,
-        "losses": losses, "result": result if state != "dead" else None,
-    }  # fmt: skip
+    error = LOST_POLICY_ERROR if row["policy_failed"] else None
+    return {name: row[name] for name in OF_RESULT} | {"policy_error": error}
 
 
 def step(connection: sqlite3.Connection, number: int) -> dict[str, Any] | None:

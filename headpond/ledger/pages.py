@@ -17,7 +17,8 @@ SCANNED_MOST = 20_000
 
 FIELDS = ("grp", "idx", "state", "reason", "step", "environment", "example", "reward", "advantage", "turns",
           "prompt_tokens", "tool_tokens", "completion_tokens", "samples", "version_first", "version_last", "masked",
-          "truncated", "policy_failed", "failures", "losses", "generated_at", "duration_s")  # fmt: skip
+          "truncated", "policy_failed", "failures", "losses", "generated_at", "duration_s", "attempt", "execution",
+          "group_state")  # fmt: skip
 _ARCHIVED = f"""
 SELECT closed_rollouts.grp, idx,
     CASE closed_rollouts.state WHEN {archive.FILTERED} THEN 'filtered' WHEN {archive.DEAD} THEN 'dead'
@@ -27,7 +28,7 @@ SELECT closed_rollouts.grp, idx,
     iif(closed_rollouts.state = {archive.DELIVERED}, closed_groups.step, NULL),
     (SELECT name FROM names WHERE id = environment), example, reward, advantage, turns, prompt_tokens, tool_tokens,
     completion_tokens, samples, version_first, version_last, masked, truncated, policy_failed, failures, losses,
-    generated_ms / 1000.0, duration_ms / 1000.0
+    generated_ms / 1000.0, duration_ms / 1000.0, attempt, execution, 'closed'
 FROM {{tables}} LEFT JOIN batches USING (step)
 """
 _BY_KEY = "closed_rollouts CROSS JOIN closed_groups ON ordinal = closed_rollouts.grp"
@@ -40,7 +41,7 @@ SELECT ordinal, idx, iif(rollouts.state = 'delivered' AND batches.state = 'train
     json_array_length(rollouts.result, '$.sample_lengths'), json_extract(rollouts.result, '$.version_first'),
     json_extract(rollouts.result, '$.version_last'), masked, json_extract(rollouts.result, '$.truncated'),
     json_extract(rollouts.result, '$.policy_error') IS NOT NULL, coalesce(failures, 0), coalesce(losses, 0),
-    generated_at, duration_s
+    generated_at, duration_s, rollouts.attempt, execution, groups.state
 FROM groups JOIN rollouts ON grp = groups.id LEFT JOIN batches USING (step)
 LEFT JOIN jobs ON jobs.id = grp || '-' || idx
 """
@@ -160,9 +161,10 @@ def _row(values: tuple[Any, ...]) -> Row:
 
 def _shown(row: Row) -> Row:
     group = str(GroupId(row.pop("grp")))
-    index = row.pop("idx")
+    index, execution = row.pop("idx"), row.pop("execution")
     flags = {name: bool(row[name]) for name in ("masked", "truncated", "policy_failed")}
-    return {"id": str(RolloutId(group, index)), "group": group, "index": index, **row, **flags}
+    shown = {"execution": archive.execution_text(execution) if execution is not None else None}
+    return {"id": str(RolloutId(group, index)), "group": group, "index": index, **row, **flags, **shown}
 
 
 def group_rows(connection: sqlite3.Connection, group: str) -> list[Row]:

@@ -46,6 +46,22 @@ def test_a_dead_rollout_has_its_error(connection: sqlite3.Connection) -> None:
     assert sorted(each["rollout"] for each in dead) == ["g0001001-0", "g0001001-1", "g0001001-2"]
 
 
+def test_the_archive_has_the_numbers_of_a_rollout_whose_history_is_deleted(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run").path / "ledger.sqlite"
+    ledger = open_for_writing(path)
+    ledger.execute("DELETE FROM histories")
+    ledger.execute("UPDATE closed_rollouts SET policy_failed = 1 WHERE grp = 1 AND idx = 1")
+    ledger.close()
+    with schema.reading(path) as connection:
+        found = [histories.rollout(connection, f"g0000001-{index}") for index in range(2)]
+        dead = histories.rollout(connection, "g0001001-1")
+    results = [each["result"] for each in found if each]
+    assert [(each["reward"] is None, each["completion_tokens"]) for each in results] == [(False, 18), (False, 19)]
+    assert [each["policy_error"] for each in results] == [None, histories.LOST_POLICY_ERROR]
+    assert dead is not None
+    assert (dead["state"], dead["result"]) == ("dead", None)
+
+
 def test_a_rollout_or_a_step_that_does_not_exist_is_none(connection: sqlite3.Connection) -> None:
     assert histories.rollout(connection, "g0009999-0") is None
     assert histories.step(connection, 99) is None
