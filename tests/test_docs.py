@@ -17,12 +17,11 @@ import pytest
 import yaml
 from celery.bin.worker import worker as celery_worker
 from support import advantages, filtering
-from support.agent_catalogue import AGENTS
 from support.cluster import BIN, Cluster, Process, cluster_in
 from support.documents import CONTRIBUTING, GUIDES, LOGS, README, ROOT, Page
-from support.engine_clients import run
+from support.engine_clients import attempt_of, run, stage_of
 from support.engine_process import EngineProcess
-from support.rollout_stages import attempt_of, stage_of
+from support.real_agents import AGENTS
 from typer.main import get_command
 
 from headpond.advantages import AdvantageSettings, BatchValues, batch_phase, group_phase, resolve

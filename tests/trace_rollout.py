@@ -88,8 +88,7 @@ class Trace:
 
 
 def in_the_worker() -> Trace:
-    from support.engine_clients import run
-    from support.rollout_stages import attempt_of, loaded, stage_of
+    from support.engine_clients import attempt_of, loaded, run, stage_of
     from support.upstream import Response, answer, serving, user
 
     from headpond.environments import Score

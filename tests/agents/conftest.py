@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from support import engine_process
-from support.agent_catalogue import AGENTS
-from support.real_agents import Recorded, table, version
+from support.real_agents import AGENTS, Recorded, table, version
 from support.session_process import SessionsProcess, running
 
 LONGEST = 1_000_000

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-from support.agent_catalogue import AGENTS, CREWAI, FOUND
 from support.documents import ROOT
-from support.real_agents import NODE, RealAgent, Recorded, play, table
+from support.real_agents import AGENTS, CREWAI, FOUND, NODE, RealAgent, Recorded, play, table
 from support.session_process import SessionsProcess
 
 SLOW = {CREWAI, NODE}

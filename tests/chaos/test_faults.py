@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.fault_shim import ERRORS, HOUR_S, Calls, Faults
-from support.tcp_links import Direction, Links, links
+from support.partitions import Direction, Links, links
 from support.waiting import HANG_S
 
 # Does each call once and prints those that failed, then the time; once for every line of its input.

@@ -3,8 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.engine_clients import run
-from support.rollout_stages import attempt_of, stage_of
+from support.engine_clients import attempt_of, run, stage_of
 from support.upstream import ReceivedRequest, Response, answer, calling, serving, tool_call
 
 from headpond.config.engine import EnvironmentSettings

@@ -3,7 +3,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.clock import Clock
+from support.waiting import Clock
 
 from headpond.orchestrator.ledger.ledger import Ledger
 

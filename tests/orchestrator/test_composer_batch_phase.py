@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.attendance import unattended
-from support.ledgers import admitted, configured
+from support.ledgers import admitted, configured, unattended
 
 from headpond import job_inputs
 from headpond.errors import RunError

@@ -1,5 +1,5 @@
 import pytest
-from support.clock import Clock
+from support.waiting import Clock
 
 from headpond.ledger.states import JobKind
 from headpond.messages import Outcome

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.attendance import unattended
-from support.ledgers import configured, submitted
+from support.ledgers import configured, submitted, unattended
 
 from headpond.errors import RunError
 from headpond.ledger.states import GroupState, JobKind, JobState, RolloutState

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.attendance import unattended
-from support.clock import Clock
-from support.ledgers import configured, submitted
+from support.ledgers import configured, submitted, unattended
+from support.waiting import Clock
 
 from headpond import redis_keys
 from headpond.ledger.states import GroupState, JobState, RolloutState

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.attendance import unattended
-from support.ledgers import configured, submitted
+from support.ledgers import configured, submitted, unattended
 from support.stores import run_store
 
 from headpond import redis_keys

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from support.attendance import unattended
-from support.ledgers import admitted, configured, submitted
+from support.ledgers import admitted, configured, submitted, unattended
 from support.waiting import HANG_S, wait_until_async
 
 from headpond import redis_keys

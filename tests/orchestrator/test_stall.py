@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from support.clock import Clock
+from support.waiting import Clock
 
 from headpond.config import RunConfig
 from headpond.errors import RunError

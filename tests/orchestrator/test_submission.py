@@ -6,9 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from support.attendance import unattended
-from support.clock import Clock
-from support.ledgers import admitted, configured, generated
+from support.ledgers import admitted, configured, generated, unattended
+from support.waiting import Clock
 
 from headpond.ledger.states import GroupState, JobKind, JobState
 from headpond.messages import FilterResult, Outcome, Queue, Reply

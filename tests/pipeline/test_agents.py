@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 from pydantic import SecretStr
+from support.engine_clients import attempt_of, files, loaded
 from support.pipeline import Pipeline, pipeline_in
 from support.processes import alive
-from support.rollout_stages import attempt_of, files, loaded
 from support.session_process import Script, SessionsProcess, running, scripted
 from support.stores import directory_store
 from support.upstream import ReceivedRequest, Response, answer, user

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cluster import Cluster, Process, cluster_in
-from support.engine_process import EngineProcess
+from support.engine_process import EngineProcess, write_weights
 from support.waiting import wait_until
-from support.weights import write_weights
 
 from headpond.batches import BatchReader, MicroBatch
 from headpond.demo.engine.generation import FILLER, shifted

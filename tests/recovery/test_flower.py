@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from support.cluster import BIN, cluster_in
-from support.ports import free_port
+from support.processes import free_port
 from support.waiting import HANG_S, wait_until
 
 

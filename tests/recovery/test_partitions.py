@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Cluster, Process, cluster_in
-from support.network_namespace import NetworkNamespace, network_namespace
-from support.tcp_links import Direction, Link, Links, links
+from support.partitions import Direction, Link, Links, NetworkNamespace, links, network_namespace
 from support.waiting import wait_until
 
 from headpond import redis_keys

@@ -8,10 +8,10 @@ import numpy as np
 import xxhash
 from msgspec import structs
 
+from headpond.engines.cuts import longest_in_ids
 from headpond.recording import Prepared, Session, SessionSettings
 from headpond.store.files import FileStore
-from headpond.turn import RouteFormat, Routes, Turn, TurnMetadata
-from support.turns import turn_of_ids
+from headpond.turn import Fingerprint, Ids, Logprobs, OpenSample, RouteFormat, Routes, Turn, TurnMetadata, VersionSpan
 
 ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 LAYERS, TOPK = 3, 2
@@ -42,11 +42,11 @@ def conversation_of(texts: Sequence[str]) -> list[dict[str, Any]]:
     return messages
 
 
-def rows_of(ids: Sequence[int], dtype: Any = np.uint8) -> np.ndarray:
+def rows_of(ids: Sequence[int]) -> np.ndarray:
     """One row for every token but the last, never all zeros."""
     positions, tokens = np.arange(len(ids) - 1), np.array(ids[:-1])
     grid = np.arange(1, LAYERS * TOPK + 1).reshape(1, LAYERS, TOPK)
-    return ((positions + tokens)[:, None, None] * grid % 255 + 1).astype(dtype)
+    return ((positions + tokens)[:, None, None] * grid % 255 + 1).astype(np.uint8)
 
 
 def turn_for(prepared: Prepared, messages: Sequence[dict[str, Any]], *, routed: bool = True, **more: Any) -> Turn:
@@ -85,3 +85,40 @@ async def talk(session: Session, texts: Sequence[str], *, after: Sequence[dict[s
 async def started(store: FileStore, key: str = "rollouts/r1/1.aa", **more: Any) -> Session:
     settings = SessionSettings(session="s1", key=key, rollout="r1", attempt=1, **more)
     return await Session.start(store, settings)
+
+
+def turn_of_ids(
+    prompt_ids: Ids,
+    completion_ids: Ids,
+    completion_logprobs: Logprobs,
+    *,
+    open_samples: Sequence[OpenSample] = (),
+    routes: Routes | None = None,
+    max_seq_len: int | None = None,
+    finish_reason: str | None = None,
+    spans: Sequence[tuple[int, int, int]] = (),
+    ended: int | None = None,
+) -> Turn:
+    """The turn of a response with these tokens. `routes` may include rows that the sample has already."""
+    match = longest_in_ids(prompt_ids, [sample.sequence for sample in open_samples])
+    before = open_samples[match.index].sequence if match else Fingerprint()
+    tokens = len(prompt_ids) + len(completion_ids)
+    limit = tokens if max_seq_len is None else max_seq_len
+    kept_prompt = prompt_ids[before.tokens : limit]
+    kept_completion = completion_ids[: max(0, limit - len(prompt_ids))]
+    return Turn(
+        extends=match.index if match else None,
+        matches=match.matches if match else 0,
+        prefix_tokens=before.tokens,
+        prompt_ids=kept_prompt,
+        completion_ids=kept_completion,
+        completion_logprobs=completion_logprobs[: len(kept_completion)],
+        routes=routes,
+        sequence=before.extended(kept_prompt, kept_completion),
+        finish_reason=finish_reason,
+        version=ended,
+        version_spans=tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in spans),
+        message=None,
+        truncated=tokens > limit,
+        overlong_prompt=len(prompt_ids) > limit,
+    )

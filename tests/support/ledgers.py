@@ -1,4 +1,4 @@
-"""Groups in the states that tests need, moved there by the ledger's own methods."""
+"""Groups in the states that tests need, moved there by the ledger's own methods, and an attendance without Redis."""
 
 from typing import Any
 
@@ -6,9 +6,11 @@ from headpond.batches import EncodedRank
 from headpond.config import RunConfig
 from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.messages import RolloutResult
+from headpond.orchestrator.broker import Broker
 from headpond.orchestrator.inputs import batch_plan
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import BatchRecord, GroupRecord
+from headpond.orchestrator.workforce.attendance import Attendance
 from headpond.store import BlobRef
 
 
@@ -64,3 +66,10 @@ def encoded(config: RunConfig, batch: BatchRecord) -> list[EncodedRank]:
         )
         for data_rank in range(plan.rules.data_ranks)
     ]
+
+
+ANY_SEQUENCE = 1 << 62
+
+
+def unattended(config: RunConfig) -> Attendance:
+    return Attendance(config, Broker("redis://unused/0"), first_sequence=ANY_SEQUENCE)

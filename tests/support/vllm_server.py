@@ -12,7 +12,7 @@ from typing import Any
 
 from support.cluster import Process
 from support.documents import ROOT, Page
-from support.ports import free_port
+from support.processes import free_port
 from support.waiting import wait_until
 
 PAGE = Page(ROOT / "docs" / "engines.md")

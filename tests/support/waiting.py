@@ -1,4 +1,4 @@
-"""Wait for a condition with a deadline, instead of sleeping for a fixed time."""
+"""Wait for a condition with a deadline, instead of sleeping for a fixed time; a clock that only `advance` moves."""
 
 import asyncio
 import time
@@ -61,3 +61,11 @@ async def unless_failed(work: Awaitable[T], others: Sequence["asyncio.Task[Any]"
 def _timed_out(predicate: Callable[[], object], value: object, timeout_s: float, what: str) -> str:
     name = what or getattr(predicate, "__qualname__", repr(predicate))
     return f"waited {timeout_s:g} s for: {name}; last value: {value!r}"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = float(int(time.monotonic()))  # whole seconds add up without rounding
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from support.rollout_stages import attempt_of, loaded
+from support.engine_clients import attempt_of, loaded
 from support.session_process import Script, SessionsProcess, running, scripted
 from support.stores import directory_store
 

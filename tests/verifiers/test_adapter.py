@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.rollout_stages import attempt_of, loaded
+from support.engine_clients import attempt_of, loaded
 from support.session_process import JSON, Script, SessionsProcess
 from support.stores import directory_store
 from support.upstream import ReceivedRequest, Response, answer

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.agent_catalogue import PYTHON
-from support.real_agents import RealAgent, play
+from support.real_agents import PYTHON, RealAgent, play
 from support.session_process import SessionsProcess, running
 from support.vllm_server import AnyEngine
 

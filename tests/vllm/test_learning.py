@@ -90,7 +90,7 @@ def learning(release: Release, tmp_path: Path) -> Iterator[Begin]:
             "advantages": {"estimator": "grpo"},
             "filters.zero_variance": {"mode": "monitor"},
             "filters.overlong": {"mode": "monitor"},  # nearly every completion has 16 tokens
-            "environments.fifths": {"use": "tests.support.learning_environment:Fifths"},
+            "environments.fifths": {"use": "tests.support.vllm_environments:Fifths"},
         }
         context = cluster_in(tmp_path, **settings)
         opened.append(context)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import BIN, cluster_in
-from support.ports import free_port
+from support.processes import free_port
 from support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]

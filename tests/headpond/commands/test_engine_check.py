@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.cluster import cluster_in
 from support.engine_process import HEADPOND, EngineProcess
-from support.ports import free_port
+from support.processes import free_port
 from support.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[3]

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Process
-from support.ports import free_ports
-from support.processes import alive
+from support.processes import alive, free_ports
 from support.session_process import READY, Agent, Script, SessionsProcess, scripted
 from support.waiting import wait_until
 from typer.testing import CliRunner

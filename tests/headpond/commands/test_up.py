@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.marked_processes import MarkedProcesses
+from support.processes import MarkedProcesses
 from support.terminal import Terminal
 from support.waiting import HANG_S, wait_until
 

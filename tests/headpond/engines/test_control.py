@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from support.engine_clients import quick_engine, run
-from support.engine_process import CHAT, EngineProcess, running, user
+from support.engine_process import CHAT, EngineProcess, running, user, write_weights
 from support.upstream import Response, serving
 from support.waiting import wait_until_async
-from support.weights import write_weights
 
 from headpond.engines.client import EngineClient, Request
 from headpond.engines.control import UNREACHABLE, EngineControl

@@ -7,9 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.engine_process import running
+from support.engine_process import running, write_weights
 from support.vllm_server import DOCUMENTED_URL, filled, update_commands
-from support.weights import write_weights
 
 
 @pytest.mark.parametrize(("dialect", "url"), [("vllm", DOCUMENTED_URL), ("sglang", "http://127.0.0.1:30000")])

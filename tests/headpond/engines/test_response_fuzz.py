@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from support.engine_responses import DIALECTS, FORMS, ResponseSpec
-from support.mutations import mutated, scrambled
+from support.malformed_responses import mutated, scrambled
 from support.reference_comparison import agree, read_with, reference_turn
 from support.strict_reference import ReadInputs
 

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine_clients import run
-from support.rollout_stages import attempt_of, loaded, stage_of
+from support.engine_clients import attempt_of, loaded, run, stage_of
 from support.stores import directory_store
 from support.upstream import ReceivedRequest, Response, answer, serving, user
 

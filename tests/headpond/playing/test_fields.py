@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from support.engine_clients import run
-from support.rollout_stages import attempt_of, files, loaded, stage_of
+from support.engine_clients import attempt_of, files, loaded, run, stage_of
 from support.stores import directory_store
 from support.upstream import ReceivedRequest, Response, answer, serving, user
 

@@ -7,8 +7,7 @@ import orjson
 import pytest
 import xxhash
 from support.cancellation import cancelled_at
-from support.engine_clients import assert_idle, run
-from support.rollout_stages import attempt_of, files, loaded, stage_of
+from support.engine_clients import assert_idle, attempt_of, files, loaded, run, stage_of
 from support.upstream import ReceivedRequest, Response, answer, calling, serving, tool_call, user
 from support.waiting import wait_until_async
 

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine_clients import run
-from support.rollout_stages import attempt_of, loaded, stage_of
+from support.engine_clients import attempt_of, loaded, run, stage_of
 from support.upstream import ReceivedRequest, Response, answer, prompt_ids, serving, user
 
 from headpond.errors import EngineUnreachable, InfrastructureFailure

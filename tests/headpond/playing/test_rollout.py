@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine_clients import run
-from support.rollout_stages import attempt_of, files, loaded, stage_of
+from support.engine_clients import attempt_of, files, loaded, run, stage_of
 from support.stores import directory_store
 from support.upstream import ReceivedRequest, Response, answer, serving, user
 from support.waiting import wait_until_async

@@ -13,9 +13,8 @@ import aiohttp
 import pytest
 from support import graders
 from support.cancellation import cancelled_at
-from support.engine_clients import assert_idle, run
+from support.engine_clients import assert_idle, attempt_of, files, loaded, run
 from support.processes import children
-from support.rollout_stages import attempt_of, files, loaded
 from support.session_process import Script, SessionsProcess, running, scripted
 from support.stores import directory_store
 from support.upstream import Response, calling, tool_call, user

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.agent_scenarios import Sent, plain_turns, scenarios
+from support.agent_scenarios import Sent, assert_sealed, plain_turns, recorded, scenarios
 from support.plain_samples import merge
-from support.played_scenarios import assert_sealed, recorded
 from support.stores import directory_store
 
 from headpond.recording import Sealed

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.plain_samples import merge
-from support.turn_structures import turn_structures
-from support.turns import turn_of_ids
+from support.conversations import turn_of_ids
+from support.plain_samples import merge, turn_structures
 
 from headpond.errors import Invariant, PolicyFailure
 from headpond.recording.sample_columns import columns_of, routed_valid_of

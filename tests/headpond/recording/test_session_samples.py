@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.conversations import started
 from support.engine_responses import request_info
-from support.plain_samples import PlainSample, PlainTurn, merge
+from support.plain_samples import PlainSample, PlainTurn, merge, turn_structures
 from support.stores import directory_store
-from support.turn_structures import turn_structures
 
 from headpond.engines.response import read_turn
 from headpond.recording import Sealed, Session

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.attendance import unattended
-from support.clock import Clock
-from support.ledgers import configured
+from support.ledgers import configured, unattended
+from support.waiting import Clock
 
 from headpond.batches.signals import PublishedPolicy, write_policy
 from headpond.config import RunConfig

@@ -8,8 +8,7 @@ from typing import Any
 from weakref import WeakSet
 
 import pytest
-from support.attendance import unattended
-from support.ledgers import admitted, encoded, planned
+from support.ledgers import admitted, encoded, planned, unattended
 from support.stores import manifest_path, run_store
 
 from headpond.batches import Manifest, read_manifest, read_manifests, seal_manifest

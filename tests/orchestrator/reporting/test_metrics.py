@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.attendance import unattended
-from support.ledgers import admitted, configured, encoded, generated
+from support.ledgers import admitted, configured, encoded, generated, unattended
 from support.small_disk import LimitedDirectory
 from support.stores import directory_store
 from support.waiting import wait_until_async

@@ -1,5 +1,4 @@
-from support.attendance import unattended
-from support.ledgers import admitted, configured, submitted
+from support.ledgers import admitted, configured, submitted, unattended
 
 from headpond.ledger.states import JobKind, JobState
 from headpond.messages import RolloutResult

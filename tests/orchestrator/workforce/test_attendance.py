@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import redis
-from support.clock import Clock
 from support.ledgers import configured, submitted
+from support.waiting import Clock
 
 from headpond import redis_keys
 from headpond.ledger.states import JobState, RolloutState

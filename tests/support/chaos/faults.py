@@ -13,8 +13,8 @@ from headpond.batches.signals import NOTHING, read_trainer
 from support.chaos.world import WORLDS, AgentWorld, EngineWorld, NoopWorld, World
 from support.cluster import BIN, Process
 from support.fault_shim import HOUR_S, WRITING, Calls, Faults
+from support.partitions import Direction
 from support.small_disk import filled
-from support.tcp_links import Direction
 from support.waiting import POLL_S
 
 Fault = Callable[[Any], AbstractContextManager[None]]

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from support.cluster import BIN, Cluster, Process, toml
 from support.fault_shim import Faults
-from support.tcp_links import Links
+from support.partitions import Links
 from support.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[3]

@@ -10,10 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine_control import control, in_flight, sent, update_vllm
-from support.engine_process import CHAT, GENERATE, RECORDED_FIELDS, EngineProcess, running, user
+from support.engine_process import (
+    CHAT,
+    GENERATE,
+    RECORDED_FIELDS,
+    EngineProcess,
+    control,
+    in_flight,
+    running,
+    sent,
+    update_vllm,
+    user,
+    write_weights,
+)
 from support.engine_responses import request_info
-from support.weights import write_weights
 
 from headpond.demo import tiny_moe
 from headpond.demo.engine import model_sampler

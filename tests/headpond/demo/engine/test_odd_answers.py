@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine_clients import run
+from support.engine_clients import attempt_of, loaded, run, stage_of
 from support.engine_process import CHAT, GENERATE, RECORDED_FIELDS, EngineProcess, running, user
 from support.engine_responses import request_info
-from support.rollout_stages import attempt_of, loaded, stage_of
 from support.stores import directory_store
 from support.waiting import wait_until
 

@@ -6,9 +6,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine_control import control, control_get, in_flight, sent, update_sglang, update_vllm
-from support.engine_process import CHAT, GENERATE, RECORDED_FIELDS, EngineProcess, running, user
-from support.weights import write_weights
+from support.engine_process import (
+    CHAT,
+    GENERATE,
+    RECORDED_FIELDS,
+    EngineProcess,
+    control,
+    control_get,
+    in_flight,
+    running,
+    sent,
+    update_sglang,
+    update_vllm,
+    user,
+    write_weights,
+)
 
 from headpond.demo.engine.generation import FILLER, shifted
 from headpond.renderers import bytes_chatml

@@ -8,9 +8,8 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import pytest
-from support.engine_clients import run
+from support.engine_clients import attempt_of, loaded, run, stage_of
 from support.engine_responses import compact
-from support.rollout_stages import attempt_of, loaded, stage_of
 from support.upstream import Response, serving, user
 
 from headpond.config.engine import Engine

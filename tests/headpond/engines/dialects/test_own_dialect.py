@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from support.conversations import rows_of
 from support.documents import ROOT, Page
-from support.engine_clients import run
+from support.engine_clients import attempt_of, loaded, run, stage_of
 from support.engine_responses import compact, request_info, routed
-from support.rollout_stages import attempt_of, loaded, stage_of
 from support.session_process import running
 from support.stores import directory_store
 from support.upstream import ReceivedRequest, Response, Server, prompt_ids, serving, user

@@ -5,8 +5,8 @@ from pathlib import Path
 from support.engine_clients import quick_engine
 from support.engine_clients import run as run_loop
 from support.engine_process import running as engine_running
+from support.engine_process import write_weights
 from support.session_process import running
-from support.weights import write_weights
 
 from headpond.engines.control import EngineControl
 

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.agent_scenarios import Message, Sent, plain_turns, scenarios
+from support.agent_scenarios import Message, Sent, assert_sealed, plain_turns, recorded, scenarios
 from support.api_clients import CLIENTS, ApiClient, ResponsesClient
 from support.conversations import LAYERS, TOPK
 from support.plain_samples import merge
-from support.played_scenarios import assert_sealed, recorded
 from support.session_process import Agent, SessionsProcess, running
 from support.stores import directory_store
 from support.upstream import ReceivedRequest, Response, Server, answer, serving, tool_call, user
