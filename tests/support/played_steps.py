@@ -65,10 +65,8 @@ def play(weights: Mapping[int, Weights], generator: np.random.Generator) -> Play
     )
 
 
-def seal_step(
-    run_dir: Path, step: int, weights: Mapping[int, Weights], *, shifted: str | None = None, last: bool = True
-) -> None:
-    """`shifted` moves a column of one rollout by one token. After the last step the run has ended."""
+def seal_step(run_dir: Path, step: int, weights: Mapping[int, Weights], *, shifted: str | None = None) -> None:
+    """The only step of a run that has ended. `shifted` moves a column of one rollout by one token."""
     store, generator = directory_store(run_dir / "store"), np.random.default_rng(step)
     played = [play(weights, generator) for _ in range(ROLLOUTS)]
     if shifted:
@@ -78,7 +76,7 @@ def seal_step(
     rules = PackingRules(data_ranks=1, seq_len=128, pad_to_multiple_of=8)
     plan = BatchPlan(step=step, rules=rules, rollouts=tuple(rollouts))
     seal_manifest(store, plan, [encode_rank(store, plan, data_rank=0, execution="x", rollouts_jsonl=False)])
-    write_status(run_dir, RunStatus(why="all steps are done", ended=last, last_step=step))
+    write_status(run_dir, RunStatus(why="all steps are done", ended=True, last_step=step))
 
 
 def _stored(store: FileStore, name: str, played: Played, advantage: float) -> BatchRollout:

@@ -49,13 +49,9 @@ def read_request(readline: Callable[[], bytes], read: Callable[[int], bytes]) ->
     return read(int(headers.get(b"content-length", 0))), headers.get(NAME_HEADER.lower().encode(), b"").decode()
 
 
-def http_response(body: bytes, *, status: bytes = b"200 OK", headers: bytes = b"") -> bytes:
-    return b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%b\r\n%b" % (
-        status,
-        len(body),
-        headers,
-        body,
-    )
+def http_response(body: bytes, *, status: bytes = b"200 OK") -> bytes:
+    head = b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (status, len(body))
+    return head + body
 
 
 @contextmanager

@@ -157,7 +157,6 @@ class Script:
     server: Server
     responses: dict[str, Respond] = field(default_factory=dict[str, Respond])
     dialect: str = "vllm"
-    routed: bool = True
 
     def respond(self, request: ReceivedRequest) -> Response:
         if request.path != CHAT:
@@ -167,7 +166,7 @@ class Script:
 
     def body(self, request: ReceivedRequest) -> bytes:
         text = f"answer {len(request.messages)} to {request.messages[-1].get('content')}"
-        return answer(request, text, dialect=self.dialect, routed=self.routed)
+        return answer(request, text, dialect=self.dialect, routed=True)
 
     def received(self, text: str) -> list[ReceivedRequest]:
         """The chats that ended with `text`."""
@@ -176,10 +175,10 @@ class Script:
 
 
 @contextmanager
-def scripted(dialect: str = "vllm", *, routed: bool = True) -> Iterator[Script]:
+def scripted(dialect: str = "vllm") -> Iterator[Script]:
     script: list[Script] = []
     with serving(lambda request: script[0].respond(request)) as server:
-        script.append(Script(server=server, dialect=dialect, routed=routed))
+        script.append(Script(server=server, dialect=dialect))
         yield script[0]
 
 

@@ -50,15 +50,13 @@ def sealed(run_dir: Path, *, data_ranks: int = 1, experts: str | None = None) ->
     return [next(BatchReader(run_dir, data_rank=rank, data_ranks=data_ranks)) for rank in range(data_ranks)]
 
 
-def seal_groups(
-    run_dir: Path, *, steps: int, first: int = 0, groups: int = 2, size: int = 2, data_ranks: int = 1
-) -> None:
-    """Steps of whole groups of rollouts with one sample each."""
+def seal_groups(run_dir: Path, *, steps: int, first: int = 0, size: int = 2, data_ranks: int = 1) -> None:
+    """Steps of two whole groups of rollouts with one sample each."""
     for step in range(first, first + steps):
         maker = maker_in(run_dir, seed=step)
         made = [
             maker.make(f"s{step}g{group}-{number}", [[SHORT if number else LONG]], group=f"g{group}")
-            for group in range(groups)
+            for group in range(2)
             for number in range(size)
         ]
         seal(maker.store, plan_of(made, step=step, data_ranks=data_ranks))

@@ -1,13 +1,14 @@
 import asyncio
 import json
+import threading
 from collections import Counter
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from support.held_writes import HeldFirst
 from support.ledgers import configured, planned
 
 from headpond.messages import Queue
@@ -102,6 +103,30 @@ def test_a_status_that_cannot_be_written_is_reported(ledger: Ledger, tmp_path: P
     [trouble] = reporter.waiting_for()
     assert trouble.endswith("status.json cannot be written (No such file or directory): free space or repair the disk")
     assert reporter.latest_status()["run"] == "run"
+
+
+class HeldFirst:
+    """A function whose first call waits until `release` is called."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._began, self._go = threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if not self._began.is_set():
+            self._began.set()
+            self._go.wait()
+        return self._function(*args, **options)
+
+    async def end_with(self, duty: Coroutine[Any, Any, None], last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Cancel `duty` in its first call, wait for it as a TaskGroup does, then await `last`."""
+        cancelled = asyncio.create_task(duty)
+        await asyncio.to_thread(self._began.wait)
+        cancelled.cancel()
+        threading.Timer(0.2, self._go.set).start()
+        await asyncio.wait([cancelled])
+        await last()
+        await asyncio.get_running_loop().shutdown_default_executor()  # also what was left behind
 
 
 def test_the_last_status_is_not_overwritten_by_a_slow_earlier_one(

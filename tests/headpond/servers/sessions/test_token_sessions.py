@@ -20,7 +20,6 @@ from headpond.renderers import bytes_chatml
 from headpond.store import BlobRef
 from headpond.store.columns import read_columns
 
-ENDPOINTS = {"generate": "/inference/v1/generate", "sglang": "/v1/chat/completions"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 THINKING = "<think>\nOne and one.\n</think>\n\n"
 
