@@ -8,7 +8,6 @@ import sys
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,7 @@ from headpond.filters import group_filters, rollout_filters
 from headpond.messages import RolloutResult
 from headpond.playing.rollout import play
 
-MOST_LINES = 120  # of the README
-MOST_WALKED = 40  # files that one response passes from the engine to `BatchReader`
 RECIPES = ("An estimator", "A filter", "A sampler", "An engine dialect", "A store", "A field for the trainer")
-MOST_FILES = 3  # that a recipe touches in this repository, its test included
 PACKAGES = ("headpond", "tasks", "workers", "orchestrator", "bench")
 FOLDERS = (*PACKAGES, "examples", "tests", "docs", "deploy")
 
@@ -453,26 +449,9 @@ def test_the_page_of_agents_has_every_variable_and_every_agent() -> None:
     assert rows[2:] == [agent.name for agent in AGENTS]
 
 
-def test_the_readme_is_short_and_links_every_page() -> None:
-    assert len(README.text.splitlines()) <= MOST_LINES
+def test_the_readme_links_every_page() -> None:
     linked = {(ROOT / link).resolve() for link in README.links()}
     assert [page.name for page in GUIDES[1:] if page.path not in linked] == []
-
-
-def test_the_walk_is_numbered_and_short_and_enters_no_room_twice() -> None:
-    table = (ROOT / "docs" / "architecture.md").read_text().partition("\n## The walk\n")[2]
-    files = re.findall(r"^\| .*?\| (\d+)\. `([\w/]+\.py)` \|", table, re.MULTILINE)
-    assert [int(number) for number, _ in files] == [*range(1, len(files) + 1)]
-    assert 30 < len(files) <= MOST_WALKED
-    assert [path for _, path in files if not (ROOT / path).is_file()] == []
-    rooms = [room for room, _ in groupby(room_of(path) for _, path in files)]
-    assert sorted(set(rooms)) == sorted(rooms), "a room is entered twice"
-
-
-def room_of(path: str) -> str:
-    """A folder of `headpond/`, a module beside them, or another top-level folder."""
-    top, *inside = path.split("/")
-    return inside[0] if top == "headpond" else top
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -482,14 +461,13 @@ def test_a_recipe_names_the_files_it_touches_and_the_test_to_copy(recipe: str) -
         label: re.findall(r"`([\w./]+\.py)`", cell) for label, cell in re.findall(r"^\| (.+?) \| (.+) \|$", text, re.M)
     }
     assert rows.keys() >= {"yours", "here", "read first", "test to copy"}
-    assert 1 <= len(rows["here"]) < MOST_FILES
     tests = rows["test to copy"]
+    assert rows["here"]
     assert tests
     assert all(name.startswith("tests/") and (ROOT / name).is_file() for name in tests)
 
 
-def test_contributing_is_one_page_and_its_code_runs() -> None:
-    assert len(CONTRIBUTING.text.splitlines()) <= MOST_LINES
+def test_the_code_of_contributing_runs() -> None:
     for block in CONTRIBUTING.blocks("python"):
         exec(compile(block, "CONTRIBUTING.md", "exec"), {"__name__": "sample"})
 
