@@ -110,14 +110,14 @@ def test_a_column_that_is_shifted_by_one_token_is_noticed(tmp_path: Path, column
     weights[1] = tiny_moe.load(tmp_path / "weights" / "version_1")
     seal_step(tmp_path, 1, weights, shifted=column)
     before = weights_bytes(tmp_path)
-    with pytest.raises(Misaligned, match=r"step 1: \d+ of \d+ logprobs of version [01] differ from the engine's"):
+    with pytest.raises(Misaligned, match=r"step 1: .*logprobs of version [01]"):
         [*_] = train(tmp_path, seed=0, keep_batches=True)
     assert weights_bytes(tmp_path) == before, "nothing was trained on them"
 
 
 def test_weights_that_are_no_longer_kept_are_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numpy_trainer, "KEPT_VERSIONS", 2)
-    with pytest.raises(Misaligned, match="step 2 has tokens of version 0, whose weights are no longer kept"):
+    with pytest.raises(Misaligned, match=r"step 2 .* version 0"):
         [*_] = train(run_dir, seed=0, keep_batches=True)
     assert sorted(path.name for path in (run_dir / "weights").iterdir()) == ["version_1", "version_2"]
 

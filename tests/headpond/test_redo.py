@@ -76,9 +76,7 @@ def test_a_step_that_is_not_there_is_refused(run_dir: Path) -> None:
 def test_a_step_whose_tokens_are_deleted_is_refused(run_dir: Path) -> None:
     for path in run_dir.rglob("g0000002-*/**/columns.safetensors"):
         path.unlink()
-    with pytest.raises(
-        RunError, match=r"columns of step 1 are deleted \(trainer.keep_steps\); kept are those of: 0, 1"
-    ):
+    with pytest.raises(RunError, match=r"step 1 .*trainer.keep_steps.*: 0, 1"):
         Redo(run_dir).step(1)
 
 

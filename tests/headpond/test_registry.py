@@ -133,9 +133,7 @@ def test_every_problem_is_listed(check: Callable[[list[NamedCode]], object]) -> 
 
 
 def test_a_child_that_ends_or_hangs_is_reported() -> None:
-    with pytest.raises(
-        ConfigError, match=r"'own_rules:a': the process that imports it ended with 7: (.|\n)*a library is"
-    ):
+    with pytest.raises(ConfigError, match=r"'own_rules:a': .*ended with 7: (.|\n)*a library is"):
         check_in_child([named("own_rules:a", "own_checks:ends")])
-    with pytest.raises(ConfigError, match="'own_rules:a': the import took longer than 1 s; move slow work out"):
+    with pytest.raises(ConfigError, match=r"'own_rules:a': .*longer than 1 s"):
         check_in_child([named("own_rules:a", "own_checks:waits")], timeout_s=1.0)

@@ -57,14 +57,14 @@ def test_a_missing_database_is_refused_at_once(guarded: EmbeddedRedis) -> None:
 def test_a_closed_port_is_refused_after_the_patience() -> None:
     message = refusal(connected(f"redis://{CLOSED_PORT}"))
     assert f"{CLOSED_PORT} cannot be used" in message
-    assert "start it, or set redis_url (HEADPOND_REDIS_URL) to the right one" in message
+    assert "redis_url (HEADPOND_REDIS_URL)" in message
 
 
 def test_a_server_that_does_not_answer_is_reported_as_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headpond.orchestrator.broker.RESPONSE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}/0"
-        assert f"{address} cannot be used (timed out): start it" in refusal(connected(f"redis://{address}"))
+        assert f"{address} cannot be used (timed out)" in refusal(connected(f"redis://{address}"))
 
 
 def test_a_command_is_retried_until_redis_is_back(guarded: EmbeddedRedis) -> None:

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from headpond.errors import RunError
@@ -22,10 +24,7 @@ def test_deaths_after_a_success_or_of_several_errors_do_not_stop_it() -> None:
     for _ in range(100):
         succeeded.died("one error")
         mixed.died("one error")
-    assert mixed.explain() == (
-        "Last error (100 of 101): one error. Fix its cause, restart the workers if their code or settings changed, and "
-        "run the same command again"
-    )
+    assert re.match(r"Last error \(100 of 101\): one error\. ", mixed.explain())
 
 
 def test_drops_are_named_by_reason_when_they_outnumber_deaths() -> None:
@@ -85,14 +84,11 @@ def test_losses_are_what_a_run_waits_for_when_they_are_most_of_what_ends() -> No
     dying.generated()
     for _ in range(5):
         dying.died("no answer")
-    assert dying.trouble == "5 of the last 9 rollouts died, 5 of them of: no answer"
+    assert re.fullmatch("5 of the last 9 rollouts .*5 .*: no answer", dying.trouble or "")
     dropping.dropped("zero_variance", 4, [1.0] * 4)
     assert dropping.trouble is None, "too few to say"
     dropping.dropped("overlong", 4)
-    assert dropping.trouble == (
-        "none of the last 8 rollouts was kept (zero_variance 4, overlong 4; all with the reward 1): relax that filter, "
-        "or check the rewards"
-    )
+    assert re.search(r"8 rollouts .*\(zero_variance 4, overlong 4; .*reward 1\)", dropping.trouble or "")
 
 
 def test_rollouts_that_were_masked_by_earlier_settings_blame_no_filter() -> None:
@@ -114,10 +110,9 @@ def test_a_run_whose_rollouts_are_all_masked_trains_nothing() -> None:
     causes.admitted(4, masked=4, masked_by="filters.overlong")
     assert causes.untrained is None, "too few to say"
     causes.admitted(4, masked=4, masked_by="filters.overlong")
-    assert causes.untrained == (
-        "nothing is trained: the last 8 rollouts that were kept are all masked by filters.overlong. Set "
-        'filters.overlong.mode = "monitor", or raise policy.sampling.max_tokens: every completion ended at a limit of '
-        "tokens"
+    assert re.search(
+        r'8 rollouts .*filters\.overlong.* filters\.overlong\.mode = "monitor".* policy\.sampling\.max_tokens',
+        causes.untrained or "",
     )
     assert causes.trouble == causes.untrained
     assert causes.recent()["masked"] == {"filters.overlong": 8}

@@ -125,7 +125,7 @@ def test_a_step_that_cannot_be_encoded_is_formed_again_and_finally_stops_the_run
     again = composed(composer)
     assert (again.step, again.formation) == (0, 2)
     end(ledger, again, 0, JobState.DEAD)
-    with pytest.raises(RunError, match=r"step 0 could not be encoded in 2 formations.*nothing is lost"):
+    with pytest.raises(RunError, match=r"step 0 .*2 formations"):
         composer.encoded()
 
 

@@ -119,7 +119,7 @@ def test_a_batch_phase_that_keeps_failing_stops_the_run_with_its_error(scene: Sc
         scene.reply(outcome=Outcome.FAILED, result=None, error="StageError: KeyError: 'x' (/mine.py, line 3)")
         if scene.job.state is JobState.WAITING:
             scene.ledger.submit(scene.job)
-    with pytest.raises(RunError, match=r"'reinforce_pp' failed at step 0: .*mine.py, line 3\)\. Fix it, restart"):
+    with pytest.raises(RunError, match=r"'reinforce_pp' .*step 0: .*mine.py, line 3\)"):
         scene.take()
 
 

@@ -1,6 +1,7 @@
 """How replies change groups, rollouts and jobs."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -253,12 +254,8 @@ def test_an_unreachable_engine_closes_the_gate_and_nothing_is_counted(scene: Sce
 def test_an_unwritable_store_closes_the_gate_like_an_engine(scene: Scene) -> None:
     scene.reply(scene.job.id, Outcome.UNWRITTEN)
     assert (scene.job.state, scene.job.failures) == (JobState.WAITING, 0)
-    assert scene.gates.troubles == [
-        (
-            "a worker cannot write to the store: free space or repair the disk (it broke); "
-            "retried every 1 s, nothing is lost"
-        )
-    ]
+    (trouble,) = scene.gates.troubles
+    assert re.search(r"cannot write to the store: .*\(it broke\); .*1 s", trouble)
     encoding = scene.ledger.add_job("s000000f1r0", JobKind.ENCODE, "0")
     scene.ledger.submit(encoding)
     scene.reply(encoding.id, Outcome.UNWRITTEN)
@@ -312,9 +309,7 @@ def test_a_filtering_job_that_cannot_sync_waits_for_the_store(scene: Scene) -> N
     job = scene.ledger.jobs[scene.submit_stage("filter")]
     scene.reply(job.id, Outcome.UNWRITTEN)
     assert (job.state, job.failures) == (JobState.WAITING, 0)
-    assert [trouble.split(" (")[0] for trouble in scene.gates.troubles] == [
-        "a worker cannot write to the store: free space or repair the disk"
-    ]
+    assert ["cannot write to the store" in trouble for trouble in scene.gates.troubles] == [True]
     scene.ledger.submit(job)
     scene.reply(job.id, result=FilterResult(), attempt=2)
     assert scene.gates.troubles == []

@@ -1,3 +1,4 @@
+import re
 from collections import Counter
 from typing import Any
 
@@ -215,9 +216,7 @@ def test_a_run_that_drops_everything_stops_with_what_to_check(ledger: Ledger) ->
     ledger.set("dropped_in_a_row", 10)
     causes.dropped("zero_variance", 36, [0.0] * 36)
     causes.dropped("overlong", 4, [0.5] * 4)
-    with pytest.raises(
-        RunError, match=r"10 groups without a usable rollout.*overlong 4 \(mean reward 0.05, .*\. Relax"
-    ):
+    with pytest.raises(RunError, match=r"10 groups .*overlong 4 \(mean reward 0.05, "):
         planner.plan()
 
 
@@ -244,10 +243,7 @@ def test_a_full_store_stops_planning_until_a_step_is_released(ledger: Ledger) ->
     assert ledger.groups == {}
     assert planner.trouble is None, "the trainer's files were not read yet"
     trainer.state = TrainerState(acked=-1)
-    assert planner.trouble == (
-        "the store holds 1.0 GB of 1 (max_store_gb), and no rollout begins: the trainer has not acknowledged step 0: "
-        "call reader.ack(step) after each step"
-    )
+    assert re.search(r"1\.0 GB of 1 \(max_store_gb\).*step 0: .*reader\.ack\(step\)", planner.trouble or "")
     ledger.increment("delivered_bytes", -(10**9))
     assert planner.trouble is None
     plan_all(planner)

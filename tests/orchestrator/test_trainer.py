@@ -48,7 +48,7 @@ def test_the_first_publication_may_be_below_the_start_version_only_before_the_fi
     ledger.set(START, 20)
     ledger.set("steps_delivered", delivered)
     write_policy(tmp_path, PublishedPolicy(version=version, weights=None))
-    told = pytest.raises(RunError, match="is version 1, and the run started with version 20")
+    told = pytest.raises(RunError, match=r"version 1,.* version 20")
     for _ in range(2):  # a run that is started again says the same
         with told if refused else contextlib.nullcontext():
             asyncio.run(trainer.read())

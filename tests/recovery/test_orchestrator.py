@@ -121,7 +121,7 @@ def test_a_run_whose_first_rollouts_all_fail_alike_stops_with_the_error_and_is_r
         assert run.wait() == 2, run.text
         stopped = cluster.status()["stopped_by"]
         assert stopped.startswith("stopped, because the first 32 rollouts died of the same error: ")
-        assert stopped.endswith("restart the workers if their code or settings changed, and run the same command again")
+        assert "run the same command again" in stopped
         told = read_status(cluster.run_dir)
         assert told is not None
         assert told.why == f"the run has stopped: {stopped}"

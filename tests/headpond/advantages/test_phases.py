@@ -68,7 +68,7 @@ def test_a_reward_that_is_not_finite_is_an_error_of_its_rollout(reward: float) -
     assert f"its reward is {reward}" in failed["r2"]
     rest = [each for name, each in scored.items() if name not in failed]
     assert values("dr_grpo", rest).tolist() == [0.5, -0.5]
-    with pytest.raises(StageError, match="rollout 1 of a group should have been excluded: its reward is"):
+    with pytest.raises(StageError, match=r"rollout 1 .*reward is"):
         values("dr_grpo", list(scored.values()))
 
 
@@ -156,17 +156,13 @@ def test_a_state_that_cannot_be_kept_is_refused(state: object, message: str) -> 
 
 def test_a_batch_phase_with_a_state_must_return_a_pair() -> None:
     chosen = recipe(Estimator(group=lambda of: of.rewards, batch=lambda batch, _: batch.values, state={}))  # type: ignore[arg-type]
-    with pytest.raises(
-        StageError, match=r"mine returned ndarray of shape \(1,\) in .*: it must return \(advantages, next state\)"
-    ):
+    with pytest.raises(StageError, match=r"mine .*shape \(1,\).* \(advantages, next state\)"):
         batch_phase(played_by("white"), chosen)
 
 
 def test_an_error_of_an_estimator_names_its_file_and_line() -> None:
     chosen = recipe(Estimator(group=lambda of: of.rewards / {}["missing"]))  # type: ignore[typeddict-item]
-    with pytest.raises(
-        StageError, match=r"mine failed in its group phase: KeyError: 'missing' \(.*test_phases.py, line"
-    ):
+    with pytest.raises(StageError, match=r"mine .*group phase.* KeyError: 'missing' .*test_phases.py, line"):
         group_phase(group([1.0, 0.0]), chosen)
 
 
@@ -182,5 +178,5 @@ def test_columns_of_different_lengths_are_refused() -> None:
         group([1.0, 0.0], [1], [1, 1], [1, 1], [1, 1])
     with pytest.raises(StageError, match="a group of 0 rewards"):
         group([])
-    with pytest.raises(StageError, match=r"a batch of 2 values has columns of \[1\] entries"):
+    with pytest.raises(StageError, match=r"2 values .*\[1\]"):
         BatchValues(values=np.zeros(2), sampled_tokens=np.zeros(1, np.int64))

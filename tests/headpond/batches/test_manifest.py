@@ -64,10 +64,10 @@ def test_a_sealed_step_is_never_replaced(store: FileStore, plan: BatchPlan) -> N
 
 def test_sealing_needs_every_rank_encoded_from_this_plan(store: FileStore, plan: BatchPlan) -> None:
     ranks = encode_all(store, plan)
-    with pytest.raises(StageError, match=r"needs files of ranks 0 to 1, not of \[0\]"):
+    with pytest.raises(StageError, match=r"ranks 0 to 1.* \[0\]"):
         seal_manifest(store, plan, ranks[:1])
     formed_again = replace(plan, rollouts=plan.rollouts[1:])
-    with pytest.raises(StageError, match="encoded with other settings: batches/step_000042/rank_00"):
+    with pytest.raises(StageError, match=r"settings.* batches/step_000042/rank_00"):
         seal_manifest(store, formed_again, ranks)
     assert read_manifest(store, 42) is None
 
@@ -92,7 +92,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(store: FileStore, plan: B
 def test_a_manifest_of_another_step_is_refused(store: FileStore, plan: BatchPlan) -> None:
     seal_manifest(store, plan, encode_all(store, plan))
     manifest_path(store, 42).parent.rename(store.root / "batches/step_000043")
-    with pytest.raises(BlobCorrupt, match=r"step_000043/manifest\.json is the manifest of step 42"):
+    with pytest.raises(BlobCorrupt, match=r"step_000043/manifest\.json .*step 42"):
         read_manifest(store, 43)
 
 

@@ -76,7 +76,7 @@ def test_a_sample_longer_than_seq_len_follows_the_oversize_rule(oversize: Oversi
 
 
 def test_a_sample_longer_than_seq_len_can_fail_the_step() -> None:
-    with pytest.raises(StageError, match=r"1 samples are longer than seq_len \(32\), the longest has 33"):
+    with pytest.raises(StageError, match=r"1 samples .*seq_len \(32\).* 33"):
         packed([33, 32], rules(oversize="fail"))
 
 

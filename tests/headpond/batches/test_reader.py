@@ -145,12 +145,12 @@ def test_a_reader_waits_for_the_next_step(store: FileStore) -> None:
 
 def test_a_stalled_reader_shows_the_status_of_the_orchestrator(store: FileStore) -> None:
     reader = reader_of(store)
-    with pytest.raises(Stalled, match=r"no orchestrator has written to .*: is it the directory of a run"):
+    with pytest.raises(Stalled, match=r"no orchestrator .*run"):
         next(reader)
     write_status(store.root.parent, RunStatus(why="the engine is unreachable since 40 s"))
     with pytest.raises(
         Stalled,
-        match=r"step_000000/manifest\.json in 0 s; the orchestrator reports: the engine is unreachable since 40 s",
+        match=r"step_000000/manifest\.json .*0 s.*the engine is unreachable since 40 s",
     ):
         next(reader)
     seal_step(store, 0)
@@ -188,7 +188,7 @@ def test_a_step_is_acked_when_every_rank_acked_it(store: FileStore) -> None:
 
 def test_a_step_whose_manifest_was_released_is_named_as_such(store: FileStore) -> None:
     write_status(store.root.parent, RunStatus(why="rollouts are being generated", last_step=9))
-    with pytest.raises(Stalled, match=r"although step 9 is delivered: it was released \(trainer.keep_manifests\)"):
+    with pytest.raises(Stalled, match=r"step 9 .*trainer.keep_manifests"):
         next(reader_of(store, resume_step=3))
 
 
@@ -202,7 +202,7 @@ def test_a_trainer_that_reads_released_steps_is_told_to_name_its_checkpoint(stor
     for path in [*store.root.rglob(released)]:
         if "step_000001" not in str(path) and "s1-" not in str(path):
             path.unlink()
-    with pytest.raises(BlobMissing, match=r"step 0 was released.*resume_step = the step of that checkpoint"):
+    with pytest.raises(BlobMissing, match=r"step 0 .*released.*resume_step"):
         fingerprint(next(reader_of(store)))
     assert fingerprint(next(reader_of(store, resume_step=0)))
 
@@ -221,16 +221,16 @@ def test_progress_files_of_a_trainer_with_more_ranks_are_ignored(store: FileStor
 def test_reports_and_arguments_that_cannot_be_true_are_refused(store: FileStore) -> None:
     seal_step(store, 0)
     reader = reader_of(store)
-    with pytest.raises(BatchError, match=r"ack\(0\): this reader has delivered steps up to -1"):
+    with pytest.raises(BatchError, match=r"ack\(0\): .*-1"):
         reader.ack(0)
     next(reader)
-    with pytest.raises(BatchError, match=r"checkpointed\(0\): this rank acknowledged steps up to -1"):
+    with pytest.raises(BatchError, match=r"checkpointed\(0\): .*-1"):
         reader.checkpointed(0)
-    with pytest.raises(ConfigError, match="data_rank 2 is not one of the 2 data ranks"):
+    with pytest.raises(ConfigError, match=r"data_rank 2 .*2 data ranks"):
         reader_of(store, data_rank=2, data_ranks=2)
     with pytest.raises(ConfigError, match="resume_step -2 is not a step"):
         reader_of(store, resume_step=-2)
-    with pytest.raises(BatchError, match="sealed for 1 data ranks, this reader has 2"):
+    with pytest.raises(BatchError, match=r"1 data ranks.* 2"):
         next(reader_of(store, data_ranks=2))
 
 
@@ -262,7 +262,7 @@ def test_a_file_of_another_rank_is_refused(store: FileStore) -> None:
     plan = plan_of([RolloutMaker(store=store).make("a", [[MadeTurn(context=1, completion=1)]])], data_ranks=2)
     first, second = encode_all(store, plan)
     seal_manifest(store, plan, [replace(first, file=second.file), second])
-    with pytest.raises(BlobCorrupt, match=r"rank_01\.x\.safetensors is not rank 0 of step 0"):
+    with pytest.raises(BlobCorrupt, match=r"rank_01\.x\.safetensors .*rank 0 of step 0"):
         next(reader_of(store, data_ranks=2))
 
 
@@ -270,5 +270,5 @@ def test_a_malformed_signal_file_is_named(store: FileStore) -> None:
     path = store.root.parent / "trainer" / "rank_00.json"
     path.parent.mkdir(parents=True)
     path.write_text('{"step": 3}')
-    with pytest.raises(BatchError, match=r"rank_00\.json is not a signal file of this version"):
+    with pytest.raises(BatchError, match=r"rank_00\.json .*version"):
         reader_of(store)

@@ -92,7 +92,7 @@ def test_a_rollout_without_experts_holds_the_missing_value(store: FileStore) -> 
 
 def test_routed_experts_of_a_batch_without_any_are_refused(store: FileStore) -> None:
     sealed(store, experts=None)
-    with pytest.raises(BatchError, match="no rollout of step 0 has routed experts"):
+    with pytest.raises(BatchError, match=r"step 0 .*routed experts"):
         micro_batches(store)[0].routed_experts()
 
 

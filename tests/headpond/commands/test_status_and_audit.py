@@ -66,9 +66,7 @@ def output_of(*arguments: str, exit_code: int = 0) -> str:
 def test_status_prints_plain_lines(run: Path, server: EmbeddedRedis) -> None:
     id = run_dir.read(run)["run"]
     *lines, waits_for = output_of("status", str(run)).splitlines()
-    assert waits_for.startswith(
-        "waits for  the orchestrator is not running (it has not started working yet): nothing is lost, `headpond"
-    )
+    assert re.match(r"waits for  the orchestrator is not running \(.*\): .*`headpond", waits_for)
     assert lines == [
         f"run        {id} in {run}",
         "state      stopped",
@@ -83,7 +81,7 @@ def test_status_prints_plain_lines(run: Path, server: EmbeddedRedis) -> None:
 def test_status_works_without_redis(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADPOND_REDIS_URL", "redis://:hunter2@127.0.0.1:1/0")
     text = output_of("status", str(run))
-    assert "redis      Redis at redis://127.0.0.1:1/0 cannot be used" in text
+    assert re.search("^redis      .*redis://127.0.0.1:1/0 ", text, re.MULTILINE)
     assert "rollouts   8 planned" in text
     assert "hunter2" not in text
 
@@ -93,11 +91,8 @@ def test_status_shows_what_the_last_resume_changed_and_what_to_restart(run: Path
         changed = {"advantages": {"estimator": estimator}, "steps": steps}
         run_dir.begin_or_resume(RunConfig.model_validate({"run_dir": run, "redis_url": server.url, **changed}))
     first, second = [line for line in output_of("status", str(run)).splitlines() if line.startswith("changed")]
-    assert re.fullmatch(
-        r"changed    advantages.estimator: 'grpo' until .* s ago, now 'rloo'; restart compute that started before",
-        first,
-    )
-    assert re.fullmatch(r"changed    steps: 10 until .* s ago, now 11", second)
+    assert re.match(r"changed    advantages.estimator: 'grpo' .* s ago, .*'rloo'; restart compute", first)
+    assert re.fullmatch(r"changed    steps: 10 .* s ago, .*11", second)
 
 
 def test_status_prints_the_notes_of_the_last_status(run: Path) -> None:
@@ -118,8 +113,8 @@ def test_status_prints_each_evaluation(run: Path) -> None:
     last = {"at": 0.0, "phase": "done", "process": process, "steps": 4, "stopped_by": None, "notes": []}
     run_dir.write_json(run / "status.json", last | {"evaluations": {"names": names}})
     shown = output_of("status", str(run))
-    assert "held_out: versions 10 to 11: reward 0.5312, 63 rollouts, 1 dead; version 20 is running, 12 of 64" in shown
-    assert "hard: none yet" in shown
+    assert re.search("held_out: .*10 to 11: .*0.5312, 63 rollouts, 1 dead; version 20 .*12 of 64", shown)
+    assert "hard: none" in shown
 
 
 @pytest.mark.parametrize("command", ["status", "why"])
@@ -143,15 +138,14 @@ def test_a_models_text_in_an_error_is_shown_as_text(run: Path, command: str) -> 
 def test_why_says_how_long_ago_the_trainer_wrote_its_last_signal(run: Path) -> None:
     assert "trainer" not in output_of("why", str(run))
     write_progress(run, RankProgress(data_rank=0, data_ranks=1, epoch=1, resume_step=0, acked=-1))
-    assert "trainer    has acknowledged no step; its last signal came" in output_of("why", str(run))
+    assert re.search("^trainer    .*no step; ", output_of("why", str(run)), re.MULTILINE)
     write_progress(run, RankProgress(data_rank=0, data_ranks=1, epoch=1, resume_step=0, acked=22))
     write_policy(run, PublishedPolicy(version=22, weights=None))
     for path, age_s in {"rank_00.json": 7200.0, "policy.json": 7500.0, "run.json": 0.0}.items():
         (run / "trainer" / path).touch()
         at = time.time() - age_s
         os.utime(run / "trainer" / path, (at, at))
-    said = "has acknowledged step 22 and published version 22; its last signal came 2 h 0 min ago"
-    assert said in output_of("why", str(run))
+    assert re.search("acknowledged step 22 .*version 22; .*2 h 0 min ago", output_of("why", str(run)))
 
 
 def test_the_redis_that_ended_with_a_stopped_run_is_no_alarm(run: Path) -> None:
@@ -160,7 +154,7 @@ def test_the_redis_that_ended_with_a_stopped_run_is_no_alarm(run: Path) -> None:
     assert "127.0.0.1:1/0 cannot be used" in output_of("status", str(run))
     (run / "redis").mkdir()
     said = output_of("status", str(run))
-    assert "redis      redis://127.0.0.1:1/0 is not running; `headpond up` starts it again" in said
+    assert re.search("^redis      redis://127.0.0.1:1/0 .*`headpond up`", said, re.MULTILINE)
     assert "cannot be used" not in said
 
 
@@ -185,7 +179,7 @@ def test_why_of_a_rollout_shows_the_failure_of_its_policy(run: Path) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("DELETE FROM histories")
     shown = output_of("why", str(run), rollout)
-    assert "policy     it failed; its error is not kept any more (trainer.keep_events_steps)\n" in shown
+    assert re.search(r"^policy     .*\(trainer\.keep_events_steps\)$", shown, re.MULTILINE)
 
 
 def test_status_prints_one_json_object(run: Path) -> None:
@@ -249,10 +243,7 @@ def test_audit_says_which_files_it_has_not_read(run: Path) -> None:
     run_dir.write_json(run / "audited.json", content)
     with closing(sqlite3.connect(run / "ledger.sqlite", isolation_level=None)) as connection:
         connection.execute("INSERT OR REPLACE INTO meta VALUES ('steps_delivered', 40)")
-    assert (
-        "not read   files of 40 earlier steps, audited before: headpond audit --full reads them again\n"
-        in output_of("audit", str(run))
-    )
+    assert re.search("^not read   .*40 .*headpond audit --full", output_of("audit", str(run)), re.MULTILINE)
     assert "not read" not in output_of("audit", str(run), "--full")
 
 
@@ -262,9 +253,9 @@ def test_audit_fails_when_a_rollout_is_not_accounted_for(run: Path) -> None:
         connection.execute("UPDATE jobs SET state = 'dead', error = 'no' WHERE id LIKE '%-1'")
         connection.execute("INSERT INTO counts VALUES ('died:rollout', 'no', 1)")
     text = output_of("audit", str(run), exit_code=1)
-    assert "problem    rollout g0000001-1 is open and has no job" in text
+    assert re.search("^problem    .*g0000001-1 .*no job", text, re.MULTILINE)
     assert "died       1 rollout job: no" in text
-    assert "problem    the ledger counts 8 rollouts as planned and has 7" in text
+    assert re.search("^problem    .*8 rollouts as planned .*7", text, re.MULTILINE)
     assert "NOT balanced, 2 problems: 8 planned = 0 delivered + 0 filtered + 7 in flight + 0 dead" in text
     assert json.loads(output_of("audit", str(run), "--json", exit_code=1))["balanced"] is False
 
@@ -277,7 +268,7 @@ def test_a_directory_without_a_run_is_refused_in_one_line(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err == f"headpond: {tmp_path} is not a run directory: there is no run.json\n"
+    assert re.fullmatch(f"headpond: {tmp_path} .*run.json\n", capsys.readouterr().err), "one line"
 
 
 def test_a_malformed_redis_url_is_refused_without_its_password(
@@ -288,5 +279,5 @@ def test_a_malformed_redis_url_is_refused_without_its_password(
     with pytest.raises(SystemExit):
         main()
     error = capsys.readouterr().err
-    assert error.startswith("headpond: environment, HEADPOND_REDIS_URL: is not the address of a Redis")
+    assert error.startswith("headpond: environment, HEADPOND_REDIS_URL: ")
     assert "hunter2" not in error

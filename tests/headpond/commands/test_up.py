@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -108,7 +109,7 @@ def test_a_worker_that_dies_is_started_again_and_ctrl_c_drains(started: Started)
         started.wait_step(started.status()["step"] + 3)
         terminal.press("\x03")
         assert terminal.wait() == 0
-    assert "action=died process=compute was killed by signal 9; it is started again in 1 s" in terminal.text
+    assert re.search("action=died process=compute .*signal 9; .*started again in 1 s", terminal.text)
     assert "action=draining" in terminal.text
     assert "stopped before its last step" in terminal.text
     assert "resume" in terminal.text
@@ -133,7 +134,7 @@ def test_why_names_a_trainer_that_ended_in_the_middle(started: Started) -> None:
     up.send_signal(signal.SIGINT)
     up.send_signal(signal.SIGINT)
     _, err = up.communicate(timeout=HANG_S)
-    assert "action=ended process=trainer ended with exit code 0; it is not started again" in err
+    assert re.search("action=ended process=trainer .*exit code 0; .*not started again", err)
     assert not any(said in cause for cause in causes()), "nothing runs any more"
 
 
@@ -143,7 +144,7 @@ def test_a_run_directory_that_cannot_be_made_is_named(started: Started) -> None:
     _, err = up.communicate(timeout=HANG_S)
     assert up.returncode == 2
     directory = started.directory / "run.toml" / "x"
-    assert f"headpond: the directory {directory} cannot be used (Not a directory): fix it, or set run_dir" in err
+    assert re.search(rf"^headpond: .*{directory} .*\(Not a directory\).* run_dir", err, re.MULTILINE)
     assert "Traceback" not in err
 
 
@@ -191,8 +192,8 @@ def test_a_process_that_never_gets_ready_ends_it_with_its_log(started: Started) 
     up = started.start()
     _, err = up.communicate(timeout=HANG_S)
     assert up.returncode == 2
-    assert err.count("action=died process=engine ended with exit code 1; it is started again in") == 4
-    assert "headpond: engine ended 5 times before it was ready. The end of" in err
+    assert len(re.findall("action=died process=engine .*exit code 1; .*started again in", err)) == 4
+    assert re.search("^headpond: engine ended 5 times", err, re.MULTILINE)
     assert "/no/such/model: No such file or directory" in err.rpartition("headpond: ")[2]
     started.assert_clean()
 

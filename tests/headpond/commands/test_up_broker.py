@@ -51,7 +51,7 @@ def test_a_run_that_has_begun_keeps_its_database(url: str, tmp_path: Path) -> No
 
 def test_a_server_without_an_empty_database_is_refused(url: str, tmp_path: Path) -> None:
     occupy(url, *range(DATABASES))
-    with pytest.raises(RunError, match=r"none of the databases 0 to 15 of Redis at .* is empty: name one in redis_url"):
+    with pytest.raises(RunError, match=r"databases 0 to 15 .*redis_url"):
         with_database(url, tmp_path)
 
 

@@ -1,6 +1,7 @@
 """The supervisor of `headpond up`: what it does with a process that ends before it is ready."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_it_waits_while_the_disk_is_full_and_says_so(
             wait_until(lambda: restarted(STARTS_MOST + 3), what="more starts than a hopeless process gets")
         assert f"the disk of {tmp_path} is full: free space" in failing.last_words
         assert f"the disk of {tmp_path} is full: free space" in caplog.text
-        with pytest.raises(RunError, match=f"failing ended {STARTS_MOST} times before it was ready"):
+        with pytest.raises(RunError, match=f"failing ended {STARTS_MOST} times"):
             wait_until(lambda: restarted(100), what="the end")
     finally:
         started.kill()
@@ -59,7 +60,7 @@ def test_the_end_of_a_trainer_is_logged_with_its_last_line(tmp_path: Path, caplo
         wait_until(over)
     finally:
         started.kill()
-    assert "process=trainer ended with exit code 0; it is not started again. It said: no data" in caplog.text
+    assert re.search(r"process=trainer .*exit code 0;.* not started again.* no data", caplog.text)
 
 
 def test_a_large_log_is_kept_while_the_disk_is_too_full_for_its_copy(

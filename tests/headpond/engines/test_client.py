@@ -115,7 +115,7 @@ def test_an_engine_without_a_listener_is_unreachable() -> None:
     async def main() -> None:
         with refusing() as one, refusing() as other:
             async with client_of(one, other, retries=0) as client:
-                with pytest.raises(EngineUnreachable, match=r"0\.1 s.*is it running, and is engine\.urls right"):
+                with pytest.raises(EngineUnreachable, match=r"0\.1 s.*engine\.urls"):
                     await client.send(REQUEST, content_of)
                 assert client.replicas.all_avoided
 
@@ -253,7 +253,7 @@ def test_a_replica_that_restarted_between_two_polls_is_asked_before_its_first_re
                 server.weights = "default"
                 server.start()
                 asked = len(server.received)
-                with pytest.raises(EngineUnreachable, match="gone back from version 4 to 'default': it has restarted"):
+                with pytest.raises(EngineUnreachable, match=r"version 4 to 'default'.*restarted"):
                     await client.send(REQUEST, content_of)
                 assert len(server.received) == asked
 

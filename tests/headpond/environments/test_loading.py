@@ -157,5 +157,5 @@ def test_one_error_lists_every_environment_that_cannot_be_loaded(module: str) ->
 
 def test_an_example_that_cannot_be_read_names_its_environment(module: str) -> None:
     odd = load_environments({"odd": EnvironmentSettings(use=f"{module}:Odd")})["odd"]
-    with pytest.raises(StageError, match=r"'odd' failed to return example 1: OSError: shard 7 is gone"):
+    with pytest.raises(StageError, match=r"'odd' .*example 1: OSError: shard 7 is gone"):
         odd.example(1)

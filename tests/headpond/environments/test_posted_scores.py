@@ -19,10 +19,10 @@ def test_what_the_environment_returns_holds_and_what_was_posted_besides_is_added
 def test_both_together_have_the_limits_of_one_score() -> None:
     posted = PostedScore(rewards={f"posted {number}": 1.0 for number in range(REWARDS_LIMIT)})
     returned = Score(reward=1.0, rewards={"one more": 1.0})
-    with pytest.raises(StageError, match=f"{REWARDS_LIMIT + 1} rewards: the limit is {REWARDS_LIMIT}"):
+    with pytest.raises(StageError, match=f"{REWARDS_LIMIT + 1} rewards.* {REWARDS_LIMIT}"):
         completed(returned, posted)
 
 
 def test_posted_rewards_whose_sum_is_too_large_are_refused() -> None:
-    with pytest.raises(BadRequest, match="the sum of the rewards is too large"):
+    with pytest.raises(BadRequest, match="sum of the rewards"):
         read_posted(b'{"rewards": {"tests": 1e308, "style": 1e308}}', PostedScore())

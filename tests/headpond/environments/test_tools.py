@@ -275,5 +275,5 @@ def many(*a: int) -> str:
 
 @pytest.mark.parametrize("function", [no_annotation, many])
 def test_a_function_without_a_schema_cannot_be_a_tool(function: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{function.__name__}: the parameter a must be annotated"):
+    with pytest.raises(ConfigError, match=f"{function.__name__}: .*parameter a .*annotated"):
         tool(function)

@@ -154,7 +154,7 @@ def test_a_full_disk_is_reported_for_a_stopped_run(
 ) -> None:
     assert not any("full" in cause for cause in status(run, server.url)["waiting_for"])
     monkeypatch.setattr("headpond.inspection.status.FULL_BYTES", 1 << 62)
-    assert f"the disk of {run}/ledger.sqlite is full: free space" in status(run, server.url)["waiting_for"]
+    assert any(f"{run}/ledger.sqlite is full" in cause for cause in status(run, server.url)["waiting_for"])
 
 
 def test_queues_workers_and_the_lag_of_every_loop(run: Path, server: EmbeddedRedis, client: redis.Redis) -> None:

@@ -41,7 +41,7 @@ def test_a_directory_is_on_the_innermost_mount_mounted_last(directory: str, kind
 
 @pytest.mark.parametrize("directory", ["/home/ada/run", "/mnt/my data", "/scratch/run", "/mnt/über"])
 def test_a_network_file_system_is_refused_with_the_setting_to_change(directory: str) -> None:
-    with pytest.raises(LedgerError, match=r"network file system: .*Set ledger_dir to a directory on a local disk"):
+    with pytest.raises(LedgerError, match=r"network file system: .*ledger_dir"):
         schema.refuse_network_file_system(Path(directory), MOUNTS.strip())
 
 
@@ -80,7 +80,7 @@ def test_a_ledger_of_another_version_is_refused_and_unchanged(tmp_path: Path, ve
         connection.execute(f"PRAGMA user_version = {version}")
     before = path.read_bytes()
     for opened in (schema.open_for_reading, schema.open_for_writing):
-        with pytest.raises(LedgerError, match=rf"schema {version}, not 2\): use the version .*, or another run_dir"):
+        with pytest.raises(LedgerError, match=rf"schema {version}, not 2\).*run_dir"):
             opened(path)
     assert path.read_bytes() == before
 

@@ -33,7 +33,7 @@ def test_a_legal_transition_is_accepted(old: RolloutState, new: RolloutState) ->
 
 @pytest.mark.parametrize(("old", "new"), [pair for pair in PAIRS if pair not in LEGAL], ids=" to ".join)
 def test_any_other_transition_raises(old: RolloutState, new: RolloutState) -> None:
-    with pytest.raises(IllegalTransition, match=f"rollout g0000001-0 cannot go from {old} to {new}"):
+    with pytest.raises(IllegalTransition, match=f"rollout g0000001-0 .*{old} to {new}"):
         check("g0000001-0", old, new)
 
 

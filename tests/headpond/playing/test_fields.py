@@ -166,9 +166,9 @@ def test_a_required_field_is_required_of_rollouts_that_the_environment_scored(tm
         await policy.chat([user("hello")])
         raise PolicyFailure("wrong tool")
 
-    with pytest.raises(StageError, match=r"Score.columns has no 'value': return it, or set batch.fields.value.default"):
+    with pytest.raises(StageError, match=r"Score.columns .*'value'.* batch.fields.value.default"):
         played(tmp_path, scores, required)
-    with pytest.raises(StageError, match=r"turn 0 has no field 'step': set it, or batch.fields.step.default"):
+    with pytest.raises(StageError, match=r"turn 0 .*'step'.* batch.fields.step.default"):
         played(tmp_path, scores, of_turns)
     result, columns = played(tmp_path, fails, required, of_turns)
     assert result.policy_error == "wrong tool"
@@ -213,7 +213,7 @@ def test_group_scores_have_no_columns(tmp_path: Path) -> None:
     judge = loaded(Judges(one_turn))
 
     async def main() -> None:
-        with pytest.raises(StageError, match=r"Score.columns is not supported in score_group: return it from rol"):
+        with pytest.raises(StageError, match=r"Score.columns .*score_group"):
             await score_group(directory_store(tmp_path), judge, 0, [result])
 
     run(main)

@@ -111,7 +111,7 @@ def test_tool_calls_are_passed_on_and_recorded(tmp_path: Path) -> None:
                 assert [(call.id, call.name) for call in first.tool_calls] == [("c1", "add"), ("c2", "add")]
                 assert first.content == ""
                 assert first.tool_calls[0].arguments() == {"a": 1}
-                with pytest.raises(PolicyFailure, match="the arguments of add are not JSON"):
+                with pytest.raises(PolicyFailure, match=r"add .*JSON"):
                     first.tool_calls[1].arguments()
                 results = [{"role": "tool", "tool_call_id": call.id, "content": "2"} for call in first.tool_calls]
                 last = await policy.chat([user("add"), first.message, *results])
@@ -196,7 +196,7 @@ def test_turns_are_limited(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(responding()) as server:
             async with recorded_policy(tmp_path, server.url, settings=Policy(max_turns=2)) as (policy, session):
-                with pytest.raises(PolicyFailure, match="turn limit: the rollout has used its 2 turns"):
+                with pytest.raises(PolicyFailure, match=r"turn limit: .*2 turns"):
                     await conversation(policy, 3)
                 assert session.turns == 2
 
@@ -214,9 +214,7 @@ def test_a_completion_beyond_the_context_is_cut_and_ends_the_conversation(tmp_pa
                 policy, session = opened
                 completion = await policy.chat([user("hello")])
                 assert completion.truncated
-                with pytest.raises(
-                    PolicyFailure, match=r"context limit: the conversation has reached policy\.max_seq_len \(40\)"
-                ):
+                with pytest.raises(PolicyFailure, match=r"context limit: .*policy\.max_seq_len \(40\)"):
                     await policy.chat([user("hello"), completion.message, user("and?")])
                 assert (await policy.chat([user("hello")])).truncated
                 assert (await session.seal()).sample_lengths == (40, 40)
@@ -229,7 +227,7 @@ def test_a_prompt_beyond_the_context_is_recorded_as_a_failure(tmp_path: Path) ->
     async def main() -> None:
         with serving(responding()) as server:
             async with recorded_policy(tmp_path, server.url, settings=Policy(max_seq_len=20)) as (policy, session):
-                with pytest.raises(PolicyFailure, match="context limit: the prompt has more than 20 tokens"):
+                with pytest.raises(PolicyFailure, match=r"context limit: .*20 tokens"):
                     await policy.chat([user("h" * 100)])
                 columns = await sealed(tmp_path, session)
                 assert (columns.overlong_prompt.tolist(), columns.loss_mask.sum()) == ([1], 0)
@@ -309,9 +307,9 @@ def assert_request(dialect: str, body: Message, tokens: int) -> None:
 
 
 def test_generate_needs_a_renderer_and_vllm_refuses_one() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.dialect = 'generate' sends tokens and needs a renderer"):
+    with pytest.raises(ConfigError, match=r"engine\.dialect = 'generate' .*renderer"):
         dialect_of(Engine(dialect="generate"))
-    with pytest.raises(ConfigError, match=r"engine\.dialect = 'vllm' sends messages and cannot use policy\.renderer"):
+    with pytest.raises(ConfigError, match=r"engine\.dialect = 'vllm' .*policy\.renderer"):
         dialect_of(Engine(dialect="vllm"), renderer=Bytes())
 
 

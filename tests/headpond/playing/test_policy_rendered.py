@@ -114,7 +114,7 @@ def test_the_bytes_renderer_needs_no_directory(tmp_path: Path) -> None:
             async with recorded_policy(tmp_path, server.url, settings) as (policy, session):
                 messages = await conversation(policy, 3)
                 ids = session.token_ids()
-                with pytest.raises(BadRequest, match="chat_template_kwargs must be an object"):
+                with pytest.raises(BadRequest, match=r"chat_template_kwargs .*object"):
                     await policy.chat([*messages, user("?")], chat_template_kwargs=["enable_thinking"])
         assert messages[1] == {"role": "assistant", "content": "grüß dich"}
         assert bytes_chatml.decode_messages(ids) == messages

@@ -268,7 +268,7 @@ def test_an_environment_that_exits_or_cancels_itself_has_failed(
             return [await ends(None)]
 
     async def main() -> None:
-        with pytest.raises(StageError, match=f"could not score a group of example 0: {name}"):
+        with pytest.raises(StageError, match=f"example 0: {name}"):
             await score_group(directory_store(tmp_path), loaded(Judge(one_turn)), 0, [RolloutResult(reward=1.0)])
 
     run(main)

@@ -122,7 +122,7 @@ def test_another_first_request_is_refused() -> None:
 @pytest.mark.parametrize("role", ["system", "assistant", "developer"])
 def test_only_allowed_roles_may_be_appended(role: str) -> None:
     recorded = record(conversation(), FIRST)
-    with pytest.raises(BadRequest, match=rf"messages\[4\] has role '{role}': only tool, user may be appended"):
+    with pytest.raises(BadRequest, match=rf"messages\[4\] .*'{role}': only tool, user"):
         recorded.prepare([*SECOND[0], {"role": role, "content": "x"}])
     assert record(conversation(roles=role), FIRST).prepare([*FIRST[0], FIRST[1], {"role": role}]).parent.turn == 0
 

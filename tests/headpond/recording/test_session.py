@@ -216,7 +216,7 @@ def test_one_chat_at_a_time(store: FileStore) -> None:
         assert len(won) == 1
         refused = [error for error in results if error]
         assert all(isinstance(error, Busy) for error in refused)
-        assert str(refused[0]) == "session already has an in-flight chat completion"
+        assert "in-flight" in str(refused[0])
         await talk(session, ["the claim is released"])
 
     run(main)

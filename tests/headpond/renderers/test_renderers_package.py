@@ -97,13 +97,13 @@ def test_the_backend_renders_in_a_child_process(directory: Path, renderer: Packa
 
 
 def test_invalid_options_and_messages_are_reported(directory: Path, renderer: PackageRenderer) -> None:
-    with pytest.raises(ConfigError, match=r"policy\.renderer\.options needs the name of one of"):
+    with pytest.raises(ConfigError, match=r"policy\.renderer\.options .*name"):
         PackageRenderer(directory, {}, {})
-    with pytest.raises(ConfigError, match=r"policy\.renderer\.options: the package refuses them"):
+    with pytest.raises(ConfigError, match=r"policy\.renderer\.options: "):
         PackageRenderer(directory, {"name": "qwen3", "colour": 3}, {})
     with pytest.raises(ConfigError, match=r"the renderer llama-3 does not fit"):
         PackageRenderer(directory, {"name": "llama-3"}, {})
-    with pytest.raises(ConfigError, match=r"the renderer qwen3 does not fit .* Unsupported chat_template_kwargs"):
+    with pytest.raises(ConfigError, match=r"renderer qwen3 .* Unsupported chat_template_kwargs"):
         PackageRenderer(directory, {"name": "qwen3"}, {"colour": 3})
     with pytest.raises(BadRequest, match="refuses these messages"):
         renderer.render([])

@@ -211,7 +211,7 @@ def test_a_template_may_be_a_separate_file_or_a_named_one(tmp_path: Path) -> Non
 def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
     template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     renderer = DirectoryRenderer(tokenizer_dir(tmp_path / "evil", template=template), {})
-    with pytest.raises(BadRequest, match="the chat template refuses these messages: access to attribute"):
+    with pytest.raises(BadRequest, match=r"chat template .*: access to attribute"):
         renderer.render([user("x")])
 
 
@@ -219,15 +219,15 @@ def test_problems_of_a_directory_are_reported(tmp_path: Path) -> None:
     def built(directory: Path) -> object:
         return build(RendererKey(backend="directory", model=str(directory)))
 
-    with pytest.raises(ConfigError, match=r"nowhere has no tokenizer\.json: set policy\.renderer to"):
+    with pytest.raises(ConfigError, match=r"nowhere .*tokenizer\.json.* policy\.renderer"):
         built(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="has no chat template, neither in"):
         built(tokenizer_dir(tmp_path / "bare", template=None))
-    with pytest.raises(ConfigError, match=r"the chat template has a syntax error in line 1"):
+    with pytest.raises(ConfigError, match=r"chat template .*syntax error.* line 1"):
         built(tokenizer_dir(tmp_path / "syntax", template="{% if %}"))
     broken = tokenizer_dir(tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
-    with pytest.raises(InfrastructureFailure, match=r"the renderer directory of .*broken could not be built: "):
+    with pytest.raises(InfrastructureFailure, match=r"renderer directory of .*broken .*: "):
         built(broken)
     (broken / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json is not JSON"):

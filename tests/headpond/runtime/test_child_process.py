@@ -109,5 +109,5 @@ def test_the_environment_and_directory_may_be_given(tmp_path: Path) -> None:
 def test_a_program_is_found_beside_the_interpreter_then_on_the_path() -> None:
     assert program("headpond") == str(Path(sys.executable).parent / "headpond")
     assert program("sh").startswith("/")
-    with pytest.raises(RunError, match="the program 'vlmm' was not found: install it, or write its path"):
+    with pytest.raises(RunError, match=r"'vlmm' .*not found"):
         program("vlmm")

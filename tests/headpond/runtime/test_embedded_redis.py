@@ -169,7 +169,7 @@ def test_another_port_is_chosen_if_the_first_is_taken(
 
 def test_the_error_names_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"Cannot keep .* files in .*/file: .* Use another directory"):
+    with pytest.raises(ConfigError, match=r"files in .*/file: "):
         EmbeddedRedis(tmp_path / "file").start()
 
 

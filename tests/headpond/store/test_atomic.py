@@ -33,7 +33,7 @@ def test_a_failed_write_leaves_no_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(IsADirectoryError):
         atomic.write(tmp_path / "taken", b"content")
-    with pytest.raises(BlobUnwritten, match=r"cannot write .*taken: Is a directory; check free space"):
+    with pytest.raises(BlobUnwritten, match=r"taken: Is a directory"):
         atomic.write_durably(tmp_path / "taken", b"content")
     assert not atomic.create_durably(tmp_path / "taken", b"content")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]

@@ -32,7 +32,7 @@ def checked(directory: Path, monkeypatch: pytest.MonkeyPatch, *answers: dict[str
     async def main() -> None:
         check = EngineCheck(configured(engine={"urls": [server.url]}), [sys.executable, "-c", CHILD, str(file)])
         assert check.pending
-        assert "rollouts begin when it answers and has been checked" in str(check.trouble)
+        assert "rollouts begin when" in str(check.trouble)
         async with asyncio.timeout(60):
             await check.run()
         assert (check.pending, check.trouble) == (False, None)

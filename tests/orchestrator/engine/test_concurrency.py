@@ -1,6 +1,7 @@
 """The limit of rollouts in flight under an engine that is behind, idle or silent."""
 
 import asyncio
+import re
 from itertools import count
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def test_a_growing_queue_lowers_the_limit_to_the_least_and_not_below() -> None:
 def test_it_recovers_to_the_most_when_the_queue_is_gone() -> None:
     held = limit()
     observe(held, BEHIND, 5)
-    assert held.why == "90 requests waited in the engine's queue beside 10 running ones"
+    assert re.fullmatch("90 requests .*10 running.*", held.why or "")
     raised = observe(held, IDLE, 40)
     assert raised == sorted(raised)
     assert raised[-1] == 1000
@@ -63,7 +64,7 @@ def test_preemptions_lower_it_and_a_restarted_server_does_not() -> None:
     assert held.value == 1000  # the first look shows a total, not a rise
     observe(held, Load(running=9, waiting=0, cache_use=0.5, preemptions=9), 1)
     assert held.value == 800
-    assert held.why == "the engine has preempted 2 requests since the last look"
+    assert re.search("preempted 2 requests", held.why or "")
     observe(held, Load(running=9, waiting=0, cache_use=0.5, preemptions=0), 1)
     assert held.value == 850
 

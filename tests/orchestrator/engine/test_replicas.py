@@ -1,5 +1,6 @@
 """Which replicas may serve, by what they say of their weights."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_a_published_version_is_required_once_every_replica_has_it(ledger: Ledge
     assert (scene.watch.least_version, scene.refused) == (1, [])
     scene.say("1", "default", after_s=1)
     assert scene.refused == ["http://b"]
-    assert "http://b calls its weights 'default', and version 1 is published" in str(scene.watch.troubles)
+    assert re.search("http://b .*'default'.* version 1 ", str(scene.watch.troubles))
     scene.say("1", "1", after_s=1)
     assert (scene.refused, scene.watch.troubles) == ([], [])
 
@@ -122,7 +123,7 @@ def test_what_a_trainer_loads_before_its_first_publication_is_no_start_version(l
 
 def test_weights_of_another_run_stop_this_one(ledger: Ledger) -> None:
     scene = Scene(ledger)
-    with pytest.raises(RunError, match="two runs cannot load weights into one engine") as refused:
+    with pytest.raises(RunError, match=r"two runs .*one engine") as refused:
         scene.say("4@r2")
     calls = "/pause, /collective_rpc, /reset_prefix_cache, /update_weight_version, /resume"
     assert f'section "Weights of an earlier run": {calls})' in str(refused.value)
@@ -175,9 +176,7 @@ def test_strict_rollouts_begin_when_every_replica_has_the_new_version(ledger: Le
     scene.publish(1)
     scene.say("1", "default", after_s=1)
     assert not scene.watch.may_begin(1)
-    assert "begins when every replica has version 1: http://b has not" in str(
-        [scene.watch._awaited(1), *scene.watch.troubles]
-    )
+    assert re.search("every replica has version 1: http://b ", str([scene.watch._awaited(1), *scene.watch.troubles]))
     scene.watch.all[1].poll_failed()
     assert scene.watch.may_begin(1), "a replica that cannot be reached does not serve"
     scene.say("1", "1", after_s=1)
@@ -203,7 +202,7 @@ def test_a_replica_that_still_has_what_the_trainer_abandoned_is_refused(ledger: 
     scene = after_going_back(ledger)
     scene.say("5", "7", after_s=1)
     assert (scene.refused, scene.watch.abandoned.versions) == (["http://b"], (7,))
-    assert "http://b calls its weights '7', and the trainer has gone back" in str(scene.watch.troubles)
+    assert re.search("http://b .*'7'.* gone back", str(scene.watch.troubles))
     scene.publish(6)
     scene.say("6", "7", after_s=1)
     assert scene.refused == ["http://b"]

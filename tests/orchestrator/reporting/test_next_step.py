@@ -1,3 +1,5 @@
+import re
+
 from support.ledgers import admitted, configured, submitted, unattended
 
 from headpond.ledger.states import JobKind, JobState
@@ -46,12 +48,12 @@ def test_a_composed_step_shows_its_own_unfinished_jobs(ledger: Ledger) -> None:
 def test_a_rollout_is_scored_at_its_time_out_and_a_stage_runs_again(ledger: Ledger) -> None:
     rollout = submitted(ledger, 1).rollouts[0]
     (group,) = next_step(ledger, running=(rollout.id,), rollouts={"timeout_s": 5}).status()["groups"]
-    assert group["jobs"][0]["next"] == (
-        "it is ended after 5 s more (rollouts.timeout_s) and scored with policy.policy_error_reward; it dies after "
-        "3 more failures or 20 more losses"
+    assert re.search(
+        r"5 s .*\(rollouts\.timeout_s\) .*policy\.policy_error_reward; .*3 more failures or 20 more losses",
+        group["jobs"][0]["next"],
     )
     batch = ledger.compose(0, [admitted(ledger)])
     encode = ledger.add_job(batch.job_id(0), JobKind.ENCODE, "0")
     ledger.submit(encode)
     (job,) = next_step(ledger, running=(encode.id,)).status()["jobs"]
-    assert "(recovery.stage_timeout_s) and runs again; it dies after 3 more failures" in job["next"]
+    assert re.search(r"\(recovery\.stage_timeout_s\) .*3 more failures", job["next"])

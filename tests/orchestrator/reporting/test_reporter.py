@@ -75,12 +75,9 @@ def test_a_queue_from_which_nothing_is_taken_is_reported(
     given = sources(ledger, tmp_path, snapshot)
     reporter = Reporter(given)
     reporter._watch_queues()  # pyright: ignore[reportPrivateUsage]
-    assert reporter.waiting_for() == [
-        (
-            "no worker takes jobs from the queue filtering: start one: "
-            "celery -A headpond.workers.compute worker -Q filtering,advantages,encoding -c 4"
-        )
-    ]
+    (trouble,) = reporter.waiting_for()
+    assert "queue filtering" in trouble
+    assert trouble.endswith("celery -A headpond.workers.compute worker -Q filtering,advantages,encoding -c 4")
     given.broker.trouble = "Redis does not answer"
     assert reporter.waiting_for() == [], "without Redis the queues cannot be read"
 

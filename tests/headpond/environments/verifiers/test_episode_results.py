@@ -16,7 +16,7 @@ from headpond.errors import ConfigError
 
 def test_a_missing_package_error_names_the_extra_to_install() -> None:
     settings = EnvironmentSettings(use="verifiers", options={"taskset": "gsm8k"})
-    with pytest.raises(ConfigError, match=r"\[environments.sums\]: the package verifiers is missing: pip install"):
+    with pytest.raises(ConfigError, match=r"\[environments.sums\]: .*verifiers.* pip install"):
         load_environments({"sums": settings})
 
 

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -46,9 +47,8 @@ def test_the_overview_of_a_crashed_run_says_that_its_process_has_died(run: MadeR
     ((status, overview, _),) = read(run, "/api/runs/0/overview")
     assert status == 200
     assert overview["state"] == "stopped"
-    assert overview["waiting_for"] == [
-        "the orchestrator is not running (its process has died): nothing is lost, `headpond run` resumes the run"
-    ]
+    (cause,) = overview["waiting_for"]
+    assert re.search(r"orchestrator is not running \(.*died\): .*`headpond run`", cause)
     assert overview["rollouts"]["planned"] == 15
     assert overview["deaths"] == [{"kind": "rollout", "error": "boom", "jobs": 3}]
     assert [line["step"] for line in overview["last_steps"]] == [1, 0]
@@ -143,10 +143,8 @@ def test_a_recording_of_an_earlier_release_has_no_times(run: MadeRun) -> None:
 
 def test_tokens_of_a_dropped_rollout_are_gone_and_the_answer_says_why(run: MadeRun) -> None:
     page = RunView(run.path).tokens("g0001000-0", 0, 10)
-    assert page == {
-        "kept": False,
-        "why": "It was dropped (zero_variance): files of dropped rollouts are deleted.",
-    }
+    assert page.keys() == {"kept", "why"}
+    assert (page["kept"], "dropped (zero_variance)" in page["why"]) == (False, True)
 
 
 def test_a_policy_allows_own_files_only_and_nothing_is_inline(run: MadeRun) -> None:

@@ -79,10 +79,8 @@ def test_an_engine_that_never_ends_its_response_has_failed(engine: RawServer, tm
     with running(tmp_path, engine.url, **settings) as process:
         agent = process.agent()
         response = agent.chat("drip")
-        assert (response.status, response.error) == (
-            502,
-            "the engine's response was not complete after 1 s (engine.response_s)",
-        )
+        assert response.status == 502
+        assert "after 1 s (engine.response_s)" in response.error
         assert agent.turns() == 0
 
 
@@ -92,10 +90,8 @@ def test_what_arrives_before_an_answer_is_recorded_by_no_session(sessions: Sessi
     agent = sessions.agent()
     agent.talk("mine")
     response = agent.chat(text)
-    assert (response.status, response.error) == (
-        502,
-        "the engine's response does not name its request: it answers another one",
-    )
+    assert response.status == 502
+    assert "does not name its request" in response.error
     assert agent.turns() == 1
     assert sessions.agent().talk("hello").content == "answer to hello"
 

@@ -1,3 +1,4 @@
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_a_changed_history_is_refused_without_side_effects(
     past[1] = {**past[1], **changed}
     response = strict.chat([*past, user("four")])
     assert response.status == 400
-    assert "at most one generated message may be discarded" in response.error
+    assert "one generated message" in response.error
     assert strict.request("GET").body == before
     assert len(script.server.received) == received
     strict.talk("four")
@@ -83,7 +84,8 @@ def test_empty_fields_of_a_message_are_ignored(strict: Agent, script: Script) ->
 def test_only_some_roles_may_be_appended(strict: Agent, role: str) -> None:
     strict.talk("one")
     response = strict.chat([*strict.messages, {"role": role, "content": "x"}])
-    assert (response.status, response.error) == (400, f"messages[2] has role {role!r}: only tool, user may be appended")
+    assert response.status == 400
+    assert re.match(rf"messages\[2\] .*{role!r}: only tool, user ", response.error)
     response = strict.chat(strict.messages)
     assert (response.status, "appends nothing" in response.error) == (400, True)
 
@@ -130,20 +132,16 @@ def test_turns_are_limited(strict: Agent) -> None:
     for number in range(8):
         strict.talk(f"{number}")
     response = strict.chat([*strict.messages, user("one more")])
-    assert (response.status, response.error) == (
-        400,
-        f"{CONTEXT_LENGTH}: turn limit: the session has used its 8 turns (policy.max_turns)",
-    )
+    assert response.status == 400
+    assert re.fullmatch(rf"{CONTEXT_LENGTH}: turn limit: .*8 turns \(policy\.max_turns\)", response.error)
     assert strict.request("POST", "/seal").json["turns"] == 8
 
 
 def test_a_context_that_is_full_ends_the_conversation(strict: Agent) -> None:
     strict.talk("x" * 390)
     response = strict.chat([*strict.messages, user("and?")])
-    assert (response.status, response.error) == (
-        400,
-        f"{CONTEXT_LENGTH}: the conversation has reached policy.max_seq_len (400): end it here",
-    )
+    assert response.status == 400
+    assert re.match(rf"{CONTEXT_LENGTH}: .*policy\.max_seq_len \(400\)", response.error)
     sealed = strict.request("POST", "/seal").json
     assert (sealed["truncated"], sealed["sample_lengths"]) == (True, [400])
 

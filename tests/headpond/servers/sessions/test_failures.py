@@ -101,10 +101,8 @@ def test_a_response_without_choices_is_502(agent: Agent, script: Script) -> None
     script.responses["lie"] = lambda request: Response(body=answer(request, "x", choices=[]))
     for stream in (False, True):
         response = agent.chat("lie", stream=stream)
-        assert (response.status, response.error) == (
-            502,
-            "the engine answered with 0 choices: exactly one can be recorded",
-        )
+        assert response.status == 502
+        assert "0 choices" in response.error
     assert agent.turns() == 0
     agent.assert_usable()
 

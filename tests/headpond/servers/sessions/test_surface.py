@@ -95,10 +95,8 @@ def test_a_failed_rollout_is_sealed_with_its_loss_masked(agent: Agent, sessions:
 
 def test_sealing_a_session_without_turns_is_refused(agent: Agent) -> None:
     response = agent.request("POST", "/seal")
-    assert (response.status, response.error) == (
-        422,
-        f"session {agent.id} recorded no turn: there is nothing to train on",
-    )
+    assert response.status == 422
+    assert f"{agent.id} recorded no turn" in response.error
     agent.assert_usable()
 
 
@@ -179,7 +177,7 @@ def test_bodies_and_heads_are_limited(agent: Agent, sessions: SessionsProcess, s
         "POST", agent.path + CHAT, b"", {"Transfer-Encoding": "identity", "X-Long": "x" * 20_000}
     )
     assert response.status == 431
-    assert "the request's head is too large: send fewer or shorter headers" in response.error
+    assert "head is too large" in response.error
     assert sessions.request("GET", "/" + "x" * 20_000).status == 431
     assert sessions.request("GET", "/health", None, {f"X-{number}": "x" for number in range(200)}).status == 431
     assert len(script.server.received) == before
