@@ -198,7 +198,9 @@ def test_a_job_that_is_lost_too_often_is_dead(scene: Scene) -> None:
             scene.ledger.submit(scene.job)
     assert scene.job.state is JobState.DEAD
     assert scene.rollout.state is RolloutState.DEAD
-    assert scene.rollout.error == "lost 3 times, the last: the worker's lease expired"
+    assert scene.rollout.error is not None
+    assert scene.rollout.error.startswith("lost 3 times, ")
+    assert "lease" in scene.rollout.error
 
 
 def timing_groups(ledger: Ledger, gates: Gates, **rollouts: Any) -> Reconciler:
@@ -258,16 +260,16 @@ def test_a_group_has_no_time_out_with_partial_groups_wait(ledger: Ledger, clock:
 
 
 def test_time_in_which_no_rollout_of_a_group_can_run_is_not_its_time(ledger: Ledger, clock: Clock) -> None:
-    """Its rollout is queued for an hour, runs for 1,000 s while the engine is away, and is queued again for 1,000."""
+    """Its rollout is queued, runs while the engine is away, and is queued again: each longer than the time limit."""
     group, gates = one_unfinished(ledger), Gates()
     late = group.rollouts[3].id
     reconciler = timing_groups(ledger, gates)
-    poll(reconciler, clock, 3600)
+    poll(reconciler, clock, 100)
     gates.rollouts.close(Outcome.UNREACHABLE, late, 1, "connection refused")
-    poll(reconciler, clock, 1000, running=late)
+    poll(reconciler, clock, 100, running=late)
     gates.rollouts.reopen()
     poll(reconciler, clock, 10, running=late)
-    poll(reconciler, clock, 1000)
+    poll(reconciler, clock, 100)
     poll(reconciler, clock, 20, running=late)
     assert group.state is GroupState.COLLECTING
     poll(reconciler, clock, 1, running=late)

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import re
 import sqlite3
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -195,14 +196,12 @@ def test_a_trainer_that_never_checkpoints_is_named_with_the_bytes_that_it_holds(
     trainer.state = TrainerState(acked=20, checkpointed=5)
     assert releaser.notes == []
     trainer.state = TrainerState(acked=20, checkpointed=-1)
-    assert releaser.notes == [
-        (
-            "the store keeps 12.0 GB of delivered steps: the trainer has acknowledged step 20 and has not checkpointed "
-            'step 0: call reader.checkpointed(step) after each checkpoint, or set trainer.release_on = "acked"'
-        )
-    ]
+    (note,) = releaser.notes
+    assert re.search(
+        r'12\.0 GB .*step 20 .*step 0: .*reader\.checkpointed\(step\).* trainer\.release_on = "acked"', note
+    )
     trainer.state = TrainerState(acked=-1, checkpointed=-1)
-    assert "the trainer has not acknowledged step 0: call reader.ack(step)" in releaser.notes[0]
+    assert re.search(r"step 0: .*reader\.ack\(step\)", releaser.notes[0])
     ledger.set("delivered_bytes", 0)
     assert releaser.notes == []
 
@@ -261,27 +260,27 @@ def test_files_of_a_released_step_that_a_kill_or_a_late_encoder_left_are_swept(
 
 def test_two_sweeps_at_once_remove_each_file_once(config: RunConfig, ledger: Ledger, store: FileStore) -> None:
     """When a finished run is started again, its periodic sweep starts together with the final one."""
-    for number in range(400):
+    for number in range(3 * release.SWEPT_AT_ONCE):
         store.put(f"rollouts/{RUN}/r{number}/1.aa/columns", [b"x"])
 
     async def sweep_twice() -> list[int]:
         sweep = Sweeper(config, RUN, ledger)
         return await asyncio.gather(sweep.run_once(), sweep.run_once())
 
-    assert asyncio.run(sweep_twice()) == [400, 0]
+    assert asyncio.run(sweep_twice()) == [3 * release.SWEPT_AT_ONCE, 0]
 
 
 def test_a_sweep_looks_up_a_few_rollouts_at_a_time_and_only_those_that_have_files(
     config: RunConfig, ledger: Ledger, store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the loop, which 20,000 open groups must not block; in the archive, which may hold millions."""
-    groups = [submitted(ledger) for _ in range(60)]
+    groups = [submitted(ledger) for _ in range(15)]
     for group in groups:
         for rollout in group.rollouts:
             ledger.end(ledger.jobs[rollout.id], JobState.SETTLED)
             ledger.generated(rollout, RolloutResult(reward=0.0, columns=put(store, rollout, "1.aa")))
-    with_files = groups[:40]
-    for group in groups[20:]:
+    with_files = groups[:10]
+    for group in groups[5:]:
         for rollout in group.rollouts:
             ledger.drop(rollout, "stale")
             if group not in with_files:
@@ -302,11 +301,12 @@ def test_a_sweep_looks_up_a_few_rollouts_at_a_time_and_only_those_that_have_file
 
     monkeypatch.setattr(release, "sort_out", counted)
     monkeypatch.setattr(queries, "delivered_files", asking)
-    assert swept(config, ledger) == 20 * 4
-    assert sum(looked_up) == 40 * 4
-    assert max(looked_up) <= release.SWEPT_AT_ONCE
-    assert set(asked) == {group.id for group in groups[20:40]}
-    assert len(blob_keys(store, f"rollouts/{RUN}")) == 20 * 4
+    monkeypatch.setattr(release, "SWEPT_AT_ONCE", 16)
+    assert swept(config, ledger) == 5 * 4
+    assert sum(looked_up) == 10 * 4
+    assert max(looked_up) <= 16
+    assert set(asked) == {group.id for group in groups[5:10]}
+    assert len(blob_keys(store, f"rollouts/{RUN}")) == 5 * 4
 
 
 def archived(config: RunConfig, ledger: Ledger) -> None:
@@ -333,9 +333,7 @@ def test_a_store_that_cannot_be_listed_is_reported_and_swept_later(
         stale.setattr(FileStore, "names", stale_file_handle)
         for _ in range(3):
             assert asyncio.run(sweeper.run_once()) == 0
-    assert sweeper.trouble == (
-        "cannot sweep the store ([Errno 116] Stale file handle); the run goes on, and it is tried again"
-    )
+    assert "[Errno 116] Stale file handle" in (sweeper.trouble or "")
     assert caplog.text.count("action=housekeeping_failed") == 1
     asyncio.run(sweeper.run_once())
     assert sweeper.trouble is None

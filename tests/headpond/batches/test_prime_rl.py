@@ -86,7 +86,7 @@ def test_headers_equal_those_of_values_encoded_at_once(length: int) -> None:
 
 
 def test_experts_that_exceed_one_binary_value_are_refused() -> None:
-    with pytest.raises(StageError, match=r"MessagePack holds 4 GiB in one value: lower batch.seq_len"):
+    with pytest.raises(StageError, match=r"4 GiB .*batch.seq_len"):
         binary_header(2**32)
 
 
@@ -206,11 +206,11 @@ def peak_bytes(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize("form", ["native", "prime-rl"])
 def test_memory_does_not_grow_with_the_batch(store: FileStore, form: Format) -> None:
     maker = RolloutMaker(store=store, experts="uint8", layers=16)
-    made = [maker.make(f"r{number:03d}", [[MadeTurn(context=400, completion=3696)]]) for number in range(72)]
+    made = [maker.make(f"r{number:03d}", [[MadeTurn(context=400, completion=3696)]]) for number in range(32)]
 
     def encoded(rollouts: list[MadeRollout], attempt: int) -> int:
         plan = plan_of(rollouts, format=form, rules=PackingRules(data_ranks=1, seq_len=8192))
         return peak_bytes(lambda: encode_all(store, plan, execution=f"{len(rollouts)}-{attempt}"))
 
     # Threads that earlier tests left in this process may allocate meanwhile: once in hundreds of runs.
-    assert any(encoded(made, attempt) < 1.25 * encoded(made[:18], attempt) for attempt in range(3))
+    assert any(encoded(made, attempt) < 1.25 * encoded(made[:8], attempt) for attempt in range(3))

@@ -128,6 +128,12 @@ class PlaysByUrl(Plays):
 DOORS = {"recorded": Plays, "agent": PlaysByUrl}
 
 
+@pytest.fixture(autouse=True)
+def _short_keep_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle connection to the engine is a handle until its 4 s are over."""
+    monkeypatch.setattr("headpond.engines.transport.KEEP_ALIVE_S", 0.1)
+
+
 @pytest.fixture(scope="module")
 def script() -> Iterator[Script]:
     with scripted() as script:
