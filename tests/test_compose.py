@@ -155,6 +155,14 @@ def test_the_image_has_every_package_and_nothing_else() -> None:
     assert all((ROOT / name).exists() for name in included)
 
 
+def test_what_the_links_of_the_image_point_to_is_in_it_too() -> None:
+    """COPY keeps links as they are. A link without its target dangles, and the wheel lacks the folder or file."""
+    included = {line[1:] for line in IGNORE if line.startswith("!")}
+    links = [path for name in included for path in (ROOT / name).rglob("*") if path.is_symlink()]
+    assert {"tasks", "workers", "orchestrator", "demo.toml", "run.toml"} <= {link.name for link in links}
+    assert not [link for link in links if link.resolve().relative_to(ROOT).parts[0] not in included]
+
+
 def test_the_image_does_not_run_as_root_and_uses_the_constraints() -> None:
     build, image = DOCKERFILE.split("\nFROM ")[1:]
     assert "ARG BASE=python:3.12-slim" in DOCKERFILE
