@@ -53,6 +53,13 @@ def test_every_service_has_a_health_check_and_can_be_stopped(name: str) -> None:
     assert "hostname" not in service
 
 
+@pytest.mark.parametrize("name", sorted(WORKERS))
+def test_a_ping_that_starts_slowly_on_busy_cores_is_no_unhealthy_worker(name: str) -> None:
+    check = SERVICES[name]["healthcheck"]
+    [answer_s] = re.findall(r"--timeout (\d+)", check["test"][-1])
+    assert seconds(check["timeout"]) >= float(answer_s) + 60, "30 s were too short at a load of 50"
+
+
 def test_only_flower_and_the_dashboard_have_a_port_and_only_on_loopback() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
     assert published.keys() == {"flower", "dashboard"}
