@@ -9,6 +9,14 @@ from setuptools.command.sdist import sdist
 
 version = runpy.run_path("headpond/version.py")
 
+for name in ("tasks", "workers", "orchestrator"):
+    folder = Path("headpond", name)
+    if (folder.is_symlink() or folder.exists()) and not folder.is_dir():
+        raise SystemExit(
+            f"{folder} is not a folder: this copy of the repository lost its links ({folder} -> ../{name}). "
+            "Clone it with git, on Windows with `git clone -c core.symlinks=true`"
+        )
+
 
 def write_commit(package: Path) -> None:
     if commit := version["commit"]():

@@ -53,6 +53,13 @@ def test_every_service_has_a_health_check_and_can_be_stopped(name: str) -> None:
     assert "hostname" not in service
 
 
+@pytest.mark.parametrize("name", sorted(WORKERS))
+def test_a_ping_that_starts_slowly_on_busy_cores_is_no_unhealthy_worker(name: str) -> None:
+    check = SERVICES[name]["healthcheck"]
+    [answer_s] = re.findall(r"--timeout (\d+)", check["test"][-1])
+    assert seconds(check["timeout"]) >= float(answer_s) + 60, "30 s were too short at a load of 50"
+
+
 def test_only_flower_and_the_dashboard_have_a_port_and_only_on_loopback() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
     assert published.keys() == {"flower", "dashboard"}
@@ -153,6 +160,14 @@ def test_the_image_has_every_package_and_nothing_else() -> None:
         "pyproject.toml", "setup.py", "README.md", "LICENSE",
     }  # fmt: skip
     assert all((ROOT / name).exists() for name in included)
+
+
+def test_what_the_links_of_the_image_point_to_is_in_it_too() -> None:
+    """COPY keeps links as they are. A link without its target dangles, and the wheel lacks the folder or file."""
+    included = {line[1:] for line in IGNORE if line.startswith("!")}
+    links = [path for name in included for path in (ROOT / name).rglob("*") if path.is_symlink()]
+    assert {"tasks", "workers", "orchestrator", "demo.toml", "run.toml"} <= {link.name for link in links}
+    assert not [link for link in links if link.resolve().relative_to(ROOT).parts[0] not in included]
 
 
 def test_the_image_does_not_run_as_root_and_uses_the_constraints() -> None:

@@ -116,6 +116,9 @@ def test_a_copy_that_lost_its_links_names_them(tree: Path, tmp_path: Path) -> No
     done = subprocess.run(command, env=environment, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert "headpond/tasks is not a folder" in done.stderr
     assert "core.symlinks=true" in done.stderr
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        build(copy, tmp_path / "wheel")
+    assert "headpond/tasks is not a folder" in refused.value.stderr
 
 
 OTHER = """
