@@ -157,6 +157,8 @@ class Script:
     server: Server
     responses: dict[str, Respond] = field(default_factory=dict[str, Respond])
     dialect: str = "vllm"
+    routed: bool = True
+    """whether a default response has routed experts"""
 
     def respond(self, request: ReceivedRequest) -> Response:
         if request.path != CHAT:
@@ -166,7 +168,7 @@ class Script:
 
     def body(self, request: ReceivedRequest) -> bytes:
         text = f"answer {len(request.messages)} to {request.messages[-1].get('content')}"
-        return answer(request, text, dialect=self.dialect, routed=True)
+        return answer(request, text, dialect=self.dialect, routed=self.routed)
 
     def received(self, text: str) -> list[ReceivedRequest]:
         """The chats that ended with `text`."""
