@@ -19,7 +19,7 @@ from bench.harness.session_load import SessionLoad
 from headpond.runtime.child_process import ChildProcess, listening_port
 from headpond.runtime.offload import cores
 
-FORMS = {"base64": "object", "npy": "npy", "lists": "lists"}
+FORMS = {"base64": "object", "npy": "npy"}
 SIZES = {"1.3 MB": (2_000, 64), "25 MB": (46_000, 8)}
 """characters of a session's first request (one row of 48 x 8 experts each), and concurrent agents"""
 TURNS = 8

@@ -254,8 +254,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Whether tokens beyond `max_seq_len` were cut."""
     overlong_prompt: bool
     """Whether the prompt alone exceeds `max_seq_len`."""
-    routes_spans: tuple[Span, ...] = ()
-    """Positions of the routed experts in the body; SGLang to 0.5.18 sends them twice."""
+    routes_span: Span | None = None
+    """Position of the routed experts in the body."""
     aborted: bool = False
     """Whether the engine ended the completion before the policy did. Such a turn is continued, never recorded."""
     completion_mask: Mask | None = None

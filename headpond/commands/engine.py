@@ -27,7 +27,7 @@ Model = Annotated[
     ),
 ]
 Dialect = Literal["vllm", "sglang"]
-Form = Literal["object", "npy", "bare", "lists"]
+Form = Literal["object", "npy", "bare"]
 
 
 def engine(

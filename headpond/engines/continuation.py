@@ -97,7 +97,7 @@ def joined(first: Turn, rest: Turn) -> Turn:
         completion_mask=_joined_masks(first, rest),
         unknown_logprobs=first.unknown_logprobs + rest.unknown_logprobs,
         routes=_joined_routes(first.routes, rest.routes),
-        routes_spans=(),
+        routes_span=None,
         sampling_mask=_joined_sampling_masks(first, rest),
         version_spans=_joined_spans(first, rest),
         message=None,

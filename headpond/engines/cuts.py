@@ -22,7 +22,6 @@ MARK = secrets.token_hex(16).encode()
 MARKED = b'"%b"' % MARK
 MARKED_LIST = msgspec.Raw(b"[%b]" % MARKED)
 OBJECT_OPENING = b'{"data":"'
-LISTS_OPENING, LISTS_CLOSING = b"[[[", b"]]]"
 
 ID_CHARS = 11
 """Longest id with its comma."""
@@ -57,26 +56,18 @@ class PromptCut(NamedTuple):
 
 class Cuts(NamedTuple):
     experts: Span | None = None
-    """The base64 text without its quotes, or nested lists with their brackets."""
-    experts_copy: Span | None = None
-    """The second copy of the base64 text, if the dialect says that there may be one."""
+    """The base64 text without its quotes."""
     prompt: PromptCut | None = None
 
     @property
     def any(self) -> bool:
         return self.experts is not None or self.prompt is not None
 
-    def lists(self, body: Body) -> bool:
-        """Whether the routed experts are nested lists rather than base64."""
-        return self.experts is not None and body.startswith(LISTS_OPENING, self.experts[0])
-
     def rest(self, body: Body) -> bytes:
         """The body with the mark in place of each cut."""
         marks = list[tuple[Span, bytes]]()
         if self.experts:
-            marks.append((self.experts, MARKED if self.lists(body) else MARK))
-        if self.experts_copy:
-            marks.append((self.experts_copy, MARK))
+            marks.append((self.experts, MARK))
         if self.prompt:
             marks.append((self.prompt.span, MARKED))
         if not marks:
@@ -96,13 +87,11 @@ def find_cuts(
     *,
     experts_key: bytes,
     prompt_key: bytes,
-    experts_copied: bool = False,
 ) -> Cuts:
     """The keys are the texts directly before the routed experts and before the first prompt id; b"" is not searched."""
     experts = _find_experts(body, experts_key, open_samples, route_format) if experts_key else None
-    copy = _find_copy(body, experts_key, experts) if experts and experts_copied else None
     prompt = _find_prompt(body, prompt_key, open_samples, experts or (0, 0)) if open_samples and prompt_key else None
-    return Cuts(experts=experts, experts_copy=copy, prompt=prompt)
+    return Cuts(experts=experts, prompt=prompt)
 
 
 def longest_in_text(text: memoryview, sequences: Sequence[Fingerprint]) -> Match | None:
@@ -150,9 +139,6 @@ def _find_experts(body: Body, key: bytes, open_samples: Sequence[OpenSample], ro
     if found < 0:
         return None
     start = found + len(key)
-    if body.startswith(LISTS_OPENING, start):
-        end = body.find(LISTS_CLOSING, start)
-        return (start, end + len(LISTS_CLOSING)) if end >= 0 else None
     if body.startswith(OBJECT_OPENING, start):
         start += len(OBJECT_OPENING)
     elif body.startswith(b'"', start):
@@ -173,14 +159,6 @@ def _first(body: Body, key: bytes) -> int:
     address = np.frombuffer(body, np.uint8).ctypes.data
     found = _memmem(address, len(body), key, len(key))
     return -1 if found is None else found - address
-
-
-def _find_copy(body: Body, key: bytes, experts: Span) -> Span | None:
-    """A string as long as `experts`, behind the same key."""
-    found = body.find(key + b'"', experts[1])
-    start = found + len(key) + 1
-    end = start + experts[1] - experts[0]
-    return (start, end) if found >= 0 and body.startswith(b'"', end) else None
 
 
 def _npy_end(body: Body, start: int, route_format: RouteFormat) -> int:

@@ -31,14 +31,7 @@ from headpond.engines.dialects.base import (
     read_ids,
     read_part,
 )
-from headpond.engines.routed_experts import (
-    WIRE_OBJECT,
-    Wanted,
-    read_compact_lists,
-    read_lists,
-    read_object,
-    read_string,
-)
+from headpond.engines.routed_experts import WIRE_OBJECT, Wanted, read_object, read_string
 from headpond.errors import Aborted, StageError, Upstream
 from headpond.fields import Array
 from headpond.turn import (
@@ -87,6 +80,8 @@ KEEP = (
     'in_place"), or lower the number of weight updates'
 )
 NEW_SAMPLE = OpenSample(sequence=Fingerprint(), rows_from=0)
+ROUTES_FROM = "vLLM (0.22.0 or newer) or SGLang (0.5.19 or newer) with --enable-return-routed-experts"
+NESTED_LISTS = f"routed experts: nested lists are not read; start {ROUTES_FROM}, which send base64"
 WRONG_CUT = "a cut does not match the field it was taken for"
 """Internal: the full path follows."""
 MALFORMED = (msgspec.DecodeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
@@ -101,7 +96,6 @@ PARTS = (
     ("completion_logprobs", np.ndarray, "a numpy array of float32"),
     ("prompt_ids", msgspec.Raw, RAW),
     ("routed_experts", msgspec.Raw, RAW),
-    ("routed_experts_copy", msgspec.Raw, RAW),
     ("sampling_mask", msgspec.Raw, RAW),
     ("message", (bytes, NoneType), "the message as JSON in bytes, or None"),
     ("finish_reason", (str, NoneType), "a str or None"),
@@ -131,7 +125,6 @@ def read_turn(
         route_format,
         experts_key=dialect.experts_key,
         prompt_key=dialect.prompt_key,
-        experts_copied=dialect.experts_copied,
     )
     if cuts.any:
         try:
@@ -162,8 +155,7 @@ def _turn(
     rest = cuts.rest(body)
     response = _response(rest, request)
     match, new_ids, new_text = _prompt(body, response.prompt_ids, cuts, open_samples, request)
-    payload = _payload(body, cuts.experts, response.routed_experts, cuts)
-    copy = _payload(body, cuts.experts_copy, response.routed_experts_copy, cuts)
+    payload = _payload(body, response.routed_experts, cuts)
     sample = NEW_SAMPLE if match is None else open_samples[match.index]
     prefix_tokens = sample.sequence.tokens
     prompt_tokens = prefix_tokens + len(new_ids)
@@ -195,7 +187,7 @@ def _turn(
         message=None if request.renders else response.message,
         truncated=tokens > limit,
         overlong_prompt=prompt_tokens > limit,
-        routes_spans=_spans_of(payload, copy),
+        routes_span=payload.span if payload else None,
         aborted=not response.final,
         completion_mask=np.zeros(len(completion_ids), np.uint8) if absent and masks_absent else mask,
         unknown_logprobs=0 if mask is None else int(np.count_nonzero(mask == 0)),
@@ -212,8 +204,8 @@ def _expects_routes(wanted: Wanted, dialect: Dialect) -> bool:
         return False
     if settings.absent_routes is AbsentRoutes.ERROR:
         raise Upstream(
-            "the engine sent no routed experts, and engine.routed_experts is true: start vLLM (0.22.0 or newer) or "
-            "SGLang (0.5.19 or newer) with --enable-return-routed-experts, or set engine.absent_routes"
+            f"the engine sent no routed experts, and engine.routed_experts is true: start {ROUTES_FROM}, or set "
+            "engine.absent_routes"
         )
     return True
 
@@ -389,19 +381,13 @@ class _Payload(NamedTuple):
     """In the body; None if the dialect made the value itself."""
 
 
-def _spans_of(*payloads: _Payload | None) -> tuple[Span, ...]:
-    return tuple(sorted([each.span for each in payloads if each is not None and each.span is not None]))
-
-
-def _payload(body: Body, cut: Span | None, raw: msgspec.Raw, cuts: Cuts) -> _Payload | None:
-    """`cut` is the span that was cut out of this value, if one was."""
-    if cut is not None:
+def _payload(body: Body, raw: msgspec.Raw, cuts: Cuts) -> _Payload | None:
+    if cuts.experts is not None:
+        start, end = cuts.experts
         before, mark, after = bytes(raw).partition(MARK)
         if not mark:
             raise Upstream(WRONG_CUT)
-        if cuts.lists(body):
-            return _Payload(json=bytes(raw), span=cut)
-        return _Payload(json=bytes(raw), span=(cut[0] - len(before), cut[1] + len(after)))
+        return _Payload(json=bytes(raw), span=(start - len(before), end + len(after)))
     if raw == ABSENT:
         return None
     if cuts.any:
@@ -419,15 +405,11 @@ def _address(buffer: msgspec.Raw | Body) -> int:
 
 def _routes(body: Body, cuts: Cuts, payload: _Payload, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
     if payload.json[:1] == b"[":
-        return read_lists(payload.json, wanted, route_format)
-    if cuts.experts is not None and cuts.lists(body):
-        if payload.json != MARKED:
-            raise Upstream(WRONG_CUT)
-        return read_compact_lists(memoryview(body)[slice(*cuts.experts)], wanted, route_format)
+        raise Upstream(NESTED_LISTS)
     wire = read_part(payload.json, WIRE_OBJECT, "routed_experts") if payload.json[:1] == b"{" else None
     quoted = memoryview(wire.data if wire else payload.json)
     if bytes(quoted[:1]) != b'"':
-        raise Upstream("routed experts: neither base64 nor an object with base64 data nor lists")
+        raise Upstream("routed experts: neither base64 nor an object with base64 data")
     if cuts.experts is not None:
         if bytes(quoted) != MARKED:
             raise Upstream(WRONG_CUT)

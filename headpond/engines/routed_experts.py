@@ -1,4 +1,4 @@
-"""Routed experts in a response: four wire forms, of which only the rows that are still needed are decoded.
+"""Routed experts in a response: three wire forms, of which only the rows that are still needed are decoded.
 
 Base64 is positional, so decoding starts at the first wanted row and the characters before it are not read. Rows are
 identified by their absolute token position.
@@ -6,8 +6,6 @@ identified by their absolute token position.
 
 import binascii
 import re
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -19,23 +17,16 @@ from headpond.errors import Upstream
 from headpond.turn import WIRE_DTYPES, WIRE_RANGES, CheckRoutes, RouteFormat, Routes, Rows
 
 Text = bytes | memoryview
-Chars = NDArray[np.uint8]
 Count = Annotated[int, msgspec.Meta(ge=0)]
-Lists = list[list[list[Annotated[int, msgspec.Meta(ge=0, le=65535)]]]]
 
 SHAPELESS_WIRE = "int32"
-"""Type of SGLang's bare string, and the type assumed for nested lists."""
+"""Type of SGLang's bare string."""
 NPY_MAGIC_TEXT = pybase64.b64encode(b"\x93NUMPY")
 NPY_HEADER = re.compile(
     rb"\{'descr': '[|<]([ui][1248])', 'fortran_order': False, 'shape': \((\d{1,9}), (\d{1,9}), (\d{1,9})\), \} *\n"
 )
 SAMPLED_ROWS = 16
 """Zero rows come in runs (a cached prefix, a payload never captured), so a few evenly spread rows detect them."""
-MAX_DIGITS = 5
-"""Of a u16 in nested lists."""
-BLOCK_CHARS = 1 << 18
-"""Size of the blocks that nested lists are parsed in: ten arrays of this size stay in the cache, and no step holds the
-GIL for long."""
 
 
 class Wanted(NamedTuple):
@@ -97,39 +88,6 @@ def read_string(text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes
     header_bytes, rows, learned = npy_header(text, route_format)
     start = wanted.start(rows)
     return _read(Payload(text=text, rows=rows, start=start, format=learned, header_bytes=header_bytes), wanted)
-
-
-def read_lists(raw: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
-    """The wanted rows of nested lists. Of the other rows only the brackets are parsed."""
-    rows = msgspec.json.decode(raw, type=list[msgspec.Raw])
-    start = wanted.start(len(rows))
-    first = max(start, wanted.first)
-    new = rows[first - start :]
-    if not new:
-        return None
-    try:
-        values = np.array(msgspec.json.decode(b"[" + b",".join(map(bytes, new)) + b"]", type=Lists), np.int32)
-    except msgspec.DecodeError as error:
-        raise Upstream(f"routed experts: {error}") from None
-    except ValueError:
-        raise Upstream("routed experts: lists of different lengths") from None
-    if values.ndim != 3:
-        raise Upstream("routed experts: empty lists")
-    learned = route_format.learned(layers=values.shape[1], topk=values.shape[2], wire=SHAPELESS_WIRE)
-    return _routes(values, first, wanted, learned)
-
-
-def read_compact_lists(text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
-    """`read_lists` for compact lists, without a Python integer for every number."""
-    lists = number_lists(text)
-    start = wanted.start(len(lists)) if lists else 0
-    first = max(start, wanted.first)
-    if lists is None or (values := lists.values(first - start)) is None:
-        raise Upstream("routed experts: not compact lists of equal lengths")
-    if not len(values):
-        return None
-    learned = route_format.learned(layers=lists.layers, topk=lists.topk, wire=SHAPELESS_WIRE)
-    return _routes(values, first, wanted, learned)
 
 
 def npy_header(text: Text, route_format: RouteFormat) -> tuple[int, int, RouteFormat]:
@@ -224,93 +182,3 @@ def _decode(text: Text) -> bytes:
         return pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise Upstream("routed experts: not base64") from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class NumberLists:
-    """A compact JSON list of rows, each `layers` lists of `topk` numbers. `values` checks all but the first row."""
-
-    chars: Chars
-    """Without the outermost opening bracket. The closing one is where the other rows have a comma."""
-    ends: NDArray[np.int64]
-    """End of each row and its comma, provided that every row is like the first."""
-    layers: int
-    topk: int
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def values(self, first: int) -> NDArray[np.int32] | None:
-        """`[rows, layers, topk]` from row `first` on; None unless all rows, also those before, are compact and equal in
-        shape."""
-        values = np.empty((max(0, len(self) - first), self.layers, self.topk), np.int32)
-        row = done = 0
-        while row < len(self):
-            until = max(row + 1, int(np.searchsorted(self.ends, done + BLOCK_CHARS, side="right")))
-            until = min(until, first) if row < first else until
-            block = self._block(done, int(self.ends[until - 1]), until - row)
-            if block is None:
-                return None
-            if row >= first:
-                numbers = block.numbers()
-                if numbers is None:
-                    return None
-                values[row - first : until - first] = numbers.reshape(-1, self.layers, self.topk)
-            row, done = until, int(self.ends[until - 1])
-        return values
-
-    def _block(self, start: int, end: int, rows: int) -> "_Block | None":
-        """None unless it is JSON and shaped like the first row."""
-        chars = self.chars[start:end]
-        digits = chars - ord("0")
-        is_digit = digits < 10
-        skeleton, others = self._skeleton, chars[~is_digit]
-        if end == len(self.chars):
-            others[-1] = ord(",")
-        if len(others) != rows * len(skeleton) or not (others.reshape(rows, -1) == skeleton).all():
-            return None
-        last = is_digit[:-1] & ~is_digit[1:]
-        leading_zero = (digits[1:-1] == 0) & ~is_digit[:-2] & is_digit[2:]
-        if np.count_nonzero(last) != rows * self.layers * self.topk or leading_zero.any():
-            return None
-        return _Block(digits=digits, is_digit=is_digit, last=last)
-
-    @cached_property
-    def _skeleton(self) -> Chars:
-        """A row without its digits."""
-        layer = b"[" + b"," * (self.topk - 1) + b"]"
-        return np.frombuffer(b"[" + b",".join([layer] * self.layers) + b"],", np.uint8)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Block:
-    digits: Chars
-    is_digit: NDArray[np.bool_]
-    last: NDArray[np.bool_]
-    """The last digit of each number."""
-
-    def numbers(self) -> NDArray[np.int32] | None:
-        """None if a number has more than MAX_DIGITS."""
-        place = np.flatnonzero(self.last)
-        numbers = self.digits[place].astype(np.int32)
-        more = self.is_digit[place - 1]
-        for power in range(1, MAX_DIGITS):
-            if not more.any():
-                break
-            numbers += np.where(more, self.digits[place - power], 0) * np.int32(10**power)
-            more &= self.is_digit[place - power - 1]
-        return None if more.any() else numbers
-
-
-def number_lists(text: bytes | memoryview) -> NumberLists | None:
-    """None if the first row and the ends of `text` do not look like a compact list of rows."""
-    start = bytes(text[:BLOCK_CHARS])
-    end_of_first = start.find(b"]]")
-    if not start.startswith(b"[[[") or end_of_first < 0 or bytes(text[-3:]) != b"]]]":
-        return None
-    first = start[1 : end_of_first + 2]
-    layers, topk = first.count(b"[") - 1, first[: first.index(b"]")].count(b",") + 1
-    chars = np.frombuffer(text, np.uint8)[1:]
-    closing = chars == ord("]")
-    ends = np.flatnonzero(closing[:-2] & closing[1:-1] & (chars[2:] == ord(","))) + 3
-    return NumberLists(chars=chars, ends=np.append(ends, len(chars)), layers=layers, topk=topk)

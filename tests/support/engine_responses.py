@@ -14,7 +14,7 @@ from headpond.engines.dialects import load_dialect
 from headpond.engines.response import RequestInfo
 
 DIALECTS = ("vllm", "sglang", "generate")
-FORMS = ("object", "npy", "bare", "lists")
+FORMS = ("object", "npy", "bare")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Responses of real servers (vLLM 0.31 and 0.32, SGLang 0.5.18 and 0.5.19): their fields, in their order."""
+"""Responses of real servers (vLLM 0.31 and 0.32, SGLang 0.5.19): their fields, in their order."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -122,11 +122,10 @@ def sglang_chat(
     logprobs: Sequence[float] = LOGPROBS,
     finish_reason: str = "stop",
     rows: NDArray[Any] | None = None,
-    doubled: bool = False,
     version: int = 7,
     sampling_mask: list[list[int]] | None = None,
 ) -> Json:
-    """SGLang 0.5.19, `/v1/chat/completions`. `doubled`: to 0.5.18, which repeats the routed experts in `sglext`."""
+    """SGLang 0.5.19, `/v1/chat/completions`."""
     experts = {} if rows is None else {"routed_experts": routed(rows, "bare")}
     masks: Json = {}
     if sampling_mask is not None:
@@ -164,7 +163,6 @@ def sglang_chat(
         "choices": [choice],
         "usage": _usage(prompt, completion) | {"reasoning_tokens": 0},
         "metadata": {"weight_version": str(version)},
-        **({"sglext": experts} if doubled else {}),
     }
 
 

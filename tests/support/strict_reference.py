@@ -86,9 +86,8 @@ def read(body: bytes, inputs: ReadInputs) -> ReferenceTurn:
     limit = tokens if inputs.max_seq_len is None else inputs.max_seq_len
     need(choice.get("finish_reason") != "abort" and ended(meta_info) != "abort", "aborted")
     need(inputs.dialect != "vllm" or response.get("prompt_routed_experts") is None, "too old")
+    need(not sglang or (response.get("sglext") or {}).get("routed_experts") is None, "too old")
     payload = (meta_info if sglang else choice).get("routed_experts")
-    if sglang:
-        payload = extension(response) if payload is None else payload
     rows = {} if payload is None else routed(payload, tokens, rows_from, inputs)
     kept = max(0, limit - len(prompt))
     return ReferenceTurn(
@@ -111,10 +110,6 @@ def read(body: bytes, inputs: ReadInputs) -> ReferenceTurn:
 
 def ended(meta_info: dict[str, Any]) -> Any:
     return (meta_info.get("finish_reason") or {}).get("type")
-
-
-def extension(response: dict[str, Any]) -> Any:
-    return (response.get("sglext") or {}).get("routed_experts")
 
 
 def parsed(body: bytes) -> dict[str, Any]:
@@ -257,13 +252,7 @@ def first_not_none(*values: Any) -> Any:
 
 
 def routed(payload: Any, tokens: int, rows_from: int, inputs: ReadInputs) -> dict[int, list[list[int]]]:
-    if isinstance(payload, list):
-        start = start_of(len(payload), None, tokens, inputs)
-        new = {start + at: row for at, row in enumerate(payload) if start + at >= rows_from}
-        wire, shape = "int32", list_shape(list(new.values()))
-        if not new:
-            return {}
-    elif isinstance(payload, dict):
+    if isinstance(payload, dict):
         shape, wire = payload.get("shape"), first_not_none(payload.get("dtype"), "uint8")
         need(isinstance(shape, list) and len(shape) == 3 and all(type(n) is int and n >= 0 for n in shape), "shape")
         need(isinstance(wire, str) and isinstance(payload.get("data"), str), "data")
@@ -271,7 +260,7 @@ def routed(payload: Any, tokens: int, rows_from: int, inputs: ReadInputs) -> dic
         start = start_of(shape[0], payload.get("start"), tokens, inputs)
         new = from_base64(payload["data"], 0, shape, wire, start, rows_from)
     else:
-        need(isinstance(payload, str), "neither text nor object nor lists")
+        need(isinstance(payload, str), "neither text nor object")
         header_bytes, shape, wire = npy_or_bare(payload, tokens, inputs)
         start = start_of(shape[0], None, tokens, inputs)
         new = from_base64(payload, header_bytes, shape, wire, start, rows_from)
@@ -284,15 +273,6 @@ def start_of(rows: int, stated: int | None, tokens: int, inputs: ReadInputs) -> 
     fitting = [start for missing in (1, 0) for start in starts if rows == tokens - missing - start]
     need(bool(fitting), "rows")
     return fitting[0]
-
-
-def list_shape(rows: list[Any]) -> list[int]:
-    need(all(isinstance(row, list) and all(isinstance(layer, list) for layer in row) for row in rows), "lists")
-    layers = {len(row) for row in rows}
-    topk = {len(layer) for row in rows for layer in row}
-    need(len(layers) <= 1 and len(topk) <= 1, "ragged")
-    need(all(type(n) is int and 0 <= n <= 65535 for row in rows for layer in row for n in layer), "ids")
-    return [len(rows), layers.pop() if layers else 0, topk.pop() if topk else 0]
 
 
 def npy_or_bare(text: str, tokens: int, inputs: ReadInputs) -> tuple[int, list[int], str]:

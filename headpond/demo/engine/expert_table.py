@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
-import orjson
 import pybase64
 import xxhash
 from numpy.typing import NDArray
@@ -59,8 +58,6 @@ class ExpertTable:
         slices = list(_slices(ids, first))
         rows = sum(end - start for start, end in slices)
         match form:
-            case ExpertForm.LISTS:
-                return [b"[", *self._lists.encoded(slices), b"]"]
             case ExpertForm.BARE:
                 return [b'"', *self._wide.encoded(slices), b'"']
             case ExpertForm.NPY:
@@ -77,10 +74,6 @@ class ExpertTable:
     def _wide(self) -> "Base64Rows":
         return Base64Rows(self._rows.astype(np.int32))
 
-    @cached_property
-    def _lists(self) -> "ListRows":
-        return ListRows(self._rows)
-
 
 class SampledRows:
     """The rows of one sequence from token `first` on, as a model routed them."""
@@ -92,8 +85,6 @@ class SampledRows:
     def encoded(self, form: ExpertForm, ids: Ids, first: int = 0) -> list[Part]:
         rows = self._rows[first - self._first : len(ids) - 1 - self._first]
         match form:
-            case ExpertForm.LISTS:
-                return [orjson.dumps(np.ascontiguousarray(rows), option=orjson.OPT_SERIALIZE_NUMPY)]
             case ExpertForm.BARE:
                 return [b'"', pybase64.b64encode(rows.astype(np.int32).tobytes()), b'"']
             case ExpertForm.NPY:
@@ -146,18 +137,3 @@ class Base64Rows:
             parts += [pybase64.b64encode(rest), self._texts[whole % 3][whole // 3 * 4 :][: length * 4]]
             rest = bytes(self._bytes[whole + length * 3 : last])
         return [*parts, pybase64.b64encode(rest)]
-
-
-class ListRows:
-    """Rows as nested JSON lists."""
-
-    def __init__(self, rows: NDArray[Any]) -> None:
-        texts = [orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) for row in rows]
-        self._text = memoryview(b",".join(texts))
-        self._starts = np.cumsum([0, *(len(text) + 1 for text in texts)]).tolist()
-
-    def encoded(self, slices: Iterable[Slice]) -> list[Part]:
-        parts: list[Part] = []
-        for start, end in slices:
-            parts += [b",", self._text[self._starts[start] : self._starts[end] - 1]]
-        return parts[1:]

@@ -86,7 +86,6 @@ def sglang_chat_body(content: ResponseContent) -> list[Part]:
         *(_sglang_meta_info(content, experts) if request.meta_info else []),
         b'}],"usage":%b' % orjson.dumps(_usage(content) | {"reasoning_tokens": 0}),
         b',"metadata":{"weight_version":%b}' % _label(content),
-        *([b',"sglext":{"routed_experts":', *experts[1:], b"}"] if content.older and experts else []),
         b"}",
     ]
 

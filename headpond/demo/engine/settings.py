@@ -24,12 +24,11 @@ class LogprobsMode(StrEnum):
 
 
 class ExpertForm(StrEnum):
-    """Encoding of routed experts: the four forms that `headpond.engines.routed_experts` reads."""
+    """Encoding of routed experts: the three forms that `headpond.engines.routed_experts` reads."""
 
     OBJECT = "object"
     NPY = "npy"
     BARE = "bare"
-    LISTS = "lists"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +84,7 @@ class FailureRates:
 
 NEWEST = {Dialect.VLLM: "0.32", Dialect.SGLANG: "0.5.19"}
 """The releases whose responses are imitated. Before them, vLLM's `generate` names the tokens of its logprobs by text,
-and SGLang sends routed experts twice."""
+and SGLang states one weight version for all tokens."""
 
 
 def is_older(dialect: Dialect, release: str) -> bool:

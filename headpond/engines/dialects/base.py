@@ -77,8 +77,6 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
     """A JSON list. If absent, the ids of the request are used."""
     routed_experts: msgspec.Raw = ABSENT
     """In any form that `headpond.engines.routed_experts` reads."""
-    routed_experts_copy: msgspec.Raw = ABSENT
-    """The same again, if the server sends it twice: not read, and not passed on to a session's client."""
     sampling_mask: msgspec.Raw = ABSENT
     """A JSON list of lists: for each completion token, the ids that it was drawn from."""
     message: bytes | None = None
@@ -133,8 +131,6 @@ class Dialect(ABC):
     """
     experts_key: ClassVar[bytes] = b""
     """Text directly before the routed experts in a response (`"routed_experts":`)."""
-    experts_copied: ClassVar[bool] = False
-    """Whether a response may have the routed experts twice behind `experts_key`."""
     checks_values: ClassVar[bool] = False
     """Whether `read` checks each id and logprob, by `TokenId` and `Logprob`. If not, they are checked after it."""
     context_limit: ClassVar[tuple[str, ...]] = CONTEXT_LIMIT
@@ -334,10 +330,7 @@ def read_part(raw: bytes | memoryview | msgspec.Raw, decoder: msgspec.json.Decod
 
 def without_routes(body: Body, turn: Turn) -> bytes:
     """The engine's body, byte for byte, with `null` in place of the routed experts."""
-    if not turn.routes_spans:
+    if turn.routes_span is None:
         return bytes(body)
-    view, parts, done = memoryview(body), list[bytes | memoryview](), 0
-    for start, end in turn.routes_spans:
-        parts += [view[done:start], b"null"]
-        done = end
-    return b"".join([*parts, view[done:]])
+    start, end = turn.routes_span
+    return b"".join([memoryview(body)[:start], b"null", memoryview(body)[end:]])

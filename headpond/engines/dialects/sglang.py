@@ -61,15 +61,13 @@ class Extension(msgspec.Struct):
     routed_experts: msgspec.Raw = ABSENT
 
 
-NO_EXTENSION = Extension()
-
-
 class ChatResponse(msgspec.Struct):
     choices: list[Choice]
     sglext: Extension | None = None
-    """To 0.5.18 it repeats the routed experts of `meta_info`."""
+    """Only to 0.5.18, which repeats the routed experts of `meta_info` here."""
 
 
+TOO_OLD = "the engine sends routed experts twice, as SGLang to 0.5.18 did; upgrade it to 0.5.19 or newer"
 RESPONSE = msgspec.json.Decoder(ChatResponse)
 
 
@@ -77,7 +75,6 @@ class Sglang(ChatDialect):
     checks_values: ClassVar[bool] = True
     control: ClassVar[ControlCalls] = SglangCalls()
     takes_tokens: ClassVar[bool] = True
-    experts_copied: ClassVar[bool] = True
 
     def required_fields(self, prompt: Prompt) -> dict[str, Any]:
         fields: dict[str, Any] = {"logprobs": True, "return_meta_info": True, "return_prompt_token_ids": True}
@@ -96,17 +93,17 @@ class Sglang(ChatDialect):
     def read(self, text: bytes) -> ResponseFields:
         response = RESPONSE.decode(text)
         choice = only_choice(response.choices)
-        meta_info, extension = choice.meta_info or NO_META_INFO, response.sglext or NO_EXTENSION
+        if response.sglext and response.sglext.routed_experts != ABSENT:
+            raise Upstream(TOO_OLD)
+        meta_info = choice.meta_info or NO_META_INFO
         ended = meta_info.finish_reason.type if meta_info.finish_reason else None
         aborted = ABORT in (choice.finish_reason, ended)
-        experts = [raw for raw in (meta_info.routed_experts, extension.routed_experts) if raw != ABSENT]
         ids, logprobs = read_output_tokens(meta_info, aborted=aborted)
         return ResponseFields(
             prompt_ids=choice.prompt_token_ids,
             completion_ids=ids,
             completion_logprobs=logprobs,
-            routed_experts=experts[0] if experts else ABSENT,
-            routed_experts_copy=experts[1] if len(experts) > 1 else ABSENT,
+            routed_experts=meta_info.routed_experts,
             sampling_mask=meta_info.output_token_sampling_mask,
             message=read_message(choice.message),
             finish_reason=ABORT if aborted else choice.finish_reason,

@@ -39,7 +39,7 @@ def test_keys_inside_a_string_are_not_cut() -> None:
     read(spec(content='"routed_experts":"AAAA","prompt_token_ids":[5,70],{"routed_experts":{"data":"').body())
 
 
-@pytest.mark.parametrize("form", ["object", "lists"])
+@pytest.mark.parametrize("form", ["object", "npy"])
 @pytest.mark.parametrize("place", ["message", "usage", "stop"])
 @pytest.mark.parametrize(
     "decoy",

@@ -27,7 +27,7 @@ class Start:
         """Span of the base64 of recorded rows in the compact body."""
         rows = self.spec.rows
         rows_from = max((rows_from for _, rows_from in self.inputs.open_samples), default=0)
-        if rows is None or self.spec.form == "lists" or not rows_from:
+        if rows is None or not rows_from:
             return 0, 0
         choice = self.spec.as_dict()["choices"][0]
         payload = choice.get("routed_experts") or choice["meta_info"]["routed_experts"]
@@ -113,8 +113,7 @@ def test_rows_that_are_recorded_already_are_not_read(start: Start) -> None:
     body = start.spec.body()
     plain = reference_turn(read_with(body, start.inputs))
     first, end = start.held(body)
-    if start.spec.form != "lists":
-        assert end > first
+    assert end > first
     for seed in range(20):
         noise = random.Random(seed).randbytes(end - first)
         assert reference_turn(read_with(body[:first] + noise + body[end:], start.inputs)) == plain

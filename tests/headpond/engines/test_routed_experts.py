@@ -7,15 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine_responses import compact, routed
+from support.engine_responses import routed
 
-from headpond.engines import routed_experts as module
 from headpond.engines.routed_experts import (
     SAMPLED_ROWS,
     Wanted,
     WireObject,
-    number_lists,
-    read_lists,
     read_object,
     read_string,
 )
@@ -31,15 +28,13 @@ def wanted(tokens: int, first: int = 0, requested_from: int = 0) -> Wanted:
 
 def read(form: str, rows: Rows, wish: Wanted, route_format: RouteFormat, start: int = 0) -> Routes | None:
     payload = routed(rows, form, start)
-    if form == "lists":
-        return read_lists(compact(payload), wish, route_format)
     if form == "object":
         wire = WireObject(data=b"", shape=payload["shape"], start=payload.get("start"), dtype=payload.get("dtype"))  # pyright: ignore
         return read_object(wire, payload["data"].encode(), wish, route_format)
     return read_string(payload.encode(), wish, route_format)
 
 
-@pytest.mark.parametrize("form", ["object", "npy", "bare", "lists"])
+@pytest.mark.parametrize("form", ["object", "npy", "bare"])
 @settings(max_examples=100)
 @given(data=st.data())
 def test_rows_are_read_from_the_first_wanted_one(form: str, data: st.DataObject) -> None:
@@ -110,7 +105,7 @@ def test_later_rows_must_have_the_format_of_the_first() -> None:
 
 
 def test_an_engine_may_obey_or_ignore_the_requested_start() -> None:
-    for form in ("npy", "bare", "lists"):
+    for form in ("npy", "bare"):
         obeyed = read(form, ROWS[10:], wanted(31, first=12, requested_from=10), RouteFormat(layers=3, topk=5))
         ignored = read(form, ROWS, wanted(31, first=12, requested_from=10), RouteFormat(layers=3, topk=5))
         for routes in (obeyed, ignored):
@@ -169,52 +164,3 @@ def npy(rows: Rows, version: tuple[int, int]) -> bytes:
     file = io.BytesIO()
     np.lib.format.write_array(file, rows, version=version)
     return file.getvalue()
-
-
-@settings(max_examples=60)
-@given(shape=st.tuples(*[st.integers(1, 5)] * 3), seed=st.integers(0, 99), block=st.integers(1, 200), data=st.data())
-def test_compact_lists_are_read_as_by_json(
-    shape: tuple[int, int, int], seed: int, block: int, data: st.DataObject
-) -> None:
-    largest = data.draw(st.sampled_from([1, 10, 128, 65536]))
-    rows = np.random.default_rng(seed).integers(0, largest, shape)
-    first = data.draw(st.integers(0, shape[0]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BLOCK_CHARS", max(block, len(compact(rows[0].tolist())) + 1))
-        lists = number_lists(compact(rows.tolist()))
-        assert lists is not None
-        values = lists.values(first)
-    assert len(lists) == shape[0]
-    assert np.array_equal(values, rows[first:])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[[[1,2],[3]],[[4,5],[6,7]]]",  # lengths differ
-        "[[[1,2]],[[3,4],[5,6]]]",
-        "[[[1,2]],[3,4]]",
-        "[[[1,02]]]",
-        "[[[1,]]]",
-        "[[[1,-2]]]",
-        "[[[1,2.5]]]",
-        "[[[1,1e2]]]",
-        "[[[1,null]]]",
-        "[[[1, 2]]]",
-        "[[[1,2]],[[3,4]],]]]",
-        "[[[1,123456]]]",  # longer than any u16
-        "[[[]]]",
-        "[[[[1]]]]",
-        "[]",
-        "",
-    ],
-)
-def test_other_lists_are_left_to_the_json_decoder(text: str) -> None:
-    lists = number_lists(text.encode())
-    assert lists is None or lists.values(0) is None
-
-
-def test_rows_before_the_first_wanted_are_checked_too() -> None:
-    """Otherwise their content would be counted as rows."""
-    lists = number_lists(b"[[[6,[null]]],[[4,6]],[[7,6]]]")
-    assert lists is None or lists.values(1) is None

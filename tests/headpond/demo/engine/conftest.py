@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from support.engine_process import EngineProcess
 
-FORMS = ("object", "npy", "bare", "lists")
+FORMS = ("object", "npy", "bare")
 SHAPE = ("--layers", "3", "--topk", "2", "--experts", "16")
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headpond.demo.engine.expert_table import BLOCK, ExpertTable
 from headpond.demo.engine.settings import ExpertForm, ExpertShape
-from headpond.engines.routed_experts import WIRE_OBJECT, Wanted, read_lists, read_object, read_string
+from headpond.engines.routed_experts import WIRE_OBJECT, Wanted, read_object, read_string
 from headpond.turn import CheckRoutes, RouteFormat, Routes
 
 TABLE = ExpertTable(ExpertShape(layers=3, topk=2, experts=16))
@@ -26,8 +26,6 @@ def read(table: ExpertTable, form: ExpertForm, tokens: np.ndarray, first: int) -
     shape = table.shape
     known = RouteFormat(layers=shape.layers, topk=shape.topk, experts=shape.experts, check=CheckRoutes.ALL)
     wanted = Wanted(tokens=len(tokens), first=first, until=len(tokens), requested_from=first)
-    if form is ExpertForm.LISTS:
-        return read_lists(text, wanted, known)
     if form is ExpertForm.OBJECT:
         wire = WIRE_OBJECT.decode(text)
         return read_object(wire, bytes(wire.data)[1:-1], wanted, known)

@@ -21,7 +21,6 @@ from headpond.messages import RolloutResult
 from headpond.playing.rollout import play
 from headpond.renderers import bytes_chatml
 from headpond.store.columns import Columns, read_columns
-from headpond.turn import RouteFormat
 
 SHAPE = ("--layers", "3", "--topk", "2", "--experts", "16", "--length", "constant:30")
 ROUTED: dict[str, Any] = {"routed_experts": True, "hidden_layers": 3, "experts_per_token": 2, "moe_experts": 16}
@@ -130,16 +129,6 @@ def test_generate_names_tokens_as_its_release_does(tmp_path: Path, release: str,
     turn = read_turn(body, request=request_info("generate", prompt_ids=prompt))
     assert turn.routes is not None
     assert len(turn.routes.rows) == turn.tokens - 1
-
-
-def test_sglang_to_0_5_18_sends_routed_experts_twice(tmp_path: Path) -> None:
-    request = {"messages": [user("hi")]} | RECORDED_FIELDS["sglang"]
-    with running(tmp_path, *SHAPE, "--dialect", "sglang", "--release", "0.5.18") as engine:
-        body = engine.answer(CHAT, request)
-    response = json.loads(body)
-    assert response["sglext"]["routed_experts"] == response["choices"][0]["meta_info"]["routed_experts"]
-    turn = read_turn(body, request=request_info("sglang"), route_format=RouteFormat(layers=3, topk=2))
-    assert len(turn.routes_spans) == 2
 
 
 def test_an_answer_is_continued_where_the_prompt_ends(tmp_path: Path) -> None:

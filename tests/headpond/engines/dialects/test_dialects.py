@@ -211,4 +211,4 @@ def test_a_dialect_may_make_the_routed_experts_itself() -> None:
     assert (turn.completion_ids.dtype, turn.completion_logprobs.dtype) == (np.int32, np.float32)
     assert turn.routes is not None
     assert np.array_equal(turn.routes.rows, ROWS)
-    assert turn.routes_spans == ()
+    assert turn.routes_span is None

@@ -1,6 +1,5 @@
-"""Answers as vLLM 0.31 and 0.32 and SGLang 0.5.18 and 0.5.19 write them: what is read, refused and passed on."""
+"""Answers as vLLM 0.31 and 0.32 and SGLang 0.5.19 write them: what is read, refused and passed on."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 import orjson
 import pytest
 from pydantic import ValidationError
-from support.engine_responses import compact, routed
+from support.engine_responses import compact
 from support.real_responses import (
     COMPLETION,
     LOGPROBS,
@@ -23,7 +22,6 @@ from support.real_responses import (
 from headpond.config.engine import Engine
 from headpond.engines import response
 from headpond.engines.dialects import Prompt, load_dialect
-from headpond.engines.dialects.base import without_routes
 from headpond.engines.response import RequestInfo, read_turn
 from headpond.errors import Aborted, Upstream
 from headpond.turn import Fingerprint, OpenSample, RouteFormat, Turn
@@ -179,37 +177,19 @@ def test_routed_experts_of_sglang_need_their_shape_in_the_configuration(given: d
         Engine(dialect="sglang", routed_experts=True, **given)
 
 
-@pytest.mark.parametrize("spelling", [compact, lambda body: json.dumps(body, indent=1).encode()], ids=["", "spaced"])
-def test_routed_experts_that_sglang_sends_twice_are_read_once_and_both_removed(
-    spelling: Callable[[Json], bytes],
-) -> None:
-    body, once = spelling(sglang_chat(rows=ROWS, doubled=True)), sglang_chat(rows=ROWS, doubled=True)
-    turn = read_turn(body, request=info("sglang"), route_format=RouteFormat(layers=3, topk=2))
-    assert turn.routes is not None
-    assert np.array_equal(turn.routes.rows, ROWS)
-    once["choices"][0]["meta_info"]["routed_experts"] = once["sglext"]["routed_experts"] = None
-    assert without_routes(body, turn) == spelling(once)
+def test_sglang_0_5_18_is_refused_and_the_minimum_named() -> None:
+    body = sglang_chat(rows=ROWS)
+    body["sglext"] = {"routed_experts": body["choices"][0]["meta_info"]["routed_experts"]}
+    with pytest.raises(Upstream, match=r"upgrade it to 0\.5\.19 or newer"):
+        read(body, "sglang")
+    assert read(sglang_chat(rows=ROWS) | {"sglext": {"routed_experts": None}}, "sglang").routes is not None
 
 
-def test_the_second_copy_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both copies are cut out: the text that is decoded has neither."""
-    decoded: list[bytes] = []
-    body = compact(sglang_chat(rows=ROWS, doubled=True))
-    request = info("sglang")
-    read = request.dialect.read
-    monkeypatch.setattr(request.dialect, "read", lambda text: [decoded.append(text), read(text)][1])
-    read_turn(body, request=request, route_format=RouteFormat(layers=3, topk=2))
-    text = str(routed(ROWS, "bare")).encode()
-    assert (body.count(text), [each.count(text) for each in decoded]) == (2, [0])
-
-
-def test_routed_experts_in_the_extension_alone_are_read() -> None:
-    body = sglang_chat(rows=ROWS, doubled=True)
-    del body["choices"][0]["meta_info"]["routed_experts"]
-    turn = read(body, "sglang")
-    assert turn.routes is not None
-    assert np.array_equal(turn.routes.rows, ROWS)
-    assert len(turn.routes_spans) == 1
+def test_nested_lists_are_refused_with_the_engines_that_send_base64() -> None:
+    body = vllm_chat()
+    body["choices"][0]["routed_experts"] = ROWS.tolist()
+    with pytest.raises(Upstream, match=r"nested lists .*0\.22\.0 or newer.*0\.5\.19 or newer"):
+        read(body, "vllm")
 
 
 def test_vllm_0_21_is_refused_and_the_minimum_named() -> None:

@@ -90,7 +90,7 @@ ROUTED = b'"routed_experts":'
         ([b"x" * ON_LOOP_BYTES, b"x"], False),
         ([b"{", ROUTED + b'"', b"x" * ON_LOOP_BYTES], True),  # base64
         ([b"{", ROUTED + b'{"data":"', b"x" * ON_LOOP_BYTES], True),
-        ([b"{", ROUTED + b"[[[", b"1," * ON_LOOP_BYTES], False),  # every number is parsed
+        ([b"{", ROUTED + b"[[[", b"1," * ON_LOOP_BYTES], False),  # refused, after every number was parsed
         ([b"x" * ON_LOOP_BYTES, ROUTED + b'"'], False),  # many tokens
         ([ROUTED + b'"', b"x" * CUT_ON_LOOP_BYTES], False),  # joining is slow
         ([b"{", b'"routed', b'_experts":"', b"x" * ON_LOOP_BYTES], False),  # in doubt, a thread

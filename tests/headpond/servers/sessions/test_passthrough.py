@@ -44,7 +44,7 @@ def asked_for(body: Any, *, logprobs: bool = False, return_token_ids: bool = Fal
 SPELLINGS: dict[str, Callable[[Any], bytes]] = {"compact": compact, "spaced": spaced, "reordered": reordered}
 
 
-@pytest.mark.parametrize("form", ["object", "npy", "lists"])
+@pytest.mark.parametrize("form", ["object", "npy"])
 @pytest.mark.parametrize("text", ["short", LONG], ids=["short", "long"])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_the_client_gets_what_it_asked_for_and_training_the_rest(
