@@ -174,8 +174,6 @@ class UnseenTurns:
 
     def __init__(self) -> None:
         self.turns: set[int] = set()
-        self.assumed: set[int] = set()
-        """Those of them whose answers were being written when their process was killed."""
         self.unsaved: dict[int, None] = {}
         """Turns that were seen since the log was written."""
 
@@ -183,12 +181,7 @@ class UnseenTurns:
         if not seen:
             self.turns.add(turn)
 
-    @property
-    def masked(self) -> set[int]:
-        return self.turns - self.assumed
-
     def see(self, turn: int) -> None:
-        self.assumed.discard(turn)
         if turn in self.turns:
             self.turns.discard(turn)
             self.unsaved[turn] = None

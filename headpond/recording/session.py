@@ -219,11 +219,6 @@ class Session:
         """Note that the answer of a turn reached its caller. `save_seen` makes that durable."""
         self._unseen.see(turn)
 
-    def assume_seen(self, turn: int) -> None:
-        """The answer of a turn was being written when its process was killed: its tokens are trained on, and an equal
-        request still gets it."""
-        self._unseen.assumed.add(turn)
-
     async def save_seen(self) -> None:
         """Write what `see` noted, unless a commit is writing, which does so itself or is followed by this again."""
         if self._state is State.OPEN and self._unseen.unsaved and not self._commits.locked():
@@ -241,7 +236,7 @@ class Session:
     @property
     def unseen_turns(self) -> int:
         """Turns whose answers no client has, as far as is known."""
-        return len(self._unseen.masked.difference(self._conversation.parents()))
+        return len(self._unseen.turns.difference(self._conversation.parents()))
 
     def is_unseen(self, turn: int) -> bool:
         return turn in self._unseen.turns
@@ -398,7 +393,7 @@ class Session:
 
     def _tree(self) -> SampleTree:
         parents = self._conversation.parents()
-        unseen = frozenset(self._unseen.masked.difference(parents))
+        unseen = frozenset(self._unseen.turns.difference(parents))
         return sample_tree(self._samples, parents, unseen=unseen, repaired_echoes=self.repaired_echoes)
 
     async def _seal(self, write: Callable[[], Sealed], version_after: VersionAfter | None) -> Sealed:

@@ -267,17 +267,13 @@ class Chats:
     def _response(
         self, request: web.BaseRequest, entry: Entry, answer: Answer, sent_chat: SentChat | None = None
     ) -> web.Response:
-        def begins() -> None:
+        def written() -> None:
             if answer.turn is not None:
-                self._table.begin_answer(entry, answer.turn)
-
-        def ends(written: bool) -> None:
-            if answer.turn is not None:
-                self._table.end_answer(entry, answer.turn, written=written)
-            if sent_chat and written:
+                self._table.see(entry, answer.turn)
+            if sent_chat:
                 entry.sent_chats.remove(sent_chat)
 
-        return WatchedResponse(request, begins, ends, headers=answer.headers, body=answer.body)
+        return WatchedResponse(request, written, headers=answer.headers, body=answer.body)
 
     def _prepare(self, session: Session, claim: Claim, chat: Chat, agent: str, id: bytes) -> Prepared:
         limit = self._config.policy.max_turns

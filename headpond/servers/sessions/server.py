@@ -90,9 +90,7 @@ async def serving(config: RunConfig) -> AsyncIterator["tuple[SessionServer, str]
     owner = owner_of(config.sessions.instance_id, listening.getsockname()[1])
     directory = SessionDirectory(open_store(config.store_url), owner)
     await in_io_thread(directory.lock)
-    table = SessionTable(
-        directory, config, await in_io_thread(directory.recoverable), await in_io_thread(directory.open_handed)
-    )
+    table = SessionTable(directory, config, await in_io_thread(directory.recoverable))
     lag = config.lag.watch("sessions")
     connections, engine = _shared_descriptors(config)
     async with Backend.open(engine) as backend:

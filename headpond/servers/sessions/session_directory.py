@@ -13,7 +13,6 @@ from pathlib import Path
 from headpond import ids
 from headpond.errors import ConfigError
 from headpond.recording import unsealed
-from headpond.servers.sessions.handed_answers import HandedAnswers
 from headpond.store import Store, atomic
 
 SEALED, SCORE, LOCK = ".sealed.json", ".score.json", ".lock"
@@ -42,14 +41,6 @@ class SessionDirectory:
             raise ConfigError(f"another session server uses {path}: choose another --port or --instance-id") from None
         except OSError as error:
             raise ConfigError(f"cannot keep sessions in {path}: {error.strerror}; choose another --store") from error
-
-    def open_handed(self) -> HandedAnswers:
-        """The notes are in the lock file."""
-        path = self.store.local_path(self.key) / LOCK
-        try:
-            return HandedAnswers(path)
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}; choose another --store") from error
 
     def recoverable(self) -> list[str]:
         """Ids of the sessions that an earlier process did not seal, or sealed and did not delete. Removes its other

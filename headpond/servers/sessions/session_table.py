@@ -26,7 +26,6 @@ from headpond.fields import FieldValues
 from headpond.recording import Echo, Mode, Sealed, Session, SessionSettings
 from headpond.recording.session import VersionAfter
 from headpond.runtime.offload import in_io_thread
-from headpond.servers.sessions.handed_answers import WRITTEN, HandedAnswers
 from headpond.servers.sessions.headers import digest, new_secret
 from headpond.servers.sessions.requests import NewSession, SealRequest
 from headpond.servers.sessions.session_directory import SessionDirectory
@@ -58,9 +57,7 @@ class Counts:
 
 
 class SessionTable:
-    def __init__(
-        self, directory: SessionDirectory, config: RunConfig, recoverable: list[str], handed: HandedAnswers
-    ) -> None:
+    def __init__(self, directory: SessionDirectory, config: RunConfig, recoverable: list[str]) -> None:
         self.counts = Counts()
         self.retained_bytes = 0
         self._directory = directory
@@ -73,10 +70,6 @@ class SessionTable:
         self._closing: set[asyncio.Task[None]] = set()
         self._undeleted: OrderedDict[str, None] = OrderedDict()
         self._seen: dict[str, Entry] = {}
-        self._handed = handed
-        for id in handed.sessions:
-            if id not in self._entries:
-                handed.forget_session(id)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -154,21 +147,11 @@ class SessionTable:
             if entry.session.spooled_bytes > self._settings.session_bytes:
                 self._expire(entry, "bytes")
 
-    def begin_answer(self, entry: Entry, turn: int) -> None:
-        """An answer is about to be written to its client."""
-        if entry.session is not None:
-            self._handed.begin(entry.id, turn)
-
-    def end_answer(self, entry: Entry, turn: int, *, written: bool) -> None:
-        """Whether it was wholly written. The session's log says so soon after."""
-        if not written or entry.session is None:
-            self._handed.forget(entry.id, turn)
+    def see(self, entry: Entry, turn: int) -> None:
+        """Note that an answer was wholly written to its client. The session's log has the note soon after."""
+        if entry.session is None:
             return
-        self._handed.written(entry.id, turn)
-        self._see(entry, entry.session, turn)
-
-    def _see(self, entry: Entry, session: Session, turn: int) -> None:
-        session.see(turn)
+        entry.session.see(turn)
         if not self._seen:
             self._in_background(self._save_seen())
         self._seen[entry.id] = entry
@@ -185,7 +168,6 @@ class SessionTable:
                     del self._seen[id]
                     continue
                 if entry.session is None or not entry.session.has_unsaved:
-                    self._handed.forget_written(id)
                     del self._seen[id]
 
     async def seal(self, entry: Entry, seal: SealRequest, *, version_after: VersionAfter) -> bytes:
@@ -276,14 +258,12 @@ class SessionTable:
         self._in_background(self._close(entry))
 
     def _forget(self, entry: Entry) -> None:
-        self._handed.forget_session(entry.id)
         self._entries.pop(entry.id, None)
         self._by_use.pop(entry.id, None)
         self.retained_bytes -= entry.retained_bytes
         entry.retained_bytes = 0
 
     def _drop_session(self, entry: Entry) -> None:
-        self._handed.forget_session(entry.id)
         entry.session = None
         self.retained_bytes -= entry.retained_bytes
         entry.retained_bytes = 0
@@ -361,11 +341,6 @@ class SessionTable:
                 self._expire(entry, "unreadable")
             return
         entry.session = session
-        for turn, state in self._handed.of(entry.id).items():
-            if state == WRITTEN:
-                self._see(entry, session, turn)
-            else:
-                session.assume_seen(turn)
         entry.deadline = time.monotonic() + self._settings.lifetime_s - (time.time() - entry.metadata.created_at)
         self.counts.recovered += 1
         logger.info("action=session_recovered session=%s turns=%d", entry.id, session.turns)

@@ -48,7 +48,7 @@ async def sessions(directory: Path, upstream: str) -> AsyncIterator[tuple[Sessio
     config = RunConfig(store=f"file://{directory}", engine=Engine(urls=(upstream,)), policy=policy)
     own = SessionDirectory(directory_store(directory), "test")
     own.lock()
-    table = SessionTable(own, config, [], own.open_handed())
+    table = SessionTable(own, config, [])
     async with Backend.open(config.engine) as backend:
         server = SessionServer(config, table, backend, LoopLag(process="test"))
         async with listening(server.handle) as url:

@@ -29,6 +29,12 @@ def columns_of(agent: Agent) -> Columns:
     return read_columns(directory_store(agent.server.store), BlobRef(**sealed["columns"]))
 
 
+def tokens_by_turn(columns: Columns) -> list[Any]:
+    """The loss mask of each turn's completion."""
+    turns = columns.turns
+    return [columns.loss_mask[start:end] for start, end in zip(turns.start, turns.end, strict=True)]
+
+
 @contextmanager
 def left(agent: Agent, script: Script, text: str) -> Iterator[threading.Event]:
     """A chat whose client has disconnected while the engine answers; the event lets it."""
@@ -117,20 +123,21 @@ def test_an_answer_is_seen_once_a_client_has_it(agent: Agent, script: Script, ho
 def test_what_was_seen_survives_a_kill(script: Script, tmp_path: Any) -> None:
     name = {"sessions__instance_id": "1" * 32}
     with running(tmp_path, script.server.url, **name) as server:
-        seen, unseen, last = (server.agent() for _ in range(3))
+        seen, unseen, last, continued = (server.agent() for _ in range(4))
         seen.talk("hello")
         recorded_unseen(unseen, script, "killed")
         log = next(path for path in server.store.rglob(".columns*") if seen.id in str(path))
         wait_until(lambda: b'"seen":"[0]"' in log.read_bytes())
-        last.talk("hello")  # an answer that was wholly written is seen, however soon the kill follows
+        for agent in (last, continued):  # the kill may come before the log has the notes
+            agent.talk("hello")
         server.kill()
     with running(tmp_path, script.server.url, **name) as server:
-        seen.server = unseen.server = last.server = server
-        assert last.request("GET").json["metadata"]["unseen_turns"] == 0
-        server.kill()
-    with running(tmp_path, script.server.url, **name) as server:
-        seen.server = unseen.server = last.server = server
-        assert columns_of(last).loss_mask.any()
+        seen.server = unseen.server = last.server = continued.server = server
+        unknown = last.request("GET").json["metadata"]["unseen_turns"]
+        assert columns_of(last).loss_mask.any() == (unknown == 0)
+        continued.talk("go on")
+        first, second = tokens_by_turn(columns_of(continued))
+        assert (first.all(), second.all()) == (True, True)
         assert columns_of(seen).loss_mask.any()
         assert unseen.request("GET").json["metadata"]["unseen_turns"] == 1
         assert chat(unseen, "killed").content == "answer 1 to killed"

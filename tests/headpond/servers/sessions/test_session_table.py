@@ -36,7 +36,7 @@ def test_a_score_that_was_accepted_is_sealed(tmp_path: Path, monkeypatch: pytest
 
     async def main() -> None:
         directory.lock()
-        table = SessionTable(directory, RunConfig(store=f"file://{tmp_path}"), [], directory.open_handed())
+        table = SessionTable(directory, RunConfig(store=f"file://{tmp_path}"), [])
         entry, _, _ = await table.create(NewSession())
         await talk(opened(entry), ["hello"])
         posting = asyncio.create_task(table.post_score(entry, b'{"reward": 0.5}'))
