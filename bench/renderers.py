@@ -23,7 +23,7 @@ from bench.harness.progress import progress
 from bench.harness.report import Report, Target, median
 from headpond.config.engine import RendererSettings
 from headpond.renderers import NextTurn, PooledRenderer, Renderer, RendererKey, RendererPools
-from headpond.renderers.backends import build
+from headpond.renderers.pools import build
 from headpond.runtime.event_loop import event_loop_factory
 from headpond.runtime.loop_lag import LoopLag
 

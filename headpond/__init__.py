@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from headpond.batches import BatchReader
     from headpond.environments.agent_program import run_program
     from headpond.environments.grading import graded
-    from headpond.environments.scores import Score
+    from headpond.environments.protocol import Score
     from headpond.environments.tools import Tools, tool
     from headpond.errors import (
         Aborted,
@@ -94,7 +94,7 @@ __all__ = [
 
 MODULES = {
     "BatchReader": "headpond.batches",
-    "Score": "headpond.environments.scores",
+    "Score": "headpond.environments.protocol",
     "Tools": "headpond.environments.tools",
     "tool": "headpond.environments.tools",
     "graded": "headpond.environments.grading",

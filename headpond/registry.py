@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 from typing import Any, TypeVar, cast
 
-from headpond.error_boundary import error_boundary
-from headpond.errors import ConfigError
+from headpond.errors import ConfigError, error_boundary
 
 T = TypeVar("T")
 Facts = dict[str, Any]

@@ -14,8 +14,7 @@ from headpond.batches.plan import BATCHES
 from headpond.config import RunConfig
 from headpond.config.declared import changes, shared_settings
 from headpond.config.redis_address import address
-from headpond.error_boundary import raised_at
-from headpond.errors import HeadpondError, RunError, RunMismatch, text_of
+from headpond.errors import HeadpondError, RunError, RunMismatch, raised_at, text_of
 from headpond.inspection.run_json import read
 from headpond.ledger import schema
 from headpond.orchestrator.housekeeping import Reported

@@ -5,22 +5,18 @@ give the same bits. A group holds every scored rollout, dropped ones included: t
 """
 
 from headpond.advantages.estimators import ESTIMATORS, Estimator
-from headpond.advantages.phases import BatchAdvantages, GroupAdvantages, batch_phase, group_phase, reward_error
+from headpond.advantages.phases import batch_phase, group_phase, reward_error
 from headpond.advantages.settings import AdvantageSettings, Recipe, resolve
 from headpond.advantages.shaping import Shaping
-from headpond.advantages.values import MAX_REWARD, BatchValues, Floats, GroupValues, Ints, TurnValues, deviation, mean
+from headpond.advantages.values import BatchValues, Floats, GroupValues, TurnValues, deviation, mean
 
 __all__ = [
     "ESTIMATORS",
-    "MAX_REWARD",
     "AdvantageSettings",
-    "BatchAdvantages",
     "BatchValues",
     "Estimator",
     "Floats",
-    "GroupAdvantages",
     "GroupValues",
-    "Ints",
     "Recipe",
     "Shaping",
     "TurnValues",

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from headpond.advantages.settings import Recipe
 from headpond.advantages.values import MAX_REWARD, BatchValues, Floats, GroupValues, TurnValues, token_means
-from headpond.error_boundary import described, error_boundary
-from headpond.errors import StageError
+from headpond.errors import StageError, described, error_boundary
 from headpond.filters import rewards_are_equal
 
 logger = logging.getLogger("headpond.advantages")

@@ -6,7 +6,6 @@ Imports numpy, xxhash and the standard library only, and not the writer: a train
 from headpond.batches.manifest import (
     EncodedRank,
     Manifest,
-    Totals,
     manifest_steps,
     read_manifest,
     read_manifests,
@@ -25,7 +24,6 @@ __all__ = [
     "Manifest",
     "MicroBatch",
     "RunStatus",
-    "Totals",
     "TrainerState",
     "manifest_steps",
     "read_manifest",

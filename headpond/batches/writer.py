@@ -1,7 +1,8 @@
 """Encoding: one rank of a plan into one file of the store, in the plan's format. Imported by encode workers only."""
 
 import contextlib
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,10 @@ from headpond.batches.manifest import (
     sample_columns,
     token_columns,
 )
-from headpond.batches.plan import BatchPlan, segments
-from headpond.batches.rollouts_jsonl import write_rollouts
+from headpond.batches.plan import BatchPlan, BatchRollout, segments
 from headpond.store import BlobRef, Store, tensors
 from headpond.store.atomic import UnfinishedFile, writing
+from headpond.store.columns import read_columns
 from headpond.store.parts import checksum, mapped, write_at
 
 Layout = Mapping[str, tuple[np.dtype[Any], int]]
@@ -142,3 +143,31 @@ class _ColumnFile(UnfinishedFile):
     def _write(self, content: Array, offset: int) -> None:
         with writing(self.path):
             write_at(self._file.fileno(), [content.view(np.uint8).data], offset)
+
+
+def write_rollouts(store: Store, plan: BatchPlan, key: str) -> BlobRef:
+    return store.put(key, (line for rollout in plan.rollouts for line in _line(store, plan, rollout)))
+
+
+def _line(store: Store, plan: BatchPlan, rollout: BatchRollout) -> Iterator[bytes]:
+    columns = read_columns(store, rollout.columns)
+    fields = {
+        "step": plan.step,
+        "rollout": rollout.rollout,
+        "group": rollout.group,
+        "env": rollout.env,
+        "reward": rollout.reward,
+        "advantage": rollout.advantage,
+        "masked": rollout.masked,
+        "versions": [rollout.version_first, rollout.version_last],
+        "inexact_tokens": rollout.inexact_tokens,
+        "sample_lengths": rollout.sample_lengths,
+        "truncated": bool(columns.truncated.any()),
+        "error": columns.error or None,
+        "metrics": dict(columns.metrics),
+        "fields": {name: values.tolist() for name, values in columns.sample_fields.items()},
+    }
+    head = json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False)[:-1]
+    # The conversation is JSON already: copied, not parsed. Line breaks in JSON are whitespace between tokens.
+    conversation = columns.conversation.tobytes().replace(b"\n", b" ") or b"null"
+    yield head.encode() + b',"conversation":' + conversation + b"}\n"

@@ -45,9 +45,6 @@ def engine(
     topk: Annotated[int, Option(help="Experts per token and layer.")] = 8,
     experts: Annotated[int, Option(help="Experts per layer.")] = 128,
     form: Annotated[Form | None, Option(help="Encoding of routed experts. Default: that of the dialect.")] = None,
-    release: Annotated[
-        str | None, Option(help="Release whose responses are imitated. Default: vLLM 0.32, SGLang 0.5.19.")
-    ] = None,
     failures: Failures = "",
     max_model_len: Annotated[int, Option(min=1, help="Largest number of tokens of prompt and completion.")] = 131_072,
     served_model_name: Annotated[str, Option(help="Name in /v1/models.")] = "policy",
@@ -84,6 +81,5 @@ def engine(
             dev_mode=dev_mode,
             auto_tool_choice=enable_auto_tool_choice,
             model=model,
-            older=settings.is_older(settings.Dialect(dialect), release) if release else False,
         )
     )

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from headpond.errors import ConfigError
@@ -86,12 +85,6 @@ def load(directory: Path) -> Weights:
 @cache
 def _shapes() -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in initial_weights(0).items()}
-
-
-def windows_of(ids: Array) -> Array:
-    """[tokens + 1, WINDOW]: row p has the tokens before position p, the last one last."""
-    padded = np.concatenate([np.full(WINDOW, BEFORE), ids])
-    return sliding_window_view(padded, WINDOW)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from headpond.environments.protocol import (
     Environment,
     PlayedRollout,
     Policy,
+    Score,
     ToolCall,
 )
-from headpond.environments.scores import Score
 from headpond.environments.tools import Tool, Tools, tool
 from headpond.turn import Message
 

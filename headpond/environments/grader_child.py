@@ -59,7 +59,7 @@ def _respond(request: dict[str, Any]) -> str:
 
 
 def _result(returned: Any) -> dict[str, Any]:
-    scores = sys.modules.get("headpond.environments.scores")
+    scores = sys.modules.get("headpond.environments.protocol")
     if scores is None or not isinstance(returned, scores.Score):
         return {"value": returned}
     if returned.columns:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from headpond.environments.grader_child import MAX_RESULT_BYTES
-from headpond.environments.scores import Score
+from headpond.environments.protocol import Score
 from headpond.errors import InfrastructureFailure, PolicyFailure, StageError
 from headpond.runtime import offload
 from headpond.runtime.cancellation import run_to_completion

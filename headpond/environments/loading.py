@@ -10,8 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from headpond.config.engine import EnvironmentCode, EnvironmentSettings
 from headpond.environments.protocol import Closes, Environment, ScoresGroups
-from headpond.error_boundary import error_boundary
-from headpond.errors import ConfigError, StageError
+from headpond.errors import ConfigError, StageError, error_boundary
 from headpond.registry import import_attribute, is_custom, lookup
 
 BUILT_INS = {

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import msgspec
 
-from headpond.environments.scores import Score, checked_score, total
+from headpond.environments.protocol import Score, checked_score, total
 from headpond.errors import BadRequest, StageError
 
 Numbers = Mapping[str, float]

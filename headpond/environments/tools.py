@@ -17,8 +17,7 @@ from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from headpond.environments.protocol import Completion, ToolCall
-from headpond.error_boundary import raised_at
-from headpond.errors import ConfigError, HeadpondError
+from headpond.errors import ConfigError, HeadpondError, raised_at
 from headpond.runtime.offload import in_io_thread
 from headpond.spans import timed
 from headpond.turn import Message

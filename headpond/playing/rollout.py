@@ -22,10 +22,8 @@ from headpond.engines.dialects import Dialect
 from headpond.engines.replicas import NO_ORDERS, Orders
 from headpond.environments.loading import LoadedEnvironment
 from headpond.environments.posted_scores import completed
-from headpond.environments.protocol import AgentPolicy, PlayedRollout, ScoresGroups
-from headpond.environments.scores import Score, checked_score
-from headpond.error_boundary import error_boundary, in_own_task
-from headpond.errors import BlobError, NotFound, NothingToTrain, PolicyFailure, StageError
+from headpond.environments.protocol import AgentPolicy, PlayedRollout, Score, ScoresGroups, checked_score
+from headpond.errors import BlobError, NotFound, NothingToTrain, PolicyFailure, StageError, error_boundary, in_own_task
 from headpond.fields import FieldValues, TrainerField
 from headpond.messages import AGENT_CHARACTERS, AGENTS_LIMIT, POLICY_ERROR_CHARACTERS, RolloutResult, shortened
 from headpond.playing.agent_sessions import SessionServers

@@ -1,7 +1,6 @@
 """Messages <-> token ids, for engines that do not return them. Policies and sessions use `PooledRenderer`."""
 
-from headpond.renderers.backends import RendererKey
-from headpond.renderers.pools import PooledRenderer, RendererPools
+from headpond.renderers.pools import PooledRenderer, RendererKey, RendererPools
 from headpond.renderers.protocol import NextTurn, Renderer, next_prompt
 
 __all__ = [

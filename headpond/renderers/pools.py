@@ -5,17 +5,24 @@ Cancelling a caller does not cancel the build. A failed build raises in every wa
 
 import asyncio
 import functools
+import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headpond.errors import HeadpondError
-from headpond.renderers.backends import RendererKey, build
+from headpond.renderers.bytes_chatml import BytesChatmlRenderer
+from headpond.renderers.process_renderer import ProcessRenderer
 from headpond.renderers.protocol import NO_VALUES, NextTurn, Renderer, TemplateValues, Tools, next_prompt
 from headpond.runtime.offload import cores, in_io_thread
 from headpond.turn import Ids
+
+if TYPE_CHECKING:
+    from headpond.config.engine import RendererSettings
+
 
 T = TypeVar("T")
 
@@ -25,6 +32,43 @@ logger = logging.getLogger("headpond.renderers")
 MAX_RENDERERS = 4
 # A tokenizer takes 75-95 MB. Evaluating more models than this at once rebuilds some of them.
 MAX_POOLS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendererKey:
+    """Equal keys share a renderer. `options` and `template` are JSON with sorted keys."""
+
+    backend: str
+    model: str
+    """directory of the tokenizer; unused by bytes-chatml"""
+    options: str = "{}"
+    template: str = "{}"
+
+    @classmethod
+    def of(cls, settings: "RendererSettings", request_model: str, *, evaluation: bool = False) -> "RendererKey":
+        """Training requests share the renderer of the pinned model, whichever adapter they name. Without a pinned
+        model, and in evaluation, each request's model has its own renderer."""
+        pinned = None if evaluation else settings.model
+        return cls(
+            backend=settings.backend,
+            model=pinned or request_model,
+            options=_sorted_json(settings.options),
+            template=_sorted_json(settings.chat_template_kwargs),
+        )
+
+
+def build(key: RendererKey) -> Renderer:
+    """Blocks while the tokenizer is read. Raises ConfigError for a permanent problem, InfrastructureFailure for one
+    that a retry may solve."""
+    if key.backend == "bytes-chatml":
+        return BytesChatmlRenderer()
+    return ProcessRenderer(
+        backend=key.backend, model=key.model, options=json.loads(key.options), template=json.loads(key.template)
+    )
+
+
+def _sorted_json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True)
 
 
 class RendererPool:

@@ -8,8 +8,7 @@ A sampler is a class made with `size` (examples), `seed` and the options of the 
 nothing else between two calls: they may run in different processes, and a call may be repeated.
 """
 
-from headpond.sampling.drawing import STATE_LIMIT_BYTES, Drawn, draw
 from headpond.sampling.order import Order, example_at
-from headpond.sampling.samplers import SAMPLERS, UNIFORM, PlayedGroup, Sampler
+from headpond.sampling.samplers import SAMPLERS, STATE_LIMIT_BYTES, UNIFORM, Drawn, PlayedGroup, Sampler, draw
 
 __all__ = ["SAMPLERS", "STATE_LIMIT_BYTES", "UNIFORM", "Drawn", "Order", "PlayedGroup", "Sampler", "draw", "example_at"]

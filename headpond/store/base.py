@@ -18,8 +18,7 @@ from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
-from headpond.error_boundary import raised_at
-from headpond.errors import BlobCorrupt, BlobError, BlobMissing, text_of
+from headpond.errors import BlobCorrupt, BlobError, BlobMissing, raised_at, text_of
 from headpond.store import scratch
 from headpond.store.atomic import temporary_path, writing
 from headpond.store.parts import Part, Piece, checksum, mapped

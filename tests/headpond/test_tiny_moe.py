@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support.played_steps import windows_of
 
 from headpond.demo import tiny_moe
 from headpond.demo.tiny_moe import BEFORE, LAYERS, TOPK, WINDOW, Array, Weights
@@ -27,7 +28,7 @@ def scored(weights: Weights, windows: Array, routes: Array, slopes: Array) -> fl
 
 def test_the_gradient_is_that_of_finite_differences() -> None:
     generator, weights = np.random.default_rng(1), float64_weights()
-    windows = tiny_moe.windows_of(IDS)[5:25]
+    windows = windows_of(IDS)[5:25]
     routes = np.argsort(generator.random((len(windows), LAYERS, tiny_moe.EXPERTS)), axis=2)[:, :, :TOPK]
     passed = tiny_moe.forward(weights, windows, routes)
     slopes = generator.standard_normal((len(windows), tiny_moe.VOCABULARY))
@@ -47,7 +48,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
 
 
 def test_replayed_routes_give_the_same_hidden_states_and_others_do_not() -> None:
-    weights, windows = tiny_moe.initial_weights(3), tiny_moe.windows_of(IDS)
+    weights, windows = tiny_moe.initial_weights(3), windows_of(IDS)
     passed = tiny_moe.forward(weights, windows)
     assert (passed.routes.dtype, passed.routes.shape) == (np.uint8, (len(IDS) + 1, LAYERS, TOPK))
     assert len(np.unique(passed.routes)) > TOPK, "tokens are routed to different experts"
@@ -60,7 +61,7 @@ def test_replayed_routes_give_the_same_hidden_states_and_others_do_not() -> None
 
 
 def test_a_window_ends_before_the_token_that_it_predicts() -> None:
-    windows = tiny_moe.windows_of(IDS)
+    windows = windows_of(IDS)
     assert windows.shape == (len(IDS) + 1, WINDOW)
     assert windows[0].tolist() == [BEFORE] * WINDOW
     assert windows[2].tolist() == [BEFORE] * (WINDOW - 2) + IDS[:2].tolist()
@@ -70,7 +71,7 @@ def test_a_window_ends_before_the_token_that_it_predicts() -> None:
 def test_first_weights_write_digits_and_ends() -> None:
     weights = tiny_moe.initial_weights(0)
     assert 10_000 < sum(array.size for array in weights.values()) < 100_000
-    passed = tiny_moe.forward(weights, tiny_moe.windows_of(IDS)[-1:])
+    passed = tiny_moe.forward(weights, windows_of(IDS)[-1:])
     shares = np.exp(tiny_moe.log_softmax(tiny_moe.logits(weights, passed.hidden)))
     words = [*tiny_moe.FIRST_WORDS, tiny_moe.MESSAGE_END]
     assert shares[0, words].sum() > 0.9

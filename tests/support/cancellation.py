@@ -5,7 +5,7 @@ import functools
 from collections.abc import Coroutine, Generator
 from typing import Any
 
-from headpond.error_boundary import in_own_task
+from headpond.errors import in_own_task
 
 
 def cancelled_at(number: int, coroutine: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":

@@ -20,7 +20,7 @@ def echo(*what: Any) -> Any:
 
 
 def score(reward: float, *, columns: bool = False) -> Any:
-    from headpond.environments.scores import Score
+    from headpond.environments.protocol import Score
 
     return Score(reward=reward, rewards={"right": reward}, metrics={"tests": 3}, columns={"c": 1} if columns else {})
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from headpond.batches import BatchPlan, BatchRollout, RunStatus, seal_manifest, write_status
 from headpond.batches.plan import PackingRules
@@ -43,15 +44,21 @@ class Played:
         return Played(**{**self.__dict__, **moved})
 
 
+def windows_of(ids: Array) -> Array:
+    """[tokens + 1, WINDOW]: row p has the tokens before position p, the last one last."""
+    padded = np.concatenate([np.full(tiny_moe.WINDOW, tiny_moe.BEFORE), ids])
+    return sliding_window_view(padded, tiny_moe.WINDOW)
+
+
 def play(weights: Mapping[int, Weights], generator: np.random.Generator) -> Played:
     word = "".join(generator.choice(list("1234"), 2))
     prompt = bytes_chatml.encode([{"role": "user", "content": f"copy {word}"}])
     versions = np.sort(generator.choice(sorted(weights), TOKENS))
     ids, logprobs = prompt, list[float]()
-    rows = tiny_moe.forward(weights[int(versions[0])], tiny_moe.windows_of(ids)[1:-1]).routes
+    rows = tiny_moe.forward(weights[int(versions[0])], windows_of(ids)[1:-1]).routes
     for version in versions.tolist():
         model = weights[version]
-        passed = tiny_moe.forward(model, tiny_moe.windows_of(ids)[-1:])
+        passed = tiny_moe.forward(model, windows_of(ids)[-1:])
         logs = tiny_moe.log_softmax(tiny_moe.logits(model, passed.hidden) / TEMPERATURE)[0]
         token = generator.choice(len(logs), p=np.exp(logs.astype(np.float64)) / np.exp(logs.astype(np.float64)).sum())
         ids, rows = np.append(ids, np.int32(token)), np.concatenate([rows, passed.routes])

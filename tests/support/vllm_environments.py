@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from headpond.environments.protocol import Policy
-from headpond.environments.scores import Score
+from headpond.environments.protocol import Policy, Score
 from headpond.environments.tools import Tools, tool
 from headpond.turn import Message
 

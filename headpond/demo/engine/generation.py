@@ -1,19 +1,23 @@
 """Generated tokens: a pure function of the prompt's tokens, the request's seed, the weights' version and the engine's
 settings.
 
-A prompt that ends in the middle of an answer is continued: an answer in parts has the same tokens as one in a piece.
+`Sampler` is the server's interface to completions; `ScriptedSampler` has no model. A prompt that ends in the middle of
+an answer is continued: an answer in parts has the same tokens as one in a piece.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headpond.demo.engine.draws import Draws
+from headpond.demo.engine.expert_table import ExpertTable, RoutedExperts
 from headpond.demo.engine.requests import CompletionRequest
 from headpond.demo.engine.scripted_policy import ScriptedAnswer, scripted_answer
 from headpond.demo.engine.settings import EngineSettings, LogprobsMode
+from headpond.demo.engine.weights import Flight, TokenSpan, Weights
 from headpond.errors import BadRequest
 from headpond.renderers import bytes_chatml
 from headpond.turn import Ids, Message
@@ -53,10 +57,6 @@ class Generation:
     @property
     def thoughts(self) -> str | None:
         return self.reasoning or self.message.get("reasoning_content")
-
-    @property
-    def cut(self) -> bool:
-        return self.finish_reason == "length"
 
     @property
     def aborted(self) -> bool:
@@ -170,3 +170,44 @@ def _at_temperature(levels: NDArray[np.int64], temperature: float | None) -> NDA
     if temperature is None or temperature == 1:
         return levels
     return (levels + 1 + round(1000 * temperature) % (len(LOGPROB_LEVELS) - 1)) % len(LOGPROB_LEVELS)
+
+
+Alter = Callable[[Generation], Generation]
+"""Makes an odd answer of a completion, as `--failures` says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    generation: Generation
+    spans: Sequence[TokenSpan]
+    """which weights sampled which tokens"""
+    experts: RoutedExperts | None
+
+
+class Sampler(Protocol):
+    async def sample(self, request: CompletionRequest, draws: Draws, flight: Flight, alter: Alter) -> Sampled:
+        """Until the completion has ended, or its flight was aborted."""
+        ...
+
+
+class ScriptedSampler:
+    """Completions are a pure function of the request, and of the weights' versions."""
+
+    def __init__(self, settings: EngineSettings, weights: Weights) -> None:
+        self._settings = settings
+        self._weights = weights
+        self._experts = ExpertTable(settings.routed_experts) if settings.routed_experts.layers else None
+
+    async def sample(self, request: CompletionRequest, draws: Draws, flight: Flight, alter: Alter) -> Sampled:
+        generation = alter(generate(request, draws, self._settings))
+        await self._weights.sample(flight, generation.latency_s)
+        if flight.aborted:
+            generation = generation.stopped_at(len(generation.completion_ids) // 2)
+        tokens = len(generation.completion_ids)
+        spans = flight.spans(self._weights.state, tokens)
+        if flight.adapter is not None:
+            sampled = generation.sampled_by([(flight.adapter, 0, tokens)])
+        else:
+            sampled = generation.sampled_by([(span.state.version, span.start, span.end) for span in spans])
+        experts = None if sampled.aborted else self._experts  # vLLM sends none with an aborted answer
+        return Sampled(generation=sampled, spans=spans, experts=experts)

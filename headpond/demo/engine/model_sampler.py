@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from headpond.demo import tiny_moe
 from headpond.demo.engine.draws import Draws
 from headpond.demo.engine.expert_table import SampledRows
-from headpond.demo.engine.generation import Generation, room_for
+from headpond.demo.engine.generation import Alter, Generation, Sampled, room_for
 from headpond.demo.engine.requests import CompletionRequest
-from headpond.demo.engine.samplers import Alter, Sampled
 from headpond.demo.engine.settings import EngineSettings, LogprobsMode
 from headpond.demo.engine.weights import Flight, State, TokenSpan, Weights
 from headpond.errors import BadRequest, StageError

@@ -1,4 +1,4 @@
-"""Response bodies as vLLM 0.32, SGLang 0.5.19 and releases before them write them: same fields, same order, compact.
+"""Response bodies as vLLM 0.32 and SGLang 0.5.19 write them: same fields, same order, compact.
 
 A body is a list of parts, mostly views of bytes that exist already; nothing large goes through a JSON encoder.
 """
@@ -37,8 +37,6 @@ class ResponseContent:
     spans: Sequence[TokenSpan]
     """which weights sampled which tokens"""
     experts: RoutedExperts | None
-    older: bool = False
-    """as before vLLM 0.32 and SGLang 0.5.19"""
 
     @property
     def name(self) -> str:
@@ -95,7 +93,7 @@ def _sglang_meta_info(content: ResponseContent, experts: list[Part]) -> list[Par
     return [
         b',"meta_info":{"id":%b,"finish_reason":%b,"prompt_tokens":%d,"weight_version":%b'
         % (orjson.dumps(content.name), _sglang_finish_reason(generation), len(request.prompt_ids), _label(content)),
-        b"" if content.older else b',"weight_versions":%b' % _weight_versions(content),
+        b',"weight_versions":%b' % _weight_versions(content),
         b',"total_retractions":0',
         b',"output_token_logprobs":[%b]' % _tokens(generation, _sglang_pair) if request.logprobs else b"",
         b',"completion_tokens":%d,"cached_tokens":0' % len(generation.completion_ids),
@@ -122,10 +120,6 @@ def generate_body(content: ResponseContent) -> list[Part]:
     reason = generation.finish_reason if generation.ended_early else "stop"
     finished = b',"finish_reason":"%b"' % reason.encode()
     ids = b',"token_ids":%b' % _ids(generation.completion_ids)
-    if content.older:
-        logprobs = b',"logprobs":%b' % _logprobs(content, _named_token)
-        start = b'{"request_id":%b,"choices":[{"index":0' % orjson.dumps(name)
-        return [start, logprobs, finished, ids, *experts, b'}],"prompt_logprobs":null,"kv_transfer_params":null}']
     return [
         b'{"request_id":%b,"model":%b,"created":%d,"usage":%b'
         % (
@@ -223,8 +217,3 @@ def _numbered_token(id: int, _: str, logprob: float) -> Json:
     if logprob == NO_LOGPROB:
         return {"token_id": id, "logprob": logprob, "rank": None, "top_logprobs": []}
     return {**candidate, "top_logprobs": [candidate]}
-
-
-def _named_token(id: int, _: str, logprob: float) -> Json:
-    name = f"token_id:{id}"
-    return {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": []}

@@ -16,11 +16,10 @@ from aiohttp import web
 from headpond.demo.engine.control import ControlEndpoints
 from headpond.demo.engine.draws import Draws
 from headpond.demo.engine.expert_table import Part
-from headpond.demo.engine.generation import Generation, draws_of, room_for
+from headpond.demo.engine.generation import Generation, Sampler, ScriptedSampler, draws_of, room_for
 from headpond.demo.engine.model_sampler import ModelSampler
 from headpond.demo.engine.requests import CompletionRequest, read_chat, read_generate
 from headpond.demo.engine.responses import CREATED, ResponseContent, generate_body, sglang_chat_body, vllm_chat_body
-from headpond.demo.engine.samplers import Sampler, ScriptedSampler
 from headpond.demo.engine.settings import Dialect, EngineSettings, FailureRates
 from headpond.demo.engine.weights import Weights
 from headpond.demo.tiny_moe import initial_weights
@@ -111,7 +110,6 @@ class Engine:
                 model=completion.model or self._settings.served_model_name,
                 spans=sampled.spans,
                 experts=None if failure is Failure.NO_EXPERTS else sampled.experts,
-                older=self._settings.older,
             )
         )
         if failure is Failure.MALFORMED:

@@ -1,6 +1,5 @@
 """Settings of the engine, as the command line gives them."""
 
-import re
 from dataclasses import astuple, dataclass, fields
 from enum import StrEnum
 
@@ -82,19 +81,6 @@ class FailureRates:
             raise ConfigError(f"--failures: cannot read {text!r}: write NAME=SHARE,... with {names}") from None
 
 
-NEWEST = {Dialect.VLLM: "0.32", Dialect.SGLANG: "0.5.19"}
-"""The releases whose responses are imitated. Before them, vLLM's `generate` names the tokens of its logprobs by text,
-and SGLang states one weight version for all tokens."""
-
-
-def is_older(dialect: Dialect, release: str) -> bool:
-    """Whether a release of the dialect's server is older than NEWEST. ConfigError if it is not a number."""
-    if not re.fullmatch(r"\d+(\.\d+)*", release):
-        raise ConfigError(f"--release: {release!r} is not a release: write for example {NEWEST[dialect]}")
-    parts, newest = ([int(part) for part in text.split(".")] for text in (release, NEWEST[dialect]))
-    return parts < newest
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     host: str
@@ -120,5 +106,3 @@ class EngineSettings:
     """whether chats with tools are answered: vLLM needs --enable-auto-tool-choice"""
     model: str | None = None
     """`tiny-moe`: completions are sampled from that model, whose first weights are drawn by `seed`; None: scripted"""
-    older: bool = False
-    """responses as the server wrote them before its newest release, see NEWEST"""

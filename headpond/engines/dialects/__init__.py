@@ -21,8 +21,7 @@ from headpond.engines.dialects.base import (
     read_part,
 )
 from headpond.engines.dialects.control_calls import Call, ControlCalls
-from headpond.error_boundary import error_boundary
-from headpond.errors import ConfigError
+from headpond.errors import ConfigError, error_boundary
 from headpond.registry import Facts, checked_function, import_attribute
 
 __all__ = [

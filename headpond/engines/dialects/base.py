@@ -12,8 +12,7 @@ import orjson
 
 from headpond.config.engine import Engine
 from headpond.engines.dialects.control_calls import ControlCalls
-from headpond.error_boundary import raised_at
-from headpond.errors import BadRequest, HeadpondError, StageError, Upstream, text_of
+from headpond.errors import BadRequest, HeadpondError, StageError, Upstream, raised_at, text_of
 from headpond.renderers.protocol import NO_VALUES, NextTurn, TemplateValues, Tools
 from headpond.turn import Body, Ids, Logprobs, Message, Turn, VersionSpan, ids_text
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from headpond.environments.protocol import Policy
-from headpond.environments.scores import Score
+from headpond.environments.protocol import Policy, Score
 
 PROMPT = "What is {problem}? Think it through, then end with a line `Answer: N`, where N is a whole number."
 ANSWER = re.compile(r"Answer:\s*(-?\d+)")

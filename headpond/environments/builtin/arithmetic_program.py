@@ -5,8 +5,7 @@ from pathlib import Path
 
 from headpond.environments.agent_program import run_program
 from headpond.environments.builtin.arithmetic import PROMPT, ArithmeticExamples, Problem, last_answer
-from headpond.environments.protocol import AgentPolicy
-from headpond.environments.scores import Score
+from headpond.environments.protocol import AgentPolicy, Score
 
 AGENT = Path(__file__).with_name("arithmetic_agent.py")
 

@@ -7,8 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from headpond.environments.builtin.arithmetic import last_answer
-from headpond.environments.protocol import PlayedRollout, Policy
-from headpond.environments.scores import Score
+from headpond.environments.protocol import PlayedRollout, Policy, Score
 
 PROMPT = (
     "Name a whole number from 1 to {largest} that is divisible by {divisor}. Others are asked the same: "

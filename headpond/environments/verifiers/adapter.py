@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from headpond.environments.protocol import AgentPolicy
-from headpond.environments.scores import Score
+from headpond.environments.protocol import AgentPolicy, Score
 from headpond.environments.verifiers.verifiers_process import VerifiersProcess
 from headpond.environments.verifiers.wire import EpisodeResult, Outcome, Settings
 from headpond.errors import ConfigError, EngineUnreachable, InfrastructureFailure, PolicyFailure, StageError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headpond.environments.verifiers.episode_results import episode_result
-from headpond.environments.verifiers.leftovers import kill_programs_of_ended_episodes
+from headpond.environments.verifiers.verifiers_process import kill_programs_of_ended_episodes
 from headpond.environments.verifiers.wire import EpisodeRequest, EpisodeResult, Outcome, Settings
 from headpond.errors import ConfigError, StageError
 from headpond.runtime.cancellation import run_to_completion

@@ -32,8 +32,7 @@ from headpond.environments.verifiers.wire import (
     settings_decoder,
     worker_message_decoder,
 )
-from headpond.error_boundary import error_boundary
-from headpond.errors import ConfigError, HeadpondError
+from headpond.errors import ConfigError, HeadpondError, error_boundary
 from headpond.runtime.event_loop import event_loop_factory
 from headpond.runtime.loop_lag import LagTrace, LoopLag
 

@@ -8,19 +8,22 @@ main thread, would score 0. The child ends when its socket closes, so also with 
 import asyncio
 import contextlib
 import itertools
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from headpond.environments.protocol import AgentPolicy
-from headpond.environments.verifiers.leftovers import kill_programs_in
 from headpond.environments.verifiers.wire import (
     HANG_TIMEOUT_S,
     MAX_LINE_BYTES,
@@ -214,3 +217,23 @@ def _clean_up(process: "subprocess.Popen[bytes]", directory: str) -> None:
         process.wait()
     kill_programs_in(directory)
     shutil.rmtree(directory, ignore_errors=True)
+
+
+REMOVED = " (deleted)"  # how the kernel marks a directory that is gone
+
+
+def kill_programs_in(directory: str) -> None:
+    """For a directory whose episodes have all ended."""
+    _kill(lambda workdir: Path(workdir).is_relative_to(directory))
+
+
+def kill_programs_of_ended_episodes(directory: str) -> None:
+    """The package has removed the working directory of an episode that has ended."""
+    _kill(lambda workdir: workdir.endswith(REMOVED) and Path(workdir).is_relative_to(directory))
+
+
+def _kill(is_left_behind: Callable[[str], bool]) -> None:
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            if is_left_behind(str(link.readlink())):
+                os.kill(int(link.parent.name), signal.SIGKILL)

@@ -1,5 +1,7 @@
-"""What a rollout recorded: its conversation, and its tokens with everything that is known of each."""
+"""The recorded conversation of a rollout, and its tokens with their texts, logprobs and masks."""
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,12 +12,17 @@ import orjson
 from headpond.batches import Manifest, read_manifest
 from headpond.batches.annotations import read_annotations
 from headpond.batches.manifest import SAMPLE, Array
-from headpond.errors import BlobError
-from headpond.servers.dashboard.token_text import TokenTexts
+from headpond.errors import BlobError, ConfigError
+from headpond.renderers.bytes_chatml import MESSAGE_END, MESSAGE_START
 from headpond.spans import TimedSpan
 from headpond.store import BlobRef, Store, tensors
 from headpond.store.columns import Columns, read_columns
 from headpond.store.experts import Experts
+
+TokenTexts = Callable[[Sequence[int]], list[str]]
+BYTES_CHATML = "bytes-chatml"
+SPECIAL = {MESSAGE_START: "<|im_start|>", MESSAGE_END: "<|im_end|>"}
+
 
 TOKENS_MOST = 4096
 """Of one answer: about 100 kB."""
@@ -25,6 +32,37 @@ PART_MOST = 200_000
 MESSAGES_MOST = 400
 SPANS_SHOWN = 1_000
 DIGITS = 5
+
+
+def token_texts(tokenizer: str | None, settings: dict[str, Any]) -> TokenTexts | None:
+    """`tokenizer`: a directory or "bytes-chatml"; without it, what the run's settings name and this host has."""
+    if tokenizer is None and settings.get("policy.renderer.backend") == BYTES_CHATML:
+        tokenizer = BYTES_CHATML
+    if tokenizer is None:
+        return None
+    return _byte_texts if tokenizer == BYTES_CHATML else _of_directory(tokenizer)
+
+
+def _byte_texts(ids: Sequence[int]) -> list[str]:
+    """A byte of a longer character is shown as its number."""
+    return [SPECIAL.get(id, chr(id) if 0 <= id < 128 else f"\\x{id:02x}" if id < 256 else f"<{id}>") for id in ids]
+
+
+@lru_cache(maxsize=4)
+def _of_directory(directory: str) -> TokenTexts:
+    path = Path(directory) / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{directory} has no tokenizer.json: pass the directory of a Hugging Face tokenizer")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ConfigError("--tokenizer needs the package tokenizers: pip install 'headpond[tokenizers]'") from error
+    tokenizer: Any = Tokenizer.from_file(str(path))
+
+    def texts(ids: Sequence[int]) -> list[str]:
+        return tokenizer.decode_batch([[id] for id in ids], skip_special_tokens=False)
+
+    return texts
 
 
 class Files(NamedTuple):

@@ -1,25 +1,34 @@
-"""What the pages show of one run, as JSON. Every method reads files and blocks: call it in a thread."""
+"""A run directory as the dashboard reads it, and the pages' JSON.
+
+Every method reads files and blocks: call it in a thread.
+"""
 
 import re
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
+from sqlite3 import Connection
 from typing import Any
 
-from headpond.batches import Manifest
-from headpond.errors import LedgerError, NotFound
+from headpond.batches import Manifest, read_trainer
+from headpond.errors import BatchError, LedgerError, NotFound
 from headpond.ids import RolloutId
+from headpond.inspection import run_json
 from headpond.inspection.run_state import State, last_status, state_of, status_age_s, why_idle
 from headpond.inspection.why import why
-from headpond.ledger import histories, pages, queries
+from headpond.ledger import histories, pages, queries, schema
 from headpond.ledger.states import RolloutState
 from headpond.ledger.waterfall import Waterfall
 from headpond.servers.dashboard import recording
 from headpond.servers.dashboard.curves import Curves
-from headpond.servers.dashboard.run_files import RunFiles
-from headpond.servers.dashboard.token_text import TokenTexts, token_texts
+from headpond.servers.dashboard.recording import TokenTexts, token_texts
+from headpond.store import Store, open_store
 from headpond.store.columns import Columns
+from headpond.store.opening import run_store_url
 
 PAGE_MOST = 200
 """rollouts of one page"""
@@ -33,6 +42,43 @@ CURVE_KEYS = ("reward_mean", "played_reward_mean", "completion_tokens/mean", "ro
               "staleness_mean", "staleness_max", "entropy", "trainer/kl", "trainer/entropy", "filtered_rate",
               "time/step_s")  # fmt: skip
 KEY = re.compile(r"[\w./:-]{1,200}")
+
+
+class RunFiles:
+    def __init__(self, directory: Path, *, may_begin_later: bool = False) -> None:
+        """RunError if it is not the directory of a run, unless the run may begin later."""
+        self.path = directory.resolve()
+        self.name = self.path.name
+        self._may_begin_later = may_begin_later
+        if not may_begin_later:
+            self.identity()
+
+    def identity(self) -> dict[str, Any]:
+        """The content of run.json, which a resumed run rewrites. NotFound for a run that has not begun."""
+        if self._may_begin_later and not (self.path / "run.json").exists():
+            raise NotFound(f"{self.path} has no run yet. This page shows it once `headpond run` has begun it")
+        return run_json.read(self.path)
+
+    @contextmanager
+    def ledger(self) -> Iterator[Connection]:
+        """The ledger of one moment. LedgerError if it cannot be read; it may be on another host."""
+        path = self.path / self.identity()["ledger"]
+        with schema.reading(path) as connection, queries.snapshot(connection):
+            yield connection
+
+    def store(self) -> Store:
+        return open_store(run_store_url(self.path, self.identity()["store"]))
+
+    def settings(self) -> dict[str, Any]:
+        """Dotted name -> value, without paths, addresses and secrets."""
+        identity = self.identity()
+        return identity.get("settings") or {}
+
+    def trainer(self) -> dict[str, Any]:
+        try:
+            return asdict(read_trainer(self.path))
+        except (BatchError, OSError) as error:
+            return {"error": str(error)}
 
 
 class RunView:

@@ -28,16 +28,13 @@ from headpond.servers.sessions import headers
 from headpond.servers.sessions.agents import agent_of
 from headpond.servers.sessions.apis import CHAT, Api
 from headpond.servers.sessions.backend import Backend, EngineRequest, EngineResponse
-from headpond.servers.sessions.client_response import Rendered, completion_for
+from headpond.servers.sessions.client_response import Rendered, completion_for, rendered_logprobs
 from headpond.servers.sessions.error_responses import CONTEXT_CODE, engine_error, error_response
-from headpond.servers.sessions.keep_alive import EVENT_STREAM, KEEP_ALIVES, KeepAlives
+from headpond.servers.sessions.keep_alive import EVENT_STREAM, KEEP_ALIVES, KeepAlives, WatchedResponse
 from headpond.servers.sessions.records import answer_id_of, history_of, record_of, recorded_completion
-from headpond.servers.sessions.rendered_logprobs import rendered_logprobs
-from headpond.servers.sessions.requests import Chat, by_size, read_body, read_chat, read_object
+from headpond.servers.sessions.requests import Chat, ChatRules, by_size, read_body, read_chat, read_object
 from headpond.servers.sessions.retries import Answer, Attempt, SentChat, request_id
-from headpond.servers.sessions.rules import ChatRules
 from headpond.servers.sessions.session_table import Entry, SessionMetadata, SessionTable, opened
-from headpond.servers.sessions.watched_response import WatchedResponse
 from headpond.spans import Stopwatch
 from headpond.turn import Body, Ids, Turn, TurnMetadata, ids_text
 

@@ -14,8 +14,7 @@ from headpond.renderers import PooledRenderer
 from headpond.servers.sessions.apis import MESSAGES
 from headpond.servers.sessions.backend import Backend, EngineRequest
 from headpond.servers.sessions.error_responses import JSON
-from headpond.servers.sessions.requests import Chat, by_size, read_chat, read_object
-from headpond.servers.sessions.rules import ChatRules
+from headpond.servers.sessions.requests import Chat, ChatRules, by_size, read_chat, read_object
 
 MODELS = "/v1/models"
 TOKENIZE = "/tokenize"

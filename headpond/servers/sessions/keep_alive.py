@@ -3,15 +3,37 @@ keep-alives, so that no client and no proxy gives up. What fails after that is a
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
 
 import orjson
 from aiohttp import web
 
 from headpond.servers.sessions.apis import Api
 from headpond.servers.sessions.error_responses import engine_error
-from headpond.servers.sessions.watched_response import WatchedResponse
 
 EVENT_STREAM = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+
+
+class WatchedResponse(web.Response):
+    def __init__(self, request: web.BaseRequest, written: Callable[[], None], **options: Any) -> None:
+        super().__init__(**options)
+        self._watched, self._written = request, written
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        with self.watched_write():
+            await super().write_eof(data)
+
+    @contextlib.contextmanager
+    def watched_write(self) -> Generator[None]:
+        """The body writes the whole answer. Its writes end when the socket has taken every byte: nothing may wait in
+        the transport's buffer."""
+        transport = self._watched.transport
+        if transport is not None and not transport.is_closing():
+            transport.set_write_buffer_limits(high=0)
+        yield
+        if transport is not None and not transport.is_closing():
+            self._written()
 
 
 class KeepAlives:

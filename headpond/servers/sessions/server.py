@@ -49,8 +49,7 @@ from headpond.servers.sessions.connections import JsonServer
 from headpond.servers.sessions.engine_queries import MODELS, EngineQueries
 from headpond.servers.sessions.error_responses import JSON, error_response, response_to
 from headpond.servers.sessions.keep_alive import KEEP_ALIVES
-from headpond.servers.sessions.requests import NEW_SESSION_BYTES, read_body, read_new_session, read_seal
-from headpond.servers.sessions.rules import ChatRules
+from headpond.servers.sessions.requests import NEW_SESSION_BYTES, ChatRules, read_body, read_new_session, read_seal
 from headpond.servers.sessions.session_directory import SessionDirectory, owner_of
 from headpond.servers.sessions.session_table import Entry, SessionMetadata, SessionTable, opened
 from headpond.store import open_store

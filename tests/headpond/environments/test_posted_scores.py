@@ -3,7 +3,7 @@
 import pytest
 
 from headpond.environments.posted_scores import PostedScore, completed, read_posted
-from headpond.environments.scores import Score
+from headpond.environments.protocol import Score
 from headpond.errors import BadRequest, StageError
 from headpond.messages import REWARDS_LIMIT
 

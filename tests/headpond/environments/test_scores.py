@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from headpond.environments.scores import Score, checked_score
+from headpond.environments.protocol import Score, checked_score
 from headpond.errors import StageError
 from headpond.messages import METRICS_LIMIT, NAME_CHARACTERS, REWARDS_LIMIT
 

@@ -12,7 +12,7 @@ from support.waiting import wait_until_async
 
 from headpond.config.engine import EnvironmentSettings, Policy
 from headpond.environments import Score, load_environments
-from headpond.environments.scores import METRICS_OF_RECORDING
+from headpond.environments.protocol import METRICS_OF_RECORDING
 from headpond.errors import BlobUnwritten, EngineUnreachable, InfrastructureFailure, PolicyFailure, StageError
 from headpond.messages import METRICS_LIMIT, RolloutResult
 from headpond.playing.rollout import play, score_group

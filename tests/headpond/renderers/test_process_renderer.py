@@ -15,7 +15,7 @@ from support.waiting import wait_until
 
 from headpond.errors import BadRequest, InfrastructureFailure
 from headpond.renderers import NextTurn, PooledRenderer, RendererKey, RendererPools, process_renderer
-from headpond.renderers.backends import build
+from headpond.renderers.pools import build
 from headpond.renderers.process_renderer import ProcessRenderer
 from headpond.renderers.tokenizer_directory import DirectoryRenderer
 from headpond.turn import Ids

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from headpond.errors import BadRequest, ConfigError
 from headpond.renderers import NextTurn, RendererKey, next_prompt
-from headpond.renderers.backends import build
+from headpond.renderers.pools import build
 from headpond.renderers.renderers_package import PackageRenderer
 from headpond.renderers.tokenizer_directory import DirectoryRenderer
 from headpond.turn import Ids

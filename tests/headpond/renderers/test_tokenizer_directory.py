@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from headpond.errors import BadRequest, ConfigError, InfrastructureFailure
 from headpond.renderers import NextTurn, RendererKey, next_prompt
-from headpond.renderers.backends import build
+from headpond.renderers.pools import build
 from headpond.renderers.tokenizer_directory import DirectoryRenderer
 from headpond.turn import Ids
 

@@ -8,7 +8,7 @@ import pytest
 
 from headpond.errors import ConfigError, StageError
 from headpond.sampling import Drawn, PlayedGroup, draw
-from headpond.sampling.drawing import STATE_LIMIT_BYTES, check_sampler
+from headpond.sampling.samplers import STATE_LIMIT_BYTES, check_sampler
 
 MODULE = """
 class Hardest:

@@ -24,6 +24,7 @@ from support.engine_process import (
     write_weights,
 )
 from support.engine_responses import request_info
+from support.played_steps import windows_of
 
 from headpond.demo import tiny_moe
 from headpond.demo.engine import model_sampler
@@ -54,7 +55,7 @@ def expected_logprobs(
 ) -> Array:
     """Of the tokens from `first` on, with the rows of all tokens but the last."""
     at = np.arange(first, len(ids))
-    passed = tiny_moe.forward(weights, tiny_moe.windows_of(ids)[at], rows[at - 1].astype(np.int64))
+    passed = tiny_moe.forward(weights, windows_of(ids)[at], rows[at - 1].astype(np.int64))
     logs = tiny_moe.log_softmax(tiny_moe.logits(weights, passed.hidden) / temperature)
     return np.take_along_axis(logs, ids[at][:, None], axis=1)[:, 0]
 
@@ -86,7 +87,7 @@ def test_logprobs_and_experts_are_those_of_the_model(engine: EngineProcess) -> N
         assert turn.routes is not None
         ids = np.concatenate([PROMPT, turn.completion_ids])
         assert len(turn.routes.rows) == len(ids) - 1
-        free = tiny_moe.forward(weights, tiny_moe.windows_of(ids)[1:-1])
+        free = tiny_moe.forward(weights, windows_of(ids)[1:-1])
         assert np.array_equal(turn.routes.rows, free.routes), "every token's experts are those that the router chooses"
         expected = expected_logprobs(weights, ids, len(PROMPT), turn.routes.rows, temperature)
         assert np.abs(turn.completion_logprobs - expected).max() < TOLERANCE
@@ -116,7 +117,7 @@ def test_sglang_sends_rows_as_int32_and_raw_logprobs_are_those_before_the_temper
 
 def test_tokens_are_drawn_with_their_probabilities() -> None:
     weights, draws = tiny_moe.initial_weights(1), 4_000
-    window = tiny_moe.windows_of(PROMPT)[-1:]
+    window = windows_of(PROMPT)[-1:]
     uniforms = (np.arange(draws) + 0.5) / draws
     for temperature in (1.0, 0.5):
         temperatures = np.full(draws, temperature)
@@ -136,7 +137,7 @@ def test_with_a_top_k_the_response_has_the_tokens_that_were_left(engine: EngineP
     assert plain.result(60)["choices"][0]["sampling_mask"] is None
     ids = np.concatenate([PROMPT, np.array(choice["token_ids"], np.int32)])
     at = np.arange(len(PROMPT), len(ids))
-    logits = tiny_moe.logits(weights, tiny_moe.forward(weights, tiny_moe.windows_of(ids)[at]).hidden)
+    logits = tiny_moe.logits(weights, tiny_moe.forward(weights, windows_of(ids)[at]).hidden)
     for token, left, own, found in zip(
         choice["token_ids"], choice["sampling_mask"], logits, choice["logprobs"]["content"], strict=True
     ):
@@ -190,7 +191,7 @@ def test_a_long_prompt_is_read_in_several_passes(engine: EngineProcess) -> None:
     turn = control(engine, GENERATE, request)["choices"][0]
     rows = np.load(io.BytesIO(base64.b64decode(turn["routed_experts"])))
     ids = np.concatenate([prompt, np.array(turn["token_ids"], np.int32)])
-    free = tiny_moe.forward(tiny_moe.initial_weights(SEED), tiny_moe.windows_of(ids)[1:-1])
+    free = tiny_moe.forward(tiny_moe.initial_weights(SEED), windows_of(ids)[1:-1])
     assert np.array_equal(rows, free.routes[5:])
 
 

@@ -119,13 +119,12 @@ def test_absent_experts_are_counted(tmp_path: Path) -> None:
     assert [result.metrics["missing_routes"] for result, _ in again] == [0] * ROLLOUTS, "asked for again"
 
 
-@pytest.mark.parametrize(("release", "named_by"), [("0.31", "token"), ("0.32", "token_id")])
-def test_generate_names_tokens_as_its_release_does(tmp_path: Path, release: str, named_by: str) -> None:
+def test_generate_names_tokens_by_their_ids(tmp_path: Path) -> None:
     prompt = bytes_chatml.encode([user("hi")])
     request = {"token_ids": prompt.tolist(), "sampling_params": {"logprobs": 1}}
-    with running(tmp_path, *SHAPE, "--release", release) as engine:
+    with running(tmp_path, *SHAPE) as engine:
         body = engine.answer(GENERATE, request)
-    assert next(iter(json.loads(body)["choices"][0]["logprobs"]["content"][0])) == named_by
+    assert next(iter(json.loads(body)["choices"][0]["logprobs"]["content"][0])) == "token_id"
     turn = read_turn(body, request=request_info("generate", prompt_ids=prompt))
     assert turn.routes is not None
     assert len(turn.routes.rows) == turn.tokens - 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headpond.demo.engine.settings import Dialect, ExpertShape, FailureRates, is_older
+from headpond.demo.engine.settings import ExpertShape, FailureRates
 from headpond.errors import ConfigError
 
 
@@ -25,16 +25,6 @@ def test_failure_rates_are_parsed_by_name() -> None:
 def test_invalid_failure_rates_are_refused(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         FailureRates.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("dialect", "release", "older"),
-    [("vllm", "0.31", True), ("vllm", "0.32.0", False), ("sglang", "0.5.18", True), ("sglang", "0.5.23", False)],
-)
-def test_a_release_is_older_or_not(dialect: str, release: str, older: bool) -> None:
-    assert is_older(Dialect(dialect), release) == older
-    with pytest.raises(ConfigError, match=r"--release: 'v1' is not a release"):
-        is_older(Dialect(dialect), "v1")
 
 
 @pytest.mark.parametrize("wrong", [{"layers": -1}, {"topk": 0}, {"experts": 1}, {"experts": 65537}])

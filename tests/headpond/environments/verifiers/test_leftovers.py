@@ -9,7 +9,7 @@ from pathlib import Path
 from support.processes import alive
 from support.waiting import wait_until
 
-from headpond.environments.verifiers.leftovers import kill_programs_in, kill_programs_of_ended_episodes
+from headpond.environments.verifiers.verifiers_process import kill_programs_in, kill_programs_of_ended_episodes
 
 
 @contextmanager

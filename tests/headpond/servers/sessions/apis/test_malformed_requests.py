@@ -16,8 +16,7 @@ from headpond.config.sessions import LeaveOut
 from headpond.errors import BadRequest
 from headpond.recording import digest_messages
 from headpond.servers.sessions.apis import APIS, api_of
-from headpond.servers.sessions.requests import read_chat
-from headpond.servers.sessions.rules import ChatRules
+from headpond.servers.sessions.requests import ChatRules, read_chat
 
 NAMES = [
     "messages",
