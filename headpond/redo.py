@@ -26,8 +26,7 @@ from headpond.ledger import histories, pages, queries, schema
 from headpond.messages import GroupInputs, GroupMember, RolloutResult, StepAdvantages, StepValues
 from headpond.stages import estimate_group, estimate_step, read_tokens
 from headpond.store import open_store
-from headpond.store.base import BlobRef, Bytes, Store
-from headpond.store.files import FileStore
+from headpond.store.files import ReadThroughStore
 from headpond.store.opening import run_store_url
 
 CHANGEABLE = ("filters.", "advantages.", "batch.", "vocab_size")
@@ -38,15 +37,6 @@ TOKEN_FILTERS, GROUP_FILTERS = ("gibberish", "repetition", "overlong"), ("zero_v
 EXECUTION, STEP_CREDIT = "redo", "plans/redo.credit.json"
 """in the names of files that are made here and deleted at once"""
 TOKENS_DELETED = "its tokens are deleted, so that it cannot be packed"
-
-
-class ReadThroughStore(FileStore):
-    def __init__(self, url: str, source: Store) -> None:
-        super().__init__(url)
-        self._source = source
-
-    def open(self, ref: BlobRef, *, verify: bool = True) -> Bytes:
-        return self._source.open(ref, verify=verify)
 
 
 @dataclass(frozen=True, kw_only=True)

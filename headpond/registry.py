@@ -35,7 +35,8 @@ class NamedCode:
     setting: str
     name: str
     check: str
-    """`module:function` of Headpond. Called with `name` and `setting`; returns facts or raises ConfigError."""
+    """`module:function` of Headpond, which loads the code. Called with `name` and `setting`; raises ConfigError. A dict
+    that it returns is facts."""
     place: str = ""
     """File and line, variable or flag that sets it."""
 
@@ -157,8 +158,8 @@ def main() -> None:
 def _check(named: NamedCode) -> Facts | str:
     """The facts, or what is wrong."""
     try:
-        check = cast("Callable[..., Facts]", import_attribute(named.check, setting=named.setting))
-        return check(named.name, setting=named.setting)
+        loaded = import_attribute(named.check, setting=named.setting)(named.name, setting=named.setting)
+        return loaded if isinstance(loaded, dict) else {}
     except ConfigError as error:
         return str(error)
 

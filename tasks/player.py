@@ -19,8 +19,7 @@ from headpond.environments.loading import LoadedEnvironment, load_environments
 from headpond.errors import ConfigError, InfrastructureFailure, StageError
 from headpond.messages import REWARDS_LIMIT, RolloutJob, RolloutResult, ScoreJob, ScoreResult, SurveyJob, SurveyResult
 from headpond.playing.agent_sessions import SessionServers
-from headpond.playing.opening import open_dialect
-from headpond.playing.rollout import Attempt, RolloutStage, play, score_group
+from headpond.playing.rollout import Attempt, RolloutStage, open_dialect, play, score_group
 from headpond.runtime.offload import in_io_thread
 from headpond.store import open_store
 from headpond.store.opening import owner_of

@@ -155,13 +155,10 @@ def check_estimator(name: str, *, setting: str) -> Facts:
     return {"batch_phase": load_estimator(name, setting=setting).batch is not None}
 
 
-def load_shaping(name: str, built_in: Mapping[str, Shaping], *, setting: str = "advantages.length_shaping") -> Shaping:
+def load_shaping(
+    name: str, built_in: Mapping[str, Shaping] = {}, *, setting: str = "advantages.length_shaping"
+) -> Shaping:
     """The built-in one, or the function of `module:function`."""
     if not is_custom(name):
         return lookup(built_in, name, setting=setting)
     return checked_function(import_attribute(name, setting=setting), "group", what=f"{setting} = {name!r}")
-
-
-def check_shaping(name: str, *, setting: str) -> Facts:
-    load_shaping(name, {}, setting=setting)
-    return {}

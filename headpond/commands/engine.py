@@ -61,14 +61,12 @@ def engine(
     from headpond.demo.engine import server, settings
 
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    routed_experts = settings.ExpertShape(
-        layers=layers, topk=topk, experts=experts, form=form and settings.ExpertForm(form)
-    )
+    routed_experts = settings.ExpertShape(layers=layers, topk=topk, experts=experts, form=form)
     server.serve(
         settings.EngineSettings(
             host=host,
             port=port,
-            dialect=settings.Dialect(dialect),
+            dialect=dialect,
             seed=seed,
             skill=skill,
             latency_s=settings.Distribution.parse(latency),
@@ -77,7 +75,7 @@ def engine(
             failures=settings.FailureRates.parse(failures),
             max_model_len=max_model_len,
             served_model_name=served_model_name,
-            logprobs_mode=settings.LogprobsMode(logprobs_mode),
+            logprobs_mode=logprobs_mode,
             dev_mode=dev_mode,
             auto_tool_choice=enable_auto_tool_choice,
             model=model,

@@ -14,13 +14,13 @@ def named_rules(config: RunConfig) -> list[NamedCode]:
         NamedCode(setting=f"advantages.{key}", name=name, check=f"headpond.advantages.settings:{check}")
         for key, name, check in (
             ("estimator", config.advantages.estimator, "check_estimator"),
-            ("length_shaping", config.advantages.length_shaping, "check_shaping"),
+            ("length_shaping", config.advantages.length_shaping, "load_shaping"),
         )
         if is_custom(name)
     ]
     for key, filters, check in (
-        ("custom", config.filters.custom, "check_token_rule"),
-        ("custom_groups", config.filters.custom_groups, "check_group_rule"),
+        ("custom", config.filters.custom, "load_token_rule"),
+        ("custom_groups", config.filters.custom_groups, "load_group_rule"),
     ):
         named += [
             NamedCode(setting=f"filters.{key}.{name}.use", name=each.use, check=f"headpond.filters.judging:{check}")
@@ -29,7 +29,7 @@ def named_rules(config: RunConfig) -> list[NamedCode]:
         ]
     named += [
         NamedCode(
-            setting=f"environments.{name}.sampler", name=each.sampler, check="headpond.sampling.samplers:check_sampler"
+            setting=f"environments.{name}.sampler", name=each.sampler, check="headpond.sampling.samplers:load_class"
         )
         for name, each in config.environments.items()
         if is_custom(each.sampler)

@@ -17,8 +17,7 @@ from headpond.doctor import probes
 from headpond.doctor.engine import quick
 from headpond.engines.client import EngineClient
 from headpond.errors import EngineUnreachable, HeadpondError
-from headpond.playing.opening import open_dialect
-from headpond.playing.rollout import RolloutStage
+from headpond.playing.rollout import RolloutStage, open_dialect
 from headpond.runtime.event_loop import event_loop_factory
 from headpond.store import open_store
 

@@ -22,8 +22,7 @@ from headpond.doctor.server import (
 )
 from headpond.engines.client import EngineClient
 from headpond.errors import ConfigError, EngineUnreachable, HeadpondError, InfrastructureFailure, StageError
-from headpond.playing.opening import open_dialect
-from headpond.playing.rollout import RolloutStage
+from headpond.playing.rollout import RolloutStage, open_dialect
 from headpond.store import open_store
 
 LATENCIES = 3

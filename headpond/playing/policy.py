@@ -221,18 +221,11 @@ class RecordedPolicy:
             raise
         finally:
             self.engine_s += time.monotonic() - started
-        self._count_use(response)
+        count_use(self.usage, response.replica, self._last_replica, response.value[0], response.seconds)
         self._last_replica = response.replica
         self.failures += response.failures
         self.aborts += response.aborts
         return response
-
-    def _count_use(self, response: Exchanged) -> None:
-        """A conversation that leaves its replica has its prompt computed again by another one."""
-        replica, turn = response.replica, response.value[0]
-        self.usage.answered(replica.url, tokens=len(turn.completion_ids), seconds=response.seconds)
-        if self._last_replica not in (None, replica):
-            self.usage.lost(self._last_replica.url, turn.prefix_tokens)
 
     async def _with_rendered_message(
         self, prepared: Prepared, prompt: Prompt, fields: Mapping[str, Any], turn: Turn, message: Message | None
@@ -255,6 +248,13 @@ class RecordedPolicy:
         its beginning drew."""
         text = f"{self._session.settings.rollout}/{arrival}{f'/{continuation}' if continuation else ''}"
         return xxhash.xxh3_64_intdigest(text.encode(), seed=self._seed & 0xFFFF_FFFF) & 0x7FFF_FFFF
+
+
+def count_use(usage: Usage, replica: Replica, before: Replica | None, turn: Turn, seconds: float) -> None:
+    """A conversation that left the replica `before` had its prompt computed again."""
+    usage.answered(replica.url, tokens=len(turn.completion_ids), seconds=seconds)
+    if before not in (None, replica):
+        usage.lost(before.url, turn.prefix_tokens)
 
 
 @contextlib.contextmanager

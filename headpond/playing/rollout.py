@@ -15,22 +15,33 @@ from itertools import islice
 import orjson
 
 from headpond import ids
+from headpond.config import RunConfig
 from headpond.config.engine import Policy
 from headpond.config.sessions import Sessions
 from headpond.engines.client import EngineClient
-from headpond.engines.dialects import Dialect
+from headpond.engines.dialects import Dialect, dialect_of
 from headpond.engines.replicas import NO_ORDERS, Orders
 from headpond.environments.loading import LoadedEnvironment
 from headpond.environments.posted_scores import completed
 from headpond.environments.protocol import AgentPolicy, PlayedRollout, Score, ScoresGroups, checked_score
-from headpond.errors import BlobError, NotFound, NothingToTrain, PolicyFailure, StageError, error_boundary, in_own_task
+from headpond.errors import (
+    BlobError,
+    InfrastructureFailure,
+    NotFound,
+    NothingToTrain,
+    PolicyFailure,
+    StageError,
+    error_boundary,
+    in_own_task,
+)
 from headpond.fields import FieldValues, TrainerField
 from headpond.messages import AGENT_CHARACTERS, AGENTS_LIMIT, POLICY_ERROR_CHARACTERS, RolloutResult, shortened
 from headpond.playing.agent_sessions import SessionServers
 from headpond.playing.policy import RecordedPolicy
 from headpond.recording import Echo, Mode, Sealed, Session, SessionSettings
+from headpond.renderers import PooledRenderer, RendererKey, RendererPools
 from headpond.runtime.cancellation import run_to_completion
-from headpond.runtime.offload import in_file_thread
+from headpond.runtime.offload import in_file_thread, in_io_thread
 from headpond.spans import TimedSpan, collected, timed
 from headpond.store import Store
 from headpond.store.columns import read_columns
@@ -323,3 +334,17 @@ def _read_played(store: Store, member: RolloutResult) -> PlayedRollout:
         completion_tokens=member.completion_tokens,
         conversations=conversations,
     )
+
+
+async def open_dialect(config: RunConfig) -> Dialect:
+    """The engine's dialect, with its renderer built before the first rollout."""
+    settings, place = config.policy.renderer, config.place_of("engine", "dialect")
+    if settings is None:
+        return await in_io_thread(dialect_of, config.engine, place=place)
+    renderer = PooledRenderer(RendererPools(), RendererKey.of(settings, config.engine.model))
+    dialect = await in_io_thread(dialect_of, config.engine, renderer=renderer, place=place)
+    try:
+        await renderer.warm_up()
+    except InfrastructureFailure as error:
+        logger.warning("action=not_warmed_up error=%s: the first rollout will retry", error)
+    return dialect

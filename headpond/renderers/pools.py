@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -178,10 +178,6 @@ class RendererPools:
             building.add_done_callback(functools.partial(self._built, key))
         return await asyncio.shield(building)
 
-    async def warm_up(self, keys: Iterable[RendererKey]) -> None:
-        """Build pools before they are needed."""
-        await asyncio.gather(*map(self.pool, keys))
-
     async def _build_pool(self, key: RendererKey) -> RendererPool:
         started = time.monotonic()
         build = functools.partial(self._build, key)
@@ -210,7 +206,7 @@ class PooledRenderer:
         self.key = key
 
     async def warm_up(self) -> None:
-        await self._pools.warm_up([self.key])
+        await self._pools.pool(self.key)
 
     async def prompt_ids(self, turn: NextTurn) -> Ids:
         pool = await self._pools.pool(self.key)

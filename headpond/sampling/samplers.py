@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headpond.errors import ConfigError, StageError, described, error_boundary
-from headpond.registry import Facts, checked_function, import_attribute, is_custom, lookup
+from headpond.registry import checked_function, import_attribute, is_custom, lookup
 from headpond.sampling.order import example_at, key
 
 UNIFORM = "uniform"
@@ -145,11 +145,6 @@ def load_class(name: str, *, setting: str) -> type[Any]:
         raise ConfigError(f"{what} has no method draw(self, count, played, state)")
     checked_function(cast(Any, found).draw, "self", "count", "played", "state", what=f"{what}: `draw`")
     return cast("type[Any]", found)
-
-
-def check_sampler(name: str, *, setting: str) -> Facts:
-    load_class(name, setting=setting)
-    return {}
 
 
 def draw(

@@ -20,7 +20,7 @@ class ControlEndpoints:
         self._dialect = dialect
 
     def routes(self) -> list[web.RouteDef]:
-        if self._dialect is Dialect.SGLANG:
+        if self._dialect == "sglang":
             return [
                 web.get("/model_info", self._model_info),
                 web.get("/metrics", self._metrics),
@@ -128,7 +128,7 @@ class ControlEndpoints:
         new = body.get("new_version")
         if not isinstance(new, str):
             raise BadRequest("new_version must be a string")
-        if self._dialect is Dialect.SGLANG and body.get("abort_all_requests", True):
+        if self._dialect == "sglang" and body.get("abort_all_requests", True):
             self._weights.abort(None)
         self._weights.rename(new)
         return web.json_response({"success": True, "new_version": new})
@@ -139,27 +139,27 @@ class ControlEndpoints:
         if name in self._weights.adapters:
             raise BadRequest(f"The lora adapter '{name}' has already been loaded.")
         self._weights.load_adapter(name, str(body.get("lora_path")))
-        if self._dialect is Dialect.SGLANG:
+        if self._dialect == "sglang":
             return web.json_response({"success": True, "loaded_adapters": {}})
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload_adapter(self, request: web.Request) -> web.Response:
         name = str((await _json(request)).get("lora_name"))
         self._weights.unload_adapter(name)
-        if self._dialect is Dialect.SGLANG:
+        if self._dialect == "sglang":
             return web.json_response({"success": True, "loaded_adapters": {}})
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _metrics(self, _: web.Request) -> web.Response:
         running, waiting = len(self._weights.flights), self._weights.waiting
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-        if self._dialect is Dialect.SGLANG:
+        if self._dialect == "sglang":
             names = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
         lines = [
             f'{name}{{model_name="scripted"}} {value:.1f}'
             for name, value in zip(names, (running, waiting), strict=True)
         ]
-        if self._dialect is not Dialect.SGLANG:
+        if self._dialect != "sglang":
             lines.append(f"process_start_time_seconds {STARTED_AT}")
         return web.Response(text="\n".join([*lines, ""]))
 

@@ -43,7 +43,7 @@ class RoutedExperts(Protocol):
 class ExpertTable:
     def __init__(self, shape: ExpertShape) -> None:
         self.shape = shape
-        self.form = shape.form
+        self.form: ExpertForm | None = shape.form
         dtype = np.uint8 if shape.experts <= 256 else np.uint16
         size = TABLE_ROWS, shape.layers, shape.topk
         # A row of zeros means "not captured".
@@ -58,11 +58,11 @@ class ExpertTable:
         slices = list(_slices(ids, first))
         rows = sum(end - start for start, end in slices)
         match form:
-            case ExpertForm.BARE:
+            case "bare":
                 return [b'"', *self._wide.encoded(slices), b'"']
-            case ExpertForm.NPY:
+            case "npy":
                 return [b'"', *self._narrow.encoded(slices, before=_npy_header(self._rows, rows)), b'"']
-            case ExpertForm.OBJECT:
+            case "object":
                 kind = _object_kind((rows, *self._rows.shape[1:]), first, self._rows.dtype)
                 return [b'{"data":"', *self._narrow.encoded(slices), kind]
 
@@ -80,16 +80,16 @@ class SampledRows:
 
     def __init__(self, rows: NDArray[Any], first: int, form: ExpertForm | None) -> None:
         self._rows, self._first = rows, first
-        self.form = form
+        self.form: ExpertForm | None = form
 
     def encoded(self, form: ExpertForm, ids: Ids, first: int = 0) -> list[Part]:
         rows = self._rows[first - self._first : len(ids) - 1 - self._first]
         match form:
-            case ExpertForm.BARE:
+            case "bare":
                 return [b'"', pybase64.b64encode(rows.astype(np.int32).tobytes()), b'"']
-            case ExpertForm.NPY:
+            case "npy":
                 return [b'"', pybase64.b64encode(_npy_header(rows, len(rows)) + rows.tobytes()), b'"']
-            case ExpertForm.OBJECT:
+            case "object":
                 kind = _object_kind(rows.shape, first, rows.dtype)
                 return [b'{"data":"', pybase64.b64encode(rows.tobytes()), kind]
 

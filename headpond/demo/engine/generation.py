@@ -16,7 +16,7 @@ from headpond.demo.engine.draws import Draws
 from headpond.demo.engine.expert_table import ExpertTable, RoutedExperts
 from headpond.demo.engine.requests import CompletionRequest
 from headpond.demo.engine.scripted_policy import ScriptedAnswer, scripted_answer
-from headpond.demo.engine.settings import EngineSettings, LogprobsMode
+from headpond.demo.engine.settings import EngineSettings
 from headpond.demo.engine.weights import Flight, TokenSpan, Weights
 from headpond.errors import BadRequest
 from headpond.renderers import bytes_chatml
@@ -144,7 +144,7 @@ def generate(request: CompletionRequest, draws: Draws, settings: EngineSettings)
     filler = np.resize(FILLER[place:], min(limit, length - len(answer_ids)))
     whole = np.concatenate([filler, answer_ids])[:limit]
     levels = _levels(len(whole), draws)
-    if settings.logprobs_mode is LogprobsMode.PROCESSED:
+    if settings.logprobs_mode == "processed_logprobs":
         levels = _at_temperature(levels, request.temperature)
     ids, levels = whole[len(begun) :], levels[len(begun) :]
     message = bytes_chatml.decode_completion(ids)

@@ -19,7 +19,7 @@ from headpond.demo.engine.draws import Draws
 from headpond.demo.engine.expert_table import SampledRows
 from headpond.demo.engine.generation import Alter, Generation, Sampled, room_for
 from headpond.demo.engine.requests import CompletionRequest
-from headpond.demo.engine.settings import EngineSettings, LogprobsMode
+from headpond.demo.engine.settings import EngineSettings
 from headpond.demo.engine.weights import Flight, State, TokenSpan, Weights
 from headpond.errors import BadRequest, StageError
 from headpond.renderers import bytes_chatml
@@ -158,7 +158,7 @@ class ModelSampler:
             if left:
                 chosen[stream] = min(left, stream.unread)
                 left -= chosen[stream]
-        raw = self._settings.logprobs_mode is LogprobsMode.RAW
+        raw = self._settings.logprobs_mode == "raw_logprobs"
         await asyncio.get_running_loop().run_in_executor(self._thread, sample_next, model, state, chosen, raw)
 
 

@@ -89,7 +89,7 @@ class CompletionRequest:
 def read_chat(body: bytes, dialect: Dialect, *, tools: bool = True) -> CompletionRequest:
     chat = _read(body, CHAT)
     _check_single(chat.n, chat.stream)
-    sglang = dialect is Dialect.SGLANG
+    sglang = dialect == "sglang"
     if chat.tools and not tools and not sglang:
         raise BadRequest('"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')
     if chat.input_ids and sglang:

@@ -61,7 +61,7 @@ def vllm_chat_body(content: ResponseContent) -> list[Part]:
         % (orjson.dumps(f"chatcmpl-{content.name}"), CREATED, orjson.dumps(content.model), orjson.dumps(message)),
         b',"logprobs":%b' % _logprobs(content, _vllm_token),
         b',"finish_reason":"%b","stop_reason":null,"token_ids":%b' % (generation.finish_reason.encode(), ids),
-        *(_routed_experts(content, ExpertForm.NPY) or [b',"routed_experts":null']),
+        *(_routed_experts(content, "npy") or [b',"routed_experts":null']),
         b'}],"service_tier":null,"system_fingerprint":null,"usage":%b' % orjson.dumps(_usage(content)),
         b',"prompt_logprobs":null,"prompt_token_ids":%b,"prompt_text":null' % prompt_ids,
         b',"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null}',
@@ -74,7 +74,7 @@ def sglang_chat_body(content: ResponseContent) -> list[Part]:
     message: Json = {"role": "assistant", "content": text if generation.reasoning is None else ""}
     message |= {"reasoning_content": generation.thoughts, "tool_calls": _tool_calls(generation) or None}
     matched = b"null" if generation.ended_early else b"%d" % MESSAGE_END
-    experts = _routed_experts(content, ExpertForm.BARE) if request.meta_info else []
+    experts = _routed_experts(content, "bare") if request.meta_info else []
     return [
         b'{"id":%b,"object":"chat.completion","created":%d,"model":%b,"choices":[{"index":0,"message":%b'
         % (orjson.dumps(content.name), CREATED, orjson.dumps(content.model), orjson.dumps(message)),
@@ -116,7 +116,7 @@ def generate_body(content: ResponseContent) -> list[Part]:
     """In vLLM 0.32, the choices come last, and a choice's logprobs last of all."""
     generation = content.generation
     name = content.name
-    experts = _routed_experts(content, ExpertForm.NPY) or [b',"routed_experts":null']
+    experts = _routed_experts(content, "npy") or [b',"routed_experts":null']
     reason = generation.finish_reason if generation.ended_early else "stop"
     finished = b',"finish_reason":"%b"' % reason.encode()
     ids = b',"token_ids":%b' % _ids(generation.completion_ids)

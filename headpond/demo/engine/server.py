@@ -6,7 +6,6 @@ import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields, replace
-from enum import StrEnum
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -20,7 +19,7 @@ from headpond.demo.engine.generation import Generation, Sampler, ScriptedSampler
 from headpond.demo.engine.model_sampler import ModelSampler
 from headpond.demo.engine.requests import CompletionRequest, read_chat, read_generate
 from headpond.demo.engine.responses import CREATED, ResponseContent, generate_body, sglang_chat_body, vllm_chat_body
-from headpond.demo.engine.settings import Dialect, EngineSettings, FailureRates
+from headpond.demo.engine.settings import EngineSettings, FailureRates
 from headpond.demo.engine.weights import Weights
 from headpond.demo.tiny_moe import initial_weights
 from headpond.engines.dialects.generate import Generate
@@ -53,7 +52,7 @@ class Engine:
         else:
             self._weights = Weights()
             self._sampler = ScriptedSampler(settings, self._weights)
-        self._chat_body = sglang_chat_body if settings.dialect is Dialect.SGLANG else vllm_chat_body
+        self._chat_body = sglang_chat_body if settings.dialect == "sglang" else vllm_chat_body
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[_errors_as_json])
@@ -85,7 +84,7 @@ class Engine:
     async def _respond(
         self, request: web.Request, completion: CompletionRequest, body: Callable[[ResponseContent], list[Part]]
     ) -> web.StreamResponse:
-        if (name := _header(request, NAME_HEADER)) and self._settings.dialect is not Dialect.SGLANG:
+        if (name := _header(request, NAME_HEADER)) and self._settings.dialect != "sglang":
             completion = replace(completion, request_id=name.decode(errors="replace"))
         session, retry = _header(request, SESSION_HEADER), _header(request, RETRY_HEADER) or b"0"
         draws = draws_of(completion, self._settings, session)
@@ -93,7 +92,7 @@ class Engine:
         # The retry count and the prompt's length are part of the draw, so a retry or a continuation may succeed.
         chance = Draws(b"%d" % draws.seed, session, retry, b"%d" % len(completion.prompt_ids))
         failure = failure_of(chance, self._settings.failures)
-        if failure is Failure.HANG:
+        if failure == "hang":
             await asyncio.Event().wait()  # until the client disconnects
         flight = await self._weights.begin(completion.request_id or f"{draws.seed:016x}", completion.model)
         try:
@@ -101,7 +100,7 @@ class Engine:
             sampled = await self._sampler.sample(completion, draws, flight, alter)
         finally:
             self._weights.end(flight)
-        if failure is Failure.ERROR:
+        if failure == "error":
             return _error(500, "failure injected by --failures")
         parts = body(
             ResponseContent(
@@ -109,47 +108,35 @@ class Engine:
                 generation=sampled.generation,
                 model=completion.model or self._settings.served_model_name,
                 spans=sampled.spans,
-                experts=None if failure is Failure.NO_EXPERTS else sampled.experts,
+                experts=None if failure == "no_experts" else sampled.experts,
             )
         )
-        if failure is Failure.MALFORMED:
+        if failure == "malformed":
             return web.Response(body=malformed(parts, draws), content_type=JSON)
-        if failure is Failure.DISCONNECT:
+        if failure == "disconnect":
             return await _send(request, parts, whole=False)
         return await _send(request, parts)
 
 
-class Failure(StrEnum):
-    """Named like the fields of FailureRates."""
-
-    ERROR = "error"
-    MALFORMED = "malformed"
-    HANG = "hang"
-    DISCONNECT = "disconnect"
-    ABORT = "abort"
-    THOUGHT = "thought"
-    SENTINEL = "sentinel"
-    NO_EXPERTS = "no_experts"
-
-
-def altered(generation: Generation, failure: Failure | None, chance: Draws) -> Generation:
+def altered(generation: Generation, failure: str | None, chance: Draws) -> Generation:
     match failure:
-        case Failure.ABORT:
+        case "abort":
             return generation.stopped_at(chance.integer("aborted", 0, max(0, len(generation.completion_ids) - 1)))
-        case Failure.THOUGHT:
+        case "thought":
             return generation.thinking()
-        case Failure.SENTINEL:
+        case "sentinel":
             return generation.without_last_logprob()
         case _:
             return generation
 
 
-def failure_of(draws: Draws, rates: FailureRates) -> Failure | None:
+def failure_of(draws: Draws, rates: FailureRates) -> str | None:
+    """The name of the field of `rates` that is drawn."""
     share = draws.uniform("failure")
     for rate in fields(rates):
         share -= getattr(rates, rate.name)
         if share < 0:
-            return Failure(rate.name)
+            return rate.name
     return None
 
 

@@ -1,33 +1,17 @@
 """Settings of the engine, as the command line gives them."""
 
 from dataclasses import astuple, dataclass, fields
-from enum import StrEnum
+from typing import Literal
 
 from headpond.demo.engine.draws import Distribution
 from headpond.errors import ConfigError
 
-
-class Dialect(StrEnum):
-    """The server that `/v1/chat/completions` imitates."""
-
-    VLLM = "vllm"
-    SGLANG = "sglang"
-
-
-class LogprobsMode(StrEnum):
-    """As vLLM's `--logprobs-mode`."""
-
-    PROCESSED = "processed_logprobs"
-    """after the temperature"""
-    RAW = "raw_logprobs"
-
-
-class ExpertForm(StrEnum):
-    """Encoding of routed experts: the three forms that `headpond.engines.routed_experts` reads."""
-
-    OBJECT = "object"
-    NPY = "npy"
-    BARE = "bare"
+Dialect = Literal["vllm", "sglang"]
+"""The server that `/v1/chat/completions` imitates."""
+LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
+"""After or before the temperature, as vLLM's `--logprobs-mode`."""
+ExpertForm = Literal["object", "npy", "bare"]
+"""Encoding of routed experts: the three forms that `headpond.engines.routed_experts` reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +83,7 @@ class EngineSettings:
     max_model_len: int
     served_model_name: str = "policy"
     """name in `/v1/models`; a request may name any other model, as if it were an adapter"""
-    logprobs_mode: LogprobsMode = LogprobsMode.PROCESSED
+    logprobs_mode: LogprobsMode = "processed_logprobs"
     dev_mode: bool = True
     """whether there are control endpoints: vLLM has them with VLLM_SERVER_DEV_MODE=1"""
     auto_tool_choice: bool = True

@@ -15,17 +15,15 @@ from msgspec import structs
 from headpond.config import RunConfig
 from headpond.engines.dialects import Prompt, dialect_of
 from headpond.engines.dialects.base import finish_reason
-from headpond.engines.replicas import Replica
 from headpond.engines.response import RequestInfo, read_turn
 from headpond.engines.transport import ON_LOOP_BYTES, SESSION_HEADER, ByteBudget
 from headpond.errors import Aborted, BadRequest, ContextFull, PolicyFailure, SessionError, Upstream
 from headpond.ids import engine_session
-from headpond.playing.policy import named_adapter, prompt_of, rendered_message, turn_metadata
+from headpond.playing.policy import count_use, named_adapter, prompt_of, rendered_message, turn_metadata
 from headpond.recording import Claim, Prepared, Session
 from headpond.renderers import PooledRenderer, RendererKey, RendererPools
 from headpond.runtime.offload import in_cpu_thread
 from headpond.servers.sessions import headers
-from headpond.servers.sessions.agents import agent_of
 from headpond.servers.sessions.apis import CHAT, Api
 from headpond.servers.sessions.backend import Backend, EngineRequest, EngineResponse
 from headpond.servers.sessions.client_response import Rendered, completion_for, rendered_logprobs
@@ -120,7 +118,7 @@ class Chats:
                 claim = await self._claim(session, places)
             reservation, limits = places.enter_context(self._requests.reservation()), self._config.sessions
             body = await read_body(request, reservation, limit=limits.request_bytes, timeout_s=limits.request_s)
-            agent = agent_of(request)
+            agent = headers.agent_of(request)
             id = request_id(agent if api is CHAT else f"{agent}\0{api.path}", body)
             earlier = entry.sent_chats.find(session, id, attempt)
             chat = await self._read_chat(request, session, metadata, api, body)
@@ -208,7 +206,7 @@ class Chats:
                 entry.aborts += 1
                 entry.usage.lost(response.replica.url, error.sampled_tokens)
                 raise
-            _count_use(entry, before, response, read.turn)
+            count_use(entry.usage, response.replica, before, read.turn, response.seconds)
             turn_info = turn_metadata(
                 chat.fields,
                 response.replica,
@@ -366,13 +364,6 @@ class Chats:
                 self.counts.repaired_echoes += session.repaired_echoes - repaired
         except PolicyFailure as failure:
             raise BadRequest(str(failure)) from failure
-
-
-def _count_use(entry: Entry, before: Replica | None, response: EngineResponse, turn: Turn) -> None:
-    """A conversation that left the replica `before` had its prompt computed again."""
-    entry.usage.answered(response.replica.url, tokens=len(turn.completion_ids), seconds=response.seconds)
-    if before not in (None, response.replica):
-        entry.usage.lost(before.url, turn.prefix_tokens)
 
 
 def renderer_of(config: RunConfig) -> PooledRenderer | None:

@@ -1,4 +1,4 @@
-"""Which headers pass between client and engine, and the check of a session's secret.
+"""Which headers pass between client and engine, the check of a session's secret, and the agent that a request names.
 
 Hop-by-hop headers are stripped in both directions; a session's secret never reaches the engine.
 """
@@ -9,7 +9,10 @@ import re
 import secrets
 from collections.abc import Collection, Mapping
 
+from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
+
+from headpond.recording.sample_tree import ID_MARK
 
 HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"}
@@ -66,3 +69,27 @@ def _without(headers: Mapping[str, str], dropped: frozenset[str]) -> CIMultiDict
     if named := headers.get("Connection"):
         dropped |= {name.strip().lower() for name in named.split(",")}
     return CIMultiDict([(name, value) for name, value in headers.items() if name.lower() not in dropped])
+
+
+BRANCH = re.compile(r"/branch/(?P<name>[A-Za-z0-9._~-]{1,64})(?=/)")
+"""Behind the path of a session: `/sessions/ID/branch/NAME/v1/chat/completions`."""
+ID_HEADERS = ("x-claude-code-agent-id", "thread-id")
+"""Ids that agents send by themselves. They are random, so samples name such agents by their order of arrival."""
+ID_CHARACTERS = 64
+
+
+def split_branch(path: str) -> tuple[str, str]:
+    """The path below a session without its branch, and the branch's name."""
+    match = BRANCH.match(path)
+    return (path[match.end() :], match["name"]) if match else (path, "")
+
+
+def agent_of(request: web.BaseRequest) -> str:
+    """The agent's name; empty for the main one."""
+    _, _, below = request.rel_url.raw_path.removeprefix("/sessions/").partition("/")
+    if branch := split_branch(f"/{below}")[1]:
+        return branch
+    for header in ID_HEADERS:
+        if id := request.headers.get(header, "").strip():
+            return ID_MARK + "".join(filter(str.isprintable, id))[:ID_CHARACTERS]
+    return ""

@@ -41,7 +41,6 @@ from headpond.runtime.event_loop import event_loop_factory
 from headpond.runtime.loop_lag import LoopLag
 from headpond.runtime.offload import in_io_thread
 from headpond.servers.sessions import headers
-from headpond.servers.sessions.agents import split_branch
 from headpond.servers.sessions.apis import APIS, MESSAGES, Api, api_of
 from headpond.servers.sessions.backend import Backend, EngineRequest
 from headpond.servers.sessions.chats import Chats, forwarded
@@ -241,7 +240,7 @@ class SessionServer:
             case "POST", ["", "sessions"]:
                 return await self._create(request)
             case method, ["", "sessions", id, *rest]:
-                below, _ = split_branch("/" + rest[0] if rest else "")
+                below, _ = headers.split_branch("/" + rest[0] if rest else "")
                 one_model = method == "GET" and below.startswith(f"{MODELS}/")
                 handler = self._model if one_model else self._handlers.get((method, below))
                 entry = await self.table.find(id)
@@ -308,7 +307,7 @@ class SessionServer:
                 return _json(orjson.dumps({"input_tokens": count}))
 
     async def _model(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata) -> web.Response:
-        below, _ = split_branch(request.rel_url.raw_path.removeprefix(f"/sessions/{entry.id}"))
+        below, _ = headers.split_branch(request.rel_url.raw_path.removeprefix(f"/sessions/{entry.id}"))
         async with entry.in_flight.request(lambda: self.table.gone(entry.id)):
             return _json(await self._queries.model(unquote(below.removeprefix(f"{MODELS}/")), self._rules(metadata)))
 
@@ -348,7 +347,7 @@ class SessionServer:
         body = await self._body(request)
         own_key = self._backend.settings.api_key is not None
         passed = headers.to_upstream(request.headers, metadata.digests, own_key=own_key)
-        target, _ = split_branch(request.rel_url.raw_path_qs.removeprefix(f"/sessions/{entry.id}"))
+        target, _ = headers.split_branch(request.rel_url.raw_path_qs.removeprefix(f"/sessions/{entry.id}"))
         engine_request = EngineRequest(method=request.method, target=target, body=body, headers=passed)
         async with (
             entry.in_flight.request(lambda: self.table.gone(entry.id)),

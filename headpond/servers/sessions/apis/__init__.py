@@ -1,11 +1,11 @@
 """The APIs that agents speak. Each is one module that owns its requests, responses, streams and errors."""
 
-from headpond.servers.sessions.agents import split_branch
 from headpond.servers.sessions.apis.base import Api, ChatRequest, Completion, History, Recorded
 from headpond.servers.sessions.apis.chat import ChatCompletions
 from headpond.servers.sessions.apis.completions import Completions
 from headpond.servers.sessions.apis.messages import Messages
 from headpond.servers.sessions.apis.responses import Responses
+from headpond.servers.sessions.headers import split_branch
 
 CHAT = ChatCompletions()
 MESSAGES = Messages()

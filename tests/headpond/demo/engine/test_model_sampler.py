@@ -32,7 +32,7 @@ from headpond.demo.engine.draws import Distribution
 from headpond.demo.engine.generation import draws_of
 from headpond.demo.engine.model_sampler import ModelSampler, next_tokens
 from headpond.demo.engine.requests import read_generate
-from headpond.demo.engine.settings import Dialect, EngineSettings, ExpertShape, FailureRates
+from headpond.demo.engine.settings import EngineSettings, ExpertShape, FailureRates
 from headpond.demo.engine.weights import Weights
 from headpond.demo.tiny_moe import Array
 from headpond.engines.response import read_turn
@@ -200,7 +200,7 @@ def test_a_request_may_follow_at_once_on_the_last_one_in_flight() -> None:
     settings = EngineSettings(
         host="127.0.0.1",
         port=0,
-        dialect=Dialect.VLLM,
+        dialect="vllm",
         seed=0,
         skill=0.5,
         latency_s=Distribution.parse("constant:0"),
