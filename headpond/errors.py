@@ -28,21 +28,19 @@ HeadpondError
 Each takes one message argument, so that it survives JSON.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from headpond.replica_use import ReplicaUse
-import asyncio
 import contextlib
 import reprlib
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Generator
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+if TYPE_CHECKING:
+    from headpond.replica_use import ReplicaUse
 
 UNWRITTEN = 507
 """HTTP status of a session server's response when the store cannot be written"""
+T = TypeVar("T")
 
 
 class HeadpondError(Exception):
@@ -193,9 +191,6 @@ def sentence(text: str) -> str:
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
-T = TypeVar("T")
-
-
 @contextlib.contextmanager
 def error_boundary(kind: type[HeadpondError], what: str) -> Generator[None]:
     """Let Headpond's own errors pass; convert any other exception, and SessionError, to `kind` with its file and line.
@@ -216,6 +211,7 @@ def error_boundary(kind: type[HeadpondError], what: str) -> Generator[None]:
 async def in_own_task(kind: type[HeadpondError], what: str, call: Callable[[], Awaitable[T]]) -> T:
     """Await an environment's call inside an `error_boundary`. A task of its own tells whose a cancellation is: if the
     caller was not cancelled, the environment has cancelled itself, which is an error of it."""
+    import asyncio  # 20 ms, which commands that only print do without
 
     async def bounded() -> T:
         with error_boundary(kind, what):

@@ -26,8 +26,8 @@ from headpond.ledger import histories, pages, queries, schema
 from headpond.messages import GroupInputs, GroupMember, RolloutResult, StepAdvantages, StepValues
 from headpond.stages import estimate_group, estimate_step, read_tokens
 from headpond.store import open_store
-from headpond.store.files import ReadThroughStore
 from headpond.store.opening import run_store_url
+from headpond.store.read_through import ReadThroughStore
 
 CHANGEABLE = ("filters.", "advantages.", "batch.", "vocab_size")
 READ = (*CHANGEABLE, "rollouts.group_size", "engine.logprobs_mode")

@@ -22,6 +22,8 @@ UNIFORM = "uniform"
 UNKNOWN, NONE, MIXED, ALL = range(4)
 ENTRIES_MOST = 1 << 18  # compressed and as text, the state is at most 90 kB
 LOOKED_AT_MOST = 16  # positions for each example to draw, so that a data set that is all solved does not stop a run
+logger = logging.getLogger("headpond.sampling")
+STATE_LIMIT_BYTES = 1 << 17  # it travels in a reply, and the ledger keeps it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +124,6 @@ def _read_weights(path: Path) -> NDArray[np.float64]:
         return np.asarray(content, np.float64)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"weights: {path} cannot be read as numbers: {error}") from error
-
-
-logger = logging.getLogger("headpond.sampling")
-
-STATE_LIMIT_BYTES = 1 << 17  # it travels in a reply, and the ledger keeps it
 
 
 class Drawn(NamedTuple):

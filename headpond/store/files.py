@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from headpond.errors import BlobCorrupt, BlobMissing, ConfigError
 from headpond.store import atomic, scratch
 from headpond.store.atomic import writing
-from headpond.store.base import KEY, BlobRef, Bytes, Store
+from headpond.store.base import KEY, Bytes, Store
 from headpond.store.parts import mapped
 
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP)  # another file system, or one without hard links
@@ -154,14 +154,3 @@ class FileStore(Store):
 
     def tidy(self, under: str) -> None:
         atomic.sweep(self.path(under), below=True)
-
-
-class ReadThroughStore(FileStore):
-    """A directory of one process over another store: blobs are read there, all else is read and written here."""
-
-    def __init__(self, url: str, source: Store) -> None:
-        super().__init__(url)
-        self._source = source
-
-    def open(self, ref: BlobRef, *, verify: bool = True) -> Bytes:
-        return self._source.open(ref, verify=verify)

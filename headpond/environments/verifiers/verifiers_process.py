@@ -50,6 +50,7 @@ CANCEL_TIMEOUT_S = 10.0
 # clock far ahead, and one timeout means nothing.
 HANG_CHECKS = 20
 SEE_STDERR = "see this process's stderr for its last output"
+REMOVED = " (deleted)"  # how the kernel marks a directory that is gone
 
 
 class Connection(NamedTuple):
@@ -217,9 +218,6 @@ def _clean_up(process: "subprocess.Popen[bytes]", directory: str) -> None:
         process.wait()
     kill_programs_in(directory)
     shutil.rmtree(directory, ignore_errors=True)
-
-
-REMOVED = " (deleted)"  # how the kernel marks a directory that is gone
 
 
 def kill_programs_in(directory: str) -> None:

@@ -27,6 +27,11 @@ KEYS = frozenset({"authorization", "x-api-key", "api-key"})
 SECRET_BYTES = 32
 SECRET = re.compile(r"(?<![A-Za-z0-9_-])[A-Za-z0-9_-]{43}(?![A-Za-z0-9_-])")
 """The form of `new_secret`: 32 bytes in URL-safe base64."""
+BRANCH = re.compile(r"/branch/(?P<name>[A-Za-z0-9._~-]{1,64})(?=/)")
+"""Behind the path of a session: `/sessions/ID/branch/NAME/v1/chat/completions`."""
+ID_HEADERS = ("x-claude-code-agent-id", "thread-id")
+"""Ids that agents send by themselves. They are random, so samples name such agents by their order of arrival."""
+ID_CHARACTERS = 64
 
 
 def new_secret() -> str:
@@ -69,13 +74,6 @@ def _without(headers: Mapping[str, str], dropped: frozenset[str]) -> CIMultiDict
     if named := headers.get("Connection"):
         dropped |= {name.strip().lower() for name in named.split(",")}
     return CIMultiDict([(name, value) for name, value in headers.items() if name.lower() not in dropped])
-
-
-BRANCH = re.compile(r"/branch/(?P<name>[A-Za-z0-9._~-]{1,64})(?=/)")
-"""Behind the path of a session: `/sessions/ID/branch/NAME/v1/chat/completions`."""
-ID_HEADERS = ("x-claude-code-agent-id", "thread-id")
-"""Ids that agents send by themselves. They are random, so samples name such agents by their order of arrival."""
-ID_CHARACTERS = 64
 
 
 def split_branch(path: str) -> tuple[str, str]:
