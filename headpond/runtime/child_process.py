@@ -1,5 +1,6 @@
 """A child process in its own process group, its output in a file. It ends with its parent."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -119,7 +120,9 @@ class ChildProcess:
     def kill(self) -> None:
         """Send SIGKILL to the process and everything it started, and reap it."""
         if self._popen.returncode is None:
-            os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it died before it had the group, or has left it
+                os.killpg(self.pid, signal.SIGKILL)
+            self._popen.kill()
             self._popen.wait()
             kill_marked(self.mark)
 
