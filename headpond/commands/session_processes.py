@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headpond.commands.interrupts import Interrupts
 from headpond.commands.launcher.parts import Part
-from headpond.commands.launcher.supervisor import Supervised, Supervisor
+from headpond.commands.launcher.supervisor import Supervisor
 from headpond.config import RunConfig
 from headpond.errors import ConfigError
 
@@ -33,23 +33,21 @@ def supervise(config: RunConfig, arguments: Sequence[str]) -> int:
         raise ConfigError("--instance-id names one process: leave it out with --processes, sessions are found by port")
     interrupts = Interrupts()
     supervisor = Supervisor(None, os.environ, Path.cwd(), failures_most=math.inf)
-    code = 0
     try:
         for port in range(settings.port, settings.port + settings.processes):
             supervisor.start(_server(port, arguments))
-        while not (interrupts.signals or code):
-            if any(_refused(server) for server in supervisor.parts.values()):
-                code = REFUSED
+        while not (interrupts.signals or _is_refused(supervisor)):
             supervisor.check()
             time.sleep(TICK_S)
         supervisor.stop(within_s=settings.drain_s + KILL_S, at_once=lambda: interrupts.twice)
+        return REFUSED if _is_refused(supervisor) else 0
     finally:
         supervisor.kill()
-    return code
 
 
-def _refused(server: Supervised) -> bool:
-    return server.process.exit_code == REFUSED and not server.restarts
+def _is_refused(supervisor: Supervisor) -> bool:
+    """Whether a server has ended at its first start."""
+    return any(each.process.exit_code == REFUSED and not each.restarts for each in supervisor.parts.values())
 
 
 def _server(port: int, arguments: Sequence[str]) -> Part:

@@ -84,6 +84,19 @@ def test_a_server_that_cannot_start_again_ends_no_other(several: Several) -> Non
     wait_until(lambda: has_its_turn(agents[0]))
 
 
+def test_a_server_that_cannot_start_the_first_time_ends_all_of_them(script: Script, tmp_path: Path) -> None:
+    port = free_ports(2)
+    with socket.create_server(("127.0.0.1", port + 1)):
+        process = Several(tmp_path, script.server.url, "--port", str(port), "--processes", "2")
+        try:
+            wait_until(lambda: process.exit_code is not None, what="the end of the command")
+            assert process.exit_code == 2
+            assert "cannot listen" in process.text
+        finally:
+            Process.end(process)
+    socket.create_server(("127.0.0.1", port)).close()
+
+
 def taken_after_kill(several: Several) -> socket.socket:
     """The port of the first server, before the next one has it."""
     _, other = several.pids()
